@@ -1,0 +1,14 @@
+"""From text to batches. Owns the tokenizer, the prepared folder on disk, and which tokens make sample i of a run.
+
+    sources.py      python-stdlib | files | Hugging Face data set  ->  documents (id, text), streamed
+    tokenizer.py    document -> token ids, and back, exactly
+    prepare.py      documents -> worker processes -> shards       (once, offline: `python -m tools.prepare`)
+    shards.py       one token shard: a safetensors file, written as a stream, read through a memory map
+    dataset.py      a prepared folder: one long sequence of tokens per split, nothing of it read before it is needed
+    sampler.py      (seed, sample index) -> (source, epoch, window): pure functions, no state
+    loader.py       samples -> batches of one data-parallel rank, read ahead by a thread; its state is one number
+    config.py       the `data` section of a run's YAML
+
+Imports nothing of Lattice but `errors`. Only loader.py imports torch, and only sources.py imports `datasets`
+(when it reads a table), so that a preparation worker starts in a fraction of a second.
+"""

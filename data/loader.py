@@ -1,0 +1,176 @@
+"""Samples to the batches of one data-parallel rank, read ahead by a thread.
+
+    sample index --sampler--> window --dataset--> row;   rank r of dp takes rows r * B/dp .. (r + 1) * B/dp of the batch
+
+The global batch is the same for every dp size, and where a run stands is one number, the next sample's index: a run
+continues with another dp size on the same batches, and with another batch size at the same sample.
+"""
+
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.dataset import Mixture, TokenDataset
+from data.sampler import SampleOrder, count_windows, merge_ranges, next_samples
+from errors import UserError
+
+IGNORED = -100  # the target that no loss counts; cross_entropy's own default
+LOCATED_TOGETHER = 4096  # samples
+
+
+class BatchLoader:
+    """An endless iterator over (tokens, targets), each [B / dp_size, S] int64 and contiguous.
+
+    Args:
+        data: a data set or a mixture.
+        seq_len: S. global_batch_size: B, in sequences, a multiple of dp_size.
+        seed: of the shuffle. dp_rank, dp_size: which rows are this process's.
+        next_sample: where to begin: `state()["next_sample"]` of the run to continue.
+        skipped: half-open ranges [begin, end) of sample indices never handed out (a rollback's).
+        prefetch: batches read ahead.
+        shuffle: False reads every source in order, as evaluation does.
+
+    Raises UserError when B does not divide, or a source is too short for one window.
+    """
+
+    def __init__(
+        self,
+        data: TokenDataset | Mixture,
+        *,
+        seq_len: int,
+        global_batch_size: int,
+        seed: int,
+        dp_rank: int,
+        dp_size: int,
+        next_sample: int = 0,
+        skipped: Sequence[Sequence[int]] = (),
+        prefetch: int = 2,
+        shuffle: bool = True,
+    ) -> None:
+        if global_batch_size < 1 or global_batch_size % dp_size:
+            why = f"{dp_size} data-parallel ranks cannot share it evenly"
+            raise UserError("train.global_batch_size", global_batch_size, why, f"a multiple of {dp_size}")
+        if prefetch < 1:
+            raise UserError("data.prefetch", prefetch, "the reading thread is always ahead", "at least 1; 2 is usual")
+        self._data = _as_mixture(data)
+        self._order = _sample_order(self._data, seq_len, seed=seed, shuffle=shuffle)
+        self._seq_len, self._global_batch_size = seq_len, global_batch_size
+        rows = global_batch_size // dp_size
+        self._mine = slice(dp_rank * rows, (dp_rank + 1) * rows)
+        self._skipped = merge_ranges(skipped)
+        self._next_sample = next_sample  # of the batches handed out; the thread counts its own
+        self._error: BaseException | None = None
+        self._stop = threading.Event()
+        self._ready: queue.Queue = queue.Queue(maxsize=prefetch)
+        self._thread = threading.Thread(target=self._read_ahead, args=(next_sample,), name="batch loader", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> "BatchLoader":
+        return self
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        """The next batch. What the reading thread raised is raised here, and at every later call."""
+        if self._error is None and self._stop.is_set():
+            raise RuntimeError("the loader is closed")
+        if self._error is None:
+            batch, after = self._ready.get()
+            if batch is not None:
+                self._next_sample = after
+                return batch
+            self._error = after
+        raise self._error
+
+    def state(self) -> dict:
+        """What continues the run after the last batch handed out; JSON-able, and the same on every rank."""
+        skipped = [list(pair) for pair in self._skipped]
+        return {"next_sample": self._next_sample, "skipped": skipped, "checksum": self._data.checksum}
+
+    def close(self) -> None:
+        """Stops the reading thread. May be called twice."""
+        self._stop.set()
+        while self._thread.is_alive():  # it may wait for room in the queue
+            try:
+                self._ready.get_nowait()
+            except queue.Empty:
+                self._thread.join(timeout=0.01)
+
+    def _read_ahead(self, sample: int) -> None:
+        try:
+            rows = self._mine.stop - self._mine.start
+            while not self._stop.is_set():
+                # Locating costs some hundred numpy calls, for one sample or thousands: several batches share them.
+                mine, after = [], []
+                for _ in range(max(1, LOCATED_TOGETHER // rows)):
+                    samples, sample = next_samples(sample, self._global_batch_size, self._skipped)
+                    mine.append(samples[self._mine])
+                    after.append(sample)
+                source, _, window = self._order.locate(np.concatenate(mine))
+                for i, after_batch in enumerate(after):
+                    batch = slice(i * rows, (i + 1) * rows)
+                    self._ready.put((_assemble(self._data, source[batch], window[batch], self._seq_len), after_batch))
+                    if self._stop.is_set():
+                        return
+        except BaseException as error:  # whatever it is, the caller must hear of it
+            self._ready.put((None, error))
+
+
+def check_state(state: dict, data: TokenDataset | Mixture) -> None:
+    """Raises UserError when `state` counts the samples of another data set: resuming would repeat some and miss others."""
+    if state["checksum"] != data.checksum:
+        path = " + ".join(str(source.folder) for source in _as_mixture(data).sources)
+        why = f"the run to resume read other data (checksum {state['checksum'][:12]}…, this is {data.checksum[:12]}…)"
+        raise UserError("data.path", path, why, "give the data the run began with, or begin a new run (checkpoint.resume=none)")
+
+
+def heldout_batches(
+    data: TokenDataset | Mixture, *, seq_len: int, num_samples: int | None, dp_rank: int, dp_size: int, rows: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Windows 0 .. num_samples - 1 of `data`, in order, once: (tokens, targets), each [rows, S] int64.
+
+    num_samples: at most as many as there are (None: all). Of a mixture, as many as come before a source would repeat.
+    rows: of this rank per batch; a batch is rows * dp_size windows, and every rank gets the same number of batches.
+
+    Rows beyond the last window have every target IGNORED: the sum of losses over the counted targets, divided by
+    their number, is the same on every layout.
+    """
+    mixture = _as_mixture(data)
+    order = _sample_order(mixture, seq_len, seed=0, shuffle=False)
+    limit = sum(order.num_windows) if num_samples is None else min(num_samples, sum(order.num_windows))
+    repeated = np.flatnonzero(order.locate(np.arange(limit))[1])  # epoch 1 begins
+    limit = int(repeated[0]) if repeated.size else limit
+    for first in range(0, limit, rows * dp_size):
+        mine = np.arange(first + dp_rank * rows, first + (dp_rank + 1) * rows)
+        source, _, window = order.locate(np.minimum(mine, limit - 1))
+        tokens, targets = _assemble(mixture, source, window, seq_len)
+        targets[torch.from_numpy(mine >= limit)] = IGNORED
+        yield tokens, targets
+
+
+def _as_mixture(data: TokenDataset | Mixture) -> Mixture:
+    return data if isinstance(data, Mixture) else Mixture([data], [1.0])
+
+
+def _sample_order(data: Mixture, seq_len: int, *, seed: int, shuffle: bool) -> SampleOrder:
+    num_windows = [count_windows(source.num_tokens, seq_len) for source in data.sources]
+    for source, count in zip(data.sources, num_windows, strict=True):
+        if count == 0:
+            why = f"split {source.split!r} of {source.folder} has {source.num_tokens} tokens, a sample needs {seq_len + 1}"
+            raise UserError("train.seq_len", seq_len, why, f"at most {source.num_tokens - 1}, or more data")
+    return SampleOrder(num_windows, data.weights, seed=seed, shuffle=shuffle)
+
+
+def _assemble(data: Mixture, source: np.ndarray, window: np.ndarray, seq_len: int) -> tuple[Tensor, Tensor]:
+    """(tokens, targets), each [N, S] int64, of window[i] of source[i]: [N] each."""
+    tokens = torch.empty(len(source), seq_len, dtype=torch.int64)
+    targets = torch.empty_like(tokens)
+    for s in np.unique(source).tolist():
+        rows = np.flatnonzero(source == s)
+        read = data.sources[s].gather(window[rows] * seq_len, seq_len + 1)  # [n, S + 1]
+        where = slice(None) if len(rows) == len(source) else rows
+        tokens.numpy()[where] = read[:, :-1]
+        targets.numpy()[where] = read[:, 1:]
+    return tokens, targets

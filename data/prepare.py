@@ -1,0 +1,242 @@
+"""Documents to token shards, once, before training.
+
+    documents --(this process, in order)--> chunks --(worker processes)--> token arrays --(this process, in order)--> shards
+
+Each document becomes  [bos] its tokens [eos]  as in Llama: generation starts from bos and stops at eos. Chunks are cut
+by the source alone and written in its order, so the bytes on disk do not depend on the number of workers. At most
+`2 * workers + 2` chunks are in flight, so memory does not depend on the size of the source. The folder is written
+beside its final place and renamed when complete: it exists whole or not at all.
+
+    OUT/index.json                  format, tokenizer's sha256, dtype, and per split: shards, counts, checksums
+    OUT/train-00000.safetensors …   see shards.py
+    OUT/heldout-00000.safetensors …
+    OUT/tokenizer.model
+"""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from data.shards import FORMAT, VERSION, ShardWriter
+from data.sources import Document, documents, held_out
+from data.tokenizer import Tokenizer
+from errors import UserError
+
+SPLITS = ("train", "heldout")
+CHUNK_CHARS = 1 << 18  # characters a worker gets at a time; of documents of a typical length, dozens
+
+
+class Encoded(NamedTuple):
+    """What a worker makes of the documents of one chunk that fall in one split."""
+
+    tokens: np.ndarray  # [sum of lengths], the shards' dtype
+    lengths: np.ndarray  # [documents], int64: tokens of each, bos and eos included
+    characters: int
+    utf8_bytes: int
+
+
+def prepare(
+    source: str,
+    tokenizer: Tokenizer,
+    out: Path,
+    *,
+    text_field: str = "text",
+    split: str = "train",
+    heldout_fraction: float = 0.05,
+    shard_tokens: int = 1 << 27,
+    workers: int = 1,
+    overwrite: bool = False,
+) -> dict:
+    """Tokenizes `source` into the folder `out` and returns its index.
+
+    heldout_fraction: of the documents, chosen by the hash of their ids (sources.held_out).
+    shard_tokens: a shard is closed by the document with which it reaches this many tokens.
+    workers: processes that tokenize; this process reads and writes beside them.
+
+    Raises UserError for what the user can fix; nothing is left at `out` then.
+    """
+    _check(tokenizer, out, heldout_fraction, shard_tokens, workers, overwrite)
+    dtype = np.dtype("uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32")
+    partial = out.parent / f".{out.name}.partial-{os.getpid()}"
+    partial.mkdir(parents=True)
+    try:
+        writers = {name: _SplitWriter(partial, name, dtype, tokenizer.vocab_size, shard_tokens) for name in SPLITS}
+        counts = {"documents": 0, "empty_documents": 0}
+        chunks = _chunks(documents(source, text_field, split), counts)
+        with tqdm(desc=f"preparing {out.name}", unit=" tokens", unit_scale=True, disable=None) as bar:  # None: a terminal only
+            for encoded in _encode(chunks, tokenizer, dtype, heldout_fraction, workers):
+                for writer, part in zip(writers.values(), encoded, strict=True):
+                    writer.append(part)
+                    bar.update(len(part.tokens))
+        if writers["train"].tokens == 0:
+            why = f"no training tokens: of its {counts['documents']} documents every one is empty or held out"
+            raise UserError("--source", source, why, "give more text, or a smaller --heldout-fraction")
+        index = {
+            "format": FORMAT,
+            "version": VERSION,
+            "source": source,
+            "dtype": dtype.name,
+            "vocab_size": tokenizer.vocab_size,
+            "tokenizer_sha256": tokenizer.sha256,
+            "bos_id": tokenizer.bos_id,
+            "eos_id": tokenizer.eos_id,
+            "heldout_fraction": heldout_fraction,
+            "empty_documents": counts["empty_documents"],  # left out: they hold nothing to learn
+            "unigram_nats_per_token": unigram_nats_per_token(writers["train"].histogram, writers["heldout"].histogram),
+            "splits": {name: writer.close() for name, writer in writers.items()},
+        }
+        (partial / "tokenizer.model").write_bytes(tokenizer.model)
+        (partial / "index.json").write_text(json.dumps(index, indent=1) + "\n")
+        _put_in_place(partial, out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return index
+
+
+def unigram_nats_per_token(train: np.ndarray, heldout: np.ndarray) -> float | None:
+    """Cross-entropy, in nats per token, of the held-out tokens under the training tokens' frequencies (add-one smoothed).
+
+    What a model reaches that looks at nothing: a loss above it means that something is broken.
+    train, heldout: [V], how often each token occurs. None when nothing is held out.
+    """
+    if heldout.sum() == 0:
+        return None
+    log_probability = np.log((train + 1) / (train.sum() + len(train)))
+    return float(-(heldout * log_probability).sum() / heldout.sum())
+
+
+def _check(tokenizer: Tokenizer, out: Path, heldout_fraction: float, shard_tokens: int, workers: int, overwrite: bool) -> None:
+    if not 0 <= heldout_fraction < 1:
+        raise UserError("--heldout-fraction", heldout_fraction, "it is a fraction of the documents", "0 <= fraction < 1")
+    if shard_tokens < 1:
+        raise UserError("--shard-tokens", shard_tokens, "a shard holds at least one token", "at least 1; 134217728 is usual")
+    if workers < 1:
+        raise UserError("--workers", workers, "somebody must tokenize", "at least 1; one per core is best")
+    if tokenizer.vocab_size > 1 << 32:
+        raise UserError("--tokenizer", tokenizer.vocab_size, "ids are stored in 32 bits", "a vocabulary of at most 2**32")
+    if out.exists() and not out.is_dir():
+        raise UserError("--out", str(out), "there is a file of that name", "name a folder")
+    if out.is_dir() and any(out.iterdir()) and not overwrite:
+        raise UserError("--out", str(out), "the folder is not empty", "name another one, or give --overwrite")
+
+
+def _chunks(stream: Iterator[Document], counts: dict[str, int]) -> Iterator[list[Document]]:
+    """The non-empty documents in groups of at least CHUNK_CHARS characters; `counts` is brought up to date on the way."""
+    chunk, characters = [], 0
+    for document in stream:
+        counts["documents"] += 1
+        if not document.text:
+            counts["empty_documents"] += 1
+            continue
+        chunk.append(document)
+        characters += len(document.text)
+        if characters >= CHUNK_CHARS:
+            yield chunk
+            chunk, characters = [], 0
+    if chunk:
+        yield chunk
+
+
+def _encode(
+    chunks: Iterator[list[Document]], tokenizer: Tokenizer, dtype: np.dtype, heldout_fraction: float, workers: int
+) -> Iterator[list[Encoded]]:
+    """Per chunk, in order, what its documents became: one Encoded for each of SPLITS."""
+    # spawn: the same on Linux and macOS, and safe whatever threads this process has.
+    context = multiprocessing.get_context("spawn")
+    arguments = (tokenizer.model, dtype.name, heldout_fraction)
+    with ProcessPoolExecutor(workers, context, _start_worker, arguments) as pool:
+        in_flight = deque()
+        for chunk in chunks:
+            in_flight.append(pool.submit(_encode_chunk, chunk))
+            if len(in_flight) > 2 * workers + 1:
+                yield in_flight.popleft().result()
+        while in_flight:
+            yield in_flight.popleft().result()
+
+
+def _start_worker(model: bytes, dtype: str, heldout_fraction: float) -> None:
+    """Runs once in each worker process; what it sets is that process's own."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    # A parent that was killed cannot stop its workers: they watch it.
+    threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
+    global _worker_tokenizer, _worker_dtype, _worker_heldout_fraction
+    _worker_tokenizer, _worker_dtype, _worker_heldout_fraction = Tokenizer(model), np.dtype(dtype), heldout_fraction
+
+
+def _encode_chunk(chunk: list[Document]) -> list[Encoded]:
+    tokenizer, dtype = _worker_tokenizer, _worker_dtype
+    out = [held_out(document.id, _worker_heldout_fraction) for document in chunk]
+    result = []
+    for side in (False, True):  # SPLITS
+        texts = [document.text for document, is_out in zip(chunk, out, strict=True) if is_out == side]
+        arrays = tokenizer.encode_arrays(texts) if texts else []
+        bos, eos = np.array([tokenizer.bos_id], dtype), np.array([tokenizer.eos_id], dtype)
+        parts = [part for array in arrays for part in (bos, array.astype(dtype), eos)]
+        tokens = np.concatenate([np.empty(0, dtype), *parts])
+        lengths = np.array([len(array) + 2 for array in arrays], dtype=np.int64)
+        result.append(
+            Encoded(tokens, lengths, sum(map(len, texts)), sum(len(text.encode("utf-8", "replace")) for text in texts))
+        )
+    return result
+
+
+class _SplitWriter:
+    """Writes one split, shard after shard, and counts."""
+
+    def __init__(self, folder: Path, split: str, dtype: np.dtype, vocab_size: int, shard_tokens: int) -> None:
+        self._folder, self._split, self._dtype, self._shard_tokens = folder, split, dtype, shard_tokens
+        self._shards: list[dict] = []
+        self._open: ShardWriter | None = None
+        self.histogram = np.zeros(vocab_size, dtype=np.int64)
+        self.tokens = self.documents = self.characters = self.utf8_bytes = 0
+
+    def append(self, part: Encoded) -> None:
+        self.histogram += np.bincount(part.tokens, minlength=len(self.histogram))
+        self.tokens += len(part.tokens)
+        self.documents += len(part.lengths)
+        self.characters += part.characters
+        self.utf8_bytes += part.utf8_bytes
+        ends = np.cumsum(part.lengths)
+        document, token = 0, 0  # written so far
+        while document < len(ends):
+            if self._open is None:
+                name = f"{self._split}-{len(self._shards):05d}.safetensors"
+                self._open = ShardWriter(self._folder / name, self._dtype)
+            # The document that makes the shard full is still written to it.
+            room = self._shard_tokens - self._open.tokens
+            last = min(int(np.searchsorted(ends, token + room)), len(ends) - 1)
+            self._open.append(part.tokens[token : ends[last]], part.lengths[document : last + 1])
+            document, token = last + 1, int(ends[last])
+            if self._open.tokens >= self._shard_tokens:
+                self._close_shard()
+
+    def _close_shard(self) -> None:
+        self._shards.append(self._open.close())
+        self._open = None
+
+    def close(self) -> dict:
+        """The split's entry of the index."""
+        if self._open is not None:
+            self._close_shard()
+        counted = {name: getattr(self, name) for name in ("tokens", "documents", "characters", "utf8_bytes")}
+        return counted | {"shards": self._shards}
+
+
+def _put_in_place(partial: Path, out: Path) -> None:
+    """Renames `partial` to `out`; what was there (--overwrite, or an empty folder) is removed after it has moved aside."""
+    old = partial.with_name(partial.name + "-old")
+    if out.exists():
+        out.rename(old)
+    partial.rename(out)
+    shutil.rmtree(old, ignore_errors=True)

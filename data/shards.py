@@ -1,0 +1,114 @@
+"""One token shard: a safetensors file with two tensors.
+
+    tokens            uint16, or uint32 where the vocabulary needs it; documents one after the other
+    document_starts   int64, the positions in `tokens` where they begin
+
+The format is eight bytes of header length, a JSON header, the data (https://github.com/huggingface/safetensors). It is
+written here as a stream, so that a shard's size costs no memory, and mapped here, so that opening one reads nothing of
+its tokens; `safetensors` reads the same files (a test compares). No pickle anywhere.
+"""
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from errors import UserError
+
+FORMAT, VERSION = "lattice-tokens", 1  # of the folder and its index.json
+HEADER_BYTES = 512 - 8  # of JSON, padded with spaces: the tensors start at byte 512
+MAX_HEADER_BYTES = 1 << 20  # a larger one is not ours; do not allocate what a damaged length says
+DTYPES = {"uint16": "U16", "uint32": "U32", "int64": "I64"}  # ours -> safetensors'
+REMEDY = "copy the file again from where it was prepared, or prepare the data again (`python -m tools.prepare`)"
+
+
+class ShardWriter:
+    """Writes one shard document by document; `close` returns its entry of the index."""
+
+    def __init__(self, path: Path, dtype: np.dtype) -> None:
+        self._path, self._dtype = path, np.dtype(dtype)
+        self._file = path.open("wb")
+        self._file.write(bytes(8 + HEADER_BYTES))  # the header names the sizes, so it is written last
+        self._starts: list[np.ndarray] = []
+        self.tokens = 0
+        self.documents = 0
+
+    def append(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """Adds documents. tokens: of all of them, in the shard's dtype; lengths: int64, tokens of each, sum = len(tokens)."""
+        self._file.write(tokens.astype(self._dtype, copy=False).data)
+        self._starts.append(self.tokens + np.cumsum(lengths) - lengths)
+        self.tokens += len(tokens)
+        self.documents += len(lengths)
+
+    def close(self) -> dict:
+        starts = np.concatenate([np.empty(0, np.int64), *self._starts])
+        self._file.write(starts.astype("<i8").data)
+        end = self.tokens * self._dtype.itemsize
+        header = {
+            "tokens": {"dtype": DTYPES[self._dtype.name], "shape": [self.tokens], "data_offsets": [0, end]},
+            "document_starts": {
+                "dtype": DTYPES["int64"],
+                "shape": [self.documents],
+                "data_offsets": [end, end + 8 * self.documents],
+            },
+        }
+        self._file.seek(0)
+        self._file.write(struct.pack("<Q", HEADER_BYTES) + json.dumps(header).encode().ljust(HEADER_BYTES))
+        self._file.close()
+        return {
+            "file": self._path.name,
+            "tokens": self.tokens,
+            "documents": self.documents,
+            "bytes": self._path.stat().st_size,
+            "sha256": file_sha256(self._path),
+        }
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_header(path: Path) -> tuple[dict[str, dict], int]:
+    """(the tensors' entries by name, the byte where the data begins) of a safetensors file, every bound checked.
+
+    Raises UserError when the file is missing, is no safetensors file, or its tensors do not fit into it.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
+            if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
+                raise ValueError(f"its header says it is {length} bytes long, in a file of {size}")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        data_start = 8 + length
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            numbers = [begin, end, *entry["shape"]]
+            if not all(type(number) is int and number >= 0 for number in numbers) or not begin <= end <= size - data_start:
+                raise ValueError(f"tensor {name!r} lies outside the file")
+    except OSError as error:
+        raise UserError("data.path", str(path), f"the shard cannot be read ({error.strerror})", REMEDY) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError("data.path", str(path), f"the shard is damaged: {error}", REMEDY) from error
+    return header, data_start
+
+
+def map_tensor(path: Path, name: str, dtype: np.dtype, count: int) -> np.ndarray:
+    """Tensor `name` of the shard, [count], memory-mapped read-only; the header must promise exactly that."""
+    header, data_start = read_header(path)
+    dtype = np.dtype(dtype)
+    entry = header.get(name, {})
+    begin, end = entry.get("data_offsets", (0, 0))
+    promised = (entry.get("dtype"), entry.get("shape"), end - begin)
+    if promised != (DTYPES[dtype.name], [count], count * dtype.itemsize):
+        why = f"the shard is damaged: {name!r} is {promised} (dtype, shape, bytes), the index says {dtype.name}[{count}]"
+        raise UserError("data.path", str(path), why, REMEDY)
+    if count == 0:
+        return np.empty(0, dtype)  # nothing can be mapped
+    mapped = np.memmap(path, dtype=dtype.newbyteorder("<"), mode="r", offset=data_start + begin, shape=(count,))
+    return mapped.view(np.ndarray)  # the same memory without memmap's slow slicing

@@ -1,0 +1,64 @@
+"""Text to token shards: `python -m tools.prepare --source NAME_OR_PATH --tokenizer FILE --out DIR`.
+
+--source: `python-stdlib`, a file or a glob (.txt, .jsonl, .parquet, .py, …), a folder, or a data set of the Hugging Face hub.
+Training reads DIR as `data.path`. See data/prepare.py for what is in it.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from data.prepare import prepare
+from data.tokenizer import Tokenizer
+from errors import UserError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--source", required=True, help="where the text comes from")
+    parser.add_argument("--tokenizer", required=True, metavar="FILE", help="a SentencePiece model (tools.tokenizer trains one)")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="the folder to write")
+    parser.add_argument("--text-field", default="text", help="the column that holds the text (default: %(default)s)")
+    parser.add_argument("--split", default="train", help="which split of a Hugging Face data set (default: %(default)s)")
+    parser.add_argument(
+        "--heldout-fraction", type=float, default=0.05, help="of the documents, not trained on (default: %(default)s)"
+    )
+    parser.add_argument("--shard-tokens", type=int, default=1 << 27, help="tokens in a file (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: one per core, %(default)s)")
+    parser.add_argument("--overwrite", action="store_true", help="replace the folder if it is there")
+    options = parser.parse_args(arguments)
+    started = time.monotonic()
+    try:
+        index = prepare(
+            options.source,
+            Tokenizer.load(options.tokenizer),
+            options.out,
+            text_field=options.text_field,
+            split=options.split,
+            heldout_fraction=options.heldout_fraction,
+            shard_tokens=options.shard_tokens,
+            workers=options.workers,
+            overwrite=options.overwrite,
+        )
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    seconds = time.monotonic() - started
+    for name, split in index["splits"].items():
+        print(
+            f"{name:8} {split['tokens']:>14,} tokens  {split['documents']:>10,} documents  {len(split['shards']):>5} shards  "
+            f"{split['utf8_bytes'] / max(split['tokens'], 1):.2f} bytes per token"
+        )
+    tokens = sum(split["tokens"] for split in index["splits"].values())
+    print(f"{options.out} is complete: {tokens / seconds:,.0f} tokens/s in {seconds:.1f} s with {options.workers} workers")
+    if index["splits"]["heldout"]["tokens"] == 0:
+        print("nothing was held out: evaluation needs more documents, or a larger --heldout-fraction")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
