@@ -1,0 +1,22 @@
+"""The one exception that means "the user can fix this": a wrong key, a layout that does not fit, a damaged file.
+
+It may be raised anywhere, so it lives below every other module and imports nothing. `training/voice.py` turns it into one
+message from one rank and exit status 2; it never becomes a traceback.
+"""
+
+from typing import Any
+
+
+class UserError(Exception):
+    """Something the user gave does not work, said so that it can be fixed at once.
+
+    Args:
+        key: what to change: a configuration key (`parallel.tp`), a command-line option or a file's path.
+        value: what it is now.
+        why: why that does not work.
+        remedy: what would.
+    """
+
+    def __init__(self, key: str, value: Any, why: str, remedy: str) -> None:
+        super().__init__(f"{key} = {value!r}: {why}\n  remedy: {remedy}")
+        self.key, self.value, self.why, self.remedy = key, value, why, remedy

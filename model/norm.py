@@ -1,0 +1,27 @@
+"""RMSNorm (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467)."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate
+
+from parallel.placement import parallel_parameter
+from parallel.tensor import local_weight
+
+
+class RMSNorm(nn.Module):
+    """y = x / sqrt(mean(x²) + eps) · weight over the last dimension; weight [D] is whole on every tp rank.
+
+    With sequence parallelism each tp rank normalises its own part of the sequence, so its weight gradient is a partial sum,
+    reduced over tp once per step together with the data-parallel reduction. Without, all tp ranks see the same tokens and
+    compute the same gradient: summing it would count it tp times.
+    """
+
+    def __init__(self, dim: int, eps: float, tp: DeviceMesh, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.eps = eps
+        self.gradient = Partial() if sequence_parallel else Replicate()
+        self.weight = parallel_parameter((dim,), tp, Replicate())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), local_weight(self.weight, self.gradient), self.eps)

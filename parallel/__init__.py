@@ -1,0 +1,10 @@
+"""How the model is split: one file or folder per axis of the mesh, plus the mesh itself and the collectives.
+
+    axis                     what each rank holds                          what travels
+    pp            pipeline/  a range of layers                             activations between neighbours
+    dp_replicate  data.py    a replica of the sharded group                gradients, once per step
+    dp_shard      data.py    1 / dp_shard of weights, gradients, moments   weights (gather), gradients (reduce-scatter)
+    tp            tensor.py  1 / tp of each matrix (and of the sequence)   activations, several times per block
+
+Imports torch and nothing else of the house; `pipeline/` is handed modules and never imports the model.
+"""

@@ -1,0 +1,115 @@
+"""The collectives of tensor parallelism, and the autograd operations made of them.
+
+Every function takes the process group it talks over. A collective over one rank returns its input: that is the whole
+treatment of size-1 axes, and it stands here alone. The sequence is the *first* dimension of activations, [S, B, …], because
+collectives concatenate and split along the first: a gathered sequence is then contiguous without a copy.
+
+Nothing is reduced in place that autograd may still share: a gradient that feeds two branches is one tensor.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+# torch 2.13 renamed these two and warns about the old names; 2.11 has only the old ones.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Pending:
+    """A tensor that a collective is still writing. `wait()` orders everything after it behind the collective."""
+
+    def __init__(self, tensor: Tensor, work: Any) -> None:
+        self._tensor, self._work = tensor, work
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+        return self._tensor
+
+
+def _overlap() -> bool:
+    # The compiler traces collectives as synchronous ones and reorders them itself.
+    return not torch.compiler.is_compiling()
+
+
+def start_all_gather(x: Tensor, group: ProcessGroup) -> Pending:
+    """[S/n, …] on each of n ranks → [S, …] on all, concatenated in rank order."""
+    n = group.size()
+    if n == 1:
+        return Pending(x, None)
+    out = x.new_empty((n * x.shape[0], *x.shape[1:]))
+    return Pending(out, _all_gather_single(out, x.contiguous(), group=group, async_op=_overlap()))
+
+
+def start_reduce_scatter(x: Tensor, group: ProcessGroup) -> Pending:
+    """[S, …] on each of n ranks → their sum's slice [S/n, …] of this rank. `x` must stay untouched until waited for."""
+    n = group.size()
+    if n == 1:
+        return Pending(x, None)
+    out = x.new_empty((x.shape[0] // n, *x.shape[1:]))
+    return Pending(out, _reduce_scatter_single(out, x.contiguous(), group=group, async_op=_overlap()))
+
+
+def start_all_reduce_(x: Tensor, group: ProcessGroup) -> Pending:
+    """Sum over the group, into `x` itself: only for a tensor that the caller has just made."""
+    if group.size() == 1:
+        return Pending(x, None)
+    return Pending(x, dist.all_reduce(x, group=group, async_op=_overlap()))
+
+
+def all_reduce(x: Tensor, group: ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    """The sum (or `op`) of `x` over the group, in a new tensor."""
+    if group.size() == 1:
+        return x
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, op=op, group=group)
+    return out
+
+
+class ReduceFromTensorParallel(torch.autograd.Function):
+    """Megatron's g: partial sums → their sum, whole on every rank (Shoeybi et al. 2019, section 3).
+
+    | pass     | computes       | local shapes          | communication            |
+    |----------|----------------|-----------------------|--------------------------|
+    | forward  | y = Σ_ranks x  | [S, B, D] → the same  | all-reduce S·B·D over tp |
+    | backward | dx = dy        | [S, B, D] → the same  | none                     |
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
+
+
+class ReduceScatterToSequence(torch.autograd.Function):
+    """g's sequence-parallel twin: partial sums → this rank's part of the sequence (Korthikanti et al. 2022, section 4.2.2).
+
+    | pass     | computes                   | local shapes               | communication                |
+    |----------|----------------------------|----------------------------|------------------------------|
+    | forward  | y = (Σ_ranks x)[my slice]  | [S, B, D] → [S/tp, B, D]   | reduce-scatter S·B·D over tp |
+    | backward | dx = concatenated dy       | [S/tp, B, D] → [S, B, D]   | all-gather S·B·D over tp     |
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return start_reduce_scatter(x, group).wait()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return start_all_gather(dy, ctx.group).wait(), None
+
+
+def reduce_over_tp(partial: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+    """Partial sums [S, B, D] → [S/tp, B, D] (sequence parallel) or [S, B, D]."""
+    if group.size() == 1:
+        return partial
+    reduce = ReduceScatterToSequence if sequence_parallel else ReduceFromTensorParallel
+    return reduce.apply(partial, group)

@@ -1,0 +1,97 @@
+"""How a run is split over its processes (the section `parallel.` of a configuration file)."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from errors import UserError
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Sizes of the mesh axes and the options of each. tp · pp · dp_shard · dp_replicate is the number of processes."""
+
+    tp: int = 1  # tensor parallel: each matrix is cut tp ways; keep it inside a node
+    pp: int = 1  # pipeline parallel: the layers are cut into pp · stages_per_rank stages
+    dp_shard: int = -1  # data parallel, weights and optimizer sharded (FSDP); -1: what is left of the world
+    dp_replicate: int = 1  # data parallel, whole replicas of the sharded groups (hybrid sharding)
+
+    sequence_parallel: bool = True  # between the matrices of a block, each tp rank keeps 1 / tp of the sequence
+    schedule: str = "1f1b"  # a name in parallel/pipeline/schedule.py
+    stages_per_rank: int = 1  # pipeline stages each rank holds
+    layers_per_stage: list[int] | None = None  # blocks of each stage, first to last; null: as even as possible
+    zero_stage: Literal[0, 1, 2, 3] = 1  # see the table in parallel/data.py
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of gradient reductions (float64 runs use float64)
+    cpu_offload: bool = False  # parameters, gradients and optimizer state live in host memory between uses
+
+    def __post_init__(self) -> None:
+        for key in ("tp", "pp", "dp_replicate", "stages_per_rank"):
+            if getattr(self, key) < 1:
+                raise UserError(f"parallel.{key}", getattr(self, key), "must be at least 1", "give a positive number")
+        if self.dp_shard < 1 and self.dp_shard != -1:
+            raise UserError("parallel.dp_shard", self.dp_shard, "must be positive, or -1", "-1 takes what is left of the world")
+        if self.layers_per_stage is not None and len(self.layers_per_stage) != self.num_stages:
+            raise UserError(
+                "parallel.layers_per_stage",
+                self.layers_per_stage,
+                f"must have one number for each of the pp · stages_per_rank = {self.num_stages} stages",
+                f"give {self.num_stages} numbers, or null for an even split",
+            )
+
+    @property
+    def num_stages(self) -> int:
+        return self.pp * self.stages_per_rank
+
+    def mesh_shape(self, world_size: int) -> tuple[int, int, int, int]:
+        """(pp, dp_replicate, dp_shard, tp) for `world_size` processes, with dp_shard = -1 filled in.
+
+        Raises:
+            UserError: the axes do not multiply to the world, or zero_stage 0 meets sharded data parallelism.
+        """
+        others = self.tp * self.pp * self.dp_replicate
+        dp_shard = self.dp_shard if self.dp_shard != -1 else world_size // others
+        if others * dp_shard != world_size or dp_shard == 0:
+            given = f"tp={self.tp} · pp={self.pp} · dp_replicate={self.dp_replicate} · dp_shard={self.dp_shard}"
+            fits = f"a multiple of {others}" if self.dp_shard == -1 else f"exactly {others * self.dp_shard}"
+            raise UserError(
+                "parallel.dp_shard" if world_size % others == 0 else "parallel.tp",
+                self.dp_shard if world_size % others == 0 else self.tp,
+                f"{given} does not make the world of {world_size} processes",
+                f"start {fits} processes, or choose axes whose product is {world_size}",
+            )
+        if self.zero_stage == 0 and dp_shard != 1:
+            raise UserError(
+                "parallel.zero_stage",
+                0,
+                f"stage 0 keeps whole replicas, but dp_shard is {dp_shard}",
+                f"set parallel.dp_shard=1 parallel.dp_replicate={self.dp_replicate * dp_shard}, or zero_stage 1 to 3",
+            )
+        return self.pp, self.dp_replicate, dp_shard, self.tp
+
+    def split_layers(self, num_layers: int) -> list[range]:
+        """The blocks of each stage, first to last.
+
+        An even split gives the surplus blocks to the earliest stages but the first, which also holds the embedding; the last
+        has the head. (An exact balance counts their real cost.)
+        """
+        stages = self.num_stages
+        if self.layers_per_stage is None:
+            if num_layers < stages:
+                raise UserError(
+                    "parallel.pp",
+                    self.pp,
+                    f"{stages} stages, but the model has only {num_layers} layers",
+                    f"use at most {num_layers} stages, or give parallel.layers_per_stage with zeros where a stage has none",
+                )
+            surplus = sorted(range(stages), key=lambda s: (s == stages - 1, s == 0, s))[: num_layers % stages]
+            counts = [num_layers // stages + (s in surplus) for s in range(stages)]
+        else:
+            counts = self.layers_per_stage
+            if sum(counts) != num_layers or min(counts) < 0:
+                raise UserError(
+                    "parallel.layers_per_stage",
+                    counts,
+                    f"adds up to {sum(counts)} layers, but model.num_layers={num_layers}",
+                    "give non-negative numbers that add up to model.num_layers",
+                )
+        ends = [sum(counts[: s + 1]) for s in range(stages)]
+        return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]

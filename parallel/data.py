@@ -1,0 +1,94 @@
+"""Data parallelism: FSDP2 over dp_shard, whole replicas over dp_replicate, and what `zero_stage` means.
+
+The unit that is gathered and reduced together is a block; the embedding is one, the final norm and the head are another.
+
+| zero_stage | weights are gathered        | gradients are reduced          | between micro-batches a rank holds              |
+|------------|-----------------------------|--------------------------------|-------------------------------------------------|
+| 0          | never (dp_shard = 1)        | all-reduce, once per step      | whole weights, gradients and moments            |
+| 1          | once per step               | reduce-scatter, once per step  | whole weights and gradients, sharded moments    |
+| 2          | once per step               | reduce-scatter, per micro-batch| whole weights, sharded gradients and moments    |
+| 3          | per micro-batch, forward    | reduce-scatter, per micro-batch| sharded weights, gradients and moments          |
+|            | and backward                |                                |                                                 |
+
+(ZeRO: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054; hybrid sharding: Zhao et al. 2023,
+https://arxiv.org/abs/2304.11277.) Between steps weights are sharded in all of them. With dp_replicate > 1 the sharded gradients
+are also all-reduced over dp_replicate, once per step. Stage 2 trades M − 1 more reduce-scatters per step, for M micro-batches,
+for gradients of 1 / dp_shard the size; stage 3 trades 2 M − 1 more gathers for weights of 1 / dp_shard the size.
+
+Every reduction is a plain sum: the loss is divided by the number of target tokens of the global batch before backward, so no
+mean is ever taken of means.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+
+def shard(
+    stage: nn.Module,
+    units: Iterable[list[nn.Module]],
+    mesh: DeviceMesh,
+    *,
+    compute_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    cpu_offload: bool,
+) -> None:
+    """Apply `fully_shard` to each of `units` and then to `stage` itself, over the 2-D mesh (dp_replicate, dp_shard).
+
+    Parameters stay in their own dtype (the master weights); forward and backward see them in `compute_dtype`, and gradients
+    are reduced in `reduce_dtype`.
+    """
+    # Inputs are cast by nobody: hidden states already have the compute dtype, rotary angles must keep float32.
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    on_gpu = torch.cuda.is_available() and mesh.device_type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy()
+    for unit in units:
+        fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    fully_shard(stage, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    for module in fsdp_modules(stage):
+        # Both are needed for a plain sum: FSDP divides by the number of ranks unless told a factor, and it implements a
+        # factor other than the number of ranks by pre- and post-division unless told to sum.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def fsdp_modules(stage: nn.Module) -> list[FSDPModule]:
+    return [module for module in stage.modules() if isinstance(module, FSDPModule)]
+
+
+class ZeroStage:
+    """Turns FSDP2's switches around the forwards and backwards of one step, for the table at the top of this file."""
+
+    def __init__(self, stage: int) -> None:
+        self.reduce_each_microbatch = stage >= 2
+        self.reshard_weights = stage == 3
+
+    def begin_step(self, module: nn.Module) -> None:
+        """Before a stage's first forward of a step."""
+        assert isinstance(module, FSDPModule)
+        module.set_is_last_backward(False)
+        module.set_requires_gradient_sync(self.reduce_each_microbatch)
+        module.set_requires_all_reduce(False)
+        module.set_reshard_after_backward(self.reshard_weights)
+        module.set_reshard_after_forward(self.reshard_weights)
+
+    def begin_last_backward(self, module: nn.Module) -> None:
+        """Before a stage's last backward of a step, the one that completes the gradients. Forgetting this is silent: FSDP
+        would keep every gradient for a later backward and the optimizer would find none (`check_reduced` finds out)."""
+        assert isinstance(module, FSDPModule)
+        module.set_is_last_backward(True)
+        module.set_requires_gradient_sync(True)
+        module.set_requires_all_reduce(True)
+        module.set_reshard_after_backward(True)
+
+
+def check_reduced(parameters: Iterable[nn.Parameter]) -> None:
+    """Assert that backward left every parameter a reduced, sharded gradient."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if not isinstance(gradient, DTensor) or any(placement.is_partial() for placement in gradient.placements):
+            raise AssertionError("a parameter has no reduced gradient after the step: begin_last_backward was not called")

@@ -1,0 +1,47 @@
+"""Tied embeddings across a pipeline: one global tensor, a copy on the first and on the last stage.
+
+One `nn.Parameter` cannot be in two FSDP units (it would silently become two), so each stage holds its own copy, initialised
+alike. After the last backward the two sharded gradients are summed, over the pair of ranks that hold them, so both copies see
+the same gradient, take the same optimizer step and stay equal bit for bit. The gradient norm and the checkpoint count one.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+
+def first_and_last_stage_group(root: DeviceMesh) -> ProcessGroup | None:
+    """The group of the first and the last pipeline rank that share this rank's other coordinates; None in between, and where
+    one rank is both. Every rank of the mesh must call it. `root`'s first axis is pp."""
+    lines = root.mesh.reshape(root.shape[0], -1).T.tolist()  # one list of pp ranks for each other coordinate
+    mine = None
+    if root.shape[0] > 1:
+        for line in lines:
+            group = dist.new_group([line[0], line[-1]])
+            if dist.get_rank() in (line[0], line[-1]):
+                mine = group
+    return mine
+
+
+class TiedEmbedding:
+    """The copies of the tied weight that this rank holds: none, one or both."""
+
+    def __init__(self, copies: list[nn.Parameter], group: ProcessGroup | None) -> None:
+        self.copies, self.group = copies, group
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        """After the last backward: the sum of both copies' sharded gradients, into each."""
+        gradients = []
+        for copy in self.copies:
+            assert isinstance(copy.grad, DTensor)
+            gradients.append(copy.grad.to_local())
+        if len(gradients) == 2:  # one rank has both
+            gradients[0].add_(gradients[1])
+            gradients[1].copy_(gradients[0])
+        elif gradients:
+            assert self.group is not None
+            dist.all_reduce(gradients[0], group=self.group)  # [V / (tp · dp_shard), D] over the pair

@@ -1,0 +1,49 @@
+"""Which part of a global tensor a rank holds."""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+
+def chunk_range(size: int, chunks: int, index: int) -> range:
+    """The part of `range(size)` that rank `index` of `chunks` holds: ceil(size / chunks) each, the last ones less.
+
+    This is `torch.chunk`'s rule, which DTensor and FSDP2 follow too; nothing is padded.
+    """
+    width = -(-size // chunks)
+    return range(min(index * width, size), min((index + 1) * width, size))
+
+
+def parallel_parameter(shape: tuple[int, ...], tp: DeviceMesh, placement: Placement) -> nn.Parameter:
+    """A parameter of global `shape` on the meta device, placed on the tp axis; rows that tp does not divide are cut unevenly."""
+    local_shape = list(shape)
+    if isinstance(placement, Shard):
+        local_shape[placement.dim] = len(chunk_range(shape[placement.dim], tp.size(), tp.get_local_rank()))
+    local = torch.empty(local_shape, device="meta")
+    stride = torch.empty(shape, device="meta").stride()
+    return nn.Parameter(DTensor.from_local(local, tp, [placement], run_check=False, shape=torch.Size(shape), stride=stride))
+
+
+def local_region(tensor: DTensor) -> tuple[range, ...]:
+    """The global indices, per dimension, of this rank's part of `tensor`.
+
+    The tp axis cuts first and FSDP cuts what tp left, so the axes are walked from the innermost (last) outwards.
+    """
+    region = [range(size) for size in tensor.shape]
+    mesh = tensor.device_mesh
+    for axis in reversed(range(mesh.ndim)):
+        placement = tensor.placements[axis]
+        if placement.is_replicate():
+            continue
+        dim = placement.dim  # type: ignore[attr-defined]  # Shard, or FSDP2's private strided shard
+        part = chunk_range(len(region[dim]), mesh.size(axis), mesh.get_local_rank(axis))
+        region[dim] = region[dim][part.start : part.stop]
+    return tuple(region)
+
+
+def as_dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
+    """`local` as a shard of a global tensor that is placed exactly as `like` is: no copy, no communication."""
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )

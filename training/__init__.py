@@ -1,0 +1,10 @@
+"""What a run needs besides the model and its layout.
+
+    config.py      every key of a configuration file     load_config.py  YAML + overrides → Config, or one clear error
+    build.py       model stages, sharded and initialised  step.py        one optimizer step, on one screen
+    optimizer.py   AdamW, decay groups, learning rate     gradient.py    the norm of all gradients, and clipping
+    checkpoint.py  save, load, newest                     metrics.py     console line, metrics.jsonl, wandb
+    voice.py       errors: one message from one rank
+
+May import `model/`, `parallel/` and `data/`.
+"""

@@ -1,0 +1,64 @@
+"""From a configuration and a mesh to this rank's model: meta device → checkpointing → compile → FSDP → memory → weights."""
+
+import torch
+
+from model.initialise import initialise
+from model.transformer import Transformer
+from parallel.activation import checkpoint_activations
+from parallel.data import shard
+from parallel.mesh import Mesh
+from parallel.pipeline.schedule import rank_of_stage
+from parallel.pipeline.tied import TiedEmbedding, first_and_last_stage_group
+from training.config import Config
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+def build_stages(config: Config, mesh: Mesh) -> dict[int, Transformer]:
+    """This rank's pipeline stages by global index, sharded and initialised, on the mesh's device (or offloaded to the host)."""
+    split = config.parallel.split_layers(config.model.num_layers)
+    stages = {}
+    for s, layers in enumerate(split):
+        if rank_of_stage(s, mesh.pp.size()) == mesh.pp_rank:
+            stages[s] = build_stage(config, mesh, layers, first=s == 0, last=s == len(split) - 1)
+    return stages
+
+
+def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bool) -> Transformer:
+    """One stage, ready to train."""
+    compute_dtype = DTYPES[config.train.dtype]
+    master_dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
+    reduce_dtype = torch.float64 if compute_dtype == torch.float64 else DTYPES[config.parallel.reduce_dtype]
+
+    stage = Transformer(config.model, layers, first, last, mesh.tp, config.parallel.sequence_parallel).to(master_dtype)
+    blocks = list(stage.blocks.values())
+    checkpoint_activations(blocks, config.train.activation_checkpointing)
+    if config.train.compile:
+        for block in blocks:
+            block.compile(fullgraph=True)
+    units: list[list[torch.nn.Module]] = [[block] for block in blocks]
+    if stage.embedding is not None:
+        units.insert(0, [stage.embedding])
+    if stage.norm is not None and stage.head is not None:
+        units.append([stage.norm, stage.head])
+    shard(
+        stage,
+        units,
+        mesh.fsdp,
+        compute_dtype=compute_dtype,
+        reduce_dtype=reduce_dtype,
+        cpu_offload=config.parallel.cpu_offload,
+    )
+    stage.to_empty(device="cpu" if config.parallel.cpu_offload else mesh.device)
+    initialise(stage, config.train.seed)
+    return stage
+
+
+def build_tied_embedding(config: Config, mesh: Mesh, stages: dict[int, Transformer]) -> TiedEmbedding:
+    """The tied weight's copies on this rank; no copies where embeddings are not tied. Every rank must call it."""
+    if not config.model.tie_embeddings:
+        return TiedEmbedding([], None)
+    copies = []
+    for stage in stages.values():
+        copies += [module.weight for module in (stage.embedding, stage.head) if module is not None]
+    return TiedEmbedding(copies, first_and_last_stage_group(mesh.root))

@@ -1,0 +1,142 @@
+"""Every key of a configuration file: `Config` has one field per section, each a frozen dataclass.
+
+`model`, `parallel` and `data` are described beside the code they configure. Validation raises, and never rewrites.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from data.config import DataConfig
+from errors import UserError
+from model.config import ModelConfig
+from parallel.config import ParallelConfig
+from parallel.placement import chunk_range
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long, on how much at a time, and in which arithmetic."""
+
+    steps: int  # optimizer steps of the whole run
+    seq_len: int  # S: tokens of one sequence
+    global_batch_size: int  # sequences of one optimizer step, over all ranks
+    micro_batch_size: int  # sequences of one forward on one data-parallel rank
+    seed: int = 0
+    dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"  # bfloat16 computes; master weights stay float32
+    compile: bool = False  # torch.compile each block
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"  # see parallel/activation.py
+    deterministic: bool = False  # bitwise repeatable on GPUs too, slower there; the CPU always is
+    eval_interval: int = 0  # evaluate on held-out text every so many steps and after the last; 0: never
+    eval_samples: int = 256  # held-out sequences of each evaluation
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101) and its learning-rate schedule."""
+
+    lr: float  # peak learning rate
+    weight_decay: float = 0.1  # of matrices; norm weights are not decayed
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    grad_clip: float = 1.0  # largest norm of all gradients together; 0: no clipping
+    warmup_steps: int = 0  # the learning rate rises linearly from 0
+    schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warmup, stable, decay
+    min_lr_ratio: float = 0.1  # the learning rate ends at this times lr
+    decay_steps: int = 0  # wsd only: how many last steps decay (linearly)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Where a run starts from and how often it saves."""
+
+    interval: int = 0  # save every so many steps and after the last; 0: never
+    keep_last: int = 2  # older checkpoints are deleted
+    resume: str = "auto"  # auto: the newest of the run folder, if any; none; or a checkpoint's path
+    load_weights_only: str = ""  # start a fresh run from this checkpoint's weights: new optimizer, new data
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where a run leaves what it has to say."""
+
+    dir: str  # the run folder
+    log_interval: int = 1  # steps between lines
+    wandb: Literal["disabled", "offline", "online"] = "disabled"
+    wandb_project: str = "lattice"
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    data: DataConfig
+    checkpoint: CheckpointConfig
+    run: RunConfig
+
+    def num_microbatches(self, dp_size: int) -> int:
+        """Micro-batches of each data-parallel rank in one step."""
+        return self.train.global_batch_size // (dp_size * self.train.micro_batch_size)
+
+    def validate(self, world_size: int) -> None:
+        """Check everything that involves more than one section or the world's size; raises UserError."""
+        model, parallel, train = self.model, self.parallel, self.train
+        _, dp_replicate, dp_shard, tp = parallel.mesh_shape(world_size)
+        for key in ("seq_len", "global_batch_size", "micro_batch_size"):
+            _at_least(f"train.{key}", getattr(train, key), 1)
+        for key in ("steps", "eval_interval", "eval_samples"):
+            _at_least(f"train.{key}", getattr(train, key), 0)
+        _at_least("checkpoint.interval", self.checkpoint.interval, 0)
+        _at_least("checkpoint.keep_last", self.checkpoint.keep_last, 1)
+        _at_least("run.log_interval", self.run.log_interval, 1)
+        dp = dp_replicate * dp_shard
+        step = dp * train.micro_batch_size
+        if train.global_batch_size % step:
+            raise UserError(
+                "train.global_batch_size",
+                train.global_batch_size,
+                f"must be a multiple of data-parallel ranks × train.micro_batch_size = {dp} × {train.micro_batch_size}",
+                f"for example {max(step, train.global_batch_size // step * step)}",
+            )
+        if model.num_heads % tp:
+            _tp_does_not_divide(tp, "model.num_heads", model.num_heads)
+        if model.ffn_dim % tp:
+            _tp_does_not_divide(tp, "model.ffn_dim", model.ffn_dim)
+        if model.num_kv_heads % tp and tp % model.num_kv_heads:
+            raise UserError(
+                "parallel.tp",
+                tp,
+                f"must divide model.num_kv_heads={model.num_kv_heads}, or be a multiple of it (heads are then replicated)",
+                f"choose one of {[t for t in range(1, 65) if model.num_kv_heads % t == 0 or t % model.num_kv_heads == 0]}",
+            )
+        if parallel.sequence_parallel and train.seq_len % tp:
+            raise UserError(
+                "train.seq_len",
+                train.seq_len,
+                f"sequence parallelism cuts it into parallel.tp={tp} equal parts",
+                f"use a multiple of {tp}, or parallel.sequence_parallel=false",
+            )
+        if len(chunk_range(model.vocab_size, tp, tp - 1)) == 0:
+            raise UserError("parallel.tp", tp, f"model.vocab_size={model.vocab_size} leaves the last rank no row", "use fewer")
+        if self.optimizer.schedule == "wsd" and not 0 < self.optimizer.decay_steps <= train.steps:
+            raise UserError(
+                "optimizer.decay_steps",
+                self.optimizer.decay_steps,
+                f"schedule wsd decays over the last steps of train.steps={train.steps}",
+                "give a number between 1 and train.steps, often a tenth or fifth of it",
+            )
+        parallel.split_layers(model.num_layers)
+
+
+def _at_least(key: str, value: int, least: int) -> None:
+    if value < least:
+        raise UserError(key, value, f"must be at least {least}", f"give {least} or more")
+
+
+def _tp_does_not_divide(tp: int, key: str, value: int) -> None:
+    raise UserError(
+        "parallel.tp", tp, f"does not divide {key}={value}", f"choose one of {[t for t in range(1, 65) if value % t == 0]}"
+    )

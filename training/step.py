@@ -1,0 +1,99 @@
+"""One training step, on one screen: micro-batches through the schedule → norm → clip → AdamW."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from model.initialise import canonical_name
+from model.loss import IGNORE
+from model.transformer import Batch, Transformer
+from parallel.data import ZeroStage, check_reduced
+from parallel.mesh import Mesh
+from parallel.pipeline.runner import PipelineRunner
+from parallel.pipeline.schedule import build_schedule
+from parallel.pipeline.transfer import Transfers
+from training.build import DTYPES, build_tied_embedding
+from training.config import Config
+from training.gradient import clip_gradients, gradient_norm
+from training.optimizer import ShardedAdamW, learning_rate
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Scalars on the device: reading them waits for the step, so only the logger does."""
+
+    loss: Tensor  # mean over all target tokens of the global batch, the same on every rank
+    grad_norm: Tensor  # before clipping
+
+
+class TrainStep:
+    """Holds what a step needs, and makes it: `TrainStep(config, mesh, stages)(step, tokens, targets)`."""
+
+    def __init__(self, config: Config, mesh: Mesh, stages: dict[int, Transformer]) -> None:
+        self.config, self.mesh, self.stages = config, mesh, stages
+        parallel, train = config.parallel, config.train
+        self.tied = build_tied_embedding(config, mesh, stages)
+        named = [(canonical_name(name, config.model), p) for stage in stages.values() for name, p in stage.named_parameters()]
+        self.optimizer = ShardedAdamW(named, config.optimizer)
+        self.counted = [p for stage in stages.values() for name, p in stage.named_parameters() if counted_once(name, config)]
+
+        rows = train.seq_len // mesh.tp.size() if parallel.sequence_parallel else train.seq_len
+        hidden_shape = (rows, train.micro_batch_size, config.model.dim)
+        transfers = Transfers(mesh.pp.get_group(), parallel.num_stages, hidden_shape, DTYPES[train.dtype], mesh.device)
+        self.runner = PipelineRunner(dict(stages), parallel.num_stages, transfers, ZeroStage(parallel.zero_stage))
+        schedules = build_schedule(
+            parallel.schedule, mesh.pp.size(), parallel.stages_per_rank, config.num_microbatches(mesh.dp_size)
+        )
+        self.actions = schedules[mesh.pp_rank]
+
+    def __call__(self, step: int, tokens: Tensor, targets: Tensor) -> StepResult:
+        """Train on this data-parallel rank's rows of the global batch, tokens and targets [rows, S]; `step` is 0-based."""
+        loss, norm = self.forward_backward(tokens, targets)
+        clip_gradients(self.optimizer.local_gradients(), norm, self.config.optimizer.grad_clip)
+        self.optimizer.step(learning_rate(step, self.config.train.steps, self.config.optimizer))
+        return StepResult(loss, norm)
+
+    def forward_backward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of the mean loss over the global batch's target tokens, reduced, in the parameters; loss and norm."""
+        microbatches = self.microbatches(tokens, targets)
+        # The one division of the whole run: every later reduction is a plain sum. (A mean per rank, then a mean over ranks,
+        # is wrong as soon as token counts differ.)
+        num_targets = (targets != IGNORE).sum().to(self.mesh.device)
+        dist.all_reduce(num_targets, group=self.mesh.loss.get_group())
+        loss = self.runner.step(self.actions, microbatches, lambda total: total / num_targets)
+        self.tied.sum_gradients()
+        check_reduced(p for stage in self.stages.values() for p in stage.parameters())
+        norm = gradient_norm([p.grad for p in self.counted if isinstance(p.grad, DTensor)], self.mesh)
+        return self.sum_over_ranks(loss), norm
+
+    @torch.no_grad()
+    def evaluate(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Summed loss and number of target tokens over all data-parallel ranks' rows, each [rows, S]."""
+        loss = self.runner.evaluate(self.microbatches(tokens, targets))
+        num_targets = (targets != IGNORE).sum().to(self.mesh.device)
+        dist.all_reduce(num_targets, group=self.mesh.loss.get_group())
+        return self.sum_over_ranks(loss), num_targets
+
+    def microbatches(self, tokens: Tensor, targets: Tensor) -> list[Batch]:
+        """Cut [rows, S] into micro-batches of [S, micro_batch_size] on the device."""
+        positions = torch.arange(self.config.train.seq_len, device=self.mesh.device).unsqueeze(1)  # [S, 1]
+        size = self.config.train.micro_batch_size
+        tokens, targets = (t.to(self.mesh.device, non_blocking=True) for t in (tokens, targets))
+        pairs = zip(tokens.split(size), targets.split(size), strict=True)
+        return [Batch(t.T.contiguous(), y.T.contiguous(), positions) for t, y in pairs]
+
+    def sum_over_ranks(self, loss: Tensor | None) -> Tensor:
+        """The last stages' losses, summed over data-parallel ranks, known to every rank."""
+        wide = torch.float64 if self.config.train.dtype == "float64" else torch.float32
+        total = loss.to(wide) if loss is not None else torch.zeros((), dtype=wide, device=self.mesh.device)
+        for view in (self.mesh.loss, self.mesh.pp):  # all tp ranks have the same already
+            dist.all_reduce(total, group=view.get_group())
+        return total
+
+
+def counted_once(name: str, config: Config) -> bool:
+    """Whether a parameter of this name counts in the gradient norm and is saved: not the second copy of a tied embedding."""
+    return not (config.model.tie_embeddings and name == "head.weight")
