@@ -1,0 +1,77 @@
+# `make help` lists what can be done. Everything needs Python 3.11 or newer and make, and nothing else.
+#
+# The first command creates .venv and installs the pins of requirements.txt in it (for tests also requirements-dev.txt); later
+# ones install again only when a pin changes. `make … PYTHON=python3` uses that interpreter and its packages as they are.
+
+CONFIG ?= configs/laptop.yaml
+ARGS ?=
+
+ifdef PYTHON
+  runtime :=
+  dev :=
+else
+  PYTHON := .venv/bin/python
+  runtime := .venv/.runtime
+  dev := .venv/.dev
+endif
+
+.PHONY: help train data test test-slow lint parity bench clean
+
+help:
+	@echo 'make train       prepare the embedded data set and train on it in 3D   (CONFIG=file.yaml ARGS="section.key=value …")'
+	@echo 'make test        every test this machine can run, but the slow ones'
+	@echo 'make test-slow   the slow ones'
+	@echo 'make lint        ruff and mypy'
+	@echo 'make data        train the tokenizer and prepare the data set alone'
+	@echo 'make parity      prove that every layout computes the same'
+	@echo 'make bench       measure what can be measured on a CPU'
+	@echo 'make clean       delete caches; runs, prepared data and .venv stay'
+	@echo
+	@echo 'PYTHON=python3   with any of them: use this interpreter and its packages instead of .venv'
+
+train: data
+	$(PYTHON) -m tools.launch $(CONFIG) $(ARGS)
+
+data: prepared/laptop/index.json
+
+# The text is the source code of Python's own standard library: every machine has it.
+prepared/laptop/index.json: | $(runtime)
+	$(PYTHON) -m tools.tokenizer --source python-stdlib --vocab-size 4096 --out prepared/laptop.model
+	$(PYTHON) -m tools.prepare --source python-stdlib --tokenizer prepared/laptop.model --out prepared/laptop
+
+test: $(dev)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m "not slow"
+
+test-slow: $(dev)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m slow
+
+lint: $(dev)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+
+parity: $(runtime)
+	OMP_NUM_THREADS=1 $(PYTHON) -m tools.parity $(ARGS)
+
+bench: $(runtime)
+	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.cpu
+
+clean:
+	rm -rf .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+
+.venv/bin/python:
+	@for python in python3 python3.14 python3.13 python3.12 python3.11; do \
+	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	    echo "+ $$python -m venv .venv"; "$$python" -m venv .venv && exit 0; \
+	    rm -f $@; exit 1; \
+	  fi; \
+	done; echo 'Python 3.11 or newer is needed, and none was found on PATH' >&2; exit 1
+
+.venv/.runtime: requirements.txt | .venv/bin/python
+	.venv/bin/python -m pip install -r requirements.txt
+	@touch $@
+
+.venv/.dev: requirements-dev.txt .venv/.runtime
+	.venv/bin/python -m pip install -r requirements-dev.txt
+	@touch $@
