@@ -1,0 +1,208 @@
+"""Every file in configs/ must be what it says: it loads, fits the world in its first line, holds the model it names, builds on
+every kind of rank, and fits an 80 GB GPU.
+
+Ranks are built alone, on the meta device, in a process of their own that believes in a world of `# world:` ranks (torch's fake
+process group answers every collective without talking to anyone).
+"""
+
+import math
+import multiprocessing
+import re
+from collections.abc import Callable, Iterator
+from multiprocessing.pool import Pool
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from errors import UserError
+from model.transformer import Transformer
+from parallel.data import shard
+from parallel.mesh import build_mesh
+from parallel.pipeline.schedule import build_schedule, rank_of_stage
+from training.build import DTYPES
+from training.config import Config
+from training.load_config import load_config
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+PARAMETERS = {  # as published with the models
+    "llama_1b": 1_235_814_400,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_405b": 405_853_388_800,
+}
+GPU_BYTES = 80e9
+BUFFER_BYTES = 5e9  # what the arithmetic leaves out: the CUDA context, NCCL's buffers, fragmentation
+
+
+def read(path: Path) -> tuple[Config, int]:
+    """The configuration and the world it is made for."""
+    first_line = re.match(r"# world: (\d+)\n", path.read_text(encoding="utf-8"))
+    assert first_line, f"{path.name} must begin with '# world: N'"
+    return load_config(str(path), []), int(first_line[1])
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "path" in metafunc.fixturenames:
+        metafunc.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Callable]:
+    """Calls a function in a fresh process: a process can be one rank of one world only."""
+    with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
+        yield lambda function, *arguments: _result(pool, function, arguments)
+
+
+def _result(pool: Pool, function: Callable, arguments: tuple) -> object:
+    return pool.apply_async(function, arguments).get(timeout=120)  # raises here what was raised there
+
+
+# --- what the file says -----------------------------------------------------------------------------------------------
+
+
+def test_fits_its_world_and_no_other(path: Path) -> None:
+    config, world = read(path)
+    config.validate(world)
+    microbatches = config.num_microbatches(math.prod(config.parallel.mesh_shape(world)[1:3]))
+    build_schedule(config.parallel.schedule, config.parallel.pp, config.parallel.stages_per_rank, microbatches)
+    with pytest.raises(UserError):  # the control: validate can refuse
+        config.validate(world - 1)
+
+
+def test_is_the_model_it_names(path: Path) -> None:
+    if path.stem in PARAMETERS:
+        assert read(path)[0].model.num_parameters == PARAMETERS[path.stem]
+
+
+def test_paths_are_relative(path: Path) -> None:
+    config, _ = read(path)
+    paths = [
+        config.run.dir,
+        config.data.tokenizer,
+        *([config.data.path] if isinstance(config.data.path, str) else config.data.path),
+    ]
+    assert not any(Path(p).is_absolute() for p in paths)
+
+
+# --- what a rank holds ------------------------------------------------------------------------------------------------
+
+
+def transformer(config: Config, stage: int, mesh: object) -> Transformer:
+    layers = config.parallel.split_layers(config.model.num_layers)
+    first, last = stage == 0, stage == len(layers) - 1
+    return Transformer(config.model, layers[stage], first, last, mesh.tp, config.parallel.sequence_parallel)
+
+
+def parameters_by_name(path: Path) -> dict[str, int]:
+    """Global sizes of all stages' parameters, as rank 0 of the world builds them."""
+    config, world = read(path)
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    mesh = build_mesh(config.parallel.mesh_shape(world), "cpu")
+    sizes: dict[str, int] = {}
+    for stage in range(config.parallel.num_stages):
+        for name, parameter in transformer(config, stage, mesh).named_parameters():
+            assert parameter.is_meta
+            assert name not in sizes, f"two stages hold {name}"
+            sizes[name] = parameter.numel()  # a DTensor's numel is the global one
+    return sizes
+
+
+def local_parameters(path: Path, rank: int) -> int:
+    """Numbers that `rank` of the world keeps of its stages once tp and FSDP have cut them."""
+    config, world = read(path)
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    mesh = build_mesh(config.parallel.mesh_shape(world), "cpu")
+    count = 0
+    for s in range(config.parallel.num_stages):
+        if rank_of_stage(s, config.parallel.pp) != mesh.pp_rank:
+            continue
+        stage = transformer(config, s, mesh)
+        units = [[block] for block in stage.blocks.values()]
+        units += [[module] for module in (stage.embedding, stage.norm, stage.head) if module is not None]
+        shard(
+            stage, units, mesh.fsdp, compute_dtype=DTYPES[config.train.dtype], reduce_dtype=DTYPES["float32"], cpu_offload=False
+        )
+        for parameter in stage.parameters():
+            assert isinstance(parameter, DTensor)
+            count += parameter.to_local().numel()
+    return count
+
+
+def test_stages_add_up_to_the_model(path: Path, alone: Callable) -> None:
+    config, _ = read(path)
+    sizes = alone(parameters_by_name, path)
+    copies = sizes["head.weight"] if config.model.tie_embeddings else 0  # a copy, not another parameter
+    assert sum(sizes.values()) - copies == config.model.num_parameters
+
+
+def test_every_kind_of_rank_builds_its_share(path: Path, alone: Callable) -> None:
+    """The first rank, one of a middle stage, the first of the last stage and the last of the world (the last tp rank)."""
+    config, world = read(path)
+    stage_ranks = world // config.parallel.pp
+    for rank in sorted({0, config.parallel.pp // 2 * stage_ranks, world - stage_ranks, world - 1}):
+        share = local_parameters_expected(config, world, rank // stage_ranks)
+        # Norm weights are whole on every tp rank, and FSDP pads uneven cuts: the share is met within a thousandth.
+        assert alone(local_parameters, path, rank) == pytest.approx(share, rel=1e-3)
+
+
+# --- what fits a GPU --------------------------------------------------------------------------------------------------
+
+
+def stage_parameters(config: Config, pp_rank: int) -> int:
+    """Parameters of the stages of `pp_rank`, before tp and FSDP cut them."""
+    model, layers = config.model, config.parallel.split_layers(config.model.num_layers)
+    attention = 2 * model.dim * model.head_dim * (model.num_heads + model.num_kv_heads)
+    block = attention + 3 * model.dim * model.ffn_dim + 2 * model.dim
+    embedding = model.vocab_size * model.dim
+    mine = [s for s in range(len(layers)) if rank_of_stage(s, config.parallel.pp) == pp_rank]
+    return sum(len(layers[s]) * block + (s == 0) * embedding + (s == len(layers) - 1) * (embedding + model.dim) for s in mine)
+
+
+def local_parameters_expected(config: Config, world: int, pp_rank: int) -> float:
+    _, _, dp_shard, tp = config.parallel.mesh_shape(world)
+    return stage_parameters(config, pp_rank) / (tp * dp_shard)
+
+
+def peak_bytes(config: Config, world: int, pp_rank: int) -> float:
+    """The arithmetic in the files' comments: states, gathered weights and gradients, activations, logits."""
+    model, train = config.model, config.train
+    pp, _, dp_shard, tp = config.parallel.mesh_shape(world)
+    compute = {"bfloat16": 2, "float32": 4, "float64": 8}[train.dtype]
+    blocks = len(config.parallel.split_layers(model.num_layers)[pp_rank])
+    embedding = model.vocab_size * model.dim
+
+    local = stage_parameters(config, pp_rank) / tp
+    states = 16 * local / dp_shard  # master weights, reduced gradients, two moments in float32
+    if config.parallel.zero_stage == 3:  # two blocks and the head at a time
+        block = (model.num_parameters - embedding * (1 if model.tie_embeddings else 2)) / model.num_layers
+        gathered = (compute + 4) * (2 * block + embedding) / tp
+    else:
+        gathered = (compute + (4 if config.parallel.zero_stage < 2 else 4 / dp_shard)) * local
+
+    kv, ffn = 2 * model.num_kv_heads / model.num_heads, model.ffn_dim / model.dim  # widths in units of dim
+    kept = {"none": 6 + kv + 4 * ffn, "selective": 5 + kv + 2 * ffn, "full": 1}[train.activation_checkpointing]
+    tokens = train.seq_len * train.micro_batch_size
+    in_flight = min(pp - pp_rank, config.num_microbatches(world // (pp * tp)))  # 1F1B
+    activations = compute * kept * model.dim / tp * tokens * blocks * in_flight
+    logits = (2 * compute + 6) * tokens * model.vocab_size / tp if pp_rank == pp - 1 else 0
+    return states + gathered + activations + logits
+
+
+def test_fits_80_gb(path: Path) -> None:
+    config, world = read(path)
+    assert config.parallel.stages_per_rank == 1, "the arithmetic knows 1F1B alone"
+    peak = max(peak_bytes(config, world, pp_rank) for pp_rank in range(config.parallel.pp))
+    assert peak + BUFFER_BYTES < GPU_BYTES, f"{peak / 1e9:.1f} GB"
+    # A file that states its total states this one.
+    stated = re.search(r"together +([\d.]+)", path.read_text(encoding="utf-8"))
+    if stated:
+        assert peak / 1e9 == pytest.approx(float(stated[1]), abs=0.1)
+
+
+def test_the_arithmetic_can_refuse() -> None:
+    """The control: 70B on one machine does not fit, and 8B does not without recomputation."""
+    config, _ = read(Path(__file__).parent.parent / "configs" / "llama3_70b.yaml")
+    assert peak_bytes(config, 32, 0) > GPU_BYTES
