@@ -17,8 +17,12 @@ BLOCK_NUMBERS = 1 << 16
 
 
 def canonical_name(name: str, config: ModelConfig) -> str:
-    """The name of the global tensor behind a parameter: with tied embeddings the head's weight *is* the embedding's."""
-    return "embedding.weight" if config.tie_embeddings and name == "head.weight" else name
+    """The global tensor behind a parameter (or, with a prefix or suffix, behind what belongs to it).
+
+    With tied embeddings the head's weight *is* the embedding's: it starts from the same bits, and where each global tensor
+    counts once (gradient norm, checkpoints), only names that are canonical count.
+    """
+    return name.replace("head.weight", "embedding.weight") if config.tie_embeddings else name
 
 
 def standard_deviation(name: str, config: ModelConfig) -> float:

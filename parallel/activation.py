@@ -18,8 +18,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-MODES = ("none", "selective", "full")
-
 _ops = torch.ops.aten
 # What costs the most floating-point operations per byte kept.
 EXPENSIVE = {
@@ -36,14 +34,30 @@ def _keep_expensive(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointP
     return CheckpointPolicy.MUST_SAVE if op in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
-    """Make each block's forward a checkpoint, in place. Call it before `fully_shard` and before `compile`, so that the
-    recomputation runs inside the gathered weights and inside the compiled graph."""
-    if mode == "none":
-        return
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # nothing here draws random numbers
-    if mode == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_expensive)
+def wrap_blocks(blocks: Iterable[nn.Module], mode: str, compile: bool) -> None:
+    """Make each block's forward a checkpoint and a compiled graph, in place. Call it before `fully_shard`: recomputation and
+    compiled code then run inside the gathering of weights.
+
+    Selective checkpointing is compiled with the block: the compiler decides by the same policy what to keep. Full
+    checkpointing is put around the compiled block, which runs forward twice as it is; inside, torch 2.13 stumbles over the
+    mesh of a DTensor weight that it would have to keep for the recomputation.
+    """
     for block in blocks:
         forward: Callable[..., Any] = block.forward
-        block.forward = partial(checkpoint, forward, **options)
+        if mode == "selective":
+            policy = partial(create_selective_checkpoint_contexts, _keep_expensive)
+            forward = _checkpointed(forward, context_fn=policy)
+        if compile:
+            forward = torch.compile(forward, fullgraph=True)
+        if mode == "full":
+            forward = _checkpointed(forward)
+        block.forward = forward
+
+
+def _checkpointed(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    # A function of our own and no functools.partial: the compiler enters ours and knows what `checkpoint` means inside it.
+    def checkpointed(*args: Any) -> Any:
+        # Nothing here draws random numbers, so there is no random state to keep.
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options)
+
+    return checkpointed

@@ -86,6 +86,12 @@ class ZeroStage:
         module.set_reshard_after_backward(True)
 
 
+def reshard(module: nn.Module) -> None:
+    """Free a stage's gathered weights, after forwards that no backward follows."""
+    for unit in fsdp_modules(module):
+        unit.reshard()
+
+
 def check_reduced(parameters: Iterable[nn.Parameter]) -> None:
     """Assert that backward left every parameter a reduced, sharded gradient."""
     for parameter in parameters:

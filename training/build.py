@@ -4,7 +4,7 @@ import torch
 
 from model.initialise import initialise
 from model.transformer import Transformer
-from parallel.activation import checkpoint_activations
+from parallel.activation import wrap_blocks
 from parallel.data import shard
 from parallel.mesh import Mesh
 from parallel.pipeline.schedule import rank_of_stage
@@ -32,10 +32,7 @@ def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bo
 
     stage = Transformer(config.model, layers, first, last, mesh.tp, config.parallel.sequence_parallel).to(master_dtype)
     blocks = list(stage.blocks.values())
-    checkpoint_activations(blocks, config.train.activation_checkpointing)
-    if config.train.compile:
-        for block in blocks:
-            block.compile(fullgraph=True)
+    wrap_blocks(blocks, config.train.activation_checkpointing, config.train.compile)
     units: list[list[torch.nn.Module]] = [[block] for block in blocks]
     if stage.embedding is not None:
         units.insert(0, [stage.embedding])

@@ -10,6 +10,7 @@ from data.config import DataConfig
 from errors import UserError
 from model.config import ModelConfig
 from parallel.config import ParallelConfig
+from parallel.pipeline.schedule import build_schedule
 from parallel.placement import chunk_range
 
 
@@ -129,6 +130,7 @@ class Config:
                 "give a number between 1 and train.steps, often a tenth or fifth of it",
             )
         parallel.split_layers(model.num_layers)
+        build_schedule(parallel.schedule, parallel.pp, parallel.stages_per_rank, self.num_microbatches(dp))
 
 
 def _at_least(key: str, value: int, least: int) -> None:

@@ -20,7 +20,7 @@ class ShardedAdamW:
     vectors (norm weights) are not.
 
     Args:
-        parameters: names and sharded parameters. A name may come twice (tied copies): both take the same step.
+        parameters: names and sharded parameters. Copies of a tied weight have the same gradient, and so take the same step.
         config: the section `optimizer.`.
     """
 

@@ -36,9 +36,9 @@ class TrainStep:
         self.config, self.mesh, self.stages = config, mesh, stages
         parallel, train = config.parallel, config.train
         self.tied = build_tied_embedding(config, mesh, stages)
-        named = [(canonical_name(name, config.model), p) for stage in stages.values() for name, p in stage.named_parameters()]
-        self.optimizer = ShardedAdamW(named, config.optimizer)
-        self.counted = [p for stage in stages.values() for name, p in stage.named_parameters() if counted_once(name, config)]
+        self.optimizer = ShardedAdamW(self.named_parameters(), config.optimizer)
+        # A tied embedding's second copy has the same gradient as the first, and does not count again in the norm.
+        self.counted = [p for name, p in self.named_parameters() if canonical_name(name, config.model) == name]
 
         rows = train.seq_len // mesh.tp.size() if parallel.sequence_parallel else train.seq_len
         hidden_shape = (rows, train.micro_batch_size, config.model.dim)
@@ -48,6 +48,10 @@ class TrainStep:
             parallel.schedule, mesh.pp.size(), parallel.stages_per_rank, config.num_microbatches(mesh.dp_size)
         )
         self.actions = schedules[mesh.pp_rank]
+
+    def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """All parameters of this rank's stages, under their global names."""
+        return [named for stage in self.stages.values() for named in stage.named_parameters()]
 
     def __call__(self, step: int, tokens: Tensor, targets: Tensor) -> StepResult:
         """Train on this data-parallel rank's rows of the global batch, tokens and targets [rows, S]; `step` is 0-based."""
@@ -65,7 +69,7 @@ class TrainStep:
         dist.all_reduce(num_targets, group=self.mesh.loss.get_group())
         loss = self.runner.step(self.actions, microbatches, lambda total: total / num_targets)
         self.tied.sum_gradients()
-        check_reduced(p for stage in self.stages.values() for p in stage.parameters())
+        check_reduced(p for _, p in self.named_parameters())
         norm = gradient_norm([p.grad for p in self.counted if isinstance(p.grad, DTensor)], self.mesh)
         return self.sum_over_ranks(loss), norm
 
@@ -93,7 +97,3 @@ class TrainStep:
             dist.all_reduce(total, group=view.get_group())
         return total
 
-
-def counted_once(name: str, config: Config) -> bool:
-    """Whether a parameter of this name counts in the gradient norm and is saved: not the second copy of a tied embedding."""
-    return not (config.model.tie_embeddings and name == "head.weight")

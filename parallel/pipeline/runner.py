@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from parallel.data import ZeroStage
+from parallel.data import ZeroStage, reshard
 from parallel.pipeline.schedule import Action, Kind
 from parallel.pipeline.transfer import Transfers
 
@@ -85,4 +85,6 @@ class PipelineRunner:
                 result = None
             received = self.transfers.exchange(action, result, upcoming)
         self.transfers.finish()
+        for stage in self.stages.values():
+            reshard(stage)
         return total

@@ -1,0 +1,121 @@
+"""Train a Llama-style transformer in 3D parallel: the whole program, top to bottom.
+
+    torchrun --nproc-per-node N train.py CONFIG.yaml [section.key=value ...]      (or: python train.py CONFIG.yaml ...)
+
+configuration → mesh → data → model → optimizer → loop. Every rank runs this same file.
+"""
+
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from data.dataset import Mixture, open_data
+from data.loader import BatchLoader, heldout_batches
+from errors import UserError
+from parallel.mesh import build_mesh
+from training import checkpoint
+from training.build import build_stages
+from training.config import Config
+from training.load_config import load_config
+from training.metrics import Metrics
+from training.optimizer import learning_rate
+from training.step import TrainStep
+from training.voice import refuse, start_distributed, together
+
+
+def main(arguments: list[str]) -> None:
+    device = start_distributed()
+    try:
+        config = together(lambda: read_config(arguments), device)
+        run(config, device)
+    except UserError as error:
+        refuse(error)
+    dist.destroy_process_group()
+
+
+def read_config(arguments: list[str]) -> Config:
+    if not arguments:
+        raise UserError("command line", "", "names no configuration file", "torchrun … train.py configs/laptop.yaml")
+    config = load_config(arguments[0], arguments[1:])
+    config.validate(dist.get_world_size())
+    return config
+
+
+def run(config: Config, device: str) -> None:
+    torch.use_deterministic_algorithms(config.train.deterministic)
+    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), device)
+
+    # What the user may have got wrong is found before anything is built or written.
+    train_data, heldout_data = together(lambda: open_train_and_heldout(config), device)
+    start = checkpoint.find_start(config, train_data, device)
+    loader = BatchLoader(
+        train_data,
+        seq_len=config.train.seq_len,
+        global_batch_size=config.train.global_batch_size,
+        seed=config.train.seed,
+        dp_rank=mesh.dp_rank,
+        dp_size=mesh.dp_size,
+        next_sample=start.next_sample,
+        skipped=start.skipped,
+        prefetch=config.data.prefetch,
+    )
+
+    train = TrainStep(config, mesh, build_stages(config, mesh))
+    checkpoint.load(train, start)
+    metrics = Metrics(config, mesh, start)
+
+    for step in range(start.step, config.train.steps):
+        waiting = time.perf_counter()
+        tokens, targets = next(loader)
+        metrics.waited_for_data(time.perf_counter() - waiting)
+
+        result = train(step, tokens, targets)
+
+        metrics.step_done(step + 1, learning_rate(step, config.train.steps, config.optimizer), result.loss, result.grad_norm)
+        if is_due(config.train.eval_interval, step, config):
+            metrics.evaluated(step + 1, evaluate(train, heldout_data))
+        metrics.flush()
+        if is_due(config.checkpoint.interval, step, config):
+            checkpoint.save(train, step + 1, metrics.tokens, loader.state(), train_data.tokenizer_path)
+            metrics.restart_clock()
+
+    loader.close()
+    metrics.finish(heldout_data.unigram_nats_per_token)
+
+
+def open_train_and_heldout(config: Config) -> tuple[Mixture, Mixture]:
+    """Both splits, long enough for the sequence length and of the model's vocabulary."""
+    data, heldout = open_data(config.data, "train"), open_data(config.data, "heldout")
+    if data.vocab_size != config.model.vocab_size:
+        why = f"the data's tokenizer has {data.vocab_size} tokens"
+        raise UserError("model.vocab_size", config.model.vocab_size, why, f"set model.vocab_size={data.vocab_size}")
+    for split in (data, heldout):  # a split too short for one sequence says so here
+        next(heldout_batches(split, seq_len=config.train.seq_len, num_samples=1, dp_rank=0, dp_size=1, rows=1))
+    return data, heldout
+
+
+def is_due(interval: int, step: int, config: Config) -> bool:
+    """Every `interval` updates and after the last one; never if `interval` is 0."""
+    return interval > 0 and ((step + 1) % interval == 0 or step + 1 == config.train.steps)
+
+
+def evaluate(train: TrainStep, heldout: Mixture) -> float:
+    """Mean loss in nats per target token over the first train.eval_samples held-out sequences: the same on every layout."""
+    config, mesh = train.config, train.mesh
+    total = torch.zeros(2, dtype=torch.float64, device=mesh.device)  # loss, target tokens
+    for tokens, targets in heldout_batches(
+        heldout,
+        seq_len=config.train.seq_len,
+        num_samples=config.train.eval_samples,
+        dp_rank=mesh.dp_rank,
+        dp_size=mesh.dp_size,
+        rows=config.train.micro_batch_size * config.num_microbatches(mesh.dp_size),
+    ):
+        total += torch.stack([value.double() for value in train.evaluate(tokens, targets)])
+    return (total[0] / total[1]).item()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

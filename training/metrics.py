@@ -1,0 +1,170 @@
+"""What a run says: one line on the console and one JSON object in metrics.jsonl per logged step, and wandb if asked."""
+
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallel.mesh import Mesh
+from training.checkpoint import Start
+from training.config import Config
+from training.load_config import dump_config
+
+# Dense bf16 peak in FLOP/s by name of the device, without sparsity (the vendors' data sheets). mfu is null for others.
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "MI300X": 1307e12}
+
+
+class Metrics:
+    """Collects a run's measurements; every rank calls it, rank 0 writes.
+
+    Args:
+        config: of the run.
+        mesh: the mesh.
+        start: where the run begins. Lines after its step, left by a start that went on beyond its last checkpoint, are dropped.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, start: Start) -> None:
+        self.config, self.device, self.tokens = config, mesh.device, start.tokens
+        self.folder = Path(config.run.dir)
+        self.writes = dist.get_rank() == 0
+        self.peak_flops = _peak_flops(mesh.device)
+        self.wandb: Any = None
+        self.record: dict[str, Any] | None = None
+        self.eval_loss: float | None = None
+        if self.writes:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+            _drop_lines_after(self.folder / "metrics.jsonl", start.step)
+            if config.run.wandb != "disabled":
+                self.wandb = _start_wandb(config)
+            print(f"{config.model.num_parameters:,} parameters on {mesh.describe()}")
+            print(f"starting from {start.path or 'initial weights'} at step {start.step}; run folder {self.folder}", flush=True)
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """What was done since the last logged step, an evaluation or a checkpoint, is no step's time."""
+        self.steps, self.data_seconds, self.started = 0, 0.0, time.perf_counter()
+
+    def waited_for_data(self, seconds: float) -> None:
+        self.data_seconds += seconds
+
+    def step_done(self, step: int, lr: float, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        """After update number `step` (1-based). Only every `run.log_interval` steps does anything wait for the device."""
+        self.steps += 1
+        train = self.config.train
+        self.tokens += train.global_batch_size * train.seq_len
+        if step % self.config.run.log_interval and step != train.steps:
+            return
+        peak_memory = torch.tensor(_peak_memory_bytes(self.device), dtype=torch.int64, device=self.device)
+        dist.all_reduce(peak_memory, op=dist.ReduceOp.MAX)
+        values = loss.item(), grad_norm.item()  # waits until the step is done
+        seconds = (time.perf_counter() - self.started) / self.steps
+        tokens_per_second = train.global_batch_size * train.seq_len / seconds
+        per_device = tokens_per_second / dist.get_world_size()
+        flops = self.config.model.flops_per_token(train.seq_len)
+        self.record = {
+            "step": step,
+            "loss": values[0],
+            "grad_norm": values[1],
+            "lr": lr,
+            "tokens": self.tokens,
+            "tokens_per_second": tokens_per_second,
+            "tokens_per_second_per_device": per_device,
+            "mfu": per_device * flops / self.peak_flops if self.peak_flops else None,
+            "step_seconds": seconds,
+            "data_seconds": self.data_seconds / self.steps,
+            "peak_memory_bytes": int(peak_memory.item()),
+        }
+        self.restart_clock()
+
+    def evaluated(self, step: int, loss: float) -> None:
+        """A held-out loss after update `step`; it joins that step's line."""
+        self.eval_loss = loss
+        self.record = {**(self.record or {"step": step}), "eval_loss": loss}
+        self.restart_clock()
+
+    def flush(self) -> None:
+        """Write the line of the current step, if it has one."""
+        record, self.record = self.record, None
+        if record is None or not self.writes:
+            return
+        with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(record, allow_nan=True) + "\n")
+        print(console_line(record, self.config.train.steps), flush=True)
+        if self.wandb is not None:
+            self.wandb.log({key: value for key, value in record.items() if key != "step"}, step=record["step"])
+
+    def finish(self, unigram_nats_per_token: float | None) -> None:
+        """The run is complete on every rank: say how it ended."""
+        dist.barrier()
+        if not self.writes:
+            return
+        if self.wandb is not None:
+            self.wandb.finish()
+        if self.eval_loss is not None and unigram_nats_per_token is not None:
+            gain = unigram_nats_per_token - self.eval_loss
+            print(f"held-out loss {self.eval_loss:.3f} nats per token; a unigram model's {unigram_nats_per_token:.3f} ({gain:+.3f})")
+        print(f"finished after {self.config.train.steps} steps; run folder {self.folder}", flush=True)
+        write_status(self.config.run.dir, "finished", self.config.train.steps, "all steps done")
+
+
+def console_line(record: dict[str, Any], steps: int) -> str:
+    """One aligned line: `step   20/300  loss 5.1234  grad_norm 0.812  lr 3.00e-03  41,234 tok/s  99.3 ms  1.2 GiB`."""
+    parts = [f"step {record['step']:>{len(str(steps))}}/{steps}"]
+    if "loss" in record:
+        parts += [f"loss {record['loss']:7.4f}", f"grad_norm {record['grad_norm']:7.3f}", f"lr {record['lr']:.2e}"]
+        parts += [f"{record['tokens_per_second']:>9,.0f} tok/s", f"{record['step_seconds'] * 1e3:7.1f} ms/step"]
+        if record["mfu"] is not None:
+            parts.append(f"mfu {record['mfu']:5.1%}")
+        parts.append(f"{record['peak_memory_bytes'] / 2**30:.2f} GiB")
+    if "eval_loss" in record:
+        parts.append(f"held-out {record['eval_loss']:.4f}")
+    return "  ".join(parts)
+
+
+def write_status(run_dir: str, state: str, step: int, reason: str) -> None:
+    """status.json: how the last start ended, one of finished, requeue, failed. Called on rank 0."""
+    path = Path(run_dir) / "status.json"
+    path.with_suffix(".partial").write_text(json.dumps({"state": state, "step": step, "reason": reason}) + "\n")
+    os.replace(path.with_suffix(".partial"), path)
+
+
+def _drop_lines_after(path: Path, step: int) -> None:
+    if path.exists():
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        path.with_suffix(".partial").write_text("".join(kept), encoding="utf-8")
+        os.replace(path.with_suffix(".partial"), path)
+
+
+def _peak_memory_bytes(device: str) -> int:
+    """Largest memory this process has used: allocated on the GPU, resident on a CPU."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # kilobytes on Linux
+
+
+def _peak_flops(device: str) -> float | None:
+    name = torch.cuda.get_device_name() if device == "cuda" else ""
+    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+
+
+def _start_wandb(config: Config) -> Any:
+    import wandb  # only where it is asked for: the import takes a second
+
+    return wandb.init(
+        project=config.run.wandb_project,
+        dir=config.run.dir,
+        mode=config.run.wandb,
+        config={"yaml": dump_config(config)},
+        settings=wandb.Settings(silent=True),
+    )
+
+

@@ -1,0 +1,66 @@
+"""Starting, refusing and ending a run with one voice.
+
+A UserError on any rank becomes one message, from rank 0, on standard error, and exit status 2 on every rank: all ranks meet at
+each `together`, so none goes on alone and none prints over another.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from errors import UserError
+
+T = TypeVar("T")
+
+
+def start_distributed() -> str:
+    """Join the world that torchrun describes, or be a world of one; returns the device type, "cuda" or "cpu"."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    backend = "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        backend = "cpu:gloo,cuda:nccl"  # gloo for what lives on the host: offloaded tensors, the planning of checkpoints
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return device
+
+
+def together(action: Callable[[], T], device: str) -> T:
+    """Run `action` on every rank and return each rank's result; if any rank raises UserError, every rank raises that of the
+    lowest such rank. One all-reduce of one number when all is well."""
+    error: UserError | None = None
+    result = None
+    try:
+        result = action()
+    except UserError as caught:
+        error = caught
+    world = dist.get_world_size()
+    speaker = torch.tensor(dist.get_rank() if error else world, device=device)
+    dist.all_reduce(speaker, op=dist.ReduceOp.MIN)
+    if speaker.item() == world:
+        return result  # type: ignore[return-value]
+    said = [(error.key, error.value, error.why, error.remedy) if error else None]
+    dist.broadcast_object_list(said, src=int(speaker.item()))
+    assert said[0] is not None
+    raise UserError(*said[0])
+
+
+def from_rank_0(action: Callable[[], T], device: str) -> T:
+    """Run `action` on rank 0 alone and give its result to every rank: what is read from a shared folder is read once."""
+    results = [together(lambda: action() if dist.get_rank() == 0 else None, device)]
+    dist.broadcast_object_list(results, src=0)
+    return results[0]  # type: ignore[return-value]
+
+
+def refuse(error: UserError) -> NoReturn:
+    """Say it once, wait until it is said, and leave with status 2. Every rank calls it with the same error."""
+    if dist.get_rank() == 0:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    dist.barrier()  # a rank that left early would make torchrun end rank 0 in mid-sentence
+    sys.exit(2)
