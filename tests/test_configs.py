@@ -13,6 +13,7 @@ from multiprocessing.pool import Pool
 from pathlib import Path
 
 import pytest
+import torch._dynamo  # noqa: F401  # DTensor imports it at its first use: once here instead of in every forked rank
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
