@@ -1,0 +1,102 @@
+"""The parity proof: `python -m tools.parity [--world N] [--quick] [--json FILE]`.
+
+Every way to split the model must compute what the unsharded model computes (tools/reference.py). For every layout of 1, 2, 4
+and 8 ranks: initial weights, loss, gradient norm and every parameter's gradient, and 20 optimizer steps, in float64 and in
+float32; then a covering array over layouts and options, in float64. One line each, with the largest relative error; the exit
+status is 1 if any is out of bounds (tools/parity_run.py). On two cores, over gloo, the whole takes minutes.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from tools.parity_cases import QUICK_LAYOUTS, STEPS, Case, Layout, Pair, base_layouts, covering_cases
+from tools.parity_run import BOUNDS, Row, check
+from tools.ranks import Ranks
+
+WORLDS = (1, 2, 4, 8)
+
+
+def plan(worlds: tuple[int, ...], quick: bool) -> tuple[list[tuple[Case, int]], list[Pair]]:
+    """The cases with the number of optimizer steps of each, and the pairs of options that go with no valid case."""
+    layouts: list[Layout] = [shape for world in worlds for shape in base_layouts(world) if Case(shape).is_valid()]
+    if quick:
+        layouts = [shape for shape in layouts if shape in QUICK_LAYOUTS]
+    bases = [(Case(shape), STEPS) for shape in layouts]
+    bases = [] if quick else [(replace(case, dtype=dtype), steps) for case, steps in bases for dtype in BOUNDS]
+    combined, impossible = covering_cases(layouts)
+    return bases + [(case, 0) for case in combined], impossible
+
+
+def line(row: Row, steps: int) -> str:
+    """One row, for reading."""
+    verdict = "FAIL" if row.failures() else "ok"
+    text = f"{verdict:4} {row.seconds:5.1f} s  "
+    if row.crash:
+        return f"{text}{row.case}\n{row.crash}"
+    text += f"weights {row.weights:.0e} copies {row.spread:.0e} loss {row.loss:.0e} norm {row.norm:.0e} "
+    text += f"gradient {row.gradient:.0e} ({row.worst})"
+    if steps:
+        text += f" | {steps} steps: loss {row.loss_steps:.0e} norm {row.norm_steps:.0e}"
+    text += f"  {row.case}"
+    return f"{text}\n     out of bounds: {', '.join(row.failures())}" if row.failures() else text
+
+
+def as_json(row: Row, steps: int) -> dict[str, Any]:
+    errors = {name: value for name, value in asdict(row).items() if name != "case"}
+    numbers = {n: (None if isinstance(v, float) and not math.isfinite(v) else v) for n, v in errors.items()}
+    layout = dict(zip(("pp", "dp_replicate", "dp_shard", "tp"), row.case.layout, strict=True))
+    options = {name: value for name, value in asdict(row.case).items() if name != "layout"}
+    return {**layout, **options, "steps": steps, **numbers, "failures": row.failures()}
+
+
+def run(ranks: Ranks, cases: list[tuple[Case, int]]) -> Iterator[tuple[Row, int]]:
+    for case, steps in cases:
+        yield check(ranks, case, steps), steps
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--world", type=int, metavar="N", help="layouts of N ranks alone (default: 1, 2, 4 and 8)")
+    parser.add_argument("--quick", action="store_true", help="the covering array over a few layouts alone, in a minute or two")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every row")
+    options = parser.parse_args(arguments)
+    worlds = (options.world,) if options.world else WORLDS
+    started = time.monotonic()
+    cases, impossible = plan(worlds, options.quick)
+    print(f"{len(cases)} cases; {len(impossible)} pairs of options do not go together", flush=True)
+    rows = []
+    with Ranks(max(worlds)) as ranks:
+        for row, steps in run(ranks, cases):
+            rows.append((row, steps))
+            print(line(row, steps), flush=True)
+    failed = [row for row, _ in rows if row.failures()]
+    seconds = time.monotonic() - started
+    for dtype in BOUNDS:
+        finished = [row for row, _ in rows if row.case.dtype == dtype and not row.crash]
+        if finished:
+            worst = {name: max(getattr(row, name) for row in finished) for name in BOUNDS[dtype]}
+            print(f"{dtype} worst:", *(f"{name} {value:.1e} (≤ {BOUNDS[dtype][name]:.0e})" for name, value in worst.items()))
+    print(f"{len(rows) - len(failed)} of {len(rows)} cases within bounds, {seconds:.0f} s")
+    if options.json:
+        report = {
+            "passed": not failed,
+            "seconds": seconds,
+            "bounds": BOUNDS,
+            "impossible_pairs": impossible,
+            "rows": [as_json(row, steps) for row, steps in rows],
+        }
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 1 if failed or not rows else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,209 @@
+"""Which runs the parity proof compares: every layout, and every pair of options.
+
+`base_layouts` are all ways to split a world over the mesh axes. `covering_cases` is a covering array: few cases in which every
+two values of different options meet in at least one (faults that need three at once are rare: Kuhn et al. 2004,
+https://doi.org/10.1109/TSE.2004.24).
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import combinations, product
+from typing import get_args, get_type_hints
+
+from data.config import DataConfig
+from errors import UserError
+from model.config import ModelConfig
+from parallel.config import ParallelConfig
+from parallel.pipeline.schedule import SCHEDULES, build_schedule
+from training.config import CheckpointConfig, Config, OptimizerConfig, RunConfig, TrainConfig
+
+STEPS = 20
+SEED = 0
+SEQ_LEN = 16
+BATCH = 32  # sequences of a global batch
+# Warmup, decay and a clip that is active in some steps and not in others: parity of the whole step, not of a part of it.
+OPTIMIZER = OptimizerConfig(lr=3e-3, warmup_steps=5, grad_clip=1.3)
+
+Layout = tuple[int, int, int, int]  # sizes of pp, dp_replicate, dp_shard, tp
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small run. Fields that are not here are the same in all (`config`)."""
+
+    layout: Layout
+    sequence_parallel: bool = True
+    schedule: str = "1f1b"
+    zero_stage: int = 1
+    tie_embeddings: bool = False
+    vocab_size: int = 251  # prime: no tp but 1 divides it
+    num_kv_heads: int = 4  # fewer than tp where tp is 8
+    layers: str = "even"  # or "uneven", "none_first", "none_last": blocks on the first or last stage
+    activation_checkpointing: str = "none"
+    cpu_offload: bool = False
+    num_microbatches: int = 4
+    dtype: str = "float64"
+
+    @property
+    def world(self) -> int:
+        pp, dp_replicate, dp_shard, tp = self.layout
+        return pp * dp_replicate * dp_shard * tp
+
+    def __str__(self) -> str:
+        pp, dp_replicate, dp_shard, tp = self.layout
+        changed = [f"{f.name}={getattr(self, f.name)}" for f in fields(self)[1:] if getattr(self, f.name) != f.default]
+        return " ".join([f"pp={pp} dp={dp_replicate}x{dp_shard} tp={tp}", *changed])
+
+    def config(self) -> Config:
+        """The whole configuration; a UserError where these options do not go together."""
+        pp, dp_replicate, dp_shard, tp = self.layout
+        stages_per_rank = _stages_per_rank(self.schedule, pp)
+        stages = pp * stages_per_rank
+        num_layers = 2 if stages == 1 else stages + 2
+        config = Config(
+            ModelConfig(
+                dim=32,
+                num_layers=num_layers,
+                num_heads=8,
+                num_kv_heads=self.num_kv_heads,
+                ffn_dim=48,
+                vocab_size=self.vocab_size,
+                tie_embeddings=self.tie_embeddings,
+                init_std=0.15,  # large, so that attention is far from uniform and every part matters
+            ),
+            ParallelConfig(
+                tp=tp,
+                pp=pp,
+                dp_shard=dp_shard,
+                dp_replicate=dp_replicate,
+                sequence_parallel=self.sequence_parallel,
+                schedule=self.schedule,
+                stages_per_rank=stages_per_rank,
+                layers_per_stage=_layers_per_stage(self.layers, stages, num_layers),
+                zero_stage=self.zero_stage,
+                cpu_offload=self.cpu_offload,
+            ),
+            TrainConfig(
+                steps=STEPS,
+                seq_len=SEQ_LEN,
+                global_batch_size=BATCH,
+                micro_batch_size=max(1, BATCH // (dp_replicate * dp_shard * self.num_microbatches)),
+                seed=SEED,
+                dtype=self.dtype,
+                activation_checkpointing=self.activation_checkpointing,
+            ),
+            OPTIMIZER,
+            DataConfig(path="-"),
+            CheckpointConfig(),
+            RunConfig(dir="-"),
+        )
+        config.validate(self.world)
+        build_schedule(self.schedule, pp, stages_per_rank, config.num_microbatches(dp_replicate * dp_shard))
+        return config
+
+    def is_valid(self) -> bool:
+        """Whether the options go together, and none of them is without meaning."""
+        pp, dp_replicate, dp_shard, _ = self.layout
+        if dp_replicate * dp_shard * self.num_microbatches > BATCH:
+            return False
+        try:
+            self.config()
+        except UserError:
+            return False
+        return self.layers == "even" or pp * _stages_per_rank(self.schedule, pp) > 1
+
+
+def _stages_per_rank(schedule: str, pp: int) -> int:
+    """1, or 2 for a schedule that needs several."""
+    try:
+        build_schedule(schedule, pp, 1, 8 * pp)
+    except UserError:
+        return 2
+    return 1
+
+
+def _layers_per_stage(layers: str, stages: int, num_layers: int) -> list[int] | None:
+    if layers == "uneven":
+        return [1] * (stages - 1) + [num_layers - stages + 1]
+    if layers == "even" or stages == 1:
+        return None
+    few = [num_layers // (stages - 1)] * (stages - 1)
+    few[0] += num_layers - sum(few)
+    return [0, *few] if layers == "none_first" else [*few, 0]
+
+
+def base_layouts(world: int) -> list[Layout]:
+    """Every split of `world` ranks over (pp, dp_replicate, dp_shard, tp)."""
+    divisors = [d for d in range(1, world + 1) if world % d == 0]
+    return [shape for shape in product(divisors, repeat=4) if shape[0] * shape[1] * shape[2] * shape[3] == world]
+
+
+def option_values() -> dict[str, Sequence[object]]:
+    """The values of each option that the covering array combines."""
+    return {
+        "sequence_parallel": (True, False),
+        "schedule": tuple(SCHEDULES),
+        "zero_stage": get_args(get_type_hints(ParallelConfig)["zero_stage"]),
+        "tie_embeddings": (False, True),
+        "vocab_size": (251, 256),
+        "num_kv_heads": (4, 2, 8),
+        "layers": ("even", "uneven", "none_first", "none_last"),
+        "activation_checkpointing": get_args(get_type_hints(TrainConfig)["activation_checkpointing"]),
+        "cpu_offload": (False, True),
+        "num_microbatches": (1, 2, 4, 8),
+    }
+
+
+TRIES, ENOUGH = 200, 30  # random completions of a pair: before it is called impossible, and once it is possible
+Pair = tuple[tuple[str, object], tuple[str, object]]
+# For the quick proof: every axis alone and with every other, and where each kind of replica meets each kind of shard.
+QUICK_LAYOUTS: list[Layout] = [
+    (1, 1, 1, 1),
+    (2, 1, 1, 2),
+    (2, 1, 2, 1),
+    (2, 2, 1, 1),
+    (1, 1, 2, 2),
+    (1, 2, 1, 2),
+    (2, 1, 2, 2),
+    (1, 1, 1, 8),
+]
+
+
+def pairs_of(case: Case) -> set[Pair]:
+    """Every two option values that meet in `case`, the layout counted as an option."""
+    chosen = [(name, value) for name, value in asdict(case).items() if name == "layout" or name in option_values()]
+    return set(combinations([(n, tuple(v) if n == "layout" else v) for n, v in chosen], 2))
+
+
+def covering_cases(layouts: Sequence[Layout], seed: int = 0) -> tuple[list[Case], list[Pair]]:
+    """Cases in which every two option values meet, and the pairs that no valid case has. The same for the same arguments.
+
+    Greedy: the first pair not yet covered is fixed, and of many random completions the one that covers most new pairs is taken.
+    """
+    values: dict[str, Sequence[object]] = {"layout": tuple(layouts), **option_values()}
+    uncovered: dict[Pair, None] = {}  # an ordered set
+    for (a, a_values), (b, b_values) in combinations(values.items(), 2):
+        uncovered.update({((a, x), (b, y)): None for x, y in product(a_values, b_values)})
+    rng = random.Random(seed)
+    cases: list[Case] = []
+    impossible: list[Pair] = []
+    while uncovered:
+        wanted = next(iter(uncovered))
+        best: Case | None = None
+        gain = 0
+        for attempt in range(TRIES):
+            case = Case(**{**{name: rng.choice(choices) for name, choices in values.items()}, **dict(wanted)})  # type: ignore[arg-type]
+            if case.is_valid():
+                new = sum(pair in uncovered for pair in pairs_of(case))
+                best, gain = (case, new) if new > gain else (best, gain)
+            if attempt >= ENOUGH and best is not None:
+                break
+        if best is None:
+            impossible.append(wanted)
+            del uncovered[wanted]
+            continue
+        cases.append(best)
+        for pair in pairs_of(best):
+            uncovered.pop(pair, None)
+    return cases, impossible

@@ -1,0 +1,249 @@
+"""One case of the parity proof: what each rank does, what the reference does, and how far apart they are.
+
+Ranks send home their own parts of every tensor with the region that each part is of the global tensor. So a gather needs no
+code under test, holes show, and so do replicas that are not equal bit for bit.
+"""
+
+import contextlib
+import functools
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from model.config import ModelConfig
+from model.initialise import canonical_name, draw_rows, standard_deviation
+from parallel.mesh import build_mesh
+from parallel.placement import local_region
+from tools.parity_cases import BATCH, OPTIMIZER, SEED, SEQ_LEN, STEPS, Case
+from tools.ranks import RankError, Ranks
+from tools.reference import IGNORE, Reference, train, warmup_cosine
+from training.build import DTYPES, build_stages
+from training.step import TrainStep
+
+Part = tuple[str, tuple[slice, ...], Tensor]  # canonical name, where in the global tensor, the numbers
+Sabotage = Callable[[], contextlib.AbstractContextManager[None]]  # plants a bug in a rank (tests/test_controls.py)
+
+
+@dataclass
+class Run:
+    """What a case computed, on one rank or (with parts covering everything) in the reference."""
+
+    weights: list[Part] = field(default_factory=list)
+    gradients: list[Part] = field(default_factory=list)
+    final_weights: list[Part] = field(default_factory=list)
+    loss: float = 0.0  # of the first step
+    norm: float = 0.0
+    losses: list[float] = field(default_factory=list)  # of each optimizer step
+    norms: list[float] = field(default_factory=list)
+
+
+def global_batch(vocab_size: int, step: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets [BATCH, SEQ_LEN] of a step. Target counts differ from row to row, and two neighbouring rows have none:
+    a mean of means, over ranks or over micro-batches, is far from the mean."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    text = torch.randint(0, vocab_size, (BATCH, SEQ_LEN + 1), generator=generator)
+    tokens, targets = text[:, :-1].contiguous(), text[:, 1:].clone()
+    for row in range(BATCH):
+        targets[row, : row * 7 % 13] = IGNORE
+    targets[6:8] = IGNORE
+    return tokens, targets
+
+
+def run_on_ranks(case: Case, steps: int, sabotage: Sabotage | None = None) -> Run:
+    """On each rank: one forward and backward, then `steps` optimizer steps from the same weights."""
+    with sabotage() if sabotage is not None else contextlib.nullcontext():
+        config = case.config()
+        mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+        stages = build_stages(config, mesh)
+        step = TrainStep(config, mesh, stages)
+
+        def rows(index: int) -> tuple[Tensor, Tensor]:
+            tokens, targets = global_batch(case.vocab_size, index)
+            return tokens.chunk(mesh.dp_size)[mesh.dp_rank], targets.chunk(mesh.dp_size)[mesh.dp_rank]
+
+        named = [(canonical_name(n, config.model), p) for stage in stages.values() for n, p in stage.named_parameters()]
+        run = Run(weights=parts(named))
+        loss, norm = step.forward_backward(*rows(0))
+        run.loss, run.norm = loss.item(), norm.item()
+        run.gradients = parts((name, p.grad) for name, p in named)
+        for _, p in named:
+            p.grad = None
+        for index in range(steps):
+            result = step(index, *rows(index))
+            run.losses.append(result.loss.item())
+            run.norms.append(result.grad_norm.item())
+        run.final_weights = parts(named)
+    return run
+
+
+def parts(tensors: Iterable[tuple[str, Tensor | None]]) -> list[Part]:
+    """This rank's part of each tensor; a missing one is left out, and found missing when the parts are put together."""
+    mine = []
+    for name, tensor in tensors:
+        if isinstance(tensor, DTensor):
+            region = tuple(slice(part.start, part.stop) for part in local_region(tensor))
+            mine.append((name, region, tensor.detach().to_local().clone()))
+    return mine
+
+
+def assemble(runs: list[list[Part]], shapes: dict[str, torch.Size]) -> tuple[dict[str, Tensor], float]:
+    """The global tensors from all ranks' parts, and the largest difference between two copies of a number. A number that no
+    rank holds is NaN."""
+    whole: dict[str, Tensor] = {}
+    spread = 0.0
+    for name, region, numbers in (part for run in runs for part in run):
+        if name not in whole:
+            whole[name] = torch.full(shapes[name], math.nan, dtype=numbers.dtype)
+        place = whole[name][region]
+        known = ~place.isnan()
+        if known.any():
+            spread = max(spread, (place[known] - numbers[known]).abs().max().item())
+        place.copy_(numbers)
+    return whole, spread
+
+
+def reference_model(model: ModelConfig, dtype: torch.dtype, seed: int) -> Reference:
+    """The unsharded model with the weights that every layout must start from: each whole global tensor drawn at once."""
+    reference = Reference(
+        dim=model.dim,
+        num_layers=model.num_layers,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        ffn_dim=model.ffn_dim,
+        vocab_size=model.vocab_size,
+        norm_eps=model.norm_eps,
+        rope_theta=model.rope_theta,
+        tie_embeddings=model.tie_embeddings,
+    ).to(dtype)
+    with torch.no_grad():
+        for name, p in reference.named_parameters():
+            if p.ndim > 1:
+                p.copy_(draw_rows(name, p.shape, range(p.shape[0]), standard_deviation(name, model), seed))
+    return reference
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the reference computed."""
+
+    weights: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    loss: float
+    norm: float
+    losses: list[float]
+    norms: list[float]
+
+
+def expected(case: Case, steps: int) -> Expected:
+    """The reference's run of a case: one computation for all cases that differ in the split alone."""
+    return _expected(case.config().model, case.dtype, steps)
+
+
+@functools.lru_cache(maxsize=64)
+def _expected(model: ModelConfig, dtype: str, steps: int) -> Expected:
+    reference = reference_model(model, DTYPES[dtype], SEED)
+    weights = {name: p.detach().clone() for name, p in reference.named_parameters()}
+    loss = reference.loss(*global_batch(model.vocab_size, 0))
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in reference.named_parameters()}
+    norm = math.sqrt(sum(g.double().square().sum().item() for g in gradients.values()))
+    o = OPTIMIZER
+    losses, norms = train(
+        reference,
+        (global_batch(model.vocab_size, step) for step in range(steps)),
+        rate=warmup_cosine(peak=o.lr, warmup=o.warmup_steps, steps=STEPS, floor=o.min_lr_ratio),
+        betas=o.betas,
+        eps=o.eps,
+        weight_decay=o.weight_decay,
+        grad_clip=o.grad_clip,
+    )
+    return Expected(weights, gradients, loss.item(), norm, losses, norms)
+
+
+@dataclass
+class Row:
+    """How far a case is from the reference: relative errors, ‖a − b‖ / ‖b‖; NaN where something is missing."""
+
+    case: Case
+    weights: float = 0.0  # initial weights, the worst parameter's
+    spread: float = 0.0  # the largest difference between copies; infinite where two ranks report another loss or norm
+    loss: float = 0.0
+    norm: float = 0.0
+    gradient: float = 0.0
+    worst: str = ""  # the parameter of `gradient`
+    loss_steps: float = 0.0  # over all optimizer steps, the worst
+    norm_steps: float = 0.0
+    seconds: float = 0.0
+    crash: str = ""  # what the ranks said if they did not finish
+
+    def failures(self) -> list[str]:
+        """The names of the errors that are out of bounds."""
+        if self.crash:
+            return ["crash"]
+        return [name for name, bound in BOUNDS[self.case.dtype].items() if not getattr(self, name) <= bound]
+
+
+# Weights and copies are the same bits. Float64 leaves rounding so far below that it hides no bug. Float32 rounds at 6e-8, and
+# Adam, which divides by the gradient's size, amplifies that from step to step.
+BOUNDS: dict[str, dict[str, float]] = {
+    "float64": {
+        **{"weights": 0.0, "spread": 0.0, "loss": 1e-11, "norm": 1e-11, "gradient": 1e-11},
+        **{"loss_steps": 1e-9, "norm_steps": 1e-9},
+    },
+    "float32": {
+        **{"weights": 0.0, "spread": 0.0, "loss": 1e-5, "norm": 1e-5, "gradient": 1e-4},
+        **{"loss_steps": 1e-4, "norm_steps": 1e-4},
+    },
+}
+
+
+def compare(case: Case, runs: list[Run], reference: Expected) -> Row:
+    """Hold what all ranks computed against the reference."""
+    row = Row(case)
+    shapes = {name: weight.shape for name, weight in reference.weights.items()}
+    weights, gradients, final = (
+        assemble([getattr(run, kind) for run in runs], shapes) for kind in ("weights", "gradients", "final_weights")
+    )
+    row.spread = max(weights[1], gradients[1], final[1])
+    for run in runs:
+        same = (run.loss, run.norm, run.losses, run.norms) == (runs[0].loss, runs[0].norm, runs[0].losses, runs[0].norms)
+        row.spread = row.spread if same else math.inf
+    row.weights = max(error_of(weights[0].get(name), weight) for name, weight in reference.weights.items())
+    errors = {name: error_of(gradients[0].get(name), gradient) for name, gradient in reference.gradients.items()}
+    row.worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
+    row.gradient = errors[row.worst]
+    row.loss = abs(runs[0].loss / reference.loss - 1)
+    row.norm = abs(runs[0].norm / reference.norm - 1)
+    row.loss_steps = worst_of(runs[0].losses, reference.losses)
+    row.norm_steps = worst_of(runs[0].norms, reference.norms)
+    return row
+
+
+def error_of(ours: Tensor | None, theirs: Tensor) -> float:
+    """‖ours − theirs‖ / ‖theirs‖; NaN where ours is missing."""
+    if ours is None:
+        return math.nan
+    difference, size = (ours.double() - theirs.double()).norm().item(), theirs.double().norm().item()
+    return difference / size if size else difference
+
+
+def worst_of(ours: list[float], theirs: list[float]) -> float:
+    return max((abs(a / b - 1) for a, b in zip(ours, theirs, strict=True)), default=0.0)
+
+
+def check(ranks: Ranks, case: Case, steps: int = 0, sabotage: Sabotage | None = None) -> Row:
+    """Run a case on the pool and compare it."""
+    started = time.perf_counter()
+    try:
+        runs = ranks.run(run_on_ranks, case.world, case, steps, sabotage)
+        row = compare(case, runs, expected(case, steps))
+    except RankError as error:
+        row = Row(case, crash=str(error))
+    row.seconds = time.perf_counter() - started
+    return row

@@ -1,0 +1,152 @@
+"""A pool of ready processes that run a function as `world` ranks of a fresh process group.
+
+Starting processes and importing torch costs seconds; a distributed computation on a small model costs a tenth of one. So a
+server process imports torch once, forks the ranks, and they serve one task after another, each in a process group of its own
+(gloo, bound to the loopback interface, meeting in a file). Hundreds of layouts are then checked in minutes.
+
+    with Ranks(8) as ranks:
+        results = ranks.run(function, 4, *arguments)    # function(*arguments) on 4 ranks; the list of what they returned
+
+`function` must be importable by name (not a lambda), arguments and results must pickle. When a rank fails or a task takes too
+long, the others wait in a collective for ever, so all are killed and new ones forked: one failure costs a fraction of a second
+and spoils nothing after it.
+"""
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import pickle
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+# The server imports these before it forks; what is missing here each rank imports for itself, slowly.
+PRELOAD = ["torch", "torch.distributed.fsdp", "torch._dynamo", "sympy", "tools.parity_run"]
+GRACE_SECONDS = 3.0  # for other ranks to report too, after one has failed
+
+
+class RankError(RuntimeError):
+    """A task failed on some rank; the message holds every traceback that came back."""
+
+
+class Ranks:
+    """`size` processes in wait for `run`.
+
+    Args:
+        size: the largest world.
+        timeout: seconds one task may take.
+    """
+
+    def __init__(self, size: int = 8, timeout: float = 120.0) -> None:
+        self.size, self.timeout = size, timeout
+        # A fork server and not a fork of this process: autograd refuses to run in the fork of a process that has used it.
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOAD)
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        atexit.register(self.close)
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def run(self, function: Callable[..., Any], world: int, *arguments: Any) -> list[Any]:
+        """function(*arguments) on `world` ranks inside a process group of their own; what each rank returned.
+
+        Raises:
+            RankError: a rank raised, died or did not answer in time.
+        """
+        if world > self.size:
+            raise ValueError(f"a world of {world} from a pool of {self.size} ranks")
+        if not self._processes:
+            self._fork()
+        with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+            task = pickle.dumps((function, arguments, world, str(Path(folder) / "store")))
+            for pipe in self._pipes[:world]:
+                pipe.send_bytes(task)
+            answers, failures = self._collect(world)
+        if failures:
+            self.close()
+            raise RankError("\n".join(f"rank {rank}: {failures[rank]}" for rank in sorted(failures)))
+        return [answers[rank] for rank in range(world)]
+
+    def close(self) -> None:
+        """Kill this pool's processes; the next `run` forks new ones."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+    def _fork(self) -> None:
+        for rank in range(self.size):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(rank, theirs), name=f"rank-{rank}", daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def _collect(self, world: int) -> tuple[dict[int, Any], dict[int, str]]:
+        """Every rank's answer, and every failed rank's reason."""
+        answers: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes[:world])}
+        deadline = time.monotonic() + self.timeout
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                for rank in waiting.values():
+                    failures[rank] = "no answer" if failures else f"no answer in {self.timeout} s"
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    succeeded, value = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionError):
+                    self._processes[rank].join(GRACE_SECONDS)
+                    succeeded, value = False, f"died with exit code {self._processes[rank].exitcode}"
+                if succeeded:
+                    answers[rank] = value
+                else:
+                    if not failures:
+                        deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                    failures[rank] = value
+        return answers, failures
+
+
+def _serve(rank: int, pipe: Connection) -> None:
+    """A rank's life: one task after another, until it is killed or its parent is gone."""
+    import torch
+    import torch.distributed as dist
+
+    os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    torch.set_num_threads(1)
+    while True:
+        try:
+            task = pipe.recv_bytes()
+        except EOFError:
+            return
+        try:
+            function, arguments, world, store = pickle.loads(task)
+            dist.init_process_group(
+                "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=60)
+            )
+            result = pickle.dumps((True, function(*arguments)))
+            dist.barrier()  # no rank may tear its connections down while another still uses them
+            dist.destroy_process_group()
+        except BaseException:  # whatever it was, the parent must hear of it
+            result = pickle.dumps((False, traceback.format_exc()))
+        with contextlib.suppress(BrokenPipeError):
+            pipe.send_bytes(result)

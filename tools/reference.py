@@ -1,0 +1,179 @@
+"""The model again, unsharded and plainly: what the parallel one must equal.
+
+Written from the papers with torch alone, on purpose a second time: nothing here imports `model/`, `parallel/` or `training/`,
+layers are `nn.Linear` and `nn.Embedding`, batch comes first, [B, S, D], attention is a masked softmax, and AdamW is torch's
+own. Parameter names are the same, so that gradients compare by name. `tools/parity.py` holds the two against each other.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IGNORE = -100  # F.cross_entropy's default
+
+
+class Norm(nn.Module):
+    """RMSNorm, spelled out."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (x * x).mean(dim=-1, keepdim=True).add(self.eps).sqrt() * self.weight
+
+
+def rotate(x: Tensor, theta: float) -> Tensor:
+    """Rotary embedding of x [B, H, S, E]: the pair (i, i + E/2) is a complex number, turned by position · theta^(−2i/E)."""
+    half = x.shape[-1] // 2
+    frequencies = torch.tensor([theta ** (-i / half) for i in range(half)], dtype=torch.float64)
+    angles = torch.outer(torch.arange(x.shape[-2], dtype=torch.float64), frequencies)  # [S, E/2]
+    turn = torch.polar(torch.ones_like(angles), angles).to(torch.complex128 if x.dtype == torch.float64 else torch.complex64)
+    turned = torch.complex(x[..., :half], x[..., half:]) * turn
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention: x [B, S, D] → [B, S, D]."""
+
+    def __init__(self, dim: int, num_heads: int, num_kv_heads: int, rope_theta: float) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.rope_theta = num_heads, num_kv_heads, rope_theta
+        kv_dim = dim // num_heads * num_kv_heads
+        self.query = nn.Linear(dim, dim, bias=False)
+        self.key = nn.Linear(dim, kv_dim, bias=False)
+        self.value = nn.Linear(dim, kv_dim, bias=False)
+        self.output = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, dim = x.shape
+
+        def heads(y: Tensor, count: int) -> Tensor:  # [B, count, S, E]
+            return y.view(batch, length, count, -1).transpose(1, 2)
+
+        q = rotate(heads(self.query(x), self.num_heads), self.rope_theta)
+        k = rotate(heads(self.key(x), self.num_kv_heads), self.rope_theta)
+        v = heads(self.value(x), self.num_kv_heads)
+        shared = self.num_heads // self.num_kv_heads
+        k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
+        scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])  # [B, H, S, S]
+        future = torch.ones(length, length, dtype=torch.bool).triu(diagonal=1)
+        weights = scores.masked_fill(future, -math.inf).softmax(dim=-1)
+        return self.output((weights @ v).transpose(1, 2).reshape(batch, length, dim))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, dim: int, ffn_dim: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(dim, ffn_dim, bias=False)
+        self.up = nn.Linear(dim, ffn_dim, bias=False)
+        self.down = nn.Linear(ffn_dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x)
+        return self.down(gate * torch.sigmoid(gate) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, num_heads: int, num_kv_heads: int, ffn_dim: int, norm_eps: float, rope_theta: float) -> None:
+        super().__init__()
+        self.attention_norm = Norm(dim, norm_eps)
+        self.attention = Attention(dim, num_heads, num_kv_heads, rope_theta)
+        self.feed_forward_norm = Norm(dim, norm_eps)
+        self.feed_forward = FeedForward(dim, ffn_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class Reference(nn.Module):
+    """The whole decoder: tokens [B, S] → logits [B, S, V]."""
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        num_layers: int,
+        num_heads: int,
+        num_kv_heads: int,
+        ffn_dim: int,
+        vocab_size: int,
+        norm_eps: float,
+        rope_theta: float,
+        tie_embeddings: bool,
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, dim)
+        self.blocks = nn.ModuleList(
+            Block(dim, num_heads, num_kv_heads, ffn_dim, norm_eps, rope_theta) for _ in range(num_layers)
+        )
+        self.norm = Norm(dim, norm_eps)
+        self.head = nn.Linear(dim, vocab_size, bias=False)
+        if tie_embeddings:
+            self.head.weight = self.embedding.weight  # one Parameter: `named_parameters` names it once, embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy over the targets that are not ignored."""
+        return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
+
+
+def warmup_cosine(*, peak: float, warmup: int, steps: int, floor: float) -> Callable[[int], float]:
+    """Learning rate of the 0-based update: linear to `peak` in `warmup` updates, then half a cosine down to floor · peak."""
+
+    def rate(step: int) -> float:
+        if step < warmup:
+            return peak * (step + 1) / warmup
+        angle = math.pi * (step - warmup) / (steps - warmup)
+        return peak * (1 + floor + (1 - floor) * math.cos(angle)) / 2
+
+    return rate
+
+
+def train(
+    model: Reference,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    *,
+    rate: Callable[[int], float],
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    grad_clip: float,
+) -> tuple[list[float], list[float]]:
+    """One AdamW update per (tokens, targets); the loss and the gradient norm (before clipping) of every step."""
+    parameters = list(model.parameters())
+    matrices, vectors = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=rate(0), betas=betas, eps=eps)
+    losses, norms = [], []
+    for step, (tokens, targets) in enumerate(batches):
+        optimizer.zero_grad()
+        loss = model.loss(tokens, targets)
+        loss.backward()
+        norm = gradient_norm(parameters)
+        if norm > grad_clip:  # not torch's clip_grad_norm_: it adds 1e-6 to the norm, a millionth too much here
+            for p in parameters:
+                p.grad.mul_(grad_clip / norm)
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step)
+        optimizer.step()
+        losses.append(loss.item())
+        norms.append(norm)
+    return losses, norms
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> float:
+    """The L2 norm of all gradients together."""
+    return math.sqrt(sum(p.grad.double().square().sum().item() for p in parameters))
