@@ -1,0 +1,98 @@
+"""Draws a run's loss curve: `python -m tools.plot RUN --out FILE.png`.
+
+From RUN/metrics.jsonl: the training loss of every logged step, and the held-out loss where it was measured. The dashed line is
+what a model would reach that knows how frequent each token is and nothing more; it is kept in the prepared data, and left out
+where that is gone.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from data.dataset import open_data
+from errors import UserError
+from training.load_config import load_config
+
+BLUE, ORANGE, GREY = "#2563eb", "#ea580c", "#6b7280"
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The logged steps of `run`, in order."""
+    path = run / "metrics.jsonl"
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        records = [json.loads(line) for line in lines if line.strip()]
+    except OSError as error:
+        raise UserError(
+            "RUN", str(run), f"metrics.jsonl cannot be read ({error.strerror})", "give a run's folder: run.dir"
+        ) from None
+    except ValueError as error:
+        raise UserError("RUN", str(path), f"is damaged: {error}", "remove the broken line") from None
+    if not any("loss" in record for record in records):
+        raise UserError("RUN", str(path), "has no logged step yet", "wait for the first")
+    return records
+
+
+def unigram_baseline(run: Path) -> float | None:
+    """The unigram model's held-out loss in nats per token, or None where configuration or data are not there any more."""
+    try:
+        return open_data(load_config(str(run / "config.yaml"), []).data, "heldout").unigram_nats_per_token
+    except UserError:
+        return None
+
+
+def draw(records: list[dict[str, Any]], baseline: float | None, title: str) -> Figure:
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    train = [(r["step"], r["loss"]) for r in records if "loss" in r]
+    heldout = [(r["step"], r["eval_loss"]) for r in records if "eval_loss" in r]
+
+    axes.plot(*zip(*train, strict=True), color=BLUE, linewidth=1.4, label="training")
+    if heldout:
+        axes.plot(*zip(*heldout, strict=True), color=ORANGE, marker="o", markersize=5, linewidth=0, label="held-out")
+        step, loss = heldout[-1]
+        offset = {"xytext": (0, 9), "textcoords": "offset points"}
+        axes.annotate(f"{loss:.2f}", (step, loss), color=ORANGE, ha="center", fontsize=9, **offset)
+    if baseline is not None:
+        label = f"a unigram model on held-out text: {baseline:.2f}"
+        axes.axhline(baseline, color=GREY, linestyle="--", linewidth=1.2, label=label)
+
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss, nats per token")
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.plot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder (run.dir)")
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the picture to write: .png, .svg or .pdf")
+    options = parser.parse_args(arguments)
+    try:
+        records = read_metrics(options.run)
+        if options.out.suffix not in (".png", ".svg", ".pdf"):
+            raise UserError("--out", str(options.out), "is not a picture's name", "end it in .png, .svg or .pdf")
+        matplotlib.rcParams["svg.hashsalt"] = "lattice"  # the same run gives the same file
+        figure = draw(records, unigram_baseline(options.run), f"{options.run.name}: loss over {records[-1]['step']:,} steps")
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(options.out, dpi=150)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {options.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
