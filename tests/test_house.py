@@ -1,0 +1,167 @@
+"""The house keeps its own rules: who may import whom, no option that nothing reads, no file too long to read, no dead link.
+
+The rules are stated in each folder's `__init__.py`; here they are held against the source, which is parsed, not run.
+"""
+
+import ast
+import dataclasses
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from training.config import Config
+
+ROOT = Path(__file__).parent.parent
+ROOMS = ("benchmarks", "data", "docs", "model", "parallel", "tests", "tools", "training")
+MAX_LINES = 350
+
+# Which rooms a room may import beside itself; `errors` may be imported everywhere. train.py, tools/, tests/, benchmarks/: all.
+MAY_IMPORT = {
+    "model": {"parallel"},
+    "parallel": set(),
+    "data": set(),
+    "training": {"model", "parallel", "data"},
+    "errors": set(),
+}
+SOURCES = sorted([*ROOT.glob("*.py"), *(file for room in ROOMS for file in (ROOT / room).rglob("*.py"))])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+def module_name(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(file): ast.parse(file.read_text(encoding="utf-8")) for file in SOURCES}
+
+
+def imports(tree: ast.AST) -> set[str]:
+    """Every module that `tree` imports, wherever it does so. `from a import b` imports a, and a.b where that is a module."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "the house imports by absolute names"
+            assert node.module
+            found |= {node.module} | {f"{node.module}.{a.name}" for a in node.names if f"{node.module}.{a.name}" in MODULES}
+    return found
+
+
+def forbidden(module: str, imported: set[str]) -> set[str]:
+    """What of `imported` the room of `module` may not know."""
+    room = module.split(".")[0]
+    if room not in MAY_IMPORT:
+        return set()
+    house = {name.split(".")[0] for name in MODULES}
+    allowed = MAY_IMPORT[room] | {room, "errors"}
+    return {name for name in imported if name.split(".")[0] in house - allowed}
+
+
+# --- who may know whom ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_only_what_its_room_may_know(module: str) -> None:
+    assert not forbidden(module, imports(MODULES[module]))
+
+
+def test_the_import_rule_can_fail() -> None:
+    tree = ast.parse("def late():\n    from training.config import Config\nimport torch\nimport errors")
+    assert forbidden("parallel.mesh", imports(tree)) == {"training.config"}
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.split(".")[0] == "parallel"])
+def test_parallel_needs_torch_alone(module: str) -> None:
+    packages = {name.split(".")[0] for name in imports(MODULES[module])}
+    assert packages - sys.stdlib_module_names <= {"torch", "parallel", "errors"}
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Some circle of the graph, or an empty list."""
+    done: set[str] = set()
+
+    def visit(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in done:
+            return []
+        for neighbour in sorted(graph[node] & graph.keys()):
+            found = visit(neighbour, [*path, node])
+            if found:
+                return found
+        done.add(node)
+        return []
+
+    return next((found for node in graph if (found := visit(node, []))), [])
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    assert circle({name: imports(tree) for name, tree in MODULES.items()}) == []
+    assert circle({"a": {"b"}, "b": {"c", "torch"}, "c": {"a"}}) == ["a", "b", "c", "a"]  # the control
+
+
+# --- configuration ----------------------------------------------------------------------------------------------------
+
+SECTIONS = {field.name: [key.name for key in dataclasses.fields(field.type)] for field in dataclasses.fields(Config)}
+
+
+def attributes_read(tree: ast.AST) -> set[str]:
+    """Names read as attributes, but not where a configuration checks itself: a check is no use."""
+    found: set[str] = set()
+    checks = ("__post_init__", "validate")
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef) and node.name in checks:
+            continue
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            found.add(node.attr)
+        waiting += ast.iter_child_nodes(node)
+    return found
+
+
+@pytest.mark.parametrize("key", [f"{section}.{key}" for section, keys in SECTIONS.items() for key in keys])
+def test_every_configuration_key_is_read(key: str) -> None:
+    running = [
+        tree for name, tree in MODULES.items() if name.split(".")[0] in {"train", "training", "model", "parallel", "data"}
+    ]
+    read = set().union(*(attributes_read(tree) for tree in running))
+    assert key.split(".")[1] in read
+    assert "an_option_that_nothing_reads" not in read
+
+
+# --- what a reader meets ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=module_name)
+def test_a_file_can_be_read_in_one_sitting(file: Path) -> None:
+    assert len(file.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_local_links_lead_somewhere(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|href)="([^"]+)"', text)
+    local = [link.split("#")[0] for link in links if not re.match(r"[a-z]+:", link) and not link.startswith("#")]
+    assert [link for link in local if not (document.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_commands_and_keys_in_the_text_exist(document: Path) -> None:
+    code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", document.read_text(encoding="utf-8"), re.DOTALL))
+    targets = re.findall(r"^([a-z-]+):(?!=)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert [name for name in re.findall(r"\bmake ([a-z][a-z-]*)", code) if name not in targets] == []
+    assert [name for name in re.findall(r"-m ((?:tools|benchmarks)\.\w+)", code) if name not in MODULES] == []
+    keys = re.findall(rf"\b({'|'.join(SECTIONS)})\.([a-z_]+)\b(?!/)", code)
+    files = {"py", "json", "yaml", "safetensors"}
+    assert [f"{section}.{key}" for section, key in keys if key not in files and key not in SECTIONS[section]] == []
+
+
+def test_make_help_names_every_target() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    assert phony
+    assert set(phony[1].split()) - {"help"} == set(re.findall(r"@echo 'make ([a-z-]+) ", makefile))
