@@ -1,0 +1,243 @@
+"""A prepared folder reads as one sequence, and one that is damaged is refused with the file's name."""
+
+import json
+import os
+import resource
+import shutil
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from data.config import DataConfig
+from data.dataset import Mixture, TokenDataset, open_data
+from data.prepare import prepare
+from data.shards import MAX_HEADER_BYTES, map_tensor, read_header
+from data.tokenizer import Tokenizer
+from errors import UserError
+from tests.data_samples import SOURCE, STDLIB_FOLDER, prepared, tokenizer
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> Path:
+    return prepared(tmp_path_factory.mktemp("data") / "prepared")
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(original, tmp_path / "prepared"))
+
+
+def whole(folder: Path, split: str) -> np.ndarray:
+    shards = json.loads((folder / "index.json").read_text())["splits"][split]["shards"]
+    return np.concatenate([safetensors.numpy.load_file(folder / shard["file"])["tokens"] for shard in shards])
+
+
+def edit_index(folder: Path, **changes) -> None:
+    path = folder / "index.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_windows_are_slices_of_the_whole(folder: Path, split: str) -> None:
+    data, tokens = TokenDataset.open(folder, split), whole(folder, split)
+    assert data.num_shards >= 2
+    assert data.num_tokens == len(tokens)
+    boundary = np.flatnonzero(np.arange(len(tokens)) == data._starts[1])[0]
+    starts = np.concatenate(
+        [np.arange(0, len(tokens) - 300, 997), [boundary - 150, boundary - 300, boundary, len(tokens) - 300]]
+    )
+    for start in starts.tolist():
+        assert np.array_equal(data.window(start, 300), tokens[start : start + 300])
+    assert np.array_equal(data.gather(starts, 300), np.stack([tokens[s : s + 300] for s in starts]))
+    assert np.array_equal(data.window(0, len(tokens)), tokens)  # across every shard
+    assert np.array_equal(data.gather(np.array([0]), len(tokens))[0], tokens)
+    for start, length in ((-1, 2), (len(tokens) - 1, 2), (0, len(tokens) + 1)):
+        with pytest.raises(IndexError):
+            data.window(start, length)
+
+
+def test_document_starts_are_where_bos_is(folder: Path) -> None:
+    data = TokenDataset.open(folder, "train")
+    first = 0
+    for shard in range(data.num_shards):
+        starts = data.document_starts(shard)
+        tokens = data.window(first, data._starts[shard + 1] - first)
+        assert np.array_equal(np.flatnonzero(tokens == tokenizer().bos_id), starts)
+        first = data._starts[shard + 1]
+
+
+def test_opening_reads_no_tokens(folder: Path) -> None:
+    """Same sizes, other content: opening does not notice, verify does, and names the file."""
+    shard = folder / "train-00001.safetensors"
+    TokenDataset.open(folder, "train").verify()
+    content = bytearray(shard.read_bytes())
+    content[600] ^= 1
+    shard.write_bytes(content)
+    data = TokenDataset.open(folder, "train")
+    with pytest.raises(UserError, match=r"train-00001\.safetensors.*sha256"):
+        data.verify()
+    TokenDataset.open(folder, "heldout").verify()
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 600, -1])
+def test_truncated_shard_is_refused(folder: Path, keep: int) -> None:
+    shard = folder / "train-00001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:keep])
+    with pytest.raises(UserError, match=r"train-00001\.safetensors.*truncated"):
+        TokenDataset.open(folder, "train")
+    TokenDataset.open(folder, "heldout")  # the other split is whole
+
+
+def test_missing_shard_is_refused(folder: Path) -> None:
+    (folder / "train-00002.safetensors").unlink()
+    with pytest.raises(UserError, match=r"train-00002\.safetensors.*missing"):
+        TokenDataset.open(folder, "train")
+
+
+def test_shard_of_the_right_size_with_another_header_is_refused(folder: Path) -> None:
+    shard = folder / "train-00000.safetensors"
+    shard.write_bytes(shard.read_bytes().replace(b'"U16"', b'"I16"'))
+    data = TokenDataset.open(folder, "train")
+    with pytest.raises(UserError, match=r"train-00000\.safetensors.*damaged"):
+        data.window(0, 10)
+
+
+def header_file(path: Path, header: bytes, length: int | None = None, data: bytes = bytes(64)) -> Path:
+    path.write_bytes(struct.pack("<Q", len(header) if length is None else length) + header + data)
+    return path
+
+
+def entry(**changes) -> bytes:
+    return json.dumps({"tokens": {"dtype": "U16", "shape": [32], "data_offsets": [0, 64]} | changes}).encode()
+
+
+HOSTILE_HEADERS = {
+    "length beyond the file": (entry(), 10**6),
+    "length of 2**64 - 1": (entry(), 2**64 - 1),
+    "length zero": (entry(), 0),
+    "length cuts the JSON": (entry(), 20),
+    "no JSON": (b"\x80\x04pickle", None),
+    "a list": (b"[1, 2]", None),
+    "an entry that is a number": (b'{"tokens": 3}', None),
+    "no offsets": (b'{"tokens": {"dtype": "U16", "shape": [32]}}', None),
+    "three offsets": (entry(data_offsets=[0, 1, 2]), None),
+    "offsets that are text": (entry(data_offsets=["0", "64"]), None),
+    "offsets beyond the file": (entry(shape=[64], data_offsets=[0, 128]), None),
+    "offsets reversed": (entry(data_offsets=[64, 0]), None),
+    "negative offset": (entry(data_offsets=[-64, 0]), None),
+    "negative shape": (entry(shape=[-32]), None),
+    "shape that is a float": (entry(shape=[32.0]), None),
+    "shape that is true": (entry(shape=[True]), None),
+    "nested without end": (b"[" * 100_000, None),
+    "huge header": (b" " * (MAX_HEADER_BYTES + 1), None),
+}
+
+
+@pytest.mark.parametrize(("header", "length"), HOSTILE_HEADERS.values(), ids=HOSTILE_HEADERS.keys())
+def test_hostile_headers_are_refused(tmp_path, header: bytes, length: int | None) -> None:
+    path = header_file(tmp_path / "x.safetensors", header, length)
+    with pytest.raises(UserError, match=r"x\.safetensors.*damaged"):
+        read_header(path)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"shape": [31]}, {"shape": [8, 4]}, {"dtype": "U32"}, {"dtype": "U8"}, {"data_offsets": [0, 62]}]
+)
+def test_tensor_that_is_not_what_the_index_says_is_refused(tmp_path, changes: dict) -> None:
+    path = header_file(tmp_path / "x.safetensors", entry(**changes))
+    with pytest.raises(UserError, match="the index says"):
+        map_tensor(path, "tokens", np.dtype("uint16"), 32)
+    assert len(map_tensor(header_file(tmp_path / "control", entry()), "tokens", np.dtype("uint16"), 32)) == 32
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("", "damaged"),
+        ("[]", "not a lattice"),
+        ("{}", "not a lattice"),
+        ('{"format": "lattice-tokens", "version": 2}', "version"),
+    ],
+)
+def test_damaged_index_is_refused(folder: Path, content: str, why: str) -> None:
+    (folder / "index.json").write_text(content)
+    with pytest.raises(UserError, match=why):
+        TokenDataset.open(folder, "train")
+
+
+def test_index_with_parts_missing_or_leading_outside_is_refused(folder: Path) -> None:
+    splits = json.loads((folder / "index.json").read_text())["splits"]
+    edit_index(folder, splits={"train": {"shards": [{"file": "x"}]}})
+    with pytest.raises(UserError, match="damaged"):
+        TokenDataset.open(folder, "train")
+    splits["train"]["shards"][0]["file"] = "../prepared/train-00000.safetensors"
+    edit_index(folder, splits=splits)
+    with pytest.raises(UserError, match="missing"):
+        TokenDataset.open(folder, "train")
+    edit_index(folder, dtype="float64")
+    with pytest.raises(UserError, match="float64"):
+        TokenDataset.open(folder, "train")
+
+
+def test_folder_without_data_is_refused(tmp_path) -> None:
+    with pytest.raises(UserError, match="no prepared data") as raised:
+        open_data(DataConfig(path=str(tmp_path / "nowhere")), "train")
+    assert raised.value.key == "data.path"
+
+
+def test_empty_split_is_refused(tmp_path) -> None:
+    folder = prepared(tmp_path / "out", SOURCE, heldout_fraction=0.0)
+    assert TokenDataset.open(folder, "train").unigram_nats_per_token is None
+    with pytest.raises(UserError, match="heldout"):
+        TokenDataset.open(folder, "heldout")
+
+
+def test_another_tokenizer_is_refused(folder: Path, tmp_path) -> None:
+    other = tmp_path / "other.model"
+    other.write_bytes(Tokenizer.train(["some other text to learn from"], 280).model)
+    open_data(DataConfig(path=str(folder), tokenizer=str(folder / "tokenizer.model")), "train")
+    with pytest.raises(UserError) as raised:
+        open_data(DataConfig(path=str(folder), tokenizer=str(other)), "train")
+    assert raised.value.key == "data.tokenizer"
+
+
+def test_mixture_of_different_vocabularies_is_refused(folder: Path, tmp_path) -> None:
+    prepare(SOURCE, Tokenizer.train(["some other text to learn from"], 280), tmp_path / "other")
+    with pytest.raises(UserError, match="another tokenizer"):
+        open_data(DataConfig(path={str(folder): 1.0, str(tmp_path / "other"): 1.0}), "train")
+
+
+def test_checksum_follows_the_content_not_the_place(folder: Path, tmp_path) -> None:
+    again = TokenDataset.open(prepared(tmp_path / "again"), "train")
+    one = TokenDataset.open(folder, "train")
+    other = TokenDataset.open(prepared(tmp_path / "xml", str(STDLIB_FOLDER / "xml")), "train")
+    assert one.checksum == again.checksum
+    assert len({one.checksum, other.checksum, TokenDataset.open(folder, "heldout").checksum}) == 3
+    mixtures = [Mixture([one, other], [1, 1]), Mixture([other, one], [1, 1]), Mixture([one, other], [1, 2])]
+    assert len({mixture.checksum for mixture in mixtures}) == 3
+    assert Mixture([one], [1]).checksum == Mixture([one], [2]).checksum == one.checksum
+
+
+def test_more_shards_than_file_descriptors(tmp_path, monkeypatch) -> None:
+    folder = prepared(tmp_path / "many", str(STDLIB_FOLDER / "encodings"), shard_tokens=1, heldout_fraction=0.05)
+    tokens = whole(folder, "train")
+    starts = np.arange(0, len(tokens) - 65, 64)
+    expected = np.stack([tokens[s : s + 65] for s in starts])
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 40, hard))
+    try:
+        monkeypatch.setattr("data.dataset.OPEN_SHARDS", 16)
+        data = TokenDataset.open(folder, "train")
+        assert data.num_shards > 80
+        assert np.array_equal(data.gather(starts, 65), expected)
+        del data
+        monkeypatch.setattr("data.dataset.OPEN_SHARDS", None)  # the control: as many maps as there are shards
+        data = TokenDataset.open(folder, "train")
+        with pytest.raises((OSError, UserError), match="open files"):
+            data.gather(starts, 65)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,0 +1,208 @@
+"""The same global batches for every layout, across every resume; nothing lost, nothing hidden."""
+
+import json
+import threading
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from data.config import DataConfig
+from data.dataset import Mixture, TokenDataset, open_data
+from data.loader import IGNORED, BatchLoader, check_state, heldout_batches
+from errors import UserError
+from tests.data_samples import STDLIB_FOLDER, prepared
+
+S = 64
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory) -> tuple[str, str]:
+    root = tmp_path_factory.mktemp("data")
+    return str(prepared(root / "email")), str(prepared(root / "xml", str(STDLIB_FOLDER / "xml")))
+
+
+@pytest.fixture
+def mixture(paths) -> Mixture:
+    return open_data(DataConfig(path={paths[0]: 0.7, paths[1]: 0.3}), "train")
+
+
+@pytest.fixture
+def single(paths) -> TokenDataset:
+    return TokenDataset.open(paths[0], "train")
+
+
+def take(data, count: int, *, dp_size: int = 1, batch: int = 8, **options) -> tuple[torch.Tensor, list[dict]]:
+    """`count` global batches [count, B, 2, S], gathered from the loaders of every rank, and the ranks' states after them."""
+    ranks, states = [], []
+    for rank in range(dp_size):
+        loader = BatchLoader(
+            data, **({"seq_len": S, "global_batch_size": batch, "seed": 1} | options), dp_rank=rank, dp_size=dp_size
+        )
+        ranks.append(torch.stack([torch.stack(next(loader), dim=1) for _ in range(count)]))  # [count, B / dp, 2, S]
+        states.append(loader.state())
+        loader.close()
+    return torch.cat(ranks, dim=1), states
+
+
+def test_batches_have_the_promised_form(mixture: Mixture) -> None:
+    loader = BatchLoader(mixture, seq_len=S, global_batch_size=8, seed=0, dp_rank=1, dp_size=2)
+    tokens, targets = next(loader)
+    loader.close()
+    for tensor in (tokens, targets):
+        assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == ((4, S), torch.int64, True)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert not torch.equal(tokens, targets)
+    assert targets.max() < mixture.vocab_size
+
+
+def test_rows_are_windows_of_the_data(single: TokenDataset) -> None:
+    batches, _ = take(single, 3, shuffle=False)
+    rows = batches.flatten(0, 1)  # [24, 2, S]
+    for w, (tokens, targets) in enumerate(rows):
+        expected = single.window(w * S, S + 1).astype(np.int64)
+        assert np.array_equal(tokens, expected[:-1])
+        assert np.array_equal(targets, expected[1:])
+
+
+def test_an_epoch_reads_every_window_once(single: TokenDataset) -> None:
+    count = (single.num_tokens - 1) // S
+    batches, _ = take(single, count // 8 + 1, shuffle=True)
+    seen = sorted(row.tobytes() for row in batches.flatten(0, 1)[:count, 1].numpy())
+    assert seen == sorted(single.window(w * S + 1, S).astype(np.int64).tobytes() for w in range(count))
+    ordered, _ = take(single, 3, shuffle=False)
+    assert not torch.equal(ordered, batches[:3])
+
+
+@pytest.mark.parametrize("dp_size", [2, 4, 8])
+@pytest.mark.parametrize("kind", ["single", "mixture"])
+def test_same_global_batches_for_every_dp_size(dp_size: int, kind: str, request) -> None:
+    data = request.getfixturevalue(kind)
+    one, _ = take(data, 20)
+    many, states = take(data, 20, dp_size=dp_size)
+    assert torch.equal(one, many)
+    assert all(state == states[0] for state in states)
+    assert states[0]["next_sample"] == 160
+    other, _ = take(data, 20, seed=2)
+    assert not torch.equal(one, other)
+
+
+def test_resume_with_another_dp_size_and_another_batch_size(mixture: Mixture) -> None:
+    rows = take(mixture, 40)[0].flatten(0, 1)  # samples 0 .. 319
+    first, states = take(mixture, 5, dp_size=4)
+    state = json.loads(json.dumps(states[0]))
+    second, states = take(mixture, 5, dp_size=2, batch=12, next_sample=state["next_sample"], skipped=state["skipped"])
+    third, states = take(mixture, 3, dp_size=3, batch=6, next_sample=states[0]["next_sample"])
+    together = torch.cat([part.flatten(0, 1) for part in (first, second, third)])
+    assert torch.equal(together, rows[: len(together)])
+    assert states[0]["next_sample"] == len(together) == 40 + 60 + 18
+
+
+def test_state_counts_what_was_handed_out_not_what_was_read_ahead(single: TokenDataset) -> None:
+    loader = BatchLoader(single, seq_len=S, global_batch_size=8, seed=1, dp_rank=0, dp_size=1, prefetch=4)
+    for n in range(5):
+        deadline = time.monotonic() + 5
+        while loader._ready.qsize() < 4 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert loader._ready.qsize() == 4  # ahead it is
+        assert loader.state() == {"next_sample": 8 * n, "skipped": [], "checksum": single.checksum}
+        next(loader)
+    loader.close()
+
+
+def test_skipped_samples_are_never_handed_out(mixture: Mixture) -> None:
+    rows = take(mixture, 10)[0].flatten(0, 1)
+    skipped = [[16, 24], [20, 30]]
+    read, states = take(mixture, 5, dp_size=2, skipped=skipped)
+    allowed = [i for i in range(80) if not 16 <= i < 30][:40]
+    assert torch.equal(read.flatten(0, 1), rows[allowed])
+    assert (states[0]["next_sample"], states[0]["skipped"]) == (54, [[16, 30]])
+
+
+def test_state_of_other_data_is_refused(mixture: Mixture, single: TokenDataset) -> None:
+    _, states = take(single, 1)
+    check_state(states[0], single)
+    check_state(states[0], Mixture([single], [1.0]))
+    with pytest.raises(UserError) as raised:
+        check_state(states[0], mixture)
+    assert raised.value.key == "data.path"
+
+
+def test_bad_arguments_are_refused(single: TokenDataset) -> None:
+    for options, key in (
+        ({"batch": 6, "dp_size": 4}, "train.global_batch_size"),
+        ({"batch": 0}, "train.global_batch_size"),
+        ({"prefetch": 0}, "data.prefetch"),
+        ({"seq_len": single.num_tokens}, "train.seq_len"),
+    ):
+        with pytest.raises(UserError) as raised:
+            take(single, 1, **options)
+        assert raised.value.key == key
+    batches, _ = take(single, 2, seq_len=single.num_tokens - 1, batch=1)  # exactly one window: every sample is it
+    assert torch.equal(batches[0], batches[1])
+
+
+def test_error_of_the_reading_thread_reaches_the_caller(single: TokenDataset, paths, tmp_path) -> None:
+    folder = prepared(tmp_path / "breaks")
+    data = TokenDataset.open(folder, "train")
+    loader = BatchLoader(data, seq_len=S, global_batch_size=8, seed=1, dp_rank=0, dp_size=1, prefetch=1, shuffle=False)
+    next(loader)
+    (folder / "train-00001.safetensors").unlink()  # reached later: maps are opened when needed
+    with pytest.raises(UserError, match=r"train-00001\.safetensors"):
+        list(zip(loader, range(data.num_tokens // S), strict=False))
+    with pytest.raises(UserError, match=r"train-00001\.safetensors"):  # and again: no hang, no later batch
+        next(loader)
+    before = loader.state()["next_sample"]
+    assert 0 < before <= data._starts[1] // S
+    loader.close()
+
+
+def test_close_ends_the_thread_at_any_moment(single: TokenDataset) -> None:
+    for taken in range(4):
+        loader = BatchLoader(single, seq_len=S, global_batch_size=8, seed=1, dp_rank=0, dp_size=1)
+        for _ in range(taken):
+            next(loader)
+        loader.close()
+        loader.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            next(loader)
+    assert not [thread for thread in threading.enumerate() if thread.name == "batch loader"]
+
+
+@pytest.mark.parametrize(
+    ("dp_size", "rows", "samples"), [(1, 4, 50), (2, 4, 50), (3, 5, 50), (4, 16, 50), (2, 3, None), (1, 7, 10**9)]
+)
+def test_heldout_mean_is_the_same_on_every_layout(paths, dp_size: int, rows: int, samples: int | None) -> None:
+    data = TokenDataset.open(paths[0], "heldout")
+    available = (data.num_tokens - 1) // S
+    count = min(samples or available, available)
+    ranks = [
+        list(heldout_batches(data, seq_len=S, num_samples=samples, dp_rank=rank, dp_size=dp_size, rows=rows))
+        for rank in range(dp_size)
+    ]
+    assert {len(batches) for batches in ranks} == {-(-count // (rows * dp_size))}
+    seen = []
+    for step in zip(*ranks, strict=True):
+        for tokens, targets in step:
+            assert tokens.shape == targets.shape == (rows, S)
+            counted = targets != IGNORED
+            assert torch.equal(counted.all(1), counted.any(1))  # whole rows
+            assert int(tokens.min()) >= 0
+            seen += [torch.cat([t[:1], u]).tolist() for t, u in zip(tokens[counted[:, 0]], targets[counted[:, 0]], strict=True)]
+    assert seen == [data.window(w * S, S + 1).tolist() for w in range(count)]
+
+
+def test_heldout_mixture_repeats_nothing(paths) -> None:
+    data = open_data(DataConfig(path={paths[0]: 0.5, paths[1]: 0.5}), "heldout")
+    smaller = min((source.num_tokens - 1) // S for source in data.sources)
+    batches = list(heldout_batches(data, seq_len=S, num_samples=None, dp_rank=0, dp_size=1, rows=8))
+    rows = [row.numpy().tobytes() for _, targets in batches for row in targets if row[0] != IGNORED]
+    windows = [
+        source.window(w * S + 1, S).astype(np.int64).tobytes()
+        for source in data.sources
+        for w in range((source.num_tokens - 1) // S)
+    ]
+    assert Counter(rows) <= Counter(windows)  # licences recur in the data itself
+    assert 2 * smaller <= len(rows) <= 2 * smaller + 1

@@ -1,0 +1,246 @@
+"""Sources are read exactly and in order; what is prepared is what was there, whatever the number of workers."""
+
+import gzip
+import json
+import math
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import safetensors.numpy
+
+from data.prepare import prepare
+from data.sources import MAX_TEXT_CHARS, STDLIB, documents, held_out
+from errors import UserError
+from tests.data_samples import MANY, SOURCE, prepared, tokenizer
+
+ROOT = Path(__file__).parent.parent
+TEXTS = ["first\r\ntext", "  zweiter\tText\n", "\u2581 третий", "四" * 50]
+
+
+def texts_of(source: str, **options) -> list[str]:
+    return [document.text for document in documents(source, **options)]
+
+
+def split_texts(folder: Path, split: str) -> list[str]:
+    """The documents of a prepared split, read back with the safetensors library and decoded."""
+    texts = []
+    for shard in json.loads((folder / "index.json").read_text())["splits"][split]["shards"]:
+        tensors = safetensors.numpy.load_file(folder / shard["file"])
+        assert tensors["tokens"].dtype == np.uint16
+        assert tensors["document_starts"].dtype == np.int64
+        assert (len(tensors["tokens"]), len(tensors["document_starts"])) == (shard["tokens"], shard["documents"])
+        for ids in np.split(tensors["tokens"], tensors["document_starts"][1:]):
+            assert (ids[0], ids[-1]) == (tokenizer().bos_id, tokenizer().eos_id)
+            assert not {tokenizer().bos_id, tokenizer().eos_id} & set(ids[1:-1].tolist())
+            texts.append(tokenizer().decode(ids))
+    return texts
+
+
+def test_stdlib_is_real_sorted_and_without_tests() -> None:
+    read = list(documents(STDLIB))
+    names = [document.id for document in read]
+    assert names == sorted(names)
+    assert {"json/decoder.py", "asyncio/base_events.py", "heapq.py"} <= set(names)
+    assert not [name for name in names if {"test", "tests", "site-packages", "idle_test"} & set(name.split("/")[:-1])]
+    assert sum(len(document.text) for document in read) > 5_000_000
+
+
+def test_text_files_are_read_exactly(tmp_path) -> None:
+    for i, text in enumerate(TEXTS):
+        (tmp_path / f"{i}.txt").write_bytes(text.encode())
+    (tmp_path / "image.png").write_bytes(b"\x89PNG")
+    assert texts_of(str(tmp_path)) == TEXTS
+    assert texts_of(str(tmp_path / "*.txt")) == TEXTS
+    assert texts_of(str(tmp_path / "1.txt")) == TEXTS[1:2]
+
+
+def test_large_text_file_is_cut_at_line_ends_and_loses_nothing(tmp_path) -> None:
+    lines = [f"line {i} ".ljust(90) + "\r\n" for i in range(30_000)]
+    (tmp_path / "large.txt").write_text("".join(lines), newline="")
+    (tmp_path / "one_line.txt").write_text("x" * (3 * MAX_TEXT_CHARS))
+    parts = list(documents(str(tmp_path / "large.txt")))
+    assert len(parts) == 3
+    assert len({part.id for part in parts}) == 3
+    assert "".join(part.text for part in parts) == "".join(lines)
+    assert all(part.text.endswith("\r\n") for part in parts)
+    assert max(map(len, texts_of(str(tmp_path / "one_line.txt")))) <= 2 * MAX_TEXT_CHARS
+
+
+def write_tables(folder: Path) -> dict[str, Path]:
+    """The same four rows in every table format."""
+    rows = [{"id": i, "text": text} for i, text in enumerate(TEXTS)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    paths = {"jsonl": folder / "rows.jsonl", "jsonl_gz": folder / "rows2.jsonl.gz", "parquet": folder / "rows.parquet"}
+    paths["jsonl"].write_text(lines)
+    paths["jsonl_gz"].write_bytes(gzip.compress(lines.encode()))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), paths["parquet"])
+    return paths
+
+
+@pytest.mark.parametrize("form", ["jsonl", "jsonl_gz", "parquet"])
+def test_tables(tmp_path, form: str) -> None:
+    path = write_tables(tmp_path)[form]
+    read = list(documents(str(path)))
+    assert [document.text for document in read] == TEXTS
+    assert [document.id for document in read] == TEXTS
+    with pytest.raises(UserError, match="id, text") as raised:
+        texts_of(str(path), text_field="content")
+    assert raised.value.key == "--text-field"
+    with pytest.raises(UserError, match=r"row 0 .* int"):
+        texts_of(str(path), text_field="id")
+
+
+def test_folder_of_tables_is_a_data_set_with_splits(tmp_path) -> None:
+    """The same call as for a name on the hub."""
+    for split, texts in (("train", TEXTS), ("test", ["only here"])):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    assert texts_of(str(tmp_path)) == TEXTS
+    assert texts_of(str(tmp_path), split="test") == ["only here"]
+    with pytest.raises(UserError, match="--split"):
+        texts_of(str(tmp_path), split="nowhere")
+
+
+@pytest.mark.parametrize("name", ["missing.txt", "./missing", "/missing/folder", "missing/*.jsonl"])
+def test_missing_sources_are_refused(name: str) -> None:
+    with pytest.raises(UserError) as raised:
+        texts_of(name)
+    assert raised.value.key == "--source"
+
+
+def test_broken_sources_are_refused(tmp_path) -> None:
+    (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
+    (tmp_path / "broken.jsonl").write_text('{"text": "fine"}\n{"text": \n')
+    for name in ("latin.txt", "broken.jsonl"):
+        with pytest.raises(UserError, match=name):
+            texts_of(str(tmp_path / name))
+
+
+def test_held_out_is_a_pure_function_of_the_id_with_the_right_rate() -> None:
+    ids = [f"document {i}" for i in range(20_000)]
+    assert 0.04 < np.mean([held_out(i, 0.05) for i in ids]) < 0.06
+    assert not any(held_out(i, 0.0) for i in ids)
+    assert all(held_out(i, 0.2) for i in ids if held_out(i, 0.05))  # a larger fraction only adds
+
+
+def test_prepared_documents_are_the_source(tmp_path) -> None:
+    folder = prepared(tmp_path / "out")
+    source = list(documents(MANY))
+    for split, out in (("train", False), ("heldout", True)):
+        expected = [document.text for document in source if document.text and held_out(document.id, 0.3) == out]
+        assert len(expected) > 3
+        assert split_texts(folder, split) == expected
+
+
+def test_index_counts_what_is_there(tmp_path) -> None:
+    folder = prepared(tmp_path / "out")
+    index = json.loads((folder / "index.json").read_text())
+    named = {shard["file"] for split in index["splits"].values() for shard in split["shards"]}
+    assert {path.name for path in folder.iterdir()} == named | {"index.json", "tokenizer.model"}
+    assert (folder / "tokenizer.model").read_bytes() == tokenizer().model
+    assert (index["vocab_size"], index["tokenizer_sha256"]) == (tokenizer().vocab_size, tokenizer().sha256)
+    ids = {}
+    for name, split in index["splits"].items():
+        texts = split_texts(folder, name)
+        ids[name] = [t for text in texts for t in [tokenizer().bos_id, *tokenizer().encode(text), tokenizer().eos_id]]
+        assert (split["documents"], split["tokens"]) == (len(texts), len(ids[name]))
+        assert split["characters"] == sum(map(len, texts))
+        assert split["utf8_bytes"] == sum(len(text.encode()) for text in texts)
+        assert len(split["shards"]) > 1
+        assert all(shard["tokens"] >= 20_000 for shard in split["shards"][:-1])
+        assert all(shard["bytes"] == (folder / shard["file"]).stat().st_size for shard in split["shards"])
+    seen, total = Counter(ids["train"]), len(ids["train"]) + tokenizer().vocab_size
+    nats = -math.fsum(math.log((seen[token] + 1) / total) for token in ids["heldout"]) / len(ids["heldout"])
+    assert index["unigram_nats_per_token"] == pytest.approx(nats, rel=1e-12)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_same_bytes_for_any_number_of_workers(tmp_path) -> None:
+    one = contents(prepared(tmp_path / "one", workers=1))
+    assert contents(prepared(tmp_path / "three", workers=3)) == one
+    assert contents(prepared(tmp_path / "control", shard_tokens=30_000)) != one
+
+
+def test_empty_documents_are_counted_and_left_out(tmp_path) -> None:
+    rows = [{"text": ""}, {"text": "some text"}, {"text": None}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    index = prepare(str(tmp_path / "rows.jsonl"), tokenizer(), tmp_path / "out", heldout_fraction=0.0)
+    assert (index["empty_documents"], index["splits"]["train"]["documents"]) == (2, 1)
+    assert index["splits"]["heldout"] == {"tokens": 0, "documents": 0, "characters": 0, "utf8_bytes": 0, "shards": []}
+    assert index["unigram_nats_per_token"] is None
+
+
+@pytest.mark.parametrize("content", ["", "\n".join(['{"text": ""}'] * 3)], ids=["no rows", "no text"])
+def test_nothing_to_prepare_is_refused_and_leaves_nothing(tmp_path, content: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(content)
+    with pytest.raises(UserError):
+        prepare(str(tmp_path / "rows.jsonl"), tokenizer(), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_failure_in_the_middle_leaves_nothing(tmp_path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for i in range(40):
+        (source / f"{i:02}.txt").write_text("a line of text\n" * 10_000)
+    (source / "39.txt").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(UserError, match=r"39\.txt"):
+        prepare(str(source), tokenizer(), tmp_path / "out", workers=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_existing_folder_is_only_replaced_when_told(tmp_path) -> None:
+    out = prepared(tmp_path / "out", SOURCE, heldout_fraction=0.0)
+    before = contents(out)
+    with pytest.raises(UserError, match="not empty"):
+        prepared(out)
+    assert contents(out) == before
+    prepared(out, overwrite=True)
+    assert contents(out) != before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    (tmp_path / "empty").mkdir()
+    prepared(tmp_path / "empty", SOURCE, heldout_fraction=0.0)
+    assert contents(tmp_path / "empty") == before
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "key"),
+    [
+        ("heldout_fraction", 1.0, "--heldout-fraction"),
+        ("heldout_fraction", -0.1, "--heldout-fraction"),
+        ("shard_tokens", 0, "--shard-tokens"),
+        ("workers", 0, "--workers"),
+    ],
+)
+def test_bad_options_are_refused(tmp_path, option: str, value: float, key: str) -> None:
+    with pytest.raises(UserError) as raised:
+        prepare(SOURCE, tokenizer(), tmp_path / "out", **{option: value})
+    assert raised.value.key == key
+
+
+def run(*command: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_commands(tmp_path) -> None:
+    model, out = str(tmp_path / "models" / "t.model"), str(tmp_path / "deep" / "out")
+    trained = run("tools.tokenizer", "--source", MANY, "--vocab-size", "600", "--out", model)
+    assert (trained.returncode, trained.stderr) == (0, "")
+    done = run("tools.prepare", "--source", MANY, "--tokenizer", model, "--out", out, "--workers", "2")
+    assert (done.returncode, done.stderr) == (0, "")  # no progress bar where nobody watches
+    assert "tokens/s" in done.stdout
+    again = run("tools.prepare", "--source", MANY, "--tokenizer", model, "--out", out)
+    assert again.returncode == 2
+    assert "--overwrite" in again.stderr
+    assert "Traceback" not in again.stderr
+    lost = run("tools.tokenizer", "--source", "./nowhere", "--vocab-size", "600", "--out", model)
+    assert lost.returncode == 2
+    assert "Traceback" not in lost.stderr

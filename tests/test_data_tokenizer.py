@@ -1,0 +1,121 @@
+"""The tokenizer gives back every text exactly."""
+
+import random
+
+import pytest
+import sentencepiece
+
+from data.sources import STDLIB, documents
+from data.tokenizer import Tokenizer
+from errors import UserError
+from tests.data_samples import tokenizer
+
+HOSTILE = {
+    "empty": "",
+    "NUL": "a\0b\0",
+    "only NUL": "\0",
+    "carriage returns": "a\r\nb\rc\n\r",
+    "tabs": "\tif x:\n\t\treturn\t",
+    "one space": " ",
+    "spaces around": "  a   b    ",
+    "trailing newlines": "x\n\n\n",
+    "SentencePiece's space": "\u2581a \u2581\u2581 b\u2581",
+    "only SentencePiece's space": "\u2581",
+    "control tokens": "<s></s><unk><pad>",
+    "byte tokens": "<0x41><0xE2>",
+    "unk surface": " \u2047 \u2585",
+    "byte order mark": "\ufeffx\ufeff",
+    "combining, not composed": "e\u0301 \u00e9",
+    "compatibility forms": "\ufb01 \u00bd \u2167 \uff21\uff22",
+    "other spaces": "\u00a0\u3000\u2028\u2029\x85\x0b\x0c",
+    "emoji": "👩‍👩‍👧‍👦🐍",
+    "astral": "\U0010ffff\U00010000",
+    "replacement": "\ufffd",
+    "right to left": "\u202e\u05e9\u05dc\u05d5\u05dd",
+    "long word": "x" * 20_000,
+    "long space": " " * 20_000,
+    "digits": "0123456789" * 10,
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
+def test_hostile_strings_round_trip(text: str) -> None:
+    ids = tokenizer().encode(text)
+    assert tokenizer().decode(ids) == text
+    assert all(0 <= token < tokenizer().vocab_size for token in ids)
+    assert not {tokenizer().bos_id, tokenizer().eos_id, tokenizer().unk_id} & set(ids)
+
+
+def test_every_stdlib_file_round_trips() -> None:
+    texts = [document.text for document in documents(STDLIB)]
+    assert sum(map(len, texts)) > 5_000_000
+    for text, ids in zip(texts, tokenizer().encode_batch(texts), strict=True):
+        assert tokenizer().decode(ids) == text
+
+
+def test_random_unicode_round_trips() -> None:
+    generator = random.Random(0)
+    for _ in range(300):
+        points = (generator.choice([generator.randrange(0x80), generator.randrange(0x110000)]) for _ in range(40))
+        text = "".join(chr(point) for point in points if not 0xD800 <= point < 0xE000)
+        assert tokenizer().decode(tokenizer().encode(text)) == text
+
+
+def test_control_plain_sentencepiece_does_not_round_trip(tmp_path) -> None:
+    """The hostile strings do find a tokenizer that alters text: SentencePiece as it comes, trained on the same lines."""
+    lines = [line for document in documents(STDLIB) for line in document.text.split("\n")][:20_000]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_prefix=str(tmp_path / "plain"), vocab_size=800, model_type="bpe", minloglevel=2
+    )
+    plain = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "plain.model"))
+    lost = [name for name, text in HOSTILE.items() if plain.decode(plain.encode(text)) != text]
+    assert {"tabs", "spaces around", "trailing newlines", "SentencePiece's space", "compatibility forms"} <= set(lost)
+
+
+def test_control_space_mark_needs_our_spelling() -> None:
+    raw = sentencepiece.SentencePieceProcessor(model_proto=tokenizer().model)
+    assert raw.decode(raw.encode("a\u2581b")) == "a b"
+
+
+def test_lone_surrogates_become_replacement_characters() -> None:
+    assert tokenizer().decode(tokenizer().encode("a\ud800b\udfff 🐍")) == "a\ufffdb\ufffd 🐍"
+
+
+def test_bos_and_eos_are_silent_and_broken_bytes_do_not_raise() -> None:
+    ids = tokenizer().encode("def f():\n    pass\n")
+    assert tokenizer().decode([tokenizer().bos_id, *ids, tokenizer().eos_id]) == "def f():\n    pass\n"
+    snake = tokenizer().encode("🐍")
+    assert len(snake) == 4  # not in the vocabulary: its four bytes
+    assert "\ufffd" in tokenizer().decode(snake[:2])
+
+
+def test_newlines_and_digits_are_tokens_of_their_own() -> None:
+    assert tokenizer().encode("a\n\nb")[1:3] == tokenizer().encode("\n") * 2
+    assert len(tokenizer().encode("20261121")) == 8
+
+
+def test_training_is_deterministic_and_reaches_the_size() -> None:
+    texts = [document.text for document in documents(STDLIB)][:40]
+    one, two = Tokenizer.train(texts, 500), Tokenizer.train(texts, 500)
+    assert one.sha256 == two.sha256
+    assert one.vocab_size == 500
+    assert one.sha256 != Tokenizer.train(texts[:30], 500).sha256
+
+
+@pytest.mark.parametrize(
+    ("texts", "size", "key"),
+    [(["hello world"], 4000, "--vocab-size"), (["hello world"], 100, "--vocab-size"), ([], 300, "--source")],
+    ids=["too large", "too small", "no text"],
+)
+def test_training_refuses(texts: list[str], size: int, key: str) -> None:
+    with pytest.raises(UserError) as raised:
+        Tokenizer.train(texts, size)
+    assert raised.value.key == key
+
+
+def test_loading_refuses_what_is_no_model(tmp_path) -> None:
+    (tmp_path / "junk.model").write_bytes(b"junk")
+    (tmp_path / "empty.model").write_bytes(b"")
+    for name in ("junk.model", "empty.model", "missing.model"):
+        with pytest.raises(UserError, match=name):
+            Tokenizer.load(tmp_path / name)
