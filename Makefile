@@ -53,8 +53,8 @@ lint: $(dev)
 parity: $(runtime)
 	OMP_NUM_THREADS=1 $(PYTHON) -m tools.parity $(ARGS)
 
-bench: $(runtime)
-	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.cpu
+bench: $(dev)
+	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.data_pipeline
 
 clean:
 	rm -rf .pytest_cache .mypy_cache .ruff_cache

@@ -141,7 +141,7 @@ def test_a_file_can_be_read_in_one_sitting(file: Path) -> None:
     assert len(file.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
 def test_local_links_lead_somewhere(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|href)="([^"]+)"', text)
@@ -149,7 +149,7 @@ def test_local_links_lead_somewhere(document: Path) -> None:
     assert [link for link in local if not (document.parent / link).exists()] == []
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
 def test_commands_and_keys_in_the_text_exist(document: Path) -> None:
     code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", document.read_text(encoding="utf-8"), re.DOTALL))
     targets = re.findall(r"^([a-z-]+):(?!=)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
