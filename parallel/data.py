@@ -19,7 +19,7 @@ Every reduction is a plain sum: the loss is divided by the number of target toke
 mean is ever taken of means.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 def shard(
     stage: nn.Module,
-    units: Iterable[list[nn.Module]],
+    units: Sequence[list[nn.Module]],
     mesh: DeviceMesh,
     *,
     compute_dtype: torch.dtype,
@@ -49,6 +49,12 @@ def shard(
     for unit in units:
         fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload)
     fully_shard(stage, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    if units:
+        # In backward each unit prefetches the one that ran before it. Before the first ran the last of the micro-batch before:
+        # gathered in vain. A unit that prefetches itself prefetches nothing.
+        first = units[0][0]
+        assert isinstance(first, FSDPModule)
+        first.set_modules_to_backward_prefetch([first])
     for module in fsdp_modules(stage):
         # Both are needed for a plain sum: FSDP divides by the number of ranks unless told a factor, and it implements a
         # factor other than the number of ranks by pre- and post-division unless told to sum.

@@ -10,6 +10,7 @@ A size-1 axis is not a special case: one process is the mesh (1, 1, 1, 1).
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -28,15 +29,15 @@ class Mesh:
     root: DeviceMesh  # axes AXES
     loss: DeviceMesh
 
-    @property
+    @cached_property  # slicing a DeviceMesh builds a new one, every time
     def pp(self) -> DeviceMesh:
         return self.root["pp"]
 
-    @property
+    @cached_property
     def fsdp(self) -> DeviceMesh:
         return self.root["dp_replicate", "dp_shard"]
 
-    @property
+    @cached_property
     def tp(self) -> DeviceMesh:
         return self.root["tp"]
 
