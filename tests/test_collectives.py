@@ -1,0 +1,169 @@
+"""Communication is part of the specification: how many collectives of how many bytes, over which axis, in each pass."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from model.loss import IGNORE, vocab_parallel_cross_entropy
+from model.rotary import rotary_angles
+from model.transformer import Block
+from parallel.mesh import build_mesh
+from parallel.placement import chunk_range
+from tests.counting import Listener
+from tools.parity_cases import BATCH, SEQ_LEN, Case
+from tools.parity_run import global_batch
+from training.build import build_stages
+from training.step import TrainStep
+
+S, B, DOUBLE = 8, 2, 8  # sequence, micro-batch, bytes of a float64
+
+
+def one_block(case):
+    """Collectives of one block's forward and backward, without data parallelism around it."""
+    config = case.config()
+    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    torch.manual_seed(0)
+    block = Block(config.model, mesh.tp, case.sequence_parallel).to(torch.float64).to_empty(device="cpu")
+    with torch.no_grad():
+        for p in block.parameters():
+            p.to_local().normal_()
+    rows = S // mesh.tp.size() if case.sequence_parallel else S
+    x = torch.randn(rows, B, config.model.dim, dtype=torch.float64, requires_grad=True)
+    cos, sin = rotary_angles(torch.arange(S).unsqueeze(1), config.model.head_dim, 1e4, torch.float64)
+    with Listener(mesh) as forward:
+        y = block(x, cos, sin)
+    with Listener(mesh) as backward:
+        y.backward(torch.ones_like(y))
+    return forward.count(), backward.count()
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_block_with_sequence_parallelism(ranks, tp):
+    """Attention and feed-forward each: all-gather in, reduce-scatter out; backward the mirror image, and x gathered again."""
+    size = S * B * 32 * DOUBLE
+    for forward, backward in ranks.run(one_block, tp, Case((1, 1, 1, tp))):
+        assert forward == {"all_gather": (2, 2 * size), "reduce_scatter": (2, 2 * size)}
+        assert backward == {"all_gather": (4, 4 * size), "reduce_scatter": (2, 2 * size)}
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_block_without_sequence_parallelism(ranks, tp):
+    """One all-reduce out of attention and of feed-forward; one of each one's input gradient."""
+    size = S * B * 32 * DOUBLE
+    for forward, backward in ranks.run(one_block, tp, Case((1, 1, 1, tp), sequence_parallel=False)):
+        assert forward == {"all_reduce": (2, 2 * size)}
+        assert backward == {"all_reduce": (2, 2 * size)}
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_block_on_one_rank_is_silent(ranks, sequence_parallel):
+    assert ranks.run(one_block, 1, Case((1, 1, 1, 1), sequence_parallel=sequence_parallel)) == [({}, {})]
+
+
+def loss_of(vocab):
+    """Collectives and largest tensor of the loss over `vocab` columns, both passes."""
+    mesh = build_mesh((1, 1, 1, dist.get_world_size()), "cpu")
+    columns = chunk_range(vocab, mesh.tp.size(), mesh.tp.get_local_rank())
+    torch.manual_seed(0)
+    logits = torch.randn(S, B, vocab, dtype=torch.float64)[..., columns.start : columns.stop].contiguous().requires_grad_()
+    targets = torch.arange(S * B).view(S, B) * 31 % vocab
+    targets[0, 0] = IGNORE
+    with Listener(mesh) as listener:
+        loss = vocab_parallel_cross_entropy(logits * 1.0, targets, columns.start, mesh.tp.get_group())
+        loss.backward()
+    return listener.count(), listener.largest, loss.item()
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_loss_talks_about_tokens_not_logits(ranks, tp):
+    """Maxima [T], then sums and target logits [2, T]; nothing in backward. No rank ever makes a tensor of [T, V]."""
+    vocab, tokens = 1001, S * B
+    results = ranks.run(loss_of, tp, vocab)
+    for collectives, largest, loss in results:
+        assert collectives == {"all_reduce": (2, 3 * tokens * DOUBLE)}
+        assert largest <= tokens * math.ceil(vocab / tp)
+        assert loss == results[0][2]
+    ((_, largest_alone, loss_alone),) = ranks.run(loss_of, 1, vocab)
+    assert largest_alone == tokens * vocab, "the listener would see a tensor of [T, V] if there were one"
+    assert results[0][2] == pytest.approx(loss_alone, rel=1e-13)
+
+
+def one_step(case):
+    """One training step after a first: what each axis carried, and the bytes of this rank's unsharded weights by unit."""
+    config = case.config()
+    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    stages = build_stages(config, mesh)
+    step = TrainStep(config, mesh, stages)
+    tokens, targets = (t.chunk(mesh.dp_size)[mesh.dp_rank] for t in global_batch(case.vocab_size, 0))
+    step(0, tokens, targets)
+    with Listener(mesh) as listener:
+        step(1, tokens, targets)
+    units = [module for stage in stages.values() for module in (stage.embedding, *stage.blocks.values())]
+    sizes = [sum(p.numel() for p in unit.parameters()) * DOUBLE for unit in units if unit is not None]
+    for stage in stages.values():
+        if stage.norm is not None:
+            sizes.append(sum(p.numel() for p in (stage.norm.weight, stage.head.weight)) * DOUBLE)
+    return {axis: listener.count(axis) for axis in ("dp_replicate", "dp_shard", "tp", "pp", "world", "other")}, sizes
+
+
+M = 4  # micro-batches
+
+
+@pytest.mark.parametrize(("zero_stage", "gathers", "scatters"), [(1, 1, 1), (2, 1, M), (3, 2 * M, M)])
+def test_zero_stage_is_what_the_table_says(ranks, zero_stage, gathers, scatters):
+    """The table of parallel/data.py: how often a unit's weights are gathered and its gradients reduce-scattered in a step."""
+    case = Case((1, 2, 2, 1), zero_stage=zero_stage, vocab_size=256, num_microbatches=M)
+    for axes, units in ranks.run(one_step, 4, case):
+        count, size = len(units), sum(units)
+        assert count == 4  # embedding, two blocks, norm and head
+        assert axes["dp_shard"] == {
+            "all_gather": (gathers * count, gathers * size),
+            "reduce_scatter": (scatters * count, scatters * size),
+        }
+        assert axes["dp_replicate"] == {"all_reduce": (count, size // 2)}  # of the sharded gradients, once per step
+        assert axes["tp"] == axes["pp"] == axes["other"] == {}
+
+
+def test_zero_stage_0_only_reduces_gradients(ranks):
+    """Whole replicas: no weight is gathered, and gradients are all-reduced once per step."""
+    case = Case((2, 2, 1, 1), zero_stage=0, num_microbatches=M)
+    for axes, units in ranks.run(one_step, 4, case):
+        assert axes["dp_shard"] == {}
+        assert axes["dp_replicate"] == {"all_reduce": (len(units), sum(units))}
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_pipeline_sends_one_message_per_boundary_and_microbatch(ranks, sequence_parallel):
+    """Down: hidden states [S/tp, B, D]; up: their gradients. The first and the last rank have one neighbour, the others two."""
+    case = Case((4, 1, 1, 2), sequence_parallel=sequence_parallel, num_microbatches=M)
+    message = SEQ_LEN // (2 if sequence_parallel else 1) * (BATCH // M) * 32 * DOUBLE
+    for rank, (axes, _) in enumerate(ranks.run(one_step, 8, case)):
+        neighbours = 1 if rank // 2 in (0, 3) else 2
+        once = (neighbours * M, neighbours * M * message)
+        assert axes["pp"].pop("all_reduce") == (1, DOUBLE)  # the last stage's loss, to all
+        assert axes["pp"] == {"send": once, "recv": once}
+
+
+def test_whole_step_over_tp(ranks):
+    """Beside the blocks': embedding and head, the loss, and once per step the partial gradients of the norms."""
+    case = Case((1, 2, 1, 2), num_microbatches=M)
+    hidden = SEQ_LEN * BATCH // 2 // M * 32 * DOUBLE
+    tokens = SEQ_LEN * BATCH // 2 // M * DOUBLE
+    blocks, norms = 2, 5
+    for axes, _ in ranks.run(one_step, 4, case):
+        assert axes["tp"] == {
+            # forward 2 a block and the head's; backward 4 a block, the head's again, and the embedding's gradient
+            "all_gather": (M * (6 * blocks + 3), M * (6 * blocks + 3) * hidden),
+            "reduce_scatter": (M * (4 * blocks + 2), M * (4 * blocks + 2) * hidden),
+            "all_reduce": (M * 2 + norms, M * 3 * tokens + norms * 32 * DOUBLE),
+        }
+
+
+def test_tied_embedding_is_summed_over_the_pair_once(ranks):
+    """[V / (tp · dp_shard), D] between the first and the last stage; the ranks between have nothing to do with it."""
+    case = Case((4, 1, 2, 1), tie_embeddings=True, vocab_size=256, num_microbatches=M)
+    for rank, (axes, _) in enumerate(ranks.run(one_step, 8, case)):
+        first_or_last = rank // 2 in (0, 3)
+        assert axes["other"] == ({"all_reduce": (1, 256 // 2 * 32 * DOUBLE)} if first_or_last else {})

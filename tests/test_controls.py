@@ -1,0 +1,216 @@
+"""The parity comparison catches the classic bugs: each is planted in the ranks, and must be found where it shows.
+
+A comparison that never fails proves nothing. These are the bugs that training hides: the loss still falls with all of them.
+"""
+
+import contextlib
+import math
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Replicate
+
+import model.loss
+import model.norm
+import parallel.data
+import parallel.tensor
+import training.step
+from model.loss import IGNORE
+from parallel.data import ZeroStage
+from parallel.pipeline.runner import PipelineRunner
+from parallel.pipeline.tied import TiedEmbedding
+from tools.parity_cases import Case
+from tools.parity_run import check
+
+TP = Case((1, 1, 1, 2))
+DP = Case((1, 1, 2, 1))
+
+
+@contextlib.contextmanager
+def norm_gradients_not_reduced():
+    """Sequence-parallel norm weights: each tp rank's part of the gradient is taken for the whole."""
+    with patch.object(model.norm, "Partial", Replicate):
+        yield
+
+
+@contextlib.contextmanager
+def kv_gradients_not_summed():
+    """Key/value heads shared by tp ranks: each rank's part of the gradient is taken for the whole."""
+    with patch.object(parallel.tensor, "Partial", Replicate):
+        yield
+
+
+@contextlib.contextmanager
+def gradients_averaged():
+    """FSDP's mean over ranks where a sum is due."""
+    divide = FSDPModule.set_gradient_divide_factor
+    with patch.object(FSDPModule, "set_gradient_divide_factor", lambda self, factor: divide(self, 2.0)):
+        yield
+
+
+@contextlib.contextmanager
+def mean_per_rank():
+    """Each data-parallel rank's mean loss, then the mean of those."""
+    step = PipelineRunner.step
+
+    def biased(self, actions, microbatches, scale_loss):
+        mine = sum((m.targets != IGNORE).sum() for m in microbatches)
+        return step(self, actions, microbatches, lambda total: total / mine / dist.get_world_size())
+
+    with patch.object(PipelineRunner, "step", biased):
+        yield
+
+
+@contextlib.contextmanager
+def mean_per_microbatch():
+    """Each micro-batch's mean loss, then the mean of those."""
+    step = PipelineRunner.step
+
+    def biased(self, actions, microbatches, scale_loss):
+        counts = iter([(m.targets != IGNORE).sum().clamp(min=1) for m in microbatches])
+        return step(self, actions, microbatches, lambda total: total / next(counts) / len(microbatches))
+
+    with patch.object(PipelineRunner, "step", biased):
+        yield
+
+
+@contextlib.contextmanager
+def last_backward_forgotten():
+    with patch.object(ZeroStage, "begin_last_backward", lambda self, module: None):
+        yield
+
+
+@contextlib.contextmanager
+def last_backward_forgotten_and_unchecked():
+    with last_backward_forgotten(), patch.object(training.step, "check_reduced", lambda parameters: None):
+        yield
+
+
+@contextlib.contextmanager
+def replicas_counted_in_the_norm():
+    """Every rank's square sums added up, replicated parameters as often as there are replicas."""
+
+    def gradient_norm(gradients, mesh):
+        total = sum(g.to_local().double().square().sum() for g in gradients)
+        dist.all_reduce(total)
+        return total.sqrt()
+
+    with patch.object(training.step, "gradient_norm", gradient_norm):
+        yield
+
+
+@contextlib.contextmanager
+def norm_of_one_stage():
+    """The norm summed over the ranks of a stage only."""
+    honest = training.step.gradient_norm
+
+    def gradient_norm(gradients, mesh):
+        stage = list(mesh.root.mesh[mesh.pp_rank].flatten())
+        groups = [dist.new_group(list(map(int, ranks.flatten()))) for ranks in mesh.root.mesh]
+        assert dist.get_rank() in stage
+        all_reduce = dist.all_reduce
+        with patch.object(dist, "all_reduce", lambda tensor: all_reduce(tensor, group=groups[mesh.pp_rank])):
+            return honest(gradients, mesh)
+
+    with patch.object(training.step, "gradient_norm", gradient_norm):
+        yield
+
+
+@contextlib.contextmanager
+def tied_gradients_not_combined():
+    with patch.object(TiedEmbedding, "sum_gradients", lambda self: None):
+        yield
+
+
+@contextlib.contextmanager
+def tied_embedding_counted_twice():
+    with patch.object(training.step, "canonical_name", lambda name, config: name):
+        yield
+
+
+@contextlib.contextmanager
+def softmax_over_own_columns():
+    """The sum of exponentials not summed over tp: every probability tp times too large, the loss log(tp) too small."""
+    honest = model.loss.all_reduce
+
+    def all_reduce(x, group, op=dist.ReduceOp.SUM):
+        whole = honest(x, group, op)
+        return torch.stack((x[0], whole[1])) if x.ndim == 2 else whole
+
+    with patch.object(model.loss, "all_reduce", all_reduce):
+        yield
+
+
+@contextlib.contextmanager
+def nothing_wrong():
+    yield
+
+
+@pytest.mark.parametrize(
+    ("bug", "case", "where", "parameter"),
+    [
+        (norm_gradients_not_reduced, TP, {"gradient", "spread"}, "norm.weight"),
+        (kv_gradients_not_summed, Case((1, 1, 1, 4), num_kv_heads=2), {"gradient", "spread"}, "attention."),
+        (gradients_averaged, DP, {"gradient", "norm"}, ""),
+        (mean_per_rank, DP, {"gradient", "loss", "norm"}, ""),
+        (mean_per_microbatch, Case((1, 1, 1, 1)), {"gradient", "loss", "norm"}, ""),
+        (last_backward_forgotten, DP, {"crash"}, ""),
+        (last_backward_forgotten, Case((1, 1, 1, 1)), {"crash"}, ""),
+        (tied_gradients_not_combined, Case((1, 1, 1, 1), tie_embeddings=True), {"gradient", "spread"}, "embedding.weight"),
+        (tied_gradients_not_combined, Case((2, 1, 1, 1), tie_embeddings=True), {"gradient", "spread"}, "embedding.weight"),
+        (softmax_over_own_columns, TP, {"gradient", "loss"}, ""),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_planted_bug_is_found(ranks, bug, case, where, parameter):
+    row = check(ranks, case, sabotage=bug)
+    assert where <= set(row.failures()), row.crash
+    assert parameter in row.worst
+
+
+@pytest.mark.parametrize(
+    ("bug", "case"),
+    [
+        (replicas_counted_in_the_norm, TP),
+        (replicas_counted_in_the_norm, Case((1, 2, 1, 1))),
+        (tied_embedding_counted_twice, Case((1, 1, 1, 1), tie_embeddings=True)),
+        (tied_embedding_counted_twice, Case((2, 1, 1, 1), tie_embeddings=True)),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_planted_bug_in_the_norm_is_found_there_alone(ranks, bug, case):
+    row = check(ranks, case, sabotage=bug)
+    assert row.failures() == ["norm"], row.crash
+
+
+def test_norm_of_one_stage_is_found(ranks):
+    assert set(check(ranks, Case((2, 1, 1, 1)), sabotage=norm_of_one_stage).failures()) == {"norm", "spread"}
+
+
+def test_wrong_norm_shows_in_the_steps_too(ranks):
+    """Through clipping: what the norm is wrong about, the weights are wrong about."""
+    row = check(ranks, TP, steps=8, sabotage=replicas_counted_in_the_norm)
+    assert "loss_steps" in row.failures()
+
+
+def test_forgotten_last_backward_is_named(ranks):
+    """Nothing would be updated, and nothing would say so: the code checks, and says what was forgotten."""
+    assert "begin_last_backward was not called" in check(ranks, DP, sabotage=last_backward_forgotten).crash
+
+
+def test_forgotten_last_backward_without_the_check_is_found(ranks):
+    assert check(ranks, DP, sabotage=last_backward_forgotten_and_unchecked).failures()
+
+
+def test_loss_off_by_log_tp_is_off_by_log_tp(ranks):
+    """The planted bug is the one meant: the mean loss is near log V, and misses about log(tp) of it."""
+    row = check(ranks, TP, sabotage=softmax_over_own_columns)
+    assert row.loss == pytest.approx(math.log(2) / math.log(251), rel=0.2)
+
+
+def test_without_a_bug_nothing_is_found(ranks):
+    """The planting itself does no harm, and the pool has recovered from the failures before."""
+    assert check(ranks, Case((2, 1, 1, 2), tie_embeddings=True), steps=2, sabotage=nothing_wrong).failures() == []
