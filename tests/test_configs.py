@@ -5,7 +5,6 @@ Ranks are built alone, on the meta device, in a process of their own that believ
 process group answers every collective without talking to anyone).
 """
 
-import math
 import multiprocessing
 import re
 from collections.abc import Callable, Iterator
@@ -22,7 +21,8 @@ from errors import UserError
 from model.transformer import Transformer
 from parallel.data import shard
 from parallel.mesh import Mesh, build_mesh
-from parallel.pipeline.schedule import build_schedule, rank_of_stage
+from parallel.pipeline.schedule import rank_of_stage
+from tools.launch import layout
 from training.build import DTYPES
 from training.config import Config
 from training.load_config import load_config
@@ -67,8 +67,6 @@ def _result(pool: Pool, function: Callable, arguments: tuple) -> object:
 def test_fits_its_world_and_no_other(path: Path) -> None:
     config, world = read(path)
     config.validate(world)
-    microbatches = config.num_microbatches(math.prod(config.parallel.mesh_shape(world)[1:3]))
-    build_schedule(config.parallel.schedule, config.parallel.pp, config.parallel.stages_per_rank, microbatches)
     with pytest.raises(UserError):  # the control: validate can refuse
         config.validate(world - 1)
 
@@ -76,6 +74,15 @@ def test_fits_its_world_and_no_other(path: Path) -> None:
 def test_is_the_model_it_names(path: Path) -> None:
     if path.stem in PARAMETERS:
         assert read(path)[0].model.num_parameters == PARAMETERS[path.stem]
+
+
+@pytest.mark.parametrize("num_gpus", [0, 1, 2, 3, 4, 6, 8, 16])
+def test_make_train_fits_what_the_machine_has(num_gpus: int) -> None:
+    processes, overrides = layout(num_gpus)
+    assert processes <= (num_gpus or 8)
+    config = load_config(str(Path(__file__).parent.parent / "configs" / "laptop.yaml"), overrides)
+    config.validate(processes)
+    assert config.train.dtype == ("bfloat16" if num_gpus else "float32")
 
 
 def test_paths_are_relative(path: Path) -> None:
