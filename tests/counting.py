@@ -1,4 +1,4 @@
-"""Sees every collective and every tensor of a computation, listening below autograd and FSDP, where operations are dispatched."""
+"""Sees every collective and every tensor of a computation, below autograd and FSDP, where operations are dispatched."""
 
 from collections import Counter
 from dataclasses import dataclass

@@ -1,0 +1,160 @@
+"""The model: its size, its first weights, what may see what, and how exactly positions are told apart."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from model.config import ModelConfig
+from model.initialise import draw_rows, standard_deviation
+from model.rotary import rotary_angles, rotate
+from model.transformer import Batch
+from parallel.mesh import build_mesh
+from tools.parity_cases import BATCH, SEQ_LEN, Case
+from tools.parity_run import assemble, global_batch, parts, reference_model
+from tools.reference import rotate as reference_rotate
+from training.build import build_stages
+
+LLAMA_3_70B = ModelConfig(
+    dim=8192, num_layers=80, num_heads=64, num_kv_heads=8, ffn_dim=28672, vocab_size=128256, rope_theta=500_000.0
+)
+
+
+def test_parameters_of_llama_3_70b():
+    assert LLAMA_3_70B.num_parameters == 70_553_706_496
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_num_parameters_counts_what_there_is(tie):
+    config = Case((1, 1, 1, 1), tie_embeddings=tie).config().model
+    reference = reference_model(config, torch.float32, seed=0)
+    assert config.num_parameters == sum(p.numel() for p in reference.parameters())
+
+
+def first_weights(case):
+    config = case.config()
+    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    return parts(named for stage in build_stages(config, mesh).values() for named in stage.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "layout", [(1, 1, 1, 2), (1, 1, 2, 1), (2, 1, 1, 1), (1, 2, 2, 2), (2, 1, 2, 2), (1, 1, 8, 1), (1, 1, 1, 8)]
+)
+def test_every_layout_starts_from_the_same_bits(ranks, layout):
+    """Global weights assembled from a layout's parts, against one process that draws each whole tensor."""
+    case = Case(layout, dtype="float32")
+    reference = reference_model(case.config().model, torch.float32, seed=0)
+    expected = {name: p.detach() for name, p in reference.named_parameters()}
+    whole, spread = assemble(ranks.run(first_weights, case.world, case), {n: p.shape for n, p in expected.items()})
+    assert spread == 0
+    assert whole.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert torch.equal(whole[name], weight), name
+
+
+def test_rows_are_the_same_whoever_draws_them():
+    """Any cut of the rows gives the same numbers, also across the blocks that are drawn at a time, and never the same twice."""
+    shape = torch.Size((300, 700))  # several blocks
+    whole = draw_rows("x", shape, range(300), 1.0, seed=1)
+    cuts = [0, 1, 92, 93, 94, 187, 299, 300]
+    pieces = [draw_rows("x", shape, range(a, b), 1.0, seed=1) for a, b in pairwise(cuts)]
+    assert torch.equal(torch.cat(pieces), whole)
+    assert whole.unique(dim=0).shape == whole.shape
+    assert not torch.equal(whole, draw_rows("y", shape, range(300), 1.0, seed=1))
+    assert not torch.equal(whole, draw_rows("x", shape, range(300), 1.0, seed=2))
+
+
+def test_standard_deviation_falls_with_depth_where_the_residual_is_written():
+    small = ModelConfig(dim=512, num_layers=8, num_heads=8, num_kv_heads=8, ffn_dim=1024, vocab_size=1000)
+    for name in ("blocks.3.attention.output.weight", "blocks.3.feed_forward.down.weight"):
+        assert standard_deviation(name, small) == pytest.approx(0.02 / 4)
+    for name in ("embedding.weight", "head.weight", "blocks.3.attention.query.weight", "blocks.3.feed_forward.up.weight"):
+        assert standard_deviation(name, small) == 0.02
+    drawn = draw_rows("x", torch.Size((512, 512)), range(512), 0.005, seed=0)
+    assert drawn.std().item() == pytest.approx(0.005, rel=0.01)
+    assert drawn.mean().abs().item() < 5 * 0.005 / 512
+
+
+def logits_of(case, tokens):
+    """Logits [S, B, V/tp] of whole sequences [B, S] on this tp rank."""
+    config = case.config()
+    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    (stage,) = build_stages(config, mesh).values()
+    with torch.no_grad():
+        return stage(None, Batch(tokens.T.contiguous(), None, torch.arange(tokens.shape[1]).unsqueeze(1)))
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1, 1), (1, 1, 1, 4)])
+def test_logits_are_the_references(ranks, layout):
+    case = Case(layout)
+    tokens, _ = global_batch(case.vocab_size, 0)
+    logits = torch.cat(ranks.run(logits_of, case.world, case, tokens), dim=-1).transpose(0, 1)
+    with torch.no_grad():
+        expected = reference_model(case.config().model, torch.float64, seed=0)(tokens)
+    assert logits.shape == (BATCH, SEQ_LEN, case.vocab_size)
+    assert (logits - expected).abs().max() < 1e-12 * expected.abs().max()
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1, 1), (1, 1, 1, 2)])
+def test_no_position_sees_the_future(ranks, layout):
+    """A change of token 9 changes logits from position 9 on, and no bit of those before."""
+    case = Case(layout)
+    tokens, _ = global_batch(case.vocab_size, 0)
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % case.vocab_size
+    before, after = (ranks.run(logits_of, case.world, case, t)[0] for t in (tokens, changed))
+    assert torch.equal(before[:9], after[:9])
+    assert (before[9:] != after[9:]).flatten(1).any(dim=1).all()
+
+
+def test_rotation_knows_only_distance():
+    """The product of a rotated query and key depends on how far apart they are, not on where (the point of the paper)."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
+
+    def product(i, j):
+        turned = [rotate(x, *rotary_angles(torch.tensor([[p]]), 8, 1e4, torch.float64)) for x, p in ((q, i), (k, j))]
+        return (turned[0] * turned[1]).sum().item()
+
+    assert product(5, 3) == pytest.approx(product(1005, 1003), abs=1e-12)
+    assert product(5, 3) != pytest.approx(product(5, 4), abs=1e-3)
+
+
+def test_rotation_is_the_references():
+    torch.manual_seed(0)
+    x = torch.randn(16, 2, 4, 8, dtype=torch.float64)  # [S, B, H, E]
+    ours = rotate(x, *rotary_angles(torch.arange(16).unsqueeze(1), 8, 1e4, torch.float64))
+    theirs = reference_rotate(x.permute(1, 2, 0, 3), 1e4).permute(2, 0, 1, 3)
+    assert (ours - theirs).abs().max() < 1e-14
+
+
+def test_rotation_gradient_is_right():
+    x = torch.randn(3, 2, 1, 4, dtype=torch.float64, requires_grad=True)
+    angles = rotary_angles(torch.arange(3).unsqueeze(1), 4, 1e4, torch.float64)
+    assert torch.autograd.gradcheck(lambda y: rotate(y, *angles), x)
+
+
+def test_angles_are_exact_enough_to_tell_positions_apart():
+    """bfloat16 angles would be the same at positions 256 and 257. Float32 ones are off by a hundredth of a radian at 128k, and a
+    float64 model's by nothing that matters to a proof."""
+    positions = torch.tensor([[256], [257], [131_071]])
+    for dtype, exact in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)):
+        cos, sin = rotary_angles(positions, 128, 500_000.0, dtype)
+        assert cos.dtype == sin.dtype == exact
+        assert not torch.equal(cos[0], cos[1])
+        for row, position in enumerate(positions.flatten().tolist()):
+            truth = torch.tensor([math.cos(position * 500_000.0 ** (-2 * i / 128)) for i in range(64)], dtype=torch.float64)
+            assert (cos[row].double().flatten() - truth).abs().max() < (1e-9 if exact == torch.float64 else 2e-2)
+
+
+def test_attention_follows_the_key_value_head_of_its_group(ranks):
+    """Grouped-query attention on more tp ranks than key/value heads: each rank slices the head that its queries belong to."""
+    for kv, tp in ((2, 4), (2, 8), (1, 8)):
+        case = Case((1, 1, 1, tp), num_kv_heads=kv)
+        tokens, _ = global_batch(case.vocab_size, 1)
+        logits = torch.cat(ranks.run(logits_of, tp, case, tokens), dim=-1).transpose(0, 1)
+        with torch.no_grad():
+            expected = reference_model(case.config().model, torch.float64, seed=0)(tokens)
+        assert (logits - expected).abs().max() < 1e-12 * expected.abs().max()
