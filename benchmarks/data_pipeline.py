@@ -45,6 +45,13 @@ def seconds_of(work) -> float:
     return time.perf_counter() - started
 
 
+def cpu_seconds_of(work) -> float:
+    """Of this process, its threads and the children it waited for: what other work on the machine hardly changes."""
+    before = os.times()
+    work()
+    return sum(os.times()[:4]) - sum(before[:4])
+
+
 def write_source(path: Path, megabytes: float, texts: list[str]) -> None:
     """JSON lines of whole standard-library files, repeated until `megabytes` are reached."""
     written = 0
@@ -62,11 +69,17 @@ def preparation_speed(folder: Path, texts: list[str], tokenizer: Tokenizer, core
     in_memory = [document.text for document in documents(str(source))]
     processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.model)
     tokens = sum(map(len, processor.encode(in_memory, return_type="numpy", num_threads=cores)))
-    ours, theirs = [], []
-    for run in range(runs):
+    ours, theirs, our_cpu, their_cpu = [], [], [], []
+
+    def encode() -> None:
         theirs.append(seconds_of(lambda: processor.encode(in_memory, return_type="numpy", num_threads=cores)))
-        out = folder / f"speed-{run}"
-        ours.append(seconds_of(lambda out=out: prepare(str(source), tokenizer, out, workers=cores)))
+
+    def prepare_all() -> None:
+        ours.append(seconds_of(lambda: prepare(str(source), tokenizer, folder / "speed", workers=cores, overwrite=True)))
+
+    for _ in range(runs):
+        their_cpu.append(cpu_seconds_of(encode))
+        our_cpu.append(cpu_seconds_of(prepare_all))
     return {
         "text_megabytes": megabytes,
         "tokens": tokens,
@@ -74,6 +87,7 @@ def preparation_speed(folder: Path, texts: list[str], tokenizer: Tokenizer, core
         "prepare_tokens_per_second": tokens / statistics.median(ours),
         "sentencepiece_tokens_per_second": tokens / statistics.median(theirs),
         "ratio": statistics.median(theirs) / statistics.median(ours),
+        "ratio_of_cpu_seconds": statistics.median(their_cpu) / statistics.median(our_cpu),
         "ratio_of_each_run": [b / a for a, b in zip(ours, theirs, strict=True)],
     }
 
@@ -167,6 +181,7 @@ def main() -> int:
             "platform": platform.platform(),
             "python": platform.python_version(),
             "cores": cores,
+            "load_average_at_start": os.getloadavg()[0],
             "preparation": preparation_speed(folder, texts, tokenizer, cores, options.speed_megabytes, options.runs),
         }
         prepare(STDLIB, tokenizer, folder / "stdlib", workers=cores)

@@ -63,7 +63,7 @@ def test_random_unicode_round_trips() -> None:
 
 def test_control_plain_sentencepiece_does_not_round_trip(tmp_path) -> None:
     """The hostile strings do find a tokenizer that alters text: SentencePiece as it comes, trained on the same lines."""
-    lines = [line for document in documents(STDLIB) for line in document.text.split("\n")][:20_000]
+    lines = [line for document in documents(STDLIB) for line in document.text.split("\n")][:3000]
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines), model_prefix=str(tmp_path / "plain"), vocab_size=800, model_type="bpe", minloglevel=2
     )
