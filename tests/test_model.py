@@ -137,8 +137,8 @@ def test_rotation_gradient_is_right():
 
 
 def test_angles_are_exact_enough_to_tell_positions_apart():
-    """bfloat16 angles would be the same at positions 256 and 257. Float32 ones are off by a hundredth of a radian at 128k, and a
-    float64 model's by nothing that matters to a proof."""
+    """bfloat16 angles would be the same at positions 256 and 257. Float32 ones are off by a hundredth of a radian at 128k,
+    and a float64 model's by nothing that matters to a proof."""
     positions = torch.tensor([[256], [257], [131_071]])
     for dtype, exact in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)):
         cos, sin = rotary_angles(positions, 128, 500_000.0, dtype)

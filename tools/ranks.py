@@ -14,10 +14,12 @@ and spoils nothing after it.
 
 import atexit
 import contextlib
+import functools
 import multiprocessing
 import os
 import pickle
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -29,6 +31,7 @@ from typing import Any
 
 # The server imports these before it forks; what is missing here each rank imports for itself, slowly.
 PRELOAD = ["torch", "torch.distributed.fsdp", "torch._dynamo", "sympy", "tools.parity_run"]
+_CACHED = type(functools.cache(lambda: None))  # functools has no public name for it
 GRACE_SECONDS = 3.0  # for other ranks to report too, after one has failed
 
 
@@ -146,7 +149,21 @@ def _serve(rank: int, pipe: Connection) -> None:
             result = pickle.dumps((True, function(*arguments)))
             dist.barrier()  # no rank may tear its connections down while another still uses them
             dist.destroy_process_group()
+            _forget_meshes()
         except BaseException:  # whatever it was, the parent must hear of it
             result = pickle.dumps((False, traceback.format_exc()))
         with contextlib.suppress(BrokenPipeError):
             pipe.send_bytes(result)
+
+
+def _forget_meshes() -> None:
+    """Clear torch's caches of what it knows about meshes. Meshes of one shape are equal to it, so a cached answer would bring
+    back a mesh whose process groups are gone, or, under the same name, another's."""
+    from torch.distributed.tensor import debug
+
+    debug._clear_sharding_prop_cache()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.distributed.") and module is not None:
+            for value in list(vars(module).values()):
+                if type(value) is _CACHED:
+                    value.cache_clear()

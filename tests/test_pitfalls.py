@@ -1,0 +1,237 @@
+"""What goes wrong in other codebases, from their issue threads: one test for each mistake that touches the mathematics.
+
+Most hide from a loss curve. (Loader state, signals and background saves have their own test files.)
+"""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from model.loss import IGNORE, vocab_parallel_cross_entropy
+from model.transformer import Batch
+from parallel.mesh import build_mesh
+from parallel.placement import chunk_range
+from tools.parity_cases import BATCH, SEQ_LEN, Case
+from tools.parity_run import assemble, error_of, expected, global_batch, parts
+from training.build import build_stages
+from training.gradient import gradient_norm
+from training.step import TrainStep
+
+
+def prepare(case):
+    """This rank's mesh, step and named parameters for a case."""
+    config = case.config()
+    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    stages = build_stages(config, mesh)
+    named = [named for stage in stages.values() for named in stage.named_parameters()]
+    return mesh, TrainStep(config, mesh, stages), named
+
+
+def rows_of(mesh, batch):
+    return [t.chunk(mesh.dp_size)[mesh.dp_rank] for t in batch]
+
+
+def one_pass(case, batch=None):
+    """Loss, norm and this rank's parts of the gradients of one forward and backward."""
+    mesh, step, named = prepare(case)
+    loss, norm = step.forward_backward(*rows_of(mesh, batch or global_batch(case.vocab_size, 0)))
+    return loss.item(), norm.item(), parts((name, p.grad) for name, p in named)
+
+
+def gradients(results, case):
+    shapes = {name: g.shape for name, g in expected(case, 0).gradients.items()} | {"head.weight": (case.vocab_size, 32)}
+    whole, spread = assemble([mine for _, _, mine in results], shapes)
+    assert spread == 0
+    return whole
+
+
+def test_loss_scaled_per_rank_or_per_microbatch(ranks):
+    """One target in the first half of the batch, all in the second: all targets weigh the same, however rows are dealt."""
+    tokens, _ = global_batch(251, 3)
+    targets = tokens.roll(-1, dims=1)
+    targets[: BATCH // 2] = IGNORE
+    targets[0, 5] = 17
+    seen = []
+    for layout, m in (((1, 1, 1, 1), 1), ((1, 1, 1, 1), 8), ((1, 1, 2, 1), 2), ((1, 2, 1, 1), 4), ((1, 1, 4, 1), 4)):
+        case = Case(layout, num_microbatches=m)
+        results = ranks.run(one_pass, case.world, case, (tokens, targets))
+        seen.append((results[0][0], gradients(results, case)))
+    loss, reference = seen[0]
+    for other_loss, other in seen[1:]:
+        assert other_loss == pytest.approx(loss, rel=1e-13)
+        assert max(error_of(other[name], reference[name]) for name in reference) < 1e-12
+
+
+def test_rank_without_a_target(ranks):
+    """A whole data-parallel rank of padding: no division by its zero, and the others' loss."""
+    tokens, targets = global_batch(251, 3)
+    targets[: BATCH // 2] = IGNORE
+    alone, split = (ranks.run(one_pass, w, Case((1, 1, w, 1)), (tokens, targets))[0] for w in (1, 2))
+    assert math.isfinite(split[0])
+    assert split[:2] == pytest.approx(alone[:2], rel=1e-13)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_sequence_parallel_norm_gradients_averaged_or_never_reduced(ranks, sequence_parallel):
+    """Each norm's gradient is the whole one on every tp rank: neither 1/tp of it, nor one rank's part, nor tp times it."""
+    for tp in (2, 4):
+        case = Case((1, 1, 1, tp), sequence_parallel=sequence_parallel)
+        whole = gradients(ranks.run(one_pass, tp, case), case)
+        norms = [name for name in whole if name.endswith("norm.weight")]
+        assert len(norms) == 5
+        for name in norms:
+            assert error_of(whole[name], expected(case, 0).gradients[name]) < 1e-12, name
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1, 2), (1, 1, 1, 8), (1, 2, 1, 2), (1, 2, 2, 2)])
+def test_replicated_weights_counted_tp_times_in_the_norm(ranks, layout):
+    """Norm weights, and here key and value weights with fewer heads than tp, are on every tp rank and count once."""
+    case = Case(layout, num_kv_heads=1 if layout[3] == 8 else 4)
+    for _, norm, _ in ranks.run(one_pass, case.world, case):
+        assert norm == pytest.approx(expected(case, 0).norm, rel=1e-13)
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_norm_local_to_a_stage(ranks, pp):
+    """Every stage has the whole model's norm, to the bit: else stages would clip differently."""
+    case = Case((pp, 1, 1, 1))
+    norms = {norm for _, norm, _ in ranks.run(one_pass, pp, case)}
+    assert len(norms) == 1
+    assert norms.pop() == pytest.approx(expected(case, 0).norm, rel=1e-13)
+
+
+def norm_of_the_same(dtype):
+    """The norm of one set of fixed numbers, cut over all ranks in turn by rows, by columns, and not at all."""
+    mesh = build_mesh((1, 1, 1, dist.get_world_size()), "cpu")
+    generator = torch.Generator().manual_seed(0)
+    numbers = (torch.randn(1024, 512, generator=generator) * torch.logspace(-3, 3, 512)).to(dtype)
+    norms = []
+    for placement in (Shard(0), Shard(1), Replicate()):
+        local = numbers
+        if isinstance(placement, Shard):
+            local = numbers.chunk(dist.get_world_size(), placement.dim)[dist.get_rank()].contiguous()
+        cut = DTensor.from_local(local, mesh.tp, [placement], run_check=False)
+        norms.append(gradient_norm([cut, cut], mesh).item())
+    truth = math.sqrt(2) * numbers.double().norm().item()
+    return norms, truth
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_that_depends_on_the_partition(ranks, dtype):
+    """Summed in the gradients' own dtype, half a million bfloat16 numbers round differently for every cut."""
+    for world in (1, 2, 8):
+        for norms, truth in ranks.run(norm_of_the_same, world, dtype):
+            assert norms == pytest.approx([truth] * 3, rel=1e-12)
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1, 1), (2, 1, 1, 1), (2, 1, 2, 1), (4, 1, 1, 2)])
+def test_tied_embeddings_counted_twice_or_never_combined(ranks, layout):
+    """The gradient of the one tensor is the sum of its two uses; both copies have it; the norm counts it once."""
+    case = Case(layout, tie_embeddings=True)
+    results = ranks.run(one_pass, case.world, case)
+    whole = gradients(results, case)
+    assert torch.equal(whole["head.weight"], whole["embedding.weight"])
+    reference = expected(case, 0)
+    assert error_of(whole["embedding.weight"], reference.gradients["embedding.weight"]) < 1e-12
+    assert results[0][1] == pytest.approx(reference.norm, rel=1e-13)
+
+
+def tied_copies_after(case, steps):
+    mesh, step, named = prepare(case)
+    for index in range(steps):
+        step(index, *rows_of(mesh, global_batch(case.vocab_size, index)))
+    return 0.0, 0.0, parts(pair for pair in named if pair[0] in ("embedding.weight", "head.weight"))
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1, 1), (2, 1, 2, 2)])
+def test_tied_copies_drift_apart(ranks, layout):
+    """After updates, decay and clipping they are still equal bit for bit."""
+    case = Case(layout, tie_embeddings=True, dtype="float32")
+    whole = gradients(ranks.run(tied_copies_after, case.world, case, 4), case)
+    assert torch.equal(whole["head.weight"], whole["embedding.weight"])
+    assert not torch.equal(whole["head.weight"], expected(case, 0).weights["embedding.weight"])
+
+
+def probabilities(case):
+    """This rank's logits, and the global and local shapes of head and embedding."""
+    _, step, named = prepare(case)
+    (stage,) = step.stages.values()
+    tokens, _ = global_batch(case.vocab_size, 0)
+    positions = torch.arange(SEQ_LEN).unsqueeze(1)
+    with torch.no_grad():
+        logits = stage(None, Batch(tokens.T.contiguous(), None, positions))
+    weights = dict(named)
+    return logits, weights["head.weight"].shape, weights["embedding.weight"].shape
+
+
+def test_padded_vocabulary_rows_win_probability(ranks):
+    """251 rows on 4 ranks: nobody pads, so there is no column beyond the vocabulary for softmax to give anything to."""
+    case = Case((1, 1, 1, 4), vocab_size=251)
+    results = ranks.run(probabilities, 4, case)
+    assert [logits.shape[-1] for logits, _, _ in results] == [63, 63, 63, 62]
+    assert all(head == embedding == (251, 32) for _, head, embedding in results)
+
+
+def loss_of_equal_logits(vocab):
+    mesh = build_mesh((1, 1, 1, dist.get_world_size()), "cpu")
+    columns = chunk_range(vocab, mesh.tp.size(), mesh.tp.get_local_rank())
+    logits = torch.full((3, 2, len(columns)), 7.0, dtype=torch.float64)
+    targets = torch.tensor([[0, vocab - 1], [5, IGNORE], [vocab // 2, 1]])
+    return vocab_parallel_cross_entropy(logits, targets, columns.start, mesh.tp.get_group()).item()
+
+
+@pytest.mark.parametrize("vocab", [251, 256])
+def test_loss_off_by_log_tp(ranks, vocab):
+    """With all logits equal each of the five targets costs exactly log V, on every number of ranks."""
+    for tp in (1, 2, 4, 8):
+        for loss in ranks.run(loss_of_equal_logits, tp, vocab):
+            assert loss == pytest.approx(5 * math.log(vocab), rel=1e-14)
+
+
+def gradients_around_an_evaluation(case):
+    """Gradients right after backward, and after an evaluation on the same stages; then those of a second step."""
+    mesh, step, named = prepare(case)
+    rows = rows_of(mesh, global_batch(case.vocab_size, 0))
+    step.forward_backward(*rows)
+    before = [p.grad.to_local().clone() for _, p in named]
+    step.evaluate(*rows_of(mesh, global_batch(case.vocab_size, 1)))
+    after = [p.grad.to_local().clone() for _, p in named]
+    for _, p in named:
+        p.grad = None
+    step.evaluate(*rows)
+    step.forward_backward(*rows)
+    again = [p.grad.to_local().clone() for _, p in named]
+    return [torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(before, after, again, strict=True)]
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_accumulated_gradients_wiped_when_a_stage_is_used_again(ranks, zero_stage):
+    """Setting a stage up for something else, here an evaluation, neither loses gradients nor leaves anything in them."""
+    for same in ranks.run(gradients_around_an_evaluation, 4, Case((2, 1, 2, 1), zero_stage=zero_stage)):
+        assert all(same)
+
+
+def trained(case, steps):
+    mesh, step, named = prepare(case)
+    for index in range(steps):
+        step(index, *rows_of(mesh, global_batch(case.vocab_size, index)))
+    return 0.0, 0.0, parts(named)
+
+
+def test_gate_and_up_permuted_by_resharding(ranks):
+    """The trained global gate and up are the same tensors whether one rank or eight held them, row for row. A fused [gate; up]
+    cut naively would come back interleaved."""
+    names = [f"blocks.{layer}.feed_forward.{matrix}.weight" for layer in range(2) for matrix in ("gate", "up", "down")]
+    whole = {}
+    for layout in ((1, 1, 1, 1), (1, 1, 1, 4), (1, 1, 2, 2), (1, 1, 1, 8)):
+        case = Case(layout)
+        whole[layout] = gradients(ranks.run(trained, case.world, case, 3), case)
+    alone = whole.pop((1, 1, 1, 1))
+    for split in whole.values():
+        for name in names:
+            assert split[name].shape == ((48, 32) if "down" not in name else (32, 48))
+            assert error_of(split[name], alone[name]) < 1e-11, name
+    assert error_of(alone[names[0]], alone[names[1]]) > 0.1, "gate and up are different tensors: a swap would show"

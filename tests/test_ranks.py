@@ -1,0 +1,80 @@
+"""The pool of ranks (tools/ranks.py): fresh process groups, honest failures, and no trace of one task in the next."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from tools.ranks import RankError, Ranks
+
+
+def sum_of_ranks(start):
+    total = torch.tensor(start + dist.get_rank())
+    dist.all_reduce(total)
+    return total.item(), dist.get_rank(), os.getpid()
+
+
+def test_worlds_of_any_size_share_the_processes(ranks):
+    four, two = ranks.run(sum_of_ranks, 4, 0), ranks.run(sum_of_ranks, 2, 10)
+    assert [result[:2] for result in four] == [(6, 0), (6, 1), (6, 2), (6, 3)]
+    assert [result[:2] for result in two] == [(21, 0), (21, 1)]
+    assert [pid for *_, pid in four][:2] == [pid for *_, pid in two]
+
+
+def fail_on_rank_one():
+    if dist.get_rank() == 1:
+        raise ValueError("what rank 1 says")
+    dist.barrier()
+
+
+def test_failure_of_one_rank_is_told_and_the_pool_recovers(ranks):
+    started = time.monotonic()
+    with pytest.raises(RankError, match="what rank 1 says"):
+        ranks.run(fail_on_rank_one, 4)
+    assert time.monotonic() - started < 30
+    assert ranks.run(sum_of_ranks, 4, 0)[0][0] == 6
+
+
+def die_on_rank_one():
+    if dist.get_rank() == 1:
+        os._exit(7)
+    dist.barrier()
+
+
+def test_death_of_a_rank_is_told(ranks):
+    with pytest.raises(RankError, match="rank 1: died with exit code 7"):
+        ranks.run(die_on_rank_one, 2)
+
+
+def sleep_long():
+    time.sleep(60)
+
+
+def test_timeout_kills():
+    with Ranks(2, timeout=1.0) as pool:
+        with pytest.raises(RankError, match="no answer in"):
+            pool.run(sleep_long, 2)
+        pool.timeout = 60.0
+        assert pool.run(sum_of_ranks, 2, 0)[0][0] == 1
+
+
+def empty_like_on_a_mesh(extra_groups):
+    """A DTensor made from another goes through torch's caches, which know meshes by their shape."""
+    for _ in range(extra_groups):
+        dist.new_group([0])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    tensor = DTensor.from_local(torch.ones(2), mesh["b"], [Shard(0)], run_check=False)
+    other = torch.empty_like(tensor).fill_(dist.get_rank())
+    return other.device_mesh.get_group().group_name == mesh["b"].get_group().group_name, other.full_tensor().tolist()
+
+
+def test_no_mesh_of_an_earlier_task_comes_back(ranks):
+    ranks.run(empty_like_on_a_mesh, 4, 5)
+    results = ranks.run(empty_like_on_a_mesh, 4, 0)
+    assert all(same for same, _ in results)
+    assert results[0][1] == [0, 0, 1, 1]
+    assert results[3][1] == [2, 2, 3, 3]
