@@ -4,6 +4,7 @@
 # ones install again only when a pin changes. `make … PYTHON=python3` uses that interpreter and its packages as they are.
 
 CONFIG ?= configs/laptop.yaml
+RUN ?= runs/$(basename $(notdir $(CONFIG)))
 ARGS ?=
 
 ifdef PYTHON
@@ -18,7 +19,8 @@ endif
 .PHONY: help train data test test-slow lint parity bench clean
 
 help:
-	@echo 'make train       prepare the embedded data set and train on it in 3D   (CONFIG=file.yaml ARGS="section.key=value …")'
+	@echo 'make train       prepare the embedded data set, train on it in 3D, let the model write a line'
+	@echo '                 (RUN=folder  CONFIG=file.yaml  ARGS="section.key=value …")'
 	@echo 'make test        every test this machine can run, but the slow ones'
 	@echo 'make test-slow   the slow ones'
 	@echo 'make lint        ruff and mypy'
@@ -30,7 +32,8 @@ help:
 	@echo 'PYTHON=python3   with any of them: use this interpreter and its packages instead of .venv'
 
 train: data
-	$(PYTHON) -m tools.launch $(CONFIG) $(ARGS)
+	$(PYTHON) -m tools.launch $(CONFIG) run.dir=$(RUN) $(ARGS)
+	$(PYTHON) -m tools.generate --checkpoint $(RUN) --prompt 'def read(self' --max-new-tokens 60
 
 data: prepared/laptop/index.json
 
