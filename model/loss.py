@@ -20,15 +20,15 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     | forward  | m = max z; s = Σ exp(z − m); t = z[y]−m | [T, V/tp] → scalar        | all-reduce max T, sum 2 · T |
     | backward | dz = (exp(z − m) / s − onehot(y)) · dl  | scalar → [T, V/tp]        | none                        |
 
-    Every tp rank returns the same loss. Arithmetic is float32 (float64 for float64 logits); the gradient is written over the
-    forward pass's exponentials.
+    Every tp rank returns the same loss. Arithmetic is float32 (float64 for float64 logits); the exponentials are
+    written over the logits, and the gradient over those: nobody else needs them.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, first_row: int, group: ProcessGroup) -> Tensor:
         z = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
         peak = all_reduce(z.amax(dim=-1), group, dist.ReduceOp.MAX)  # [T]
-        z = z - peak.unsqueeze(-1)
+        z.sub_(peak.unsqueeze(-1))
         local = targets - first_row
         mine = (local >= 0) & (local < z.shape[-1])
         index = local.masked_fill(~mine, 0).unsqueeze(-1)
@@ -54,7 +54,8 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, first_row: int
     """Sum of the losses of all target tokens, a scalar in float32 (float64).
 
     Args:
-        logits: [..., V/tp], this tp rank's columns, of which the first is row `first_row` of the vocabulary.
+        logits: [..., V/tp], this tp rank's columns, of which the first is row `first_row` of the vocabulary. They are consumed:
+            overwritten if float32 (float64).
         targets: [...] token ids of the whole vocabulary, or `IGNORE`.
         first_row: see above.
         group: the tp group.

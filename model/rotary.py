@@ -1,5 +1,7 @@
 """Rotary position embeddings (Su et al. 2021, https://arxiv.org/abs/2104.09864)."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,11 +18,33 @@ def rotary_angles(positions: Tensor, head_dim: int, theta: float, dtype: torch.d
     return angles.cos(), angles.sin()
 
 
+class Rotate(torch.autograd.Function):
+    """Turning is orthogonal, so backward turns the gradient back by the same angles; nothing of x is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(dy, cos, sin, -1), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)  # [S, B, H, E/2] each
+    turned = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
+    turned_first, turned_second = turned.chunk(2, dim=-1)
+    torch.mul(first, cos, out=turned_first).addcmul_(second, sin, value=-direction)
+    torch.mul(second, cos, out=turned_second).addcmul_(first, sin, value=direction)
+    return turned.to(x.dtype)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the pairs (x[..., i], x[..., i + E/2]) of x [S, B, H, E] by their angles; result in x's dtype.
 
     Pairing the two halves is Hugging Face's convention; Meta's original files pair neighbours, a permutation of the rows of
     the query and key weights.
     """
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return Rotate.apply(x, cos, sin)

@@ -119,10 +119,35 @@ class RowParallelFunction(torch.autograd.Function):
         return Matmul.input_gradient(dy, weight), Matmul.weight_gradient(dy, x)
 
 
+class LocalWeight(torch.autograd.Function):
+    """This rank's tensor of a DTensor weight; its gradient is the weight's gradient, placed as `gradient` says.
+
+    `DTensor.to_local` does the same through the dispatcher, at several times the host time per weight and micro-batch; here
+    all micro-batches but the first add to the local tensor at once. The gradient that is added to was made by the first call
+    of this backward, and every caller hands in a tensor it has just made, so nobody else holds it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: DTensor, gradient: Placement) -> Tensor:
+        ctx.weight, ctx.gradient = weight, gradient
+        return weight.to_local()
+
+    @staticmethod
+    def backward(ctx: Any, dw: Tensor) -> tuple[DTensor | None, None]:
+        weight = ctx.weight
+        if weight.grad is not None:
+            weight.grad.to_local().add_(dw)
+            return None, None
+        shape, stride = weight.shape, weight.stride()
+        return DTensor.from_local(dw, weight.device_mesh, [ctx.gradient], run_check=False, shape=shape, stride=stride), None
+
+
 def local_weight(weight: nn.Parameter, gradient: Placement) -> Tensor:
     """This rank's tensor of a weight; `gradient` says what each rank's gradient of it is: its shard, or a partial sum."""
     assert isinstance(weight, DTensor)
-    return weight.to_local(grad_placements=[gradient])
+    if torch.compiler.is_compiling():
+        return weight.to_local(grad_placements=[gradient])  # the compiler knows this one, and pays its price once
+    return LocalWeight.apply(weight, gradient)
 
 
 class ColumnParallelLinear(nn.Module):

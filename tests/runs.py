@@ -1,0 +1,87 @@
+"""Whole training runs, small, on ranks of the tests' pool."""
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from torch.distributed.tensor import DTensor
+
+import train
+from errors import UserError
+from parallel.mesh import build_mesh
+from tests.data_samples import tokenizer
+from training import checkpoint
+from training.build import build_stages
+from training.load_config import load_config
+from training.step import TrainStep
+from training.voice import together
+
+
+def write_config(folder: Path, data: Path, **sections: dict[str, Any]) -> str:
+    """A small run's configuration file in `folder`: 4 layers, batches of 8 sequences of 32 tokens, run folder `folder`/run."""
+    raw: dict[str, dict[str, Any]] = {
+        "model": {
+            "dim": 32,
+            "num_layers": 4,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "ffn_dim": 64,
+            "vocab_size": tokenizer().vocab_size,
+        },
+        "parallel": {},
+        "train": {"steps": 6, "seq_len": 32, "global_batch_size": 8, "micro_batch_size": 1, "dtype": "float32"},
+        "optimizer": {"lr": 3e-3, "warmup_steps": 2},
+        "data": {"path": str(data)},
+        "checkpoint": {},
+        "run": {"dir": str(folder / "run")},
+    }
+    for section, values in sections.items():
+        raw[section].update(values)
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    return str(path)
+
+
+def train_run(arguments: list[str]) -> str:
+    """What `train.py` does, inside a process group that is there already; the message of a UserError, or the empty string."""
+    warnings.simplefilter("ignore")
+    try:
+        train.run(together(lambda: train.read_config(arguments), "cpu"), "cpu")
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Step → loss of the run in `folder`/run, from its metrics.jsonl."""
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    found = {line["step"]: line["loss"] for line in lines}
+    assert len(found) == len(lines), "a step was written twice"
+    return found
+
+
+def global_state(arguments: list[str], path: str) -> dict[str, torch.Tensor]:
+    """Rank 0: every global tensor, weights and moments, as this layout holds it after loading the checkpoint `path`."""
+    warnings.simplefilter("ignore")
+    config = load_config(arguments[0], arguments[1:])
+    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    step = TrainStep(config, mesh, build_stages(config, mesh))
+    checkpoint.load(step, checkpoint.Start(Path(path), step=1))
+    mine: dict[str, torch.Tensor] = {}
+    tensors = [(f"model.{n}", p.detach()) for n, p in step.named_parameters()]
+    tensors += [(f"optimizer.{n}", m) for n, m in step.optimizer.moments()]
+    for name, tensor in tensors:
+        assert isinstance(tensor, DTensor)
+        mine[name] = tensor.full_tensor().clone()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return {n: t for part in everyone for n, t in part.items()}
+
+
+def fresh(folder: Path) -> None:
+    shutil.rmtree(folder / "run", ignore_errors=True)

@@ -1,0 +1,145 @@
+"""What the user can get wrong: one message naming key, value and remedy; the same on every rank; nothing written."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.data_samples import prepared
+from tests.runs import train_run, write_config
+from tools.ranks import Ranks
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("data") / "email")
+
+
+WRONG = [
+    ("train.stepz=3", "train.stepz", "did you mean train.steps?"),
+    ("trian.steps=3", "trian", "did you mean train?"),
+    ("train.steps=many", "train.steps", "type int"),
+    ("optimizer.lr=[1]", "optimizer.lr", "type float"),
+    ("train.dtype=float16", "train.dtype", "bfloat16"),
+    ("steps=3", "command line", "section.key=value"),
+    ("parallel.tp=4", "parallel.tp", "does not make the world of 2"),
+    ("parallel.dp_shard=4", "parallel.dp_shard", "start exactly 4 processes"),
+    ("model.num_heads=3", "model.num_heads", "choose one of"),
+    ("model.num_kv_heads=3", "model.num_kv_heads", "choose one of [1, 2, 4]"),
+    ("train.global_batch_size=7", "train.global_batch_size", "multiple"),
+    ("train.micro_batch_size=0", "train.micro_batch_size", "at least 1"),
+    ("parallel.schedule=2f2b", "parallel.schedule", "1f1b"),
+    ("parallel.stages_per_rank=2", "parallel.stages_per_rank", "one stage per rank"),
+    ("parallel.layers_per_stage=[4, 4]", "parallel.layers_per_stage", "pp · stages_per_rank = 1"),
+    ("parallel.zero_stage=0", "parallel.zero_stage", "dp_replicate=2"),
+    ("optimizer.schedule=wsd", "optimizer.decay_steps", "between 1 and"),
+    ("model.vocab_size=1000", "model.vocab_size", "set model.vocab_size=800"),
+    ("train.seq_len=1000000", "train.seq_len", "tokens"),
+    ("data.path=/nowhere", "data.path", "prepare"),
+    ("checkpoint.resume=/nowhere", "checkpoint.resume", "trainer.json"),
+    ("checkpoint.load_weights_only=/nowhere", "checkpoint.load_weights_only", "trainer.json"),
+]
+
+
+@pytest.mark.parametrize(("override", "key", "remedy"), WRONG, ids=[w[0] for w in WRONG])
+def test_wrong_value(ranks: Ranks, data: Path, tmp_path: Path, override: str, key: str, remedy: str) -> None:
+    messages = ranks.run(train_run, 2, [write_config(tmp_path, data), override])
+    assert messages[0].startswith(f"{key} = ")
+    assert remedy in messages[0]
+    assert set(messages) == {messages[0]}, "every rank knows the one message"
+    assert not (tmp_path / "run").exists(), "nothing is written"
+
+
+def test_tp_must_divide_the_heads(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    message = ranks.run(train_run, 3, [write_config(tmp_path, data), "parallel.tp=3"])[0]
+    assert message.startswith("parallel.tp = 3: does not divide model.num_heads=4")
+    assert "[1, 2, 4]" in message
+
+
+def _truncate(data: Path) -> None:
+    shard = next(data.glob("train-*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+
+
+def _remove(data: Path) -> None:
+    next(data.glob("train-*.safetensors")).unlink()
+
+
+def _damage_index(data: Path) -> None:
+    (data / "index.json").write_text("{}")
+
+
+@pytest.mark.parametrize("damage", [_truncate, _remove, _damage_index])
+def test_damaged_data(ranks: Ranks, data: Path, tmp_path: Path, damage) -> None:
+    copy = tmp_path / "data"
+    shutil.copytree(data, copy)
+    damage(copy)
+    message = ranks.run(train_run, 2, [write_config(tmp_path, copy)])[0]
+    assert message.startswith("data.path = ")
+    assert "remedy" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_resume_refuses_another_model_data_or_sequence_length(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, data, train={"steps": 1}, checkpoint={"interval": 1})
+    assert ranks.run(train_run, 1, [config]) == [""]
+    before = sorted(path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*"))
+    other = prepared(tmp_path / "other", heldout_fraction=0.5)
+    for override, key in (
+        ("model.ffn_dim=96", "model.ffn_dim"),
+        ("train.seq_len=16", "train.seq_len"),
+        (f"data.path={other}", "data.path"),
+    ):
+        assert ranks.run(train_run, 1, [config, override])[0].startswith(f"{key} = "), override
+    assert sorted(path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")) == before, "nothing is lost"
+
+
+def test_an_error_of_one_rank_is_everyones(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """A node that does not see the data: the ranks that do must not wait for it forever."""
+    messages = ranks.run(_blind_rank_1, 2, write_config(tmp_path, data))
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("data.path = ")
+
+
+def _blind_rank_1(config: str) -> str:
+    import torch.distributed as dist
+
+    import train
+    from data import dataset
+
+    if dist.get_rank() == 0:
+        return train_run([config])
+    original = train.open_data
+    train.open_data = lambda *_: dataset.TokenDataset.open("/not/on/this/node", "train")
+    try:
+        return train_run([config])
+    finally:
+        train.open_data = original
+
+
+def test_exit_status_and_one_message(data: Path, tmp_path: Path) -> None:
+    """The real program under the real launcher: each process ends with 2, one message, no traceback of ours."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+    config = write_config(tmp_path, data)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost", "--nproc-per-node", "2"]
+    command = [*launcher, "train.py", config, "model.num_heads=5"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.stderr.count("model.num_heads = 5") == 1
+    assert "exitcode  : 2" in done.stderr
+    assert "UserError" not in done.stderr
+    assert not (tmp_path / "run").exists()
+    alone = subprocess.run(
+        [sys.executable, "train.py", config, "model.num_heads=5"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert alone.returncode == 2
+    assert "Traceback" not in alone.stderr

@@ -1,0 +1,177 @@
+"""Whole runs: what they leave behind, resume, other layouts, other arithmetic."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors import safe_open
+
+from tests.data_samples import prepared
+from tests.runs import fresh, global_state, losses, train_run, write_config
+from tools.ranks import Ranks
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("data") / "email")
+
+
+def run(ranks: Ranks, world: int, *arguments: str) -> None:
+    messages = ranks.run(train_run, world, list(arguments))
+    assert messages == [""] * world
+
+
+def forget_step_6(folder: Path) -> None:
+    """As if the run had died before its last checkpoint."""
+    shutil.rmtree(folder / "run" / "checkpoints" / "step-00000006")
+
+
+def test_a_run_leaves_what_it_promises(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, data, parallel={"tp": 2, "pp": 2}, train={"eval_interval": 3}, checkpoint={"interval": 3})
+    run(ranks, 8, config)
+    folder = tmp_path / "run"
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    keys = "loss grad_norm lr tokens tokens_per_second tokens_per_second_per_device mfu step_seconds data_seconds peak_memory_bytes"
+    assert all(set(keys.split()) <= set(line) for line in lines)
+    assert [line["tokens"] for line in lines] == [256 * (i + 1) for i in range(6)]
+    assert [("eval_loss" in line) for line in lines] == [False, False, True, False, False, True]
+    assert lines[-1]["loss"] < lines[0]["loss"], "it learns"
+    assert json.loads((folder / "status.json").read_text())["state"] == "finished"
+    assert yaml.safe_load((folder / "config.yaml").read_text())["optimizer"]["eps"] == 1e-8, "defaults are written out"
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["latest", "step-00000003", "step-00000006"]
+    assert (folder / "checkpoints" / "latest").read_text() == "step-00000006"
+
+
+def test_evaluation_is_the_same_on_every_layout(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """5 held-out sequences, which no layout divides: the padding must not count."""
+    values = []
+    for world, layout in ((1, []), (4, ["parallel.tp=2", "parallel.pp=2"]), (4, []), (8, ["parallel.pp=4"])):
+        folder = tmp_path / f"{world}{len(layout)}"
+        folder.mkdir()
+        config = write_config(folder, data, train={"steps": 1, "eval_interval": 1, "eval_samples": 5, "dtype": "float64"})
+        run(ranks, world, config, *layout)
+        values.append(json.loads((folder / "run" / "metrics.jsonl").read_text())["eval_loss"])
+    assert max(values) - min(values) < 1e-9 * values[0]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_resume_is_bitwise(ranks: Ranks, data: Path, tmp_path: Path, tied: bool) -> None:
+    """6 steps in one go, and 6 steps of which the last 3 were run again from the checkpoint: the same bits."""
+    sections = {"parallel": {"tp": 2, "pp": 2}, "model": {"tie_embeddings": tied}, "checkpoint": {"interval": 3}}
+    config = write_config(tmp_path, data, **sections)
+    run(ranks, 8, config)
+    whole = losses(tmp_path)
+    forget_step_6(tmp_path)
+    run(ranks, 8, config)
+    assert losses(tmp_path) == whole
+
+    # Control: a resume that loses the moments is not bitwise.
+    fresh(tmp_path)
+    run(ranks, 8, config, "train.steps=3")
+    saved = tmp_path / "run" / "checkpoints" / "step-00000003"
+    other = tmp_path / "other"
+    other.mkdir()
+    config = write_config(other, data, **sections)
+    run(ranks, 8, config, f"checkpoint.load_weights_only={saved}", "train.steps=3")
+    assert losses(other)[1] != whole[4], "new data and no moments"
+
+
+def test_any_layout_loads_what_another_saved(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """Weights and moments of (pp 2, dp 2, tp 2), bit for bit, under other layouts; with a vocabulary that tp does not divide,
+    tied embeddings and an uneven split."""
+    config = write_config(tmp_path, data, model={"tie_embeddings": True}, checkpoint={"interval": 2}, train={"steps": 2})
+    run(ranks, 8, config, "parallel.tp=2", "parallel.pp=2", "parallel.layers_per_stage=[1, 3]")
+    saved = tmp_path / "run" / "checkpoints" / "step-00000002"
+    reference: dict[str, torch.Tensor] = {}
+    for world, layout in (
+        (1, []),
+        (8, ["parallel.tp=2", "parallel.pp=2"]),
+        (8, ["parallel.tp=2"]),
+        (8, ["parallel.pp=4", "parallel.tp=2"]),
+        (4, ["parallel.dp_replicate=2"]),
+    ):
+        state = ranks.run(global_state, world, [config, *layout], str(saved))[0]
+        if not reference:
+            reference = state
+            assert any(t.abs().max() > 0 for n, t in state.items() if n.endswith("exp_avg_sq"))
+        for name, tensor in reference.items():
+            assert torch.equal(state[name], tensor), (layout, name)
+    files = sorted(saved.glob("*.safetensors"))
+    names = {key for file in files for key in safe_open(str(file), "pt").keys()}  # noqa: SIM118
+    assert "model.blocks.3.attention.output.weight" in names, "global names, the last stage's layers among them"
+    assert "model.head.weight" not in names, "a tied weight is saved once"
+
+
+def test_resume_on_another_layout_reads_the_same_batches(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, data, train={"dtype": "float64"}, checkpoint={"interval": 3})
+    run(ranks, 1, config)
+    whole = losses(tmp_path)
+    fresh(tmp_path)
+    run(ranks, 8, config, "parallel.tp=2", "parallel.pp=2", "train.steps=3", "optimizer.schedule=wsd", "optimizer.decay_steps=1")
+    fresh(tmp_path)
+    run(ranks, 8, config, "parallel.tp=2", "parallel.pp=2")
+    forget_step_6(tmp_path)
+    run(ranks, 4, config, "parallel.tp=2")
+    for step, loss in losses(tmp_path).items():
+        assert loss == pytest.approx(whole[step], rel=1e-9), step
+
+
+def test_cpu_offload_clips_and_resumes(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, data, optimizer={"grad_clip": 0.2}, checkpoint={"interval": 3})
+    run(ranks, 2, config)
+    resident = losses(tmp_path)
+    fresh(tmp_path)
+    run(ranks, 2, config, "parallel.cpu_offload=true", "train.steps=6")
+    assert losses(tmp_path) == resident
+    forget_step_6(tmp_path)
+    run(ranks, 2, config, "parallel.cpu_offload=true")
+    assert losses(tmp_path) == resident
+
+
+def test_bfloat16_follows_float32(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """Over 50 steps the loss stays within 2% of float32's, with gradients reduced in float32 and in bfloat16."""
+    config = write_config(tmp_path, data, train={"steps": 50, "micro_batch_size": 4})
+    run(ranks, 2, config)
+    exact = losses(tmp_path)
+    for reduce_dtype in ("float32", "bfloat16"):
+        fresh(tmp_path)
+        run(ranks, 2, config, "train.dtype=bfloat16", f"parallel.reduce_dtype={reduce_dtype}", "parallel.tp=2")
+        rounded = losses(tmp_path)
+        assert rounded != exact, "bfloat16 was not used"
+        assert max(abs(rounded[s] / exact[s] - 1) for s in exact) < 0.02
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_compiled_agrees(ranks: Ranks, data: Path, tmp_path: Path, mode: str) -> None:
+    layout = ["parallel.tp=2", f"train.activation_checkpointing={mode}"]
+    config = write_config(tmp_path, data, train={"steps": 3})
+    run(ranks, 2, config, *layout)
+    eager = losses(tmp_path)
+    fresh(tmp_path)
+    run(ranks, 2, config, *layout, "train.compile=true")
+    compiled = losses(tmp_path)
+    assert all(math.isclose(compiled[s], eager[s], rel_tol=1e-5) for s in eager)
+
+
+def test_wandb_works_offline(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, data, train={"steps": 2}, run={"wandb": "offline"})
+    run(ranks, 1, config)
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_load_weights_only_starts_anew(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, data, checkpoint={"interval": 6})
+    run(ranks, 2, config, "parallel.tp=2")
+    saved = tmp_path / "run" / "checkpoints" / "step-00000006"
+    other = tmp_path / "other"
+    other.mkdir()
+    config = write_config(other, data, train={"seq_len": 16})  # what a resume would refuse
+    run(ranks, 2, config, f"checkpoint.load_weights_only={saved}", "parallel.pp=2")
+    lines = losses(other)
+    assert sorted(lines) == [1, 2, 3, 4, 5, 6]
+    assert lines[1] < losses(tmp_path)[2], "it starts from trained weights"
