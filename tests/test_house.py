@@ -123,14 +123,20 @@ def attributes_read(tree: ast.AST) -> set[str]:
     return found
 
 
+RUNNING = [tree for name, tree in MODULES.items() if name.split(".")[0] in {"train", "training", "model", "parallel", "data"}]
+READ = set().union(*(attributes_read(tree) for tree in RUNNING))
+
+
 @pytest.mark.parametrize("key", [f"{section}.{key}" for section, keys in SECTIONS.items() for key in keys])
 def test_every_configuration_key_is_read(key: str) -> None:
-    running = [
-        tree for name, tree in MODULES.items() if name.split(".")[0] in {"train", "training", "model", "parallel", "data"}
-    ]
-    read = set().union(*(attributes_read(tree) for tree in running))
-    assert key.split(".")[1] in read
-    assert "an_option_that_nothing_reads" not in read
+    assert key.split(".")[1] in READ
+
+
+def test_an_option_that_nothing_reads_is_found() -> None:
+    only_checked = (
+        "class C:\n    def __post_init__(self):\n        assert self.unused > 0\n    def use(self):\n        return self.used"
+    )
+    assert attributes_read(ast.parse(only_checked)) == {"used"}
 
 
 # --- what a reader meets ----------------------------------------------------------------------------------------------
