@@ -133,10 +133,9 @@ def test_every_configuration_key_is_read(key: str) -> None:
 
 
 def test_an_option_that_nothing_reads_is_found() -> None:
-    only_checked = (
-        "class C:\n    def __post_init__(self):\n        assert self.unused > 0\n    def use(self):\n        return self.used"
-    )
-    assert attributes_read(ast.parse(only_checked)) == {"used"}
+    checks = "class C:\n    def __post_init__(self):\n        assert self.unused > 0\n"
+    uses = "    def use(self):\n        return self.used"
+    assert attributes_read(ast.parse(checks + uses)) == {"used"}
 
 
 # --- what a reader meets ----------------------------------------------------------------------------------------------
