@@ -28,7 +28,8 @@ def plan(worlds: tuple[int, ...], quick: bool) -> tuple[list[tuple[Case, int]], 
     layouts: list[Layout] = [shape for world in worlds for shape in base_layouts(world) if Case(shape).is_valid()]
     if quick:
         layouts = [shape for shape in layouts if shape in QUICK_LAYOUTS]
-    bases = [(Case(shape), STEPS) for shape in layouts]
+    # Without a pipeline two micro-batches show all that accumulation can do wrong.
+    bases = [(Case(shape, num_microbatches=4 if shape[0] > 1 else 2), STEPS) for shape in layouts]
     bases = [] if quick else [(replace(case, dtype=dtype), steps) for case, steps in bases for dtype in BOUNDS]
     combined, impossible = covering_cases(layouts)
     return bases + [(case, 0) for case in combined], impossible

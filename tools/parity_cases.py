@@ -23,7 +23,7 @@ SEED = 0
 SEQ_LEN = 16
 BATCH = 32  # sequences of a global batch
 # Warmup, decay and a clip that is active in some steps and not in others: parity of the whole step, not of a part of it.
-OPTIMIZER = OptimizerConfig(lr=3e-3, warmup_steps=5, grad_clip=1.3)
+OPTIMIZER = OptimizerConfig(lr=3e-3, warmup_steps=5, grad_clip=1.45)
 
 Layout = tuple[int, int, int, int]  # sizes of pp, dp_replicate, dp_shard, tp
 

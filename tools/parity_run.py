@@ -44,8 +44,8 @@ class Run:
 
 
 def global_batch(vocab_size: int, step: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets [BATCH, SEQ_LEN] of a step. Target counts differ from row to row, and four neighbouring rows have none:
-    a mean of means, over ranks or over micro-batches, is far from the mean."""
+    """Tokens and targets [BATCH, SEQ_LEN] of a step. Target counts differ from row to row, and four neighbouring rows have
+    none: a mean of means, over ranks or over micro-batches, is far from the mean."""
     generator = torch.Generator().manual_seed(1000 + step)
     text = torch.randint(0, vocab_size, (BATCH, SEQ_LEN + 1), generator=generator)
     tokens, targets = text[:, :-1].contiguous(), text[:, 1:].clone()
