@@ -5,6 +5,7 @@ two values of different options meet in at least one (faults that need three at 
 https://doi.org/10.1109/TSE.2004.24).
 """
 
+import functools
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -139,6 +140,7 @@ def base_layouts(world: int) -> list[Layout]:
     return [shape for shape in product(divisors, repeat=4) if shape[0] * shape[1] * shape[2] * shape[3] == world]
 
 
+@functools.cache
 def option_values() -> dict[str, Sequence[object]]:
     """The values of each option that the covering array combines."""
     return {
