@@ -1,9 +1,9 @@
-"""CPU seconds per token of the 3D run, beside one process of ours and one of Hugging Face's Llama: `python -m benchmarks.train_cpu`.
+"""CPU seconds per token of the 3D run, beside one process of ours and of Hugging Face's Llama: `python -m benchmarks.train_cpu`.
 
 Three programs train on the same tokens: 8 processes (tp 2 × pp 2 × dp_shard 2, sequence parallel, 1F1B), the same model as one
 process, and `transformers`' LlamaForCausalLM of the same size as one process (eager PyTorch, SDPA, fused AdamW, the same
 micro-batches). They run in turn, several rounds, each reporting its processes' CPU time (user and system) per token without
-start-up and warm-up steps; ratios are taken within a round and their median is kept. Absolute times say nothing on a shared CPU.
+start-up and warm-up steps; ratios are taken within a round and their median is kept. Absolute times mean little on a CPU.
 
 Peak memory is the sum of the 8 processes' proportional set sizes (shared pages counted once), sampled during their run.
 """
@@ -119,7 +119,15 @@ def start(program: str, processes: int, size: dict, extra: list[str], steps: int
     """Run one program; its result, and the peak of the processes' summed proportional set sizes in bytes."""
     command = [sys.executable]
     if processes > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost", "--nproc-per-node", str(processes)]
+        command += [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--local-addr",
+            "localhost",
+            "--nproc-per-node",
+            str(processes),
+        ]
     arguments = ["--inside", program, "--steps", str(steps), size["config"], *size["overrides"], *extra]
     command += ["-m", "benchmarks.train_cpu", *arguments]  # torchrun has the same -m as Python
     interface = "lo0" if sys.platform == "darwin" else "lo"

@@ -16,7 +16,7 @@ def chunk_range(size: int, chunks: int, index: int) -> range:
 
 
 def parallel_parameter(shape: tuple[int, ...], tp: DeviceMesh, placement: Placement) -> nn.Parameter:
-    """A parameter of global `shape` on the meta device, placed on the tp axis; rows that tp does not divide are cut unevenly."""
+    """A parameter of global `shape` on the meta device, placed on the tp axis; where tp does not divide, cut unevenly."""
     local_shape = list(shape)
     if isinstance(placement, Shard):
         local_shape[placement.dim] = len(chunk_range(shape[placement.dim], tp.size(), tp.get_local_rank()))
@@ -44,6 +44,4 @@ def local_region(tensor: DTensor) -> tuple[range, ...]:
 
 def as_dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
     """`local` as a shard of a global tensor that is placed exactly as `like` is: no copy, no communication."""
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())

@@ -175,7 +175,9 @@ class ColumnParallelLinear(nn.Module):
         return whole[self.slice_index * self.width : (self.slice_index + 1) * self.width]
 
 
-def column_parallel(x: Tensor, layers: list[ColumnParallelLinear], group: ProcessGroup, sequence_parallel: bool) -> list[Tensor]:
+def column_parallel(
+    x: Tensor, layers: list[ColumnParallelLinear], group: ProcessGroup, sequence_parallel: bool
+) -> list[Tensor]:
     """x [S/tp, B, D] (or [S, B, D] without sequence parallelism) → one [S, B, out/tp] per layer, with one gather of x."""
     weights = [layer.local_weight() for layer in layers]
     return list(ColumnParallelFunction.apply(x, group, sequence_parallel, *weights))

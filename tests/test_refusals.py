@@ -126,7 +126,16 @@ def test_exit_status_and_one_message(data: Path, tmp_path: Path) -> None:
     """The real program under the real launcher: each process ends with 2, one message, no traceback of ours."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
     config = write_config(tmp_path, data)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost", "--nproc-per-node", "2"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr",
+        "localhost",
+        "--nproc-per-node",
+        "2",
+    ]
     command = [*launcher, "train.py", config, "model.num_heads=5"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.stderr.count("model.num_heads = 5") == 1

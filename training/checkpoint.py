@@ -123,7 +123,9 @@ def read_trainer(path: Path, key: str) -> dict[str, Any]:
         trainer = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
         format_and_version = trainer["format"], trainer["version"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(key, str(path), "is no complete checkpoint (no readable trainer.json)", "give a folder step-…") from None
+        raise UserError(
+            key, str(path), "is no complete checkpoint (no readable trainer.json)", "give a folder step-…"
+        ) from None
     if format_and_version != (FORMAT, VERSION):
         raise UserError(key, str(path), f"was saved as {format_and_version}", f"this version reads {(FORMAT, VERSION)}")
     return trainer

@@ -22,7 +22,9 @@ def load_config(path: str, overrides: list[str]) -> Config:
     try:
         raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError("configuration file", path, error.strerror or str(error), "give a readable YAML file, e.g. from configs/") from None
+        raise UserError(
+            "configuration file", path, error.strerror or str(error), "give a readable YAML file, e.g. from configs/"
+        ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError("configuration file", path, f"is not YAML: {' '.join(str(error).split())}", "mend the file") from None
     if not isinstance(raw, dict) or not all(isinstance(section, dict) for section in raw.values()):
@@ -69,7 +71,9 @@ def _build(raw: dict[str, Any]) -> Config:
 
 def _unknown(name: str, value: Any, known: list[str]) -> None:
     close = difflib.get_close_matches(name, known, n=1)
-    raise UserError(name, value, "there is no such key", f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}")
+    raise UserError(
+        name, value, "there is no such key", f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}"
+    )
 
 
 def _convert(name: str, value: Any, hint: Any) -> Any:

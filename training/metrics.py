@@ -108,8 +108,8 @@ class Metrics:
         if self.wandb is not None:
             self.wandb.finish()
         if self.eval_loss is not None and unigram_nats_per_token is not None:
-            gain = unigram_nats_per_token - self.eval_loss
-            print(f"held-out loss {self.eval_loss:.3f} nats per token; a unigram model's {unigram_nats_per_token:.3f} ({gain:+.3f})")
+            baseline, gain = unigram_nats_per_token, unigram_nats_per_token - self.eval_loss
+            print(f"held-out loss {self.eval_loss:.3f} nats per token, {gain:.3f} below a unigram model's {baseline:.3f}")
         print(f"finished after {self.config.train.steps} steps; run folder {self.folder}", flush=True)
         write_status(self.config.run.dir, "finished", self.config.train.steps, "all steps done")
 
@@ -166,5 +166,3 @@ def _start_wandb(config: Config) -> Any:
         config={"yaml": dump_config(config)},
         settings=wandb.Settings(silent=True),
     )
-
-

@@ -96,4 +96,3 @@ class TrainStep:
         for view in (self.mesh.loss, self.mesh.pp):  # all tp ranks have the same already
             dist.all_reduce(total, group=view.get_group())
         return total
-

@@ -70,7 +70,10 @@ def one_forward_one_backward(num_ranks: int, stages_per_rank: int, num_microbatc
 def _one_stage_per_rank(name: str, stages_per_rank: int) -> None:
     if stages_per_rank != 1:
         raise UserError(
-            "parallel.stages_per_rank", stages_per_rank, f"schedule {name} runs one stage per rank", "set parallel.stages_per_rank=1"
+            "parallel.stages_per_rank",
+            stages_per_rank,
+            f"schedule {name} runs one stage per rank",
+            "set parallel.stages_per_rank=1",
         )
 
 
