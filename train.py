@@ -5,6 +5,7 @@
 configuration → mesh → data → model → optimizer → loop. Every rank runs this same file.
 """
 
+import os
 import sys
 import time
 
@@ -44,7 +45,9 @@ def read_config(arguments: list[str]) -> Config:
 
 
 def run(config: Config, device: str) -> None:
-    torch.use_deterministic_algorithms(config.train.deterministic)
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, and reads it at its first use
+        torch.use_deterministic_algorithms(True)
     mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), device)
 
     # What the user may have got wrong is found before anything is built or written.
@@ -64,25 +67,26 @@ def run(config: Config, device: str) -> None:
 
     train = TrainStep(config, mesh, build_stages(config, mesh))
     checkpoint.load(train, start)
-    metrics = Metrics(config, mesh, start)
 
-    for step in range(start.step, config.train.steps):
-        waiting = time.perf_counter()
-        tokens, targets = next(loader)
-        metrics.waited_for_data(time.perf_counter() - waiting)
+    with Metrics(config, mesh, start) as metrics:
+        for step in range(start.step, config.train.steps):
+            waiting = time.perf_counter()
+            tokens, targets = next(loader)
+            metrics.waited_for_data(time.perf_counter() - waiting)
 
-        result = train(step, tokens, targets)
+            result = train(step, tokens, targets)
 
-        metrics.step_done(step + 1, learning_rate(step, config.train.steps, config.optimizer), result.loss, result.grad_norm)
-        if is_due(config.train.eval_interval, step, config):
-            metrics.evaluated(step + 1, evaluate(train, heldout_data))
-        metrics.flush()
-        if is_due(config.checkpoint.interval, step, config):
-            checkpoint.save(train, step + 1, metrics.tokens, loader.state(), train_data.tokenizer_path)
-            metrics.restart_clock()
-
+            metrics.step_done(
+                step + 1, learning_rate(step, config.train.steps, config.optimizer), result.loss, result.grad_norm
+            )
+            if is_due(config.train.eval_interval, step, config):
+                metrics.evaluated(step + 1, evaluate(train, heldout_data))
+            metrics.flush()
+            if is_due(config.checkpoint.interval, step, config):
+                checkpoint.save(train, step + 1, metrics.tokens, loader.state(), train_data.tokenizer_path)
+                metrics.restart_clock()
+        metrics.summarise(heldout_data.unigram_nats_per_token)
     loader.close()
-    metrics.finish(heldout_data.unigram_nats_per_token)
 
 
 def open_train_and_heldout(config: Config) -> tuple[Mixture, Mixture]:

@@ -46,7 +46,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         exponentials, total, index, mine, counted = ctx.saved_tensors
         scale = torch.where(counted, dloss, 0)  # [T]
         gradient = exponentials.mul_((scale / total).unsqueeze(-1))
-        gradient.scatter_add_(-1, index, torch.where(mine, -scale, 0).unsqueeze(-1))
+        at_target = gradient.gather(-1, index) - torch.where(mine, scale, 0).unsqueeze(-1)  # [T, 1]
+        gradient.scatter_(-1, index, at_target)  # not scatter_add_, whose order of additions is free on a GPU
         return gradient.to(ctx.dtype), None, None, None
 
 

@@ -79,7 +79,7 @@ class Transformer(nn.Module):
         self.head = Head(config, tp, sequence_parallel) if last else None
 
     def forward(self, hidden: Tensor | None, batch: Batch) -> Tensor:
-        """hidden [S/tp, B, D] from the stage before (None on the first) → hidden for the next, or the summed loss at the end."""
+        """hidden [S/tp, B, D] of the stage before (None on the first) → hidden for the next, or the summed loss at the end."""
         if self.embedding is not None:
             hidden = self.embedding(batch.tokens)
         assert hidden is not None

@@ -6,6 +6,7 @@ import resource
 import sys
 import time
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class Metrics:
     """
 
     def __init__(self, config: Config, mesh: Mesh, start: Start) -> None:
-        self.config, self.device, self.tokens = config, mesh.device, start.tokens
+        self.config, self.device, self.step, self.tokens = config, mesh.device, start.step, start.tokens
         self.folder = Path(config.run.dir)
         self.writes = dist.get_rank() == 0
         self.peak_flops = _peak_flops(mesh.device)
@@ -49,14 +50,15 @@ class Metrics:
 
     def restart_clock(self) -> None:
         """What was done since the last logged step, an evaluation or a checkpoint, is no step's time."""
-        self.steps, self.data_seconds, self.started = 0, 0.0, time.perf_counter()
+        self.timed_steps, self.data_seconds, self.started = 0, 0.0, time.perf_counter()
 
     def waited_for_data(self, seconds: float) -> None:
         self.data_seconds += seconds
 
     def step_done(self, step: int, lr: float, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """After update number `step` (1-based). Only every `run.log_interval` steps does anything wait for the device."""
-        self.steps += 1
+        self.step = step
+        self.timed_steps += 1
         train = self.config.train
         self.tokens += train.global_batch_size * train.seq_len
         if step % self.config.run.log_interval and step != train.steps:
@@ -64,7 +66,7 @@ class Metrics:
         peak_memory = torch.tensor(_peak_memory_bytes(self.device), dtype=torch.int64, device=self.device)
         dist.all_reduce(peak_memory, op=dist.ReduceOp.MAX)
         values = loss.item(), grad_norm.item()  # waits until the step is done
-        seconds = (time.perf_counter() - self.started) / self.steps
+        seconds = (time.perf_counter() - self.started) / self.timed_steps
         tokens_per_second = train.global_batch_size * train.seq_len / seconds
         per_device = tokens_per_second / dist.get_world_size()
         flops = self.config.model.flops_per_token(train.seq_len)
@@ -78,7 +80,7 @@ class Metrics:
             "tokens_per_second_per_device": per_device,
             "mfu": per_device * flops / self.peak_flops if self.peak_flops else None,
             "step_seconds": seconds,
-            "data_seconds": self.data_seconds / self.steps,
+            "data_seconds": self.data_seconds / self.timed_steps,
             "peak_memory_bytes": int(peak_memory.item()),
         }
         self.restart_clock()
@@ -100,18 +102,28 @@ class Metrics:
         if self.wandb is not None:
             self.wandb.log({key: value for key, value in record.items() if key != "step"}, step=record["step"])
 
-    def finish(self, unigram_nats_per_token: float | None) -> None:
-        """The run is complete on every rank: say how it ended."""
-        dist.barrier()
+    def summarise(self, unigram_nats_per_token: float | None) -> None:
+        """The last held-out loss beside that of a model that knows only how frequent each token is."""
+        if self.writes and self.eval_loss is not None and unigram_nats_per_token is not None:
+            baseline, gain = unigram_nats_per_token, unigram_nats_per_token - self.eval_loss
+            print(f"held-out loss {self.eval_loss:.3f} nats per token, {gain:.3f} below a unigram model's {baseline:.3f}")
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        """Say how the run ended, in status.json. Finished means that every rank is."""
+        if error is None:
+            dist.barrier()
         if not self.writes:
             return
         if self.wandb is not None:
-            self.wandb.finish()
-        if self.eval_loss is not None and unigram_nats_per_token is not None:
-            baseline, gain = unigram_nats_per_token, unigram_nats_per_token - self.eval_loss
-            print(f"held-out loss {self.eval_loss:.3f} nats per token, {gain:.3f} below a unigram model's {baseline:.3f}")
-        print(f"finished after {self.config.train.steps} steps; run folder {self.folder}", flush=True)
-        write_status(self.config.run.dir, "finished", self.config.train.steps, "all steps done")
+            self.wandb.finish(exit_code=0 if error is None else 1)
+        if error is None:
+            print(f"finished after {self.step} steps; run folder {self.folder}", flush=True)
+            write_status(self.folder, "finished", self.step, "all steps done")
+        else:
+            write_status(self.folder, "failed", self.step, f"{type(error).__name__}: {error}")
 
 
 def console_line(record: dict[str, Any], steps: int) -> str:
@@ -128,9 +140,9 @@ def console_line(record: dict[str, Any], steps: int) -> str:
     return "  ".join(parts)
 
 
-def write_status(run_dir: str, state: str, step: int, reason: str) -> None:
+def write_status(folder: Path, state: str, step: int, reason: str) -> None:
     """status.json: how the last start ended, one of finished, requeue, failed. Called on rank 0."""
-    path = Path(run_dir) / "status.json"
+    path = folder / "status.json"
     path.with_suffix(".partial").write_text(json.dumps({"state": state, "step": step, "reason": reason}) + "\n")
     os.replace(path.with_suffix(".partial"), path)
 
