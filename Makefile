@@ -33,7 +33,9 @@ help:
 
 train: data
 	$(PYTHON) -m tools.launch $(CONFIG) run.dir=$(RUN) $(ARGS)
-	$(PYTHON) -m tools.generate --checkpoint $(RUN) --prompt 'def read(self' --max-new-tokens 60
+	$(PYTHON) -m tools.generate --checkpoint $(RUN) --prompt 'def read(self' --max-new-tokens 100
+	$(PYTHON) -m tools.plot $(RUN) --out $(RUN)/loss.png
+	@echo 'the run is in $(RUN): config.yaml, metrics.jsonl, checkpoints/, loss.png'
 
 data: prepared/laptop/index.json
 
@@ -58,6 +60,7 @@ parity: $(runtime)
 
 bench: $(dev)
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.data_pipeline
+	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.train_cpu
 
 clean:
 	rm -rf .pytest_cache .mypy_cache .ruff_cache
