@@ -1,9 +1,10 @@
 """Which part of a global tensor a rank holds."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
 def chunk_range(size: int, chunks: int, index: int) -> range:
@@ -42,6 +43,13 @@ def local_region(tensor: DTensor) -> tuple[range, ...]:
     return tuple(region)
 
 
-def as_dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
-    """`local` as a shard of a global tensor that is placed exactly as `like` is: no copy, no communication."""
-    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+def as_dtensor_like(local: Tensor, like: DTensor, placements: tuple[Placement, ...] | None = None) -> DTensor:
+    """`local` as this rank's part of a global tensor of `like`'s shape, placed as `like` is, or by `placements`.
+
+    No copy, no communication. This is the constructor that `DTensor.from_local` ends in; the way there costs a third of a
+    millisecond of host time, and every weight's gradient takes it in every step.
+    """
+    spec = like._spec
+    if placements is not None:
+        spec = DTensorSpec(like.device_mesh, placements, tensor_meta=spec.tensor_meta)
+    return DTensor(local, spec, requires_grad=False)

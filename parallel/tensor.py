@@ -28,7 +28,7 @@ from parallel.collectives import (
     start_all_reduce_,
     start_reduce_scatter,
 )
-from parallel.placement import chunk_range, parallel_parameter
+from parallel.placement import as_dtensor_like, chunk_range, parallel_parameter
 
 
 class Matmul:
@@ -138,8 +138,7 @@ class LocalWeight(torch.autograd.Function):
         if weight.grad is not None:
             weight.grad.to_local().add_(dw)
             return None, None
-        shape, stride = weight.shape, weight.stride()
-        return DTensor.from_local(dw, weight.device_mesh, [ctx.gradient], run_check=False, shape=shape, stride=stride), None
+        return as_dtensor_like(dw, weight, (ctx.gradient,)), None
 
 
 def local_weight(weight: nn.Parameter, gradient: Placement) -> Tensor:
