@@ -7,7 +7,8 @@
 (c) Batches from the loader against a plain copy of the same windows out of the memory map: bytes written per second by
     each (the loader writes int64 inputs and targets, 16 bytes a token, the copy 2), and windows per second. aim: bytes >= 0.3
 
-Runs alternate and medians are compared, so that other work on the machine meets both sides.
+Runs alternate and medians are compared, so that other work on the machine meets both sides. A preparation's workers
+import this module again (spawn), so torch is imported only where it is needed.
 """
 
 import argparse
@@ -25,10 +26,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import sentencepiece
-import torch
 
-from data.dataset import TokenDataset
-from data.loader import BatchLoader
 from data.prepare import prepare
 from data.sampler import SampleOrder, count_windows
 from data.sources import STDLIB, documents
@@ -121,8 +119,15 @@ def preparation_memory(folder: Path, texts: list[str], tokenizer: Tokenizer, cor
     return {"workers": cores, "peak_bytes_by_source_megabytes": peaks, "growth_bytes": big - small, "ratio": big / small}
 
 
-def batch_speed(data: TokenDataset, seq_len: int, batch: int, runs: int, batches: int) -> dict:
+def batch_speed(folder: Path, seq_len: int, batch: int, runs: int, batches: int) -> dict:
     """The loader and the copy each deliver `batches` batches per run; the copy is told its windows beforehand."""
+    import torch
+
+    from data.dataset import TokenDataset
+    from data.loader import BatchLoader
+
+    torch.set_num_threads(1)
+    data = TokenDataset.open(folder, "train")
     windows = count_windows(data.num_tokens, seq_len)
     order = SampleOrder([windows], [1.0], seed=SEED, shuffle=True)
     starts = (order.locate(np.arange(batch * batches))[2] * seq_len).reshape(batches, batch).tolist()
@@ -169,7 +174,6 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=5, help="alternated runs of each measurement")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    torch.set_num_threads(1)
     cores = os.cpu_count()
     texts = [document.text for document in documents(STDLIB)]
     tokenizer = Tokenizer.train(texts, 4096)
@@ -184,10 +188,9 @@ def main() -> int:
             "preparation": preparation_speed(folder, texts, tokenizer, cores, options.speed_megabytes, options.runs),
         }
         prepare(STDLIB, tokenizer, folder / "stdlib", workers=cores)
-        data = TokenDataset.open(folder / "stdlib", "train")
         result["batches"] = [
-            batch_speed(data, 128, 512, 4 * options.runs, 50),
-            batch_speed(data, 2048, 64, 4 * options.runs, 50),
+            batch_speed(folder / "stdlib", 128, 512, 4 * options.runs, 50),
+            batch_speed(folder / "stdlib", 2048, 64, 4 * options.runs, 50),
         ]
         result["memory"] = preparation_memory(folder, texts, tokenizer, cores, options.large_megabytes)
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -34,11 +34,9 @@ class Rotate(torch.autograd.Function):
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     first, second = x.to(cos.dtype).chunk(2, dim=-1)  # [S, B, H, E/2] each
-    turned = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
-    turned_first, turned_second = turned.chunk(2, dim=-1)
-    torch.mul(first, cos, out=turned_first).addcmul_(second, sin, value=-direction)
-    torch.mul(second, cos, out=turned_second).addcmul_(first, sin, value=direction)
-    return turned.to(x.dtype)
+    turned_first = (first * cos).addcmul_(second, sin, value=-direction)
+    turned_second = (second * cos).addcmul_(first, sin, value=direction)
+    return torch.cat((turned_first, turned_second), dim=-1).to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
