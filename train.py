@@ -8,6 +8,7 @@ configuration → mesh → data → model → optimizer → loop. Every rank run
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -52,6 +53,7 @@ def run(config: Config, device: str) -> None:
 
     # What the user may have got wrong is found before anything is built or written.
     train_data, heldout_data = together(lambda: open_train_and_heldout(config), device)
+    together(lambda: check_writable(config), device)
     start = checkpoint.find_start(config, train_data, device)
     loader = BatchLoader(
         train_data,
@@ -83,6 +85,7 @@ def run(config: Config, device: str) -> None:
                 metrics.evaluated(step + 1, evaluate(train, heldout_data))
             metrics.flush()
             if is_due(config.checkpoint.interval, step, config):
+                metrics.check_finite()
                 checkpoint.save(train, step + 1, metrics.tokens, loader.state(), train_data.tokenizer_path)
                 metrics.restart_clock()
         metrics.summarise(heldout_data.unigram_nats_per_token)
@@ -95,9 +98,19 @@ def open_train_and_heldout(config: Config) -> tuple[Mixture, Mixture]:
     if data.vocab_size != config.model.vocab_size:
         why = f"the data's tokenizer has {data.vocab_size} tokens"
         raise UserError("model.vocab_size", config.model.vocab_size, why, f"set model.vocab_size={data.vocab_size}")
+    if not data.tokenizer_path.is_file():  # checkpoints take it along
+        raise UserError("data.path", str(data.tokenizer_path), "the data's tokenizer is missing", "prepare the data again")
     for split in (data, heldout):  # a split too short for one sequence says so here
         next(heldout_batches(split, seq_len=config.train.seq_len, num_samples=1, dp_rank=0, dp_size=1, rows=1))
     return data, heldout
+
+
+def check_writable(config: Config) -> None:
+    """The run folder is made later; what it will be made in must let us."""
+    folder = Path(config.run.dir).absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
+        raise UserError("run.dir", config.run.dir, f"{existing} is not a writable folder", "choose another, or its permissions")
 
 
 def is_due(interval: int, step: int, config: Config) -> bool:
@@ -108,6 +121,8 @@ def is_due(interval: int, step: int, config: Config) -> bool:
 def evaluate(train: TrainStep, heldout: Mixture) -> float:
     """Mean loss in nats per target token over the first train.eval_samples held-out sequences: the same on every layout."""
     config, mesh = train.config, train.mesh
+    size = config.train.micro_batch_size
+    microbatches = min(config.num_microbatches(mesh.dp_size), -(-config.train.eval_samples // (mesh.dp_size * size)))
     total = torch.zeros(2, dtype=torch.float64, device=mesh.device)  # loss, target tokens
     for tokens, targets in heldout_batches(
         heldout,
@@ -115,7 +130,7 @@ def evaluate(train: TrainStep, heldout: Mixture) -> float:
         num_samples=config.train.eval_samples,
         dp_rank=mesh.dp_rank,
         dp_size=mesh.dp_size,
-        rows=config.train.micro_batch_size * config.num_microbatches(mesh.dp_size),
+        rows=size * microbatches,
     ):
         total += torch.stack([value.double() for value in train.evaluate(tokens, targets)])
     return (total[0] / total[1]).item()

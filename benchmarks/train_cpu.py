@@ -1,4 +1,4 @@
-"""CPU seconds per token of the 3D run, beside one process of ours and of Hugging Face's Llama: `python -m benchmarks.train_cpu`.
+"""CPU seconds per token: the 3D run beside one process, ours and Hugging Face's Llama. `python -m benchmarks.train_cpu`
 
 Three programs train on the same tokens: 8 processes (tp 2 × pp 2 × dp_shard 2, sequence parallel, 1F1B), the same model as one
 process, and `transformers`' LlamaForCausalLM of the same size as one process (eager PyTorch, SDPA, fused AdamW, the same

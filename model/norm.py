@@ -12,9 +12,9 @@ from parallel.tensor import local_weight
 class RMSNorm(nn.Module):
     """y = x / sqrt(mean(x²) + eps) · weight over the last dimension; weight [D] is whole on every tp rank.
 
-    With sequence parallelism each tp rank normalises its own part of the sequence, so its weight gradient is a partial sum,
-    reduced over tp once per step together with the data-parallel reduction. Without, all tp ranks see the same tokens and
-    compute the same gradient: summing it would count it tp times.
+    With sequence parallelism each tp rank normalises its own part of the sequence, so its weight gradient is a partial sum
+    (`LocalWeight` in parallel/tensor.py). Without, all tp ranks see the same tokens and compute the same gradient: summing it
+    would count it tp times.
     """
 
     def __init__(self, dim: int, eps: float, tp: DeviceMesh, sequence_parallel: bool) -> None:

@@ -1,8 +1,8 @@
 """The collectives of tensor parallelism, and the autograd operations made of them.
 
 Every function takes the process group it talks over. A collective over one rank returns its input: that is the whole
-treatment of size-1 axes, and it stands here alone. The sequence is the *first* dimension of activations, [S, B, …], because
-collectives concatenate and split along the first: a gathered sequence is then contiguous without a copy.
+treatment of size-1 axes, and it stands in this file alone. The sequence is the *first* dimension of activations, [S, B, …],
+because collectives concatenate and split along the first: a gathered sequence is then contiguous without a copy.
 
 Nothing is reduced in place that autograd may still share: a gradient that feeds two branches is one tensor.
 """
@@ -110,6 +110,6 @@ class ReduceScatterToSequence(torch.autograd.Function):
 def reduce_over_tp(partial: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
     """Partial sums [S, B, D] → [S/tp, B, D] (sequence parallel) or [S, B, D]."""
     if group.size() == 1:
-        return partial
+        return partial  # not through autograd either: FSDP warns of a unit whose output is a view
     reduce = ReduceScatterToSequence if sequence_parallel else ReduceFromTensorParallel
     return reduce.apply(partial, group)

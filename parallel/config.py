@@ -20,7 +20,7 @@ class ParallelConfig:
     stages_per_rank: int = 1  # pipeline stages each rank holds
     layers_per_stage: list[int] | None = None  # blocks of each stage, first to last; null: as even as possible
     zero_stage: Literal[0, 1, 2, 3] = 1  # see the table in parallel/data.py
-    reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of gradient reductions (float64 runs use float64)
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # of data-parallel gradient reductions (float64 in float64 runs)
     cpu_offload: bool = False  # parameters, gradients and optimizer state live in host memory between uses
 
     def __post_init__(self) -> None:
@@ -80,12 +80,15 @@ class ParallelConfig:
                     "parallel.pp",
                     self.pp,
                     f"{stages} stages, but the model has only {num_layers} layers",
-                    f"use at most {num_layers} stages, or give parallel.layers_per_stage with zeros where a stage has none",
+                    f"use at most {num_layers} stages, or a parallel.layers_per_stage whose first or last has none",
                 )
             surplus = sorted(range(stages), key=lambda s: (s == stages - 1, s == 0, s))[: num_layers % stages]
             counts = [num_layers // stages + (s in surplus) for s in range(stages)]
         else:
             counts = self.layers_per_stage
+            if 0 in counts[1:-1]:
+                why = "a stage between the first and the last would have no parameters"
+                raise UserError("parallel.layers_per_stage", counts, why, "give every stage in between a layer")
             if sum(counts) != num_layers or min(counts) < 0:
                 raise UserError(
                     "parallel.layers_per_stage",

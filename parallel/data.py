@@ -15,6 +15,13 @@ https://arxiv.org/abs/2304.11277.) Between steps weights are sharded in all of t
 are also all-reduced over dp_replicate, once per step. Stage 2 trades M − 1 more reduce-scatters per step, for M micro-batches,
 for gradients of 1 / dp_shard the size; stage 3 trades 2 M − 1 more gathers for weights of 1 / dp_shard the size.
 
+A weight leads two lives. The optimizer, the checkpoint and the norm see one part of it; forward and backward see more:
+
+    between steps     DTensor on (dp_replicate, dp_shard, tp)      master dtype      p, p.grad, moments
+          │ gather over dp_shard                          ▲ reduce-scatter over dp_shard, all-reduce over dp_replicate
+          ▼                                               │
+    in a stage        DTensor on (tp)                     │        compute dtype     what `LocalWeight` opens
+
 Every reduction is a plain sum: the loss is divided by the number of target tokens of the global batch before backward, so no
 mean is ever taken of means.
 """
@@ -50,8 +57,9 @@ def shard(
         fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload)
     fully_shard(stage, mesh=mesh, mp_policy=precision, offload_policy=offload)
     if units:
-        # In backward each unit prefetches the one that ran before it. Before the first ran the last of the micro-batch before:
-        # gathered in vain. A unit that prefetches itself prefetches nothing.
+        # In backward FSDP gathers, while one unit computes, the unit that ran before it in forward. What ran before the first
+        # unit was the last one, of the previous micro-batch, and it would be gathered in vain. Told to prefetch itself, the
+        # first unit prefetches nothing.
         first = units[0][0]
         assert isinstance(first, FSDPModule)
         first.set_modules_to_backward_prefetch([first])

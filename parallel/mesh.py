@@ -21,7 +21,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 class Mesh:
     """The mesh and its named views. Views, not axes, are what the code asks for, so that a new axis changes this file alone.
 
-    `loss` is every rank that sees other samples (dp_replicate × dp_shard; context parallelism would join it). `fsdp` is the
+    `loss` is every rank that sees other tokens, over which the loss is summed (dp_replicate × dp_shard). `fsdp` is the
     two-dimensional view that FSDP2 shards over in its last and replicates over in its first axis.
     """
 

@@ -32,9 +32,7 @@ from parallel.placement import as_dtensor_like, chunk_range, parallel_parameter
 
 
 class Matmul:
-    """The three products of every parallel linear layer. All of them pass through here: what changes how they are done
-    (deferring weight gradients, another number format) changes this object and no layer.
-    """
+    """The three products of every parallel linear layer: the one place to change how they are computed."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor) -> Tensor:
@@ -122,9 +120,20 @@ class RowParallelFunction(torch.autograd.Function):
 class LocalWeight(torch.autograd.Function):
     """This rank's tensor of a DTensor weight; its gradient is the weight's gradient, placed as `gradient` says.
 
-    `DTensor.to_local` does the same through the dispatcher, at several times the host time per weight and micro-batch; here
-    all micro-batches but the first add to the local tensor at once. The gradient that is added to was made by the first call
-    of this backward, and every caller hands in a tensor it has just made, so nobody else holds it.
+    `DTensor.to_local` does the same through the dispatcher, at several times the host time per weight and micro-batch. Here,
+    where gradients stay in the weight between micro-batches (float32 computing), all but the first are added to the local
+    tensor at once; where FSDP takes each away to sum it in a wider dtype (bfloat16), each is the first. What is added to was
+    made by the first call of this backward, from a tensor that every caller has just made, so nobody else holds it.
+
+    | the rank's gradient is | when                                                                    | then over tp |
+    |------------------------|-------------------------------------------------------------------------|--------------|
+    | its shard              | each rank has other rows or columns: every parallel linear, embedding   | nothing      |
+    | Replicate              | all ranks compute the same: a norm without sequence parallelism         | nothing      |
+    | Partial                | each saw other tokens (a norm with sequence parallelism) or other heads | all-reduce   |
+    |                        | (shared key/value weights): the sum is the gradient                     |              |
+
+    FSDP makes that all-reduce, in the compute dtype, just before its own reduction of the gradient: once per step with
+    zero_stage 0 and 1, once per micro-batch with 2 and 3. Declaring Replicate where Partial is true is silent and wrong.
     """
 
     @staticmethod
@@ -150,11 +159,11 @@ def local_weight(weight: nn.Parameter, gradient: Placement) -> Tensor:
 
 
 class ColumnParallelLinear(nn.Module):
-    """weight [out, in], output rows cut over tp; called through `column_parallel`, which shares one gather among several.
+    """weight [out, in], output rows cut over tp. No forward of its own: `column_parallel` computes several that read one input.
 
     `shards` may be less than tp (key/value heads fewer than tp ranks): then the whole weight is on every rank, and ranks in
     groups of tp / shards compute the same slice of the output. Each rank's gradient covers its slice and the queries it
-    served, so it is a partial sum, reduced over tp once per step together with the data-parallel reduction.
+    served, so it is a partial sum (see `LocalWeight`).
     """
 
     def __init__(self, in_features: int, out_features: int, tp: DeviceMesh, shards: int | None = None) -> None:

@@ -37,6 +37,9 @@ WRONG = [
     ("parallel.stages_per_rank=2", "parallel.stages_per_rank", "one stage per rank"),
     ("parallel.layers_per_stage=[4, 4]", "parallel.layers_per_stage", "pp · stages_per_rank = 1"),
     ("parallel.zero_stage=0", "parallel.zero_stage", "dp_replicate=2"),
+    ("optimizer.grad_clip=-1", "optimizer.grad_clip", "0 or more"),
+    ("optimizer.betas=[0.9, 1]", "optimizer.betas", "[0.9, 0.95]"),
+    ("run.dir=/etc/hosts/run", "run.dir", "not a writable folder"),
     ("optimizer.schedule=wsd", "optimizer.decay_steps", "between 1 and"),
     ("model.vocab_size=1000", "model.vocab_size", "set model.vocab_size=800"),
     ("train.seq_len=1000000", "train.seq_len", "tokens"),
@@ -93,10 +96,27 @@ def test_resume_refuses_another_model_data_or_sequence_length(ranks: Ranks, data
     for override, key in (
         ("model.ffn_dim=96", "model.ffn_dim"),
         ("train.seq_len=16", "train.seq_len"),
+        ("train.seed=1", "train.seed"),
+        ("checkpoint.resume=none", "run.dir"),
         (f"data.path={other}", "data.path"),
     ):
         assert ranks.run(train_run, 1, [config, override])[0].startswith(f"{key} = "), override
     assert sorted(path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")) == before, "nothing is lost"
+
+
+def test_a_damaged_checkpoint_is_refused(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, data, train={"steps": 1}, checkpoint={"interval": 1})
+    assert ranks.run(train_run, 2, [config]) == ["", ""]
+    saved = tmp_path / "run" / "checkpoints" / "step-00000001"
+    lost = sorted(saved.glob("*.safetensors"))[0]
+    content = lost.read_bytes()
+    for damage in (lost.unlink, lambda: lost.write_bytes(content[:-1])):
+        damage()
+        message = ranks.run(train_run, 2, [config, "train.steps=2"])[0]
+        assert message.startswith("checkpoint.resume = ")
+        assert lost.name in message
+    lost.write_bytes(content)
+    assert ranks.run(train_run, 2, [config, "train.steps=2"]) == ["", ""], "control"
 
 
 def test_an_error_of_one_rank_is_everyones(ranks: Ranks, data: Path, tmp_path: Path) -> None:
@@ -122,10 +142,22 @@ def _blind_rank_1(config: str) -> str:
         train.open_data = original
 
 
-def test_exit_status_and_one_message(data: Path, tmp_path: Path) -> None:
-    """The real program under the real launcher: each process ends with 2, one message, no traceback of ours."""
+def test_an_error_in_the_middle_of_a_run_ends_it(data: Path, tmp_path: Path) -> None:
+    """A shard whose header is broken is found when it is first read: by some ranks, while others wait for them."""
+    copy = tmp_path / "data"
+    shutil.copytree(data, copy)
+    for shard in sorted(copy.glob("train-*.safetensors"))[1:]:  # the right size, but no header
+        shard.write_bytes(b"\xff" * shard.stat().st_size)
+    done = launch(write_config(tmp_path, copy, train={"steps": 500, "seq_len": 8}))
+    assert done.returncode != 0
+    assert "error on rank" in done.stderr
+    assert "data.path = " in done.stderr
+    assert "UserError" not in done.stderr, "no traceback of ours"
+
+
+def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`train.py` under torchrun, as 2 processes on this machine."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
-    config = write_config(tmp_path, data)
     launcher = [
         sys.executable,
         "-m",
@@ -136,8 +168,14 @@ def test_exit_status_and_one_message(data: Path, tmp_path: Path) -> None:
         "--nproc-per-node",
         "2",
     ]
-    command = [*launcher, "train.py", config, "model.num_heads=5"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    command = [*launcher, "train.py", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_exit_status_and_one_message(data: Path, tmp_path: Path) -> None:
+    """The real program under the real launcher: each process ends with 2, one message, no traceback of ours."""
+    config = write_config(tmp_path, data)
+    done = launch(config, "model.num_heads=5")
     assert done.stderr.count("model.num_heads = 5") == 1
     assert "exitcode  : 2" in done.stderr
     assert "UserError" not in done.stderr
@@ -145,7 +183,6 @@ def test_exit_status_and_one_message(data: Path, tmp_path: Path) -> None:
     alone = subprocess.run(
         [sys.executable, "train.py", config, "model.num_heads=5"],
         cwd=ROOT,
-        env=environment,
         capture_output=True,
         text=True,
         check=False,

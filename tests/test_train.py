@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from tests.data_samples import prepared
 from tests.runs import fresh, global_state, losses, train_run, write_config
-from tools.ranks import Ranks
+from tools.ranks import RankError, Ranks
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +158,22 @@ def test_compiled_agrees(ranks: Ranks, data: Path, tmp_path: Path, mode: str) ->
     run(ranks, 2, config, *layout, "train.compile=true")
     compiled = losses(tmp_path)
     assert all(math.isclose(compiled[s], eager[s], rel_tol=1e-5) for s in eager)
+
+
+def test_weights_that_became_nan_are_not_saved(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, data, checkpoint={"interval": 2}, optimizer={"lr": 1e30, "warmup_steps": 0})
+    with pytest.raises(RankError, match="nothing is saved"):
+        run(ranks, 2, config, "parallel.tp=2")
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
+
+
+def test_a_second_run_in_the_same_folder_keeps_the_first_ones_numbers(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, data, train={"steps": 2})
+    run(ranks, 1, config)
+    first = (tmp_path / "run" / "metrics.jsonl").read_text()
+    run(ranks, 1, config)
+    assert (tmp_path / "run" / "metrics-1.jsonl").read_text() == first
 
 
 def test_wandb_works_offline(ranks: Ranks, data: Path, tmp_path: Path) -> None:

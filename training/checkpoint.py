@@ -57,8 +57,10 @@ def save(train: TrainStep, step: int, tokens: int, data_state: dict[str, Any], t
         trainer = {
             "format": FORMAT,
             "version": VERSION,
+            "files": {file.name: file.stat().st_size for file in sorted(partial.iterdir())},  # all but this one
             "step": step,
             "tokens": tokens,
+            "seed": train.config.train.seed,
             "seq_len": train.config.train.seq_len,
             "model": dataclasses.asdict(train.config.model),
             "data": data_state,
@@ -69,7 +71,7 @@ def save(train: TrainStep, step: int, tokens: int, data_state: dict[str, Any], t
         os.replace(partial, final)
         _write_durably(folder / "latest.partial", final.name)
         os.replace(folder / "latest.partial", folder / "latest")
-        for old in complete_checkpoints(folder)[: -train.config.checkpoint.keep_last]:
+        for old in complete_checkpoints(folder)[: -train.config.checkpoint.keep_last]:  # `find_start`: none is later than ours
             shutil.rmtree(old)
     dist.barrier()
     return final
@@ -101,18 +103,26 @@ def find_start(config: Config, data: Mixture, device: str) -> Start:
         if path is not None:
             trainer = read_trainer(path, "checkpoint.resume")
             _check_model(path, trainer, config)
-            if trainer["seq_len"] != config.train.seq_len:
-                why = f"the checkpoint {path} counts its samples in sequences of {trainer['seq_len']} tokens"
-                remedy = "use the checkpoint's, or start a new run from its weights: checkpoint.load_weights_only"
-                raise UserError("train.seq_len", config.train.seq_len, why, remedy)
+            for name, value in (("seq_len", config.train.seq_len), ("seed", config.train.seed)):
+                if trainer[name] != value:
+                    why = f"the checkpoint {path} counts its samples in the order of train.{name}={trainer[name]}"
+                    remedy = "use the checkpoint's, or start a new run from its weights: checkpoint.load_weights_only"
+                    raise UserError(f"train.{name}", value, why, remedy)
             check_state(trainer["data"], data)
             skipped = tuple((begin, end) for begin, end in trainer["data"]["skipped"])
-            return Start(path, False, trainer["step"], trainer["tokens"], trainer["data"]["next_sample"], skipped)
-        if config.checkpoint.load_weights_only:
+            start = Start(path, False, trainer["step"], trainer["tokens"], trainer["data"]["next_sample"], skipped)
+        else:
+            start = Start()
+        own = complete_checkpoints(checkpoint_folder(config))
+        later = [c for c in own if int(c.name.removeprefix("step-")) > start.step]
+        if later:
+            why = f"it holds {later[-1].name}, which this run would not start from, and would delete in time"
+            raise UserError("run.dir", config.run.dir, why, "choose another run.dir, or checkpoint.resume=auto")
+        if start.path is None and config.checkpoint.load_weights_only:
             path = Path(config.checkpoint.load_weights_only)
             _check_model(path, read_trainer(path, "checkpoint.load_weights_only"), config)
             return Start(path, weights_only=True)
-        return Start()
+        return start
 
     return from_rank_0(choose, device)
 
@@ -121,13 +131,17 @@ def read_trainer(path: Path, key: str) -> dict[str, Any]:
     """A checkpoint's trainer.json. `key` is the configuration key that chose the checkpoint, for the message."""
     try:
         trainer = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
-        format_and_version = trainer["format"], trainer["version"]
+        format_and_version, files = (trainer["format"], trainer["version"]), dict(trainer["files"])
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(
             key, str(path), "is no complete checkpoint (no readable trainer.json)", "give a folder step-…"
         ) from None
     if format_and_version != (FORMAT, VERSION):
         raise UserError(key, str(path), f"was saved as {format_and_version}", f"this version reads {(FORMAT, VERSION)}")
+    for name, size in files.items():  # DCP would not miss a file: it takes the shapes from what it finds
+        file = path / name
+        if Path(name).name != name or not file.is_file() or file.stat().st_size != size:
+            raise UserError(key, str(path), f"its file {name} is missing or truncated", "choose another checkpoint")
     return trainer
 
 

@@ -40,7 +40,7 @@ class OptimizerConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     grad_clip: float = 1.0  # largest norm of all gradients together; 0: no clipping
-    warmup_steps: int = 0  # the learning rate rises linearly from 0
+    warmup_steps: int = 0  # the learning rate rises linearly, from lr / warmup_steps
     schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warmup, stable, decay
     min_lr_ratio: float = 0.1  # the learning rate ends at this times lr
     decay_steps: int = 0  # wsd only: how many last steps decay (linearly)
@@ -88,8 +88,13 @@ class Config:
         _, dp_replicate, dp_shard, tp = parallel.mesh_shape(world_size)
         for key in ("seq_len", "global_batch_size", "micro_batch_size"):
             _at_least(f"train.{key}", getattr(train, key), 1)
-        for key in ("steps", "eval_interval", "eval_samples"):
+        _at_least("train.eval_samples", train.eval_samples, 1)
+        for key in ("steps", "eval_interval"):
             _at_least(f"train.{key}", getattr(train, key), 0)
+        for key in ("lr", "weight_decay", "eps", "grad_clip", "warmup_steps", "min_lr_ratio"):
+            _at_least(f"optimizer.{key}", getattr(self.optimizer, key), 0)
+        if not all(0 <= beta < 1 for beta in self.optimizer.betas):
+            raise UserError("optimizer.betas", list(self.optimizer.betas), "each must be in [0, 1)", "for example [0.9, 0.95]")
         _at_least("checkpoint.interval", self.checkpoint.interval, 0)
         _at_least("checkpoint.keep_last", self.checkpoint.keep_last, 1)
         _at_least("run.log_interval", self.run.log_interval, 1)
@@ -133,7 +138,7 @@ class Config:
         build_schedule(parallel.schedule, parallel.pp, parallel.stages_per_rank, self.num_microbatches(dp))
 
 
-def _at_least(key: str, value: int, least: int) -> None:
+def _at_least(key: str, value: float, least: int) -> None:
     if value < least:
         raise UserError(key, value, f"must be at least {least}", f"give {least} or more")
 

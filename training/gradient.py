@@ -16,7 +16,7 @@ def gradient_norm(gradients: Sequence[DTensor], mesh: Mesh) -> Tensor:
 
     A shard that r ranks of the stage hold alike would be counted r times by a sum over the world, so each square sum is
     divided by r: the product of the sizes of the axes on which the gradient is replicated. One all-reduce of one number; the
-    host waits for nothing.
+    host waits for nothing (but, with cpu_offload, for its own sums).
 
     Args:
         gradients: this rank's, reduced; a tied embedding must be listed on one stage only (see `training/step.py`).

@@ -1,6 +1,7 @@
 """What a run says: one line on the console and one JSON object in metrics.jsonl per logged step, and wandb if asked."""
 
 import json
+import math
 import os
 import resource
 import sys
@@ -27,7 +28,7 @@ class Metrics:
     Args:
         config: of the run.
         mesh: the mesh.
-        start: where the run begins. Lines after its step, left by a start that went on beyond its last checkpoint, are dropped.
+        start: where the run begins. Lines after its step, left by a start that went beyond its last checkpoint, are dropped.
     """
 
     def __init__(self, config: Config, mesh: Mesh, start: Start) -> None:
@@ -38,10 +39,12 @@ class Metrics:
         self.wandb: Any = None
         self.record: dict[str, Any] | None = None
         self.eval_loss: float | None = None
+        self.last: tuple[torch.Tensor, torch.Tensor]  # loss and gradient norm of the last step
         if self.writes:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-            _drop_lines_after(self.folder / "metrics.jsonl", start.step)
+            (self.folder / "status.json").unlink(missing_ok=True)
+            _continue_lines(self.folder / "metrics.jsonl", start.step)
             if config.run.wandb != "disabled":
                 self.wandb = _start_wandb(config)
             print(f"{config.model.num_parameters:,} parameters on {mesh.describe()}")
@@ -57,7 +60,7 @@ class Metrics:
 
     def step_done(self, step: int, lr: float, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """After update number `step` (1-based). Only every `run.log_interval` steps does anything wait for the device."""
-        self.step = step
+        self.step, self.last = step, (loss, grad_norm)
         self.timed_steps += 1
         train = self.config.train
         self.tokens += train.global_batch_size * train.seq_len
@@ -101,6 +104,12 @@ class Metrics:
         print(console_line(record, self.config.train.steps), flush=True)
         if self.wandb is not None:
             self.wandb.log({key: value for key, value in record.items() if key != "step"}, step=record["step"])
+
+    def check_finite(self) -> None:
+        """Before a save: weights that became NaN must not push good checkpoints out. Equal on all ranks, so all stop."""
+        loss, grad_norm = (value.item() for value in self.last)
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise FloatingPointError(f"step {self.step}: loss {loss}, grad_norm {grad_norm}; nothing is saved")
 
     def summarise(self, unigram_nats_per_token: float | None) -> None:
         """The last held-out loss beside that of a model that knows only how frequent each token is."""
@@ -147,8 +156,12 @@ def write_status(folder: Path, state: str, step: int, reason: str) -> None:
     os.replace(path.with_suffix(".partial"), path)
 
 
-def _drop_lines_after(path: Path, step: int) -> None:
-    if path.exists():
+def _continue_lines(path: Path, step: int) -> None:
+    """Drop the lines after `step`, which will be written again. Those of a run that begins anew are put aside, not dropped."""
+    if path.exists() and step == 0:
+        taken = len(list(path.parent.glob("metrics-*.jsonl")))
+        path.rename(path.with_name(f"metrics-{taken + 1}.jsonl"))
+    elif path.exists():
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
         path.with_suffix(".partial").write_text("".join(kept), encoding="utf-8")

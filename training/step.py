@@ -40,8 +40,8 @@ class TrainStep:
         # A tied embedding's second copy has the same gradient as the first, and does not count again in the norm.
         self.counted = [p for name, p in self.named_parameters() if canonical_name(name, config.model) == name]
 
-        rows = train.seq_len // mesh.tp.size() if parallel.sequence_parallel else train.seq_len
-        hidden_shape = (rows, train.micro_batch_size, config.model.dim)
+        positions = train.seq_len // mesh.tp.size() if parallel.sequence_parallel else train.seq_len
+        hidden_shape = (positions, train.micro_batch_size, config.model.dim)
         transfers = Transfers(mesh.pp.get_group(), parallel.num_stages, hidden_shape, DTYPES[train.dtype], mesh.device)
         self.runner = PipelineRunner(dict(stages), parallel.num_stages, transfers, ZeroStage(parallel.zero_stage))
         schedules = build_schedule(

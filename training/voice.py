@@ -14,6 +14,11 @@ import torch.distributed as dist
 
 from errors import UserError
 
+
+class AgreedError(UserError):
+    """A UserError that every rank raises alike, so that all of them meet in `refuse`."""
+
+
 T = TypeVar("T")
 
 
@@ -33,7 +38,7 @@ def start_distributed() -> str:
 
 def together(action: Callable[[], T], device: str) -> T:
     """Run `action` on every rank and return each rank's result; if any rank raises UserError, every rank raises that of the
-    lowest such rank. One all-reduce of one number when all is well."""
+    lowest such rank, as an AgreedError. One all-reduce of one number when all is well."""
     error: UserError | None = None
     result = None
     try:
@@ -48,7 +53,7 @@ def together(action: Callable[[], T], device: str) -> T:
     said = [(error.key, error.value, error.why, error.remedy) if error else None]
     dist.broadcast_object_list(said, src=int(speaker.item()))
     assert said[0] is not None
-    raise UserError(*said[0])
+    raise AgreedError(*said[0])
 
 
 def from_rank_0(action: Callable[[], T], device: str) -> T:
@@ -59,7 +64,11 @@ def from_rank_0(action: Callable[[], T], device: str) -> T:
 
 
 def refuse(error: UserError) -> NoReturn:
-    """Say it once, wait until it is said, and leave with status 2. Every rank calls it with the same error."""
+    """Say it and leave with status 2: what all ranks agreed on, once, and nobody leaves before it is said; what one rank met
+    alone, in the middle of the run, at once, so that the launcher ends the others instead of letting them wait for it."""
+    if not isinstance(error, AgreedError):
+        print(f"error on rank {dist.get_rank()}: {error}", file=sys.stderr, flush=True)
+        os._exit(2)  # not sys.exit: its clean-up would wait for the other ranks
     if dist.get_rank() == 0:
         print(f"error: {error}", file=sys.stderr, flush=True)
     dist.barrier()  # a rank that left early would make torchrun end rank 0 in mid-sentence

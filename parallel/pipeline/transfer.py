@@ -50,7 +50,8 @@ class Transfers:
             # NCCL gives one work for the batch, gloo one per operation, in order: the last one covers the receive.
             if received is not None:
                 works.pop().wait()
-            self.sending.append((works, sent))  # gloo reads `sent` until it has gone: keep it alive, but do not wait
+            if works:  # gloo reads `sent` until it has gone: keep it alive, but do not wait. NCCL's stream knows of it.
+                self.sending.append((works, sent))
         return received
 
     def finish(self) -> None:
