@@ -13,6 +13,7 @@ from data.config import DataConfig
 from data.dataset import Mixture, TokenDataset, open_data
 from data.loader import IGNORED, BatchLoader, check_state, heldout_batches
 from errors import UserError
+from model.loss import IGNORE
 from tests.data_samples import STDLIB_FOLDER, prepared
 
 S = 64
@@ -206,3 +207,8 @@ def test_heldout_mixture_repeats_nothing(paths) -> None:
     ]
     assert Counter(rows) <= Counter(windows)  # licences recur in the data itself
     assert 2 * smaller <= len(rows) <= 2 * smaller + 1
+
+
+def test_the_loader_ignores_what_the_loss_ignores():
+    """data/ and model/ may not import each other, so the number stands twice."""
+    assert IGNORED == IGNORE
