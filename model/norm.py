@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import Replicate
 
 from parallel.placement import parallel_parameter
 from parallel.tensor import local_weight
@@ -13,15 +13,14 @@ class RMSNorm(nn.Module):
     """y = x / sqrt(mean(x²) + eps) · weight over the last dimension; weight [D] is whole on every tp rank.
 
     With sequence parallelism each tp rank normalises its own part of the sequence, so its weight gradient is a partial sum
-    (`LocalWeight` in parallel/tensor.py). Without, all tp ranks see the same tokens and compute the same gradient: summing it
-    would count it tp times.
+    (parallel/partial.py). Without, all tp ranks see the same tokens and compute the same gradient.
     """
 
     def __init__(self, dim: int, eps: float, tp: DeviceMesh, sequence_parallel: bool) -> None:
         super().__init__()
         self.eps = eps
-        self.gradient = Partial() if sequence_parallel else Replicate()
+        self.gradient_is_partial = sequence_parallel
         self.weight = parallel_parameter((dim,), tp, Replicate())
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), local_weight(self.weight, self.gradient), self.eps)
+        return F.rms_norm(x, (x.shape[-1],), local_weight(self.weight), self.eps)

@@ -6,5 +6,7 @@
     dp_shard      data.py    1 / dp_shard of weights, gradients, moments   weights (gather), gradients (reduce-scatter)
     tp            tensor.py  1 / tp of each matrix (and of the sequence)   activations, several times per block
 
+partial.py sums over tp what each tp rank knows only in part; placement.py says who holds what of a tensor.
+
 Imports torch and nothing else of the house; `pipeline/` is handed modules and never imports the model.
 """

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
 def chunk_range(size: int, chunks: int, index: int) -> range:
@@ -43,13 +42,10 @@ def local_region(tensor: DTensor) -> tuple[range, ...]:
     return tuple(region)
 
 
-def as_dtensor_like(local: Tensor, like: DTensor, placements: tuple[Placement, ...] | None = None) -> DTensor:
-    """`local` as this rank's part of a global tensor of `like`'s shape, placed as `like` is, or by `placements`.
+def as_dtensor_like(local: Tensor, like: DTensor) -> DTensor:
+    """`local` as this rank's part of a global tensor that is shaped and placed as `like` is: no copy, no communication.
 
-    No copy, no communication. This is the constructor that `DTensor.from_local` ends in; the way there costs a third of a
-    millisecond of host time, and every weight's gradient takes it in every step.
+    This is the constructor that `DTensor.from_local` ends in; the way there costs a third of a millisecond of host time, and
+    every weight's gradient takes it in every step.
     """
-    spec = like._spec
-    if placements is not None:
-        spec = DTensorSpec(like.device_mesh, placements, tensor_meta=spec.tensor_meta)
-    return DTensor(local, spec, requires_grad=False)
+    return DTensor(local, like._spec, requires_grad=False)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parallel.collectives import (
     reduce_over_tp,
@@ -118,44 +118,34 @@ class RowParallelFunction(torch.autograd.Function):
 
 
 class LocalWeight(torch.autograd.Function):
-    """This rank's tensor of a DTensor weight; its gradient is the weight's gradient, placed as `gradient` says.
+    """This rank's tensor of a DTensor weight; its gradient becomes the weight's, placed alike.
 
     `DTensor.to_local` does the same through the dispatcher, at several times the host time per weight and micro-batch. Here,
     where gradients stay in the weight between micro-batches (float32 computing), all but the first are added to the local
     tensor at once; where FSDP takes each away to sum it in a wider dtype (bfloat16), each is the first. What is added to was
     made by the first call of this backward, from a tensor that every caller has just made, so nobody else holds it.
-
-    | the rank's gradient is | when                                                                    | then over tp |
-    |------------------------|-------------------------------------------------------------------------|--------------|
-    | its shard              | each rank has other rows or columns: every parallel linear, embedding   | nothing      |
-    | Replicate              | all ranks compute the same: a norm without sequence parallelism         | nothing      |
-    | Partial                | each saw other tokens (a norm with sequence parallelism) or other heads | all-reduce   |
-    |                        | (shared key/value weights): the sum is the gradient                     |              |
-
-    FSDP makes that all-reduce, in the compute dtype, just before its own reduction of the gradient: once per step with
-    zero_stage 0 and 1, once per micro-batch with 2 and 3. Declaring Replicate where Partial is true is silent and wrong.
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: DTensor, gradient: Placement) -> Tensor:
-        ctx.weight, ctx.gradient = weight, gradient
+    def forward(ctx: Any, weight: DTensor) -> Tensor:
+        ctx.weight = weight
         return weight.to_local()
 
     @staticmethod
-    def backward(ctx: Any, dw: Tensor) -> tuple[DTensor | None, None]:
+    def backward(ctx: Any, dw: Tensor) -> DTensor | None:
         weight = ctx.weight
         if weight.grad is not None:
             weight.grad.to_local().add_(dw)
-            return None, None
-        return as_dtensor_like(dw, weight, (ctx.gradient,)), None
+            return None
+        return as_dtensor_like(dw, weight)
 
 
-def local_weight(weight: nn.Parameter, gradient: Placement) -> Tensor:
-    """This rank's tensor of a weight; `gradient` says what each rank's gradient of it is: its shard, or a partial sum."""
+def local_weight(weight: nn.Parameter) -> Tensor:
+    """This rank's tensor of a weight."""
     assert isinstance(weight, DTensor)
     if torch.compiler.is_compiling():
-        return weight.to_local(grad_placements=[gradient])  # the compiler knows this one, and pays its price once
-    return LocalWeight.apply(weight, gradient)
+        return weight.to_local()  # the compiler knows this one, and pays its price once
+    return LocalWeight.apply(weight)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -163,24 +153,24 @@ class ColumnParallelLinear(nn.Module):
 
     `shards` may be less than tp (key/value heads fewer than tp ranks): then the whole weight is on every rank, and ranks in
     groups of tp / shards compute the same slice of the output. Each rank's gradient covers its slice and the queries it
-    served, so it is a partial sum (see `LocalWeight`).
+    served: a partial sum (parallel/partial.py).
     """
 
     def __init__(self, in_features: int, out_features: int, tp: DeviceMesh, shards: int | None = None) -> None:
         super().__init__()
         ranks = tp.size()
         self.shards = min(shards or ranks, ranks)
-        self.replicated = self.shards < ranks
+        self.gradient_is_partial = self.shards < ranks
         self.width = out_features // self.shards
         self.slice_index = tp.get_local_rank() * self.shards // ranks
-        self.weight = parallel_parameter((out_features, in_features), tp, Replicate() if self.replicated else Shard(0))
+        self.weight = parallel_parameter((out_features, in_features), tp, Replicate() if self.gradient_is_partial else Shard(0))
 
     def local_weight(self) -> Tensor:
         """[out / shards, in]"""
-        if not self.replicated:
-            return local_weight(self.weight, gradient=Shard(0))
-        whole = local_weight(self.weight, gradient=Partial())
-        return whole[self.slice_index * self.width : (self.slice_index + 1) * self.width]
+        weight = local_weight(self.weight)
+        if not self.gradient_is_partial:
+            return weight
+        return weight[self.slice_index * self.width : (self.slice_index + 1) * self.width]
 
 
 def column_parallel(
@@ -200,7 +190,7 @@ class RowParallelLinear(nn.Module):
         self.weight = parallel_parameter((out_features, in_features), tp, Shard(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        partial = RowParallelFunction.apply(x, local_weight(self.weight, gradient=Shard(1)))
+        partial = RowParallelFunction.apply(x, local_weight(self.weight))
         return reduce_over_tp(partial, self.group, self.sequence_parallel)
 
 
@@ -217,7 +207,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = parallel_parameter((vocab_size, dim), tp, Shard(0))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        weight = local_weight(self.weight, gradient=Shard(0))
+        weight = local_weight(self.weight)
         elsewhere = (tokens < self.rows.start) | (tokens >= self.rows.stop)
         local = F.embedding((tokens - self.rows.start).masked_fill(elsewhere, 0), weight)
         return reduce_over_tp(local.masked_fill(elsewhere.unsqueeze(-1), 0), self.group, self.sequence_parallel)

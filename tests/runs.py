@@ -73,7 +73,7 @@ def global_state(arguments: list[str], path: str) -> dict[str, torch.Tensor]:
     step = TrainStep(config, mesh, build_stages(config, mesh))
     checkpoint.load(step, checkpoint.Start(Path(path), step=1))
     mine: dict[str, torch.Tensor] = {}
-    tensors = [(f"model.{n}", p.detach()) for n, p in step.named_parameters()]
+    tensors = [(f"model.{n}", p.detach()) for n, p in step.named_parameters]
     tensors += [(f"optimizer.{n}", m) for n, m in step.optimizer.moments()]
     for name, tensor in tensors:
         assert isinstance(tensor, DTensor)

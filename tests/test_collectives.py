@@ -157,7 +157,7 @@ def test_whole_step_over_tp(ranks):
             # forward 2 a block and the head's; backward 4 a block, the head's again, and the embedding's gradient
             "all_gather": (M * (6 * blocks + 3), M * (6 * blocks + 3) * hidden),
             "reduce_scatter": (M * (4 * blocks + 2), M * (4 * blocks + 2) * hidden),
-            "all_reduce": (M * 2 + norms, M * 3 * tokens + norms * 32 * DOUBLE),
+            "all_reduce": (M * 2 + 1, M * 3 * tokens + norms * 32 * DOUBLE),
         }
 
 

@@ -11,35 +11,41 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import Replicate
 
 import model.loss
 import model.norm
-import parallel.data
-import parallel.tensor
 import training.step
 from model.loss import IGNORE
+from model.norm import RMSNorm
 from parallel.data import ZeroStage
+from parallel.partial import PartialGradients
 from parallel.pipeline.runner import PipelineRunner
 from parallel.pipeline.tied import TiedEmbedding
 from tools.parity_cases import Case
 from tools.parity_run import check
 
 TP = Case((1, 1, 1, 2))
+SHARED_KV = Case((1, 1, 1, 4), num_kv_heads=2, sequence_parallel=False)
 DP = Case((1, 1, 2, 1))
 
 
 @contextlib.contextmanager
-def norm_gradients_not_reduced():
-    """Sequence-parallel norm weights: each tp rank's part of the gradient is taken for the whole."""
-    with patch.object(model.norm, "Partial", Replicate):
+def partial_gradients_not_summed():
+    """Each tp rank's part of a norm's gradient, or of shared key/value heads', is taken for the whole."""
+    with patch.object(PartialGradients, "sum_over_tp", lambda self: None):
         yield
 
 
 @contextlib.contextmanager
-def kv_gradients_not_summed():
-    """Key/value heads shared by tp ranks: each rank's part of the gradient is taken for the whole."""
-    with patch.object(parallel.tensor, "Partial", Replicate):
+def norm_gradients_summed_in_vain():
+    """Without sequence parallelism every tp rank has the whole gradient of a norm: a sum counts it tp times."""
+    build = RMSNorm.__init__
+
+    def all_partial(self, *arguments):
+        build(self, *arguments)
+        self.gradient_is_partial = True
+
+    with patch.object(RMSNorm, "__init__", all_partial):
         yield
 
 
@@ -152,8 +158,9 @@ def nothing_wrong():
 @pytest.mark.parametrize(
     ("bug", "case", "where", "parameter"),
     [
-        (norm_gradients_not_reduced, TP, {"gradient", "spread"}, "norm.weight"),
-        (kv_gradients_not_summed, Case((1, 1, 1, 4), num_kv_heads=2), {"gradient", "spread"}, "attention."),
+        (partial_gradients_not_summed, TP, {"gradient", "spread"}, "norm.weight"),
+        (partial_gradients_not_summed, SHARED_KV, {"gradient", "spread"}, "attention."),
+        (norm_gradients_summed_in_vain, Case((1, 1, 1, 2), sequence_parallel=False), {"gradient"}, "norm.weight"),
         (gradients_averaged, DP, {"gradient", "norm"}, ""),
         (mean_per_rank, DP, {"gradient", "loss", "norm"}, ""),
         (mean_per_microbatch, Case((1, 1, 1, 1)), {"gradient", "loss", "norm"}, ""),

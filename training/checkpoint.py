@@ -182,7 +182,7 @@ def load(train: TrainStep, start: Start) -> None:
 
 def _local_tensors(train: TrainStep) -> Iterator[tuple[str, Tensor]]:
     """Names and sharded tensors of all that this rank holds, sharing memory with the model and the optimizer."""
-    for name, parameter in train.named_parameters():
+    for name, parameter in train.named_parameters:
         yield f"model.{name}", parameter.detach()
     for name, moment in train.optimizer.moments():
         yield f"optimizer.{name}", moment

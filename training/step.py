@@ -12,6 +12,7 @@ from model.loss import IGNORE
 from model.transformer import Batch, Transformer
 from parallel.data import ZeroStage, check_reduced
 from parallel.mesh import Mesh
+from parallel.partial import PartialGradients
 from parallel.pipeline.runner import PipelineRunner
 from parallel.pipeline.schedule import build_schedule
 from parallel.pipeline.transfer import Transfers
@@ -35,10 +36,13 @@ class TrainStep:
     def __init__(self, config: Config, mesh: Mesh, stages: dict[int, Transformer]) -> None:
         self.config, self.mesh, self.stages = config, mesh, stages
         parallel, train = config.parallel, config.train
+        # Listed once, while they are sharded: while its weights are gathered, a module calls other objects its parameters.
+        self.named_parameters = [named for stage in stages.values() for named in stage.named_parameters()]
+        self.partial = PartialGradients(stages.values(), mesh.tp.get_group())
         self.tied = build_tied_embedding(config, mesh, stages)
-        self.optimizer = ShardedAdamW(self.named_parameters(), config.optimizer)
+        self.optimizer = ShardedAdamW(self.named_parameters, config.optimizer)
         # A tied embedding's second copy has the same gradient as the first, and does not count again in the norm.
-        self.counted = [p for name, p in self.named_parameters() if canonical_name(name, config.model) == name]
+        self.counted = [p for name, p in self.named_parameters if canonical_name(name, config.model) == name]
 
         positions = train.seq_len // mesh.tp.size() if parallel.sequence_parallel else train.seq_len
         hidden_shape = (positions, train.micro_batch_size, config.model.dim)
@@ -48,10 +52,6 @@ class TrainStep:
             parallel.schedule, mesh.pp.size(), parallel.stages_per_rank, config.num_microbatches(mesh.dp_size)
         )
         self.actions = schedules[mesh.pp_rank]
-
-    def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """All parameters of this rank's stages, under their global names."""
-        return [named for stage in self.stages.values() for named in stage.named_parameters()]
 
     def __call__(self, step: int, tokens: Tensor, targets: Tensor) -> StepResult:
         """Train on this data-parallel rank's rows of the global batch, tokens and targets [rows, S]; `step` is 0-based."""
@@ -68,8 +68,9 @@ class TrainStep:
         num_targets = (targets != IGNORE).sum().to(self.mesh.device)
         dist.all_reduce(num_targets, group=self.mesh.loss.get_group())
         loss = self.runner.step(self.actions, microbatches, lambda total: total / num_targets)
+        check_reduced(p for _, p in self.named_parameters)
+        self.partial.sum_over_tp()
         self.tied.sum_gradients()
-        check_reduced(p for _, p in self.named_parameters())
         norm = gradient_norm([p.grad for p in self.counted if isinstance(p.grad, DTensor)], self.mesh)
         return self.sum_over_ranks(loss), norm
 
