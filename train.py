@@ -24,6 +24,7 @@ from training.load_config import load_config
 from training.metrics import Metrics
 from training.optimizer import learning_rate
 from training.step import TrainStep
+from training.trace import StepTrace
 from training.voice import refuse, start_distributed, together
 
 
@@ -69,6 +70,7 @@ def run(config: Config, device: str) -> None:
 
     train = TrainStep(config, mesh, build_stages(config, mesh))
     checkpoint.load(train, start)
+    trace = StepTrace(config, mesh, start.step)
 
     with Metrics(config, mesh, start) as metrics:
         for step in range(start.step, config.train.steps):
@@ -76,7 +78,8 @@ def run(config: Config, device: str) -> None:
             tokens, targets = next(loader)
             metrics.waited_for_data(time.perf_counter() - waiting)
 
-            result = train(step, tokens, targets)
+            with trace.around(train, step):
+                result = train(step, tokens, targets)
 
             metrics.step_done(
                 step + 1, learning_rate(step, config.train.steps, config.optimizer), result.loss, result.grad_norm

@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
 from parallel.placement import parallel_parameter
-from parallel.tensor import local_weight
+from parallel.weight import local_weight
 
 
 class RMSNorm(nn.Module):

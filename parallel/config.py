@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from errors import UserError
+from parallel.pipeline.balance import LayerCosts, balanced_split, even_split
 
 
 @dataclass(frozen=True)
@@ -16,9 +17,10 @@ class ParallelConfig:
     dp_replicate: int = 1  # data parallel, whole replicas of the sharded groups (hybrid sharding)
 
     sequence_parallel: bool = True  # between the matrices of a block, each tp rank keeps 1 / tp of the sequence
-    schedule: str = "1f1b"  # a name in parallel/pipeline/schedule.py
+    schedule: str = "1f1b"  # a name in parallel/pipeline/schedules.py
     stages_per_rank: int = 1  # pipeline stages each rank holds
-    layers_per_stage: list[int] | None = None  # blocks of each stage, first to last; null: as even as possible
+    # Blocks of each stage, first to last; null: as even as possible; auto: the slowest stage as fast as possible.
+    layers_per_stage: list[int] | Literal["auto"] | None = None
     zero_stage: Literal[0, 1, 2, 3] = 1  # see the table in parallel/data.py
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # of data-parallel gradient reductions (float64 in float64 runs)
     cpu_offload: bool = False  # parameters, gradients and optimizer state live in host memory between uses
@@ -29,12 +31,12 @@ class ParallelConfig:
                 raise UserError(f"parallel.{key}", getattr(self, key), "must be at least 1", "give a positive number")
         if self.dp_shard < 1 and self.dp_shard != -1:
             raise UserError("parallel.dp_shard", self.dp_shard, "must be positive, or -1", "-1 takes what is left of the world")
-        if self.layers_per_stage is not None and len(self.layers_per_stage) != self.num_stages:
+        if isinstance(self.layers_per_stage, list) and len(self.layers_per_stage) != self.num_stages:
             raise UserError(
                 "parallel.layers_per_stage",
                 self.layers_per_stage,
                 f"must have one number for each of the pp · stages_per_rank = {self.num_stages} stages",
-                f"give {self.num_stages} numbers, or null for an even split",
+                f"give {self.num_stages} numbers, null for an even split, or auto for a balanced one",
             )
 
     @property
@@ -67,24 +69,10 @@ class ParallelConfig:
             )
         return self.pp, self.dp_replicate, dp_shard, self.tp
 
-    def split_layers(self, num_layers: int) -> list[range]:
-        """The blocks of each stage, first to last.
-
-        An even split gives the surplus blocks to the earliest stages but the first, which also holds the embedding; the last
-        has the head. (An exact balance counts their real cost.)
-        """
+    def split_layers(self, num_layers: int, costs: LayerCosts) -> list[range]:
+        """The blocks of each stage, first to last; `costs` are those of the model, for `layers_per_stage=auto`."""
         stages = self.num_stages
-        if self.layers_per_stage is None:
-            if num_layers < stages:
-                raise UserError(
-                    "parallel.pp",
-                    self.pp,
-                    f"{stages} stages, but the model has only {num_layers} layers",
-                    f"use at most {num_layers} stages, or a parallel.layers_per_stage whose first or last has none",
-                )
-            surplus = sorted(range(stages), key=lambda s: (s == stages - 1, s == 0, s))[: num_layers % stages]
-            counts = [num_layers // stages + (s in surplus) for s in range(stages)]
-        else:
+        if isinstance(self.layers_per_stage, list):
             counts = self.layers_per_stage
             if 0 in counts[1:-1]:
                 why = "a stage between the first and the last would have no parameters"
@@ -96,5 +84,15 @@ class ParallelConfig:
                     f"adds up to {sum(counts)} layers, but model.num_layers={num_layers}",
                     "give non-negative numbers that add up to model.num_layers",
                 )
+        else:
+            if num_layers < stages:
+                raise UserError(
+                    "parallel.pp",
+                    self.pp,
+                    f"{stages} stages, but the model has only {num_layers} layers",
+                    f"use at most {num_layers} stages, or a parallel.layers_per_stage whose first or last has none",
+                )
+            balanced = self.layers_per_stage == "auto"
+            counts = balanced_split(num_layers, stages, costs) if balanced else even_split(num_layers, stages)
         ends = [sum(counts[: s + 1]) for s in range(stages)]
         return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]

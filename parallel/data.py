@@ -85,15 +85,36 @@ class ZeroStage:
         """Before a stage's first forward of a step."""
         assert isinstance(module, FSDPModule)
         module.set_is_last_backward(False)
-        module.set_requires_gradient_sync(self.reduce_each_microbatch)
-        module.set_requires_all_reduce(False)
+        self._reduce(module, self.reduce_each_microbatch)
         module.set_reshard_after_backward(self.reshard_weights)
         module.set_reshard_after_forward(self.reshard_weights)
 
-    def begin_last_backward(self, module: nn.Module) -> None:
-        """Before a stage's last backward of a step, the one that completes the gradients. Forgetting this is silent: FSDP
-        would keep every gradient for a later backward and the optimizer would find none (`check_reduced` finds out)."""
+    def before_backward(self, module: nn.Module, completes: bool, last: bool) -> None:
+        """Before a backward. It `completes` the gradients of its micro-batch, or weight gradients are to follow; the `last`
+        completes those of the step. Forgetting the last is silent: FSDP would keep every gradient for a later backward and the
+        optimizer would find none (`check_reduced` finds out)."""
         assert isinstance(module, FSDPModule)
+        if last:
+            self._complete(module)
+        elif self.reduce_each_microbatch:
+            self._reduce(module, completes)
+
+    def after_weight_gradients(self, module: nn.Module, last: bool) -> None:
+        """After weight gradients were formed outside of a backward: what FSDP does at the end of one. It moves gradients to
+        the dtype they are summed in, and reduces them where `zero_stage` says so, or at the `last`."""
+        assert isinstance(module, FSDPModule)
+        if last:
+            self._complete(module)
+        elif self.reduce_each_microbatch:
+            self._reduce(module, True)
+        # torch.distributed.pipelining calls this private hook for the same purpose, in 2.11 as in 2.13.
+        module._get_fsdp_state()._root_post_backward_final_callback()
+
+    def _reduce(self, module: FSDPModule, over_shards: bool) -> None:
+        module.set_requires_gradient_sync(over_shards)  # this switches the replicas' all-reduce too, which is once per step
+        module.set_requires_all_reduce(False)
+
+    def _complete(self, module: FSDPModule) -> None:
         module.set_is_last_backward(True)
         module.set_requires_gradient_sync(True)
         module.set_requires_all_reduce(True)
@@ -111,4 +132,4 @@ def check_reduced(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         gradient = parameter.grad
         if not isinstance(gradient, DTensor) or any(placement.is_partial() for placement in gradient.placements):
-            raise AssertionError("a parameter has no reduced gradient after the step: begin_last_backward was not called")
+            raise AssertionError("a parameter has no reduced gradient after the step: no backward was its last")

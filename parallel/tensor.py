@@ -13,6 +13,7 @@ Weights are DTensors that carry their placement on tp: FSDP2 shards them further
 the gradient norm knows what is a replica. The mathematics works on the local tensors.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from parallel.collectives import (
     reduce_over_tp,
@@ -28,29 +29,8 @@ from parallel.collectives import (
     start_all_reduce_,
     start_reduce_scatter,
 )
-from parallel.placement import as_dtensor_like, chunk_range, parallel_parameter
-
-
-class Matmul:
-    """The three products of every parallel linear layer: the one place to change how they are computed."""
-
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor) -> Tensor:
-        """y [..., F] = x [..., D] · weightᵀ, weight [F, D]."""
-        return F.linear(x, weight)
-
-    @staticmethod
-    def input_gradient(dy: Tensor, weight: Tensor, into: Tensor | None = None) -> Tensor:
-        """dx [..., D] = dy [..., F] · weight; added to `into` where given (several layers that read one input)."""
-        if into is None:
-            return dy @ weight
-        into.view(-1, into.shape[-1]).addmm_(dy.reshape(-1, dy.shape[-1]), weight)
-        return into
-
-    @staticmethod
-    def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-        """dw [F, D] = dyᵀ · x, summed over all leading dimensions."""
-        return dy.reshape(-1, dy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+from parallel.placement import chunk_range, parallel_parameter
+from parallel.weight import Destination, Matmul, WeightGradientJob, WeightGradientQueue, local_weight
 
 
 class ColumnParallelFunction(torch.autograd.Function):
@@ -66,12 +46,20 @@ class ColumnParallelFunction(torch.autograd.Function):
 
     Gathering x twice is what lets each rank keep only its S/tp slice of it between forward and backward.
     Without (Shoeybi et al., f): x is whole on every rank already; forward moves nothing, and dx is all-reduced, S·B·D, behind
-    the weight gradient.
+    the weight gradient. Where `queue` defers (parallel/weight.py) the last row of the table happens later, in a job.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, sequence_parallel: bool, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        group: ProcessGroup,
+        sequence_parallel: bool,
+        queue: WeightGradientQueue | None,
+        destinations: Sequence[Destination],
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.group, ctx.sequence_parallel, ctx.queue, ctx.destinations = group, sequence_parallel, queue, destinations
         ctx.save_for_backward(x, *weights)
         if sequence_parallel:
             x = start_all_gather(x, group).wait()  # [S, B, D]
@@ -81,19 +69,23 @@ class ColumnParallelFunction(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         group = ctx.group
-        if ctx.sequence_parallel:
+        later = ctx.queue is not None and ctx.queue.is_deferring
+        if ctx.sequence_parallel and not later:
             gathering_x = start_all_gather(x, group)
         dx = None
         for dy, weight in zip(dys, weights, strict=True):
             dx = Matmul.input_gradient(dy, weight, into=dx)
         assert dx is not None
-        if ctx.sequence_parallel:
+        if ctx.sequence_parallel and not later:
             x = gathering_x.wait()
-            reducing_dx = start_reduce_scatter(dx, group)
+        reducing_dx = start_reduce_scatter(dx, group) if ctx.sequence_parallel else start_all_reduce_(dx, group)
+        dws: list[Tensor | None]
+        if later:
+            ctx.queue.add(WeightGradientJob(x, group if ctx.sequence_parallel else None, dys, ctx.destinations))
+            dws = [None] * len(dys)
         else:
-            reducing_dx = start_all_reduce_(dx, group)
-        dws = [Matmul.weight_gradient(dy, x) for dy in dys]
-        return reducing_dx.wait(), None, None, *dws
+            dws = [Matmul.weight_gradient(dy, x) for dy in dys]
+        return reducing_dx.wait(), None, None, None, None, *dws
 
 
 class RowParallelFunction(torch.autograd.Function):
@@ -107,45 +99,22 @@ class RowParallelFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, queue: WeightGradientQueue | None, destinations: Sequence[Destination], weight: Tensor
+    ) -> Tensor:
+        ctx.queue, ctx.destinations = queue, destinations
         ctx.save_for_backward(x, weight)
         return Matmul.forward(x, weight)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        return Matmul.input_gradient(dy, weight), Matmul.weight_gradient(dy, x)
-
-
-class LocalWeight(torch.autograd.Function):
-    """This rank's tensor of a DTensor weight; its gradient becomes the weight's, placed alike.
-
-    `DTensor.to_local` does the same through the dispatcher, at several times the host time per weight and micro-batch. Here,
-    where gradients stay in the weight between micro-batches (float32 computing), all but the first are added to the local
-    tensor at once; where FSDP takes each away to sum it in a wider dtype (bfloat16), each is the first. What is added to was
-    made by the first call of this backward, from a tensor that every caller has just made, so nobody else holds it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, weight: DTensor) -> Tensor:
-        ctx.weight = weight
-        return weight.to_local()
-
-    @staticmethod
-    def backward(ctx: Any, dw: Tensor) -> DTensor | None:
-        weight = ctx.weight
-        if weight.grad is not None:
-            weight.grad.to_local().add_(dw)
-            return None
-        return as_dtensor_like(dw, weight)
-
-
-def local_weight(weight: nn.Parameter) -> Tensor:
-    """This rank's tensor of a weight."""
-    assert isinstance(weight, DTensor)
-    if torch.compiler.is_compiling():
-        return weight.to_local()  # the compiler knows this one, and pays its price once
-    return LocalWeight.apply(weight)
+        dw = None
+        if ctx.queue is not None and ctx.queue.is_deferring:
+            ctx.queue.add(WeightGradientJob(x, None, (dy,), ctx.destinations))
+        else:
+            dw = Matmul.weight_gradient(dy, x)
+        return Matmul.input_gradient(dy, weight), None, None, dw
 
 
 class ColumnParallelLinear(nn.Module):
@@ -156,21 +125,21 @@ class ColumnParallelLinear(nn.Module):
     served: a partial sum (parallel/partial.py).
     """
 
+    weight_gradient_queue: WeightGradientQueue | None = None  # set by `share_queue` where a schedule splits backward
+
     def __init__(self, in_features: int, out_features: int, tp: DeviceMesh, shards: int | None = None) -> None:
         super().__init__()
         ranks = tp.size()
         self.shards = min(shards or ranks, ranks)
         self.gradient_is_partial = self.shards < ranks
-        self.width = out_features // self.shards
-        self.slice_index = tp.get_local_rank() * self.shards // ranks
+        width, index = out_features // self.shards, tp.get_local_rank() * self.shards // ranks
+        self.rows = slice(index * width, (index + 1) * width) if self.gradient_is_partial else None
         self.weight = parallel_parameter((out_features, in_features), tp, Replicate() if self.gradient_is_partial else Shard(0))
 
     def local_weight(self) -> Tensor:
         """[out / shards, in]"""
         weight = local_weight(self.weight)
-        if not self.gradient_is_partial:
-            return weight
-        return weight[self.slice_index * self.width : (self.slice_index + 1) * self.width]
+        return weight if self.rows is None else weight[self.rows]
 
 
 def column_parallel(
@@ -178,11 +147,15 @@ def column_parallel(
 ) -> list[Tensor]:
     """x [S/tp, B, D] (or [S, B, D] without sequence parallelism) → one [S, B, out/tp] per layer, with one gather of x."""
     weights = [layer.local_weight() for layer in layers]
-    return list(ColumnParallelFunction.apply(x, group, sequence_parallel, *weights))
+    queue = layers[0].weight_gradient_queue
+    destinations = () if queue is None else tuple(Destination(layer.weight, layer.rows) for layer in layers)
+    return list(ColumnParallelFunction.apply(x, group, sequence_parallel, queue, destinations, *weights))
 
 
 class RowParallelLinear(nn.Module):
     """weight [out, in], input columns cut over tp: x [S, B, in/tp] → [S/tp, B, out], summed over tp on the way."""
+
+    weight_gradient_queue: WeightGradientQueue | None = None
 
     def __init__(self, in_features: int, out_features: int, tp: DeviceMesh, sequence_parallel: bool) -> None:
         super().__init__()
@@ -190,7 +163,9 @@ class RowParallelLinear(nn.Module):
         self.weight = parallel_parameter((out_features, in_features), tp, Shard(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        partial = RowParallelFunction.apply(x, local_weight(self.weight))
+        queue = self.weight_gradient_queue
+        destinations = () if queue is None else (Destination(self.weight, None),)
+        partial = RowParallelFunction.apply(x, queue, destinations, local_weight(self.weight))
         return reduce_over_tp(partial, self.group, self.sequence_parallel)
 
 

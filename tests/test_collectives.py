@@ -112,9 +112,11 @@ M = 4  # micro-batches
 
 
 @pytest.mark.parametrize(("zero_stage", "gathers", "scatters"), [(1, 1, 1), (2, 1, M), (3, 2 * M, M)])
-def test_zero_stage_is_what_the_table_says(ranks, zero_stage, gathers, scatters):
-    """The table of parallel/data.py: how often a unit's weights are gathered and its gradients reduce-scattered in a step."""
-    case = Case((1, 2, 2, 1), zero_stage=zero_stage, vocab_size=256, num_microbatches=M)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_zero_stage_is_what_the_table_says(ranks, schedule, zero_stage, gathers, scatters):
+    """The table of parallel/data.py: how often a unit's weights are gathered and its gradients reduce-scattered in a step.
+    A backward in two parts gathers and reduces as often as a whole one."""
+    case = Case((1, 2, 2, 1), schedule=schedule, zero_stage=zero_stage, vocab_size=256, num_microbatches=M)
     for axes, units in ranks.run(one_step, 4, case):
         count, size = len(units), sum(units)
         assert count == 4  # embedding, two blocks, norm and head
@@ -146,9 +148,10 @@ def test_pipeline_sends_one_message_per_boundary_and_microbatch(ranks, sequence_
         assert axes["pp"] == {"send": once, "recv": once}
 
 
-def test_whole_step_over_tp(ranks):
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_whole_step_over_tp(ranks, schedule):
     """Beside the blocks': embedding and head, the loss, and once per step the partial gradients of the norms."""
-    case = Case((1, 2, 1, 2), num_microbatches=M)
+    case = Case((1, 2, 1, 2), schedule=schedule, num_microbatches=M)
     hidden = SEQ_LEN * BATCH // 2 // M * 32 * DOUBLE
     tokens = SEQ_LEN * BATCH // 2 // M * DOUBLE
     blocks, norms = 2, 5
@@ -159,6 +162,22 @@ def test_whole_step_over_tp(ranks):
             "reduce_scatter": (M * (4 * blocks + 2), M * (4 * blocks + 2) * hidden),
             "all_reduce": (M * 2 + 1, M * 3 * tokens + norms * 32 * DOUBLE),
         }
+
+
+@pytest.mark.parametrize(("schedule", "stages_per_rank"), [("interleaved_1f1b", 2), ("zb_h1", 1), ("zb_v", 2)])
+def test_other_schedules_send_one_message_too(ranks, schedule, stages_per_rank):
+    """Two ranks: interleaved stages are on ranks 0, 1, 0, 1, with three boundaries between ranks; those of a V, on 0, 1, 1, 0,
+    have two, for what is between two stages of one rank does not travel."""
+    case = Case((2, 1, 1, 1), schedule=schedule, stages_per_rank=stages_per_rank, num_microbatches=M)
+    message = SEQ_LEN * (BATCH // M) * 32 * DOUBLE
+    boundaries = {"interleaved_1f1b": 3, "zb_h1": 1, "zb_v": 2}[schedule]
+    sends = 0
+    for axes, _ in ranks.run(one_step, 2, case):
+        count, size = axes["pp"]["send"]
+        assert size == count * message
+        assert axes["pp"]["recv"] == axes["pp"]["send"]
+        sends += count
+    assert sends == 2 * boundaries * M  # down, and up
 
 
 def test_tied_embedding_is_summed_over_the_pair_once(ranks):

@@ -21,7 +21,7 @@ from errors import UserError
 from model.transformer import Transformer
 from parallel.data import shard
 from parallel.mesh import Mesh, build_mesh
-from parallel.pipeline.schedule import rank_of_stage
+from parallel.pipeline.actions import stage_ranks
 from tools.launch import layout
 from training.build import DTYPES
 from training.config import Config
@@ -96,7 +96,7 @@ def test_paths_are_relative(path: Path) -> None:
 
 
 def transformer(config: Config, stage: int, mesh: Mesh) -> Transformer:
-    layers = config.parallel.split_layers(config.model.num_layers)
+    layers = config.split_layers()
     first, last = stage == 0, stage == len(layers) - 1
     return Transformer(config.model, layers[stage], first, last, mesh.tp, config.parallel.sequence_parallel)
 
@@ -122,7 +122,7 @@ def local_parameters(path: Path, rank: int) -> int:
     mesh = build_mesh(config.parallel.mesh_shape(world), "cpu")
     count = 0
     for s in range(config.parallel.num_stages):
-        if rank_of_stage(s, config.parallel.pp) != mesh.pp_rank:
+        if stage_ranks(config.schedule(mesh.dp_size))[s] != mesh.pp_rank:
             continue
         stage = transformer(config, s, mesh)
         units = [[block] for block in stage.blocks.values()]
@@ -145,9 +145,9 @@ def test_stages_add_up_to_the_model(path: Path, alone: Callable) -> None:
 def test_every_kind_of_rank_builds_its_share(path: Path, alone: Callable) -> None:
     """The first rank, one of a middle stage, the first of the last stage and the last of the world (the last tp rank)."""
     config, world = read(path)
-    stage_ranks = world // config.parallel.pp
-    for rank in sorted({0, config.parallel.pp // 2 * stage_ranks, world - stage_ranks, world - 1}):
-        share = local_parameters_expected(config, world, rank // stage_ranks)
+    stage = world // config.parallel.pp  # ranks
+    for rank in sorted({0, config.parallel.pp // 2 * stage, world - stage, world - 1}):
+        share = local_parameters_expected(config, world, rank // stage)
         # Norm weights are whole on every tp rank, and FSDP pads uneven cuts: the share is met within a thousandth.
         assert alone(local_parameters, path, rank) == pytest.approx(share, rel=1e-3)
 
@@ -155,19 +155,20 @@ def test_every_kind_of_rank_builds_its_share(path: Path, alone: Callable) -> Non
 # --- what fits a GPU --------------------------------------------------------------------------------------------------
 
 
-def stage_parameters(config: Config, pp_rank: int) -> int:
+def stage_parameters(config: Config, world: int, pp_rank: int) -> int:
     """Parameters of the stages of `pp_rank`, before tp and FSDP cut them."""
-    model, layers = config.model, config.parallel.split_layers(config.model.num_layers)
+    model, layers = config.model, config.split_layers()
     attention = 2 * model.dim * model.head_dim * (model.num_heads + model.num_kv_heads)
     block = attention + 3 * model.dim * model.ffn_dim + 2 * model.dim
     embedding = model.vocab_size * model.dim
-    mine = [s for s in range(len(layers)) if rank_of_stage(s, config.parallel.pp) == pp_rank]
+    dp_size = world // (config.parallel.pp * config.parallel.tp)
+    mine = [s for s, rank in enumerate(stage_ranks(config.schedule(dp_size))) if rank == pp_rank]
     return sum(len(layers[s]) * block + (s == 0) * embedding + (s == len(layers) - 1) * (embedding + model.dim) for s in mine)
 
 
 def local_parameters_expected(config: Config, world: int, pp_rank: int) -> float:
     _, _, dp_shard, tp = config.parallel.mesh_shape(world)
-    return stage_parameters(config, pp_rank) / (tp * dp_shard)
+    return stage_parameters(config, world, pp_rank) / (tp * dp_shard)
 
 
 def peak_bytes(config: Config, world: int, pp_rank: int) -> float:
@@ -175,10 +176,10 @@ def peak_bytes(config: Config, world: int, pp_rank: int) -> float:
     model, train = config.model, config.train
     pp, _, dp_shard, tp = config.parallel.mesh_shape(world)
     compute = {"bfloat16": 2, "float32": 4, "float64": 8}[train.dtype]
-    blocks = len(config.parallel.split_layers(model.num_layers)[pp_rank])
+    blocks = len(config.split_layers()[pp_rank])
     embedding = model.vocab_size * model.dim
 
-    local = stage_parameters(config, pp_rank) / tp
+    local = stage_parameters(config, world, pp_rank) / tp
     states = 16 * local / dp_shard  # master weights, reduced gradients, two moments in float32
     if config.parallel.zero_stage == 3:  # two blocks and the head at a time
         block = (model.num_parameters - embedding * (1 if model.tie_embeddings else 2)) / model.num_layers

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import model.loss
 import model.norm
+import parallel.pipeline.runner
 import training.step
 from model.loss import IGNORE
 from model.norm import RMSNorm
@@ -21,6 +22,8 @@ from parallel.data import ZeroStage
 from parallel.partial import PartialGradients
 from parallel.pipeline.runner import PipelineRunner
 from parallel.pipeline.tied import TiedEmbedding
+from parallel.placement import as_dtensor_like
+from parallel.weight import Destination
 from tools.parity_cases import Case
 from tools.parity_run import check
 
@@ -62,9 +65,9 @@ def mean_per_rank():
     """Each data-parallel rank's mean loss, then the mean of those."""
     step = PipelineRunner.step
 
-    def biased(self, actions, microbatches, scale_loss):
+    def biased(self, program, microbatches, scale_loss, record):
         mine = sum((m.targets != IGNORE).sum() for m in microbatches)
-        return step(self, actions, microbatches, lambda total: total / mine / dist.get_world_size())
+        return step(self, program, microbatches, lambda total: total / mine / dist.get_world_size(), record)
 
     with patch.object(PipelineRunner, "step", biased):
         yield
@@ -75,9 +78,9 @@ def mean_per_microbatch():
     """Each micro-batch's mean loss, then the mean of those."""
     step = PipelineRunner.step
 
-    def biased(self, actions, microbatches, scale_loss):
+    def biased(self, program, microbatches, scale_loss, record):
         counts = iter([(m.targets != IGNORE).sum().clamp(min=1) for m in microbatches])
-        return step(self, actions, microbatches, lambda total: total / next(counts) / len(microbatches))
+        return step(self, program, microbatches, lambda total: total / next(counts) / len(microbatches), record)
 
     with patch.object(PipelineRunner, "step", biased):
         yield
@@ -85,13 +88,48 @@ def mean_per_microbatch():
 
 @contextlib.contextmanager
 def last_backward_forgotten():
-    with patch.object(ZeroStage, "begin_last_backward", lambda self, module: None):
+    with patch.object(ZeroStage, "_complete", lambda self, module: None):
         yield
 
 
 @contextlib.contextmanager
 def last_backward_forgotten_and_unchecked():
     with last_backward_forgotten(), patch.object(training.step, "check_reduced", lambda parameters: None):
+        yield
+
+
+@contextlib.contextmanager
+def weight_gradients_not_reduced():
+    """Weight gradients formed after backward, and nobody tells FSDP."""
+    with patch.object(ZeroStage, "after_weight_gradients", lambda self, module, last: None):
+        yield
+
+
+@contextlib.contextmanager
+def weight_gradients_overwrite():
+    """Each micro-batch's deferred weight gradient takes the place of the sum so far."""
+
+    def overwrite(self, dw):
+        self.weight.grad = as_dtensor_like(dw, self.weight)
+
+    with patch.object(Destination, "add", overwrite):
+        yield
+
+
+@contextlib.contextmanager
+def weight_gradients_of_another_microbatch():
+    """The queue hands out its newest jobs first."""
+    honest = parallel.pipeline.runner.run_jobs
+    held = []
+
+    def run_jobs(jobs):
+        held.append(jobs)
+        if len(held) == 4:
+            for _ in range(3):
+                honest(held[-1])
+            honest(held[0])
+
+    with patch.object(parallel.pipeline.runner, "run_jobs", run_jobs):
         yield
 
 
@@ -166,8 +204,18 @@ def nothing_wrong():
         (mean_per_microbatch, Case((1, 1, 1, 1)), {"gradient", "loss", "norm"}, ""),
         (last_backward_forgotten, DP, {"crash"}, ""),
         (last_backward_forgotten, Case((1, 1, 1, 1)), {"crash"}, ""),
+        (last_backward_forgotten, Case((2, 1, 1, 1), schedule="zb_h1"), {"crash"}, ""),
+        (weight_gradients_not_reduced, Case((2, 1, 1, 1), schedule="zb_h1"), {"crash"}, ""),
+        (weight_gradients_overwrite, Case((2, 1, 1, 1), schedule="zb_h1"), {"gradient", "norm"}, ".weight"),
+        (weight_gradients_of_another_microbatch, Case((2, 1, 1, 1), schedule="zb_h1"), {"gradient", "norm"}, ".weight"),
         (tied_gradients_not_combined, Case((1, 1, 1, 1), tie_embeddings=True), {"gradient", "spread"}, "embedding.weight"),
         (tied_gradients_not_combined, Case((2, 1, 1, 1), tie_embeddings=True), {"gradient", "spread"}, "embedding.weight"),
+        (
+            tied_gradients_not_combined,
+            Case((2, 1, 1, 1), tie_embeddings=True, schedule="zb_v", stages_per_rank=2),
+            {"gradient", "spread"},
+            "embedding.weight",
+        ),
         (softmax_over_own_columns, TP, {"gradient", "loss"}, ""),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
@@ -205,7 +253,7 @@ def test_wrong_norm_shows_in_the_steps_too(ranks):
 
 def test_forgotten_last_backward_is_named(ranks):
     """Nothing would be updated, and nothing would say so: the code checks, and says what was forgotten."""
-    assert "begin_last_backward was not called" in check(ranks, DP, sabotage=last_backward_forgotten).crash
+    assert "no backward was its last" in check(ranks, DP, sabotage=last_backward_forgotten).crash
 
 
 def test_forgotten_last_backward_without_the_check_is_found(ranks):

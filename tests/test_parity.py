@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from parallel.config import ParallelConfig
 from parallel.mesh import build_mesh
-from parallel.pipeline.schedule import SCHEDULES
+from parallel.pipeline.schedules import SCHEDULES
 from tools import parity
-from tools.parity_cases import OPTIMIZER, STEPS, Case, base_layouts, covering_cases, option_values, pairs_of
+from tools.parity_cases import OPTIMIZER, STEPS, Case, base_layouts, covering_cases, option_values, pairs_of, schedule_cases
 from tools.parity_run import assemble, check, expected, parts, run_on_ranks
 from training.build import build_stages
 from training.step import TrainStep
@@ -55,14 +55,38 @@ def test_covering_array_covers():
     values = {"layout": layouts, **option_values()}
     wanted = {((a, x), (b, y)) for a, b in combinations(values, 2) for x in values[a] for y in values[b]}
     assert wanted - met == set(IMPOSSIBLE)
-    for (option, layout), (name, value) in IMPOSSIBLE:
-        assert option == "layout", "two options that go together on no layout at all"
-        pp, dp_replicate, dp_shard, _ = layout
-        assert (
-            (name == "zero_stage" and value == 0 and dp_shard > 1)
-            or (name == "layers" and pp == 1)
-            or (name == "num_microbatches" and dp_replicate * dp_shard * value > 32)
-        ), (layout, name, value)
+    for (option, given), (name, value) in IMPOSSIBLE:
+        contradiction = (option, name) == ("pipeline", "num_microbatches") and given[0] == "dualpipe_v" and value == 1
+        if option == "layout":
+            _, dp_replicate, dp_shard, _ = given
+            contradiction = (name == "zero_stage" and value == 0 and dp_shard > 1) or (
+                name == "num_microbatches" and dp_replicate * dp_shard * value > 32
+            )
+        assert contradiction, (option, given, name, value)
+
+
+def test_schedules_at_every_depth():
+    """pp 2, 4 and 8, one, two and four stages per rank, fewer micro-batches than ranks and four times as many."""
+    cases = schedule_cases(parity.WORLDS)
+    assert {case.schedule for case in cases} == set(SCHEDULES)
+    for schedule in SCHEDULES:
+        mine = [case for case in cases if case.schedule == schedule]
+        assert {case.layout[0] for case in mine} == {2, 4, 8}
+        assert {case.num_microbatches / case.layout[0] for case in mine} >= {2, 4}
+        if schedule != "dualpipe_v":
+            assert any(case.num_microbatches < case.layout[0] for case in mine)
+    for schedule in ("interleaved_1f1b", "breadth_first"):
+        assert {case.stages_per_rank for case in cases if case.schedule == schedule} == {1, 2, 4}
+
+
+# One row of each schedule and number of stages per rank, on three axes; the others are in the whole matrix.
+DEEP = {(c.schedule, c.stages_per_rank): c for c in schedule_cases((8,)) if c.layout in ((2, 1, 2, 2), (4, 1, 1, 2))}
+
+
+@pytest.mark.parametrize("case", DEEP.values(), ids=str)
+def test_every_schedule(ranks, case):
+    row = check(ranks, case)
+    assert not row.failures(), parity.line(row, 0)
 
 
 def test_covering_array_is_the_same_every_time():
@@ -71,7 +95,7 @@ def test_covering_array_is_the_same_every_time():
 
 def test_every_option_of_the_code_is_combined():
     options = option_values()
-    assert set(options["schedule"]) == set(SCHEDULES)
+    assert {schedule for schedule, _ in options["pipeline"]} == set(SCHEDULES)
     assert set(options["zero_stage"]) == set(get_args(get_type_hints(ParallelConfig)["zero_stage"]))
 
 

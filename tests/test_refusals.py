@@ -34,6 +34,7 @@ WRONG = [
     ("train.global_batch_size=7", "train.global_batch_size", "multiple"),
     ("train.micro_batch_size=0", "train.micro_batch_size", "at least 1"),
     ("parallel.schedule=2f2b", "parallel.schedule", "1f1b"),
+    ("parallel.layers_per_stage=best", "parallel.layers_per_stage", "auto"),
     ("parallel.stages_per_rank=2", "parallel.stages_per_rank", "one stage per rank"),
     ("parallel.layers_per_stage=[4, 4]", "parallel.layers_per_stage", "pp · stages_per_rank = 1"),
     ("parallel.zero_stage=0", "parallel.zero_stage", "dp_replicate=2"),
@@ -56,6 +57,14 @@ def test_wrong_value(ranks: Ranks, data: Path, tmp_path: Path, override: str, ke
     assert remedy in messages[0]
     assert set(messages) == {messages[0]}, "every rank knows the one message"
     assert not (tmp_path / "run").exists(), "nothing is written"
+
+
+def test_compiled_blocks_do_not_defer_weight_gradients(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    overrides = ["train.compile=true", "parallel.schedule=zb_h1"]
+    message = ranks.run(train_run, 2, [write_config(tmp_path, data), *overrides])[0]
+    assert message.startswith("train.compile = True: a compiled block forms its weight gradients in backward")
+    assert "zb_h1" in message
+    assert not (tmp_path / "run").exists()
 
 
 def test_tp_must_divide_the_heads(ranks: Ranks, data: Path, tmp_path: Path) -> None:

@@ -1,141 +1,170 @@
-"""Schedules as data: complete, in order, free of deadlock, and holding no more activations than their papers say."""
+"""Schedules as data: complete, in order, free of deadlock, and as long and as large as their papers say."""
+
+import random
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from errors import UserError
-from parallel.pipeline.schedule import SCHEDULES, Action, Kind, build_schedule, rank_of_stage
-
-SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 4, 7, 8, 16)]
-
-
-def schedules():
-    """Every schedule at every size that it takes: (name, ranks, stages per rank, micro-batches, the actions)."""
-    for name in SCHEDULES:
-        for ranks, microbatches in SIZES:
-            for stages_per_rank in (1, 2, 3):
-                try:
-                    actions = build_schedule(name, ranks, stages_per_rank, microbatches)
-                except UserError:
-                    continue
-                yield pytest.param(
-                    ranks, stages_per_rank, microbatches, actions, id=f"{name}-{ranks}x{stages_per_rank}-{microbatches}"
-                )
+from parallel.pipeline.actions import Action, B, F, I, W, forward_only, num_microbatches, splits_backward, stage_ranks
+from parallel.pipeline.check import Fault, check, check_complete, check_exchanges, check_order
+from parallel.pipeline.lower import Exchange, Message, Transfer, lower
+from parallel.pipeline.schedules import SCHEDULES, build_schedule
+from parallel.pipeline.simulate import Costs, simulate
+from tools.timeline import ascii_timeline
 
 
-def batches(actions, ranks, num_stages):
-    """What `Transfers.exchange` posts on one rank between its actions: per batch, sends and receives as (other rank, message).
-
-    A message is named after the action that receives it.
-    """
-    posted = []
-    for done, upcoming in zip([None, *actions], [*actions, None], strict=True):
-        operations = []
-        if done is not None:
-            receiver = done.stage + (1 if done.kind is Kind.FORWARD else -1)
-            if 0 <= receiver < num_stages:
-                operations.append(("send", rank_of_stage(receiver, ranks), done._replace(stage=receiver)))
-        if upcoming is not None:
-            sender = upcoming.stage - (1 if upcoming.kind is Kind.FORWARD else -1)
-            if 0 <= sender < num_stages:
-                operations.append(("receive", rank_of_stage(sender, ranks), upcoming))
-        posted.append(operations)
-    return posted
+def built(name, p, v, m):
+    """The schedule, or None where it does not take these sizes."""
+    try:
+        return build_schedule(name, p, v, m)
+    except UserError:
+        return None
 
 
-def exchange_without_buffers(posted):
-    """Run every rank's batches as a network that buffers nothing and matches messages of a pair of ranks by order alone.
-
-    An operation completes when its counterpart is posted too and both are the oldest of their direction between the two ranks.
-    A rank goes on to its next batch when all of the last is complete: stricter than the code, which leaves sends behind.
-
-    Returns:
-        How many batches each rank got through, and the messages that met a receive of another name.
-    """
-    position = [0] * len(posted)
-    open_operations = [list(batches[0]) for batches in posted]
-    mismatched = []
-    moved = True
-    while moved:
-        moved = False
-        for rank, operations in enumerate(open_operations):
-            for operation in [o for o in operations if o[0] == "send"]:
-                _, other, message = operation
-                if operation != next(o for o in operations if o[:2] == ("send", other)):
-                    continue  # not the oldest to that rank
-                counterpart = next((o for o in open_operations[other] if o[:2] == ("receive", rank)), None)
-                if counterpart is not None:
-                    if counterpart[2] != message:
-                        mismatched.append((message, counterpart[2]))
-                    operations.remove(operation)
-                    open_operations[other].remove(counterpart)
-                    moved = True
-        for rank in range(len(posted)):
-            while not open_operations[rank] and position[rank] < len(posted[rank]) - 1:
-                position[rank] += 1
-                open_operations[rank] = list(posted[rank][position[rank]])
-                moved = True
-    done = [position[rank] + (not open_operations[rank]) for rank in range(len(posted))]
-    return done, mismatched
+# --- right --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ranks", "stages_per_rank", "microbatches", "actions"), list(schedules()))
-def test_schedule(ranks, stages_per_rank, microbatches, actions):
-    num_stages = ranks * stages_per_rank
-
-    # Complete: every stage's forward and backward of every micro-batch, once, on the rank that has the stage.
-    everything = [action for rank in actions for action in rank]
-    wanted = {Action(kind, s, m) for kind in Kind for s in range(num_stages) for m in range(microbatches)}
-    assert len(everything) == len(set(everything))
-    assert set(everything) == wanted
-    for rank, mine in enumerate(actions):
-        assert {rank_of_stage(action.stage, ranks) for action in mine} == {rank}
-
-    # In order: each action's inputs exist when it runs, if ranks run whenever they can.
-    needs = {
-        a: ([Action(Kind.FORWARD, a.stage - 1, a.microbatch)] if a.stage else [])
-        if a.kind is Kind.FORWARD
-        else [Action(Kind.FORWARD, a.stage, a.microbatch)]
-        + ([Action(Kind.BACKWARD, a.stage + 1, a.microbatch)] if a.stage < num_stages - 1 else [])
-        for a in wanted
-    }
-    done: set[Action] = set()
-    queues = [list(mine) for mine in actions]
-    while any(queues):
-        ready = [queue for queue in queues if queue and all(need in done for need in needs[queue[0]])]
-        assert ready, f"nobody can go on: {[str(queue[0]) for queue in queues if queue]}"
-        done.update([queue.pop(0) for queue in ready])
-
-    # No deadlock, and every message is the one expected, on a network that buffers nothing and knows only order.
-    posted = [batches(mine, ranks, num_stages) for mine in actions]
-    if ranks > 1:  # between stages of one rank there is no network
-        finished, mismatched = exchange_without_buffers(posted)
-        assert finished == [len(batches) for batches in posted]
-        assert not mismatched
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 8])
+def test_every_size_is_complete_in_order_and_free_of_deadlock(name, p):
+    taken = 0
+    for v in (1, 2, 3, 4):
+        for m in (1, 2, 3, 4, 5, 7, 8, 11, 16, 24):
+            schedule = built(name, p, v, m)
+            if schedule is not None:
+                check(schedule)
+                assert len(stage_ranks(schedule)) == p * v
+                assert num_microbatches(schedule) == m
+                taken += 1
+    assert taken >= 2
 
 
-def peak_activations(actions):
-    """The most micro-batches that were forward and not yet backward on a rank at once."""
-    alive = peak = 0
-    for action in actions:
-        alive += 1 if action.kind is Kind.FORWARD else -1
-        peak = max(peak, alive)
-    return peak
+def test_random_sizes():
+    rng = random.Random(0)
+    taken = 0
+    while taken < 120:
+        schedule = built(rng.choice(list(SCHEDULES)), rng.randint(1, 12), rng.randint(1, 6), rng.randint(1, 60))
+        if schedule is not None:
+            check(schedule)
+            taken += 1
 
 
-@pytest.mark.parametrize(("p", "m"), SIZES)
-def test_peak_of_gpipe_is_every_microbatch(p, m):
-    assert [peak_activations(actions) for actions in build_schedule("gpipe", p, 1, m)] == [m] * p
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_evaluation_is_free_of_deadlock_too(name):
+    """Forwards alone, on the placement of every schedule, for any number of micro-batches."""
+    for p in (1, 2, 4, 8):
+        for v in (1, 2, 4):
+            schedule = built(name, p, v, 4 * p)
+            for m in (1, 3, 8) if schedule is not None else ():
+                forwards = forward_only(stage_ranks(schedule), m)
+                check_order(forwards)
+                check_exchanges(lower(forwards), forwards)
+                assert sum(map(len, forwards)) == p * v * m
 
 
-@pytest.mark.parametrize(("p", "m"), SIZES)
-def test_peak_of_1f1b_is_the_depth_below(p, m):
-    assert [peak_activations(actions) for actions in build_schedule("1f1b", p, 1, m)] == [min(m, p - r) for r in range(p)]
+def test_one_message_for_each_boundary_and_microbatch():
+    for name, v in (("1f1b", 1), ("interleaved_1f1b", 2), ("zb_v", 2)):
+        schedule = build_schedule(name, 4, v, 8)
+        transfers = [t for program in lower(schedule) for e in program if isinstance(e, Exchange) for t in e.transfers]
+        where = stage_ranks(schedule)
+        boundaries = sum(a != b for a, b in pairwise(where))
+        assert sum(t.sends for t in transfers) == sum(not t.sends for t in transfers) == 2 * boundaries * 8
 
 
-def test_1f1b_is_the_timeline_of_its_docstring():
-    steady = [" ".join(f"{a.kind.value}{a.microbatch}" for a in rank) for rank in build_schedule("1f1b", 4, 1, 6)]
-    assert steady[0] == "F0 F1 F2 F3 B0 F4 B1 F5 B2 B3 B4 B5"
-    assert steady[3] == "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5"
+def test_steady_state_of_1f1b_pairs_a_send_with_a_receive():
+    program = lower(build_schedule("1f1b", 4, 1, 8))[0]
+    assert Exchange((Transfer(True, 1, Message(False, 1, 5)), Transfer(False, 1, Message(True, 0, 2)))) in program
+
+
+# --- as the papers say --------------------------------------------------------------------------------------------------
+
+DEPTHS = (2, 3, 4, 8, 16, 32, 64)
+
+
+@pytest.mark.parametrize("p", DEPTHS)
+@pytest.mark.parametrize("costs", [(1, 1, 1), (1.0, 1.25, 0.5), (2, 1, 1.5)])
+def test_gpipe_and_1f1b(p, costs):
+    """Bubble (p − 1)(F + B) for any costs; live micro-batches m, and min(m, p − r)."""
+    f, i, w = costs
+    for m in sorted({1, p - 1, p, 2 * p, 4 * p}):
+        for name in ("gpipe", "1f1b"):
+            timeline = simulate(build_schedule(name, p, 1, m), Costs.equal(p, f, i, w))
+            assert timeline.step_time == pytest.approx((m + p - 1) * (f + i + w))
+            assert timeline.bubble == pytest.approx((p - 1) * (f + i + w))
+            assert timeline.bubble_fraction == pytest.approx((p - 1) / (m + p - 1))
+            live = [timeline.peak_live(r) for r in range(p)]
+            assert live == ([m] * p if name == "gpipe" else [min(m, p - r) for r in range(p)])
+
+
+@pytest.mark.parametrize("p", DEPTHS)
+@pytest.mark.parametrize("v", [1, 2, 3, 4, 8])
+def test_interleaved_1f1b_and_breadth_first(p, v):
+    """Bubble (p − 1)(F + B) of stages a v-th of the size: a fraction (p − 1) / (v m) of the work (Narayanan et al., 2.2)."""
+    for m in [p, 2 * p, 8 * p] if p < 64 else [p, 4 * p]:
+        work = 3.0 * m * v
+        for name in ("interleaved_1f1b", "breadth_first"):
+            timeline = simulate(build_schedule(name, p, v, m), Costs.equal(p * v))
+            assert timeline.bubble == pytest.approx(3 * (p - 1))
+            assert timeline.step_time == pytest.approx(work * (1 + (p - 1) / (v * m)))
+            for r in range(p):
+                warmup = (v - 1) * p + (2 if v > 1 else 1) * (p - 1 - r)
+                expected = min(m * v, warmup + 1) if name == "interleaved_1f1b" else m * v
+                assert timeline.peak_live(r) == expected
+
+
+@pytest.mark.parametrize("p", DEPTHS)
+def test_zb_h1(p):
+    """Bubble (p − 1)(F + I − W), a third of 1F1B's if all are equal, for 1F1B's largest memory (Qi et al. 2023, table 2)."""
+    for m in (p, 2 * p, 4 * p, 8 * p) if p < 64 else (p, 4 * p):
+        timeline = simulate(build_schedule("zb_h1", p, 1, m), Costs.equal(p))
+        assert timeline.bubble == pytest.approx(p - 1)
+        assert timeline.step_time == pytest.approx(3 * m + p - 1)
+        assert [timeline.peak_live(r) for r in range(p)] == [p] * p
+        # Other costs: the formula holds as long as the weight gradients are no longer than what they fill.
+        assert simulate(build_schedule("zb_h1", p, 1, m), Costs.equal(p, 1, 1.25, 0.75)).bubble == pytest.approx((p - 1) * 1.5)
+
+
+@pytest.mark.parametrize("p", DEPTHS)
+def test_zb_v(p):
+    """No bubble where F = I = W, in the memory of 1F1B's first rank: 2 p stages of half the size (Qi et al. 2024, table 1)."""
+    for m in (2 * p - 1, 2 * p, 4 * p, 8 * p) if p < 64 else (2 * p,):
+        timeline = simulate(build_schedule("zb_v", p, 2, m), Costs.equal(2 * p))
+        assert timeline.bubble == pytest.approx(0)
+        assert timeline.step_time == pytest.approx(6 * m + p - 1)  # rank r begins, and ends, r forwards later
+        assert max(timeline.peak_live(r) for r in range(p)) == 2 * p
+
+
+@pytest.mark.parametrize("p", DEPTHS)
+def test_dualpipe_v(p):
+    for m in (2 * p, 4 * p) if p < 64 else (2 * p,):
+        timeline = simulate(build_schedule("dualpipe_v", p, 2, m), Costs.equal(2 * p))
+        assert timeline.step_time == pytest.approx(6 * m + p - 1)
+        assert timeline.bubble == pytest.approx(p - 1)
+        assert [timeline.peak_live(r) for r in range(p)] == [2 * p + 1] * p
+
+
+def test_smaller_bubble_in_the_order_of_the_papers():
+    work = [(("1f1b", 1), 2), (("interleaved_1f1b", 2), 1), (("zb_h1", 1), 2), (("zb_v", 2), 1)]
+    bubbles = [simulate(build_schedule(n, 4, v, 8), Costs.equal(4 * v, c, c, c)).bubble_fraction for (n, v), c in work]
+    assert bubbles == sorted(bubbles, reverse=True)
+    assert len(set(bubbles)) == 4
+
+
+def test_communication_delays_the_next_rank_only():
+    """Two ranks, one micro-batch: F, message, F, B, message, B. Between two stages of one rank nothing is waited for."""
+    costs = Costs.equal(2, communication=0.5)
+    assert simulate(build_schedule("1f1b", 2, 1, 1), costs).step_time == 1 + 0.5 + 1 + 2 + 0.5 + 2
+    assert simulate(build_schedule("interleaved_1f1b", 1, 2, 1), costs).step_time == 6
+
+
+def test_costs_of_each_stage_count():
+    """A slow last stage makes the step: m times its time, and the way down and up."""
+    costs = Costs([1, 1, 1, 3], [1, 1, 1, 3], [1, 1, 1, 3])
+    assert simulate(build_schedule("1f1b", 4, 1, 8), costs).step_time == 3 + 8 * 9 + 2 * 3
 
 
 def test_unknown_schedule_names_those_that_exist():
@@ -143,17 +172,168 @@ def test_unknown_schedule_names_those_that_exist():
         build_schedule("2f2b", 2, 1, 4)
 
 
-def test_network_without_buffers_finds_a_deadlock():
-    """The control: two ranks that both send first, one operation at a time, wait for each other for ever."""
-    f, b = Action(Kind.FORWARD, 1, 0), Action(Kind.BACKWARD, 0, 0)
-    one_at_a_time = [[[("send", 1, f)], [("receive", 1, b)]], [[("send", 0, b)], [("receive", 0, f)]]]
-    assert exchange_without_buffers(one_at_a_time) == ([0, 0], [])
-    together = [[[("send", 1, f), ("receive", 1, b)]], [[("send", 0, b), ("receive", 0, f)]]]
-    assert exchange_without_buffers(together) == ([1, 1], [])
+@pytest.mark.parametrize(
+    ("name", "p", "v", "m", "key", "why"),
+    [
+        ("1f1b", 4, 2, 8, "parallel.stages_per_rank", "one stage per rank"),
+        ("zb_v", 4, 1, 8, "parallel.stages_per_rank", "2 stages per rank"),
+        ("interleaved_1f1b", 4, 2, 6, "parallel.schedule", "groups of parallel.pp=4"),
+        ("dualpipe_v", 4, 2, 7, "parallel.schedule", "at least 2 · parallel.pp = 8"),
+    ],
+)
+def test_sizes_that_a_schedule_does_not_take_are_refused(name, p, v, m, key, why):
+    with pytest.raises(UserError, match=why) as refused:
+        build_schedule(name, p, v, m)
+    assert refused.value.key == key
 
 
-def test_network_that_knows_only_order_finds_a_swap():
-    """The control: two messages sent in the other order arrive as each other."""
-    first, second = Action(Kind.FORWARD, 1, 0), Action(Kind.FORWARD, 1, 1)
-    swapped = [[[("send", 1, second)], [("send", 1, first)]], [[("receive", 0, first)], [("receive", 0, second)]]]
-    assert len(exchange_without_buffers(swapped)[1]) == 2
+# --- the checker finds what is wrong ------------------------------------------------------------------------------------
+
+
+def mutable(name="zb_h1", p=4, v=1, m=8):
+    return [list(actions) for actions in build_schedule(name, p, v, m)]
+
+
+def swap(schedule, rank, a, b):
+    i, j = schedule[rank].index(a), schedule[rank].index(b)
+    schedule[rank][i], schedule[rank][j] = b, a
+
+
+def test_a_missing_or_double_action_is_found():
+    for name in SCHEDULES:
+        v = 2 if built(name, 4, 1, 8) is None else 1
+        rng = random.Random(name)
+        for _ in range(10):
+            lost, twice = mutable(name, 4, v), mutable(name, 4, v)
+            rank = rng.randrange(4)
+            lost[rank].remove(rng.choice(lost[rank]))
+            twice[rank].append(rng.choice(twice[rank]))
+            for broken in (lost, twice):
+                with pytest.raises(Fault):
+                    check(broken)
+
+
+def test_a_stage_on_two_ranks_is_found():
+    broken = mutable()
+    broken[1].append(broken[0].pop())
+    with pytest.raises(Fault, match="is on rank 0 and on rank 1"):
+        check_complete(broken)
+
+
+def test_half_a_backward_is_found():
+    broken = mutable()
+    broken[0][broken[0].index(Action(I, 0, 3))] = Action(B, 0, 3)
+    with pytest.raises(Fault, match="stage 0 does B, F, W to micro-batch 3"):
+        check_complete(broken)
+
+
+@pytest.mark.parametrize(
+    ("rank", "first", "second"),
+    [
+        (0, Action(F, 0, 5), Action(I, 0, 5)),  # a backward before its forward
+        (2, Action(I, 2, 5), Action(W, 2, 5)),  # a weight gradient before its input gradient
+        (3, Action(F, 3, 0), Action(F, 3, 7)),  # a micro-batch that is needed to go on, at the end
+    ],
+)
+def test_a_wrong_order_is_found(rank, first, second):
+    broken = mutable()
+    swap(broken, rank, first, second)
+    with pytest.raises(Fault, match=f"rank {rank} at"):
+        check_order(broken)
+
+
+def test_any_forward_and_its_backward_exchanged_are_found():
+    rng = random.Random(1)
+    for _ in range(40):
+        broken = mutable("interleaved_1f1b", 4, 2, 8)
+        stage, m = rng.randrange(8), rng.randrange(8)
+        swap(broken, stage % 4, Action(F, stage, m), Action(B, stage, m))
+        with pytest.raises(Fault):
+            check(broken)
+
+
+def paired():
+    """1F1B on two ranks, and where rank 0 sends forward 1 and receives backward 0 in one batch; rank 1's side of it."""
+    schedule = build_schedule("1f1b", 2, 1, 4)
+    return schedule, lower(schedule)
+
+
+def test_lowered_programs_pass():
+    schedule, programs = paired()
+    check_exchanges(programs, schedule)
+
+
+def test_two_ranks_that_both_send_first_are_found():
+    schedule, programs = paired()
+    for rank, program in enumerate(programs):
+        at = next(i for i, e in enumerate(program) if isinstance(e, Exchange) and len(e.transfers) == 2)
+        program[at : at + 1] = [Exchange((t,)) for t in sorted(program[at].transfers, reverse=True)]
+        assert program[at].transfers[0].sends, rank
+    with pytest.raises(Fault, match="a deadlock"):
+        check_exchanges(programs, schedule)
+
+
+def test_two_messages_in_another_order_are_found():
+    schedule, programs = paired()
+    receives = [i for i, e in enumerate(programs[1]) if isinstance(e, Exchange) and not e.transfers[0].sends]
+    a, b = receives[:2]
+    programs[1][a], programs[1][b] = programs[1][b], programs[1][a]
+    with pytest.raises(Fault, match="meets"):
+        check_exchanges(programs, schedule)
+
+
+def test_a_receive_after_its_use_is_found():
+    schedule, programs = paired()
+    assert isinstance(programs[1][0], Exchange)
+    programs[1][0], programs[1][1] = programs[1][1], programs[1][0]
+    with pytest.raises(Fault, match="a deadlock"):
+        check_exchanges(programs, schedule)
+
+
+def test_a_send_before_its_action_is_found():
+    schedule, programs = paired()
+    programs[0][0], programs[0][1] = programs[0][1], programs[0][0]
+    with pytest.raises(Fault, match="before it has made it"):
+        check_exchanges(programs, schedule)
+
+
+def test_a_receive_that_nobody_sends_is_found():
+    schedule, programs = paired()
+    programs[0] = [e for e in programs[0] if not (isinstance(e, Exchange) and e.transfers[0].message == Message(False, 1, 3))]
+    with pytest.raises(Fault):
+        check_exchanges(programs, schedule)
+
+
+def test_an_action_that_the_schedule_does_not_have_is_found():
+    schedule, programs = paired()
+    programs[1].append(Action(F, 1, 9))
+    with pytest.raises(Fault, match="other actions"):
+        check_exchanges(programs, schedule)
+
+
+def test_which_schedules_split_backward():
+    split = {name for name in SCHEDULES if splits_backward(built(name, 4, 1, 8) or built(name, 4, 2, 8))}
+    assert split == {"zb_h1", "zb_v", "dualpipe_v"}
+
+
+# --- what the docstrings show -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "v", "m"),
+    [
+        *(("gpipe", 1, 4), ("1f1b", 1, 6), ("interleaved_1f1b", 2, 4), ("breadth_first", 2, 4)),
+        *(("zb_h1", 1, 6), ("zb_v", 2, 7), ("dualpipe_v", 2, 8)),
+    ],
+)
+def test_the_timeline_in_the_docstring_is_the_schedule(name, v, m):
+    drawn = ascii_timeline(build_schedule(name, 4, v, m), Costs.equal(4 * v), 112)
+    shown = [line.strip() for line in (SCHEDULES[name].__doc__ or "").splitlines() if "▏" in line]
+    assert shown == [line.strip() for line in drawn]
+
+
+def test_pure_modules_need_no_torch():
+    """They run where torch is not installed: the import of torch is made to fail."""
+    modules = [f"parallel.pipeline.{m}" for m in ("actions", "schedules", "simulate", "lower", "check", "balance", "chrome")]
+    code = f"import sys; sys.modules['torch'] = None\nfor m in {modules}: __import__(m)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)

@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from tools.parity_cases import QUICK_LAYOUTS, STEPS, Case, Layout, Pair, base_layouts, covering_cases
+from tools.parity_cases import QUICK_LAYOUTS, STEPS, Case, Layout, Pair, base_layouts, covering_cases, schedule_cases
 from tools.parity_run import BOUNDS, Row, check
 from tools.ranks import Ranks
 
@@ -32,7 +32,8 @@ def plan(worlds: tuple[int, ...], quick: bool) -> tuple[list[tuple[Case, int]], 
     bases = [(Case(shape, num_microbatches=4 if shape[0] > 1 else 2), STEPS) for shape in layouts]
     bases = [] if quick else [(replace(case, dtype=dtype), steps) for case, steps in bases for dtype in BOUNDS]
     combined, impossible = covering_cases(layouts)
-    return bases + [(case, 0) for case in combined], impossible
+    schedules = [] if quick else schedule_cases(worlds)
+    return bases + [(case, 0) for case in schedules + combined], impossible
 
 
 def line(row: Row, steps: int) -> str:

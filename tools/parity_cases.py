@@ -10,13 +10,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import combinations, product
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from data.config import DataConfig
 from errors import UserError
 from model.config import ModelConfig
 from parallel.config import ParallelConfig
-from parallel.pipeline.schedule import SCHEDULES, build_schedule
+from parallel.pipeline.schedules import SCHEDULES, build_schedule
 from training.config import CheckpointConfig, Config, OptimizerConfig, RunConfig, TrainConfig
 
 STEPS = 20
@@ -36,6 +36,7 @@ class Case:
     layout: Layout
     sequence_parallel: bool = True
     schedule: str = "1f1b"
+    stages_per_rank: int = 1
     zero_stage: int = 1
     tie_embeddings: bool = False
     vocab_size: int = 251  # prime: no tp but 1 divides it
@@ -59,8 +60,7 @@ class Case:
     def config(self) -> Config:
         """The whole configuration; a UserError where these options do not go together."""
         pp, dp_replicate, dp_shard, tp = self.layout
-        stages_per_rank = _stages_per_rank(self.schedule, pp)
-        stages = pp * stages_per_rank
+        stages = pp * self.stages_per_rank
         num_layers = 2 if stages == 1 else stages + 2
         config = Config(
             ModelConfig(
@@ -80,7 +80,7 @@ class Case:
                 dp_replicate=dp_replicate,
                 sequence_parallel=self.sequence_parallel,
                 schedule=self.schedule,
-                stages_per_rank=stages_per_rank,
+                stages_per_rank=self.stages_per_rank,
                 layers_per_stage=_layers_per_stage(self.layers, stages, num_layers),
                 zero_stage=self.zero_stage,
                 cpu_offload=self.cpu_offload,
@@ -100,7 +100,6 @@ class Case:
             RunConfig(dir="-"),
         )
         config.validate(self.world)
-        build_schedule(self.schedule, pp, stages_per_rank, config.num_microbatches(dp_replicate * dp_shard))
         return config
 
     def is_valid(self) -> bool:
@@ -112,16 +111,7 @@ class Case:
             self.config()
         except UserError:
             return False
-        return self.layers == "even" or pp * _stages_per_rank(self.schedule, pp) > 1
-
-
-def _stages_per_rank(schedule: str, pp: int) -> int:
-    """1, or 2 for a schedule that needs several."""
-    try:
-        build_schedule(schedule, pp, 1, 8 * pp)
-    except UserError:
-        return 2
-    return 1
+        return self.layers == "even" or pp * self.stages_per_rank > 1
 
 
 def _layers_per_stage(layers: str, stages: int, num_layers: int) -> list[int] | None:
@@ -145,7 +135,7 @@ def option_values() -> dict[str, Sequence[object]]:
     """The values of each option that the covering array combines."""
     return {
         "sequence_parallel": (True, False),
-        "schedule": tuple(SCHEDULES),
+        "pipeline": [pair for pair in product(SCHEDULES, (1, 2, 4)) if _takes(*pair)],  # schedule, stages per rank
         "zero_stage": get_args(get_type_hints(ParallelConfig)["zero_stage"]),
         "tie_embeddings": (False, True),
         "vocab_size": (251, 256),
@@ -153,8 +143,37 @@ def option_values() -> dict[str, Sequence[object]]:
         "layers": ("even", "uneven", "none_first", "none_last"),
         "activation_checkpointing": get_args(get_type_hints(TrainConfig)["activation_checkpointing"]),
         "cpu_offload": (False, True),
-        "num_microbatches": (1, 2, 4, 8),
+        "num_microbatches": (1, 2, 4, 8, 16),
     }
+
+
+def _takes(schedule: str, stages_per_rank: int) -> bool:
+    """Whether the schedule runs so many stages per rank."""
+    try:
+        build_schedule(schedule, 2, stages_per_rank, 8)
+    except UserError:
+        return False
+    return True
+
+
+def schedule_cases(worlds: Sequence[int]) -> list[Case]:
+    """Every schedule, at every depth and number of stages per rank that it takes, with tp and dp_shard where they fit, and with
+    from fewer micro-batches than ranks to four times as many. zero_stage and sequence parallelism alternate."""
+    cases: list[Case] = []
+    for layout in ((2, 1, 1, 1), (2, 1, 2, 2), (4, 1, 1, 2), (4, 1, 2, 1), (8, 1, 1, 1)):
+        for schedule, stages_per_rank in product(SCHEDULES, (1, 2, 4)):
+            for microbatches in (layout[0] // 2, layout[0], 2 * layout[0], 4 * layout[0]):
+                case = Case(
+                    layout,
+                    schedule=schedule,
+                    stages_per_rank=stages_per_rank,
+                    num_microbatches=microbatches,
+                    zero_stage=1 + len(cases) % 3,
+                    tie_embeddings=len(cases) % 2 == 1,
+                )
+                if case.world in worlds and case.is_valid():
+                    cases.append(case)
+    return cases
 
 
 TRIES, ENOUGH = 200, 30  # random completions of a pair: before it is called impossible, and once it is possible
@@ -174,8 +193,8 @@ QUICK_LAYOUTS: list[Layout] = [
 
 def pairs_of(case: Case) -> set[Pair]:
     """Every two option values that meet in `case`, the layout counted as an option."""
-    chosen = [(name, value) for name, value in asdict(case).items() if name == "layout" or name in option_values()]
-    return set(combinations([(n, tuple(v) if n == "layout" else v) for n, v in chosen], 2))
+    given = {**asdict(case), "layout": tuple(case.layout), "pipeline": (case.schedule, case.stages_per_rank)}
+    return set(combinations([(name, given[name]) for name in ("layout", *option_values())], 2))
 
 
 def covering_cases(layouts: Sequence[Layout], seed: int = 0) -> tuple[list[Case], list[Pair]]:
@@ -195,7 +214,9 @@ def covering_cases(layouts: Sequence[Layout], seed: int = 0) -> tuple[list[Case]
         best: Case | None = None
         gain = 0
         for attempt in range(TRIES):
-            case = Case(**{**{name: rng.choice(choices) for name, choices in values.items()}, **dict(wanted)})  # type: ignore[arg-type]
+            chosen: dict[str, Any] = {**{name: rng.choice(choices) for name, choices in values.items()}, **dict(wanted)}
+            schedule, stages_per_rank = chosen.pop("pipeline")
+            case = Case(**chosen, schedule=schedule, stages_per_rank=stages_per_rank)
             if case.is_valid():
                 new = sum(pair in uncovered for pair in pairs_of(case))
                 best, gain = (case, new) if new > gain else (best, gain)

@@ -7,7 +7,7 @@ from model.transformer import Transformer
 from parallel.activation import wrap_blocks
 from parallel.data import shard
 from parallel.mesh import Mesh
-from parallel.pipeline.schedule import rank_of_stage
+from parallel.pipeline.actions import stage_ranks
 from parallel.pipeline.tied import TiedEmbedding, first_and_last_stage_group
 from training.config import Config
 
@@ -16,11 +16,11 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch
 
 def build_stages(config: Config, mesh: Mesh) -> dict[int, Transformer]:
     """This rank's pipeline stages by global index, sharded and initialised, on the mesh's device (or offloaded to the host)."""
-    split = config.parallel.split_layers(config.model.num_layers)
+    split = config.split_layers()
     stages = {}
-    for s, layers in enumerate(split):
-        if rank_of_stage(s, mesh.pp.size()) == mesh.pp_rank:
-            stages[s] = build_stage(config, mesh, layers, first=s == 0, last=s == len(split) - 1)
+    for s, rank in enumerate(stage_ranks(config.schedule(mesh.dp_size))):
+        if rank == mesh.pp_rank:
+            stages[s] = build_stage(config, mesh, split[s], first=s == 0, last=s == len(split) - 1)
     return stages
 
 
@@ -58,4 +58,4 @@ def build_tied_embedding(config: Config, mesh: Mesh, stages: dict[int, Transform
     copies = []
     for stage in stages.values():
         copies += [module.weight for module in (stage.embedding, stage.head) if module is not None]
-    return TiedEmbedding(copies, first_and_last_stage_group(mesh.root))
+    return TiedEmbedding(copies, first_and_last_stage_group(mesh.root, stage_ranks(config.schedule(mesh.dp_size))))

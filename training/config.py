@@ -9,8 +9,10 @@ from typing import Literal
 from data.config import DataConfig
 from errors import UserError
 from model.config import ModelConfig
+from model.cost import layer_costs
 from parallel.config import ParallelConfig
-from parallel.pipeline.schedule import build_schedule
+from parallel.pipeline.actions import Action, splits_backward
+from parallel.pipeline.schedules import build_schedule
 from parallel.placement import chunk_range
 
 
@@ -62,6 +64,7 @@ class RunConfig:
 
     dir: str  # the run folder
     log_interval: int = 1  # steps between lines
+    trace: bool = False  # write what every rank did when in one step, the third of this start, to trace.json
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     wandb_project: str = "lattice"
 
@@ -81,6 +84,16 @@ class Config:
     def num_microbatches(self, dp_size: int) -> int:
         """Micro-batches of each data-parallel rank in one step."""
         return self.train.global_batch_size // (dp_size * self.train.micro_batch_size)
+
+    def split_layers(self) -> list[range]:
+        """The blocks of each pipeline stage, first to last."""
+        costs = layer_costs(self.model, self.train.seq_len, self.train.activation_checkpointing)
+        return self.parallel.split_layers(self.model.num_layers, costs)
+
+    def schedule(self, dp_size: int) -> list[list[Action]]:
+        """Each pipeline rank's actions in one step."""
+        parallel = self.parallel
+        return build_schedule(parallel.schedule, parallel.pp, parallel.stages_per_rank, self.num_microbatches(dp_size))
 
     def validate(self, world_size: int) -> None:
         """Check everything that involves more than one section or the world's size; raises UserError."""
@@ -134,8 +147,14 @@ class Config:
                 f"schedule wsd decays over the last steps of train.steps={train.steps}",
                 "give a number between 1 and train.steps, often a tenth or fifth of it",
             )
-        parallel.split_layers(model.num_layers)
-        build_schedule(parallel.schedule, parallel.pp, parallel.stages_per_rank, self.num_microbatches(dp))
+        self.split_layers()
+        if splits_backward(self.schedule(dp)) and train.compile:
+            raise UserError(
+                "train.compile",
+                True,
+                f"a compiled block forms its weight gradients in backward, and schedule {parallel.schedule} defers them",
+                "set train.compile=false, or choose a schedule that does not split backward (1f1b, interleaved_1f1b)",
+            )
 
 
 def _at_least(key: str, value: float, least: int) -> None:

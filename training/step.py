@@ -13,8 +13,9 @@ from model.transformer import Batch, Transformer
 from parallel.data import ZeroStage, check_reduced
 from parallel.mesh import Mesh
 from parallel.partial import PartialGradients
-from parallel.pipeline.runner import PipelineRunner
-from parallel.pipeline.schedule import build_schedule
+from parallel.pipeline.actions import forward_only, splits_backward, stage_ranks
+from parallel.pipeline.lower import lower
+from parallel.pipeline.runner import PipelineRunner, Recorder, record_nothing
 from parallel.pipeline.transfer import Transfers
 from training.build import DTYPES, build_tied_embedding
 from training.config import Config
@@ -42,16 +43,17 @@ class TrainStep:
         self.tied = build_tied_embedding(config, mesh, stages)
         self.optimizer = ShardedAdamW(self.named_parameters, config.optimizer)
         # A tied embedding's second copy has the same gradient as the first, and does not count again in the norm.
+        self.record: Recorder = record_nothing
         self.counted = [p for name, p in self.named_parameters if canonical_name(name, config.model) == name]
 
         positions = train.seq_len // mesh.tp.size() if parallel.sequence_parallel else train.seq_len
         hidden_shape = (positions, train.micro_batch_size, config.model.dim)
-        transfers = Transfers(mesh.pp.get_group(), parallel.num_stages, hidden_shape, DTYPES[train.dtype], mesh.device)
-        self.runner = PipelineRunner(dict(stages), parallel.num_stages, transfers, ZeroStage(parallel.zero_stage))
-        schedules = build_schedule(
-            parallel.schedule, mesh.pp.size(), parallel.stages_per_rank, config.num_microbatches(mesh.dp_size)
-        )
-        self.actions = schedules[mesh.pp_rank]
+        transfers = Transfers(mesh.pp.get_group(), hidden_shape, DTYPES[train.dtype], mesh.device)
+        schedule = config.schedule(mesh.dp_size)
+        self.ranks_of_stages = stage_ranks(schedule)
+        self.program = lower(schedule)[mesh.pp_rank]
+        zero = ZeroStage(parallel.zero_stage)
+        self.runner = PipelineRunner(dict(stages), parallel.num_stages, transfers, zero, splits_backward(schedule))
 
     def __call__(self, step: int, tokens: Tensor, targets: Tensor) -> StepResult:
         """Train on this data-parallel rank's rows of the global batch, tokens and targets [rows, S]; `step` is 0-based."""
@@ -67,7 +69,7 @@ class TrainStep:
         # is wrong as soon as token counts differ.)
         num_targets = (targets != IGNORE).sum().to(self.mesh.device)
         dist.all_reduce(num_targets, group=self.mesh.loss.get_group())
-        loss = self.runner.step(self.actions, microbatches, lambda total: total / num_targets)
+        loss = self.runner.step(self.program, microbatches, lambda total: total / num_targets, self.record)
         check_reduced(p for _, p in self.named_parameters)
         self.partial.sum_over_tp()
         self.tied.sum_gradients()
@@ -77,7 +79,9 @@ class TrainStep:
     @torch.no_grad()
     def evaluate(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Summed loss and number of target tokens over all data-parallel ranks' rows, each [rows, S]."""
-        loss = self.runner.evaluate(self.microbatches(tokens, targets))
+        microbatches = self.microbatches(tokens, targets)
+        program = lower(forward_only(self.ranks_of_stages, len(microbatches)))[self.mesh.pp_rank]
+        loss = self.runner.evaluate(program, microbatches)
         num_targets = (targets != IGNORE).sum().to(self.mesh.device)
         dist.all_reduce(num_targets, group=self.mesh.loss.get_group())
         return self.sum_over_ranks(loss), num_targets

@@ -1,90 +1,131 @@
-"""Carries a schedule out: one training step's forwards and backwards on this rank's stages.
+"""Carries a program out: one training step's forwards and backwards on this rank's stages.
 
 One rank without a pipeline runs the same code: a pipeline of one stage, where 1F1B is gradient accumulation.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from parallel.data import ZeroStage, reshard
-from parallel.pipeline.schedule import Action, Kind
+from parallel.pipeline.actions import Action, F, I, W
+from parallel.pipeline.lower import Exchange, Message, Program, need_of, result_of
 from parallel.pipeline.transfer import Transfers
+from parallel.weight import WeightGradientJob, run_jobs, share_queue
+
+Recorder = Callable[[Action], AbstractContextManager[object]]  # what is around an action is its time (trace.py)
+
+
+def record_nothing(action: Action) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class PipelineRunner:
-    """Runs actions on stages.
+    """Runs programs on stages.
 
     Args:
         stages: this rank's modules by global stage index; called as `stage(hidden, batch)`, where hidden is None on stage 0,
             and returning hidden states, or the loss (a scalar) on the last stage.
         num_stages: of the whole pipeline.
-        transfers: the point-to-point layer.
+        transfers: between stages.
         zero: when FSDP gathers, reduces and reshards.
+        splits_backward: whether programs have input and weight gradients as actions of their own.
     """
 
-    def __init__(self, stages: dict[int, nn.Module], num_stages: int, transfers: Transfers, zero: ZeroStage) -> None:
+    def __init__(
+        self, stages: dict[int, nn.Module], num_stages: int, transfers: Transfers, zero: ZeroStage, splits_backward: bool
+    ) -> None:
         self.stages, self.num_stages, self.transfers, self.zero = stages, num_stages, transfers, zero
+        self.queues = {s: share_queue(stage) for s, stage in stages.items()} if splits_backward else {}
 
     def step(
-        self, actions: Sequence[Action], microbatches: Sequence[object], scale_loss: Callable[[Tensor], Tensor]
+        self,
+        program: Program,
+        microbatches: Sequence[object],
+        scale_loss: Callable[[Tensor], Tensor],
+        record: Recorder = record_nothing,
     ) -> Tensor | None:
         """Forward and backward of every micro-batch. Gradients are left, reduced, in the parameters.
 
         Args:
-            actions: this rank's part of the schedule.
+            program: this rank's.
             microbatches: the inputs, handed to every stage.
             scale_loss: from a micro-batch's summed loss to what is differentiated: the division by the global number of
                 target tokens.
+            record: entered around each action.
 
         Returns:
             The scaled losses' sum on the rank with the last stage, else None.
         """
         for stage in self.stages.values():
             self.zero.begin_step(stage)
-        backwards_left = {s: len(microbatches) for s in self.stages}
+        left = Counter({s: len(microbatches) for s in self.stages})  # micro-batches whose gradients are not complete
         kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # (stage, micro-batch) → its input and output
+        deferred: dict[tuple[int, int], list[WeightGradientJob]] = {}  # between I and W
         total: Tensor | None = None
 
-        received = self.transfers.exchange(None, None, actions[0])
-        for action, upcoming in zip(actions, [*actions[1:], None], strict=True):
-            s, m = action.stage, action.microbatch
-            result: Tensor | None
-            if action.kind is Kind.FORWARD:
-                hidden = received.requires_grad_() if received is not None else None
-                result = self.stages[s](hidden, microbatches[m])
-                assert result is not None
-                if s == self.num_stages - 1:
-                    result = scale_loss(result)
-                    total = result.detach() if total is None else total + result.detach()
-                kept[s, m] = (hidden, result)
-                result = result if s < self.num_stages - 1 else None  # the loss goes nowhere
-            else:
-                backwards_left[s] -= 1
-                if backwards_left[s] == 0:
-                    self.zero.begin_last_backward(self.stages[s])
-                hidden, output = kept.pop((s, m))
-                torch.autograd.backward(output, received)
-                result = hidden.grad if hidden is not None else None
-            received = self.transfers.exchange(action, result, upcoming)
+        for item in program:
+            if isinstance(item, Exchange):
+                self.transfers.exchange(item)
+                continue
+            kind, s, m = item
+            stage, received = self.stages[s], self._take(item)
+            result: Tensor | None = None
+            if kind is not F and kind is not I:
+                left[s] -= 1
+            with record(item):
+                if kind is F:
+                    hidden = received.requires_grad_() if received is not None else None
+                    output = stage(hidden, microbatches[m])
+                    if s == self.num_stages - 1:
+                        output = scale_loss(output)
+                        total = output.detach() if total is None else total + output.detach()
+                    kept[s, m] = (hidden, output)
+                    result = output
+                elif kind is W:
+                    run_jobs(deferred.pop((s, m)))
+                    self.zero.after_weight_gradients(stage, last=left[s] == 0)
+                else:
+                    self.zero.before_backward(stage, completes=kind is not I, last=left[s] == 0)
+                    hidden, output = kept.pop((s, m))
+                    if kind is I:
+                        with self.queues[s].deferring() as deferred[s, m]:
+                            torch.autograd.backward(output, received)
+                    else:
+                        torch.autograd.backward(output, received)
+                    result = hidden.grad if hidden is not None else None
+            self._give(item, result)
         self.transfers.finish()
         assert not kept, "the schedule left forwards without their backward"
+        assert not deferred, "the schedule left input gradients without their weight gradients"
         return total
 
     @torch.no_grad()
-    def evaluate(self, microbatches: Sequence[object]) -> Tensor | None:
-        """Forward only, in order; the summed loss of all micro-batches on the rank with the last stage, else None."""
-        actions = [Action(Kind.FORWARD, s, m) for m in range(len(microbatches)) for s in sorted(self.stages)]
+    def evaluate(self, program: Program, microbatches: Sequence[object]) -> Tensor | None:
+        """Forwards only; the summed loss of all micro-batches on the rank with the last stage, else None."""
         total: Tensor | None = None
-        received = self.transfers.exchange(None, None, actions[0])
-        for action, upcoming in zip(actions, [*actions[1:], None], strict=True):
-            result = self.stages[action.stage](received, microbatches[action.microbatch])
-            if action.stage == self.num_stages - 1:
+        for item in program:
+            if isinstance(item, Exchange):
+                self.transfers.exchange(item)
+                continue
+            result = self.stages[item.stage](self._take(item), microbatches[item.microbatch])
+            if item.stage == self.num_stages - 1:
                 total = result if total is None else total + result
-                result = None
-            received = self.transfers.exchange(action, result, upcoming)
+            self._give(item, result)
         self.transfers.finish()
         for stage in self.stages.values():
             reshard(stage)
         return total
+
+    def _take(self, action: Action) -> Tensor | None:
+        need: Message | None = need_of(action, self.num_stages)
+        return None if need is None else self.transfers.take(need)
+
+    def _give(self, action: Action, result: Tensor | None) -> None:
+        message = result_of(action, self.num_stages)
+        if message is not None:
+            assert result is not None
+            self.transfers.give(message, result)

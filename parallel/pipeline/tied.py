@@ -5,6 +5,8 @@ alike. After the last backward the two sharded gradients are summed, over the pa
 the same gradient, take the same optimizer step and stay equal bit for bit. The gradient norm and the checkpoint count one.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,15 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 
-def first_and_last_stage_group(root: DeviceMesh) -> ProcessGroup | None:
-    """The group of the first and the last pipeline rank that share this rank's other coordinates; None in between, and where
-    one rank is both. Every rank of the mesh must call it. `root`'s first axis is pp."""
-    lines = root.mesh.reshape(root.shape[0], -1).T.tolist()  # one list of pp ranks for each other coordinate
+def first_and_last_stage_group(root: DeviceMesh, ranks_of_stages: Sequence[int]) -> ProcessGroup | None:
+    """The group of the two pipeline ranks that hold the first and the last stage and share this rank's other coordinates;
+    None on all other ranks, and where one rank holds both. Every rank of the mesh must call it. `root`'s first axis is pp."""
+    first, last = ranks_of_stages[0], ranks_of_stages[-1]
     mine = None
-    if root.shape[0] > 1:
-        for line in lines:
-            group = dist.new_group([line[0], line[-1]])
-            if dist.get_rank() in (line[0], line[-1]):
+    if first != last:
+        for line in root.mesh.reshape(root.shape[0], -1).T.tolist():  # pp ranks, for each other coordinate
+            group = dist.new_group([line[first], line[last]])
+            if dist.get_rank() in (line[first], line[last]):
                 mine = group
     return mine
 

@@ -1,10 +1,4 @@
-"""Point-to-point between pipeline ranks: between two actions, one batch of sends and receives.
-
-A rank that has just computed sends its result and receives what its next action needs, both in one `batch_isend_irecv`.
-That is the form NCCL needs: it matches messages by order alone and may not buffer, so a send and a receive that two
-neighbours post in opposite order, one at a time, would wait for each other forever. In 1F1B's steady state rank r posts
-{send F(i) down, receive B(j) from below} exactly where rank r + 1 posts {send B(j) up, receive F(i) from above}.
-"""
+"""Carries out the exchanges of a program: what a stage hands to another, in the same process or over the network."""
 
 from typing import Any
 
@@ -13,53 +7,64 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel.pipeline.schedule import Action, Kind, rank_of_stage
+from parallel.pipeline.lower import Exchange, Message
 
 
 class Transfers:
-    """Sends and receives of one step, for hidden states and their gradients of one shape and dtype.
+    """Hidden states and their gradients between stages, all of one shape and dtype.
+
+    `give` what an action made, `take` what one needs. In between, if they are on different ranks, both post the exchange that
+    holds the message (parallel/pipeline/lower.py).
 
     Args:
         group: the pp group.
-        num_stages: of the whole pipeline.
         shape, dtype, device: of a hidden state between stages, [S/tp, B, D].
     """
 
-    def __init__(
-        self, group: ProcessGroup, num_stages: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
-    ) -> None:
-        self.group, self.num_stages = group, num_stages
-        self.shape, self.dtype, self.device = shape, dtype, device
+    def __init__(self, group: ProcessGroup, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> None:
+        self.group, self.shape, self.dtype, self.device = group, shape, dtype, device
         self.ranks = dist.get_process_group_ranks(group)
-        self.sending: list[tuple[Any, list[Tensor]]] = []
+        self._here: dict[Message, Tensor] = {}  # given, not yet taken or sent
+        self._receiving: dict[Message, tuple[Any, Tensor]] = {}
+        self._sending: list[tuple[Any, Tensor]] = []
+        # The first use of an NCCL communicator must involve all its ranks, and an exchange involves few.
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
 
-    def exchange(self, done: Action | None, result: Tensor | None, upcoming: Action | None) -> Tensor | None:
-        """Send `result` of the action just `done` to its neighbour stage, and return what `upcoming` needs from its own."""
-        operations, sent, received = [], [], None
-        if done is not None and result is not None:
-            receiver = done.stage + 1 if done.kind is Kind.FORWARD else done.stage - 1
-            sent = [result.detach().contiguous()]
-            operations.append(dist.P2POp(dist.isend, sent[0], self._peer(receiver), group=self.group))
-        if upcoming is not None:
-            sender = upcoming.stage - 1 if upcoming.kind is Kind.FORWARD else upcoming.stage + 1
-            if 0 <= sender < self.num_stages:
-                received = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-                operations.append(dist.P2POp(dist.irecv, received, self._peer(sender), group=self.group))
-        if operations:
-            works = dist.batch_isend_irecv(operations)
-            # NCCL gives one work for the batch, gloo one per operation, in order: the last one covers the receive.
-            if received is not None:
-                works.pop().wait()
-            if works:  # gloo reads `sent` until it has gone: keep it alive, but do not wait. NCCL's stream knows of it.
-                self.sending.append((works, sent))
-        return received
+    def give(self, message: Message, tensor: Tensor) -> None:
+        self._here[message] = tensor.detach()
+
+    def exchange(self, exchange: Exchange) -> None:
+        """Post sends of what was given and receives of what will be taken, in one batch; waits for nothing."""
+        operations = []
+        for transfer in exchange.transfers:
+            if transfer.sends:
+                tensor = self._here.pop(transfer.message).contiguous()
+            else:
+                tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            call = dist.isend if transfer.sends else dist.irecv
+            operations.append(dist.P2POp(call, tensor, self.ranks[transfer.peer], group=self.group))
+        works = dist.batch_isend_irecv(operations)
+        if len(works) == 1:  # NCCL gives one work for the batch, gloo one per operation, in order
+            works = works * len(operations)
+        self._sending = [(work, tensor) for work, tensor in self._sending if not work.is_completed()]
+        for transfer, operation, work in zip(exchange.transfers, operations, works, strict=True):
+            if transfer.sends:
+                self._sending.append((work, operation.tensor))  # gloo reads it until it has gone: keep it that long
+            else:
+                self._receiving[transfer.message] = (work, operation.tensor)
+
+    def take(self, message: Message) -> Tensor:
+        """What was given on this rank, or what arrives from another: waits for it."""
+        if message in self._here:
+            return self._here.pop(message)
+        work, tensor = self._receiving.pop(message)
+        work.wait()
+        return tensor
 
     def finish(self) -> None:
-        """Wait until everything sent in this step has left."""
-        for works, _ in self.sending:
-            for work in works:
-                work.wait()
-        self.sending.clear()
-
-    def _peer(self, stage: int) -> int:
-        return self.ranks[rank_of_stage(stage, len(self.ranks))]
+        """Wait until everything sent has left."""
+        for work, _ in self._sending:
+            work.wait()
+        self._sending.clear()
+        assert not self._here, "a message was given that no action took"
+        assert not self._receiving, "a message was received that no action took"

@@ -1,0 +1,117 @@
+"""Proves, without running it, that a schedule is complete, in order, and free of deadlock. Pure, no torch.
+
+The network assumed is the strictest there is: it buffers nothing (a message moves only when both its sides are posted), knows
+messages by their order alone, and a rank's later batch waits for all of its earlier one.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+from parallel.pipeline.actions import Action, B, F, I, Schedule, W, num_microbatches, stage_ranks
+from parallel.pipeline.lower import Exchange, Message, Program, Transfer, lower, need_of, result_of
+from parallel.pipeline.simulate import Costs, Stuck, simulate
+
+
+class Fault(ValueError):
+    """What is wrong with a schedule or with the programs made of it."""
+
+
+def check(schedule: Schedule) -> None:
+    """Everything below, for a schedule and the programs it is lowered to; raises `Fault`."""
+    check_complete(schedule)
+    check_order(schedule)
+    check_exchanges(lower(schedule), schedule)
+
+
+def check_complete(schedule: Schedule) -> None:
+    """Each stage is on one rank and does to every micro-batch, once, a forward, and a backward whole or in two parts."""
+    try:
+        stages = len(stage_ranks(schedule))
+    except ValueError as error:
+        raise Fault(str(error)) from error
+    actions = [action for rank in schedule for action in rank]
+    seen = set(actions)
+    if len(seen) < len(actions):
+        twice = next(action for action in actions if actions.count(action) > 1)
+        raise Fault(f"{twice} is there more than once")
+    for s in range(stages):
+        for m in range(num_microbatches(schedule)):
+            kinds = {kind for kind in (F, B, I, W) if Action(kind, s, m) in seen}
+            if kinds not in ({F, B}, {F, I, W}):
+                has = ", ".join(sorted(kind.value for kind in kinds)) or "nothing"
+                raise Fault(f"stage {s} does {has} to micro-batch {m}, and not F and B, or F, I and W")
+
+
+def check_order(schedule: Schedule) -> None:
+    """Whatever an action needs has been done before, if every rank runs its list from first to last."""
+    try:
+        simulate(schedule, Costs.equal(len(stage_ranks(schedule))))
+    except Stuck as error:
+        raise Fault(str(error)) from error
+
+
+def check_exchanges(programs: Sequence[Program], schedule: Schedule) -> None:
+    """Run the programs on a network that buffers nothing.
+
+    Raises:
+        Fault: ranks wait for each other, a receive meets another message than it expects, an action's input was not received
+            before it, or the actions are not those of the schedule.
+    """
+    where = stage_ranks(schedule)
+    for rank, program in enumerate(programs):
+        if [item for item in program if isinstance(item, Action)] != list(schedule[rank]):
+            raise Fault(f"the program of rank {rank} has other actions than the schedule")
+    position = [0] * len(programs)
+    batch: list[list[Transfer]] = [[] for _ in programs]  # what is left of the batch on the wire, oldest first
+    posted: list[deque[Exchange]] = [deque() for _ in programs]  # that batch and those behind it
+    made: set[Message | None] = set()  # by an action
+    received: set[Message] = set()  # in batches that are through: NCCL has one answer for a whole batch
+    awake = deque(range(len(programs)))
+    while awake:
+        rank = awake.popleft()
+        moved = False
+        # Computing: go on until an action lacks its input. Posting a batch does not wait.
+        while position[rank] < len(programs[rank]):
+            item = programs[rank][position[rank]]
+            if isinstance(item, Exchange):
+                for transfer in item.transfers:
+                    if transfer.sends and transfer.message not in made:
+                        raise Fault(f"rank {rank} sends {transfer.message} before it has made it")
+                posted[rank].append(item)
+                if len(posted[rank]) == 1:
+                    batch[rank] = list(item.transfers)
+            else:
+                need = need_of(item, len(where))
+                if need is not None and where[need.stage + (1 if need.is_gradient else -1)] != rank and need not in received:
+                    break
+                made.add(result_of(item, len(where)))
+            position[rank] += 1
+            moved = True
+        # The wire: match the batch in front with those in front on other ranks; when it is through, the next one.
+        peers = _match(rank, batch)
+        awake.extend(peers)
+        while posted[rank] and not batch[rank]:
+            received.update(t.message for t in posted[rank].popleft().transfers if not t.sends)
+            batch[rank] = list(posted[rank][0].transfers) if posted[rank] else []
+            moved = True
+        if moved or peers:
+            awake.append(rank)
+    for rank, program in enumerate(programs):
+        if position[rank] < len(program) or batch[rank]:
+            at = str(program[position[rank]]) if position[rank] < len(program) else "its end"
+            raise Fault(f"rank {rank} stops before {at}, waiting for {[t.message for t in batch[rank]]}: a deadlock")
+
+
+def _match(rank: int, batch: list[list[Transfer]]) -> list[int]:
+    """Let pass what `rank` and its peers have both posted; the peers that it passed to or from."""
+    peers = []
+    for transfer in list(batch[rank]):
+        mine = next(t for t in batch[rank] if (t.sends, t.peer) == (transfer.sends, transfer.peer))
+        theirs = next((t for t in batch[transfer.peer] if (t.sends, t.peer) == (not transfer.sends, rank)), None)
+        if mine is transfer and theirs is not None:
+            if theirs.message != mine.message:
+                raise Fault(f"between ranks {rank} and {transfer.peer}, {mine.message} meets {theirs.message}")
+            batch[rank].remove(mine)
+            batch[transfer.peer].remove(theirs)
+            peers.append(transfer.peer)
+    return peers

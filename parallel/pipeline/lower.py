@@ -1,0 +1,94 @@
+"""From a schedule to programs: each rank's actions with the sends and receives between them. Pure, no torch.
+
+Between GPUs a message needs both sides at once: NCCL buffers nothing and matches messages by their order alone, and what a rank
+posts later waits behind what it posted before. Ranks that post in different orders wait for each other for ever. So all
+messages are put into *one* order, that of the time at which they would be ready if every action took its nominal time, and
+every rank posts its own in that order. No deadlock is then possible: of all messages not yet through, take the first; whatever
+either of its ranks must do or exchange before it comes earlier in the same order, and has been done.
+
+    rank 0   F0 ─send F0▸─ F1 ─send F1▸─ …  ─{send F4▸, receive ◂B1}─ B1 …
+    rank 1      ─receive▸─ F0 ─receive▸─ …  ─{receive F4▸, send ◂B1}─ F4 …
+
+What a rank sends and receives at one instant is one batch (`Exchange`). A receive is posted when its message is ready to leave,
+before the action that runs meanwhile, and waited for only by the action that needs it: communication overlaps computing.
+Between two stages of one rank nothing travels.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from parallel.pipeline.actions import Action, F, Schedule, W, stage_ranks
+from parallel.pipeline.simulate import Costs, simulate
+
+
+class Message(NamedTuple):
+    """What one stage hands to the next (hidden states) or to the one before (their gradient), for one micro-batch."""
+
+    is_gradient: bool
+    stage: int  # that needs it
+    microbatch: int
+
+
+class Transfer(NamedTuple):
+    """One rank's side of a message."""
+
+    sends: bool  # or receives
+    peer: int  # the other rank
+    message: Message
+
+
+class Exchange(NamedTuple):
+    """Sends and receives that a rank posts together."""
+
+    transfers: tuple[Transfer, ...]
+
+
+Program = list[Action | Exchange]
+
+
+def result_of(action: Action, num_stages: int) -> Message | None:
+    """What an action makes for another stage: None for a weight gradient, the loss, and the gradient of the first stage."""
+    if action.kind is W:
+        return None
+    stage = action.stage + 1 if action.kind is F else action.stage - 1
+    return Message(action.kind is not F, stage, action.microbatch) if 0 <= stage < num_stages else None
+
+
+def need_of(action: Action, num_stages: int) -> Message | None:
+    """What an action takes from another stage."""
+    if action.kind is W:
+        return None
+    sender = action.stage - 1 if action.kind is F else action.stage + 1
+    return Message(action.kind is not F, action.stage, action.microbatch) if 0 <= sender < num_stages else None
+
+
+def lower(schedule: Schedule) -> list[Program]:
+    """Each rank's program."""
+    ranks_of_stages = stage_ranks(schedule)
+    timeline = simulate(schedule, Costs.equal(len(ranks_of_stages)))
+    # All messages in one order: (instant, message, sender, receiver).
+    messages = []
+    for sender, events in enumerate(timeline.ranks):
+        for event in events:
+            message = result_of(event.action, len(ranks_of_stages))
+            if message is not None and ranks_of_stages[message.stage] != sender:
+                messages.append((event.end, message, sender, ranks_of_stages[message.stage]))
+    messages.sort()
+    # A message of instant t stands, in both its ranks' programs, after the actions that have ended by t.
+    ends = [[event.end for event in events] for events in timeline.ranks]
+    gaps: list[dict[int, dict[float, list[Transfer]]]] = [{} for _ in schedule]
+    for instant, message, sender, receiver in messages:
+        for rank, transfer in ((sender, Transfer(True, receiver, message)), (receiver, Transfer(False, sender, message))):
+            gap = gaps[rank].setdefault(bisect_right(ends[rank], instant), {})
+            gap.setdefault(instant, []).append(transfer)
+    return [_program(actions, gaps[rank]) for rank, actions in enumerate(schedule)]
+
+
+def _program(actions: Sequence[Action], gaps: dict[int, dict[float, list[Transfer]]]) -> Program:
+    """`actions` with, before action number i, the exchanges of gap i."""
+    program: Program = []
+    for i in range(len(actions) + 1):
+        program += [Exchange(tuple(transfers)) for transfers in gaps.get(i, {}).values()]
+        program += actions[i : i + 1]
+    return program

@@ -1,0 +1,153 @@
+"""Times a schedule without running it: who works when, the bubble, the step's length, the activations held. No torch here.
+
+An action starts when its rank has finished the one before and what it needs has arrived. That is all a pipeline is: lists, one
+clock per rank, and messages.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from parallel.pipeline.actions import Action, F, I, Kind, Schedule, W, num_microbatches, stage_ranks
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds (or any unit) of each kind of action, by stage, and of one message between two ranks."""
+
+    forward: Sequence[float]
+    input_grad: Sequence[float]
+    weight_grad: Sequence[float]
+    communication: float = 0.0  # from the end of an action to the arrival of its result on another rank
+
+    @classmethod
+    def equal(
+        cls, num_stages: int, forward: float = 1, input_grad: float = 1, weight_grad: float = 1, communication: float = 0
+    ) -> "Costs":
+        """The same for every stage."""
+        return cls([forward] * num_stages, [input_grad] * num_stages, [weight_grad] * num_stages, communication)
+
+    def of(self, kind: Kind, stage: int) -> float:
+        if kind is F:
+            return self.forward[stage]
+        if kind is I:
+            return self.input_grad[stage]
+        if kind is W:
+            return self.weight_grad[stage]
+        return self.input_grad[stage] + self.weight_grad[stage]
+
+
+class Event(NamedTuple):
+    """An action, from `start` to `end`."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each rank did what: simulated, or measured (parallel/pipeline/trace.py)."""
+
+    ranks: list[list[Event]]
+
+    @property
+    def start(self) -> float:
+        return min(events[0].start for events in self.ranks if events)
+
+    @property
+    def step_time(self) -> float:
+        """From the first action of any rank to the end of the last."""
+        return max(events[-1].end for events in self.ranks if events) - self.start
+
+    def busy(self, rank: int) -> float:
+        return sum(event.end - event.start for event in self.ranks[rank])
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The part of the step, over all ranks, in which a rank has nothing to do."""
+        return 1 - sum(map(self.busy, range(len(self.ranks)))) / (len(self.ranks) * self.step_time)
+
+    @property
+    def bubble(self) -> float:
+        """The papers' bubble: the time that a rank waits between its own first and last action, of the rank that waits longest.
+
+        (Ranks that begin late also end late: where the optimizer step need not wait for all, only this time is lost.)
+        """
+        return max(e[-1].end - e[0].start - self.busy(rank) for rank, e in enumerate(self.ranks))
+
+    def peak_live(self, rank: int) -> int:
+        """The most micro-batches of a stage whose activations a rank holds at once: from forward until the weight gradient."""
+        alive = peak = 0
+        for event in self.ranks[rank]:
+            if event.action.kind is F:
+                alive += 1
+                peak = max(peak, alive)
+            elif event.action.kind is not I:
+                alive -= 1
+        return peak
+
+
+class Stuck(ValueError):
+    """Ranks wait for each other for ever."""
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """When each action starts and ends.
+
+    Raises:
+        Stuck: no rank can go on; the message names what each waits for.
+    """
+    where, m = stage_ranks(schedule), num_microbatches(schedule)
+    last = len(where) - 1
+    # When the result of each (stage, micro-batch) exists on its own rank; None: not yet.
+    forward: list[list[float | None]] = [[None] * m for _ in where]
+    gradient: list[list[float | None]] = [[None] * m for _ in where]
+    clock = [0.0] * len(schedule)
+    position = [0] * len(schedule)
+    timeline: list[list[Event]] = [[] for _ in schedule]
+    ready = list(range(len(schedule)))
+    waiting: dict[tuple[bool, int, int], int] = {}  # (is a gradient, stage, micro-batch) → the rank that waits for it
+    while ready:
+        rank = ready.pop()
+        actions, events, now = schedule[rank], timeline[rank], clock[rank]
+        while position[rank] < len(actions):
+            action = actions[position[rank]]
+            kind, s, i = action
+            # What it needs from another stage, and where that is noted.
+            source: tuple[bool, int, int] | None = None
+            if kind is F:
+                source = (False, s - 1, i) if s else None
+            elif kind is not W:
+                if forward[s][i] is None:
+                    break  # its own forward is later in the list: it will never come
+                source = (True, s + 1, i) if s < last else None
+            elif gradient[s][i] is None:
+                break
+            start = now
+            if source is not None:
+                arrived = (gradient if source[0] else forward)[source[1]][i]
+                if arrived is None:
+                    waiting[source] = rank
+                    break
+                if where[source[1]] != rank:
+                    arrived += costs.communication
+                start = max(now, arrived)
+            now = start + costs.of(kind, s)
+            events.append(Event(action, start, now))
+            position[rank] += 1
+            if kind is F:
+                forward[s][i] = now
+                woken = waiting.pop((False, s, i), None)
+            elif kind is not W:
+                gradient[s][i] = now
+                woken = waiting.pop((True, s, i), None)
+            else:
+                woken = None
+            if woken is not None:
+                ready.append(woken)
+        clock[rank] = now
+    stuck = [f"rank {r} at {schedule[r][at]}" for r, at in enumerate(position) if at < len(schedule[r])]
+    if stuck:
+        raise Stuck(f"these cannot go on: {', '.join(stuck)}")
+    return Timeline(timeline)
