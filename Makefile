@@ -16,7 +16,7 @@ else
   dev := .venv/.dev
 endif
 
-.PHONY: help train data test test-slow lint parity bench clean
+.PHONY: help train data test test-slow lint parity bench docs clean
 
 help:
 	@echo 'make train       prepare the embedded data set, train on it in 3D, let the model write a line'
@@ -27,6 +27,7 @@ help:
 	@echo 'make data        train the tokenizer and prepare the data set alone'
 	@echo 'make parity      prove that every layout computes the same'
 	@echo 'make bench       measure what can be measured on a CPU'
+	@echo 'make docs        draw the pictures of the guided tour again'
 	@echo 'make clean       delete caches; runs, prepared data and .venv stay'
 	@echo
 	@echo 'PYTHON=python3   with any of them: use this interpreter and its packages instead of .venv'
@@ -61,6 +62,11 @@ parity: $(runtime)
 bench: $(dev)
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.data_pipeline
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.train_cpu
+	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.pipeline_schedules
+
+docs: $(runtime)
+	$(PYTHON) -m docs.draw_mesh
+	$(PYTHON) -m docs.draw_pipeline
 
 clean:
 	rm -rf .pytest_cache .mypy_cache .ruff_cache

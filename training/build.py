@@ -2,12 +2,14 @@
 
 import torch
 
+from model.cost import layer_costs
 from model.initialise import initialise
 from model.transformer import Transformer
 from parallel.activation import wrap_blocks
 from parallel.data import shard
 from parallel.mesh import Mesh
 from parallel.pipeline.actions import stage_ranks
+from parallel.pipeline.balance import even_split, imbalance
 from parallel.pipeline.tied import TiedEmbedding, first_and_last_stage_group
 from training.config import Config
 
@@ -49,6 +51,15 @@ def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bo
     stage.to_empty(device="cpu" if config.parallel.cpu_offload else mesh.device)
     initialise(stage, config.train.seed)
     return stage
+
+
+def describe_stages(config: Config) -> str:
+    """How the blocks are split, for the log: `4 stages of 8 9 9 6 blocks: the slowest costs 5% over the mean (even split: 19%)`"""
+    costs = layer_costs(config.model, config.train.seq_len, config.train.activation_checkpointing)
+    split = [len(layers) for layers in config.split_layers()]
+    over, even = (imbalance(s, costs) - 1 for s in (split, even_split(config.model.num_layers, len(split))))
+    blocks = " ".join(map(str, split))
+    return f"{len(split)} stages of {blocks} blocks: the slowest costs {over:.0%} over the mean (even split: {even:.0%})"
 
 
 def build_tied_embedding(config: Config, mesh: Mesh, stages: dict[int, Transformer]) -> TiedEmbedding:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.mesh import Mesh
+from training.build import describe_stages
 from training.checkpoint import Start
 from training.config import Config
 from training.load_config import dump_config
@@ -48,6 +49,8 @@ class Metrics:
             if config.run.wandb != "disabled":
                 self.wandb = _start_wandb(config)
             print(f"{config.model.num_parameters:,} parameters on {mesh.describe()}")
+            if config.parallel.num_stages > 1:
+                print(describe_stages(config))
             print(f"starting from {start.path or 'initial weights'} at step {start.step}; run folder {self.folder}", flush=True)
         self.restart_clock()
 
