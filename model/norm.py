@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
 from parallel.placement import parallel_parameter
-from parallel.weight import local_weight
+from parallel.weight import WeightGradientQueue, local_weight
 
 
 class RMSNorm(nn.Module):
@@ -16,6 +16,8 @@ class RMSNorm(nn.Module):
     (parallel/partial.py). Without, all tp ranks see the same tokens and compute the same gradient.
     """
 
+    weight_gradient_queue: WeightGradientQueue | None = None
+
     def __init__(self, dim: int, eps: float, tp: DeviceMesh, sequence_parallel: bool) -> None:
         super().__init__()
         self.eps = eps
@@ -23,4 +25,4 @@ class RMSNorm(nn.Module):
         self.weight = parallel_parameter((dim,), tp, Replicate())
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), local_weight(self.weight), self.eps)
+        return F.rms_norm(x, (x.shape[-1],), local_weight(self.weight, self.weight_gradient_queue), self.eps)

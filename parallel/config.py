@@ -4,7 +4,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from errors import UserError
+from parallel.pipeline.actions import stage_ranks
 from parallel.pipeline.balance import LayerCosts, balanced_split, even_split
+from parallel.pipeline.schedules import build_schedule
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class ParallelConfig:
     sequence_parallel: bool = True  # between the matrices of a block, each tp rank keeps 1 / tp of the sequence
     schedule: str = "1f1b"  # a name in parallel/pipeline/schedules.py
     stages_per_rank: int = 1  # pipeline stages each rank holds
-    # Blocks of each stage, first to last; null: as even as possible; auto: the slowest stage as fast as possible.
+    # Blocks of each stage, first to last; null: as even as possible; auto: the slowest as fast as possible.
     layers_per_stage: list[int] | Literal["auto"] | None = None
     zero_stage: Literal[0, 1, 2, 3] = 1  # see the table in parallel/data.py
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # of data-parallel gradient reductions (float64 in float64 runs)
@@ -69,6 +71,11 @@ class ParallelConfig:
             )
         return self.pp, self.dp_replicate, dp_shard, self.tp
 
+    @property
+    def ranks_of_stages(self) -> list[int]:
+        """The pipeline rank of each stage, first to last. (It does not depend on the number of micro-batches.)"""
+        return stage_ranks(build_schedule(self.schedule, self.pp, self.stages_per_rank, 2 * self.pp))
+
     def split_layers(self, num_layers: int, costs: LayerCosts) -> list[range]:
         """The blocks of each stage, first to last; `costs` are those of the model, for `layers_per_stage=auto`."""
         stages = self.num_stages
@@ -93,6 +100,6 @@ class ParallelConfig:
                     f"use at most {num_layers} stages, or a parallel.layers_per_stage whose first or last has none",
                 )
             balanced = self.layers_per_stage == "auto"
-            counts = balanced_split(num_layers, stages, costs) if balanced else even_split(num_layers, stages)
+            counts = balanced_split(num_layers, costs, self.ranks_of_stages) if balanced else even_split(num_layers, stages)
         ends = [sum(counts[: s + 1]) for s in range(stages)]
         return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]

@@ -30,7 +30,15 @@ from parallel.collectives import (
     start_reduce_scatter,
 )
 from parallel.placement import chunk_range, parallel_parameter
-from parallel.weight import Destination, Matmul, WeightGradientJob, WeightGradientQueue, local_weight
+from parallel.weight import (
+    Destination,
+    EmbeddingGradient,
+    Matmul,
+    WeightGradientJob,
+    WeightGradientQueue,
+    embedding_gradient,
+    local_weight,
+)
 
 
 class ColumnParallelFunction(torch.autograd.Function):
@@ -81,7 +89,8 @@ class ColumnParallelFunction(torch.autograd.Function):
         reducing_dx = start_reduce_scatter(dx, group) if ctx.sequence_parallel else start_all_reduce_(dx, group)
         dws: list[Tensor | None]
         if later:
-            ctx.queue.add(WeightGradientJob(x, group if ctx.sequence_parallel else None, dys, ctx.destinations))
+            gather_x = group if ctx.sequence_parallel else None
+            ctx.queue.add(WeightGradientJob(x, dys, ctx.destinations, gather_x=gather_x))
             dws = [None] * len(dys)
         else:
             dws = [Matmul.weight_gradient(dy, x) for dy in dys]
@@ -96,13 +105,21 @@ class RowParallelFunction(torch.autograd.Function):
     | forward      | y = x · wᵀ   | [S, B, F/tp] → [S, B, D]  | none here     |
     | input grad.  | dx = dy · w  | [S, B, D] → [S, B, F/tp]  | none here     |
     | weight grad. | dw = dyᵀ · x | → [D, F/tp]               | none          |
+
+    A deferred weight gradient gathers dy again with sequence parallelism: S·B·D over tp.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, queue: WeightGradientQueue | None, destinations: Sequence[Destination], weight: Tensor
+        ctx: Any,
+        x: Tensor,
+        group: ProcessGroup,
+        sequence_parallel: bool,
+        queue: WeightGradientQueue | None,
+        destinations: Sequence[Destination],
+        weight: Tensor,
     ) -> Tensor:
-        ctx.queue, ctx.destinations = queue, destinations
+        ctx.group, ctx.sequence_parallel, ctx.queue, ctx.destinations = group, sequence_parallel, queue, destinations
         ctx.save_for_backward(x, weight)
         return Matmul.forward(x, weight)
 
@@ -110,11 +127,15 @@ class RowParallelFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dw = None
-        if ctx.queue is not None and ctx.queue.is_deferring:
-            ctx.queue.add(WeightGradientJob(x, None, (dy,), ctx.destinations))
-        else:
+        if ctx.queue is None or not ctx.queue.is_deferring:
             dw = Matmul.weight_gradient(dy, x)
-        return Matmul.input_gradient(dy, weight), None, None, dw
+        elif ctx.sequence_parallel and ctx.group.size() > 1:
+            # The reduce-scatter's backward gathered dy. Waiting, the job keeps this rank's part, and gathers it again.
+            mine = dy.chunk(ctx.group.size())[ctx.group.rank()].clone()
+            ctx.queue.add(WeightGradientJob(x, (mine,), ctx.destinations, gather_dys=ctx.group))
+        else:
+            ctx.queue.add(WeightGradientJob(x, (dy,), ctx.destinations))
+        return Matmul.input_gradient(dy, weight), None, None, None, None, dw
 
 
 class ColumnParallelLinear(nn.Module):
@@ -138,7 +159,7 @@ class ColumnParallelLinear(nn.Module):
 
     def local_weight(self) -> Tensor:
         """[out / shards, in]"""
-        weight = local_weight(self.weight)
+        weight = local_weight(self.weight, self.weight_gradient_queue)
         return weight if self.rows is None else weight[self.rows]
 
 
@@ -165,8 +186,29 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         queue = self.weight_gradient_queue
         destinations = () if queue is None else (Destination(self.weight, None),)
-        partial = RowParallelFunction.apply(x, queue, destinations, local_weight(self.weight))
+        weight = local_weight(self.weight, queue)
+        partial = RowParallelFunction.apply(x, self.group, self.sequence_parallel, queue, destinations, weight)
         return reduce_over_tp(partial, self.group, self.sequence_parallel)
+
+
+class EmbeddingFunction(torch.autograd.Function):
+    """Rows of a weight [V/tp, D]: rows [S, B] → [S, B, D]. Its one gradient is the weight's, here or in a job."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, queue: WeightGradientQueue | None, destination: Destination | None, weight: Tensor
+    ) -> Tensor:
+        ctx.queue, ctx.destination, ctx.num_rows = queue, destination, weight.shape[0]
+        ctx.save_for_backward(rows)
+        return F.embedding(rows, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (rows,) = ctx.saved_tensors
+        if ctx.queue is not None and ctx.queue.is_deferring:
+            ctx.queue.add(EmbeddingGradient(dy, rows, ctx.destination))
+            return None, None, None, None
+        return None, None, None, embedding_gradient(dy, rows, ctx.num_rows)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -175,6 +217,8 @@ class VocabParallelEmbedding(nn.Module):
     Each rank looks up the tokens whose rows it holds and puts zeros elsewhere; the sum over tp is the embedding.
     """
 
+    weight_gradient_queue: WeightGradientQueue | None = None
+
     def __init__(self, vocab_size: int, dim: int, tp: DeviceMesh, sequence_parallel: bool) -> None:
         super().__init__()
         self.group, self.sequence_parallel = tp.get_group(), sequence_parallel
@@ -182,7 +226,9 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = parallel_parameter((vocab_size, dim), tp, Shard(0))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        weight = local_weight(self.weight)
+        queue = self.weight_gradient_queue
+        destination = None if queue is None else Destination(self.weight, None)
         elsewhere = (tokens < self.rows.start) | (tokens >= self.rows.stop)
-        local = F.embedding((tokens - self.rows.start).masked_fill(elsewhere, 0), weight)
+        rows = (tokens - self.rows.start).masked_fill(elsewhere, 0)
+        local = EmbeddingFunction.apply(rows, queue, destination, local_weight(self.weight, queue))
         return reduce_over_tp(local.masked_fill(elsewhere.unsqueeze(-1), 0), self.group, self.sequence_parallel)

@@ -3,13 +3,16 @@
 The gradient of a weight is needed by the optimizer alone; the gradient of a layer's *input* is what other ranks wait for. So a
 pipeline schedule may split backward and form weight gradients later, where a rank would have nothing to do (zero bubble:
 Qi et al. 2023, https://arxiv.org/abs/2401.10241). While `WeightGradientQueue` defers, a linear layer's backward leaves a job in
-the queue, with what the product needs, its input and its output's gradient; the job adds the result to the weight's `.grad`.
-Norm weights and the embedding, whose gradients are no products, are not deferred.
+the queue, with what the product needs, its input and its output's gradient (of a tensor that sequence parallelism cuts, this
+rank's part); the job adds the result to the weight's `.grad`. The embedding does alike. A norm's gradient, which is small and
+comes with its input's, waits in the queue as it is: so all gradients of a micro-batch are complete at one moment, and are
+reduced together.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -53,28 +56,32 @@ class LocalWeight(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: DTensor) -> Tensor:
-        ctx.weight = weight
+    def forward(ctx: Any, weight: nn.Parameter, queue: "WeightGradientQueue | None") -> Tensor:
+        ctx.weight, ctx.queue = weight, queue
+        assert isinstance(weight, DTensor)
         ctx.set_materialize_grads(False)  # a deferred gradient is None here, and not zeros
         return weight.to_local()
 
     @staticmethod
-    def backward(ctx: Any, dw: Tensor | None) -> DTensor | None:
+    def backward(ctx: Any, dw: Tensor | None) -> tuple[DTensor | None, None]:
         weight = ctx.weight
         if dw is None:
-            return None
+            return None, None
+        if ctx.queue is not None and ctx.queue.is_deferring:
+            ctx.queue.add(ReadyGradient(dw, Destination(weight, None)))
+            return None, None
         if weight.grad is not None:
             weight.grad.to_local().add_(dw)
-            return None
-        return as_dtensor_like(dw, weight)
+            return None, None
+        return as_dtensor_like(dw, weight), None
 
 
-def local_weight(weight: nn.Parameter) -> Tensor:
-    """This rank's tensor of a weight."""
+def local_weight(weight: nn.Parameter, queue: "WeightGradientQueue | None") -> Tensor:
+    """This rank's tensor of a weight; its gradient waits in `queue` where that defers."""
     assert isinstance(weight, DTensor)
     if torch.compiler.is_compiling():
         return weight.to_local()  # the compiler knows this one, and pays its price once
-    return LocalWeight.apply(weight)
+    return LocalWeight.apply(weight, queue)
 
 
 class Destination(NamedTuple):
@@ -96,49 +103,107 @@ class Destination(NamedTuple):
         (whole if self.rows is None else whole[self.rows]).add_(dw)
 
 
+class Job(Protocol):
+    """What is left of a weight's gradient to do: `start` communication, then `finish`."""
+
+    def start(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+@dataclass
+class ReadyGradient:
+    """A gradient that came with the input's."""
+
+    gradient: Tensor
+    destination: Destination
+
+    def start(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        self.destination.add(self.gradient)
+
+
+@dataclass
+class EmbeddingGradient:
+    """The gradient of looked-up rows [V/tp, D], from that of the looked-up vectors, dy [S, B, D]."""
+
+    dy: Tensor
+    rows: Tensor  # [S, B]: which row of the weight each is
+    destination: Destination
+
+    def start(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        weight = self.destination.weight
+        assert isinstance(weight, DTensor)
+        self.destination.add(embedding_gradient(self.dy, self.rows, weight.to_local().shape[0]))
+
+
+def embedding_gradient(dy: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+    """[num_rows, D]: the sum of dy [..., D] over the places at which each row stands."""
+    return torch.ops.aten.embedding_dense_backward(dy, rows, num_rows, -1, False)
+
+
 class WeightGradientJob:
-    """The weight gradients of the layers that read one input: `start`, then `finish`.
+    """The weight gradients of the layers that read one input: `start`, then `finish`, which lets go of what the job held.
 
     Args:
-        x: their input, or with sequence parallelism this rank's [S/tp, B, D] of it.
-        gather_over: the tp group, with sequence parallelism.
+        x: their input.
         dys: each layer's output gradient.
         destinations: of each layer's weight gradient.
+        gather_x, gather_dys: the tp group where these are this rank's part [S/tp, B, …] of the sequence; None: they are whole.
     """
 
     def __init__(
-        self, x: Tensor, gather_over: ProcessGroup | None, dys: Sequence[Tensor], destinations: Sequence[Destination]
+        self,
+        x: Tensor,
+        dys: Sequence[Tensor],
+        destinations: Sequence[Destination],
+        gather_x: ProcessGroup | None = None,
+        gather_dys: ProcessGroup | None = None,
     ) -> None:
-        self.x, self.gather_over, self.dys, self.destinations = x.detach(), gather_over, dys, destinations
-        self.gathering: Pending
+        self.destinations, self.gather_x, self.gather_dys = destinations, gather_x, gather_dys
+        self.x: Tensor | None = x.detach()
+        self.dys: Sequence[Tensor] = dys
+        self._gathering: list[Pending] = []
 
     def start(self) -> None:
-        """Gather x [S, B, D] over tp."""
-        self.gathering = Pending(self.x, None) if self.gather_over is None else start_all_gather(self.x, self.gather_over)
+        """Gather x [S, B, D] or dy [S, B, F] over tp."""
+        assert self.x is not None
+        self._gathering = [_gather(self.x, self.gather_x), *(_gather(dy, self.gather_dys) for dy in self.dys)]
+        self.x, self.dys = None, ()
 
     def finish(self) -> None:
-        x = self.gathering.wait()
-        for dy, destination in zip(self.dys, self.destinations, strict=True):
+        x, *dys = (pending.wait() for pending in self._gathering)
+        self._gathering = []
+        for dy, destination in zip(dys, self.destinations, strict=True):
             destination.add(Matmul.weight_gradient(dy, x))
 
 
+def _gather(x: Tensor, group: ProcessGroup | None) -> Pending:
+    return Pending(x, None) if group is None else start_all_gather(x, group)
+
+
 class WeightGradientQueue:
-    """Shared by the linear layers of a stage. Their backward forms weight gradients at once, or, inside `deferring`, leaves
-    them as jobs."""
+    """Shared by the layers of a stage. Their backward forms weight gradients at once, or, inside `deferring`, leaves them as
+    jobs."""
 
     def __init__(self) -> None:
-        self._jobs: list[WeightGradientJob] | None = None
+        self._jobs: list[Job] | None = None
 
     @property
     def is_deferring(self) -> bool:
         return self._jobs is not None
 
-    def add(self, job: WeightGradientJob) -> None:
+    def add(self, job: Job) -> None:
         assert self._jobs is not None
         self._jobs.append(job)
 
     @contextmanager
-    def deferring(self) -> Iterator[list[WeightGradientJob]]:
+    def deferring(self) -> Iterator[list[Job]]:
         """The jobs of the backward inside, to be run later, in their order, on all tp ranks alike."""
         self._jobs = []
         try:
@@ -148,7 +213,7 @@ class WeightGradientQueue:
 
 
 def share_queue(stage: nn.Module) -> WeightGradientQueue:
-    """A queue for all linear layers of `stage`."""
+    """A queue for all layers of `stage`."""
     queue = WeightGradientQueue()
     for module in stage.modules():
         if hasattr(module, "weight_gradient_queue"):
@@ -157,10 +222,12 @@ def share_queue(stage: nn.Module) -> WeightGradientQueue:
 
 
 @torch.no_grad()
-def run_jobs(jobs: Iterable[WeightGradientJob]) -> None:
-    """Form the gradients; each job's input is gathered behind the products of the job before."""
-    started: WeightGradientJob | None = None
-    for job in jobs:
+def run_jobs(jobs: list[Job]) -> None:
+    """Form the gradients, and empty the list; each job's tensors are gathered behind the products of the job before."""
+    jobs.reverse()
+    started: Job | None = None
+    while jobs:
+        job = jobs.pop()
         job.start()
         if started is not None:
             started.finish()

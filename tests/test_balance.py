@@ -7,7 +7,7 @@ import pytest
 
 from errors import UserError
 from model.cost import layer_costs
-from parallel.pipeline.balance import LayerCosts, balanced_split, even_split, imbalance, stage_costs
+from parallel.pipeline.balance import LayerCosts, balanced_split, even_split, imbalance, rank_costs, stage_costs
 from parallel.pipeline.schedules import build_schedule
 from parallel.pipeline.simulate import Costs, simulate
 from training.load_config import load_config
@@ -22,20 +22,22 @@ def every_split(layers, stages):
             yield counts
 
 
-def test_no_split_has_a_faster_slowest_stage():
+def test_no_split_has_a_faster_slowest_rank():
     rng = random.Random(0)
     for _ in range(60):
         stages = rng.randint(1, 5)
         layers = rng.randint(stages, 10)
         costs = LayerCosts(rng.uniform(0, 2), 1.0, rng.uniform(0, 5))
-        found = balanced_split(layers, stages, costs)
+        ranks = rng.randint(1, stages)
+        where = [s % ranks for s in range(stages)]
+        found = balanced_split(layers, costs, where)
         assert sum(found) == layers
-        best = min(max(stage_costs(split, costs)) for split in every_split(layers, stages))
-        assert max(stage_costs(found, costs)) == pytest.approx(best)
+        slowest = [max(rank_costs(stage_costs(split, costs), where)) for split in (found, *every_split(layers, stages))]
+        assert slowest[0] == pytest.approx(min(slowest))
 
 
 def test_layers_alone_are_split_evenly():
-    assert sorted(balanced_split(10, 4, LayerCosts(0, 1, 0))) == sorted(even_split(10, 4)) == [2, 2, 3, 3]
+    assert sorted(balanced_split(10, LayerCosts(0, 1, 0), [0, 1, 2, 3])) == sorted(even_split(10, 4)) == [2, 2, 3, 3]
 
 
 def test_operations_are_those_of_the_model():
@@ -58,10 +60,20 @@ def test_the_simulated_step_is_shorter(pp):
     for split in (even_split(32, pp), [len(layers) for layers in config.split_layers()]):
         stages = [cost / 3 for cost in stage_costs(split, costs)]
         times.append(simulate(build_schedule("1f1b", pp, 1, 4 * pp), Costs(stages, stages, stages)).step_time)
-        times.append(imbalance(split, costs))
+        times.append(imbalance(split, costs, range(pp)))
     even, uneven, auto, balanced = times
     assert auto < 0.95 * even
     assert balanced < uneven
+
+
+def test_interleaved_stages_are_balanced_by_rank():
+    """80 layers on 8 ranks with two stages each: the head's rank gets fewer layers in both of its stages."""
+    costs, where = LayerCosts(0.0, 1.0, 2.0), [s % 8 for s in range(16)]
+    times = []
+    for split in (even_split(80, 16), balanced_split(80, costs, where)):
+        stages = [cost / 3 for cost in stage_costs(split, costs)]
+        times.append(simulate(build_schedule("interleaved_1f1b", 8, 2, 32), Costs(stages, stages, stages)).step_time)
+    assert times[1] < 0.97 * times[0]
 
 
 def test_auto_is_a_value_and_other_words_are_not():

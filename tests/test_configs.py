@@ -21,7 +21,6 @@ from errors import UserError
 from model.transformer import Transformer
 from parallel.data import shard
 from parallel.mesh import Mesh, build_mesh
-from parallel.pipeline.actions import stage_ranks
 from tools.launch import layout
 from training.build import DTYPES
 from training.config import Config
@@ -122,7 +121,7 @@ def local_parameters(path: Path, rank: int) -> int:
     mesh = build_mesh(config.parallel.mesh_shape(world), "cpu")
     count = 0
     for s in range(config.parallel.num_stages):
-        if stage_ranks(config.schedule(mesh.dp_size))[s] != mesh.pp_rank:
+        if config.parallel.ranks_of_stages[s] != mesh.pp_rank:
             continue
         stage = transformer(config, s, mesh)
         units = [[block] for block in stage.blocks.values()]
@@ -155,20 +154,19 @@ def test_every_kind_of_rank_builds_its_share(path: Path, alone: Callable) -> Non
 # --- what fits a GPU --------------------------------------------------------------------------------------------------
 
 
-def stage_parameters(config: Config, world: int, pp_rank: int) -> int:
+def stage_parameters(config: Config, pp_rank: int) -> int:
     """Parameters of the stages of `pp_rank`, before tp and FSDP cut them."""
     model, layers = config.model, config.split_layers()
     attention = 2 * model.dim * model.head_dim * (model.num_heads + model.num_kv_heads)
     block = attention + 3 * model.dim * model.ffn_dim + 2 * model.dim
     embedding = model.vocab_size * model.dim
-    dp_size = world // (config.parallel.pp * config.parallel.tp)
-    mine = [s for s, rank in enumerate(stage_ranks(config.schedule(dp_size))) if rank == pp_rank]
+    mine = [s for s, rank in enumerate(config.parallel.ranks_of_stages) if rank == pp_rank]
     return sum(len(layers[s]) * block + (s == 0) * embedding + (s == len(layers) - 1) * (embedding + model.dim) for s in mine)
 
 
 def local_parameters_expected(config: Config, world: int, pp_rank: int) -> float:
     _, _, dp_shard, tp = config.parallel.mesh_shape(world)
-    return stage_parameters(config, world, pp_rank) / (tp * dp_shard)
+    return stage_parameters(config, pp_rank) / (tp * dp_shard)
 
 
 def peak_bytes(config: Config, world: int, pp_rank: int) -> float:
@@ -179,7 +177,7 @@ def peak_bytes(config: Config, world: int, pp_rank: int) -> float:
     blocks = len(config.split_layers()[pp_rank])
     embedding = model.vocab_size * model.dim
 
-    local = stage_parameters(config, world, pp_rank) / tp
+    local = stage_parameters(config, pp_rank) / tp
     states = 16 * local / dp_shard  # master weights, reduced gradients, two moments in float32
     if config.parallel.zero_stage == 3:  # two blocks and the head at a time
         block = (model.num_parameters - embedding * (1 if model.tie_embeddings else 2)) / model.num_layers

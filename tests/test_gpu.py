@@ -4,11 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
+from parallel.pipeline.chrome import from_chrome
+from parallel.pipeline.schedules import build_schedule
 from tests.data_samples import prepared
 from tests.runs import losses, write_config
 
@@ -32,3 +35,22 @@ def test_first_losses_agree_with_the_cpu(tmp_path: Path) -> None:
         found[device] = losses(folder)
     for step, loss in found["cpu"].items():
         assert found["gpu"][step] == pytest.approx(loss, rel=2**-8), step
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_split_backward_and_trace(tmp_path: Path) -> None:
+    """Two stages on one GPU in the shape of a V: deferred weight gradients in bfloat16, and the times of a step's actions."""
+    data = prepared(tmp_path / "data")
+    found = {}
+    for schedule, stages in (("1f1b", 1), ("zb_v", 2)):
+        folder = tmp_path / schedule
+        folder.mkdir()
+        parallel = {"schedule": schedule, "stages_per_rank": stages, "zero_stage": 2}
+        config = write_config(folder, data, train={"dtype": "bfloat16"}, parallel=parallel, run={"trace": True})
+        subprocess.run([sys.executable, "train.py", config], cwd=ROOT, check=True)
+        found[schedule] = losses(folder)
+    assert found["zb_v"] == pytest.approx(found["1f1b"], rel=2**-8)
+    timeline = from_chrome(json.loads((tmp_path / "zb_v" / "run" / "trace.json").read_text()))
+    assert [event.action for event in timeline.ranks[0]] == build_schedule("zb_v", 1, 2, 8)[0]
+    assert all(a.end <= b.start + 1e-3 for a, b in pairwise(timeline.ranks[0]))

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from parallel.pipeline.actions import Action, B, F
+from parallel.pipeline.schedules import SCHEDULES
 from tests.data_samples import prepared
 from tests.runs import train_run, write_config
 from tools.ranks import Ranks
@@ -65,6 +67,24 @@ def test_compiled_blocks_do_not_defer_weight_gradients(ranks: Ranks, data: Path,
     assert message.startswith("train.compile = True: a compiled block forms its weight gradients in backward")
     assert "zb_h1" in message
     assert not (tmp_path / "run").exists()
+
+
+def test_micro_batches_are_not_summed_in_bfloat16(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    overrides = ["parallel.reduce_dtype=bfloat16", "train.dtype=bfloat16"]
+    message = ranks.run(train_run, 2, [write_config(tmp_path, data), *overrides])[0]
+    assert message.startswith("parallel.reduce_dtype = 'bfloat16': gradients of micro-batches would be summed in bfloat16")
+    assert "parallel.zero_stage=2" in message
+
+
+def test_a_schedule_that_would_wait_for_ever_is_refused(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    message = ranks.run(train_with_a_broken_schedule, 2, write_config(tmp_path, data))[0]
+    assert message.startswith("parallel.schedule = 'backward_first': these cannot go on: rank 0 at B0.0")
+    assert not (tmp_path / "run").exists()
+
+
+def train_with_a_broken_schedule(config: str) -> str:
+    SCHEDULES["backward_first"] = lambda p, v, m: [[Action(k, r, i) for k in (B, F) for i in range(m)] for r in range(p)]
+    return train_run([config, "parallel.schedule=backward_first", "parallel.pp=2"])
 
 
 def test_tp_must_divide_the_heads(ranks: Ranks, data: Path, tmp_path: Path) -> None:

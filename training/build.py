@@ -8,7 +8,6 @@ from model.transformer import Transformer
 from parallel.activation import wrap_blocks
 from parallel.data import shard
 from parallel.mesh import Mesh
-from parallel.pipeline.actions import stage_ranks
 from parallel.pipeline.balance import even_split, imbalance
 from parallel.pipeline.tied import TiedEmbedding, first_and_last_stage_group
 from training.config import Config
@@ -20,7 +19,7 @@ def build_stages(config: Config, mesh: Mesh) -> dict[int, Transformer]:
     """This rank's pipeline stages by global index, sharded and initialised, on the mesh's device (or offloaded to the host)."""
     split = config.split_layers()
     stages = {}
-    for s, rank in enumerate(stage_ranks(config.schedule(mesh.dp_size))):
+    for s, rank in enumerate(config.parallel.ranks_of_stages):
         if rank == mesh.pp_rank:
             stages[s] = build_stage(config, mesh, split[s], first=s == 0, last=s == len(split) - 1)
     return stages
@@ -54,12 +53,13 @@ def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bo
 
 
 def describe_stages(config: Config) -> str:
-    """How the blocks are split, for the log: `4 stages of 8 9 9 6 blocks: the slowest costs 5% over the mean (even split: 19%)`"""
+    """How the blocks are split, for the log: `4 stages of 8 9 9 6 blocks: the slowest rank has 5% over the mean (even: 19%)`"""
     costs = layer_costs(config.model, config.train.seq_len, config.train.activation_checkpointing)
     split = [len(layers) for layers in config.split_layers()]
-    over, even = (imbalance(s, costs) - 1 for s in (split, even_split(config.model.num_layers, len(split))))
+    splits = (split, even_split(config.model.num_layers, len(split)))
+    over, even = (imbalance(s, costs, config.parallel.ranks_of_stages) - 1 for s in splits)
     blocks = " ".join(map(str, split))
-    return f"{len(split)} stages of {blocks} blocks: the slowest costs {over:.0%} over the mean (even split: {even:.0%})"
+    return f"{len(split)} stages of {blocks} blocks: the slowest rank has {over:.0%} over the mean (even split: {even:.0%})"
 
 
 def build_tied_embedding(config: Config, mesh: Mesh, stages: dict[int, Transformer]) -> TiedEmbedding:
@@ -69,4 +69,4 @@ def build_tied_embedding(config: Config, mesh: Mesh, stages: dict[int, Transform
     copies = []
     for stage in stages.values():
         copies += [module.weight for module in (stage.embedding, stage.head) if module is not None]
-    return TiedEmbedding(copies, first_and_last_stage_group(mesh.root, stage_ranks(config.schedule(mesh.dp_size))))
+    return TiedEmbedding(copies, first_and_last_stage_group(mesh.root, config.parallel.ranks_of_stages))

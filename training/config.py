@@ -12,6 +12,7 @@ from model.config import ModelConfig
 from model.cost import layer_costs
 from parallel.config import ParallelConfig
 from parallel.pipeline.actions import Action, splits_backward
+from parallel.pipeline.check import Fault, check
 from parallel.pipeline.schedules import build_schedule
 from parallel.placement import chunk_range
 
@@ -120,6 +121,14 @@ class Config:
                 f"must be a multiple of data-parallel ranks × train.micro_batch_size = {dp} × {train.micro_batch_size}",
                 f"for example {max(step, train.global_batch_size // step * step)}",
             )
+        sums_microbatches = self.num_microbatches(dp) > 1 and parallel.zero_stage < 2
+        if parallel.reduce_dtype == train.dtype == "bfloat16" and (sums_microbatches or dp_replicate > 1):
+            raise UserError(
+                "parallel.reduce_dtype",
+                "bfloat16",
+                "gradients of micro-batches would be summed in bfloat16 too, before they are reduced",
+                "use float32, or parallel.zero_stage=2 (or 3) and parallel.dp_replicate=1, where each is reduced by itself",
+            )
         if model.num_heads % tp:
             _tp_does_not_divide(tp, "model.num_heads", model.num_heads)
         if model.ffn_dim % tp:
@@ -148,7 +157,14 @@ class Config:
                 "give a number between 1 and train.steps, often a tenth or fifth of it",
             )
         self.split_layers()
-        if splits_backward(self.schedule(dp)) and train.compile:
+        schedule = self.schedule(dp)
+        try:
+            check(schedule)
+        except Fault as fault:  # a schedule of the user's own: better here than as a wait without end
+            raise UserError(
+                "parallel.schedule", parallel.schedule, str(fault), "mend it: parallel/pipeline/check.py"
+            ) from fault
+        if splits_backward(schedule) and train.compile:
             raise UserError(
                 "train.compile",
                 True,

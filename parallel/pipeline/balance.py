@@ -1,6 +1,6 @@
-"""Which stage gets how many layers: the split whose slowest stage is fastest. Pure, no torch.
+"""Which stage gets how many layers: the split in which the slowest is fastest. Pure, no torch.
 
-A pipeline runs at the speed of its slowest stage, and an even number of layers is not an even amount of work: the first stage
+A pipeline runs at the speed of its slowest rank, and an even number of layers is not an even amount of work: the first stage
 has the embedding besides, the last the head and the loss, which for a large vocabulary cost as much as several layers.
 """
 
@@ -30,21 +30,31 @@ def even_split(num_layers: int, num_stages: int) -> list[int]:
     return [num_layers // num_stages + (s in surplus) for s in range(num_stages)]
 
 
-def balanced_split(num_layers: int, num_stages: int, costs: LayerCosts) -> list[int]:
-    """The split with the cheapest slowest stage.
+def balanced_split(num_layers: int, costs: LayerCosts, ranks_of_stages: Sequence[int]) -> list[int]:
+    """The split whose slowest rank has least to do and, among those, whose slowest stage does.
 
-    Layers are alike, so dealing them one at a time to the stage that is then cheapest is optimal: in any other split a layer
-    can be moved to where the deal put it without making the slowest stage slower. Of equals the later stage gets it, which keeps
-    fewer micro-batches' activations. Every stage between the first and the last gets one at least.
+    Layers are alike, so dealing them one at a time to the rank that then has least is optimal: in any other split a layer can
+    be moved to where the deal put it without making the slowest rank slower. Of a rank's stages the cheapest gets it; of equals
+    the later, which keeps fewer micro-batches' activations. Every stage between the first and the last gets one at least.
     """
-    layers = [int(0 < s < num_stages - 1) for s in range(num_stages)]
+    stages = range(len(ranks_of_stages))
+    layers = [int(0 < s < len(stages) - 1) for s in stages]
     for _ in range(num_layers - sum(layers)):
-        then = [cost + costs.block for cost in stage_costs(layers, costs)]
-        layers[min(range(num_stages), key=lambda s: (then[s], -s))] += 1
+        alone = stage_costs(layers, costs)
+        of_rank = rank_costs(alone, ranks_of_stages)
+        layers[min(stages, key=lambda s: (of_rank[ranks_of_stages[s]], alone[s], -s))] += 1
     return layers
 
 
-def imbalance(layers_per_stage: Sequence[int], costs: LayerCosts) -> float:
-    """The slowest stage's cost over the mean: 1 is perfect, and a long pipeline takes that much longer."""
-    stages = stage_costs(layers_per_stage, costs)
-    return max(stages) * len(stages) / sum(stages)
+def rank_costs(of_stages: Sequence[float], ranks_of_stages: Sequence[int]) -> list[float]:
+    """The sum over each rank's stages."""
+    ranks = [0.0] * (max(ranks_of_stages) + 1)
+    for cost, rank in zip(of_stages, ranks_of_stages, strict=True):
+        ranks[rank] += cost
+    return ranks
+
+
+def imbalance(layers_per_stage: Sequence[int], costs: LayerCosts, ranks_of_stages: Sequence[int]) -> float:
+    """The slowest rank's cost over the mean: 1 is perfect, and a long step takes that much longer."""
+    ranks = rank_costs(stage_costs(layers_per_stage, costs), ranks_of_stages)
+    return max(ranks) * len(ranks) / sum(ranks)

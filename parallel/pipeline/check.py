@@ -105,13 +105,17 @@ def check_exchanges(programs: Sequence[Program], schedule: Schedule) -> None:
 def _match(rank: int, batch: list[list[Transfer]]) -> list[int]:
     """Let pass what `rank` and its peers have both posted; the peers that it passed to or from."""
     peers = []
-    for transfer in list(batch[rank]):
-        mine = next(t for t in batch[rank] if (t.sends, t.peer) == (transfer.sends, transfer.peer))
-        theirs = next((t for t in batch[transfer.peer] if (t.sends, t.peer) == (not transfer.sends, rank)), None)
-        if mine is transfer and theirs is not None:
-            if theirs.message != mine.message:
-                raise Fault(f"between ranks {rank} and {transfer.peer}, {mine.message} meets {theirs.message}")
-            batch[rank].remove(mine)
-            batch[transfer.peer].remove(theirs)
-            peers.append(transfer.peer)
+    seen = set()  # (direction, peer): only the oldest transfer of each may pass
+    for mine in list(batch[rank]):
+        if (mine.sends, mine.peer) in seen:
+            continue
+        seen.add((mine.sends, mine.peer))
+        for theirs in batch[mine.peer]:
+            if theirs.peer == rank and theirs.sends != mine.sends:
+                if theirs.message != mine.message:
+                    raise Fault(f"between ranks {rank} and {mine.peer}, {mine.message} meets {theirs.message}")
+                batch[rank].remove(mine)
+                batch[mine.peer].remove(theirs)
+                peers.append(mine.peer)
+                break
     return peers

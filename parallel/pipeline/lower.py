@@ -14,12 +14,13 @@ before the action that runs meanwhile, and waited for only by the action that ne
 Between two stages of one rank nothing travels.
 """
 
-from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 from parallel.pipeline.actions import Action, F, Schedule, W, stage_ranks
-from parallel.pipeline.simulate import Costs, simulate
+from parallel.pipeline.simulate import Costs, Event, simulate
 
 
 class Message(NamedTuple):
@@ -66,29 +67,31 @@ def need_of(action: Action, num_stages: int) -> Message | None:
 def lower(schedule: Schedule) -> list[Program]:
     """Each rank's program."""
     ranks_of_stages = stage_ranks(schedule)
-    timeline = simulate(schedule, Costs.equal(len(ranks_of_stages)))
+    num_stages = len(ranks_of_stages)
+    timeline = simulate(schedule, Costs.equal(num_stages))
     # All messages in one order: (instant, message, sender, receiver).
     messages = []
     for sender, events in enumerate(timeline.ranks):
-        for event in events:
-            message = result_of(event.action, len(ranks_of_stages))
+        for action, _, end in events:
+            message = result_of(action, num_stages)
             if message is not None and ranks_of_stages[message.stage] != sender:
-                messages.append((event.end, message, sender, ranks_of_stages[message.stage]))
+                messages.append((end, message, sender, ranks_of_stages[message.stage]))
     messages.sort()
-    # A message of instant t stands, in both its ranks' programs, after the actions that have ended by t.
-    ends = [[event.end for event in events] for events in timeline.ranks]
-    gaps: list[dict[int, dict[float, list[Transfer]]]] = [{} for _ in schedule]
+    mine: list[list[tuple[float, Transfer]]] = [[] for _ in schedule]  # each rank's part of them
     for instant, message, sender, receiver in messages:
-        for rank, transfer in ((sender, Transfer(True, receiver, message)), (receiver, Transfer(False, sender, message))):
-            gap = gaps[rank].setdefault(bisect_right(ends[rank], instant), {})
-            gap.setdefault(instant, []).append(transfer)
-    return [_program(actions, gaps[rank]) for rank, actions in enumerate(schedule)]
+        mine[sender].append((instant, Transfer(True, receiver, message)))
+        mine[receiver].append((instant, Transfer(False, sender, message)))
+    return [_program(events, transfers) for events, transfers in zip(timeline.ranks, mine, strict=True)]
 
 
-def _program(actions: Sequence[Action], gaps: dict[int, dict[float, list[Transfer]]]) -> Program:
-    """`actions` with, before action number i, the exchanges of gap i."""
+def _program(events: Sequence[Event], transfers: Sequence[tuple[float, Transfer]]) -> Program:
+    """A rank's actions, and what it exchanges at one instant after the actions that have ended by then."""
     program: Program = []
-    for i in range(len(actions) + 1):
-        program += [Exchange(tuple(transfers)) for transfers in gaps.get(i, {}).values()]
-        program += actions[i : i + 1]
+    exchanges = [(at, Exchange(tuple(t for _, t in together))) for at, together in groupby(transfers, key=itemgetter(0))]
+    exchanges.reverse()
+    for action, _, end in events:
+        while exchanges and exchanges[-1][0] < end:
+            program.append(exchanges.pop()[1])
+        program.append(action)
+    program += [exchange for _, exchange in reversed(exchanges)]
     return program

@@ -9,12 +9,13 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallel.data import ZeroStage, reshard
 from parallel.pipeline.actions import Action, F, I, W
 from parallel.pipeline.lower import Exchange, Message, Program, need_of, result_of
 from parallel.pipeline.transfer import Transfers
-from parallel.weight import WeightGradientJob, run_jobs, share_queue
+from parallel.weight import Job, run_jobs, share_queue
 
 Recorder = Callable[[Action], AbstractContextManager[object]]  # what is around an action is its time (trace.py)
 
@@ -63,8 +64,9 @@ class PipelineRunner:
         for stage in self.stages.values():
             self.zero.begin_step(stage)
         left = Counter({s: len(microbatches) for s in self.stages})  # micro-batches whose gradients are not complete
-        kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # (stage, micro-batch) → its input and output
-        deferred: dict[tuple[int, int], list[WeightGradientJob]] = {}  # between I and W
+        # (stage, micro-batch) → its input, and where its graph ends: the output itself is needed by the next stage alone.
+        kept: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
+        deferred: dict[tuple[int, int], list[Job]] = {}  # between I and W
         total: Tensor | None = None
 
         for item in program:
@@ -83,19 +85,19 @@ class PipelineRunner:
                     if s == self.num_stages - 1:
                         output = scale_loss(output)
                         total = output.detach() if total is None else total + output.detach()
-                    kept[s, m] = (hidden, output)
+                    kept[s, m] = (hidden, get_gradient_edge(output))
                     result = output
                 elif kind is W:
                     run_jobs(deferred.pop((s, m)))
                     self.zero.after_weight_gradients(stage, last=left[s] == 0)
                 else:
                     self.zero.before_backward(stage, completes=kind is not I, last=left[s] == 0)
-                    hidden, output = kept.pop((s, m))
+                    hidden, end = kept.pop((s, m))
                     if kind is I:
                         with self.queues[s].deferring() as deferred[s, m]:
-                            torch.autograd.backward(output, received)
+                            torch.autograd.backward(end, received)
                     else:
-                        torch.autograd.backward(output, received)
+                        torch.autograd.backward(end, received)
                     result = hidden.grad if hidden is not None else None
             self._give(item, result)
         self.transfers.finish()

@@ -1,0 +1,327 @@
+"""Pipeline schedules run beside their simulation and beside torch's own: `python -m benchmarks.pipeline_schedules`
+
+Four processes, a pipeline of four ranks, eight micro-batches. A stage computes nothing: its forward, its input gradient and its
+weight gradient *wait*, each for a given time. So four ranks do not compete for the cores of a small machine, and every schedule
+has the same work: a rank's forward of one micro-batch, and each of its two gradients, takes `SECONDS`, and each of its v stages
+1/v of that. What is left of a step is the schedule itself and the cost of carrying it out. That cost is training's: the
+lowered program, `PipelineRunner` with its transfers and deferred weight gradients, FSDP's hooks around forward and backward. It
+is a millisecond or two per action on a core that has just slept, so the waiting is long.
+
+(1) Measured against simulated (parallel/pipeline/simulate.py). The simulator knows nothing of a message's travel or of the
+    host's own work; measured / simulated says what these add.
+    aim: within 5 %, and the bubbles in order: 1f1b >= interleaved_1f1b >= zb_h1 >= zb_v
+(2) The same schedules of torch.distributed.pipelining on the same waiting stages (plain modules there, without FSDP), in turn
+    with ours, in the same processes and process group; ratios are taken within a round.
+    aim: median ours / theirs <= 1.02
+
+A step's time is from a barrier to the end of a rank's last action, with all it sent gone; of the slowest rank. Cores that are
+busy with something else wake a waiting rank late: all of this wants a quiet machine.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import time
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from parallel.data import ZeroStage, check_reduced, shard
+from parallel.mesh import Mesh, build_mesh
+from parallel.pipeline.actions import Action, F, I, Kind, W, splits_backward, stage_ranks
+from parallel.pipeline.check import check
+from parallel.pipeline.lower import lower
+from parallel.pipeline.runner import PipelineRunner
+from parallel.pipeline.schedules import SCHEDULES, build_schedule
+from parallel.pipeline.simulate import Costs, Event, Timeline, simulate
+from parallel.pipeline.trace import ActionRecorder
+from parallel.pipeline.transfer import Transfers
+from parallel.placement import parallel_parameter
+from parallel.weight import Destination, WeightGradientJob, WeightGradientQueue, local_weight
+from tools.ranks import Ranks
+
+ROOT = Path(__file__).parent.parent
+RANKS = 4
+MICROBATCHES = 8
+SECONDS = 0.12  # of a rank's forward, input gradient and weight gradient of one micro-batch
+HIDDEN_SHAPE = (4, 1, 8)  # [S, B, D]
+# How many stages a rank has under each of our schedules, and the same schedule's name in torch.distributed.pipelining.
+PAIRS = {
+    "gpipe": (1, "ScheduleGPipe"),
+    "1f1b": (1, "Schedule1F1B"),
+    "interleaved_1f1b": (2, "ScheduleInterleaved1F1B"),
+    "breadth_first": (2, "ScheduleLoopedBFS"),
+    "zb_h1": (1, "ScheduleInterleavedZeroBubble"),
+    "zb_v": (2, "ScheduleZBVZeroBubble"),
+    "dualpipe_v": (2, "ScheduleDualPipeV"),
+}
+
+
+class WaitingStage(nn.Module):
+    """y [S, B, D] = x · weight, a number, with `seconds` of waiting in the forward and in each of the two gradients."""
+
+    def __init__(self, weight: nn.Parameter, seconds: float) -> None:
+        super().__init__()
+        self.weight, self.seconds = weight, seconds  # weight [1]
+        self.weight_gradient_queue: WeightGradientQueue | None = None
+        self.waited: Counter[Kind] = Counter()
+
+    def wait(self, kind: Kind) -> None:
+        time.sleep(self.seconds)
+        self.waited[kind] += 1
+
+    def forward(self, hidden: Tensor | None, batch: Tensor | None = None) -> Tensor:
+        x = batch if hidden is None else hidden
+        assert x is not None
+        if not x.requires_grad:  # also the first stage has layers whose input gradients its weight gradients wait for
+            x = x.detach().requires_grad_()
+        weight = local_weight(self.weight) if isinstance(self.weight, DTensor) else self.weight
+        self.wait(F)
+        return InputGradient.apply(x, self) * WeightGradient.apply(weight, self)
+
+
+class InputGradient(torch.autograd.Function):
+    """The identity; its backward waits for an input gradient's time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stage: WaitingStage) -> Tensor:
+        ctx.stage = stage
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        ctx.stage.wait(I)
+        return dx, None
+
+
+class WeightGradient(torch.autograd.Function):
+    """The identity; its backward waits for a weight gradient's time, or leaves that to a job, as the linear layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, stage: WaitingStage) -> Tensor:
+        ctx.stage = stage
+        ctx.destination = Destination(stage.weight, None)
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dw: Tensor) -> tuple[Tensor | None, None]:
+        queue = ctx.stage.weight_gradient_queue
+        if queue is not None and queue.is_deferring:
+            queue.add(WaitingJob(ctx.stage, dw, ctx.destination))
+            return None, None
+        ctx.stage.wait(W)
+        return dw, None
+
+
+class WaitingJob(WeightGradientJob):
+    """A deferred weight gradient."""
+
+    def __init__(self, stage: WaitingStage, dw: Tensor, destination: Destination) -> None:
+        self.stage, self.dw, self.destination = stage, dw, destination
+
+    def start(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        self.stage.wait(W)
+        self.destination.add(self.dw)
+
+
+class Case(NamedTuple):
+    """One schedule, with its sizes."""
+
+    name: str
+    stages_per_rank: int
+    microbatches: int
+    seconds: float  # of a rank's F, I and W of one micro-batch
+
+    @property
+    def schedule(self) -> list[list[Action]]:
+        return build_schedule(self.name, RANKS, self.stages_per_rank, self.microbatches)
+
+    @property
+    def stage_seconds(self) -> float:
+        return self.seconds / self.stages_per_rank
+
+    def simulate(self) -> Timeline:
+        return simulate(self.schedule, Costs.equal(RANKS * self.stages_per_rank, *[self.stage_seconds] * 3))
+
+
+class OurSteps:
+    """Steps of our runner, put together as in training (training/build.py, training/step.py)."""
+
+    def __init__(self, case: Case, mesh: Mesh) -> None:
+        where = stage_ranks(case.schedule)
+        self.stages = {s: self._stage(case.stage_seconds, mesh) for s, rank in enumerate(where) if rank == mesh.pp_rank}
+        # Listed once, while they are sharded: while its weights are gathered, a module calls other objects its parameters.
+        self.parameters = [stage.weight for stage in self.stages.values()]
+        self.batches = [torch.ones(HIDDEN_SHAPE) for _ in range(case.microbatches)]
+        self.program = lower(case.schedule)[mesh.pp_rank]
+        transfers = Transfers(mesh.pp.get_group(), HIDDEN_SHAPE, torch.float32, mesh.device)
+        self.runner = PipelineRunner(dict(self.stages), len(where), transfers, ZeroStage(1), splits_backward(case.schedule))
+        self.events: list[Event] = []  # of the last step
+
+    @staticmethod
+    def _stage(seconds: float, mesh: Mesh) -> WaitingStage:
+        stage = WaitingStage(parallel_parameter((1,), mesh.tp, Replicate()), seconds)
+        shard(stage, [], mesh.fsdp, compute_dtype=torch.float32, reduce_dtype=torch.float32, cpu_offload=False)
+        nn.init.ones_(stage.to_empty(device=mesh.device).weight)
+        return stage
+
+    def __call__(self) -> None:
+        recorder = ActionRecorder("cpu")
+        self.runner.step(self.program, self.batches, torch.sum, recorder)
+        self.events = recorder.events(offset=0.0)  # the processes of one machine have one clock
+        check_reduced(self.parameters)
+
+
+class TheirSteps:
+    """Steps of torch.distributed.pipelining, which splits a backward by walking through autograd's graph (but forms both
+    gradients of the first stage in W)."""
+
+    def __init__(self, case: Case, mesh: Mesh) -> None:
+        from torch.distributed import pipelining  # slow to import; who measures ours alone does without
+
+        where = stage_ranks(case.schedule)  # theirs are placed alike
+        mine = [s for s, rank in enumerate(where) if rank == mesh.pp_rank]
+        self.stages = {s: WaitingStage(nn.Parameter(torch.ones(1)), case.stage_seconds) for s in mine}
+        self.parameters = [stage.weight for stage in self.stages.values()]
+        x, cpu, group = torch.ones(HIDDEN_SHAPE, requires_grad=True), torch.device("cpu"), mesh.pp.get_group()
+        stages: Any = [pipelining.PipelineStage(self.stages[s], s, len(where), cpu, x, x, group=group) for s in mine]
+        schedule_class = getattr(pipelining, PAIRS[case.name][1])
+        if issubclass(schedule_class, pipelining.schedules.PipelineScheduleSingle):
+            (stages,) = stages
+        self.schedule = schedule_class(stages, case.microbatches, loss_fn=lambda y, target: y.sum(), scale_grads=False)
+        batch = torch.ones(case.microbatches * HIDDEN_SHAPE[0], *HIDDEN_SHAPE[1:])
+        self.inputs = [batch] if 0 in mine else []
+        self.targets = batch if len(where) - 1 in mine else None
+
+    def __call__(self) -> None:
+        self.schedule.step(*self.inputs, target=self.targets, return_outputs=False)
+
+
+def run_rounds(case: Case, rounds: int, beside: bool) -> list[tuple[float, list[Event], float]]:
+    """On each of 4 ranks: one round to warm up, then `rounds` of one step of ours and, `beside` it, one of torch's.
+
+    Returns:
+        Of each round, the seconds and events of our step, and the seconds of torch's (or 0).
+    """
+    mesh = build_mesh((RANKS, 1, 1, 1), "cpu")
+    ours = OurSteps(case, mesh)
+    theirs = TheirSteps(case, mesh) if beside else None
+
+    def timed(side: OurSteps | TheirSteps | None) -> float:
+        if side is None:
+            return 0.0
+        dist.barrier()
+        start = time.perf_counter()
+        side()
+        seconds = time.perf_counter() - start
+        for stage in side.stages.values():
+            assert stage.waited == dict.fromkeys((F, I, W), case.microbatches), f"other work than agreed: {stage.waited}"
+            stage.waited.clear()
+        for parameter in side.parameters:
+            parameter.grad = None
+        return seconds
+
+    return [(timed(ours), ours.events, timed(theirs)) for _ in range(1 + rounds)][1:]
+
+
+def run_case(pool: Ranks, case: Case, rounds: int, beside: bool) -> tuple[list[float], list[float], list[float]]:
+    """Of each round: seconds of our step, its bubble's fraction, seconds of torch's step."""
+    of_ranks = pool.run(run_rounds, RANKS, case, rounds, beside)
+    of_rounds = [tuple(zip(*ranks, strict=True)) for ranks in zip(*of_ranks, strict=True)]
+    bubbles = [Timeline(list(events)).bubble_fraction for _, events, _ in of_rounds]
+    return [max(ours) for ours, _, _ in of_rounds], bubbles, [max(theirs) for _, _, theirs in of_rounds]
+
+
+def measure(pool: Ranks, name: str, stages_per_rank: int, microbatches: int, seconds: float) -> tuple[float, float, float]:
+    """Measured and simulated step seconds and the measured bubble's fraction of one of our schedules: medians of 3 steps.
+
+    Args:
+        seconds: a rank's forward, input gradient and weight gradient of one micro-batch take this long each.
+    """
+    case = Case(name, stages_per_rank, microbatches, seconds)
+    ours, bubbles, _ = run_case(pool, case, rounds=3, beside=False)
+    return statistics.median(ours), case.simulate().step_time, statistics.median(bubbles)
+
+
+def compare(pool: Ranks, case: Case, rounds: int) -> dict:
+    """One schedule: ours, its simulation, and torch's."""
+    simulated = case.simulate()
+    ours, bubbles, theirs = run_case(pool, case, rounds, beside=True)
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return {
+        "stages_per_rank": case.stages_per_rank,
+        "theirs": PAIRS[case.name][1],
+        "measured_seconds": statistics.median(ours),
+        "simulated_seconds": simulated.step_time,
+        "measured_over_simulated": statistics.median(ours) / simulated.step_time,
+        "measured_bubble_fraction": statistics.median(bubbles),
+        "simulated_bubble_fraction": simulated.bubble_fraction,
+        "theirs_seconds": statistics.median(theirs),
+        "ours_over_theirs": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
+    }
+
+
+def seconds_of_the_pure_part() -> dict[str, dict[str, float]]:
+    """Building, simulating and checking (completeness, order, programs on a network without buffers) four ranks' schedules of
+    10,000 actions each, best of three."""
+    found = {}
+    for name, (v, _) in PAIRS.items():
+        split = splits_backward(build_schedule(name, RANKS, v, MICROBATCHES))
+        m = 10_000 // ((3 if split else 2) * v) // RANKS * RANKS
+        timed = []
+        for _ in range(3):
+            times = [time.perf_counter()]
+            schedule = build_schedule(name, RANKS, v, m)
+            times.append(time.perf_counter())
+            simulate(schedule, Costs.equal(RANKS * v))
+            times.append(time.perf_counter())
+            check(schedule)
+            times.append(time.perf_counter())
+            timed.append([b - a for a, b in pairwise(times)])
+        found[name] = dict(zip(("build", "simulate", "check"), map(min, zip(*timed, strict=True)), strict=True))
+    return found
+
+
+def row(name: str, result: dict) -> str:
+    step = f"{result['measured_seconds']:10.3f}{result['simulated_seconds']:10.3f}{result['measured_over_simulated']:8.3f}"
+    bubble = f"{result['measured_bubble_fraction']:9.3f}{result['simulated_bubble_fraction']:10.3f}"
+    return f"{name:16}{step}{bubble}  {result['theirs']:29}" + "".join(f"{x:8.3f}" for x in result["ours_over_theirs"].values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/pipeline_schedules.json")
+    arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"  # in the ranks, which have yet to start
+
+    results: dict = {"date": str(datetime.date.today()), "platform": platform.platform(), "cpus": os.cpu_count()}
+    results |= {"ranks": RANKS, "microbatches": MICROBATCHES, "rounds": arguments.rounds}
+    results |= {"forward_seconds": SECONDS, "input_gradient_seconds": SECONDS, "weight_gradient_seconds": SECONDS}
+    print(f"{RANKS} ranks, {MICROBATCHES} micro-batches, F = I = W = {SECONDS} s; medians of {arguments.rounds} rounds")
+    print(" " * 16 + "   seconds simulated   ratio   bubble simulated  ours over                      median     min     max")
+    results["pure_seconds_at_10000_actions_per_rank"] = seconds_of_the_pure_part()
+    with Ranks(RANKS, timeout=60 + 12 * arguments.rounds) as pool:
+        results["schedules"] = {}
+        for name in SCHEDULES:
+            result = compare(pool, Case(name, PAIRS[name][0], MICROBATCHES, SECONDS), arguments.rounds)
+            results["schedules"][name] = result
+            print(row(name, result), flush=True)
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

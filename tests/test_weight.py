@@ -1,0 +1,55 @@
+"""Deferred weight gradients: the queue's jobs hold what they need, no longer than they need it."""
+
+import gc
+import weakref
+
+import torch
+from torch import nn
+
+from parallel.weight import Destination, ReadyGradient, WeightGradientQueue, run_jobs, share_queue
+
+
+class Job:
+    """Notes how many jobs are alive when it ends."""
+
+    def __init__(self, alive, log):
+        self.held = torch.zeros(3)
+        self.alive, self.log = alive, log
+        alive.add(self)
+
+    def start(self):
+        self.log.append(("start", len(self.alive)))
+
+    def finish(self):
+        self.log.append(("finish", len(self.alive)))
+
+
+def test_a_finished_job_is_let_go():
+    """Two are alive at a time, the one that computes and the one that gathers, and the list is empty in the end."""
+    alive, log = weakref.WeakSet(), []
+    jobs = [Job(alive, log) for _ in range(5)]
+    run_jobs(jobs)
+    gc.collect()
+    assert jobs == []
+    assert [left for what, left in log if what == "finish"] == [5, 4, 3, 2, 1]
+    assert [what for what, _ in log[:4]] == ["start", "start", "finish", "start"]
+
+
+def test_only_inside_deferring_are_jobs_taken():
+    queue = WeightGradientQueue()
+    assert not queue.is_deferring
+    job = ReadyGradient(torch.ones(2), Destination(nn.Parameter(torch.zeros(2)), None))
+    with queue.deferring() as jobs:
+        queue.add(job)
+        assert queue.is_deferring
+    assert not queue.is_deferring
+    assert jobs == [job]
+
+
+def test_all_layers_of_a_stage_share_one_queue():
+    class Layer(nn.Module):
+        weight_gradient_queue: WeightGradientQueue | None = None
+
+    stage = nn.Sequential(Layer(), nn.Linear(2, 2), nn.Sequential(Layer()))
+    queue = share_queue(stage)
+    assert [m.weight_gradient_queue for m in stage.modules() if isinstance(m, Layer)] == [queue, queue]
