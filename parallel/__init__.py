@@ -6,7 +6,8 @@
     dp_shard      data.py    1 / dp_shard of weights, gradients, moments   weights (gather), gradients (reduce-scatter)
     tp            tensor.py  1 / tp of each matrix (and of the sequence)   activations, several times per block
 
-partial.py sums over tp what each tp rank knows only in part; placement.py says who holds what of a tensor.
+weight.py is a weight in forward and backward, and the queue in which its gradient may wait; partial.py sums over
+tp what each tp rank knows only in part; placement.py says who holds what of a tensor; activation.py recomputes.
 
 Imports torch and nothing else of the house; `pipeline/` is handed modules and never imports the model.
 """
