@@ -46,7 +46,7 @@ from parallel.pipeline.simulate import Costs, Event, Timeline, simulate
 from parallel.pipeline.trace import ActionRecorder
 from parallel.pipeline.transfer import Transfers
 from parallel.placement import parallel_parameter
-from parallel.weight import Destination, WeightGradientJob, WeightGradientQueue, local_weight
+from parallel.weight import Destination, WeightGradientQueue, local_weight
 from tools.ranks import Ranks
 
 ROOT = Path(__file__).parent.parent
@@ -84,7 +84,7 @@ class WaitingStage(nn.Module):
         assert x is not None
         if not x.requires_grad:  # also the first stage has layers whose input gradients its weight gradients wait for
             x = x.detach().requires_grad_()
-        weight = local_weight(self.weight) if isinstance(self.weight, DTensor) else self.weight
+        weight = local_weight(self.weight, self.weight_gradient_queue) if isinstance(self.weight, DTensor) else self.weight
         self.wait(F)
         return InputGradient.apply(x, self) * WeightGradient.apply(weight, self)
 
@@ -122,11 +122,12 @@ class WeightGradient(torch.autograd.Function):
         return dw, None
 
 
-class WaitingJob(WeightGradientJob):
+class WaitingJob(NamedTuple):
     """A deferred weight gradient."""
 
-    def __init__(self, stage: WaitingStage, dw: Tensor, destination: Destination) -> None:
-        self.stage, self.dw, self.destination = stage, dw, destination
+    stage: WaitingStage
+    dw: Tensor
+    destination: Destination
 
     def start(self) -> None:
         pass

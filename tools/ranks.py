@@ -15,6 +15,7 @@ and spoils nothing after it.
 import atexit
 import contextlib
 import functools
+import gc
 import multiprocessing
 import os
 import pickle
@@ -136,6 +137,7 @@ def _serve(rank: int, pipe: Connection) -> None:
 
     os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported stays; collections below look at the rest alone
     while True:
         try:
             task = pipe.recv_bytes()
@@ -150,6 +152,7 @@ def _serve(rank: int, pipe: Connection) -> None:
             dist.barrier()  # no rank may tear its connections down while another still uses them
             dist.destroy_process_group()
             _forget_meshes()
+            gc.collect()  # process groups are in cycles, and each keeps three threads until it is collected
         except BaseException:  # whatever it was, the parent must hear of it
             result = pickle.dumps((False, traceback.format_exc()))
         with contextlib.suppress(BrokenPipeError):
