@@ -143,7 +143,7 @@ def option_values() -> dict[str, Sequence[object]]:
         "layers": ("even", "uneven", "none_first", "none_last"),
         "activation_checkpointing": get_args(get_type_hints(TrainConfig)["activation_checkpointing"]),
         "cpu_offload": (False, True),
-        "num_microbatches": (1, 2, 4, 8, 16),
+        "num_microbatches": (1, 2, 4, 8),
     }
 
 
