@@ -26,7 +26,6 @@ import platform
 import statistics
 import time
 from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +37,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from parallel.data import ZeroStage, check_reduced, shard
 from parallel.mesh import Mesh, build_mesh
 from parallel.pipeline.actions import Action, F, I, Kind, W, splits_backward, stage_ranks
-from parallel.pipeline.check import check
 from parallel.pipeline.lower import lower
 from parallel.pipeline.runner import PipelineRunner
 from parallel.pipeline.schedules import SCHEDULES, build_schedule
@@ -274,27 +272,6 @@ def compare(pool: Ranks, case: Case, rounds: int) -> dict:
     }
 
 
-def seconds_of_the_pure_part() -> dict[str, dict[str, float]]:
-    """Building, simulating and checking (completeness, order, programs on a network without buffers) four ranks' schedules of
-    10,000 actions each, best of three."""
-    found = {}
-    for name, (v, _) in PAIRS.items():
-        split = splits_backward(build_schedule(name, RANKS, v, MICROBATCHES))
-        m = 10_000 // ((3 if split else 2) * v) // RANKS * RANKS
-        timed = []
-        for _ in range(3):
-            times = [time.perf_counter()]
-            schedule = build_schedule(name, RANKS, v, m)
-            times.append(time.perf_counter())
-            simulate(schedule, Costs.equal(RANKS * v))
-            times.append(time.perf_counter())
-            check(schedule)
-            times.append(time.perf_counter())
-            timed.append([b - a for a, b in pairwise(times)])
-        found[name] = dict(zip(("build", "simulate", "check"), map(min, zip(*timed, strict=True)), strict=True))
-    return found
-
-
 def row(name: str, result: dict) -> str:
     step = f"{result['measured_seconds']:10.3f}{result['simulated_seconds']:10.3f}{result['measured_over_simulated']:8.3f}"
     bubble = f"{result['measured_bubble_fraction']:9.3f}{result['simulated_bubble_fraction']:10.3f}"
@@ -313,7 +290,6 @@ def main() -> None:
     results |= {"forward_seconds": SECONDS, "input_gradient_seconds": SECONDS, "weight_gradient_seconds": SECONDS}
     print(f"{RANKS} ranks, {MICROBATCHES} micro-batches, F = I = W = {SECONDS} s; medians of {arguments.rounds} rounds")
     print(" " * 16 + "   seconds simulated   ratio   bubble simulated  ours over                      median     min     max")
-    results["pure_seconds_at_10000_actions_per_rank"] = seconds_of_the_pure_part()
     with Ranks(RANKS, timeout=60 + 12 * arguments.rounds) as pool:
         results["schedules"] = {}
         for name in SCHEDULES:
