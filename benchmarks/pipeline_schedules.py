@@ -39,7 +39,7 @@ from parallel.mesh import Mesh, build_mesh
 from parallel.pipeline.actions import Action, F, I, Kind, W, splits_backward, stage_ranks
 from parallel.pipeline.lower import lower
 from parallel.pipeline.runner import PipelineRunner
-from parallel.pipeline.schedules import SCHEDULES, build_schedule
+from parallel.pipeline.schedules import build_schedule
 from parallel.pipeline.simulate import Costs, Event, Timeline, simulate
 from parallel.pipeline.trace import ActionRecorder
 from parallel.pipeline.transfer import Transfers
@@ -292,7 +292,7 @@ def main() -> None:
     print(" " * 16 + "   seconds simulated   ratio   bubble simulated  ours over                      median     min     max")
     with Ranks(RANKS, timeout=60 + 12 * arguments.rounds) as pool:
         results["schedules"] = {}
-        for name in SCHEDULES:
+        for name in PAIRS:
             result = compare(pool, Case(name, PAIRS[name][0], MICROBATCHES, SECONDS), arguments.rounds)
             results["schedules"][name] = result
             print(row(name, result), flush=True)
