@@ -16,6 +16,7 @@ import torch.distributed as dist
 from data.dataset import Mixture, open_data
 from data.loader import BatchLoader, heldout_batches
 from errors import UserError
+from model.kernels.backend import check_kernels
 from parallel.mesh import build_mesh
 from training import checkpoint
 from training.build import build_stages
@@ -31,18 +32,19 @@ from training.voice import refuse, start_distributed, together
 def main(arguments: list[str]) -> None:
     device = start_distributed()
     try:
-        config = together(lambda: read_config(arguments), device)
+        config = together(lambda: read_config(arguments, device), device)
         run(config, device)
     except UserError as error:
         refuse(error)
     dist.destroy_process_group()
 
 
-def read_config(arguments: list[str]) -> Config:
+def read_config(arguments: list[str], device: str) -> Config:
     if not arguments:
         raise UserError("command line", "", "names no configuration file", "torchrun … train.py configs/laptop.yaml")
     config = load_config(arguments[0], arguments[1:])
     config.validate(dist.get_world_size())
+    check_kernels(config.model.kernels, device)
     return config
 
 
@@ -68,7 +70,7 @@ def run(config: Config, device: str) -> None:
         prefetch=config.data.prefetch,
     )
 
-    train = TrainStep(config, mesh, build_stages(config, mesh))
+    train = TrainStep(config, mesh, build_stages(config, mesh), train_data.bos_id)
     checkpoint.load(train, start)
     trace = StepTrace(config, mesh, start.step)
 

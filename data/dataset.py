@@ -29,6 +29,7 @@ class TokenDataset:
     """One split of one prepared folder. Made by `TokenDataset.open`.
 
     num_tokens: of the split, over all shards. vocab_size: every token is below it.
+    bos_id: the token that begins every document; None or negative where there is none.
     checksum: sha256 of what decides the tokens: format, dtype, tokenizer, and every shard's length and sha256.
     unigram_nats_per_token: see prepare.unigram_nats_per_token; None where nothing was held out.
     """
@@ -46,6 +47,7 @@ class TokenDataset:
         self.utf8_bytes: int = entry["utf8_bytes"]
         self.vocab_size: int = index["vocab_size"]
         self.tokenizer_sha256: str = index["tokenizer_sha256"]
+        self.bos_id: int | None = index.get("bos_id")
         self.unigram_nats_per_token: float | None = index["unigram_nats_per_token"]
         matters = [index["format"], index["version"], index["dtype"], self.tokenizer_sha256, split]
         matters += [[tokens, sha256] for _, tokens, _, _, sha256 in self._shards]
@@ -158,7 +160,7 @@ class Mixture:
             if other.tokenizer_sha256 != first.tokenizer_sha256:
                 why = f"it was made with another tokenizer than {first.folder}"
                 raise UserError("data.path", str(other.folder), why, "prepare all sources with one tokenizer")
-        self.vocab_size = first.vocab_size
+        self.vocab_size, self.bos_id = first.vocab_size, first.bos_id
         self.tokenizer_path = first.tokenizer_path
         self.num_tokens = sum(source.num_tokens for source in self.sources)
         matters = [[source.checksum, weight] for source, weight in zip(self.sources, self.weights, strict=True)]
@@ -175,6 +177,11 @@ def open_data(config: DataConfig, split: str) -> Mixture:
     if not paths:
         raise UserError("data.path", paths, "no data is named", "give a prepared folder, or {folder: weight, …}")
     sources = [TokenDataset.open(path, split, tokenizer=config.tokenizer) for path in paths]
+    for source in sources:
+        if config.document_mask and (source.bos_id is None or source.bos_id < 0):
+            why = f"documents are found by their first token, bos, and {source.folder} has none (bos_id {source.bos_id})"
+            remedy = "set data.document_mask=false, or prepare the data again with a tokenizer that has bos"
+            raise UserError("data.document_mask", True, why, remedy)
     return Mixture(sources, list(paths.values()))
 
 

@@ -1,11 +1,16 @@
 """Causal grouped-query attention (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245), heads cut over tp."""
 
+import inspect
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.varlen import varlen_attn
 
 from model.config import ModelConfig
-from model.rotary import rotate
+from model.kernels.rotary import rotate
 from parallel.tensor import ColumnParallelLinear, RowParallelLinear, column_parallel
 
 
@@ -19,18 +24,47 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, tp: DeviceMesh, sequence_parallel: bool) -> None:
         super().__init__()
         self.group, self.sequence_parallel = tp.get_group(), sequence_parallel
-        self.head_dim = config.head_dim
+        self.head_dim, self.kernels = config.head_dim, config.kernels
         kv_dim = config.num_kv_heads * config.head_dim
         self.query = ColumnParallelLinear(config.dim, config.dim, tp)
         self.key = ColumnParallelLinear(config.dim, kv_dim, tp, shards=config.num_kv_heads)
         self.value = ColumnParallelLinear(config.dim, kv_dim, tp, shards=config.num_kv_heads)
         self.output = RowParallelLinear(config.dim, config.dim, tp, sequence_parallel)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None = None) -> Tensor:
+        """`documents`: see `attend`."""
         layers = [self.query, self.key, self.value]
         q, k, v = column_parallel(x, layers, self.group, self.sequence_parallel)  # [S, B, H/tp·E], [S, B, K/tp·E] twice
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # [S, B, heads, E]
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [B, heads, S, E]
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        return self.output(y.permute(2, 0, 1, 3).flatten(-2))  # [S, B, H/tp·E] → [S/tp, B, D]
+        q, k = rotate(q, k, cos, sin, self.kernels)
+        return self.output(attend(q, k, v, documents).flatten(-2))  # [S, B, H/tp·E] → [S/tp, B, D]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+    """Causal attention: q [S, B, H, E], k and v [S, B, K, E] → [S, B, H, E].
+
+    `documents` (model/document.py): None, all of a sequence is one; boundaries [N + 1] int32; or a mask [B, 1, S, S].
+    """
+    if documents is not None and documents.dtype == torch.int32:
+        return attend_packed(q, k, v, documents)
+    q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [B, heads, S, E]
+    shared = q.shape[1] != k.shape[1]
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=documents, is_causal=documents is None, enable_gqa=shared)
+    return y.permute(2, 0, 1, 3)
+
+
+# torch 2.11 has no such argument and takes fewer key/value heads as they are; later versions want to be told.
+_SHARED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+def attend_packed(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor) -> Tensor:
+    """The same by flash attention, which skips what is outside a document; N + 1 `boundaries`, the last of them T = B·S.
+
+    The longest document's length is needed on the host: S is never too short, and the same number in every micro-batch.
+    """
+    length, batch = q.shape[:2]
+    q, k, v = (t.transpose(0, 1).flatten(0, 1) for t in (q, k, v))  # [T, heads, E], sequence after sequence; views if B is 1
+    causal = (-1, 0)  # keys from any distance behind the query to none ahead of it
+    y = varlen_attn(q, k, v, boundaries, boundaries, length, length, window_size=causal, **_SHARED_HEADS)
+    assert isinstance(y, Tensor)  # alone, for no auxiliary output was asked for
+    return y.unflatten(0, (batch, length)).transpose(0, 1)

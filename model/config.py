@@ -1,6 +1,7 @@
 """The model's dimensions (the section `model.` of a configuration file)."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from errors import UserError
 
@@ -18,9 +19,15 @@ class ModelConfig:
     norm_eps: float = 1e-5
     rope_theta: float = 500_000.0
     tie_embeddings: bool = False  # the head uses the embedding's weight
+    z_loss: float = 0.0  # weight of log²(normaliser) in the loss that is minimised (PaLM: 1e-4); evaluation leaves it out
+    kernels: Literal["auto", "triton", "torch"] = (
+        "auto"  # auto: Triton on a GPU, PyTorch elsewhere; triton; torch (model/kernels/)
+    )
     init_std: float = 0.02  # standard deviation of every matrix; output projections get 1 / sqrt(2 L) of it
 
     def __post_init__(self) -> None:
+        if self.z_loss < 0:
+            raise UserError("model.z_loss", self.z_loss, "a negative weight drives the normaliser away", "give 0 or more")
         for key in ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "vocab_size"):
             if getattr(self, key) < 1:
                 raise UserError(f"model.{key}", getattr(self, key), "must be at least 1", "give a positive number")

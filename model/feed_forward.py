@@ -1,10 +1,10 @@
 """Gated feed-forward, SwiGLU (Shazeer 2020, https://arxiv.org/abs/2002.05202), inner width cut over tp."""
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from model.config import ModelConfig
+from model.kernels.swiglu import swiglu
 from parallel.tensor import ColumnParallelLinear, RowParallelLinear, column_parallel
 
 
@@ -14,6 +14,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig, tp: DeviceMesh, sequence_parallel: bool) -> None:
         super().__init__()
+        self.kernels = config.kernels
         self.group, self.sequence_parallel = tp.get_group(), sequence_parallel
         self.gate = ColumnParallelLinear(config.dim, config.ffn_dim, tp)
         self.up = ColumnParallelLinear(config.dim, config.ffn_dim, tp)
@@ -21,4 +22,4 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = column_parallel(x, [self.gate, self.up], self.group, self.sequence_parallel)  # [S, B, F/tp] each
-        return self.down(F.silu(gate) * up)
+        return self.down(swiglu(gate, up, self.kernels))

@@ -1,10 +1,11 @@
 """RMSNorm (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467)."""
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
+from model.config import ModelConfig
+from model.kernels.rms_norm import add_rms_norm, rms_norm
 from parallel.placement import parallel_parameter
 from parallel.weight import WeightGradientQueue, local_weight
 
@@ -18,11 +19,15 @@ class RMSNorm(nn.Module):
 
     weight_gradient_queue: WeightGradientQueue | None = None
 
-    def __init__(self, dim: int, eps: float, tp: DeviceMesh, sequence_parallel: bool) -> None:
+    def __init__(self, config: ModelConfig, tp: DeviceMesh, sequence_parallel: bool) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.kernels = config.norm_eps, config.kernels
         self.gradient_is_partial = sequence_parallel
-        self.weight = parallel_parameter((dim,), tp, Replicate())
+        self.weight = parallel_parameter((config.dim,), tp, Replicate())
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), local_weight(self.weight, self.weight_gradient_queue), self.eps)
+        return rms_norm(x, local_weight(self.weight, self.weight_gradient_queue), self.eps, self.kernels)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of x + residual, and the sum: one pass over both."""
+        return add_rms_norm(x, residual, local_weight(self.weight, self.weight_gradient_queue), self.eps, self.kernels)

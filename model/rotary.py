@@ -1,6 +1,4 @@
-"""Rotary position embeddings (Su et al. 2021, https://arxiv.org/abs/2104.09864)."""
-
-from typing import Any
+"""Angles of rotary position embeddings (Su et al. 2021, https://arxiv.org/abs/2104.09864); kernels/rotary.py turns by them."""
 
 import torch
 from torch import Tensor
@@ -16,33 +14,3 @@ def rotary_angles(positions: Tensor, head_dim: int, theta: float, dtype: torch.d
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=exact, device=positions.device) / head_dim)
     angles = positions.to(exact).unsqueeze(-1).unsqueeze(-1) * frequencies
     return angles.cos(), angles.sin()
-
-
-class Rotate(torch.autograd.Function):
-    """Turning is orthogonal, so backward turns the gradient back by the same angles; nothing of x is kept."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin, 1)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _turn(dy, cos, sin, -1), None, None
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    first, second = x.to(cos.dtype).chunk(2, dim=-1)  # [S, B, H, E/2] each
-    turned_first = (first * cos).addcmul_(second, sin, value=-direction)
-    turned_second = (second * cos).addcmul_(first, sin, value=direction)
-    return torch.cat((turned_first, turned_second), dim=-1).to(x.dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (x[..., i], x[..., i + E/2]) of x [S, B, H, E] by their angles; result in x's dtype.
-
-    Pairing the two halves is Hugging Face's convention; Meta's original files pair neighbours, a permutation of the rows of
-    the query and key weights.
-    """
-    return Rotate.apply(x, cos, sin)

@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from model.attention import Attention
 from model.config import ModelConfig
+from model.document import attention_bounds
 from model.feed_forward import FeedForward
-from model.loss import vocab_parallel_cross_entropy
+from model.kernels.linear_cross_entropy import linear_cross_entropy
 from model.norm import RMSNorm
 from model.rotary import rotary_angles
 from parallel.placement import chunk_range
@@ -28,6 +29,8 @@ class Batch:
     tokens: Tensor  # [S, B] int64
     targets: Tensor | None  # [S, B] int64, IGNORE where there is none; None: return logits instead of the loss
     positions: Tensor  # [S, B] int64, or [S, 1] where every sequence counts from the same start
+    loss_scale: Tensor | None = None  # scalar that the summed loss is multiplied by: 1 / target tokens of the global batch
+    documents: Tensor | None = None  # [N + 1] int32, boundaries of documents (model/document.py); None: each sequence is one
 
 
 class Block(nn.Module):
@@ -35,14 +38,14 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, tp: DeviceMesh, sequence_parallel: bool) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.dim, config.norm_eps, tp, sequence_parallel)
+        self.attention_norm = RMSNorm(config, tp, sequence_parallel)
         self.attention = Attention(config, tp, sequence_parallel)
-        self.feed_forward_norm = RMSNorm(config.dim, config.norm_eps, tp, sequence_parallel)
+        self.feed_forward_norm = RMSNorm(config, tp, sequence_parallel)
         self.feed_forward = FeedForward(config, tp, sequence_parallel)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
-        return x + self.feed_forward(self.feed_forward_norm(x))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None = None) -> Tensor:
+        y, x = self.feed_forward_norm.add(self.attention(self.attention_norm(x), cos, sin, documents), x)
+        return x + self.feed_forward(y)
 
 
 class Head(ColumnParallelLinear):
@@ -51,14 +54,27 @@ class Head(ColumnParallelLinear):
     def __init__(self, config: ModelConfig, tp: DeviceMesh, sequence_parallel: bool) -> None:
         super().__init__(config.dim, config.vocab_size, tp)
         self.group, self.sequence_parallel = tp.get_group(), sequence_parallel
+        self.vocab_size, self.z_loss, self.kernels = config.vocab_size, config.z_loss, config.kernels
         self.first_row = chunk_range(config.vocab_size, tp.size(), tp.get_local_rank()).start
 
-    def forward(self, x: Tensor, targets: Tensor | None) -> Tensor:
-        """x [S/tp, B, D] → the summed loss, or logits [S, B, V/tp] where there are no targets."""
-        (logits,) = column_parallel(x, [self], self.group, self.sequence_parallel)
-        if targets is None:
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """x [S/tp, B, D] → the scaled loss, or logits [S, B, V/tp] where there are no targets."""
+        if batch.targets is None:
+            (logits,) = column_parallel(x, [self], self.group, self.sequence_parallel)
             return logits
-        return vocab_parallel_cross_entropy(logits, targets, self.first_row, self.group)
+        assert batch.loss_scale is not None
+        return linear_cross_entropy(
+            x,
+            self.local_weight(),
+            batch.targets,
+            batch.loss_scale,
+            self.first_row,
+            self.group,
+            self.sequence_parallel,
+            vocab_size=self.vocab_size,
+            z_loss=self.z_loss if torch.is_grad_enabled() else 0.0,  # evaluation reports the cross-entropy alone
+            kernels=self.kernels,
+        )
 
 
 class Transformer(nn.Module):
@@ -75,18 +91,19 @@ class Transformer(nn.Module):
         self.config, self.first, self.last = config, first, last
         self.embedding = VocabParallelEmbedding(config.vocab_size, config.dim, tp, sequence_parallel) if first else None
         self.blocks = nn.ModuleDict({str(layer): Block(config, tp, sequence_parallel) for layer in layers})
-        self.norm = RMSNorm(config.dim, config.norm_eps, tp, sequence_parallel) if last else None
+        self.norm = RMSNorm(config, tp, sequence_parallel) if last else None
         self.head = Head(config, tp, sequence_parallel) if last else None
 
     def forward(self, hidden: Tensor | None, batch: Batch) -> Tensor:
-        """hidden [S/tp, B, D] of the stage before (None on the first) → hidden for the next, or the summed loss at the end."""
+        """hidden [S/tp, B, D] of the stage before (None on the first) → hidden for the next, or the scaled loss at the end."""
         if self.embedding is not None:
             hidden = self.embedding(batch.tokens)
         assert hidden is not None
         cos, sin = rotary_angles(batch.positions, self.config.head_dim, self.config.rope_theta, hidden.dtype)
+        documents = attention_bounds(batch.documents, batch.positions, hidden.dtype, self.config.head_dim)
         for block in self.blocks.values():
-            hidden = block(hidden, cos, sin)
+            hidden = block(hidden, cos, sin, documents)
         if self.norm is not None and self.head is not None:
-            hidden = self.head(self.norm(hidden), batch.targets)
+            hidden = self.head(self.norm(hidden), batch)
         assert isinstance(hidden, torch.Tensor)
         return hidden

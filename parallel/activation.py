@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen  # registers torch_attn::_varlen_attn
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -27,6 +28,7 @@ EXPENSIVE = {
     _ops._scaled_dot_product_flash_attention_for_cpu.default,
     _ops._scaled_dot_product_efficient_attention.default,
     _ops._scaled_dot_product_cudnn_attention.default,
+    torch.ops.torch_attn._varlen_attn.default,
 }
 
 
@@ -48,10 +50,20 @@ def wrap_blocks(blocks: Iterable[nn.Module], mode: str, compile: bool) -> None:
             policy = partial(create_selective_checkpoint_contexts, _keep_expensive)
             forward = _checkpointed(forward, context_fn=policy)
         if compile:
-            forward = torch.compile(forward, fullgraph=True)
+            forward = _compiled(forward)
         if mode == "full":
             forward = _checkpointed(forward)
         block.forward = forward
+
+
+def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    training = torch.compile(forward, fullgraph=True)
+
+    # Evaluation runs as it is written: without gradients torch 2.13's tracer loses the context of an autograd operation.
+    def compiled(*args: Any) -> Any:
+        return training(*args) if torch.is_grad_enabled() else forward(*args)
+
+    return compiled
 
 
 def _checkpointed(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:

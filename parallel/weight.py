@@ -45,6 +45,22 @@ class Matmul:
         """dw [F, D] = dyᵀ · x, summed over all leading dimensions."""
         return dy.reshape(-1, dy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
 
+    @staticmethod
+    def add_weight_gradient(dy: Tensor, x: Tensor, into: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """dw [F, D] = into + dyᵀ · x, for dy [T, F] and x [T, D], summed in `dtype`, which may be wider than theirs (float32
+        for bfloat16); `into` None: 0. Written into `into`."""
+        wide = dy.dtype != dtype
+        if into is None:
+            into = dy.new_empty((dy.shape[1], x.shape[1]), dtype=dtype)
+            beta = 0  # what is there is not read
+        else:
+            beta = 1
+        if wide and dy.is_cuda:
+            return torch.addmm(into, dy.t(), x, out_dtype=dtype, beta=beta, out=into)
+        if wide:  # a CPU has no such product
+            dy, x = dy.to(dtype), x.to(dtype)
+        return into.addmm_(dy.t(), x, beta=beta)
+
 
 class LocalWeight(torch.autograd.Function):
     """This rank's tensor of a DTensor weight; its gradient becomes the weight's, placed alike.

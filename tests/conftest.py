@@ -1,4 +1,4 @@
-"""What all tests share: ready ranks.
+"""What all tests share: ready ranks, and Triton's CPU interpreter.
 
 def on_each_rank(argument): ...            # at the top level of the test file, so that ranks can import it
 
@@ -6,11 +6,17 @@ def test_it(ranks):
     results = ranks.run(on_each_rank, 4, argument)     # in a fresh process group of 4; one result a rank
 """
 
+import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
+import torch
 
 from tools.ranks import Ranks
+
+if find_spec("triton") is not None and not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton; ranks and programs that tests start inherit it
 
 
 @pytest.fixture(scope="session")

@@ -51,7 +51,7 @@ def train_run(arguments: list[str]) -> str:
     """What `train.py` does, inside a process group that is there already; the message of a UserError, or the empty string."""
     warnings.simplefilter("ignore")
     try:
-        train.run(together(lambda: train.read_config(arguments), "cpu"), "cpu")
+        train.run(together(lambda: train.read_config(arguments, "cpu"), "cpu"), "cpu")
     except UserError as error:
         return str(error)
     return ""

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from model.loss import IGNORE, vocab_parallel_cross_entropy
+from model.kernels.cross_entropy import IGNORE, vocab_parallel_cross_entropy
 from model.rotary import rotary_angles
 from model.transformer import Block
 from parallel.mesh import build_mesh
@@ -78,11 +78,12 @@ def loss_of(vocab):
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_loss_talks_about_tokens_not_logits(ranks, tp):
-    """Maxima [T], then sums and target logits [2, T]; nothing in backward. No rank ever makes a tensor of [T, V]."""
+    """Each rank's maximum, sum and target logit per token, [3, T], to all; nothing in backward. No rank ever makes a tensor of
+    [T, V]."""
     vocab, tokens = 1001, S * B
     results = ranks.run(loss_of, tp, vocab)
     for collectives, largest, loss in results:
-        assert collectives == {"all_reduce": (2, 3 * tokens * DOUBLE)}
+        assert collectives == {"all_gather": (1, tp * 3 * tokens * DOUBLE)}
         assert largest <= tokens * math.ceil(vocab / tp)
         assert loss == results[0][2]
     ((_, largest_alone, loss_alone),) = ranks.run(loss_of, 1, vocab)
@@ -155,14 +156,14 @@ def test_whole_step_over_tp(ranks, schedule):
     hidden = SEQ_LEN * BATCH // 2 // M * 32 * DOUBLE
     tokens = SEQ_LEN * BATCH // 2 // M * DOUBLE
     blocks, norms = 2, 5
-    gathers = 6 * blocks + 3 + (2 * blocks if schedule == "zb_h1" else 0)
+    gathers = 6 * blocks + 2 + (2 * blocks if schedule == "zb_h1" else 0)
     for axes, _ in ranks.run(one_step, 4, case):
         assert axes["tp"] == {
-            # forward 2 a block and the head's; backward 4 a block, the head's again, and the embedding's gradient; deferred
-            # weight gradients gather the output gradients of a block's two row-parallel layers again
-            "all_gather": (M * gathers, M * gathers * hidden),
+            # forward 2 a block, the head's, and the loss's three numbers per token and rank; backward 4 a block and the
+            # embedding's gradient; deferred weight gradients gather the output gradients of a block's row-parallel layers again
+            "all_gather": (M * (gathers + 1), M * (gathers * hidden + 2 * 3 * tokens)),
             "reduce_scatter": (M * (4 * blocks + 2), M * (4 * blocks + 2) * hidden),
-            "all_reduce": (M * 2 + 1, M * 3 * tokens + norms * 32 * DOUBLE),
+            "all_reduce": (1, norms * 32 * DOUBLE),
         }
 
 

@@ -5,18 +5,18 @@ A comparison that never fails proves nothing. These are the bugs that training h
 
 import contextlib
 import math
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-import model.loss
+import model.kernels.linear_cross_entropy
 import model.norm
 import parallel.pipeline.runner
 import training.step
-from model.loss import IGNORE
+from model.kernels.cross_entropy import IGNORE
 from model.norm import RMSNorm
 from parallel.data import ZeroStage
 from parallel.partial import PartialGradients
@@ -65,9 +65,10 @@ def mean_per_rank():
     """Each data-parallel rank's mean loss, then the mean of those."""
     step = PipelineRunner.step
 
-    def biased(self, program, microbatches, scale_loss, record):
+    def biased(self, program, microbatches, record):
         mine = sum((m.targets != IGNORE).sum() for m in microbatches)
-        return step(self, program, microbatches, lambda total: total / mine / dist.get_world_size(), record)
+        scale = 1 / (mine * dist.get_world_size()).double()
+        return step(self, program, [replace(m, loss_scale=scale) for m in microbatches], record)
 
     with patch.object(PipelineRunner, "step", biased):
         yield
@@ -78,9 +79,10 @@ def mean_per_microbatch():
     """Each micro-batch's mean loss, then the mean of those."""
     step = PipelineRunner.step
 
-    def biased(self, program, microbatches, scale_loss, record):
-        counts = iter([(m.targets != IGNORE).sum().clamp(min=1) for m in microbatches])
-        return step(self, program, microbatches, lambda total: total / next(counts) / len(microbatches), record)
+    def biased(self, program, microbatches, record):
+        counts = [(m.targets != IGNORE).sum().clamp(min=1).double() for m in microbatches]
+        scales = [1 / count / len(microbatches) for count in counts]
+        return step(self, program, [replace(m, loss_scale=s) for m, s in zip(microbatches, scales, strict=True)], record)
 
     with patch.object(PipelineRunner, "step", biased):
         yield
@@ -137,7 +139,7 @@ def weight_gradients_of_another_microbatch():
 def replicas_counted_in_the_norm():
     """Every rank's square sums added up, replicated parameters as often as there are replicas."""
 
-    def gradient_norm(gradients, mesh):
+    def gradient_norm(gradients, mesh, kernels):
         total = sum(g.to_local().double().square().sum() for g in gradients)
         dist.all_reduce(total)
         return total.sqrt()
@@ -151,13 +153,13 @@ def norm_of_one_stage():
     """The norm summed over the ranks of a stage only."""
     honest = training.step.gradient_norm
 
-    def gradient_norm(gradients, mesh):
+    def gradient_norm(gradients, mesh, kernels):
         stage = list(mesh.root.mesh[mesh.pp_rank].flatten())
         groups = [dist.new_group(list(map(int, ranks.flatten()))) for ranks in mesh.root.mesh]
         assert dist.get_rank() in stage
         all_reduce = dist.all_reduce
         with patch.object(dist, "all_reduce", lambda tensor: all_reduce(tensor, group=groups[mesh.pp_rank])):
-            return honest(gradients, mesh)
+            return honest(gradients, mesh, kernels)
 
     with patch.object(training.step, "gradient_norm", gradient_norm):
         yield
@@ -178,13 +180,13 @@ def tied_embedding_counted_twice():
 @contextlib.contextmanager
 def softmax_over_own_columns():
     """The sum of exponentials not summed over tp: every probability tp times too large, the loss log(tp) too small."""
-    honest = model.loss.all_reduce
+    honest = model.kernels.linear_cross_entropy.normaliser
 
-    def all_reduce(x, group, op=dist.ReduceOp.SUM):
-        whole = honest(x, group, op)
-        return torch.stack((x[0], whole[1])) if x.ndim == 2 else whole
+    def normaliser(logits, *arguments):
+        whole = honest(logits, *arguments)
+        return whole._replace(total=(logits - whole.peak.unsqueeze(-1)).exp().sum(-1))
 
-    with patch.object(model.loss, "all_reduce", all_reduce):
+    with patch.object(model.kernels.linear_cross_entropy, "normaliser", normaliser):
         yield
 
 

@@ -13,7 +13,7 @@ from data.config import DataConfig
 from data.dataset import Mixture, TokenDataset, open_data
 from data.loader import IGNORED, BatchLoader, check_state, heldout_batches
 from errors import UserError
-from model.loss import IGNORE
+from model.kernels.cross_entropy import IGNORE
 from tests.data_samples import STDLIB_FOLDER, prepared
 
 S = 64

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from model.attention import attend
+from model.document import attention_bounds, document_mask, find_documents
 from parallel.pipeline.chrome import from_chrome
 from parallel.pipeline.schedules import build_schedule
 from tests.data_samples import prepared
@@ -54,3 +56,33 @@ def test_split_backward_and_trace(tmp_path: Path) -> None:
     timeline = from_chrome(json.loads((tmp_path / "zb_v" / "run" / "trace.json").read_text()))
     assert [event.action for event in timeline.ranks[0]] == build_schedule("zb_v", 1, 2, 8)[0]
     assert all(a.end <= b.start + 1e-3 for a, b in pairwise(timeline.ranks[0]))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_packed_documents_by_flash_attention(batch: int, kv_heads: int) -> None:
+    """Flash attention, told the boundaries, computes in bfloat16 what a mask gives in float32, outputs and gradients, and not
+    what causal attention gives."""
+    length, heads, head_dim = 512, 8, 64
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 100, (batch, length), generator=generator)  # a document begins at each 1: about every hundredth
+    positions, boundaries = find_documents(tokens, 1, "cuda")
+    assert attention_bounds(boundaries, positions, torch.bfloat16, head_dim) is boundaries
+    shapes = [(length, batch, count, head_dim) for count in (heads, kv_heads, kv_heads, heads)]
+    q, k, v, weights = (torch.randn(shape, generator=generator).cuda().bfloat16() for shape in shapes)
+
+    def outputs(dtype: torch.dtype, documents: torch.Tensor | None) -> list[torch.Tensor]:
+        inputs = [t.to(dtype).requires_grad_() for t in (q, k, v)]
+        y = attend(*inputs, documents)
+        return [y, *torch.autograd.grad((y * weights).sum(), inputs)]
+
+    packed = outputs(torch.bfloat16, boundaries)
+    masked = outputs(torch.float32, document_mask(positions, torch.float32))
+    causal = outputs(torch.float32, None)
+    for ours, theirs, others in zip(packed, masked, causal, strict=True):
+        assert ours.shape == theirs.shape
+        # bfloat16 rounds at 2**-9, in the inputs' products, the weights and the sums.
+        assert (ours.float() - theirs).norm() < 0.02 * theirs.norm()
+        assert (others - theirs).norm() > 0.1 * theirs.norm()

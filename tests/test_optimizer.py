@@ -1,21 +1,29 @@
 """The update: learning rate, decay, clipping, and a step in which the host never waits for the device."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from errors import UserError
+from model.initialise import canonical_name, draw_rows
+from model.kernels.adamw import Rates, adamw
+from model.kernels.backend import INTERPRETED
 from parallel.mesh import build_mesh
+from parallel.placement import local_region
 from tests.counting import Listener
 from tools.parity_cases import Case
-from tools.parity_run import global_batch, parts
+from tools.parity_run import assemble, global_batch, parts
 from tools.reference import warmup_cosine
 from training.build import build_stages
 from training.config import OptimizerConfig
-from training.gradient import clip_gradients
 from training.optimizer import learning_rate
 from training.step import TrainStep
+
+INTERPRETER = pytest.mark.skipif(not INTERPRETED, reason="Triton's interpreter is not there")
+KERNELS = ["torch", pytest.param("triton", marks=INTERPRETER)]
 
 
 def test_warmup_rises_linearly_and_never_starts_at_zero():
@@ -49,7 +57,7 @@ def updated_without_gradient(case):
     before = {name: p.to_local().clone() for name, p in named}
     for _, p in named:
         p.grad = torch.zeros_like(p)
-    step.optimizer.step(learning_rate(0, 20, config.optimizer))
+    step.optimizer.step(learning_rate(0, 20, config.optimizer), torch.zeros((), dtype=torch.float64), 1.0)
     return {name: (p.to_local() / before[name]).flatten() for name, p in named}
 
 
@@ -62,11 +70,49 @@ def test_decay_is_of_matrices_only(ranks):
             assert (ratio - expected).abs().max() < 1e-15, name
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(("size", "limit", "expected"), [(5.0, 1.0, 1.0), (5.0, 0.0, 5.0), (0.5, 1.0, 0.5), (0.0, 1.0, 0.0)])
-def test_clipping_limits_the_norm_and_never_enlarges(size, limit, expected):
+def test_clipping_limits_the_norm_and_never_enlarges(size, limit, expected, kernels):
+    """The first moment after one update from zero is (1 − β₁) times the gradient that was used."""
     gradients = [torch.tensor([0.6, 0.0]) * size, torch.tensor([[0.8]]) * size]
-    clip_gradients(gradients, torch.tensor(size, dtype=torch.float64), limit)
-    assert math.hypot(*(g.norm().item() for g in gradients)) == pytest.approx(expected)
+    p, m, v = ([torch.zeros_like(g) for g in gradients] for _ in range(3))
+    norm = torch.tensor(size, dtype=torch.float64)
+    rates = Rates(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, max_norm=limit)
+    adamw(p, gradients, m, v, [0.0, 0.0], [], torch.zeros(()), norm, rates, kernels)
+    assert math.hypot(*(moment.norm().item() / 0.1 for moment in m)) == pytest.approx(expected)
+
+
+def weights_with_a_bad_step(case, kernels, bad_steps):
+    """Weights after two updates; `bad_steps` between them have a gradient that is not a number, on one rank alone."""
+    config = case.config()
+    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    step = TrainStep(config, mesh, build_stages(config, mesh))
+    step.optimizer.kernels = kernels
+    rows = [t.chunk(mesh.dp_size)[mesh.dp_rank] for t in global_batch(case.vocab_size, 0)]
+    honest = step.partial.sum_over_tp
+
+    def poison():
+        honest()
+        if dist.get_rank() == 0:
+            step.named_parameters[0][1].grad.to_local().view(-1)[0] = math.nan
+
+    norms = [step(0, *rows).grad_norm]
+    step.partial.sum_over_tp = poison
+    norms += [step(1, *rows).grad_norm for _ in range(bad_steps)]
+    step.partial.sum_over_tp = honest
+    norms.append(step(1, *rows).grad_norm)
+    return [norm.item() for norm in norms], parts(step.named_parameters)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_every_rank_skips_a_step_whose_norm_is_no_number(ranks, kernels):
+    case = Case((2, 1, 2, 1))
+    disturbed, honest = (ranks.run(weights_with_a_bad_step, 4, case, kernels, bad_steps) for bad_steps in (1, 0))
+    for (norms, mine), (expected_norms, expected) in zip(disturbed, honest, strict=True):
+        assert math.isnan(norms[1])
+        assert [norms[0], norms[2]] == expected_norms
+        assert all(torch.equal(a, b) for (_, _, a), (_, _, b) in zip(mine, expected, strict=True))
+        assert all(a.isfinite().all() for _, _, a in mine)
 
 
 def reported(case):
@@ -130,3 +176,52 @@ def test_a_step_is_repeatable_bit_for_bit(ranks):
     first, second = (ranks.run(weights_after, 4, case, 3) for _ in range(2))
     for mine, again in zip(first, second, strict=True):
         assert all(torch.equal(a, b) for (_, _, a), (_, _, b) in zip(mine, again, strict=True))
+
+
+def rounded_updates(case, resume):
+    """bfloat16 weights and moments after three updates with given gradients; with `resume`, the third by a new optimizer."""
+    config = case.config()
+    config = replace(config, optimizer=replace(config.optimizer, pure_bfloat16=True))
+    config.validate(dist.get_world_size())
+    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    step = TrainStep(config, mesh, build_stages(config, mesh))
+    for update in range(3):
+        if resume and update == 2:
+            before, step = step, TrainStep(config, mesh, build_stages(config, mesh))
+            old, new = ([*s.named_parameters, *s.optimizer.moments()] for s in (before, step))
+            for (_, a), (_, b) in zip(old, new, strict=True):
+                b.detach().to_local().copy_(a.detach().to_local())
+            step.optimizer.set_step(update)
+        for name, p in step.named_parameters:
+            p.grad = torch.empty_like(p)
+            region = local_region(p)
+            gradient = draw_rows(canonical_name(name, config.model), (*p.shape, 1)[:2], region[0], 0.01, update)
+            mine = gradient[:, region[1].start : region[1].stop] if p.ndim == 2 else gradient[:, 0]
+            p.grad.to_local().copy_(mine)
+        step.optimizer.step(1e-3, torch.ones((), dtype=torch.float64), 1.0)
+    tensors = [*step.named_parameters, *step.optimizer.moments()]
+    tensors = [(canonical_name(name, config.model), t) for name, t in tensors]
+    return {name: t.shape for name, t in tensors}, parts(tensors)
+
+
+def test_stochastic_rounding_depends_on_no_layout(ranks):
+    """The same gradients, given; then every layout has the same weights and moments to the bit, every copy of a number too, and
+    so has a run that was resumed."""
+    found = []
+    for layout, resume in (((2, 1, 1, 1), False), ((2, 2, 1, 1), True), ((2, 1, 2, 2), False)):
+        case = Case(layout, tie_embeddings=True, dtype="bfloat16")
+        runs = ranks.run(rounded_updates, case.world, case, resume)
+        shapes = {name: shape for shapes_of_rank, _ in runs for name, shape in shapes_of_rank.items()}
+        whole, spread = assemble([run for _, run in runs], shapes)
+        assert spread == 0
+        assert all(t.dtype == torch.bfloat16 and t.isfinite().all() for t in whole.values())
+        found.append(whole)
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        assert all(torch.equal(t, other[name]) for name, t in found[0].items())
+
+
+def test_pure_bfloat16_is_for_bfloat16():
+    config = Case((1, 1, 1, 1), dtype="float32").config()
+    with pytest.raises(UserError, match=r"optimizer\.pure_bfloat16 = True: train\.dtype=float32"):
+        replace(config, optimizer=replace(config.optimizer, pure_bfloat16=True)).validate(1)

@@ -10,11 +10,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from model.kernels.backend import why_not_triton
 from parallel.config import ParallelConfig
 from parallel.mesh import build_mesh
 from parallel.pipeline.schedules import SCHEDULES
 from tools import parity
-from tools.parity_cases import OPTIMIZER, STEPS, Case, base_layouts, covering_cases, option_values, pairs_of, schedule_cases
+from tools.parity_cases import (
+    OPTIMIZER,
+    STEPS,
+    Case,
+    base_layouts,
+    covering_cases,
+    kernel_cases,
+    option_values,
+    pairs_of,
+    schedule_cases,
+)
 from tools.parity_run import assemble, check, expected, parts, run_on_ranks
 from training.build import build_stages
 from training.step import TrainStep
@@ -85,6 +96,13 @@ DEEP = {(c.schedule, c.stages_per_rank): c for c in schedule_cases((8,)) if c.la
 
 @pytest.mark.parametrize("case", DEEP.values(), ids=str)
 def test_every_schedule(ranks, case):
+    row = check(ranks, case)
+    assert not row.failures(), parity.line(row, 0)
+
+
+@pytest.mark.skipif(why_not_triton("cpu") is not None, reason="needs Triton")
+@pytest.mark.parametrize("case", kernel_cases(parity.WORLDS), ids=str)
+def test_triton_kernels(ranks, case):
     row = check(ranks, case)
     assert not row.failures(), parity.line(row, 0)
 

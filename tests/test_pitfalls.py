@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from model.loss import IGNORE, vocab_parallel_cross_entropy
+from model.kernels.cross_entropy import IGNORE, vocab_parallel_cross_entropy
 from model.transformer import Batch
 from parallel.mesh import build_mesh
 from parallel.placement import chunk_range

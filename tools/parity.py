@@ -2,7 +2,8 @@
 
 Every way to split the model must compute what the unsharded model computes (tools/reference.py). For every layout of 1, 2, 4
 and 8 ranks: initial weights, loss, gradient norm and every parameter's gradient, and 20 optimizer steps, in float64 and in
-float32; then a covering array over layouts and options, in float64. One line each, with the largest relative error; the exit
+float32; then every schedule, and a covering array over layouts and options, in float64; with TRITON_INTERPRET=1 before the
+command (or on a GPU machine) also the model with Triton's kernels. One line each, with the largest relative error; the exit
 status is 1 if any is out of bounds (tools/parity_run.py). On two cores, over gloo, the whole takes minutes.
 """
 
@@ -16,7 +17,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from tools.parity_cases import QUICK_LAYOUTS, STEPS, Case, Layout, Pair, base_layouts, covering_cases, schedule_cases
+from model.kernels.backend import why_not_triton
+from tools.parity_cases import (
+    QUICK_LAYOUTS,
+    STEPS,
+    Case,
+    Layout,
+    Pair,
+    base_layouts,
+    covering_cases,
+    kernel_cases,
+    schedule_cases,
+)
 from tools.parity_run import BOUNDS, Row, check
 from tools.ranks import Ranks
 
@@ -33,7 +45,8 @@ def plan(worlds: tuple[int, ...], quick: bool) -> tuple[list[tuple[Case, int]], 
     bases = [] if quick else [(replace(case, dtype=dtype), steps) for case, steps in bases for dtype in BOUNDS]
     combined, impossible = covering_cases(layouts)
     schedules = [] if quick else schedule_cases(worlds)
-    return bases + [(case, 0) for case in schedules + combined], impossible
+    kernels = [] if quick or why_not_triton("cpu") else kernel_cases(worlds)
+    return bases + [(case, 0) for case in schedules + kernels + combined], impossible
 
 
 def line(row: Row, steps: int) -> str:

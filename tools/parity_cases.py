@@ -23,6 +23,7 @@ STEPS = 20
 SEED = 0
 SEQ_LEN = 16
 BATCH = 32  # sequences of a global batch
+BOS = 1  # begins a document
 # Warmup, decay and a clip that is active in some steps and not in others: parity of the whole step, not of a part of it.
 OPTIMIZER = OptimizerConfig(lr=3e-3, warmup_steps=5, grad_clip=1.45)
 
@@ -44,8 +45,10 @@ class Case:
     layers: str = "even"  # or "uneven", "none_first", "none_last": blocks on the first or last stage
     activation_checkpointing: str = "none"
     cpu_offload: bool = False
+    document_mask: bool = False
     num_microbatches: int = 4
     dtype: str = "float64"
+    kernels: str = "torch"  # or "triton": slow where they are interpreted, so these have rows of their own
 
     @property
     def world(self) -> int:
@@ -71,6 +74,7 @@ class Case:
                 ffn_dim=48,
                 vocab_size=self.vocab_size,
                 tie_embeddings=self.tie_embeddings,
+                kernels=self.kernels,
                 init_std=0.15,  # large, so that attention is far from uniform and every part matters
             ),
             ParallelConfig(
@@ -95,7 +99,7 @@ class Case:
                 activation_checkpointing=self.activation_checkpointing,
             ),
             OPTIMIZER,
-            DataConfig(path="-"),
+            DataConfig(path="-", document_mask=self.document_mask),
             CheckpointConfig(),
             RunConfig(dir="-"),
         )
@@ -143,6 +147,7 @@ def option_values() -> dict[str, Sequence[object]]:
         "layers": ("even", "uneven", "none_first", "none_last"),
         "activation_checkpointing": get_args(get_type_hints(TrainConfig)["activation_checkpointing"]),
         "cpu_offload": (False, True),
+        "document_mask": (False, True),
         "num_microbatches": (1, 2, 4, 8),
     }
 
@@ -174,6 +179,19 @@ def schedule_cases(worlds: Sequence[int]) -> list[Case]:
                 if case.world in worlds and case.is_valid():
                     cases.append(case)
     return cases
+
+
+def kernel_cases(worlds: Sequence[int]) -> list[Case]:
+    """The whole model with Triton's kernels: over tp, and with each way of keeping, gathering and splitting that they meet."""
+    cases = [Case((1, 1, 1, tp), kernels="triton") for tp in (1, 2, 4)]
+    cases += [
+        Case((1, 1, 1, 2), kernels="triton", sequence_parallel=False, num_kv_heads=8),
+        Case((1, 1, 2, 2), kernels="triton", zero_stage=3, activation_checkpointing="full", num_kv_heads=1),
+        Case((1, 2, 1, 1), kernels="triton", activation_checkpointing="selective", document_mask=True),
+        Case((2, 1, 1, 2), kernels="triton", schedule="zb_v", stages_per_rank=2, tie_embeddings=True, vocab_size=256),
+        Case((2, 1, 2, 1), kernels="triton", schedule="zb_h1", zero_stage=2, cpu_offload=True),
+    ]
+    return [case for case in cases if case.world in worlds]
 
 
 TRIES, ENOUGH = 200, 30  # random completions of a pair: before it is called impossible, and once it is possible

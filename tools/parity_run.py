@@ -9,7 +9,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from model.config import ModelConfig
 from model.initialise import canonical_name, draw_rows, standard_deviation
 from parallel.mesh import build_mesh
 from parallel.placement import local_region
-from tools.parity_cases import BATCH, OPTIMIZER, SEED, SEQ_LEN, STEPS, Case
+from tools.parity_cases import BATCH, BOS, OPTIMIZER, SEED, SEQ_LEN, STEPS, Case
 from tools.ranks import RankError, Ranks
 from tools.reference import IGNORE, Reference, train, warmup_cosine
 from training.build import DTYPES, build_stages
@@ -45,9 +45,10 @@ class Run:
 
 def global_batch(vocab_size: int, step: int) -> tuple[Tensor, Tensor]:
     """Tokens and targets [BATCH, SEQ_LEN] of a step. Target counts differ from row to row, and four neighbouring rows have
-    none: a mean of means, over ranks or over micro-batches, is far from the mean."""
+    none: a mean of means, over ranks or over micro-batches, is far from the mean. About every sixth token begins a document."""
     generator = torch.Generator().manual_seed(1000 + step)
     text = torch.randint(0, vocab_size, (BATCH, SEQ_LEN + 1), generator=generator)
+    text[torch.rand(text.shape, generator=generator) < 1 / 6] = BOS
     tokens, targets = text[:, :-1].contiguous(), text[:, 1:].clone()
     for row in range(BATCH):
         targets[row, : row * 7 % 13] = IGNORE
@@ -61,7 +62,7 @@ def run_on_ranks(case: Case, steps: int, sabotage: Sabotage | None = None) -> Ru
         config = case.config()
         mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
         stages = build_stages(config, mesh)
-        step = TrainStep(config, mesh, stages)
+        step = TrainStep(config, mesh, stages, BOS)
 
         def rows(index: int) -> tuple[Tensor, Tensor]:
             tokens, targets = global_batch(case.vocab_size, index)
@@ -108,7 +109,7 @@ def assemble(runs: list[list[Part]], shapes: dict[str, torch.Size]) -> tuple[dic
     return whole, spread
 
 
-def reference_model(model: ModelConfig, dtype: torch.dtype, seed: int) -> Reference:
+def reference_model(model: ModelConfig, dtype: torch.dtype, seed: int, bos_id: int | None = None) -> Reference:
     """The unsharded model with the weights that every layout must start from: each whole global tensor drawn at once."""
     reference = Reference(
         dim=model.dim,
@@ -120,6 +121,7 @@ def reference_model(model: ModelConfig, dtype: torch.dtype, seed: int) -> Refere
         norm_eps=model.norm_eps,
         rope_theta=model.rope_theta,
         tie_embeddings=model.tie_embeddings,
+        bos_id=bos_id,
     ).to(dtype)
     with torch.no_grad():
         for name, p in reference.named_parameters():
@@ -142,12 +144,12 @@ class Expected:
 
 def expected(case: Case, steps: int) -> Expected:
     """The reference's run of a case: one computation for all cases that differ in the split alone."""
-    return _expected(case.config().model, case.dtype, steps)
+    return _expected(replace(case.config().model, kernels="torch"), case.dtype, BOS if case.document_mask else None, steps)
 
 
 @functools.lru_cache(maxsize=64)
-def _expected(model: ModelConfig, dtype: str, steps: int) -> Expected:
-    reference = reference_model(model, DTYPES[dtype], SEED)
+def _expected(model: ModelConfig, dtype: str, bos_id: int | None, steps: int) -> Expected:
+    reference = reference_model(model, DTYPES[dtype], SEED, bos_id)
     weights = {name: p.detach().clone() for name, p in reference.named_parameters()}
     loss = reference.loss(*global_batch(model.vocab_size, 0))
     loss.backward()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 IGNORE = -100  # F.cross_entropy's default
 
@@ -94,7 +95,7 @@ class Block(nn.Module):
 
 
 class Reference(nn.Module):
-    """The whole decoder: tokens [B, S] → logits [B, S, V]."""
+    """The whole decoder: tokens [B, S] → logits [B, S, V]. With a `bos_id`, of each document by itself."""
 
     def __init__(
         self,
@@ -108,8 +109,10 @@ class Reference(nn.Module):
         norm_eps: float,
         rope_theta: float,
         tie_embeddings: bool,
+        bos_id: int | None = None,
     ) -> None:
         super().__init__()
+        self.bos_id = bos_id
         self.embedding = nn.Embedding(vocab_size, dim)
         self.blocks = nn.ModuleList(
             Block(dim, num_heads, num_kv_heads, ffn_dim, norm_eps, rope_theta) for _ in range(num_layers)
@@ -120,6 +123,15 @@ class Reference(nn.Module):
             self.head.weight = self.embedding.weight  # one Parameter: `named_parameters` names it once, embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
+        if self.bos_id is None:
+            return self.logits(tokens)
+        cut = [row.tensor_split((row == self.bos_id).nonzero().flatten()) for row in tokens]
+        documents = [document for row in cut for document in row if len(document)]
+        # Each is a row, filled up at its end, which changes nothing: no position sees a later one.
+        alone = self.logits(pad_sequence(documents, batch_first=True))
+        return torch.cat([logits[: len(d)] for logits, d in zip(alone, documents, strict=True)]).unflatten(0, tokens.shape)
+
+    def logits(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)

@@ -28,7 +28,8 @@ def build_stages(config: Config, mesh: Mesh) -> dict[int, Transformer]:
 def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bool) -> Transformer:
     """One stage, ready to train."""
     compute_dtype = DTYPES[config.train.dtype]
-    master_dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
+    no_wider = compute_dtype == torch.float64 or config.optimizer.pure_bfloat16
+    master_dtype = compute_dtype if no_wider else torch.float32
     reduce_dtype = torch.float64 if compute_dtype == torch.float64 else DTYPES[config.parallel.reduce_dtype]
 
     stage = Transformer(config.model, layers, first, last, mesh.tp, config.parallel.sequence_parallel).to(master_dtype)

@@ -47,6 +47,9 @@ class OptimizerConfig:
     schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warmup, stable, decay
     min_lr_ratio: float = 0.1  # the learning rate ends at this times lr
     decay_steps: int = 0  # wsd only: how many last steps decay (linearly)
+    # Weights and moments are stored in bfloat16, 6 bytes a parameter and not 12, and rounded stochastically
+    # (model/kernels/adamw.py). So are reduced gradients, to nearest; zero_stage 2 and 3 add micro-batches in bfloat16.
+    pure_bfloat16: bool = False
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,13 @@ class Config:
             )
         if len(chunk_range(model.vocab_size, tp, tp - 1)) == 0:
             raise UserError("parallel.tp", tp, f"model.vocab_size={model.vocab_size} leaves the last rank no row", "use fewer")
+        if self.optimizer.pure_bfloat16 and train.dtype != "bfloat16":
+            raise UserError(
+                "optimizer.pure_bfloat16",
+                True,
+                f"train.dtype={train.dtype} would compute with weights that are stored in bfloat16",
+                "set train.dtype=bfloat16, or optimizer.pure_bfloat16=false",
+            )
         if self.optimizer.schedule == "wsd" and not 0 < self.optimizer.decay_steps <= train.steps:
             raise UserError(
                 "optimizer.decay_steps",

@@ -1,4 +1,4 @@
-"""One training step, on one screen: micro-batches through the schedule → norm → clip → AdamW."""
+"""One training step, on one screen: micro-batches through the schedule → norm → clipped AdamW."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from model.document import find_documents
 from model.initialise import canonical_name
-from model.loss import IGNORE
+from model.kernels.cross_entropy import IGNORE
 from model.transformer import Batch, Transformer
 from parallel.data import ZeroStage, check_reduced
 from parallel.mesh import Mesh
@@ -19,7 +20,7 @@ from parallel.pipeline.runner import PipelineRunner, Recorder, record_nothing
 from parallel.pipeline.transfer import Transfers
 from training.build import DTYPES, build_tied_embedding
 from training.config import Config
-from training.gradient import clip_gradients, gradient_norm
+from training.gradient import gradient_norm
 from training.optimizer import ShardedAdamW, learning_rate
 
 
@@ -32,16 +33,22 @@ class StepResult:
 
 
 class TrainStep:
-    """Holds what a step needs, and makes it: `TrainStep(config, mesh, stages)(step, tokens, targets)`."""
+    """Holds what a step needs, and makes it: `TrainStep(config, mesh, stages, bos_id)(step, tokens, targets)`.
 
-    def __init__(self, config: Config, mesh: Mesh, stages: dict[int, Transformer]) -> None:
+    bos_id: the token that begins a document, for data.document_mask.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, stages: dict[int, Transformer], bos_id: int | None = None) -> None:
+        assert bos_id is not None or not config.data.document_mask
         self.config, self.mesh, self.stages = config, mesh, stages
+        self.bos_id = bos_id if config.data.document_mask else None
+        self.loss_dtype = torch.float64 if config.train.dtype == "float64" else torch.float32
         parallel, train = config.parallel, config.train
         # Listed once, while they are sharded: while its weights are gathered, a module calls other objects its parameters.
         self.named_parameters = [named for stage in stages.values() for named in stage.named_parameters()]
         self.partial = PartialGradients(stages.values(), mesh.tp.get_group())
         self.tied = build_tied_embedding(config, mesh, stages)
-        self.optimizer = ShardedAdamW(self.named_parameters, config.optimizer)
+        self.optimizer = ShardedAdamW(self.named_parameters, config)
         # A tied embedding's second copy has the same gradient as the first, and does not count again in the norm.
         self.record: Recorder = record_nothing
         self.counted = [p for name, p in self.named_parameters if canonical_name(name, config.model) == name]
@@ -58,46 +65,52 @@ class TrainStep:
     def __call__(self, step: int, tokens: Tensor, targets: Tensor) -> StepResult:
         """Train on this data-parallel rank's rows of the global batch, tokens and targets [rows, S]; `step` is 0-based."""
         loss, norm = self.forward_backward(tokens, targets)
-        clip_gradients(self.optimizer.local_gradients(), norm, self.config.optimizer.grad_clip)
-        self.optimizer.step(learning_rate(step, self.config.train.steps, self.config.optimizer))
+        lr = learning_rate(step, self.config.train.steps, self.config.optimizer)
+        self.optimizer.step(lr, norm, self.config.optimizer.grad_clip)
         return StepResult(loss, norm)
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the mean loss over the global batch's target tokens, reduced, in the parameters; loss and norm."""
-        microbatches = self.microbatches(tokens, targets)
         # The one division of the whole run: every later reduction is a plain sum. (A mean per rank, then a mean over ranks,
         # is wrong as soon as token counts differ.)
-        num_targets = (targets != IGNORE).sum().to(self.mesh.device)
-        dist.all_reduce(num_targets, group=self.mesh.loss.get_group())
-        loss = self.runner.step(self.program, microbatches, lambda total: total / num_targets, self.record)
+        microbatches = self.microbatches(tokens, targets, loss_scale=1 / self.count_targets(targets))
+        loss = self.runner.step(self.program, microbatches, self.record)
         check_reduced(p for _, p in self.named_parameters)
         self.partial.sum_over_tp()
         self.tied.sum_gradients()
-        norm = gradient_norm([p.grad for p in self.counted if isinstance(p.grad, DTensor)], self.mesh)
+        gradients = [p.grad for p in self.counted if isinstance(p.grad, DTensor)]
+        norm = gradient_norm(gradients, self.mesh, self.config.model.kernels)
         return self.sum_over_ranks(loss), norm
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Summed loss and number of target tokens over all data-parallel ranks' rows, each [rows, S]."""
-        microbatches = self.microbatches(tokens, targets)
+        num_targets = self.count_targets(targets)
+        microbatches = self.microbatches(tokens, targets, loss_scale=torch.ones_like(num_targets))
         program = lower(forward_only(self.ranks_of_stages, len(microbatches)))[self.mesh.pp_rank]
         loss = self.runner.evaluate(program, microbatches)
-        num_targets = (targets != IGNORE).sum().to(self.mesh.device)
-        dist.all_reduce(num_targets, group=self.mesh.loss.get_group())
         return self.sum_over_ranks(loss), num_targets
 
-    def microbatches(self, tokens: Tensor, targets: Tensor) -> list[Batch]:
+    def count_targets(self, targets: Tensor) -> Tensor:
+        """Target tokens of the global batch, from this data-parallel rank's rows: a scalar in the loss's dtype."""
+        num_targets = (targets != IGNORE).sum().to(self.mesh.device)
+        dist.all_reduce(num_targets, group=self.mesh.loss.get_group())
+        return num_targets.to(self.loss_dtype)
+
+    def microbatches(self, tokens: Tensor, targets: Tensor, loss_scale: Tensor) -> list[Batch]:
         """Cut [rows, S] into micro-batches of [S, micro_batch_size] on the device."""
-        positions = torch.arange(self.config.train.seq_len, device=self.mesh.device).unsqueeze(1)  # [S, 1]
         size = self.config.train.micro_batch_size
+        positions = torch.arange(self.config.train.seq_len, device=self.mesh.device).unsqueeze(1)  # [S, 1]
+        places: list[tuple[Tensor, Tensor | None]] = [(positions, None)] * (len(tokens) // size)
+        if self.bos_id is not None:
+            places = [find_documents(t, self.bos_id, self.mesh.device) for t in tokens.split(size)]
         tokens, targets = (t.to(self.mesh.device, non_blocking=True) for t in (tokens, targets))
-        pairs = zip(tokens.split(size), targets.split(size), strict=True)
-        return [Batch(t.T.contiguous(), y.T.contiguous(), positions) for t, y in pairs]
+        cut = zip(tokens.split(size), targets.split(size), places, strict=True)
+        return [Batch(t.T.contiguous(), y.T.contiguous(), p, loss_scale, documents) for t, y, (p, documents) in cut]
 
     def sum_over_ranks(self, loss: Tensor | None) -> Tensor:
         """The last stages' losses, summed over data-parallel ranks, known to every rank."""
-        wide = torch.float64 if self.config.train.dtype == "float64" else torch.float32
-        total = loss.to(wide) if loss is not None else torch.zeros((), dtype=wide, device=self.mesh.device)
+        total = torch.zeros((), dtype=self.loss_dtype, device=self.mesh.device) if loss is None else loss
         for view in (self.mesh.loss, self.mesh.pp):  # all tp ranks have the same already
             dist.all_reduce(total, group=view.get_group())
         return total

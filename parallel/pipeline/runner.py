@@ -46,7 +46,6 @@ class PipelineRunner:
         self,
         program: Program,
         microbatches: Sequence[object],
-        scale_loss: Callable[[Tensor], Tensor],
         record: Recorder = record_nothing,
     ) -> Tensor | None:
         """Forward and backward of every micro-batch. Gradients are left, reduced, in the parameters.
@@ -54,12 +53,10 @@ class PipelineRunner:
         Args:
             program: this rank's.
             microbatches: the inputs, handed to every stage.
-            scale_loss: from a micro-batch's summed loss to what is differentiated: the division by the global number of
-                target tokens.
             record: entered around each action.
 
         Returns:
-            The scaled losses' sum on the rank with the last stage, else None.
+            The losses' sum on the rank with the last stage, else None.
         """
         for stage in self.stages.values():
             self.zero.begin_step(stage)
@@ -83,7 +80,6 @@ class PipelineRunner:
                     hidden = received.requires_grad_() if received is not None else None
                     output = stage(hidden, microbatches[m])
                     if s == self.num_stages - 1:
-                        output = scale_loss(output)
                         total = output.detach() if total is None else total + output.detach()
                     kept[s, m] = (hidden, get_gradient_edge(output))
                     result = output

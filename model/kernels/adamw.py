@@ -1,0 +1,259 @@
+"""AdamW with decoupled weight decay (Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101, algorithm 2), over all
+parameters of a rank in one launch, with clipping on the way in.
+
+    g ← g · min(1, max_norm / norm)
+    m ← β₁ m + (1 − β₁) g
+    v ← β₂ v + (1 − β₂) g²
+    p ← p − lr · decay · p − lr / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + eps)         t: updates made, with this one
+
+A gradient norm that is not finite skips the step: p, m, v and t stay as they are. Norm, clip factor, t and the bias corrections
+are float64 scalars on the device; the host reads none of them.
+
+| weights and moments | reads        | writes    | bytes per parameter                           |
+|---------------------|--------------|-----------|-----------------------------------------------|
+| float32             | p, m, v, g   | p, m, v   | 28 (clipping in a pass of its own: 8 more)    |
+| bfloat16            | p, m, v, g   | p, m, v   | 14                                            |
+
+Weights and moments in bfloat16 are computed in float32 and rounded stochastically (Gupta et al. 2015,
+https://arxiv.org/abs/1502.02551): up or down, with the probability that makes the mean exact. Rounded to nearest, an update
+below 2⁻⁹ of the weight would be lost every time, and with β₂ = 0.999 v would never decay.
+
+A float32 is rounded by adding 16 random bits below what bfloat16 keeps, and cutting them off. The bits are no stream that a
+rank draws from, but a hash of what is rounded: of the seed and the parameter's name (`Place.key`), of t, and of the element's
+index in the global tensor. So every layout, every replica and the copies of a tied weight round alike, and a resumed run goes
+on with the same bits. p and m take the halves of one hash, v a half of the hash of that.
+
+The hash is lowbias32 (Wellons 2018, https://nullprogram.com/blog/2018/07/31/). Indices count modulo 2³²: in a tensor of more
+elements, those 2³² apart round with the same bits, and each of them still without bias.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model.kernels.backend import accumulator, jit, tl, use_triton
+from model.kernels.multi_tensor import find, pointer, prepare, triton_type
+
+BLOCK = 2048  # 8 elements a thread: two 16-byte loads of float32 from each of p, g, m and v
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a local matrix lies in its global one, in elements counted row by row; a vector is one row."""
+
+    key: int  # 32 bits: the random bits of this global tensor
+    first: int  # index of the local tensor's first element
+    width: int  # of a local row
+    global_width: int
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What AdamW is configured with; `lr` is this step's."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    max_norm: float  # 0: no clipping
+
+
+@torch.no_grad()
+def adamw(
+    p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor], decays: Sequence[float], places: Sequence[Place],
+    step: Tensor, norm: Tensor, rates: Rates, kernels: str,
+) -> None:  # fmt: skip
+    """One update in place. Lists are of equal length, all of p, m, v and g have one dtype: float32, bfloat16 or float64.
+
+    Args:
+        p, m, v: weights, first and second moments, contiguous.
+        g: gradients; their contents are lost.
+        decays: each tensor's weight decay.
+        places: of bfloat16 tensors; not looked at for others.
+        step: updates made, a float32 scalar on the tensors' device; counted up.
+        norm: of all gradients of the model, a float64 scalar there.
+        kernels: auto, triton or torch.
+    """
+    applied = norm.isfinite()
+    step += applied
+    scalars = _scalars(step, norm, applied, rates)
+    rounded = list(places) if p[0].dtype == torch.bfloat16 else []
+    shrink = [rates.lr * decay for decay in decays]
+    if use_triton(p[0], kernels):
+        flat = [n for place in rounded for n in (place.key, place.first, place.width, place.global_width)]
+        g = [gradient.contiguous() for gradient in g]
+        torch.ops.lattice.adamw(p, g, m, v, scalars, shrink, *rates.betas, rates.eps, flat)
+    elif rounded:
+        for i, place in enumerate(rounded):
+            _update_and_round(p[i], g[i], m[i], v[i], shrink[i], place, scalars, rates)
+    else:
+        if rates.max_norm:
+            torch._foreach_mul_(g, scalars[1].to(g[0].dtype))
+        for decay in sorted(set(decays)):
+            alike = [i for i, of_this in enumerate(decays) if of_this == decay]
+            ps, gs, ms, vs = ([tensors[i] for i in alike] for tensors in (p, g, m, v))
+            torch._fused_adamw_(
+                ps, gs, ms, vs, [], [step] * len(alike), lr=rates.lr, beta1=rates.betas[0], beta2=rates.betas[1],
+                weight_decay=decay, eps=rates.eps, amsgrad=False, maximize=False, found_inf=(~applied).float(),
+            )  # fmt: skip
+
+
+def _scalars(step: Tensor, norm: Tensor, applied: Tensor, rates: Rates) -> Tensor:
+    """float64 [5]: whether the step is applied, clip factor, lr / (1 − β₁ᵗ), 1 / √(1 − β₂ᵗ), t."""
+    t = step.double()
+    factor = (rates.max_norm / norm).clamp(max=1.0) if rates.max_norm else torch.ones_like(norm)
+    # 1 − βᵗ with no loss of digits where βᵗ is near 1. β − 1 is exact for β ≥ 1/2.
+    one, two = (-torch.expm1(t * (math.log1p(beta - 1.0) if beta else -math.inf)) for beta in rates.betas)
+    return torch.stack((applied.double(), factor, rates.lr / one, two.rsqrt(), t))
+
+
+# --- random bits ------------------------------------------------------------------------------------------------------
+
+
+@jit
+def _lowbias32(x):
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@jit
+def _stochastic(x, bits):
+    """float32 → bfloat16 by 16 random bits. A NaN stays one: no carry out of its mantissa."""
+    exact = x.to(tl.uint32, bitcast=True)
+    moved = tl.where(x == x, exact + bits, exact)
+    return (moved >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@jit
+def _random(row, start, offsets, t):
+    """The hash of this block's elements, uint32. Fields of the row from 6: those of a `Place`."""
+    key = tl.load(row + 6).to(tl.uint32)
+    first = tl.load(row + 7)
+    width = tl.load(row + 8)
+    global_width = tl.load(row + 9)
+    if width == global_width:
+        index = (first + start).to(tl.uint32) + offsets.to(tl.uint32)
+    else:  # rows of the global tensor are longer: the only case with divisions
+        rows = start // width
+        column = (start - rows * width).to(tl.uint32) + offsets.to(tl.uint32)
+        corner = (first + rows * global_width).to(tl.uint32)
+        index = corner + column + column // width.to(tl.uint32) * (global_width - width).to(tl.uint32)
+    return _lowbias32(index ^ _lowbias32(key ^ _lowbias32(t.to(tl.int32).to(tl.uint32))))
+
+
+def lowbias32(x: Tensor) -> Tensor:
+    """32-bit numbers in int64 → their hashes, likewise."""
+    low = 0xFFFFFFFF
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D & low
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B & low
+    return x ^ (x >> 16)
+
+
+def stochastic(x: Tensor, bits: Tensor) -> Tensor:
+    """float32 → bfloat16 by random bits in [0, 2¹⁶), int64 and shaped like x."""
+    exact = x.view(torch.int32).long()
+    moved = torch.where(x == x, exact + bits, exact)
+    return (moved >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def random_bits(place: Place, shape: torch.Size, t: Tensor) -> Tensor:
+    """The hash of each element of a local tensor at update t (an integer scalar): int64 like `shape`."""
+    local = torch.arange(shape.numel(), device=t.device)
+    index = place.first + local + local // place.width * (place.global_width - place.width)
+    return lowbias32(index & 0xFFFFFFFF ^ lowbias32(place.key ^ lowbias32(t))).view(shape)
+
+
+# --- the update -------------------------------------------------------------------------------------------------------
+
+
+@jit
+def _step(
+    row, start, left, SCALARS, BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr,
+    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, ROUND: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    offsets = tl.arange(0, BLOCK)
+    p_at = pointer(row, 1, start, DTYPE, ALIGNED) + offsets
+    g_at = pointer(row, 2, start, DTYPE, ALIGNED) + offsets
+    m_at = pointer(row, 3, start, DTYPE, ALIGNED) + offsets
+    v_at = pointer(row, 4, start, DTYPE, ALIGNED) + offsets
+    if WHOLE:  # no mask: one that may end anywhere would forbid accesses of 16 bytes
+        inside = None
+    else:
+        inside = offsets < left
+    p = tl.load(p_at, mask=inside).to(ACC)
+    g = tl.load(g_at, mask=inside).to(ACC) * tl.load(SCALARS + 1).to(ACC)
+    m = tl.load(m_at, mask=inside).to(ACC)
+    v = tl.load(v_at, mask=inside).to(ACC)
+    shrink = tl.load(row + 5).to(tl.float64, bitcast=True).to(ACC)
+    step_size = tl.load(SCALARS + 2).to(ACC)
+    scale = tl.load(SCALARS + 3).to(ACC)
+    m = tl.full((), BETA1, ACC) * m + tl.full((), 1.0 - BETA1, ACC) * g
+    v = tl.full((), BETA2, ACC) * v + tl.full((), 1.0 - BETA2, ACC) * g * g
+    p = p - shrink * p - step_size * (m / (tl.sqrt(v) * scale + tl.full((), EPS, ACC)))
+    if ROUND:
+        bits = _random(row, start, offsets, tl.load(SCALARS + 4))
+        tl.store(p_at, _stochastic(p, bits & 0xFFFF), mask=inside)
+        tl.store(m_at, _stochastic(m, bits >> 16), mask=inside)
+        tl.store(v_at, _stochastic(v, _lowbias32(bits) & 0xFFFF), mask=inside)
+    else:
+        tl.store(p_at, p, mask=inside)
+        tl.store(m_at, m, mask=inside)
+        tl.store(v_at, v, mask=inside)
+
+
+@jit
+def _adamw(
+    TABLE, PLACES, SCALARS, BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr,
+    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    if tl.load(SCALARS) != 0:
+        row, start, left = find(TABLE, PLACES, 10 if ROUND else 6, BLOCK)
+        if left >= BLOCK:
+            _step(row, start, left, SCALARS, BETA1, BETA2, EPS, ACC, DTYPE, ALIGNED, ROUND, True, BLOCK)
+        else:
+            _step(row, start, left, SCALARS, BETA1, BETA2, EPS, ACC, DTYPE, ALIGNED, ROUND, False, BLOCK)
+
+
+@torch.library.custom_op("lattice::adamw", mutates_args=("p", "m", "v"))
+def _update_all(
+    p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor], scalars: Tensor, shrink: list[float], beta1: float,
+    beta2: float, eps: float, places: list[int],
+) -> None:  # fmt: skip
+    """`scalars`: see `_scalars`; `shrink`: lr · decay of each tensor; `places`: four numbers a tensor, or none."""
+    bits = torch.tensor(shrink, dtype=torch.float64).view(torch.int64).tolist()
+    launch = prepare([p, g, m, v], [bits, *(places[i::4] for i in range(4) if places)], BLOCK)
+    if launch.grid[0]:
+        dtype = p[0].dtype
+        _adamw[launch.grid](
+            launch.table, launch.places, scalars, BETA1=beta1, BETA2=beta2, EPS=eps, ACC=accumulator(dtype),
+            DTYPE=triton_type(dtype), ALIGNED=launch.aligned, ROUND=bool(places), BLOCK=BLOCK, num_warps=8,
+        )  # fmt: skip
+
+
+@_update_all.register_fake
+def _(
+    p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor], scalars: Tensor, shrink: list[float], beta1: float,
+    beta2: float, eps: float, places: list[int],
+) -> None:  # fmt: skip
+    return None
+
+
+def _update_and_round(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, shrink: float, place: Place, scalars: Tensor, rates: Rates
+) -> None:
+    """What the kernel does with one tensor in bfloat16."""
+    factor, step_size, scale = scalars[1:4].float()
+    (beta1, beta2), gradient = rates.betas, g.float() * factor
+    first = beta1 * m.float() + (1 - beta1) * gradient
+    second = beta2 * v.float() + (1 - beta2) * gradient * gradient
+    weight = p.float() - shrink * p.float() - step_size * (first / (second.sqrt() * scale + rates.eps))
+    bits = random_bits(place, p.shape, scalars[4].long())
+    for old, new, random in ((p, weight, bits & 0xFFFF), (m, first, bits >> 16), (v, second, lowbias32(bits) & 0xFFFF)):
+        old.copy_(torch.where(scalars[0] != 0, stochastic(new, random), old))

@@ -1,0 +1,240 @@
+"""Cross-entropy over a vocabulary that is cut over tp: no rank ever holds the whole logits (Shoeybi et al. 2019, section 3).
+
+    loss = lse − z[y] (+ c · lse²)           lse = log Σ_j exp(z_j) = m + log s     m = max z,  s = Σ exp(z − m)
+    dz_j = scale · ((1 + 2 c · lse) · exp(z_j − m) / s − [j = y])                   losses are summed over target tokens
+
+m and s are kept apart: at logits of 10⁴ float32 has three digits left for lse, and all of them for z − m.
+
+The second term, with c = `z_loss`, keeps the normaliser near 1 (PaLM: Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311,
+section 5). Each rank finds, in one pass over its columns and without writing to them, three numbers a token: its m, its s, and
+z[y] if the target is its own (an online softmax: Milakov and Gimelshein 2018,
+https://arxiv.org/abs/1805.02867). One all-gather of these three makes those of the
+whole row known to all.
+
+| pass       | reads  | writes                  | bytes per logit in bfloat16, V columns  | communication over tp |
+|------------|--------|-------------------------|------------------------------------------|-----------------------|
+| statistics | logits | 3 numbers a token       | 2 + 20 / V                               | all-gather of 3 · T   |
+| gradient   | logits | gradient, over logits   | 4                                        | none                  |
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from model.kernels.backend import accumulator, cdiv, exact, jit, next_power_of_2, rows_at_once, tl, use_triton, warps_for
+from parallel.collectives import start_all_gather
+
+IGNORE = -100  # a target that is no target: padding
+MAX_BLOCK = 8192  # columns handled at once
+
+
+class VocabParallelCrossEntropy(torch.autograd.Function):
+    """[T, V/tp] logits on each of tp ranks → the same scalar loss on all; the gradient is written over the logits.
+
+    For logits that exist anyway. The model's head forms them in pieces (linear_cross_entropy.py).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, first_row: int, group: ProcessGroup, z_loss: float, kernels: str
+    ) -> Tensor:
+        row = normaliser(logits, targets, first_row, group, kernels)
+        ctx.save_for_backward(logits, targets, *row)
+        ctx.first_row, ctx.z_loss, ctx.kernels = first_row, z_loss, kernels
+        return token_losses(row, targets, z_loss).sum()
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        logits, targets, *row = ctx.saved_tensors
+        gradient = logits.detach()
+        gradient_over_logits_(gradient, targets, Normaliser(*row), dloss, ctx.first_row, ctx.z_loss, ctx.kernels)
+        return gradient, None, None, None, None, None
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor, targets: Tensor, first_row: int, group: ProcessGroup, z_loss: float = 0.0, kernels: str = "auto"
+) -> Tensor:
+    """Sum of the losses of all target tokens, a scalar in float32 (float64).
+
+    Args:
+        logits: [..., V/tp], this tp rank's columns, of which the first is row `first_row` of the vocabulary. They are consumed:
+            backward overwrites them.
+        targets: [...] token ids of the whole vocabulary, or `IGNORE`.
+        group: the tp group.
+        z_loss: c above.
+        kernels: auto, triton or torch.
+    """
+    return VocabParallelCrossEntropy.apply(logits.flatten(0, -2), targets.flatten(), first_row, group, z_loss, kernels)
+
+
+class Normaliser(NamedTuple):
+    """What is known of each token's row of logits, each [T] float32 (float64)."""
+
+    peak: Tensor  # m
+    total: Tensor  # s
+    target_logit: Tensor  # z[y]
+
+    @property
+    def lse(self) -> Tensor:
+        return self.peak + self.total.log()
+
+
+def merge(shards: Tensor) -> Normaliser:
+    """Of whole rows, from the same three numbers of each shard of the vocabulary: [tp, 3, T]."""
+    peaks, totals, target_logits = shards.unbind(1)
+    peak = peaks.amax(0)
+    return Normaliser(peak, (totals * (peaks - peak).exp()).sum(0), target_logits.sum(0))
+
+
+def normaliser(logits: Tensor, targets: Tensor, first_row: int, group: ProcessGroup, kernels: str) -> Normaliser:
+    """Of the whole vocabulary, from this rank's logits [T, V/tp]; one all-gather of [3, T]."""
+    return merge(start_all_gather(statistics(logits, targets, first_row, kernels), group).wait().unflatten(0, (-1, 3)))
+
+
+def statistics(logits: Tensor, targets: Tensor, first_row: int, kernels: str) -> Tensor:
+    """m, s and z[y] (0 where y is another rank's), [3, T], of logits [T, V/tp]."""
+    if use_triton(logits, kernels):
+        return torch.ops.lattice.cross_entropy_statistics(logits, targets, first_row)
+    return _statistics_reference(logits, targets, first_row)
+
+
+def token_losses(row: Normaliser, targets: Tensor, z_loss: float) -> Tensor:
+    """[T]: each token's loss, 0 where there is no target."""
+    losses = (row.peak - row.target_logit) + row.total.log()
+    if z_loss:
+        losses += z_loss * row.lse.square()
+    return losses.masked_fill(targets == IGNORE, 0)
+
+
+def gradient_over_logits_(
+    logits: Tensor, targets: Tensor, row: Normaliser, scale: Tensor, first_row: int, z_loss: float, kernels: str
+) -> None:
+    """Write the gradient of scale · Σ losses over the logits [T, V/tp]; `scale` is a scalar tensor."""
+    if use_triton(logits, kernels):
+        torch.ops.lattice.cross_entropy_gradient_(logits, targets, row.peak, row.total, scale, first_row, z_loss)
+    else:
+        _gradient_reference_(logits, targets, row, scale, first_row, z_loss)
+
+
+def _statistics_reference(logits: Tensor, targets: Tensor, first_row: int) -> Tensor:
+    z = logits.to(exact(logits.dtype))
+    if not z.shape[-1]:  # more ranks than rows of the vocabulary
+        return torch.stack((z.new_full(targets.shape, -torch.inf), z.new_zeros(targets.shape), z.new_zeros(targets.shape)))
+    peak = z.amax(dim=-1)
+    finite = peak.masked_fill(peak == -torch.inf, 0).unsqueeze(-1)  # all columns masked: their exponentials are 0, not NaN
+    index, mine = _columns(targets, first_row, z.shape[-1])
+    target_logit = z.gather(-1, index).squeeze(-1).masked_fill(~mine, 0)
+    return torch.stack((peak, (z - finite).exp_().sum(dim=-1), target_logit))
+
+
+def _gradient_reference_(
+    logits: Tensor, targets: Tensor, row: Normaliser, scale: Tensor, first_row: int, z_loss: float
+) -> None:
+    if not logits.shape[-1]:
+        return
+    ignored = targets == IGNORE
+    exact_dtype = row.peak.dtype
+    scales = scale.to(exact_dtype).expand_as(row.peak).masked_fill(ignored, 0)  # [T]
+    factors = (scales * (1 + 2 * z_loss * row.lse) / row.total).masked_fill(ignored, 0)
+    same = logits.dtype == exact_dtype
+    z = logits if same else logits.to(exact_dtype)
+    # Tokens without target get 0, whatever their logits are: exp(z − ∞) · 0.
+    z.sub_(row.peak.masked_fill(ignored, torch.inf).unsqueeze(-1)).exp_().mul_(factors.unsqueeze(-1))
+    index, mine = _columns(targets, first_row, z.shape[-1])
+    at_target = z.gather(-1, index) - torch.where(mine, scales, 0).unsqueeze(-1)  # [T, 1]
+    z.scatter_(-1, index, at_target)  # not scatter_add_, whose order of additions is free on a GPU
+    if not same:
+        logits.copy_(z)
+
+
+def _columns(targets: Tensor, first_row: int, width: int) -> tuple[Tensor, Tensor]:
+    """Where in this rank's columns each target stands, [T, 1], and whether it does, [T]."""
+    local = targets - first_row
+    mine = (local >= 0) & (local < width)
+    return local.masked_fill(~mine, 0).unsqueeze(-1), mine
+
+
+@jit
+def _statistics_kernel(
+    LOGITS, TARGETS, OUT, stride, width, first_row, tokens, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    there = token < tokens
+    row = LOGITS + token * stride
+    target = tl.load(TARGETS + token, mask=there, other=0) - first_row
+    columns = tl.arange(0, BLOCK)[None, :]
+    peak = tl.full((ROWS, 1), float("-inf"), ACC)
+    total = tl.full((ROWS, 1), 0.0, ACC)
+    for start in range(0, width, BLOCK):
+        z = tl.load(row + start + columns, mask=there & (start + columns < width), other=float("-inf")).to(ACC)
+        peak_before = peak
+        peak = tl.maximum(peak, tl.max(z, 1, keep_dims=True))
+        finite = tl.where(peak == float("-inf"), 0.0, peak)  # all columns so far masked: their exponentials are 0, not NaN
+        total = total * tl.exp(peak_before - finite) + tl.sum(tl.exp(z - finite), 1, keep_dims=True)
+    mine = there & (target >= 0) & (target < width)
+    target_logit = tl.load(row + tl.where(mine, target, 0), mask=mine, other=0.0).to(ACC)
+    tl.store(OUT + token, peak, mask=there)
+    tl.store(OUT + tokens + token, total, mask=there)
+    tl.store(OUT + 2 * tokens + token, target_logit, mask=there)
+
+
+@jit
+def _gradient_kernel(
+    LOGITS, TARGETS, PEAK, TOTAL, SCALE, stride, width, first_row, tokens,
+    IGNORED: tl.constexpr, Z_LOSS: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    there = token < tokens
+    inside = there & (columns < width)
+    target = tl.load(TARGETS + token, mask=there, other=IGNORED)
+    peak = tl.load(PEAK + token, mask=there, other=0.0)
+    total = tl.load(TOTAL + token, mask=there, other=1.0)
+    place = LOGITS + token * stride + columns
+    z = tl.load(place, mask=inside, other=float("-inf")).to(ACC)
+    p = tl.exp(z - peak) * ((1.0 + 2.0 * tl.full((), Z_LOSS, ACC) * (peak + tl.log(total))) / total)
+    gradient = tl.load(SCALE).to(ACC) * tl.where(columns == target - first_row, p - 1.0, p)
+    gradient = tl.where(target == IGNORED, 0.0, gradient)  # whatever the logits of such a token are
+    tl.store(place, gradient.to(LOGITS.dtype.element_ty), mask=inside)
+
+
+@torch.library.custom_op("lattice::cross_entropy_statistics", mutates_args=())
+def _statistics(logits: Tensor, targets: Tensor, first_row: int) -> Tensor:
+    tokens, width = logits.shape
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    out = logits.new_empty((3, tokens), dtype=exact(logits.dtype))
+    block = min(MAX_BLOCK, next_power_of_2(width))
+    at_once = rows_at_once(block)
+    if tokens:
+        _statistics_kernel[(cdiv(tokens, at_once),)](
+            logits, targets.contiguous(), out, logits.stride(0), width, first_row, tokens,
+            ACC=accumulator(logits.dtype), ROWS=at_once, BLOCK=block, num_warps=warps_for(at_once * block),
+        )  # fmt: skip
+    return out
+
+
+@_statistics.register_fake
+def _(logits: Tensor, targets: Tensor, first_row: int) -> Tensor:
+    return logits.new_empty((3, logits.shape[0]), dtype=exact(logits.dtype))
+
+
+@torch.library.custom_op("lattice::cross_entropy_gradient_", mutates_args=("logits",))
+def _gradient_(
+    logits: Tensor, targets: Tensor, peak: Tensor, total: Tensor, scale: Tensor, first_row: int, z_loss: float
+) -> None:
+    tokens, width = logits.shape
+    assert logits.stride(-1) == 1
+    block = min(MAX_BLOCK, next_power_of_2(width))
+    at_once = rows_at_once(block)
+    if tokens and width:
+        _gradient_kernel[(cdiv(tokens, at_once), cdiv(width, block))](
+            logits, targets.contiguous(), peak, total, scale, logits.stride(0), width, first_row, tokens, IGNORED=IGNORE,
+            Z_LOSS=z_loss, ACC=accumulator(logits.dtype), ROWS=at_once, BLOCK=block, num_warps=warps_for(at_once * block),
+        )  # fmt: skip
+
+
+@_gradient_.register_fake
+def _(logits: Tensor, targets: Tensor, peak: Tensor, total: Tensor, scale: Tensor, first_row: int, z_loss: float) -> None:
+    return None

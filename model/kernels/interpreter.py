@@ -1,0 +1,59 @@
+"""Triton's CPU interpreter, mended: bfloat16 as a GPU computes it.
+
+The interpreter keeps bfloat16 as uint16 in numpy arrays. It rounds float32 to bfloat16 by cutting bits off, where every GPU
+rounds to nearest even, and it hands the raw bits to `tl.dot` and to arithmetic. (Triton's documentation lists bfloat16 as not
+supported by it.) Our kernels compute in float32 and round once at the end, so two conversions are all there is to mend; for
+other arithmetic on bfloat16 the mended interpreter raises an error instead of computing with bits.
+
+Only the interpreter's builder is changed: compiled kernels never see it.
+"""
+
+from typing import Any
+
+import numpy as np
+
+
+def to_float32(bits: np.ndarray) -> np.ndarray:
+    """bfloat16 as uint16 → float32, exactly."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def to_bfloat16(x: np.ndarray) -> np.ndarray:
+    """float32 → bfloat16 as uint16, to nearest, ties to even."""
+    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+    rounded = ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(x), np.uint16(0x7FC0), rounded)
+
+
+def mend() -> None:
+    """Change the interpreter of this process, once."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder: Any = interpreter.InterpreterBuilder
+    if getattr(builder, "computes_bfloat16", False):
+        return
+    handle = interpreter.TensorHandle
+    cast, dot, binary = builder.cast_impl, builder.create_dot, builder.binary_op
+
+    def cast_impl(self: Any, source: Any, target: Any) -> Any:
+        was, becomes = source.dtype.scalar, target.scalar
+        if was == becomes:
+            return cast(self, source, target)
+        if was == tl.bfloat16:
+            source = handle(to_float32(source.data), tl.float32)
+        if becomes == tl.bfloat16:
+            return handle(to_bfloat16(source.data).reshape(source.data.shape), tl.bfloat16)
+        return source if becomes == tl.float32 and was == tl.bfloat16 else cast(self, source, target)
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> Any:
+        a, b = (handle(to_float32(t.data), tl.float32) if t.dtype.scalar == tl.bfloat16 else t for t in (a, b))
+        return dot(self, a, b, d, precision, imprecise)
+
+    def binary_op(self: Any, left: Any, right: Any, operation: Any) -> Any:
+        if tl.bfloat16 in (left.dtype.scalar, right.dtype.scalar):
+            raise TypeError("arithmetic on bfloat16: convert to float32 after the load, and back at the store")
+        return binary(self, left, right, operation)
+
+    builder.cast_impl, builder.create_dot, builder.binary_op = cast_impl, create_dot, binary_op
+    builder.computes_bfloat16 = True

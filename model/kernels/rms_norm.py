@@ -1,0 +1,209 @@
+"""RMSNorm (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467), alone and with the residual added on the way in.
+
+    s = x + r        (the residual stream; `rms_norm` alone has s = x)
+    y = s · rstd · w         rstd = 1 / sqrt(mean(s²) + eps), one number per row
+
+    dw = Σ_rows dy · s · rstd
+    ds = rstd · (dy·w − s · rstd · mean(dy·w · s·rstd))        (+ the gradient that reaches s by other ways)
+
+The backward of the sum is free: x and r both have the gradient ds.
+
+| operation          | reads                | writes       | bytes per element of x in bfloat16 |
+|--------------------|----------------------|--------------|------------------------------------|
+| rms_norm           | x                    | y            | 4                                  |
+| its backward       | dy, x                | dx           | 6                                  |
+| add_rms_norm       | x, r                 | s, y         | 8 (a sum and a norm apart: 10)     |
+| its backward       | dy, ds, s            | dx           | 8 (apart: 12)                      |
+
+The weight, rstd, and the weight gradient's partial sums (one row per program) are small beside these.
+
+One program normalises one row, or as many narrow ones as make a tile of 4096 elements, held in registers whole. In backward a
+program works through many tiles, and keeps its part of the weight gradient in registers until the end: no atomic additions, so
+the same bits every time.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.kernels.backend import (
+    accumulator,
+    cdiv,
+    exact,
+    jit,
+    next_power_of_2,
+    resident_programs,
+    rows_at_once,
+    rows_of,
+    tl,
+    use_triton,
+    warps_for,
+)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, kernels: str) -> Tensor:
+    """x [..., D], weight [D] → y like x; `kernels` is auto, triton or torch."""
+    if use_triton(x, kernels):
+        return torch.ops.lattice.rms_norm(x, weight, eps)[0]
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, kernels: str) -> tuple[Tensor, Tensor]:
+    """x, residual [..., D], weight [D] → (y, s): the normalised sum, and the sum in x's dtype, which is what is normalised."""
+    if use_triton(x, kernels):
+        y, s, _ = torch.ops.lattice.add_rms_norm(x, residual, weight, eps)
+        return y, s
+    s = x + residual
+    return F.rms_norm(s, (s.shape[-1],), weight, eps), s
+
+
+@jit
+def _forward(
+    X, R, W, Y, S, RSTD, x_stride, r_stride, rows, width, EPS: tl.constexpr,
+    ADD: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    columns = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (columns < width)
+    s = tl.load(X + row * x_stride + columns, mask=inside, other=0.0).to(ACC)
+    if ADD:
+        s += tl.load(R + row * r_stride + columns, mask=inside, other=0.0).to(ACC)
+        rounded = s.to(S.dtype.element_ty)
+        tl.store(S + row * width + columns, rounded, mask=inside)
+        s = rounded.to(ACC)  # what backward will find is what is normalised
+    w = tl.load(W + columns, mask=columns < width, other=0.0).to(ACC)
+    rstd = 1.0 / tl.sqrt(tl.sum(s * s, 1, keep_dims=True) / width + tl.full((), EPS, ACC))
+    tl.store(RSTD + row, rstd, mask=row < rows)
+    tl.store(Y + row * width + columns, (s * rstd * w).to(Y.dtype.element_ty), mask=inside)
+
+
+@jit
+def _backward(
+    DY, DS, S, W, RSTD, DX, DW, dy_stride, ds_stride, s_stride, rows, rows_each, width,
+    ADD: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)[None, :]
+    dw = tl.zeros((ROWS, BLOCK), ACC)
+    for first in range(program * rows_each, tl.minimum((program + 1) * rows_each, rows), ROWS):
+        row = first + tl.arange(0, ROWS)[:, None]
+        inside = (row < rows) & (columns < width)
+        normal = tl.load(S + row * s_stride + columns, mask=inside, other=0.0).to(ACC)
+        dy = tl.load(DY + row * dy_stride + columns, mask=inside, other=0.0).to(ACC)
+        rstd = tl.load(RSTD + row, mask=row < rows, other=0.0)
+        normal = normal * rstd
+        dw += dy * normal
+        w = tl.load(W + columns, mask=columns < width, other=0.0).to(
+            ACC
+        )  # again each time: kept, it would crowd out rows of 16,384
+        dy = dy * w * rstd
+        dx = dy - normal * (tl.sum(dy * normal, 1, keep_dims=True) / width)
+        if ADD:
+            dx += tl.load(DS + row * ds_stride + columns, mask=inside, other=0.0).to(ACC)
+        tl.store(DX + row * width + columns, dx.to(DX.dtype.element_ty), mask=inside)
+    tl.store(DW + program * width + columns, tl.sum(dw, 0, keep_dims=True), mask=columns < width)
+
+
+def _launch_forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    shape, width = x.shape, x.shape[-1]
+    x = rows_of(x)
+    r = x if residual is None else rows_of(residual)
+    y = x.new_empty(x.shape)
+    s = y if residual is None else x.new_empty(x.shape)
+    rstd = x.new_empty(x.shape[0], dtype=exact(x.dtype))
+    block = next_power_of_2(width)
+    at_once = rows_at_once(block)
+    if rows := x.shape[0]:
+        _forward[(cdiv(rows, at_once),)](
+            x, r, weight, y, s, rstd, x.stride(0), r.stride(0), rows, width, EPS=eps,
+            ADD=residual is not None, ACC=accumulator(x.dtype), ROWS=at_once, BLOCK=block, num_warps=warps_for(at_once * block),
+        )  # fmt: skip
+    return y.view(shape), s.view(shape), rstd
+
+
+def _launch_backward(dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    shape, width = s.shape, s.shape[-1]
+    dy, s = rows_of(dy), rows_of(s)
+    residual = dy if ds is None else rows_of(ds)
+    rows = s.shape[0]
+    dx = s.new_empty(s.shape)
+    block = next_power_of_2(width)
+    at_once = rows_at_once(block)
+    rows_each = max(1, cdiv(cdiv(rows, at_once), resident_programs(s, per_multiprocessor=2))) * at_once
+    programs = cdiv(rows, rows_each)
+    dw = s.new_empty((programs, width), dtype=exact(s.dtype))
+    if rows:
+        _backward[(programs,)](
+            dy, residual, s, weight, rstd, dx, dw, dy.stride(0), residual.stride(0), s.stride(0), rows, rows_each, width,
+            ADD=ds is not None, ACC=accumulator(s.dtype), ROWS=at_once, BLOCK=block, num_warps=warps_for(at_once * block),
+        )  # fmt: skip
+    return dx.view(shape), dw.sum(0).to(weight.dtype)
+
+
+def _like(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _rstd_of(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[:-1].numel(), dtype=exact(x.dtype))
+
+
+@torch.library.custom_op("lattice::rms_norm", mutates_args=())
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    y, _, rstd = _launch_forward(x, None, weight, eps)
+    return y, rstd
+
+
+@_rms_norm.register_fake
+def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return _like(x), _rstd_of(x)
+
+
+@torch.library.custom_op("lattice::add_rms_norm", mutates_args=())
+def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    return _launch_forward(x, residual, weight, eps)
+
+
+@_add_rms_norm.register_fake
+def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(x), _like(x), _rstd_of(x)
+
+
+@torch.library.custom_op("lattice::rms_norm_backward", mutates_args=())
+def _rms_norm_backward(dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    return _launch_backward(dy, ds, s, weight, rstd)
+
+
+@_rms_norm_backward.register_fake
+def _(dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    return _like(s), _like(weight)
+
+
+def _keep(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)
+    x, weight = inputs[:2]
+    ctx.save_for_backward(x, weight, output[1])
+
+
+def _keep_sum(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[1], inputs[2], output[2])
+
+
+def _differentiate(ctx, dy, _drstd):
+    if dy is None:
+        return None, None, None
+    s, weight, rstd = ctx.saved_tensors
+    return *torch.ops.lattice.rms_norm_backward(dy, None, s, weight, rstd), None
+
+
+def _differentiate_sum(ctx, dy, ds, _drstd):
+    if dy is None:
+        return ds, ds, None, None
+    s, weight, rstd = ctx.saved_tensors
+    dx, dw = torch.ops.lattice.rms_norm_backward(dy, ds, s, weight, rstd)
+    return dx, dx, dw, None
+
+
+_rms_norm.register_autograd(_differentiate, setup_context=_keep)
+_add_rms_norm.register_autograd(_differentiate_sum, setup_context=_keep_sum)

@@ -1,0 +1,148 @@
+"""Rotary position embedding applied (Su et al. 2021, https://arxiv.org/abs/2104.09864): queries and keys in one launch.
+
+    (a, b) = (x[i], x[i + E/2])   →   (a · cos − b · sin,  b · cos + a · sin)       angle = position · theta^(−2i/E)
+
+Pairing the two halves is Hugging Face's convention; Meta's original files pair neighbours, a permutation of the rows of the
+query and key weights. Turning is orthogonal, so backward turns the gradient back by the same angles; nothing of x is kept.
+
+Bytes per element of q and k in bfloat16: 4, forward as backward, and 4 / (heads of q and k) for the float32 cosines and sines,
+which are read once per token for all heads: one program turns all heads of one token (or of several, where
+they are few).
+
+In place where it is safe: without gradients (evaluation, generation) q and k are overwritten, since whoever calls has just
+computed them. With gradients they are not: selective checkpointing may keep the product that q is, and a gradient that arrives
+in backward may be shared with another branch.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.kernels.backend import accumulator, cdiv, jit, next_power_of_2, rows_at_once, tl, use_triton, warps_for
+
+
+def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kernels: str) -> tuple[Tensor, Tensor]:
+    """Turn q [S, B, H, E] and k [S, B, K, E] by cos, sin [S, B or 1, 1, E/2]; results in q's dtype. Without gradients q and k
+    are used up."""
+    if not use_triton(q, kernels):
+        return Rotate.apply(q, cos, sin), Rotate.apply(k, cos, sin)
+    if torch.is_grad_enabled():
+        return torch.ops.lattice.rotate(q, k, cos, sin, False)
+    torch.ops.lattice.rotate_(q, k, cos, sin)
+    return q, k
+
+
+class Rotate(torch.autograd.Function):
+    """The reference, one tensor at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(dy, cos, sin, -1), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)  # [S, B, H, E/2] each
+    turned_first = (first * cos).addcmul_(second, sin, value=-direction)
+    turned_second = (second * cos).addcmul_(first, sin, value=direction)
+    return torch.cat((turned_first, turned_second), dim=-1).to(x.dtype)
+
+
+@jit
+def _turn_heads(
+    X, OUT, there, cos, sin, x_stride_h, out_stride_h, num_heads,
+    HEADS: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """All heads of the tokens whose first heads X and OUT [TOKENS, 1, 1] point to, where they are `there`."""
+    heads, i = tl.arange(0, HEADS)[None, :, None], tl.arange(0, PADDED)[None, None, :]
+    inside = there & (heads < num_heads) & (i < HALF)
+    a = tl.load(X + heads * x_stride_h + i, mask=inside, other=0.0).to(ACC)
+    b = tl.load(X + heads * x_stride_h + HALF + i, mask=inside, other=0.0).to(ACC)
+    tl.store(OUT + heads * out_stride_h + i, (a * cos - b * sin).to(OUT.dtype.element_ty), mask=inside)
+    tl.store(OUT + heads * out_stride_h + HALF + i, (b * cos + a * sin).to(OUT.dtype.element_ty), mask=inside)
+
+
+@jit
+def _rotate_kernel(
+    Q, K, Q_OUT, K_OUT, COS, SIN, tokens, batch, q_heads, k_heads, cos_stride_s, cos_stride_b,
+    q_stride_s, q_stride_b, q_stride_h, k_stride_s, k_stride_b, k_stride_h,
+    q_out_stride_s, q_out_stride_b, q_out_stride_h, k_out_stride_s, k_out_stride_b, k_out_stride_h,
+    BACK: tl.constexpr, TOKENS: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr,
+    PADDED: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
+    there = token < tokens
+    s, b = token // batch, token % batch
+    i = tl.arange(0, PADDED)[None, None, :]
+    angles = s * cos_stride_s + b * cos_stride_b + i
+    cos = tl.load(COS + angles, mask=there & (i < HALF), other=0.0).to(ACC)
+    sin = tl.load(SIN + angles, mask=there & (i < HALF), other=0.0).to(ACC)
+    if BACK:
+        sin = -sin
+    q, q_out = Q + s * q_stride_s + b * q_stride_b, Q_OUT + s * q_out_stride_s + b * q_out_stride_b
+    k, k_out = K + s * k_stride_s + b * k_stride_b, K_OUT + s * k_out_stride_s + b * k_out_stride_b
+    _turn_heads(q, q_out, there, cos, sin, q_stride_h, q_out_stride_h, q_heads, Q_HEADS, HALF, ACC, PADDED)
+    _turn_heads(k, k_out, there, cos, sin, k_stride_h, k_out_stride_h, k_heads, K_HEADS, HALF, ACC, PADDED)
+
+
+def _launch(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
+    tokens, (q_heads, head_dim), k_heads = q.shape[0] * q.shape[1], q.shape[2:], k.shape[2]
+    if not tokens:
+        return
+    padded, q_padded, k_padded = next_power_of_2(head_dim // 2), next_power_of_2(q_heads), next_power_of_2(k_heads)
+    block = 2 * q_padded * padded
+    at_once = rows_at_once(block)
+    _rotate_kernel[(cdiv(tokens, at_once),)](
+        q, k, q_out, k_out, cos, sin, tokens, q.shape[1], q_heads, k_heads,
+        cos.stride(0), cos.stride(1) if cos.shape[1] > 1 else 0,
+        *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3],
+        BACK=back, TOKENS=at_once, Q_HEADS=q_padded, K_HEADS=k_padded, HALF=head_dim // 2, PADDED=padded,
+        ACC=accumulator(q.dtype), num_warps=warps_for(at_once * block),
+    )  # fmt: skip
+
+
+def _readable(x: Tensor) -> Tensor:
+    """The kernel takes any strides but the last."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@torch.library.custom_op("lattice::rotate", mutates_args=())
+def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
+    q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
+    _launch(_readable(q), _readable(k), q_out, k_out, cos.contiguous(), sin.contiguous(), back)
+    return q_out, k_out
+
+
+@_rotate.register_fake
+def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    _, _, cos, sin, ctx.back = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _differentiate(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+    cos, sin = ctx.saved_tensors
+    return *torch.ops.lattice.rotate(dq, dk, cos, sin, not ctx.back), None, None, None
+
+
+_rotate.register_autograd(_differentiate, setup_context=_keep)
+
+
+@torch.library.custom_op("lattice::rotate_", mutates_args=("q", "k"))
+def _rotate_in_place(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    assert q.stride(-1) == k.stride(-1) == 1, "rotating in place needs heads that lie together"
+    _launch(q, k, q, k, cos.contiguous(), sin.contiguous(), False)
+
+
+@_rotate_in_place.register_fake
+def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    return None

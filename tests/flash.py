@@ -1,0 +1,72 @@
+"""torch's attention over packed sequences, on the CPU: its operation is there, its kernels are the GPU's. Plain ones stand in.
+
+What is under test is on both sides of them: what we tell the operation, and what autograd, checkpoints and the compiler make
+of it.
+"""
+
+import contextlib
+import math
+from collections import Counter
+from itertools import pairwise
+from unittest.mock import patch
+
+import torch
+from torch.nn.attention import varlen
+
+CALLS: Counter[str] = Counter()
+
+
+def segment_weights(q, k, scale):
+    """Softmax weights [H, L, L] of one document's q and k [L, H, E]."""
+    scores = torch.einsum("ihe,jhe->hij", q, k) * scale
+    return scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1) == 1, -math.inf).softmax(dim=-1)
+
+
+def segments(q, k, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, window_size):
+    """The documents, one after another, as slices of T; and how many query heads share a key/value head."""
+    assert is_causal
+    assert window_size == [-1, 0]
+    assert torch.equal(cu_seq_q, cu_seq_k)
+    assert cu_seq_q.dtype == torch.int32
+    ends = cu_seq_q.tolist()
+    assert ends[0] == 0
+    assert ends[-1] == len(q) == len(k)
+    assert all(0 < b - a <= max_q == max_k for a, b in pairwise(ends))
+    return [slice(a, b) for a, b in pairwise(ends)], q.shape[1] // k.shape[1]
+
+
+def plain_forward(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, scale=None, window_size=None, *rest):
+    CALLS["forward"] += 1
+    documents, shared = segments(q, k, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, window_size)
+    k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
+    scale = scale or q.shape[-1] ** -0.5
+    y = [torch.einsum("hij,jhe->ihe", segment_weights(q[d], k[d], scale), v[d]) for d in documents]
+    return torch.cat(y), q.new_zeros(q.shape[1], len(q), dtype=torch.float32), torch.zeros(2, dtype=torch.uint64)
+
+
+def plain_backward(
+    dy, q, k, v, out, lse, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, rng_state, scale=None, window_size=None, *rest
+):
+    CALLS["backward"] += 1
+    documents, shared = segments(q, k, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, window_size)
+    wide_k, wide_v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
+    scale = scale or q.shape[-1] ** -0.5
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(wide_k), torch.zeros_like(wide_v)
+    for d in documents:
+        weights = segment_weights(q[d], wide_k[d], scale)
+        dv[d] = torch.einsum("hij,ihe->jhe", weights, dy[d])
+        d_weights = torch.einsum("ihe,jhe->hij", dy[d], wide_v[d])
+        d_scores = weights * (d_weights - (d_weights * weights).sum(dim=-1, keepdim=True)) * scale
+        dq[d] = torch.einsum("hij,jhe->ihe", d_scores, wide_k[d])
+        dk[d] = torch.einsum("hij,ihe->jhe", d_scores, q[d])
+    return dq, *(t.unflatten(1, (-1, shared)).sum(dim=2) for t in (dk, dv))
+
+
+@contextlib.contextmanager
+def flash_attention_stands_in():
+    """torch's own kernel for packed sequences needs a GPU; its operation, on the CPU, computes plainly. Counts its calls."""
+    varlen._varlen_attn.register_kernel("cpu")(plain_forward)
+    varlen._varlen_attn_backward.register_kernel("cpu")(plain_backward)
+    CALLS.clear()
+    with patch("model.transformer.attention_bounds", lambda boundaries, *_: boundaries):
+        yield CALLS

@@ -1,0 +1,305 @@
+"""data.document_mask: a window of packed documents is computed as each of its documents alone.
+
+On a GPU, flash attention takes the packed documents (test_gpu.py). Here plain kernels stand in for its own (flash.py), so
+that what we tell it, and what autograd, checkpoints and the compiler make of it, is tested without one.
+"""
+
+import contextlib
+import json
+import math
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import training.step
+from data.config import DataConfig
+from data.dataset import open_data
+from errors import UserError
+from model.attention import attend
+from model.document import attention_bounds, document_mask, find_documents
+from model.initialise import initialise
+from model.transformer import Batch, Transformer
+from parallel.activation import wrap_blocks
+from parallel.mesh import build_mesh
+from tests.data_samples import SOURCE, prepared, tokenizer
+from tests.flash import flash_attention_stands_in
+from tests.runs import fresh, losses, train_run, write_config
+from tools.parity import line
+from tools.parity_cases import BOS, Case
+from tools.parity_run import check
+from training.step import TrainStep
+
+S = 12
+T = 7  # some token that is not bos
+WINDOWS = {
+    "no bos": [[T] * S],
+    "bos first": [[BOS] + [T] * (S - 1)],
+    "bos last": [[T] * (S - 1) + [BOS]],
+    "consecutive": [[T, T, BOS, BOS, BOS, T, T, T, BOS, T, T, T]],
+    "nothing but bos": [[BOS] * S],
+    "two sequences": [[T, T, T, BOS, T, T, T, T, BOS, T, T, T], [BOS, T, T, T, T, T, BOS, T, T, T, T, BOS]],
+}
+
+
+def window(name):
+    """Tokens [B, S] with bos where WINDOWS says, and no two others alike."""
+    tokens = torch.tensor(WINDOWS[name])
+    return torch.where(tokens == BOS, BOS, torch.arange(10, 10 + tokens.numel()).view_as(tokens))
+
+
+def documents_of(row):
+    """Where each document of a row of tokens begins and ends: the definition, one token at a time."""
+    begins = [0] + [i for i, token in enumerate(row.tolist()) if token == BOS and i > 0]
+    return list(zip(begins, [*begins[1:], len(row)], strict=True))
+
+
+# --- finding them -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_positions_boundaries_and_mask_are_those_of_the_documents(name):
+    tokens = window(name)
+    positions, boundaries = find_documents(tokens, BOS, "cpu")
+    assert boundaries.dtype == torch.int32
+    mask = document_mask(positions, torch.float64)
+    starts = []
+    sees = torch.zeros(len(tokens), 1, S, S, dtype=torch.bool)
+    for b, row in enumerate(tokens):
+        for begin, end in documents_of(row):
+            starts.append(b * S + begin)
+            sees[b, 0, begin:end, begin:end] = torch.ones(end - begin, end - begin).tril() == 1
+            assert positions[begin:end, b].tolist() == list(range(end - begin))
+    assert boundaries.tolist() == [*starts, tokens.numel()]
+    assert torch.equal(mask == 0, sees)
+    assert torch.equal(mask == -math.inf, ~sees)
+
+
+def test_a_mask_is_made_where_flash_attention_does_not_take_documents():
+    positions, boundaries = find_documents(window("consecutive"), BOS, "cpu")
+    assert attention_bounds(None, positions, torch.float32, 64) is None
+    assert attention_bounds(boundaries, positions, torch.bfloat16, 64).dtype == torch.bfloat16  # the CPU
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def small_model(case, checkpointing="none", compile=False):
+    """The unsharded Transformer of a case, in this process; compiled blocks are traced, and run as traced."""
+    config = case.config().model
+    mesh = build_mesh((1, 1, 1, 1), "cpu")
+    model = Transformer(config, range(config.num_layers), True, True, mesh.tp, False).to(torch.float64)
+    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        wrap_blocks(model.blocks.values(), checkpointing, compile)
+    model.to_empty(device="cpu")
+    initialise(model, seed=0)
+    return model
+
+
+def packed(tokens):
+    positions, boundaries = find_documents(tokens, BOS, "cpu")
+    return Batch(tokens.T.contiguous(), None, positions, documents=boundaries)
+
+
+def plain(tokens):
+    return Batch(tokens.T.contiguous(), None, torch.arange(tokens.shape[1]).unsqueeze(1))
+
+
+def gradients(model, outputs):
+    """Of a weighted sum of all logits, parameter by parameter."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    (outputs * torch.randn(outputs.shape, dtype=outputs.dtype)).sum().backward()
+    return {name: p.grad.to_local().clone() for name, p in model.named_parameters()}
+
+
+def packed_alone_and_plain(name):
+    """Logits [S, B, V] and gradients of a window: packed, of each document alone, and with every sequence as one document."""
+    model, tokens = small_model(Case((1, 1, 1, 1), num_kv_heads=2)), window(name)
+    alone = [torch.cat([model(None, plain(row[a:b].unsqueeze(0))) for a, b in documents_of(row)]) for row in tokens]
+    found = []
+    for outputs in (model(None, packed(tokens)), torch.cat(alone, dim=1), model(None, plain(tokens))):
+        found.append((outputs.detach(), gradients(model, outputs)))
+    return found
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_packed_window_is_its_documents_alone(ranks, name):
+    ((logits, grads), (expected, expected_grads), (unmasked, unmasked_grads)) = ranks.run(packed_alone_and_plain, 1, name)[0]
+
+    def far(ours, theirs):
+        return ((ours - theirs).norm() / theirs.norm()).item()
+
+    assert far(logits, expected) < 1e-12
+    for parameter, gradient in expected_grads.items():
+        if gradient.norm() > 1e-12:  # documents of one token each: no gradient reaches queries and keys
+            assert far(grads[parameter], gradient) < 1e-12, parameter
+        else:
+            assert name == "nothing but bos"
+            assert grads[parameter].norm() < 1e-12, parameter
+    # The control: where there are several documents, a causal mask alone computes something else. (Equal tokens hide it: any
+    # weighted mean of equal values is the same.)
+    distances = [far(unmasked, expected), far(unmasked_grads["embedding.weight"], expected_grads["embedding.weight"])]
+    if name in ("no bos", "bos first"):
+        assert max(distances) < 1e-12
+    elif name != "nothing but bos":
+        assert min(distances) > 1e-3
+
+
+def logits_of(tokens):
+    with torch.no_grad():
+        return small_model(Case((1, 1, 1, 1)))(None, packed(tokens))
+
+
+@pytest.mark.parametrize(("row", "column"), [(0, 1), (0, 5), (1, 3), (1, 9)])
+def test_a_token_matters_in_its_own_document_alone(ranks, row, column):
+    """Every bit outside of the document stays, every position from the token to the document's end changes."""
+    tokens = window("two sequences")
+    changed = tokens.clone()
+    changed[row, column] += 100
+    before, after = (ranks.run(logits_of, 1, t)[0] for t in (tokens, changed))
+    touched = torch.zeros(S, 2, dtype=torch.bool)
+    end = next(b for a, b in documents_of(tokens[row]) if a <= column < b)
+    touched[column:end, row] = True
+    assert torch.equal((before != after).any(dim=-1), touched)
+
+
+# --- every layout -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def documents_forgotten():
+    with patch.object(training.step, "find_documents", lambda tokens, bos_id, device: (plain(tokens).positions, None)):
+        yield
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((2, 1, 1, 2), document_mask=True),
+        Case((2, 1, 1, 2), document_mask=True, schedule="zb_h1", activation_checkpointing="full", sequence_parallel=False),
+    ],
+    ids=str,
+)
+def test_layouts_agree(ranks, case):
+    """Against the reference, which runs each document alone. The covering array (test_parity.py) meets every other option."""
+    row = check(ranks, case, 2)
+    assert not row.failures(), line(row, 2)
+
+
+def test_forgotten_documents_are_found(ranks):
+    row = check(ranks, Case((2, 1, 1, 2), document_mask=True), sabotage=documents_forgotten)
+    assert {"loss", "gradient", "norm"} <= set(row.failures()), row.crash
+
+
+# --- flash attention's bookkeeping ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_flash_attention_is_told_the_documents(name, kv_heads):
+    """Outputs and gradients by boundaries and by mask are the same, for one sequence and for two."""
+    tokens = window(name)
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(S, len(tokens), heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, kv_heads, kv_heads)
+    )
+    positions, boundaries = find_documents(tokens, BOS, "cpu")
+    weights = torch.randn(S, len(tokens), 4, 8, dtype=torch.float64)
+    found = []
+    with flash_attention_stands_in() as calls:
+        for documents in (boundaries, document_mask(positions, torch.float64)):
+            y = attend(q, k, v, documents)
+            found.append((y, *torch.autograd.grad((y * weights).sum(), (q, k, v))))
+    assert calls == {"forward": 1, "backward": 1}
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.shape == theirs.shape
+        assert (ours - theirs).abs().max() < 1e-12
+
+
+def by_boundaries(name, checkpointing, compile):
+    """As `packed_alone_and_plain`: by mask and by boundaries, and the stand-in's calls."""
+    model, tokens = small_model(Case((1, 1, 1, 1), num_kv_heads=2), checkpointing, compile), window(name)
+    by_mask = model(None, packed(tokens))
+    found = [(by_mask.detach(), gradients(model, by_mask))]
+    with flash_attention_stands_in() as calls:
+        outputs = model(None, packed(tokens))
+        found.append((outputs.detach(), gradients(model, outputs)))
+    return found, dict(calls), len(model.blocks)
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("checkpointing", "forwards"), [("none", 1), ("selective", 1), ("full", 2)])
+def test_model_by_boundaries_is_the_model_by_mask(ranks, checkpointing, forwards, compile):
+    """Selective checkpointing keeps attention's output, and full checkpointing computes it again."""
+    ((by_mask, by_boundary), calls, blocks) = ranks.run(by_boundaries, 1, "two sequences", checkpointing, compile)[0]
+    assert calls == {"forward": forwards * blocks, "backward": blocks}
+    assert (by_mask[0] - by_boundary[0]).abs().max() < 1e-12
+    for parameter, gradient in by_mask[1].items():
+        assert (by_boundary[1][parameter] - gradient).abs().max() < 1e-12, parameter
+
+
+def test_another_number_of_documents_compiles_no_more_than_once_again():
+    compiler = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, fullgraph=True, backend=compiler)
+    q, k, v = (torch.randn(S, 1, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    with flash_attention_stands_in():
+        for name in ("consecutive", "bos last", "no bos", "nothing but bos"):
+            positions, boundaries = find_documents(window(name), BOS, "cpu")
+            y = compiled(q, k, v, boundaries)
+            y.sum().backward()
+            assert torch.allclose(y, attend(q, k, v, document_mask(positions, q.dtype)), atol=1e-5)
+    assert compiler.frame_count <= 2
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def test_data_without_bos_is_refused(tmp_path: Path):
+    data = prepared(tmp_path / "data")
+    config = DataConfig(str(data), document_mask=True)
+    assert open_data(config, "train").bos_id == tokenizer().bos_id
+    index = json.loads((data / "index.json").read_text())
+    for change in ({"bos_id": -1}, {"bos_id": None}):
+        (data / "index.json").write_text(json.dumps(index | change))
+        with pytest.raises(UserError, match="bos") as refusal:
+            open_data(config, "train")
+        assert str(refusal.value).startswith("data.document_mask = True")
+        assert "data.document_mask=false" in str(refusal.value)
+        open_data(DataConfig(str(data)), "train")  # where nothing asks for it, nothing is missing
+
+
+def step_without_bos():
+    config = Case((1, 1, 1, 1), document_mask=True).config()
+    with pytest.raises(AssertionError):
+        TrainStep(config, build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu"), {})
+
+
+def test_a_step_does_not_forget_the_mask_for_want_of_a_bos(ranks):
+    ranks.run(step_without_bos, 1)
+
+
+def test_a_run_masks_in_training_and_evaluation(ranks, tmp_path: Path):
+    """Lines of code as documents, through all of train.py: on two ranks as on one, and unlike a run without the mask."""
+    lines = [text for file in sorted(Path(SOURCE).glob("*.py")) for text in file.read_text().splitlines() if text.strip()]
+    (tmp_path / "short.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in lines))
+    data = prepared(tmp_path / "data", str(tmp_path / "short.jsonl"))
+    train = {"steps": 2, "eval_interval": 2}
+    config = write_config(tmp_path, data, train=train, model={"init_std": 0.2})  # large: attention is far from uniform
+    found = []
+    for world, overrides in (
+        (2, ["parallel.tp=2", "data.document_mask=true"]),
+        (1, ["data.document_mask=true", "train.micro_batch_size=4"]),
+        (1, []),
+    ):
+        fresh(tmp_path)
+        assert not any(ranks.run(train_run, world, [config, *overrides]))
+        last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+        found.append({**losses(tmp_path), "evaluation": last["eval_loss"]})
+    masked, masked_too, unmasked = found
+    assert masked == pytest.approx(masked_too, rel=1e-5)
+    assert all(masked[name] != pytest.approx(unmasked[name], rel=1e-4) for name in unmasked)

@@ -1,0 +1,324 @@
+"""The optimizer's kernels: one update of many tensors against float64 and torch's AdamW, skipped steps, rounding, the norm."""
+
+import math
+
+import pytest
+import torch
+
+from model.kernels.adamw import BLOCK, Place, Rates, adamw, lowbias32, random_bits, stochastic
+from model.kernels.backend import INTERPRETED
+from model.kernels.gradient_norm import BLOCK as NORM_BLOCK
+from model.kernels.gradient_norm import square_sum
+from model.kernels.multi_tensor import prepare
+
+triton = pytest.mark.skipif(not INTERPRETED, reason="Triton's interpreter is not there")
+KERNELS = ["torch", pytest.param("triton", marks=triton)]
+SIZES = (1, 13, BLOCK, 0, BLOCK + 1, 997, 7, 5)
+DECAYS = [0.1, 0.0] * 4
+RATES = Rates(lr=3e-3, betas=(0.9, 0.95), eps=1e-8, max_norm=1.0)
+BFLOAT16_PLACES = [Place(key=i + 1, first=0, width=max(1, n), global_width=max(1, n)) for i, n in enumerate(SIZES)]
+
+
+class State:
+    """Weights, moments and update count of tensors of SIZES."""
+
+    def __init__(self, dtype):
+        self.generator = torch.Generator().manual_seed(0)
+        self.p = [t.to(dtype) for t in self.draw()]
+        self.m, self.v = [torch.zeros_like(t) for t in self.p], [torch.zeros_like(t) for t in self.p]
+        self.step = torch.zeros(())
+
+    def draw(self):
+        return [torch.randn(n, generator=self.generator, dtype=torch.float64) for n in SIZES]
+
+    def update(self, gradients, norm, kernels, rates=RATES):
+        copies = [g.clone() for g in gradients]
+        norm = torch.tensor(norm, dtype=torch.float64)
+        adamw(self.p, copies, self.m, self.v, DECAYS, BFLOAT16_PLACES, self.step, norm, rates, kernels)
+
+    def tensors(self):
+        return [*self.p, *self.m, *self.v, self.step]
+
+
+def gradients_of(step, dtype, size=1.0):
+    generator = torch.Generator().manual_seed(100 + step)
+    return [(torch.randn(n, generator=generator, dtype=torch.float64) * size).to(dtype) for n in SIZES]
+
+
+def norm_of(gradients):
+    return math.sqrt(sum(g.double().square().sum().item() for g in gradients))
+
+
+def worst(ours, theirs):
+    """The largest error, relative to the largest number: sums of gradients of both signs come out small here and there."""
+    a, b = (torch.cat(list(tensors)).double() for tensors in (ours, theirs))
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+def torch_adamw(weights, steps, max_norm, fused):
+    """What torch's own optimizer makes of clipped gradients: weights and moments after the last of `steps`."""
+    parameters = [torch.nn.Parameter(w.clone()) for w in weights]
+    groups = [{"params": parameters[i::2], "weight_decay": DECAYS[i]} for i in range(2)]
+    optimizer = torch.optim.AdamW(groups, lr=RATES.lr, betas=RATES.betas, eps=RATES.eps, fused=fused)
+    for gradients in steps:
+        norm = torch.tensor(norm_of(gradients), dtype=torch.float64)
+        factor = (max_norm / norm).clamp(max=1.0) if max_norm else torch.ones(())
+        for p, g in zip(parameters, gradients, strict=True):
+            p.grad = g.to(p.dtype) * factor.to(p.dtype)
+        optimizer.step()
+    moments = [[optimizer.state[p][key] for p in parameters] for key in ("exp_avg", "exp_avg_sq")]
+    return [[p.detach() for p in parameters], *moments]
+
+
+# --- the update -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 1.0])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.float64, 1e-14)])
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_three_steps_are_torchs_in_float64(kernels, dtype, bound, max_norm):
+    state = State(dtype)
+    steps = [gradients_of(i, dtype) for i in range(3)]
+    expected = torch_adamw([p.double() for p in state.p], [[g.double() for g in s] for s in steps], max_norm, fused=False)
+    for gradients in steps:
+        state.update(gradients, norm_of(gradients), kernels, Rates(RATES.lr, RATES.betas, RATES.eps, max_norm))
+    for ours, theirs in zip((state.p, state.m, state.v), expected, strict=True):
+        assert worst(ours, theirs) <= bound
+    assert state.step == 3
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_the_comparison_sees_a_wrong_bias_correction(kernels):
+    state = State(torch.float32)
+    state.step += 1  # the first update is taken for the second
+    gradients = gradients_of(0, torch.float32)
+    expected = torch_adamw([p.double() for p in state.p], [[g.double() for g in gradients]], 1.0, fused=False)
+    state.update(gradients, norm_of(gradients), kernels)
+    assert worst(state.m, expected[1]) <= 2e-6
+    assert worst(state.p, expected[0]) > 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_reference_is_torchs_fused_adamw_to_the_bit(dtype):
+    state = State(dtype)
+    steps = [gradients_of(i, dtype) for i in range(3)]
+    weights, first, second = torch_adamw(state.p, steps, 1.0, fused=True)
+    for gradients in steps:
+        state.update(gradients, norm_of(gradients), "torch")
+    assert all(torch.equal(a, b) for a, b in zip(state.tensors(), [*weights, *first, *second, state.step], strict=True))
+
+
+@triton
+def test_bias_corrections_lose_no_digits():
+    """1 − βᵗ of β = 0.999999 at t = 1: as a difference in float32 it would have no correct digit after the first."""
+    state = State(torch.float32)
+    gradients = [torch.full_like(p, 0.5) for p in state.p]
+    before = [p.clone() for p in state.p]
+    state.update(gradients, 1.0, "triton", Rates(1.0, (0.999999, 0.999999), 1e-12, 0.0))
+    for p, old, decay in zip(state.p, before, DECAYS, strict=True):
+        assert torch.allclose(old * (1 - decay) - p, torch.ones_like(p), rtol=2e-6)  # m/(1−β₁) = g, v/(1−β₂) = g²
+
+
+@triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_may_start_anywhere_and_have_any_strides(dtype):
+    aligned, odd, strided = State(dtype), State(dtype), State(dtype)
+    gradients = gradients_of(0, dtype)
+    buffer = torch.cat([torch.zeros(1, dtype=dtype), *gradients])
+    views = list(buffer[1:].split(SIZES))
+    wide = [torch.stack((g, g), dim=1)[:, 0] for g in gradients]
+    assert prepare([gradients], [], BLOCK).aligned
+    assert not prepare([views], [], BLOCK).aligned
+    norm = torch.tensor(norm_of(gradients), dtype=torch.float64)
+    for state, theirs in ((aligned, gradients), (odd, views), (strided, wide)):
+        adamw(state.p, theirs, state.m, state.v, DECAYS, BFLOAT16_PLACES, state.step, norm, RATES, "triton")
+    for other in (odd, strided):
+        assert all(torch.equal(a, b) for a, b in zip(aligned.tensors(), other.tensors(), strict=True))
+
+
+@triton
+def test_a_table_of_unlike_tensors_is_refused():
+    """The kernel reads whatever the table says."""
+    a, b = torch.zeros(4), torch.zeros(4, dtype=torch.float64)
+    for lists in ([[a, b]], [[a], [torch.zeros(5)]], [[torch.zeros(4, 2)[:, 0]]]):
+        with pytest.raises(AssertionError):
+            prepare(lists, [], BLOCK)
+
+
+@pytest.mark.parametrize(("dtype", "bad"), [(torch.float32, math.nan), (torch.float64, math.inf), (torch.bfloat16, math.nan)])
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_step_without_a_finite_norm_never_was(kernels, bad, dtype):
+    """Not for the weights, not for the moments, and not for the bias correction or the random bits of the next."""
+    state, undisturbed = State(dtype), State(dtype)
+    first, second = gradients_of(0, dtype), gradients_of(1, dtype)
+    for either in (state, undisturbed):
+        either.update(first, norm_of(first), kernels)
+    before = [t.clone() for t in state.tensors()]
+    poisoned = [g.clone() for g in second]
+    poisoned[4][7] = bad
+    state.update(poisoned, bad, kernels)
+    assert all(torch.equal(a, b) for a, b in zip(state.tensors(), before, strict=True))
+    for either in (state, undisturbed):
+        either.update(second, norm_of(second), kernels)
+    assert all(torch.equal(a, b) for a, b in zip(state.tensors(), undisturbed.tensors(), strict=True))
+    assert not torch.equal(state.p[4], before[4])
+
+
+# --- rounding ---------------------------------------------------------------------------------------------------------
+
+
+def plain_lowbias32(x):
+    """Wellons's, on Python's integers."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = (x ^ x >> shift) * factor % 2**32
+    return x ^ x >> 16
+
+
+def test_the_hash_is_lowbias32():
+    numbers = [0, 1, 2, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xDEADBEEF, 0xFFFFFFFF]
+    assert lowbias32(torch.tensor(numbers)).tolist() == [plain_lowbias32(x) for x in numbers]
+
+
+def test_every_input_bit_turns_every_output_bit_half_of_the_time():
+    """What tells a hash from a counter. A wrong constant or shift leaves some pair of bits far from one half."""
+    x = torch.randint(0, 2**32, (1 << 13,), generator=torch.Generator().manual_seed(0))
+    for bit in range(32):
+        turned = lowbias32(x) ^ lowbias32(x ^ (1 << bit))
+        rates = torch.stack([(turned >> out & 1).double().mean() for out in range(32)])
+        assert (rates - 0.5).abs().max() < 0.04, bit
+
+
+def test_rounding_is_to_a_neighbour_and_right_on_average():
+    count = 1 << 16
+    bits = random_bits(Place(9, 0, count, count), torch.Size([count]), torch.tensor(3)) & 0xFFFF
+    for value in (0.95, -0.95, 1e-20, 3.14159e7, 1.0 + 2**-20):
+        x = torch.full((count,), value)
+        rounded = stochastic(x, bits).double()
+        below, above = rounded.min().item(), rounded.max().item()
+        ulp = 2.0 ** (math.floor(math.log2(abs(value))) - 7)
+        assert above - below <= ulp
+        assert below <= x[0].item() <= above
+        assert abs(rounded.mean().item() - x[0].item()) < 4 * 0.5 * ulp / math.sqrt(count)  # of standard deviations, four
+
+
+def test_rounding_leaves_what_is_exact_and_what_is_no_number():
+    exact = torch.tensor([0.0, -0.0, 1.0, -1.5, 2.0**-130, 3.0e38, math.inf, -math.inf]).bfloat16()
+    bits = torch.full(exact.shape, 0xFFFF)
+    assert torch.equal(stochastic(exact.float(), bits).view(torch.int16), exact.view(torch.int16))
+    worst_nan = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)  # NVIDIA's: one more bit would make it −0
+    assert stochastic(worst_nan, bits[:1]).isnan().all()
+
+
+@triton
+def test_kernel_and_reference_round_with_the_same_bits():
+    """The interpreter multiplies and adds as PyTorch does on the CPU, so here whole updates agree; a GPU fuses the two."""
+    states = State(torch.bfloat16), State(torch.bfloat16)
+    for i in range(2):
+        gradients = gradients_of(i, torch.bfloat16)
+        for state, kernels in zip(states, ("triton", "torch"), strict=True):
+            state.update(gradients, norm_of(gradients), kernels)
+    assert all(torch.equal(a, b) for a, b in zip(states[0].tensors(), states[1].tensors(), strict=True))
+
+
+def one_bfloat16_update(p, v, place, kernels, rates=RATES, step=0.0):
+    m, g = torch.zeros_like(p), torch.zeros_like(p)
+    count = torch.tensor(step)
+    adamw([p], [g], [m], [v], [0.1], [place], count, torch.ones((), dtype=torch.float64), rates, kernels)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_small_changes_are_not_lost(kernels):
+    """0.95 lies a fifth of the way between two bfloat16: rounded to nearest, all would be a fifth of a unit too small."""
+    count = 4 * BLOCK
+    p, v = torch.ones(count).bfloat16(), torch.ones(count).bfloat16()
+    one_bfloat16_update(p, v, Place(1, 0, count, count), kernels)
+    ulp = 2**-8
+    bound = 5 * 0.4 * ulp / math.sqrt(count)  # five standard deviations
+    assert abs(v.double().mean().item() - 0.95) < bound < abs(torch.tensor(0.95).bfloat16().item() - 0.95) / 5
+    decayed = 1 - RATES.lr * 0.1  # 2⁻⁸·0.077 below one: to nearest, no weight would ever decay
+    assert abs(p.double().mean().item() - decayed) < bound < (1 - decayed) / 3
+
+
+ROWS, COLUMNS = 9, 701
+
+
+@pytest.mark.parametrize(
+    "cuts", [(range(9), range(701)), (range(2, 7), range(701)), (range(9), range(300, 701)), (range(4, 9), range(17, 18))]
+)
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_part_rounds_as_the_whole_does(kernels, cuts):
+    """Cut by rows, by columns, by both. The global index has more than 31 bits."""
+    rows, columns = cuts
+    first = 3_000_000_000
+    whole = torch.linspace(0.5, 1.5, ROWS * COLUMNS).view(ROWS, COLUMNS).bfloat16()
+    p, v = whole.clone(), whole.clone()
+    one_bfloat16_update(p, v, Place(5, first, COLUMNS, COLUMNS), "torch")
+    region = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
+    my_p, my_v = whole[region].clone(), whole[region].clone()
+    place = Place(5, first + rows.start * COLUMNS + columns.start, len(columns), COLUMNS)
+    one_bfloat16_update(my_p, my_v, place, kernels)
+    assert torch.equal(my_p, p[region])
+    assert torch.equal(my_v, v[region])
+    if len(columns) > 1:  # the control: without its place, a part rounds differently
+        lost_p, lost_v = whole[region].clone(), whole[region].clone()
+        one_bfloat16_update(lost_p, lost_v, Place(5, first + 1, len(columns), len(columns)), kernels)
+        assert not torch.equal(lost_v, v[region])
+
+
+def test_bits_differ_from_step_to_step_and_from_tensor_to_tensor():
+    shape = torch.Size([1 << 12])
+    draws = [random_bits(Place(key, 0, 1 << 12, 1 << 12), shape, torch.tensor(t)) for key in (1, 2) for t in (1, 2)]
+    draws += [draws[0] >> 16, lowbias32(draws[0])]  # what m and v take
+    low = torch.stack([(draw & 0xFFFF).double() for draw in draws])
+    assert (torch.corrcoef(low) - torch.eye(len(draws))).abs().max() < 0.08  # five standard deviations
+
+
+# --- the norm ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_squares_are_summed_in_float64_and_divided_by_the_copies(kernels, dtype):
+    sizes = (1, 0, 13, NORM_BLOCK, NORM_BLOCK + 1, 2 * NORM_BLOCK + 77)
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(n, generator=generator).to(dtype) for n in sizes]
+    gradients.append(torch.randn(99, generator=generator).to(dtype)[1:])  # starts at no multiple of 16 bytes
+    copies = [1, 2, 8, 4, 1, 2, 3]
+    expected = math.fsum(g.double().square().sum().item() / c for g, c in zip(gradients, copies, strict=True))
+    total = square_sum(gradients, copies, kernels)
+    assert total.dtype == torch.float64
+    assert total.item() == pytest.approx(expected, rel=1e-14)
+    assert total.item() == square_sum(gradients, copies, kernels).item()
+    assert square_sum(gradients, [1] * 7, kernels).item() != pytest.approx(expected, rel=0.1)  # the control
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("value", [1e-30, 1e30])
+def test_no_square_leaves_the_range(kernels, value):
+    """Each is a float32, and its square is none."""
+    gradients = [torch.full((100,), value)]
+    assert square_sum(gradients, [1], kernels).item() == pytest.approx(100 * value * value, rel=1e-6)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_gradient_that_is_no_number_is_noticed_wherever_it_is(kernels):
+    for position, bad in ((0, math.nan), (NORM_BLOCK + 5, math.inf)):
+        gradient = torch.zeros(NORM_BLOCK + 6)
+        gradient[position] = bad
+        assert not square_sum([gradient[:0], gradient], [1, 2], kernels).isfinite()
+    assert square_sum([gradient[:0]], [1], kernels) == 0
+
+
+# --- as PyTorch's operations ------------------------------------------------------------------------------------------
+
+
+@triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operations_keep_what_they_promise(dtype):
+    p, m, g = ([torch.randn(3).to(dtype), torch.randn(5, 2).to(dtype)] for _ in range(3))
+    v = [t.abs() for t in m]
+    scalars = torch.tensor([1.0, 0.5, 1e-3, 2.0, 3.0], dtype=torch.float64)
+    places = [7, 0, 3, 3, 8, 4, 2, 6] if dtype == torch.bfloat16 else []
+    arguments = p, g, m, v, scalars, [1e-4, 0.0], 0.9, 0.95, 1e-8, places
+    torch.library.opcheck(torch.ops.lattice.adamw.default, arguments)
+    torch.library.opcheck(torch.ops.lattice.square_sum.default, (g, [1, 2]))

@@ -1,0 +1,291 @@
+"""Every kernel against float64, in Triton's interpreter: forward and each gradient, both implementations of each operation.
+
+float32: within 2e-6 of the largest value. bfloat16: at most 1.1 times as far from the exact result as the exact result rounded
+to bfloat16 is (1.9 times where a residual sum, itself rounded, feeds a norm).
+"""
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model.kernels.backend import INTERPRETED, why_not_triton
+from model.kernels.cross_entropy import IGNORE, gradient_over_logits_, merge, statistics, token_losses
+from model.kernels.rms_norm import add_rms_norm, rms_norm
+from model.kernels.rotary import rotate
+from model.kernels.swiglu import swiglu
+from model.rotary import rotary_angles
+
+pytestmark = pytest.mark.skipif(why_not_triton("cpu") is not None, reason="needs Triton")
+EPS = 1e-5
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+WIDTHS = [1, 7, 64, 97, 1000]
+KERNELS = ["triton", "torch"]
+
+
+def randn(*shape, dtype, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def assert_close(found, exact, *, rounded_input=False, terms=0.0):
+    """`found` against `exact`, float64, to the bound of its dtype (top of this file). `terms`: the size of what cancels."""
+    assert found.shape == exact.shape
+    if not exact.numel():
+        return
+    error, size = (found.double() - exact).abs().max(), max(exact.abs().max().item(), terms)
+    if found.dtype == torch.bfloat16:
+        rounding = (exact.to(torch.bfloat16).double() - exact).abs().max()
+        assert error <= (1.9 if rounded_input else 1.1) * rounding + 2e-6 * terms, f"{error:.2e}, rounding {rounding:.2e}"
+    else:
+        bound = (2e-6 if found.dtype == torch.float32 else 1e-14) * size
+        assert error <= bound, f"{error:.2e} > {bound:.2e}"
+
+
+def compare(function, exact_function, inputs, **bound):
+    """Outputs and gradients of `function` on inputs against those of `exact_function` on the same in float64."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    exact_leaves = [x.detach().double().requires_grad_() for x in inputs]
+    outputs, exact = function(*leaves), exact_function(*exact_leaves)
+    directions = [randn(*y.shape, dtype=y.dtype, seed=9 + i) for i, y in enumerate(outputs)]
+    torch.autograd.backward(outputs, directions)
+    torch.autograd.backward(exact, [d.double() for d in directions])
+    for y, e in zip(outputs, exact, strict=True):
+        assert_close(y.detach(), e.detach(), **bound)
+    for x, e in zip(leaves, exact_leaves, strict=True):
+        assert x.grad.dtype == x.dtype
+        assert_close(x.grad, e.grad, **bound)
+
+
+def exact_rms_norm(x, w):
+    return (x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * w,)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(5, width) for width in WIDTHS] + [(2, 3, 16), (1, 33), (0, 8)], ids=str)
+def test_rms_norm(shape, dtype):
+    inputs = randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype, seed=1)
+    cancels = 1.0 if shape[-1] == 1 else 0.0  # of one number only the sign is left, and its gradient is eps
+    compare(lambda x, w: (rms_norm(x, w, EPS, "triton"),), exact_rms_norm, inputs, terms=cancels)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(5, 97), (2, 3, 64), (0, 8)], ids=str)
+def test_add_rms_norm(shape, dtype):
+    inputs = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype, seed=2), randn(shape[-1], dtype=dtype, seed=1)
+
+    def exact(x, r, w):
+        s = x + r
+        return *exact_rms_norm(s, w), s
+
+    compare(lambda x, r, w: add_rms_norm(x, r, w, EPS, "triton"), exact, inputs, rounded_input=True)
+
+
+def test_add_rms_norm_where_one_output_goes_nowhere():
+    x, r, w = randn(4, 16, dtype=torch.float32), randn(4, 16, dtype=torch.float32, seed=1), torch.ones(16)
+    for used in (0, 1):
+        gradients = []
+        for kernels in KERNELS:
+            leaf = x.clone().requires_grad_()
+            add_rms_norm(leaf, r, w, EPS, kernels)[used].cos().sum().backward()
+            gradients.append(leaf.grad)
+        assert_close(gradients[0], gradients[1].double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize(
+    ("s", "b", "q_heads", "k_heads", "width"), [(5, 2, 4, 2, 8), (3, 1, 1, 1, 2), (4, 2, 3, 1, 20), (0, 2, 4, 4, 8)]
+)
+def test_rotary(s, b, q_heads, k_heads, width, kernels, dtype):
+    inputs = randn(s, b, q_heads, width, dtype=dtype), randn(s, b, k_heads, width, dtype=dtype, seed=1)
+    for positions in (torch.arange(s).unsqueeze(1), torch.arange(s * b).view(s, b) * 37):
+        cos, sin = rotary_angles(positions, width, 1e4, dtype)
+
+        def exact(*heads, turn=torch.complex(cos.double(), sin.double())):  # noqa: B008 - of this round
+            turned = []
+            for x in heads:
+                z = torch.complex(*x.chunk(2, dim=-1)) * turn
+                turned.append(torch.cat((z.real, z.imag), dim=-1))
+            return turned
+
+        compare(lambda q, k, cos=cos, sin=sin: rotate(q, k, cos, sin, kernels), exact, inputs)
+
+
+def test_rotary_in_place_without_gradients_alone():
+    q, k = randn(3, 1, 2, 8, dtype=torch.float32), randn(3, 1, 1, 8, dtype=torch.float32, seed=1)
+    cos, sin = rotary_angles(torch.arange(3).unsqueeze(1), 8, 1e4, torch.float32)
+    expected = rotate(q, k, cos, sin, "torch")
+    kept = q.clone()
+    turned = rotate(q, k, cos, sin, "triton")
+    assert torch.equal(q, kept)
+    assert_close(turned[0], expected[0].double())
+    with torch.no_grad():
+        q_turned, k_turned = rotate(q, k, cos, sin, "triton")
+    assert q_turned.data_ptr() == q.data_ptr()
+    assert_close(q, expected[0].double())
+    assert_close(k_turned, expected[1].double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("shape", [(1,), (3, 7), (5, 2, 499), (0, 4)], ids=str)
+def test_swiglu(shape, kernels, dtype):
+    if kernels == "torch" and dtype == torch.bfloat16:
+        pytest.skip("PyTorch's silu rounds before the product")
+    inputs = randn(*shape, dtype=dtype) * 5, randn(*shape, dtype=dtype, seed=1)
+    compare(lambda g, u: (swiglu(g, u, kernels),), lambda g, u: (g * torch.sigmoid(g) * u,), inputs)
+
+
+def test_swiglu_far_out():
+    """exp(±1e4) overflows; silu does not."""
+    gate = torch.tensor([-1e4, -100.0, 0.0, 100.0, 1e4]).requires_grad_()
+    y = swiglu(gate, torch.ones(5), "triton")
+    y.sum().backward()
+    assert torch.equal(y.detach(), torch.tensor([0.0, 0.0, 0.0, 100.0, 1e4]))
+    assert torch.equal(gate.grad, torch.tensor([0.0, 0.0, 0.5, 1.0, 1.0]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_inputs_of_any_strides(dtype):
+    """Every other row; every other column; transposed; a gradient that is one number expanded."""
+    wide = randn(10, 64, dtype=dtype)
+    w = randn(32, dtype=dtype, seed=1)
+    for x in (wide[::2, :32], wide[:, ::2], randn(32, 10, dtype=dtype).T, wide[:1, :32].expand(10, 32)):
+        other = x.flip(0)
+        compare(lambda a, w: (rms_norm(a, w, EPS, "triton"),), exact_rms_norm, (x, w))
+        compare(lambda g, u: (swiglu(g, u, "triton"),), lambda g, u: (g * torch.sigmoid(g) * u,), (x, other))
+        found = x.detach().requires_grad_()
+        swiglu(found, other, "triton").sum().backward()
+        exact = x.detach().double().requires_grad_()
+        swiglu(exact, other.double(), "torch").sum().backward()
+        assert_close(found.grad, exact.grad)
+    q = randn(2, 3, 5, 8, dtype=dtype).permute(2, 0, 1, 3)  # [S, B, H, E], as attention's backward returns gradients
+    cos, sin = rotary_angles(torch.arange(5).unsqueeze(1), 8, 1e4, dtype)
+    for back in (False, True):
+        turned, _ = torch.ops.lattice.rotate(q, q, cos, sin, back)
+        again, _ = torch.ops.lattice.rotate(q.contiguous(), q.contiguous(), cos, sin, back)
+        assert torch.equal(turned, again)
+
+
+def exact_loss(z, targets, z_loss):
+    """Sum over target tokens, independently of ours."""
+    counted = targets != IGNORE
+    ce = F.cross_entropy(z, targets, ignore_index=IGNORE, reduction="sum")
+    return ce + z_loss * (z.logsumexp(-1).square() * counted).sum()
+
+
+def whole_loss(z, targets, first_rows, z_loss, scale, kernels):
+    """Loss and gradient of logits cut into columns at `first_rows`, as so many ranks compute them."""
+    cuts = [*first_rows, z.shape[1]]
+    shards = [z[:, a:b].clone() for a, b in pairwise(cuts)]
+    row = merge(torch.stack([statistics(s, targets, first, kernels) for s, first in zip(shards, first_rows, strict=True)]))
+    loss = token_losses(row, targets, z_loss).sum()
+    for shard, first in zip(shards, first_rows, strict=True):
+        gradient_over_logits_(shard, targets, row, torch.tensor(scale), first, z_loss, kernels)
+    return loss, torch.cat(shards, dim=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+@pytest.mark.parametrize(
+    ("tokens", "vocab", "first_rows"),
+    [
+        (6, 1, [0]),
+        (5, 97, [0]),
+        (5, 97, [0, 33, 66]),
+        (3, 9001, [0]),
+        (4, 3, [0, 1, 2, 3]),
+        (0, 8, [0, 4]),
+    ],
+)
+def test_cross_entropy(tokens, vocab, first_rows, z_loss, kernels, dtype):
+    z = randn(tokens, vocab, dtype=dtype) * 3
+    targets = torch.randint(vocab, (tokens,), generator=torch.Generator().manual_seed(1))
+    targets[1:2] = IGNORE
+    loss, gradient = whole_loss(z, targets, first_rows, z_loss, 0.25, kernels)
+    exact = z.double().requires_grad_()
+    expected = exact_loss(exact, targets, z_loss)
+    (0.25 * expected).backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=2e-6 if dtype != torch.float64 else 1e-14, abs=1e-9)
+    assert_close(gradient, exact.grad)
+    assert not gradient[1:2].any()
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_cross_entropy_far_out(kernels):
+    """Logits of ±1e4, columns that are masked out, a row of them on one rank, and where there is no target no finite logit."""
+    z = randn(6, 40, dtype=torch.float32)
+    z[0] *= 1e4
+    z[1], z[1, 7] = -1e4, 1e4
+    z[2, :20] = -torch.inf
+    z[3] = 1e4
+    z[4] = -torch.inf
+    z[5, 3] = -1e4
+    targets = torch.tensor([int(z[0].argmax()), 8, 30, 0, IGNORE, 3])
+    loss, gradient = whole_loss(z, targets, [0, 20], 0.0, 1.0, kernels)
+    counted = [0, 1, 2, 3, 5]
+    exact = z.double()[counted].requires_grad_()
+    expected = exact_loss(exact, targets[counted], 0.0)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=2e-6)
+    assert_close(gradient[counted], exact.grad)
+    assert not gradient[4].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_operations_keep_the_library_contract(dtype):
+    """Schema, fake tensors, autograd registration, ahead-of-time autograd: what compiler and checkpointing rely on."""
+    x, r = (randn(4, 2, 16, dtype=dtype, seed=i).requires_grad_() for i in (0, 1))
+    w = randn(16, dtype=dtype, seed=2).requires_grad_()
+    q, k = (randn(3, 2, h, 8, dtype=dtype, seed=h).requires_grad_() for h in (4, 2))
+    cos, sin = rotary_angles(torch.arange(3).unsqueeze(1), 8, 1e4, dtype)
+    z, targets = randn(4, 11, dtype=dtype), torch.tensor([1, IGNORE, 12, 10])
+    _, rstd = (t.detach() for t in torch.ops.lattice.rms_norm(x, w, EPS))
+    ops = torch.ops.lattice
+    calls = {
+        ops.rms_norm: (x, w, EPS),
+        ops.add_rms_norm: (x, r, w, EPS),
+        ops.rms_norm_backward: (x.detach(), r.detach(), x.detach(), w.detach(), rstd),
+        ops.rotate: (q, k, cos, sin, False),
+        ops.rotate_: (q.detach(), k.detach(), cos, sin),
+        ops.swiglu: (x, r),
+        ops.swiglu_backward: (x.detach(), r.detach(), x.detach()),
+        ops.cross_entropy_statistics: (z, targets, 1),
+        ops.cross_entropy_gradient_: (z, targets, rstd[:4], rstd[:4], torch.ones(()), 1, 1e-4),
+    }
+    for op, arguments in calls.items():
+        torch.library.opcheck(op.default, arguments)
+
+
+def test_a_planted_error_is_caught():
+    """eps forgotten, a gradient without its mean term, a target one column off: each is far outside the bounds."""
+    x, w = randn(5, 64, dtype=torch.float32) * 1e-2, torch.ones(64)
+    with pytest.raises(AssertionError):
+        compare(lambda x, w: (rms_norm(x, w, 0.0, "triton"),), exact_rms_norm, (x, w))
+    z, targets = randn(5, 31, dtype=torch.float32), torch.arange(5)
+    _, gradient = whole_loss(z, targets + 1, [0], 0.0, 1.0, "triton")
+    exact = z.double().requires_grad_()
+    exact_loss(exact, targets, 0.0).backward()
+    with pytest.raises(AssertionError):
+        assert_close(gradient, exact.grad)
+    truncated = (exact.grad.float().view(torch.int32) & -65536).view(torch.float32).to(torch.bfloat16)
+    with pytest.raises(AssertionError):
+        assert_close(truncated, exact.grad)
+
+
+def test_the_interpreter_rounds_as_a_gpu_does():
+    """Every bfloat16 comes back from float32; what lies between rounds to the nearest, ties to even; NaN stays."""
+    if not INTERPRETED:
+        pytest.skip("kernels are compiled here")
+    from model.kernels.interpreter import to_bfloat16, to_float32
+
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
+    as_float = torch.from_numpy(to_float32(every.numpy()))
+    assert torch.equal(as_float.nan_to_num(7), every.view(torch.bfloat16).float().nan_to_num(7))
+    between = randn(1 << 16, dtype=torch.float32) * as_float.abs().clamp(1e-30, 1e30).nan_to_num(1).sqrt()
+    ties = (every.to(torch.int32) << 16 | 0x8000).view(torch.float32)
+    for x in (between, ties):
+        rounded = torch.from_numpy(to_bfloat16(x.numpy())).view(torch.bfloat16)
+        assert torch.equal(rounded.float().nan_to_num(7), x.to(torch.bfloat16).float().nan_to_num(7))

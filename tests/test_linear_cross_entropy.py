@@ -1,0 +1,164 @@
+"""The head's projection and loss in pieces, against whole logits on one rank: the loss, and the gradient of each operand."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from model.kernels.backend import why_not_triton
+from model.kernels.cross_entropy import IGNORE, vocab_parallel_cross_entropy
+from model.kernels.linear_cross_entropy import linear_cross_entropy
+from parallel.mesh import build_mesh
+from parallel.placement import chunk_range
+from parallel.weight import Matmul
+from tests.counting import Listener
+
+S, B, D = 8, 2, 24
+KERNELS = [pytest.param("triton", marks=pytest.mark.skipif(why_not_triton("cpu") is not None, reason="needs Triton")), "torch"]
+
+
+def operands(vocab, dtype):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(S, B, D, generator=generator, dtype=torch.float64).to(dtype)
+    weight = torch.randn(vocab, D, generator=generator, dtype=torch.float64).to(dtype)
+    targets = torch.randint(vocab, (S, B), generator=generator)
+    targets[1, 0] = targets[7, 1] = IGNORE
+    return x, weight, targets
+
+
+def expected(vocab, dtype, z_loss):
+    """Loss, dx and dw in float64, from whole logits."""
+    x, weight, targets = operands(vocab, dtype)
+    x, weight = (t.double().requires_grad_() for t in (x, weight))
+    z = (x @ weight.T).flatten(0, 1)
+    loss = F.cross_entropy(z, targets.flatten(), ignore_index=IGNORE, reduction="sum")
+    loss = (loss + z_loss * (z.logsumexp(-1).square() * (targets.flatten() != IGNORE)).sum()) / 7
+    (3 * loss).backward()
+    return loss.detach(), x.grad, weight.grad
+
+
+def in_pieces(vocab, dtype, sequence_parallel, z_loss, kernels, piece_bytes):
+    """This rank's loss, dx and dw, and what travelled."""
+    mesh = build_mesh((1, 1, 1, dist.get_world_size()), "cpu")
+    tp, rank = mesh.tp.size(), mesh.tp.get_local_rank()
+    x, weight, targets = operands(vocab, dtype)
+    rows = chunk_range(vocab, tp, rank)
+    mine = (x.chunk(tp)[rank] if sequence_parallel else x).clone().requires_grad_()
+    weight = weight[rows.start : rows.stop].clone().requires_grad_()
+    scale = torch.tensor(1 / 7, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    arguments = (mine, weight, targets, scale, rows.start, mesh.tp.get_group(), sequence_parallel)
+    options = {"vocab_size": vocab, "z_loss": z_loss, "kernels": kernels, "piece_bytes": piece_bytes}
+    with Listener(mesh) as forward:
+        loss = linear_cross_entropy(*arguments, **options)
+    with Listener(mesh) as backward:
+        (3 * loss).backward()
+    with torch.no_grad():
+        assert torch.equal(linear_cross_entropy(*arguments, **options), loss), "without gradients the loss is the same"
+    largest = forward.largest
+    return loss.detach(), mine.grad, weight.grad, forward.count(), backward.count(), largest
+
+
+def relative(found, exact):
+    return ((found.double() - exact).abs().max() / exact.abs().max()).item()
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("dtype", "bounds"),
+    [
+        (torch.float64, (1e-14, 1e-14, 1e-14)),
+        (torch.float32, (1e-6, 2e-6, 2e-6)),
+        (torch.bfloat16, (1e-2, 2e-2, 1e-2)),  # logits rounded to bfloat16, 1/256 of up to 20
+    ],
+    ids=str,
+)
+def test_is_what_whole_logits_give(ranks, tp, sequence_parallel, dtype, bounds, kernels):
+    """In one piece, in several of unequal size, and one row at a time; with the normaliser's loss and a vocabulary tp does not
+    divide. The gradient that arrives is not 1."""
+    vocab, z_loss = 51, 1e-2
+    loss, dx, dw = expected(vocab, dtype, z_loss)
+    for piece_bytes in (1 << 20, 13 * 6 * dtype.itemsize, 1):
+        results = ranks.run(in_pieces, tp, vocab, dtype, sequence_parallel, z_loss, kernels, piece_bytes)
+        found_dx = torch.cat([r[1] for r in results]) if sequence_parallel else results[-1][1]
+        found_dw = torch.cat([r[2] for r in results])
+        assert all(torch.equal(r[0], results[0][0]) for r in results), "every rank returns the same loss"
+        assert found_dx.dtype == found_dw.dtype == dtype
+        errors = relative(results[0][0], loss), relative(found_dx, dx), relative(found_dw, dw)
+        assert all(error <= bound for error, bound in zip(errors, bounds, strict=True)), errors
+
+
+def test_more_ranks_than_rows_of_the_vocabulary(ranks):
+    """A rank without columns takes part all the same."""
+    loss, dx, dw = expected(3, torch.float64, 0.0)
+    results = ranks.run(in_pieces, 4, 3, torch.float64, True, 0.0, "torch", 1 << 20)
+    assert relative(results[0][0], loss) < 1e-14
+    assert relative(torch.cat([r[1] for r in results]), dx) < 1e-14
+    assert relative(torch.cat([r[2] for r in results]), dw) < 1e-14
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_what_travels_and_what_is_held(ranks, sequence_parallel):
+    """In any number of pieces the same bytes; nothing in backward; and no tensor larger than a piece's logits, a weight or the
+    input. (With whole logits, 16 · 512 numbers, there is one.)"""
+    tp, vocab, hidden, tokens = 2, 1024, S * B * D * 8, S * B
+    for pieces, piece_bytes in ((1, 1 << 20), (4, vocab // tp * 8 * tokens // 4)):
+        for _, _, _, forward, backward, largest in ranks.run(
+            in_pieces, tp, vocab, torch.float64, sequence_parallel, 0.0, "torch", piece_bytes
+        ):
+            statistics = pieces, tp * 3 * tokens * 8
+            if sequence_parallel:
+                gathers = 2 * pieces, hidden + statistics[1]
+                assert forward == {"all_gather": gathers, "reduce_scatter": (pieces, hidden)}
+            else:
+                assert forward == {"all_gather": statistics, "all_reduce": (pieces, hidden)}
+            assert backward == {}
+            assert largest == max(vocab // tp * D, tokens // pieces * vocab // tp)
+
+
+def whole_logits(vocab, kernels):
+    """Loss and gradients through VocabParallelCrossEntropy, of logits that exist."""
+    mesh = build_mesh((1, 1, 1, dist.get_world_size()), "cpu")
+    rows = chunk_range(vocab, mesh.tp.size(), mesh.tp.get_local_rank())
+    x, weight, targets = operands(vocab, torch.float64)
+    weight = weight[rows.start : rows.stop].clone().requires_grad_()
+    loss = vocab_parallel_cross_entropy(x @ weight.T, targets, rows.start, mesh.tp.get_group(), 1e-2, kernels) / 7
+    (3 * loss).backward()
+    return loss.detach(), weight.grad
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_loss_of_logits_that_exist(ranks, tp, kernels):
+    loss, _, dw = expected(51, torch.float64, 1e-2)
+    results = ranks.run(whole_logits, tp, 51, kernels)
+    assert relative(results[0][0], loss) < 1e-14
+    assert relative(torch.cat([r[1] for r in results]), dw) < 1e-14
+
+
+def test_backward_twice_is_refused():
+    """The gradients are handed on, not kept."""
+
+    class Alone:
+        def size(self):
+            return 1
+
+    x, weight, targets = operands(51, torch.float64)
+    x.requires_grad_()
+    loss = linear_cross_entropy(x, weight, targets, torch.tensor(1.0).double(), 0, Alone(), True, vocab_size=51)
+    loss.backward(retain_graph=True)
+    with pytest.raises(AssertionError, match="handed on already"):
+        loss.backward()
+
+
+def test_the_weight_gradient_is_summed_in_float32():
+    """Sixty-four pieces of bfloat16: rounded once, where a sum in bfloat16 would be rounded at every piece."""
+    dy, x = (torch.randn(64 * 16, n, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (8, 12))
+    exact = dy.double().T @ x.double()
+    wide = narrow = None
+    for a, b in zip(dy.split(16), x.split(16), strict=True):
+        wide = Matmul.add_weight_gradient(a, b, into=wide, dtype=torch.float32)
+        narrow = Matmul.add_weight_gradient(a, b, into=narrow, dtype=torch.bfloat16)
+    assert relative(wide, exact) < 2e-6
+    assert relative(narrow, exact) > 1e-3
