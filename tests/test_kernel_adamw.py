@@ -6,17 +6,30 @@ import pytest
 import torch
 
 from model.kernels.adamw import BLOCK, Place, Rates, adamw, lowbias32, random_bits, stochastic
-from model.kernels.backend import INTERPRETED
+from model.kernels.backend import INTERPRETED, why_not_triton
 from model.kernels.gradient_norm import BLOCK as NORM_BLOCK
 from model.kernels.gradient_norm import square_sum
 from model.kernels.multi_tensor import prepare
 
-triton = pytest.mark.skipif(not INTERPRETED, reason="Triton's interpreter is not there")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+triton = pytest.mark.skipif(why_not_triton(DEVICE) is not None, reason="needs Triton")
 KERNELS = ["torch", pytest.param("triton", marks=triton)]
 SIZES = (1, 13, BLOCK, 0, BLOCK + 1, 997, 7, 5)
 DECAYS = [0.1, 0.0] * 4
 RATES = Rates(lr=3e-3, betas=(0.9, 0.95), eps=1e-8, max_norm=1.0)
 BFLOAT16_PLACES = [Place(key=i + 1, first=0, width=max(1, n), global_width=max(1, n)) for i, n in enumerate(SIZES)]
+
+
+@pytest.fixture(autouse=True)
+def on_device():
+    """What a test makes, it makes where the kernels run."""
+    with torch.device(DEVICE):
+        yield
+
+
+def randn(n, generator, dtype=torch.float64):
+    """The same numbers on every device."""
+    return torch.randn(n, generator=generator, dtype=dtype, device="cpu").to(DEVICE)
 
 
 class State:
@@ -29,7 +42,7 @@ class State:
         self.step = torch.zeros(())
 
     def draw(self):
-        return [torch.randn(n, generator=self.generator, dtype=torch.float64) for n in SIZES]
+        return [randn(n, self.generator) for n in SIZES]
 
     def update(self, gradients, norm, kernels, rates=RATES):
         copies = [g.clone() for g in gradients]
@@ -42,7 +55,7 @@ class State:
 
 def gradients_of(step, dtype, size=1.0):
     generator = torch.Generator().manual_seed(100 + step)
-    return [(torch.randn(n, generator=generator, dtype=torch.float64) * size).to(dtype) for n in SIZES]
+    return [(randn(n, generator) * size).to(dtype) for n in SIZES]
 
 
 def norm_of(gradients):
@@ -181,7 +194,7 @@ def test_the_hash_is_lowbias32():
 
 def test_every_input_bit_turns_every_output_bit_half_of_the_time():
     """What tells a hash from a counter. A wrong constant or shift leaves some pair of bits far from one half."""
-    x = torch.randint(0, 2**32, (1 << 13,), generator=torch.Generator().manual_seed(0))
+    x = torch.randint(0, 2**32, (1 << 13,), generator=torch.Generator().manual_seed(0), device="cpu").to(DEVICE)
     for bit in range(32):
         turned = lowbias32(x) ^ lowbias32(x ^ (1 << bit))
         rates = torch.stack([(turned >> out & 1).double().mean() for out in range(32)])
@@ -212,6 +225,8 @@ def test_rounding_leaves_what_is_exact_and_what_is_no_number():
 @triton
 def test_kernel_and_reference_round_with_the_same_bits():
     """The interpreter multiplies and adds as PyTorch does on the CPU, so here whole updates agree; a GPU fuses the two."""
+    if not INTERPRETED:
+        pytest.skip("kernels are compiled here")
     states = State(torch.bfloat16), State(torch.bfloat16)
     for i in range(2):
         gradients = gradients_of(i, torch.bfloat16)
@@ -281,8 +296,8 @@ def test_bits_differ_from_step_to_step_and_from_tensor_to_tensor():
 def test_squares_are_summed_in_float64_and_divided_by_the_copies(kernels, dtype):
     sizes = (1, 0, 13, NORM_BLOCK, NORM_BLOCK + 1, 2 * NORM_BLOCK + 77)
     generator = torch.Generator().manual_seed(0)
-    gradients = [torch.randn(n, generator=generator).to(dtype) for n in sizes]
-    gradients.append(torch.randn(99, generator=generator).to(dtype)[1:])  # starts at no multiple of 16 bytes
+    gradients = [randn(n, generator, torch.float32).to(dtype) for n in sizes]
+    gradients.append(randn(99, generator, torch.float32).to(dtype)[1:])  # starts at no multiple of 16 bytes
     copies = [1, 2, 8, 4, 1, 2, 3]
     expected = math.fsum(g.double().square().sum().item() / c for g, c in zip(gradients, copies, strict=True))
     total = square_sum(gradients, copies, kernels)

@@ -122,5 +122,4 @@ def test_nothing_needs_triton_to_be_installed():
     """A CPU build of torch brings none."""
     code = "import sys; sys.modules['triton'] = None; import train; from model.kernels import backend"
     code += "; sys.exit(backend.triton is not None)"
-    for interpreted in ("0", "1"):
-        subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": interpreted}, check=True)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, check=True)

@@ -1,4 +1,5 @@
-"""Every kernel against float64, in Triton's interpreter: forward and each gradient, both implementations of each operation.
+"""Every kernel against float64, on a GPU or in Triton's interpreter: forward and each gradient, both implementations of each
+operation.
 
 float32: within 2e-6 of the largest value. bfloat16: at most 1.1 times as far from the exact result as the exact result rounded
 to bfloat16 is (1.9 times where a residual sum, itself rounded, feeds a norm).
@@ -17,15 +18,25 @@ from model.kernels.rotary import rotate
 from model.kernels.swiglu import swiglu
 from model.rotary import rotary_angles
 
-pytestmark = pytest.mark.skipif(why_not_triton("cpu") is not None, reason="needs Triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.skipif(why_not_triton(DEVICE) is not None, reason="needs Triton")
 EPS = 1e-5
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 WIDTHS = [1, 7, 64, 97, 1000]
 KERNELS = ["triton", "torch"]
 
 
+@pytest.fixture(autouse=True)
+def on_device():
+    """What a test makes, it makes where the kernels run."""
+    with torch.device(DEVICE):
+        yield
+
+
 def randn(*shape, dtype, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    """The same numbers on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(DEVICE, dtype)
 
 
 def assert_close(found, exact, *, rounded_input=False, terms=0.0):
@@ -202,7 +213,7 @@ def whole_loss(z, targets, first_rows, z_loss, scale, kernels):
 )
 def test_cross_entropy(tokens, vocab, first_rows, z_loss, kernels, dtype):
     z = randn(tokens, vocab, dtype=dtype) * 3
-    targets = torch.randint(vocab, (tokens,), generator=torch.Generator().manual_seed(1))
+    targets = torch.randint(vocab, (tokens,), generator=torch.Generator().manual_seed(1), device="cpu").to(DEVICE)
     targets[1:2] = IGNORE
     loss, gradient = whole_loss(z, targets, first_rows, z_loss, 0.25, kernels)
     exact = z.double().requires_grad_()

@@ -34,8 +34,8 @@ from training.voice import from_rank_0, together
 
 NAME = re.compile(r"step-(\d{8})")
 FORMAT, VERSION = "lattice-checkpoint", 1
-# Dimensions alone decide whether weights fit; the initialisation does not.
-FREE_MODEL_KEYS = {"init_std"}
+# Dimensions alone decide whether weights fit; how they began, what is minimised and what computes it do not.
+FREE_MODEL_KEYS = {"init_std", "z_loss", "kernels"}
 
 
 def checkpoint_folder(config: Config) -> Path:

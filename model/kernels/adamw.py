@@ -34,7 +34,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.kernels.backend import accumulator, jit, tl, use_triton
+from model.kernels.backend import accumulator, jit, tl, use_triton, warps_for
 from model.kernels.multi_tensor import find, pointer, prepare, triton_type
 
 BLOCK = 2048  # 8 elements a thread: two 16-byte loads of float32 from each of p, g, m and v
@@ -233,7 +233,8 @@ def _update_all(
         dtype = p[0].dtype
         _adamw[launch.grid](
             launch.table, launch.places, scalars, BETA1=beta1, BETA2=beta2, EPS=eps, ACC=accumulator(dtype),
-            DTYPE=triton_type(dtype), ALIGNED=launch.aligned, ROUND=bool(places), BLOCK=BLOCK, num_warps=8,
+            DTYPE=triton_type(dtype), ALIGNED=launch.aligned, ROUND=bool(places), BLOCK=BLOCK,
+            num_warps=warps_for(2 * BLOCK),
         )  # fmt: skip
 
 

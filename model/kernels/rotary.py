@@ -96,14 +96,14 @@ def _launch(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin
     if not tokens:
         return
     padded, q_padded, k_padded = next_power_of_2(head_dim // 2), next_power_of_2(q_heads), next_power_of_2(k_heads)
-    block = 2 * q_padded * padded
-    at_once = rows_at_once(block)
+    at_once = rows_at_once(2 * q_padded * padded)
     _rotate_kernel[(cdiv(tokens, at_once),)](
         q, k, q_out, k_out, cos, sin, tokens, q.shape[1], q_heads, k_heads,
         cos.stride(0), cos.stride(1) if cos.shape[1] > 1 else 0,
         *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3],
         BACK=back, TOKENS=at_once, Q_HEADS=q_padded, K_HEADS=k_padded, HALF=head_dim // 2, PADDED=padded,
-        ACC=accumulator(q.dtype), num_warps=warps_for(at_once * block),
+        # As many threads as the smaller tile, k's, has 16-byte accesses for; q's threads then do several heads.
+        ACC=accumulator(q.dtype), num_warps=warps_for(at_once * 2 * min(q_padded, k_padded) * padded),
     )  # fmt: skip
 
 

@@ -21,7 +21,21 @@ def swiglu(gate: Tensor, up: Tensor, kernels: str) -> Tensor:
     """gate, up [..., F] → silu(gate) · up."""
     if use_triton(gate, kernels):
         return torch.ops.lattice.swiglu(gate, up)
-    return F.silu(gate) * up
+    return SwiGLU.apply(gate, up)
+
+
+class SwiGLU(torch.autograd.Function):
+    """The reference. Left to autograd it would keep silu(g) too."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(dy * up, gate), dy * F.silu(gate)
 
 
 @jit

@@ -1,0 +1,113 @@
+"""One call of every operation with Triton kernels for each way it is compiled, in sizes met in training.
+
+tools/compile_kernels.py compiles what these calls launch. Tensors are not filled, since nothing computes with them. A kernel is
+compiled anew for other dtypes, other blocks (by the width of a row) and other alignments: addresses, strides and sizes that are
+multiples of 16. So rows of odd width stand here too, where accesses of 16 bytes are impossible.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.kernels.adamw import Place, Rates, adamw
+from model.kernels.cross_entropy import gradient_over_logits_, merge, statistics
+from model.kernels.gradient_norm import square_sum
+from model.kernels.rms_norm import add_rms_norm, rms_norm
+from model.kernels.rotary import rotate
+from model.kernels.swiglu import swiglu
+
+TOKENS = 64
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@dataclass(frozen=True)
+class Specimen:
+    """A call and what is expected of the kernels that it launches."""
+
+    name: str
+    launch: Callable[[], Any]
+    wide: bool = True  # tensors are aligned: accesses must be of 16 bytes (but for single numbers, one for each row)
+    narrow: tuple[str, ...] = ()  # except those with this in their line of the source, or in the line that called it
+
+
+def _empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, requires_grad=dtype.is_floating_point)
+
+
+def _backward(y: Tensor | tuple[Tensor, ...], *inputs: Tensor) -> None:
+    outputs = (y,) if isinstance(y, Tensor) else y
+    torch.autograd.grad(outputs, inputs, [torch.empty_like(output) for output in outputs])
+
+
+def _norm(width: int, dtype: torch.dtype = BF16) -> None:
+    x, weight = _empty(TOKENS, width, dtype=dtype), _empty(width, dtype=dtype)
+    _backward(rms_norm(x, weight, 1e-5, "triton"), x, weight)
+
+
+def _norm_of_sum(width: int, dtype: torch.dtype = BF16) -> None:
+    x, residual, weight = _empty(TOKENS, width, dtype=dtype), _empty(TOKENS, width, dtype=dtype), _empty(width, dtype=dtype)
+    _backward(add_rms_norm(x, residual, weight, 1e-5, "triton"), x, residual, weight)
+
+
+def _rotary(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype = BF16) -> None:
+    q, k = _empty(TOKENS, 1, heads, head_dim, dtype=dtype), _empty(TOKENS, 1, kv_heads, head_dim, dtype=dtype)
+    cos, sin = torch.empty(2, TOKENS, 1, 1, head_dim // 2)
+    _backward(rotate(q, k, cos, sin, "triton"), q, k)
+    with torch.no_grad():
+        rotate(q.detach(), k.detach(), cos, sin, "triton")
+
+
+def _gate(width: int, dtype: torch.dtype = BF16) -> None:
+    gate, up = _empty(TOKENS, width, dtype=dtype), _empty(TOKENS, width, dtype=dtype)
+    _backward(swiglu(gate, up, "triton"), gate, up)
+
+
+def _loss(vocabulary: int, dtype: torch.dtype = BF16) -> None:
+    logits, targets = torch.empty(TOKENS, vocabulary, dtype=dtype), torch.zeros(TOKENS, dtype=torch.int64)
+    row = merge(statistics(logits, targets, vocabulary, "triton").unsqueeze(0))
+    gradient_over_logits_(logits, targets, row, torch.ones(()), vocabulary, 1e-4, "triton")
+
+
+def _gradients(dtype: torch.dtype, shift: int = 0) -> None:
+    gradients = [torch.empty(4096 * 17 + shift, dtype=dtype)[shift:], torch.empty(4096, dtype=dtype)]
+    square_sum(gradients, [1, 8], "triton")
+
+
+def _update(dtype: torch.dtype) -> None:
+    p, g, m, v = ([torch.empty(4096, 17, dtype=dtype), torch.empty(4096, dtype=dtype)] for _ in range(4))
+    places = [Place(1, 0, 17, 17), Place(2, 0, 4096, 4096)]
+    norm = torch.ones((), dtype=torch.float64)
+    adamw(p, g, m, v, [0.1, 0.0], places, torch.zeros(()), norm, Rates(1e-3, (0.9, 0.95), 1e-8, 1.0), "triton")
+
+
+ANGLES = ("COS + angles", "SIN + angles")  # 64 numbers a token, read by more threads than that
+TAIL = ("mask=offsets < left", "ROUND, False, BLOCK")  # a tensor's last block: it may end anywhere
+SQUARES = (*TAIL, "PARTIAL + start")  # and the partial sums, 8 bytes for each block
+
+SPECIMENS = [
+    Specimen("rms_norm 1024", lambda: _norm(1024), narrow=("W + columns",)),  # four rows at once: more threads than weights
+    *(Specimen(f"rms_norm {width}", partial(_norm, width)) for width in (4096, 8192, 16384)),
+    *(Specimen(f"add_rms_norm {width}", partial(_norm_of_sum, width)) for width in (4096, 8192, 16384)),
+    Specimen("rms_norm 8192 float32", lambda: _norm(8192, FP32)),
+    Specimen("add_rms_norm 8192 float32", lambda: _norm_of_sum(8192, FP32)),
+    Specimen("rms_norm 1023", lambda: _norm(1023), wide=False),
+    Specimen("rotary 32 + 8 heads of 128", lambda: _rotary(32, 8, 128), narrow=ANGLES),
+    Specimen("rotary 64 + 8 heads of 128", lambda: _rotary(64, 8, 128), narrow=ANGLES),
+    Specimen("rotary 4 + 1 heads of 128 float32", lambda: _rotary(4, 1, 128, FP32), narrow=ANGLES),
+    Specimen("rotary 12 + 4 heads of 96", lambda: _rotary(12, 4, 96), narrow=ANGLES),
+    Specimen("swiglu 14336", lambda: _gate(14336)),
+    Specimen("swiglu 14336 float32", lambda: _gate(14336, FP32)),
+    Specimen("cross-entropy 128256", lambda: _loss(128256)),
+    Specimen("cross-entropy 16032", lambda: _loss(16032)),
+    Specimen("cross-entropy 16032 float32", lambda: _loss(16032, FP32)),
+    Specimen("cross-entropy 50257", lambda: _loss(50257), wide=False),
+    Specimen("square_sum float32", lambda: _gradients(FP32), narrow=SQUARES),
+    Specimen("square_sum bfloat16", lambda: _gradients(BF16), narrow=SQUARES),
+    Specimen("square_sum unaligned", lambda: _gradients(FP32, shift=1), wide=False),
+    Specimen("adamw float32", lambda: _update(FP32), narrow=TAIL),
+    Specimen("adamw bfloat16", lambda: _update(BF16), narrow=TAIL),
+]

@@ -1,0 +1,158 @@
+"""Every kernel moves as many bytes as its file says, to the byte, small terms included.
+
+T rows of D elements in bfloat16, if nothing else is said. What a program loads a second time comes from a cache; it is counted
+apart and named where it happens.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.kernels import adamw as adamw_file
+from model.kernels import backend, gradient_norm
+from model.kernels.adamw import Place, Rates, adamw
+from model.kernels.cross_entropy import gradient_over_logits_, merge, statistics
+from model.kernels.gradient_norm import square_sum
+from model.kernels.rms_norm import add_rms_norm, rms_norm
+from model.kernels.rotary import rotate
+from model.kernels.swiglu import swiglu
+from tests.interpreter_counter import Launch, counted
+
+pytestmark = pytest.mark.skipif(not backend.INTERPRETED, reason="needs Triton's interpreter")
+
+BF16 = torch.bfloat16
+
+
+def tensor(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(shape).to(dtype).requires_grad_()
+
+
+def launches_of(call: Callable[[], object]) -> list[Launch]:
+    with counted() as launches:
+        call()
+    return launches
+
+
+def forward_and_backward(call: Callable[[], Tensor | tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Launch, Launch]:
+    def both() -> None:
+        y = call()
+        outputs = (y,) if isinstance(y, Tensor) else y
+        torch.autograd.grad(outputs, inputs, [torch.ones_like(output) for output in outputs])
+
+    forward, backward = launches_of(both)
+    return forward, backward
+
+
+def moved(launch: Launch) -> int:
+    assert launch.stored_again == 0
+    return launch.loaded + launch.stored
+
+
+# D of 96: a block that is not full, and rows that do not fill the last tile
+@pytest.mark.parametrize(("rows", "width"), [(16, 1024), (9, 4096), (50, 96)])
+@pytest.mark.parametrize("add", [False, True])
+def test_norm(rows: int, width: int, add: bool) -> None:
+    x, residual, weight = tensor(rows, width), tensor(rows, width), tensor(width)
+    if add:
+        forward, backward = forward_and_backward(lambda: add_rms_norm(x, residual, weight, 1e-5, "triton"), x, residual, weight)
+    else:
+        forward, backward = forward_and_backward(lambda: rms_norm(x, weight, 1e-5, "triton"), x, weight)
+    elements, weights, rstd = rows * width, 2 * width, 4 * rows
+    assert moved(forward) == (8 if add else 4) * elements + weights + rstd
+    assert moved(backward) == (8 if add else 6) * elements + weights + rstd + 4 * width * backward.programs
+    assert forward.loaded_again == 0
+    tiles = backend.cdiv(rows, backend.rows_at_once(backend.next_power_of_2(width)))
+    assert backward.loaded_again == weights * (tiles - backward.programs)  # the weight, for each tile after a program's first
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 2, 64), (3, 1, 24)])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_rotary(heads: int, kv_heads: int, head_dim: int, in_place: bool) -> None:
+    tokens = 10
+    q, k = tensor(tokens // 2, 2, heads, head_dim), tensor(tokens // 2, 2, kv_heads, head_dim)
+    cos, sin = torch.randn(2, tokens // 2, 2, 1, head_dim // 2)
+    if in_place:
+        with torch.no_grad():
+            launches = launches_of(lambda: rotate(q, k, cos, sin, "triton"))
+    else:
+        launches = [*forward_and_backward(lambda: rotate(q, k, cos, sin, "triton"), q, k)]
+    elements = tokens * (heads + kv_heads) * head_dim
+    for launch in launches:
+        assert moved(launch) == 4 * elements + 4 * elements // (heads + kv_heads)
+        assert launch.loaded_again == 0
+
+
+def test_swiglu() -> None:
+    gate, up = tensor(7, 1000), tensor(7, 1000)
+    forward, backward = forward_and_backward(lambda: swiglu(gate, up, "triton"), gate, up)
+    assert moved(forward) == 6 * gate.numel()
+    assert moved(backward) == 10 * gate.numel()
+    assert forward.loaded_again == backward.loaded_again == 0
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(9, 512), (3, 10_000)])
+def test_cross_entropy(tokens: int, width: int) -> None:
+    logits, targets = tensor(tokens, width).detach(), torch.arange(tokens)
+    (found,) = launches_of(lambda: statistics(logits, targets, 0, "triton"))
+    assert moved(found) == 2 * logits.numel() + 20 * tokens
+    assert found.loaded_again == 2 * tokens  # the target's logit
+    row = merge(statistics(logits, targets, 0, "triton").unsqueeze(0))
+    (found,) = launches_of(lambda: gradient_over_logits_(logits, targets, row, torch.ones(()), 0, 1e-4, "triton"))
+    assert moved(found) == 4 * logits.numel() + 16 * tokens + 4  # a target, two statistics; the scale
+    assert found.loaded_again == 0
+
+
+@pytest.mark.parametrize(("dtype", "per_parameter", "fields", "scalars"), [(torch.float32, 28, 6, 4), (BF16, 14, 10, 5)])
+def test_adamw(dtype: torch.dtype, per_parameter: int, fields: int, scalars: int) -> None:
+    sizes = [5000, 3]
+    p, g, m, v = ([torch.rand(size).to(dtype) for size in sizes] for _ in range(4))
+    places = [Place(1, 0, size, size) for size in sizes]
+    norm, rates = torch.ones((), dtype=torch.float64), Rates(1e-3, (0.9, 0.95), 1e-8, 1.0)
+    (found,) = launches_of(lambda: adamw(p, g, m, v, [0.1, 0.0], places, torch.zeros(()), norm, rates, "triton"))
+    blocks = sum(backend.cdiv(size, adamw_file.BLOCK) for size in sizes)
+    assert moved(found) == per_parameter * sum(sizes) + 8 * blocks + 8 * fields * len(sizes) + 8 * scalars
+    assert found.loaded_again == 0
+
+
+@pytest.mark.parametrize(("dtype", "per_element"), [(torch.float32, 4), (BF16, 2)])
+def test_gradient_norm(dtype: torch.dtype, per_element: int) -> None:
+    sizes = [20_000, 7]
+    squares, total = launches_of(lambda: square_sum([torch.rand(size).to(dtype) for size in sizes], [1, 2], "triton"))
+    blocks = sum(backend.cdiv(size, gradient_norm.BLOCK) for size in sizes)
+    assert moved(squares) == per_element * sum(sizes) + (8 + 8) * blocks + 8 * 3 * len(sizes)
+    assert moved(total) == 8 * blocks + 8
+    assert squares.loaded_again == total.loaded_again == 0
+
+
+# --- the controls -----------------------------------------------------------------------------------------------------
+
+
+def test_wasteful_kernels_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+    import triton.language as tl
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # looked up when a kernel is defined
+
+    @triton.jit
+    def copy(X, EXTRA, Y, n, READ_EXTRA: tl.constexpr, AGAIN: tl.constexpr, STORE_ALL: tl.constexpr, BLOCK: tl.constexpr):
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(X + i, mask=i < n)
+        if READ_EXTRA:
+            x += tl.load(EXTRA + i, mask=i < n)
+        if AGAIN:
+            x += tl.load(X + i, mask=i < n)
+        tl.store(Y + i, x, mask=i < n)
+        if STORE_ALL:
+            tl.store(Y + tl.arange(0, 8), tl.zeros((8,), tl.float32))
+
+    def traffic(extra: bool = False, again: bool = False, store_all: bool = False) -> Launch:
+        x, other, y = torch.rand(3, 100)
+        (found,) = launches_of(lambda: copy[(2,)](x, other, y, 100, extra, again, store_all, 64))
+        return found
+
+    assert traffic() == Launch("copy", 2, 400, 400, 0, 0)
+    assert traffic(extra=True) == Launch("copy", 2, 800, 400, 0, 0)
+    assert traffic(again=True) == Launch("copy", 2, 400, 400, 400, 0)
+    assert traffic(store_all=True).stored_again > 0

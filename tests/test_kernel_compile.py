@@ -1,0 +1,129 @@
+"""Every Triton kernel, compiled for GPUs that are not here: no spills, accesses of 16 bytes, and limits kept.
+
+tools/compile_kernels.py is run as a user runs it, in a process of its own: this one's kernels are interpreted.
+"""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+KERNELS = sorted((ROOT / "model" / "kernels").glob("*.py"))
+TARGETS = ("sm_80", "sm_90", "gfx942")
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+
+BROKEN = """
+import torch
+import triton
+import triton.language as tl
+
+from model.kernels import backend
+from model.kernels.specimens import Specimen
+
+
+@triton.jit
+def copy(X, Y, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < n
+    x = tl.load(X + i, mask=inside)
+    tl.store(Y + i, x, mask=inside)
+
+
+@triton.jit
+def hoard(X, Y, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, n, BLOCK):
+        x = tl.load(X + start + i)
+        total += x * tl.sum(x, 0)
+    tl.store(Y + i, total)
+
+
+@triton.jit
+def transpose(X, Y, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    x = tl.load(X + i[:, None] * SIZE + i[None, :])
+    tl.store(Y + i[:, None] * SIZE + i[None, :], tl.trans(x))
+
+
+def launch(kernel, n, warps, shift=0, **blocks):
+    x, y = (torch.empty(n + shift)[shift:] for _ in range(2))
+    kernel[(1,)](x, y, *([n] if "BLOCK" in blocks else []), **blocks, num_warps=warps)
+
+
+SPECIMENS = [
+    Specimen("sound", lambda: launch(copy, 4096, 4, BLOCK=1024)),
+    Specimen("odd size", lambda: launch(copy, 4095, 4, BLOCK=1024)),
+    Specimen("odd address", lambda: launch(copy, 4096, 4, shift=1, BLOCK=1024)),
+    Specimen("odd but allowed", lambda: launch(copy, 4095, 4, BLOCK=1024), narrow=("tl.store(Y",)),
+    Specimen("odd and expected", lambda: launch(copy, 4095, 4, BLOCK=1024), wide=False),
+    Specimen("spills", lambda: launch(hoard, 65536, 1, BLOCK=256 * backend.LANES)),  # twice 256 numbers a thread
+    Specimen("shared", lambda: launch(transpose, 256 * 256, 8, SIZE=256)),
+    Specimen("threads", lambda: launch(copy, 32768, 32, BLOCK=32768)),
+]
+"""
+
+
+def compiled(folder: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
+    """Exit status and table of the tool."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-m", "tools.compile_kernels", "--json", str(folder / "kernels.json"), *options]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode in (0, 1), done.stderr
+    return done.returncode, json.loads((folder / "kernels.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return compiled(tmp_path_factory.mktemp("kernels"))[1]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_have_no_faults(kernels: list[dict[str, Any]], target: str) -> None:
+    assert [(k["kernel"], k["specimen"], k["faults"]) for k in kernels if k["target"] == target and k["faults"]] == []
+
+
+def launched(file: Path) -> set[str]:
+    """The kernels that a file launches: `name[grid](…)`, where `name` is decorated with @jit."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    jitted = {f.name for f in functions if any(isinstance(d, ast.Name) and d.id == "jit" for d in f.decorator_list)}
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)]
+    return {f"{file.stem}.{call.value.id}" for call in calls if isinstance(call.value, ast.Name) and call.value.id in jitted}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_has_a_specimen(kernels: list[dict[str, Any]], target: str) -> None:
+    assert {k["kernel"] for k in kernels if k["target"] == target} == set().union(*map(launched, KERNELS))
+
+
+def test_faults_are_found(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    status, reports = compiled(tmp_path, "--specimens", str(tmp_path / "broken.py"), "--target", "sm_90", "gfx942")
+    assert status == 1
+    found = {(r["target"], r["specimen"]): sorted({fault.split(":")[0] for fault in r["faults"]}) for r in reports}
+    for target in ("sm_90", "gfx942"):
+        assert found[target, "sound"] == []
+        assert found[target, "odd size"] == ["narrow"]
+        assert found[target, "odd address"] == ["narrow"]
+        assert found[target, "odd but allowed"] == ["narrow"]
+        assert found[target, "odd and expected"] == []
+        assert "spills" in found[target, "spills"]
+        assert "shared" in found[target, "shared"]
+    assert ("sm_90", "threads") in found
+    assert found["sm_90", "threads"] == []
+    assert found["gfx942", "threads"] == ["threads"]
+    (allowed,) = (r["faults"] for r in reports if r["specimen"] == "odd but allowed" and r["target"] == "sm_90")
+    assert all("tl.load(X" in fault and "tl.store" not in fault for fault in allowed)
+    assert {(r["wide_loads"], r["narrow_loads"]) for r in reports if r["specimen"] == "sound" and r["target"] == "sm_90"} == {
+        (2, 0)
+    }

@@ -1,0 +1,349 @@
+"""Compiles every Triton kernel for GPUs that this machine need not have, and reads from the machine code what it will do.
+
+    python -m tools.compile_kernels                                    all kernels, for A100, H100 and MI300X
+    python -m tools.compile_kernels --target sm_90 --only rms_norm     some of them
+    python -m tools.compile_kernels --specimens my_kernels.py          your own: a file with a list SPECIMENS
+    python -m tools.compile_kernels --json kernels.json                the table for programs
+
+What is compiled is what is launched: the operations are called (model/kernels/specimens.py), and Triton's own launcher decides
+on types, alignments and options; only the launch itself is left out. A kernel fails (exit status 1) by
+
+    spills      values do not fit the registers and go to memory: a stack, or accesses to local memory
+    narrow      a thread moves less than 16 bytes at a time of tensors whose alignment would allow 16
+    shared      more shared memory than a program can have (Triton finds out when it launches)
+    threads     more of them than a program can have (likewise)
+
+Columns: registers per thread (AMD: vector registers); stack in bytes per thread; local: loads and stores of spilled values;
+loads and stores of tensors in global memory, of 16 bytes + of fewer; shared memory in bytes per program.
+"""
+
+import argparse
+import importlib.util
+import json
+import linecache
+import os
+import re
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from errors import UserError
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    sys.exit("error: TRITON_INTERPRET=1 is set, and Triton interprets kernels instead of compiling them\n  remedy: unset it")
+if importlib.util.find_spec("triton") is None:
+    sys.exit("error: Triton is not installed\n  remedy: pip install triton")
+import triton  # before the kernels are imported: they are then compiled ones, GPU or no GPU (model/kernels/backend.py)
+
+# isort: split
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.driver import driver
+
+from model.kernels import backend, multi_tensor, specimens
+from model.kernels.specimens import Specimen
+
+NVIDIA_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+WIDE = 16  # bytes: the most that a thread moves with one instruction
+
+
+@dataclass(frozen=True)
+class Target:
+    gpu: GPUTarget
+    shared: int  # bytes that one program can have
+
+
+TARGETS = {
+    "sm_80": Target(GPUTarget("cuda", 80, 32), 166_912),  # A100: 163 KiB
+    "sm_90": Target(GPUTarget("cuda", 90, 32), 232_448),  # H100, H200: 227 KiB
+    "gfx942": Target(GPUTarget("hip", "gfx942", 64), 65_536),  # MI300X: 64 KiB
+}
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a thread uses."""
+
+    registers: int
+    stack: int  # bytes
+    local: int  # accesses to spilled values
+    wide: int | None  # accesses to global memory of 16 bytes, where the machine code was looked at
+
+
+@dataclass(frozen=True)
+class Report:
+    """A kernel in one specialisation on one target; columns as at the top of this file."""
+
+    specimen: str
+    kernel: str
+    target: str
+    threads: int
+    registers: int
+    stack: int
+    local: int
+    wide_loads: int
+    narrow_loads: int
+    wide_stores: int
+    narrow_stores: int
+    shared: int
+    faults: list[str]
+
+
+# --- what is launched -------------------------------------------------------------------------------------------------
+
+
+class Absent:
+    """Stands for Triton's driver: says that there is such a GPU, so that the launcher prepares everything for it."""
+
+    def __init__(self, gpu: GPUTarget) -> None:
+        self.gpu = gpu
+
+    def get_current_device(self) -> GPUTarget:
+        return self.gpu  # the launcher keeps what it has prepared by device
+
+    def get_current_stream(self, device: GPUTarget) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self.gpu
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What Triton's launcher hands to the compiler."""
+
+    specimen: Specimen
+    target: str
+    source: ASTSource
+    options: dict[str, Any]
+
+
+def launches_of(chosen: Sequence[Specimen], target: str) -> list[Launch]:
+    """Every launch of the specimens; once, if compiled alike and alike in what is expected."""
+    found: dict[tuple[Any, ...], Launch] = {}
+    gpu = TARGETS[target].gpu
+    for specimen in chosen:
+
+        def keep(*, fn: Any, compile: dict[str, Any], specimen: Specimen = specimen, **_: Any) -> bool:
+            everything = compile["specialization_data"]
+            options = json.loads(everything)["options"]
+            options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+            source = ASTSource(fn.jit_function, compile["signature"], compile["constants"], compile["configs"][0])
+            found.setdefault((everything, specimen.wide, specimen.narrow), Launch(specimen, target, source, options))
+            return True  # it has been seen to: the launcher neither compiles nor launches
+
+        with (
+            mock.patch.object(driver, "_active", Absent(gpu)),
+            mock.patch.object(triton.knobs.runtime, "jit_cache_hook", keep),
+            mock.patch.object(backend, "LANES", gpu.warp_size),
+            mock.patch.object(multi_tensor, "INTERPRETED", True),  # it takes only tensors that a kernel could reach
+        ):
+            specimen.launch()
+    return list(found.values())
+
+
+# --- what was compiled ------------------------------------------------------------------------------------------------
+
+Place = tuple[str, int, int]  # file, line and column of the source
+
+
+def row_accesses(ttir: str) -> set[Place]:
+    """Where single numbers are loaded and stored, or one for each row, by Triton's intermediate representation."""
+    named = dict(re.findall(r"^#loc(\d*) = loc\((.*)\)$", ttir, re.MULTILINE))
+
+    def place(text: str) -> Place:
+        if found := re.match(r'"([^"]+)":(\d+):(\d+)', text):
+            return Path(found[1]).name, int(found[2]), int(found[3])
+        inner = re.search(r"#loc(\d*)", text)  # "name"(#loc1), or callsite(#loc1 at #loc2): the callee stands first
+        assert inner, text
+        return place(named[inner[1]])
+
+    found = re.findall(r"tt\.(?:load|store) .* : (.*) loc\((.*)\)$", ttir, re.MULTILINE)
+    return {place(location) for kind, location in found if not kind.startswith("tensor") or "x1x!tt.ptr" in kind}
+
+
+@dataclass(frozen=True)
+class Access:
+    """An instruction that reads or writes global memory."""
+
+    what: str  # load, store
+    size: int  # bytes a thread
+    places: tuple[Place, ...]  # in the source; then where that was called, and so on
+
+
+MERGED = 0  # the line of an access that the compiler made of two, of either branch: of single numbers that both need
+AMD_SIZES = {"dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}  # all others are smaller
+
+
+def accesses(assembly: str) -> list[Access]:
+    """Those in PTX or in AMD's assembly. Both say which line of the source an instruction comes from."""
+    files = dict(re.findall(r'^\s*\.file\s+(\d+) "(?:.*[/"])?([\w.]+)"$', assembly, re.MULTILINE))
+    found: list[Access] = []
+    places: tuple[Place, ...] = (("an unknown file", -1, 0),)
+    in_block = known = False
+    for line in assembly.splitlines():
+        if "begin inline asm" in line:
+            in_block, known = True, False
+        elif "end inline asm" in line:
+            in_block = False
+        elif re.match(r"\s*\.loc\s", line):
+            if not (in_block and known):  # in a block of PTX the first counts: from there on its own lines are counted
+                marks = re.findall(r"([\w.]+):(\d+):(\d+)", line)
+                marks += [
+                    (files[number], row, column) for number, row, column in re.findall(r"inlined_at (\d+) (\d+) (\d+)", line)
+                ]
+                places, known = tuple((file, int(row), int(column)) for file, row, column in marks), True
+        elif ptx := re.search(r"\b(ld|st)\.(?:[\w:]+\.)*?global\.(?:[\w:]+\.)*?(?:v(\d)\.)?[bfsu](\d+)\b", line):
+            found.append(Access("load" if ptx[1] == "ld" else "store", int(ptx[2] or 1) * int(ptx[3]) // 8, places))
+        elif amd := re.match(r"\s*(?:global|buffer|flat)_(load|store)_(\w+)", line):
+            found.append(Access(amd[1], AMD_SIZES.get(amd[2], 2), places))
+    return found
+
+
+def describe(access: Access, kernel: Path) -> str:
+    """The lines of the source that an access comes from; they stand in the kernel's file, or in one beside it."""
+    lines = [f"{file}:{row} {linecache.getline(str(kernel.with_name(file)), row).strip()}" for file, row, _ in access.places]
+    return ", called by ".join(lines)
+
+
+def nvidia_usage(cubin: bytes) -> Usage:
+    """By the machine code (SASS)."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        listing, sass = (
+            subprocess.run([NVIDIA_TOOLS / "cuobjdump", what, file.name], capture_output=True, text=True, check=True).stdout
+            for what in ("--dump-resource-usage", "-sass")
+        )
+    found = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", listing)}
+    local, wide = (len(re.findall(which, sass)) for which in (r"\b(?:LDL|STL)\b", r"\b(?:LDG|STG|LDGSTS)\S*\.128\b"))
+    return Usage(found["REG"], found["STACK"], local, wide)
+
+
+def amd_usage(assembly: str) -> Usage:
+    """By the metadata at the end of the assembly."""
+    found = {name: int(value) for name, value in re.findall(r"^\s+\.(\w+):\s+(\d+)$", assembly, re.MULTILINE)}
+    spills = found["vgpr_spill_count"] + found["sgpr_spill_count"]
+    return Usage(found["vgpr_count"], found["private_segment_fixed_size"], spills, None)
+
+
+def compile_launch(launch: Launch) -> Report:
+    target, specimen, kernel = TARGETS[launch.target], launch.specimen, launch.source.fn.fn
+    compiled = triton.compile(launch.source, target=target.gpu, options=launch.options)
+    nvidia = target.gpu.backend == "cuda"
+    assembly = compiled.asm["ptx" if nvidia else "amdgcn"]
+    usage = nvidia_usage(compiled.asm["cubin"]) if nvidia else amd_usage(assembly)
+    threads, shared = compiled.metadata.num_warps * target.gpu.warp_size, compiled.metadata.shared
+
+    of_rows = row_accesses(compiled.asm["ttir"])
+    of_tensors = [access for access in accesses(assembly) if access.places[0] not in of_rows and access.places[0][1] != MERGED]
+    count = Counter((access.size >= WIDE, access.what) for access in of_tensors)
+    narrow = {describe(access, Path(kernel.__code__.co_filename)) for access in of_tensors if access.size < WIDE}
+
+    faults = []
+    if usage.stack or usage.local:
+        faults.append(f"spills: {usage.stack} bytes of stack, {usage.local} accesses to them")
+    if specimen.wide:
+        faults += [f"narrow: {text}" for text in sorted(narrow) if not any(part in text for part in specimen.narrow)]
+    if usage.wide is not None and usage.wide < count[True, "load"] + count[True, "store"]:
+        faults.append("narrow: the assembler divided accesses of 16 bytes")
+    if shared > target.shared:
+        faults.append(f"shared: {shared:,} bytes; a program can have {target.shared:,}")
+    if threads > backend.MAX_THREADS:
+        faults.append(f"threads: {threads:,}; a program can have {backend.MAX_THREADS:,}")
+    return Report(
+        specimen=specimen.name, kernel=f"{kernel.__module__.split('.')[-1]}.{kernel.__name__}", target=launch.target,
+        threads=threads, registers=usage.registers, stack=usage.stack, local=usage.local,
+        wide_loads=count[True, "load"], narrow_loads=count[False, "load"],
+        wide_stores=count[True, "store"], narrow_stores=count[False, "store"], shared=shared, faults=faults,
+    )  # fmt: skip
+
+
+def compile_all(launches: Sequence[Launch], processes: int) -> list[Report]:
+    """Forked processes find the launches in memory: a kernel cannot be sent."""
+    global _launches
+    _launches = launches
+    with ProcessPoolExecutor(processes, mp_context=get_context("fork")) as pool:
+        return list(pool.map(_compile_one, range(len(launches))))
+
+
+_launches: Sequence[Launch] = ()
+
+
+def _compile_one(index: int) -> Report:
+    return compile_launch(_launches[index])
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def table(reports: Sequence[Report]) -> str:
+    head = ("kernel", "specimen", "target", "threads", "registers", "stack", "local", "loads", "stores", "shared", "")
+    rows = [head] + [
+        (
+            r.kernel, r.specimen, r.target, str(r.threads), str(r.registers), str(r.stack), str(r.local),
+            f"{r.wide_loads} + {r.narrow_loads}", f"{r.wide_stores} + {r.narrow_stores}", f"{r.shared:,}",
+            ", ".join(dict.fromkeys(fault.split(":")[0] for fault in r.faults)) or "ok",
+        )
+        for r in reports
+    ]  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = {0, 1, 2, len(head) - 1}
+    return "\n".join(
+        "  ".join(
+            cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def specimens_in(path: Path) -> list[Specimen]:
+    try:
+        return list(runpy.run_path(str(path), run_name=path.stem)["SPECIMENS"])
+    except (KeyError, OSError) as error:
+        remedy = "give a Python file with a list SPECIMENS, such as model/kernels/specimens.py"
+        raise UserError("--specimens", str(path), f"has none: {error}", remedy) from None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.compile_kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", nargs="+", choices=TARGETS, default=[*TARGETS], help="GPUs (default: all)")
+    parser.add_argument("--only", metavar="TEXT", default="", help="specimens whose name contains it")
+    parser.add_argument("--specimens", type=Path, metavar="FILE", help="instead of model/kernels/specimens.py")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table, with each fault in full")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), metavar="N", help="at once (default: one a core)")
+    options = parser.parse_args(arguments)
+    try:
+        given = specimens.SPECIMENS if options.specimens is None else specimens_in(options.specimens)
+        chosen = [specimen for specimen in given if options.only in specimen.name]
+        if not chosen:
+            raise UserError("--only", options.only, "no specimen is called so", f"one of {', '.join(s.name for s in given)}")
+        torch.set_num_threads(1)  # processes are forked: there must be no threads
+        reports = compile_all([launch for name in options.target for launch in launches_of(chosen, name)], options.processes)
+        if options.json is not None:
+            options.json.write_text(json.dumps([asdict(report) for report in reports], indent=1) + "\n", encoding="utf-8")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(table(reports))
+    failed = [report for report in reports if report.faults]
+    for report in failed:
+        print(f"\n{report.kernel} ({report.specimen}) on {report.target}", *report.faults, sep="\n    ")
+    print(f"\n{len(reports)} kernels compiled, {len(failed)} with faults")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
