@@ -16,7 +16,7 @@ else
   dev := .venv/.dev
 endif
 
-.PHONY: help train data test test-slow lint parity bench docs clean
+.PHONY: help train data test test-slow lint parity bench bench-gpu docs clean
 
 help:
 	@echo 'make train       prepare the embedded data set, train on it in 3D, let the model write a line'
@@ -27,6 +27,7 @@ help:
 	@echo 'make data        train the tokenizer and prepare the data set alone'
 	@echo 'make parity      prove that every layout computes the same'
 	@echo 'make bench       measure what can be measured on a CPU'
+	@echo 'make bench-gpu   on one GPU: is every kernel right, and how fast; how fast is training'
 	@echo 'make docs        draw the pictures of the guided tour again'
 	@echo 'make clean       delete caches; runs, prepared data and .venv stay'
 	@echo
@@ -65,9 +66,21 @@ bench: $(dev)
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.schedule_checker
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.pipeline_schedules
 
+# On a GPU: the kernels' tests compiled for it (whole training runs beside them: the compiler leaves the GPU idle), then what is
+# measured; about eight minutes. Without one: the same in Triton's CPU interpreter, tiny. What fails does not stop the rest.
+bench-gpu: $(dev)
+	@failed=0; export OMP_NUM_THREADS=1; \
+	$(PYTHON) -m pytest -q -m "not slow" tests/test_gpu.py & beside=$$!; \
+	$(PYTHON) -m pytest -q -m "not slow" tests/test_kernels.py tests/test_kernel_adamw.py || failed=1; \
+	wait $$beside || failed=1; \
+	$(PYTHON) -m benchmarks.gpu_kernels $(ARGS) || failed=1; \
+	$(PYTHON) -m benchmarks.gpu_model $(ARGS) || failed=1; \
+	exit $$failed
+
 docs: $(runtime)
 	$(PYTHON) -m docs.draw_mesh
 	$(PYTHON) -m docs.draw_pipeline
+	$(PYTHON) -m docs.draw_kernels
 
 clean:
 	rm -rf .pytest_cache .mypy_cache .ruff_cache

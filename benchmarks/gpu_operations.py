@@ -1,0 +1,321 @@
+"""The operations that a GPU benchmark compares: inputs, implementations, what is exact, and how many bytes must move.
+
+Four implementations: `triton` is ours; `torch` is eager PyTorch; `compile` is the same by torch.compile in its default mode,
+for these shapes; `liger` is Liger-Kernel, where it is installed. All get the same inputs, anew for each call: some overwrite
+them. Gradients that arrive are dense (a sum's would be one number, expanded, and need no reading).
+
+Bytes are those of the table in each kernel's file, times the elements; in bfloat16.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from benchmarks.gpu_timing import DEVICE, Check, Work, against_exact, compiled, poisoned_memory
+from model.kernels.cross_entropy import vocab_parallel_cross_entropy
+from model.kernels.linear_cross_entropy import linear_cross_entropy
+from model.kernels.rms_norm import add_rms_norm, rms_norm
+from model.kernels.rotary import rotate
+from model.kernels.swiglu import swiglu
+from model.rotary import rotary_angles
+
+EPS = 1e-5
+EVERY = ("triton", "torch", "compile", "liger")
+HEAD_PASS = "forward + backward"
+# Of the largest value, as in tests/test_linear_cross_entropy.py: the logits are rounded to bfloat16.
+HEAD_BOUNDS = {"loss": 1e-2, "dx": 2e-2, "dw": 1e-2}
+
+
+class Subject(Protocol):
+    """A case's tensors, on the device."""
+
+    def check(self) -> list[Check]: ...
+
+    def work(self, implementation: str, name_of_pass: str) -> Work: ...
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something to check and to time; nothing is allocated before `build`."""
+
+    name: str
+    shape: str
+    passes: Mapping[str, float | None]  # bytes that each must move; None: it is not memory that limits it
+    implementations: tuple[str, ...]
+    build: Callable[[], Subject]
+    weight_gradient_bytes: int = 0  # memory is compared without it
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Letters as in model/config.py."""
+
+    widths: tuple[int, ...]  # D of the norms
+    norm_tokens: int  # T at the first of them; less at wider ones
+    rotary_tokens: int
+    heads: tuple[int, int, int]  # H, K, E
+    swiglu_shape: tuple[int, int]  # T, F
+    logits_shape: tuple[int, int]  # T, V
+    head_shape: tuple[int, int, int]  # T, D, V
+    layers: int  # of the model whose parameters the optimizer updates
+    copy_bytes: int
+
+
+# Each tensor is at least a quarter of a GB, so that a call takes much longer than its launch.
+FULL = Sizes((4096, 8192), 65536, 49152, (32, 8, 128), (16384, 14336), (8192, 128256), (8192, 4096, 128256), 4, 2 << 30)
+TINY = Sizes((64, 96), 6, 5, (4, 2, 8), (3, 100), (4, 300), (8, 24, 200), 1, 1 << 16)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
+    return torch.randn(shape, device=DEVICE, dtype=dtype) * scale
+
+
+def liger() -> Any:
+    from liger_kernel.transformers import functional
+
+    return functional
+
+
+class Operation:
+    """An operation with a backward.
+
+    Args:
+        inputs: differentiated, all of them.
+        directions: the gradients that arrive at the outputs.
+        exact: of inputs in float64; returns a tuple, like the others.
+        function: of inputs and `kernels`, which is triton or torch.
+        by_liger: of Liger's functions and inputs.
+        plain: eager PyTorch, where that is not `function` with kernels=torch.
+    """
+
+    def __init__(
+        self,
+        inputs: list[Tensor],
+        directions: list[Tensor],
+        exact: Callable[..., tuple[Tensor, ...]],
+        function: Callable[..., tuple[Tensor, ...]],
+        by_liger: Callable[..., tuple[Tensor, ...]],
+        plain: Callable[..., tuple[Tensor, ...]] | None = None,
+    ) -> None:
+        self.inputs, self.directions, self.exact = inputs, directions, exact
+        self.function, self.by_liger = function, by_liger
+        self.plain = plain or (lambda *x: function(*x, "torch"))
+        self.of_compiler = compiled(self.plain)
+
+    def implementation(self, name: str) -> Callable[..., tuple[Tensor, ...]]:
+        if name == "liger":
+            functions = liger()
+            return lambda *x: self.by_liger(functions, *x)
+        if name == "triton":
+            return lambda *x: self.function(*x, "triton")
+        return {"torch": self.plain, "compile": self.of_compiler}[name]
+
+    def leaves(self) -> list[Tensor]:
+        return [x.clone().requires_grad_() for x in self.inputs]
+
+    def work(self, implementation: str, name_of_pass: str) -> Work:
+        function = self.implementation(implementation)
+        if name_of_pass == "forward":
+            return Work(self.leaves, lambda leaves: function(*leaves))
+
+        def prepare() -> tuple:
+            leaves = self.leaves()
+            return function(*leaves), leaves, [d.clone() for d in self.directions]
+
+        return Work(prepare, lambda state: torch.autograd.grad(*state))
+
+    def check(self) -> list[Check]:
+        with poisoned_memory():
+            outputs, leaves, directions = self.work("triton", "backward").prepare()
+            outputs_found = [y.detach() for y in outputs]
+            found = [*outputs_found, *torch.autograd.grad(outputs, leaves, directions)]
+        leaves = [x.double().requires_grad_() for x in self.inputs]
+        outputs = self.exact(*leaves)
+        exact = [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, [d.double() for d in self.directions])]
+        names = [f"output {i}" for i in range(len(outputs))] + [f"gradient {i}" for i in range(len(leaves))]
+        return [against_exact(n, f, e) for n, f, e in zip(names, found, exact, strict=True)]
+
+
+# --- the operations ---------------------------------------------------------------------------------------------------
+
+
+def _exact_norm(x: Tensor, w: Tensor) -> tuple[Tensor]:
+    return (x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * w,)
+
+
+def norm_case(tokens: int, width: int) -> Case:
+    def build() -> Operation:
+        return Operation(
+            [draw(tokens, width), draw(width)],
+            [draw(tokens, width)],
+            _exact_norm,
+            lambda x, w, kernels: (rms_norm(x, w, EPS, kernels),),
+            lambda functions, x, w: (functions.liger_rms_norm(x, w, EPS),),
+        )
+
+    n = tokens * width
+    return Case(f"rms_norm {width}", f"T {tokens}, D {width}", {"forward": 4.0 * n, "backward": 6.0 * n}, EVERY, build)
+
+
+def add_norm_case(tokens: int, width: int) -> Case:
+    def exact(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        s = x + r
+        rounded = s + (s.bfloat16().double() - s).detach()  # what is normalised is what is stored
+        return *_exact_norm(rounded, w), s
+
+    def build() -> Operation:
+        return Operation(
+            [draw(tokens, width), draw(tokens, width), draw(width)],
+            [draw(tokens, width), draw(tokens, width)],
+            exact,
+            lambda x, r, w, kernels: add_rms_norm(x, r, w, EPS, kernels),
+            lambda functions, x, r, w: functions.liger_fused_add_rms_norm(x, r, w, EPS),
+        )
+
+    n = tokens * width
+    return Case(f"add_rms_norm {width}", f"T {tokens}, D {width}", {"forward": 8.0 * n, "backward": 8.0 * n}, EVERY, build)
+
+
+def rotary_case(tokens: int, heads: tuple[int, int, int]) -> Case:
+    q_heads, k_heads, width = heads
+
+    def build() -> Operation:
+        cos, sin = rotary_angles(torch.arange(tokens, device=DEVICE).unsqueeze(1), width, 5e5, torch.bfloat16)
+        both_halves = [torch.cat((t, t), dim=-1).view(1, tokens, width) for t in (cos, sin)]
+
+        def exact(*heads: Tensor) -> tuple[Tensor, ...]:
+            pairs = [x.chunk(2, dim=-1) for x in heads]
+            c, s = cos.double(), sin.double()
+            return tuple(torch.cat((a * c - b * s, b * c + a * s), dim=-1) for a, b in pairs)
+
+        def by_liger(functions: Any, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+            """Theirs are [B, H, S, E] views of the same memory, with angles for both halves of a head."""
+            turned = functions.liger_rope(*(x.transpose(0, 1).transpose(1, 2) for x in (q, k)), *both_halves)
+            return tuple(y.transpose(1, 2).transpose(0, 1) for y in turned)
+
+        shapes = [(tokens, 1, q_heads, width), (tokens, 1, k_heads, width)]
+        return Operation(
+            [draw(*shape) for shape in shapes],
+            [draw(*shape) for shape in shapes],
+            exact,
+            lambda q, k, kernels: rotate(q, k, cos, sin, kernels),
+            by_liger,
+        )
+
+    n = tokens * (q_heads + k_heads) * width
+    bytes_moved = (4 + 4 / (q_heads + k_heads)) * n
+    shape = f"T {tokens}, H {q_heads}, K {k_heads}, E {width}"
+    return Case("rotary", shape, {"forward": bytes_moved, "backward": bytes_moved}, EVERY, build)
+
+
+def swiglu_case(tokens: int, width: int) -> Case:
+    def build() -> Operation:
+        return Operation(
+            [draw(tokens, width, scale=3.0), draw(tokens, width)],
+            [draw(tokens, width)],
+            lambda g, u: (g * torch.sigmoid(g) * u,),
+            lambda g, u, kernels: (swiglu(g, u, kernels),),
+            lambda functions, g, u: (functions.liger_swiglu(g, u),),
+        )
+
+    n = tokens * width
+    return Case(f"swiglu {width}", f"T {tokens}, F {width}", {"forward": 6.0 * n, "backward": 10.0 * n}, EVERY, build)
+
+
+def loss_case(tokens: int, vocab: int, group: ProcessGroup) -> Case:
+    """Liger's forward forms the gradient too: only sums of both passes compare."""
+
+    def build() -> Operation:
+        targets = torch.randint(vocab, (tokens,), device=DEVICE)
+        return Operation(
+            [draw(tokens, vocab, scale=3.0)],
+            [torch.ones((), device=DEVICE)],
+            lambda z: (F.cross_entropy(z, targets, reduction="sum"),),
+            lambda z, kernels: (vocab_parallel_cross_entropy(z, targets, 0, group, 0.0, kernels),),
+            lambda functions, z: (functions.liger_cross_entropy(z, targets, reduction="sum"),),
+            plain=lambda z: (F.cross_entropy(z.float(), targets, reduction="sum"),),
+        )
+
+    n = tokens * vocab
+    passes = {"forward": (2 + 20 / vocab) * n, "backward": 4.0 * n}
+    return Case("cross_entropy", f"T {tokens}, V {vocab}", passes, EVERY, build)
+
+
+# --- projection and loss ----------------------------------------------------------------------------------------------
+
+
+class Head:
+    """The head's projection with its loss, x [T, 1, D] and weight [V, D]; `matmul` is the three products that it contains,
+    alone and of whole sizes: what it would take if the loss were free."""
+
+    def __init__(self, tokens: int, width: int, vocab: int, group: ProcessGroup) -> None:
+        self.x, self.weight = draw(tokens, 1, width), draw(vocab, width, scale=width**-0.5)
+        self.targets = torch.randint(vocab, (tokens, 1), device=DEVICE)
+        self.scale, self.vocab, self.group = torch.tensor(1 / tokens, device=DEVICE), vocab, group
+        self.of_compiler = compiled(self.plain)
+
+    def ours(self, x: Tensor, weight: Tensor) -> Tensor:
+        return linear_cross_entropy(
+            x, weight, self.targets, self.scale, 0, self.group, False, vocab_size=self.vocab, kernels="triton"
+        )
+
+    def plain(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x.flatten(0, 1), weight).float(), self.targets.flatten())
+
+    def by_liger(self, x: Tensor, weight: Tensor) -> Tensor:
+        return liger().liger_fused_linear_cross_entropy(x.flatten(0, 1), weight, self.targets.flatten())
+
+    def leaves(self) -> tuple[Tensor, Tensor]:
+        return self.x.detach().requires_grad_(), self.weight.detach().requires_grad_()
+
+    def work(self, implementation: str, name_of_pass: str) -> Work:
+        if implementation == "matmul":
+            return Work(lambda: self.x.flatten(0, 1), self.three_products)
+        functions = {"triton": self.ours, "torch": self.plain, "compile": self.of_compiler, "liger": self.by_liger}
+        function = functions[implementation]
+
+        def run(leaves: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(function(*leaves), leaves)
+
+        return Work(self.leaves, run)
+
+    def three_products(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        z = torch.mm(x, self.weight.T)
+        return torch.mm(z, self.weight), torch.mm(z.T, x)
+
+    def check(self) -> list[Check]:
+        leaves = self.leaves()
+        with poisoned_memory():
+            loss = self.ours(*leaves)
+            found = {"loss": loss.detach(), **dict(zip(("dx", "dw"), torch.autograd.grad(loss, leaves), strict=True))}
+        exact = self.exact()
+        checks = []
+        for name, tensor in found.items():
+            error = (tensor.double() - exact[name]).abs().max() / exact[name].abs().max()
+            checks.append(Check(name, error.item(), HEAD_BOUNDS[name]))
+        return checks
+
+    def exact(self) -> dict[str, Tensor]:
+        """In float64, a part of the tokens at a time: whole logits would be 8 GB, several times."""
+        weight, targets = self.weight.double(), self.targets.flatten()
+        loss, dw, dxs = torch.zeros((), dtype=torch.float64, device=DEVICE), torch.zeros_like(weight), []
+        for x, y in zip(self.x.flatten(0, 1).split(2048), targets.split(2048), strict=True):
+            z = (x.double() @ weight.T).requires_grad_()
+            part = F.cross_entropy(z, y, reduction="sum") / len(targets)
+            (dz,) = torch.autograd.grad(part, z)
+            loss += part.detach()
+            dxs.append(dz @ weight)
+            dw.addmm_(dz.T, x.double())
+        return {"loss": loss, "dx": torch.cat(dxs).view(self.x.shape), "dw": dw}
+
+
+def head_case(tokens: int, width: int, vocab: int, group: ProcessGroup) -> Case:
+    shape = f"T {tokens}, D {width}, V {vocab}"
+    build = lambda: Head(tokens, width, vocab, group)  # noqa: E731
+    implementations = ("triton", "matmul", "torch", "compile", "liger")
+    return Case("linear_cross_entropy", shape, {HEAD_PASS: None}, implementations, build, 2 * vocab * width)

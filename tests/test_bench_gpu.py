@@ -1,0 +1,249 @@
+"""The GPU benchmarks, tiny: every row is there, a wrong kernel is found, and what one row suffers the others do not."""
+
+import json
+import math
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import gpu_kernels, gpu_model, gpu_operations, gpu_optimizer, gpu_timing
+from benchmarks.gpu_model import SMALL, WIDE, Variant
+from benchmarks.gpu_timing import MEASURED, NO_TIME, OUT_OF_MEMORY, Check, attempt
+from model.kernels.backend import why_not_triton
+
+pytestmark = pytest.mark.skipif(why_not_triton(gpu_timing.DEVICE) is not None, reason="needs Triton")
+
+FOUR = {"triton", "torch", "compile", "liger"}
+BOTH = ("forward", "backward")
+KERNEL_ROWS = {
+    **{(case, p): FOUR for case in ("rms_norm 64", "add_rms_norm 64", "rms_norm 96", "add_rms_norm 96") for p in BOTH},
+    **{(case, p): FOUR for case in ("rotary", "swiglu 100", "cross_entropy") for p in BOTH},
+    ("linear_cross_entropy", "forward + backward"): FOUR | {"matmul"},
+    ("gradient_norm", "step"): {"triton", "torch", "compile"},
+    ("adamw float32", "step"): {"triton", "torch", "compile"},
+    ("adamw bfloat16", "step"): {"triton", "torch"},
+}
+OPTIONAL = {"liger": "liger_kernel", "hugging face": "transformers"}
+
+
+def run(program: Any, folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """Exit status and results."""
+    status = program.main(["--tiny", "--out", str(folder), *arguments])
+    text = (folder / f"{program.__name__.split('.')[-1]}.json").read_text()
+    return status, json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def may_be_missing(name: str) -> bool:
+    return any(word in name and find_spec(package) is None for word, package in OPTIONAL.items())
+
+
+def assert_measured(row: dict[str, Any], name: str, *numbers: float) -> None:
+    if may_be_missing(name):
+        assert row["status"].startswith("not installed: ")
+        return
+    assert row["status"] == MEASURED, row
+    assert all(math.isfinite(x) and x > 0 for x in (*row["milliseconds"].values(), *numbers))
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_kernel_is_checked_and_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, results = run(gpu_kernels, tmp_path)
+    assert status == 0
+    assert results["right"]
+    assert results["measurement"] is False
+    assert gpu_timing.NO_MEASUREMENT in capsys.readouterr().out
+    assert results["copy"]["bytes_per_second"] > 0
+    checks = {row["case"]: row for row in results["rows"] if row["pass"] == "check"}
+    timed = [row for row in results["rows"] if row["pass"] != "check"]
+    found: dict[tuple[str, str], set[str]] = {}
+    for row in timed:
+        found.setdefault((row["case"], row["pass"]), set()).add(row["implementation"])
+        assert_measured(row, row["implementation"], *(row[key] for key in ("bytes", "bytes_per_second") if key in row))
+    assert found == KERNEL_ROWS
+    assert checks.keys() == {case for case, _ in KERNEL_ROWS}
+    for row in checks.values():
+        assert row["right"]
+        assert all(check["passed"] and check["error"] <= check["bound"] for check in row["against_float64"])
+        assert row["against_float64"]
+
+
+def test_bytes_are_those_of_the_kernels_tables() -> None:
+    """Of T = 6 rows, D = 64, in bfloat16: the table in rms_norm.py counts 4 and 6 bytes an element; and so on."""
+    elements = 6 * 64
+    assert gpu_operations.norm_case(6, 64).passes == {"forward": 4 * elements, "backward": 6 * elements}
+    assert gpu_operations.add_norm_case(6, 64).passes == {"forward": 8 * elements, "backward": 8 * elements}
+    assert gpu_operations.swiglu_case(6, 64).passes == {"forward": 6 * elements, "backward": 10 * elements}
+    both = (4 * 6 * 8 + 4 * 8) * 5  # q and k of (4 + 2) heads, read and written, and 4 cosines and 4 sines in float32
+    assert gpu_operations.rotary_case(5, (4, 2, 8)).passes == {"forward": both, "backward": both}
+
+
+def test_aims_are_held_against_what_was_measured() -> None:
+    """1 MB in a microsecond is 1 TB/s. A head's memory counts without its weight's gradient, 2 · D · V bytes."""
+    for bandwidth, fraction, met in ((1.25e12, 0.8, False), (1.0e12, 1.0, True)):
+        row = gpu_kernels.speed(1e-3, 1e6, bandwidth)
+        assert row["bytes_per_second"] == pytest.approx(1e12)
+        assert row["fraction_of_copy"] == pytest.approx(fraction)
+        assert ("MISSED" in gpu_kernels.bandwidth_aim(row)) is not met
+        assert row["aims"]["fraction_of_copy"] == {"at_least": 0.85, "met": met}
+    case = gpu_operations.head_case(4, 10, 100, group=None)
+    for milliseconds, memory, met in ((2.2, 2100, True), (2.3, 2200, False)):
+        rows = {
+            name: {"status": MEASURED, "milliseconds": {"median": t}, "peak_memory_bytes": peak}
+            for name, t, peak in (("triton", milliseconds, memory), ("matmul", 2.05, None), ("torch", 4.0, 2000 + 800))
+        }
+        said = gpu_kernels.head_aims(rows, case, at_full_size=True)
+        aims = rows["triton"]["aims"]
+        assert aims["over_three_products"]["found"] == pytest.approx(milliseconds / 2.05)
+        assert aims["memory_over_eager"]["found"] == pytest.approx((memory - 2000) / 800)
+        assert [aim["met"] for aim in aims.values()] == [met, met]
+        assert said.count("MISSED") == (0 if met else 2)
+
+
+def wrong_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: str) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(x, weight.shape, weight, 0.1)
+
+
+def forgetful_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: str) -> torch.Tensor:
+    """Right, but for one row that is never written; memory that is used again may hold the right numbers by chance."""
+    y = torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+    never_written = torch.empty_like(y[:1])
+    return torch.cat((never_written + 0 * y[:1], y[1:]))
+
+
+def broken_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: str) -> torch.Tensor:
+    raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize("planted", [wrong_norm, forgetful_norm, broken_norm])
+def test_a_wrong_kernel_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], planted: Callable[..., torch.Tensor]
+) -> None:
+    def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: str) -> torch.Tensor:
+        return (planted if kernels == "triton" else torch.nn.functional.rms_norm)(
+            x, *((weight, eps, kernels) if kernels == "triton" else (weight.shape, weight, eps))
+        )
+
+    monkeypatch.setattr(gpu_operations, "rms_norm", norm)
+    status, results = run(gpu_kernels, tmp_path, "--only", "rms_norm 64")
+    right = {row["case"]: row["right"] for row in results["rows"] if row["pass"] == "check"}
+    assert right == {"rms_norm 64": False, "add_rms_norm 64": True}
+    assert status == 1
+    assert results["right"] is False
+    assert "WRONG: rms_norm 64" in capsys.readouterr().out
+    others = [row for row in results["rows"] if row.get("implementation") in ("torch", "compile")]
+    assert len(others) == 8
+    assert all(row["status"] == MEASURED for row in others)
+
+
+def test_a_wrong_sum_and_wrong_random_bits_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    square_sum, adamw = gpu_optimizer.square_sum, gpu_optimizer.adamw
+
+    def other_bits(p: Any, g: Any, m: Any, v: Any, decays: Any, places: list[Any], *rest: Any) -> None:
+        if rest[-1] == "triton":
+            places = [type(place)(place.key + 1, place.first, place.width, place.global_width) for place in places]
+        adamw(p, g, m, v, decays, places, *rest)
+
+    monkeypatch.setattr(gpu_optimizer, "square_sum", lambda *arguments: square_sum(*arguments) * (1 + 1e-9))
+    monkeypatch.setattr(gpu_optimizer, "adamw", other_bits)
+    for only, what in (("gradient_norm", ["norm"]), ("adamw bfloat16", ["bits"])):
+        status, results = run(gpu_kernels, tmp_path, "--only", only)
+        assert status == 1
+        assert [check["what"] for check in results["rows"][0]["against_float64"] if not check["passed"]] == what
+
+
+@pytest.mark.parametrize("program", [gpu_kernels, gpu_model])
+def test_without_time_every_row_says_so(program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a tiny run leaves the results of real ones alone."""
+    status, results = run(program, tmp_path / "asked", "--budget-seconds", "0")
+    assert status == 0
+    assert {row["status"] for row in results["rows"]} == {NO_TIME}
+    expected = len(gpu_model.ROWS) if program is gpu_model else sum(map(len, KERNEL_ROWS.values()))
+    assert len(results["rows"]) == expected
+    monkeypatch.setattr(gpu_timing, "ROOT", tmp_path / "root")
+    assert program.main(["--tiny", "--budget-seconds", "0"]) == 0
+    assert not (tmp_path / "root").exists()
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def test_every_program_trains(tmp_path: Path) -> None:
+    status, results = run(gpu_model, tmp_path)
+    assert status == 0
+    assert results["right"]
+    assert [(row["model"], row["variant"]) for row in results["rows"]] == [(key, v.name) for key, v in gpu_model.ROWS]
+    assert len({(key, v.name) for key, v in gpu_model.ROWS}) == len(gpu_model.ROWS)
+    for row in results["rows"]:
+        numbers = [row.get(key, 0) for key in ("tokens_per_second", "flops_per_second", "first_loss", "first_grad_norm")]
+        assert_measured(row, row["variant"], *numbers)
+        if row["status"] == MEASURED:
+            assert row["first_loss"] == pytest.approx(math.log(96), rel=0.05), "random weights know nothing of 96 tokens"
+            tokens = results["settings"]["flops_per_token"][row["model"]] * row["tokens_per_second"]
+            assert row["flops_per_second"] == pytest.approx(tokens)
+
+
+@pytest.mark.parametrize("wrong", ["first_loss", "first_grad_norm"])
+def test_trouble_of_one_program_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: str
+) -> None:
+    """One runs out of memory, another one of ours loses the way, a third is as before."""
+    build = gpu_model.lattice
+
+    def lattice(size: gpu_model.Size, variant: Variant) -> gpu_model.Step:
+        if variant.checkpointing == "full":
+            raise torch.OutOfMemoryError("planted")
+        step = build(size, variant)
+        if variant.checkpointing == "selective":
+            factors = (1.1, 1.0) if wrong == "first_loss" else (1.0, 1.1)
+            return lambda rows: tuple(value * factor for value, factor in zip(step(rows), factors, strict=True))
+        return step
+
+    monkeypatch.setattr(gpu_model, "lattice", lattice)
+    plain = Variant(kernels="torch")
+    modes = [Variant(kernels="torch", checkpointing=mode) for mode in ("full", "selective")]
+    monkeypatch.setattr(gpu_model, "ROWS", [(WIDE, modes[0]), (WIDE, modes[1]), (WIDE, plain), (SMALL, plain)])
+    status, results = run(gpu_model, tmp_path)
+    assert [row["status"] for row in results["rows"]] == [OUT_OF_MEMORY, MEASURED, MEASURED, MEASURED]
+    assert status == 1
+    assert f"WRONG: 8B width: lattice, torch, selective checkpointing: {wrong}" in capsys.readouterr().out
+    monkeypatch.setattr(gpu_model, "ROWS", [(WIDE, modes[0]), (WIDE, plain)])
+    assert run(gpu_model, tmp_path)[0] == 0, "too little memory is no mistake"
+
+
+@pytest.mark.parametrize(("mfu", "met"), [(0.62, True), (0.61, False)])
+def test_the_best_of_ours_is_held_against_the_aim(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], mfu: float, met: bool
+) -> None:
+    """Not the small model's, and not another program's."""
+    found = {"a": (WIDE, "lattice", mfu - 0.1), "b": (WIDE, "lattice", mfu), "c": (SMALL, "lattice", 0.9)}
+    found |= {"d": (WIDE, "hugging face", 0.8), "e": (WIDE, "lattice", None)}
+    same = {"status": MEASURED, "first_loss": 4.0, "first_grad_norm": 1.0}
+    rows = [{"model": m, "program": p, "variant": name, "mfu": u, **same} for name, (m, p, u) in found.items()]
+    report = gpu_timing.Report("gpu_model", gpu_timing.parse(None, ["--tiny", "--out", str(tmp_path)], 1.0), {})
+    assert gpu_model.conclude(rows, report)
+    assert report.results["best"] == {"variant": "b", "mfu": mfu, "at_least": 0.62, "met": met}
+    assert ("MISSED" in capsys.readouterr().out) is not met
+
+
+# --- what both share --------------------------------------------------------------------------------------------------
+
+
+def test_an_error_that_is_no_number_is_no_small_error() -> None:
+    assert Check("y", 0.5, 0.5).passed
+    assert not Check("y", math.nan, 0.5).passed
+    assert not Check("y", 0.5, math.nan).passed
+
+
+def test_an_attempt_says_why_there_is_nothing() -> None:
+    def fail() -> None:
+        raise ValueError("first line\nsecond line")
+
+    assert attempt(lambda: 3) == (3, MEASURED)
+    assert attempt(fail) == (None, "failed: ValueError: first line")
+    assert attempt(lambda: __import__("no_such_package")) == (None, "not installed: no_such_package")
