@@ -10,6 +10,11 @@ import sys
 import time
 from pathlib import Path
 
+if __name__ == "__main__":  # first of all: the other imports take seconds, in which a signal must not kill
+    from training import signals
+
+    signals.hold()
+
 import torch
 import torch.distributed as dist
 
@@ -24,7 +29,9 @@ from training.config import Config
 from training.load_config import load_config
 from training.metrics import Metrics
 from training.optimizer import learning_rate
+from training.save import Saver
 from training.step import TrainStep
+from training.stop import StopRequests
 from training.trace import StepTrace
 from training.voice import refuse, start_distributed, together
 
@@ -72,10 +79,13 @@ def run(config: Config, device: str) -> None:
 
     train = TrainStep(config, mesh, build_stages(config, mesh), train_data.bos_id)
     checkpoint.load(train, start)
+    saver = Saver(train, train_data.tokenizer_path)
     trace = StepTrace(config, mesh, start.step)
 
-    with Metrics(config, mesh, start) as metrics:
+    with StopRequests(config) as stop, Metrics(config, mesh, start) as metrics:
         for step in range(start.step, config.train.steps):
+            if stop.agreed:
+                break
             waiting = time.perf_counter()
             tokens, targets = next(loader)
             metrics.waited_for_data(time.perf_counter() - waiting)
@@ -87,13 +97,19 @@ def run(config: Config, device: str) -> None:
                 step + 1, learning_rate(step, config.train.steps, config.optimizer), result.loss, result.grad_norm
             )
             if is_due(config.train.eval_interval, step, config):
-                metrics.evaluated(step + 1, evaluate(train, heldout_data))
+                metrics.evaluated(step + 1, evaluate(train, heldout_data, stop))
             metrics.flush()
-            if is_due(config.checkpoint.interval, step, config):
+            stop.meet()
+            if is_due(config.checkpoint.interval, step, config) or stop.wants_save:
                 metrics.check_finite()
-                checkpoint.save(train, step + 1, metrics.tokens, loader.state(), train_data.tokenizer_path)
+                saver.save(step + 1, metrics.tokens, loader.state())
+                stop.saved()
                 metrics.restart_clock()
-        metrics.summarise(heldout_data.unigram_nats_per_token)
+        saver.close()
+        if stop.agreed:
+            metrics.stopped(stop.reason)
+        else:
+            metrics.summarise(heldout_data.unigram_nats_per_token)
     loader.close()
 
 
@@ -123,8 +139,9 @@ def is_due(interval: int, step: int, config: Config) -> bool:
     return interval > 0 and ((step + 1) % interval == 0 or step + 1 == config.train.steps)
 
 
-def evaluate(train: TrainStep, heldout: Mixture) -> float:
-    """Mean loss in nats per target token over the first train.eval_samples held-out sequences: the same on every layout."""
+def evaluate(train: TrainStep, heldout: Mixture, stop: StopRequests) -> float | None:
+    """Mean loss in nats per target token over the first train.eval_samples held-out sequences: the same on every layout.
+    None if a stop is agreed on before the end."""
     config, mesh = train.config, train.mesh
     size = config.train.micro_batch_size
     microbatches = min(config.num_microbatches(mesh.dp_size), -(-config.train.eval_samples // (mesh.dp_size * size)))
@@ -137,6 +154,8 @@ def evaluate(train: TrainStep, heldout: Mixture) -> float:
         dp_size=mesh.dp_size,
         rows=size * microbatches,
     ):
+        if stop.meet():
+            return None
         total += torch.stack([value.double() for value in train.evaluate(tokens, targets)])
     return (total[0] / total[1]).item()
 

@@ -7,10 +7,11 @@ the device does in its time (`OPERATIONS_PER_BYTE`).
 |-----------|--------------------------------|-------------------------------------------------------------------------------|
 | embedding | none                           | 6 D: row out, and back into the gradient                                      |
 | block     | 6 · its matrices + 6 · S · D   | 2.5 · (18 D + 7 F): norms, residuals, rotation, attention's edges; gate, up   |
-| head      | 6 · D · V                      | 5 · 2 V: maximum, exponentials and gradient over float32 logits               |
+| head      | 6 · D · V                      | 6 V: logits written, read by the softmax, overwritten, read by two products   |
 
 Attention is causal: 6 · S · D is half of the whole square (`ModelConfig.flops_per_token`). With full activation checkpointing a
-block runs forward twice, a third more; the head does not.
+block runs forward twice, a third more; the head does not. (All of the head's cost falls in forward:
+kernels/linear_cross_entropy.py.)
 """
 
 from model.config import ModelConfig
@@ -26,6 +27,6 @@ def layer_costs(model: ModelConfig, seq_len: int, activation_checkpointing: str)
     attention = model.dim * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
     block = 6.0 * (attention + 3 * model.dim * model.ffn_dim) + 6.0 * seq_len * model.dim
     block += per_element * 2.5 * (18 * model.dim + 7 * model.ffn_dim)
-    head = 6.0 * model.dim * model.vocab_size + per_element * 5 * 2 * model.vocab_size
+    head = 6.0 * model.dim * model.vocab_size + per_element * 6 * model.vocab_size
     again = 4 / 3 if activation_checkpointing == "full" else 1.0
     return LayerCosts(embedding=per_element * 6.0 * model.dim, block=block * again, head=head)

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel.mesh import to_device
+
 
 def find_documents(tokens: Tensor, bos_id: int, device: str) -> tuple[Tensor, Tensor]:
     """Of tokens [B, S] on the host: positions [S, B] int64, and boundaries [N + 1] int32 of the N documents, on `device`.
@@ -30,7 +32,7 @@ def find_documents(tokens: Tensor, bos_id: int, device: str) -> tuple[Tensor, Te
     begin_of = torch.where(begins, index, 0).cummax(dim=1).values  # [B, S]: where the document of each token begins
     boundaries = F.pad(begins.flatten().nonzero().flatten(), (0, 1), value=tokens.numel())
     positions = (index - begin_of).T.contiguous()
-    return positions.to(device, non_blocking=True), boundaries.to(torch.int32).to(device, non_blocking=True)
+    return to_device(positions, device), to_device(boundaries.to(torch.int32), device)
 
 
 def attention_bounds(boundaries: Tensor | None, positions: Tensor, dtype: torch.dtype, head_dim: int) -> Tensor | None:

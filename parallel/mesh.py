@@ -12,6 +12,7 @@ A size-1 axis is not a special case: one process is the mesh (1, 1, 1, 1).
 from dataclasses import dataclass
 from functools import cached_property
 
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
@@ -67,3 +68,8 @@ def build_mesh(shape: tuple[int, int, int, int], device: str) -> Mesh:
     """
     root = init_device_mesh(device, shape, mesh_dim_names=AXES)
     return Mesh(device, root, loss=root["dp_replicate", "dp_shard"]._flatten("loss"))
+
+
+def to_device(x: Tensor, device: str) -> Tensor:
+    """A tensor of the host, on `device`. To a GPU from pinned memory: from other memory the host would wait for the copy."""
+    return x.pin_memory().to(device, non_blocking=True) if device == "cuda" else x

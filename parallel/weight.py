@@ -55,9 +55,9 @@ class Matmul:
             beta = 0  # what is there is not read
         else:
             beta = 1
-        if wide and dy.is_cuda:
+        if wide and dy.is_cuda and torch.version.hip is None:
             return torch.addmm(into, dy.t(), x, out_dtype=dtype, beta=beta, out=into)
-        if wide:  # a CPU has no such product
+        if wide:  # CPUs and AMD's libraries have no such product
             dy, x = dy.to(dtype), x.to(dtype)
         return into.addmm_(dy.t(), x, beta=beta)
 

@@ -9,6 +9,7 @@ def test_it(ranks):
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +19,27 @@ from tools.ranks import Ranks
 if find_spec("triton") is not None and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton; ranks and programs that tests start inherit it
 
+from tests.data_samples import prepared
+from tests.runs import LAYOUT_3D, train_run, write_config
+
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Up to 8 ranks, forked at the first use and kept for all tests; see tools/ranks.py."""
     with Ranks(8) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared data set."""
+    return prepared(tmp_path_factory.mktemp("data") / "email")
+
+
+@pytest.fixture(scope="session")
+def saved(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of 6 steps on 8 ranks, pp 2 × dp_shard 2 × tp 2, with checkpoints after 2, 4 and 6; tests copy it."""
+    folder = tmp_path_factory.mktemp("saved")
+    config = write_config(folder, data, parallel=LAYOUT_3D, checkpoint={"interval": 2, "keep_last": 3})
+    assert ranks.run(train_run, 8, [config]) == [""] * 8
+    return folder

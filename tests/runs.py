@@ -21,6 +21,8 @@ from training.load_config import load_config
 from training.step import TrainStep
 from training.voice import together
 
+LAYOUT_3D = {"tp": 2, "pp": 2}  # and dp_shard 2, on 8 ranks
+
 
 def write_config(folder: Path, data: Path, **sections: dict[str, Any]) -> str:
     """A small run's configuration file in `folder`: 4 layers, batches of 8 sequences of 32 tokens, run folder `folder`/run."""
@@ -85,3 +87,11 @@ def global_state(arguments: list[str], path: str) -> dict[str, torch.Tensor]:
 
 def fresh(folder: Path) -> None:
     shutil.rmtree(folder / "run", ignore_errors=True)
+
+
+def copy_of(saved: Path, folder: Path) -> tuple[str, Path]:
+    """A copy of a run that `write_config` described in `saved`: its configuration file and its checkpoints, in `folder`."""
+    shutil.copytree(saved / "run", folder / "run")
+    config = (saved / "config.yaml").read_text().replace(str(saved / "run"), str(folder / "run"))
+    (folder / "config.yaml").write_text(config)
+    return str(folder / "config.yaml"), folder / "run" / "checkpoints"

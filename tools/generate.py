@@ -20,6 +20,7 @@ from model.initialise import canonical_name
 from model.transformer import Batch, Transformer
 from parallel.mesh import build_mesh
 from training.checkpoint import complete_checkpoints, read_trainer
+from training.manifest import MANIFEST
 from training.voice import refuse, start_distributed
 
 
@@ -59,7 +60,7 @@ def generate(model: Transformer, prompt: list[int], count: int, temperature: flo
 
 def newest(folder: Path) -> Path:
     """`folder` itself if it is a checkpoint, else the newest complete one in it, in its `checkpoints/`."""
-    if (folder / "trainer.json").is_file():
+    if (folder / MANIFEST).is_file():
         return folder
     complete = complete_checkpoints(folder) or complete_checkpoints(folder / "checkpoints")
     if not complete:

@@ -1,19 +1,22 @@
-"""Checkpoints: the global tensors through DCP's safetensors storage, and where the run stands in JSON. Nothing is pickled.
+"""Where a run starts, and what it finds there. (save.py writes checkpoints.)
 
     checkpoints/step-00000100/   *.safetensors   model.NAME and optimizer.NAME.exp_avg[_sq], each rank its shards
-                                 trainer.json    step, tokens, the data's state, the model's dimensions
+                                 trainer.json    step, updates, tokens, the data's state, the model's dimensions
                                  tokenizer.model
-    checkpoints/latest           the name of the newest complete one
+                                 manifest.json   everything above, with checksums (manifest.py)
+    checkpoints/latest           the name of the newest
 
-A checkpoint is written under a name that ends in `.partial` and renamed when every rank is done: a name without a suffix is
-complete. Tensors are stored under their global names and shapes, so any layout loads what any other saved.
+Tensors are stored under their global names and shapes, so any layout loads what any other saved. Before a checkpoint is used
+every file of it is read and compared with its checksum, each by one of the ranks. A damaged one is put aside under a name that
+ends in `.damaged`, and with checkpoint.resume=auto the one before it is used. Nothing is pickled.
 """
 
 import dataclasses
 import json
 import os
 import re
-import shutil
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,18 +25,19 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.tensor import DTensor
 
 from data.dataset import Mixture
 from data.loader import check_state
 from errors import UserError
 from model.initialise import canonical_name
 from training.config import Config
+from training.manifest import MANIFEST, Damaged, Manifest, check_file, check_sizes, check_whole, read_manifest
 from training.step import TrainStep
 from training.voice import from_rank_0, together
 
 NAME = re.compile(r"step-(\d{8})")
-FORMAT, VERSION = "lattice-checkpoint", 1
 # Dimensions alone decide whether weights fit; how they began, what is minimised and what computes it do not.
 FREE_MODEL_KEYS = {"init_std", "z_loss", "kernels"}
 
@@ -42,48 +46,14 @@ def checkpoint_folder(config: Config) -> Path:
     return Path(config.run.dir) / "checkpoints"
 
 
-def save(train: TrainStep, step: int, tokens: int, data_state: dict[str, Any], tokenizer: Path) -> Path:
-    """Save after `step` updates; every rank calls it. Returns the finished checkpoint's folder."""
-    folder = checkpoint_folder(train.config)
-    final = folder / f"step-{step:08d}"
-    partial = final.with_suffix(".partial")
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)  # what a killed run left
-        partial.mkdir(parents=True)
-    dist.barrier()
-    tensors = {name: t for name, t in _local_tensors(train) if canonical_name(name, train.config.model) == name}
-    dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(partial), save_distributed=True))
-    if dist.get_rank() == 0:
-        trainer = {
-            "format": FORMAT,
-            "version": VERSION,
-            "files": {file.name: file.stat().st_size for file in sorted(partial.iterdir())},  # all but this one
-            "step": step,
-            "tokens": tokens,
-            "seed": train.config.train.seed,
-            "seq_len": train.config.train.seq_len,
-            "model": dataclasses.asdict(train.config.model),
-            "data": data_state,
-        }
-        shutil.copyfile(tokenizer, partial / "tokenizer.model")
-        _write_durably(partial / "trainer.json", json.dumps(trainer, indent=1))
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(partial, final)
-        _write_durably(folder / "latest.partial", final.name)
-        os.replace(folder / "latest.partial", folder / "latest")
-        for old in complete_checkpoints(folder)[: -train.config.checkpoint.keep_last]:  # `find_start`: none is later than ours
-            shutil.rmtree(old)
-    dist.barrier()
-    return final
-
-
 @dataclass(frozen=True)
 class Start:
     """Where a run begins: from initial weights, from a checkpoint's weights alone, or where a checkpoint left off."""
 
     path: Path | None = None
     weights_only: bool = False
-    step: int = 0  # updates made
+    step: int = 0  # steps made
+    updates: int = 0  # of the weights: steps without those that were skipped
     tokens: int = 0  # trained on
     next_sample: int = 0
     skipped: tuple[tuple[int, int], ...] = ()  # ranges of samples never to be read
@@ -92,56 +62,116 @@ class Start:
 def find_start(config: Config, data: Mixture, device: str) -> Start:
     """What `checkpoint.resume` and `checkpoint.load_weights_only` ask for, the same on every rank, checked against the
     configuration and the data. A checkpoint to resume from wins over one that only gives the first weights."""
-
-    def choose() -> Start:
-        resume = config.checkpoint.resume
-        if resume == "auto":
-            complete = complete_checkpoints(checkpoint_folder(config))
-            path = complete[-1] if complete else None
-        else:
-            path = Path(resume) if resume != "none" else None
+    resume = config.checkpoint.resume
+    if resume == "auto":
+        path = _newest_good(config, device)
+    else:
+        path = Path(resume) if resume != "none" else None
         if path is not None:
-            trainer = read_trainer(path, "checkpoint.resume")
-            _check_model(path, trainer, config)
-            for name, value in (("seq_len", config.train.seq_len), ("seed", config.train.seed)):
-                if trainer[name] != value:
-                    why = f"the checkpoint {path} counts its samples in the order of train.{name}={trainer[name]}"
-                    remedy = "use the checkpoint's, or start a new run from its weights: checkpoint.load_weights_only"
-                    raise UserError(f"train.{name}", value, why, remedy)
-            check_state(trainer["data"], data)
-            skipped = tuple((begin, end) for begin, end in trainer["data"]["skipped"])
-            start = Start(path, False, trainer["step"], trainer["tokens"], trainer["data"]["next_sample"], skipped)
-        else:
-            start = Start()
-        own = complete_checkpoints(checkpoint_folder(config))
-        later = [c for c in own if int(c.name.removeprefix("step-")) > start.step]
-        if later:
-            why = f"it holds {later[-1].name}, which this run would not start from, and would delete in time"
-            raise UserError("run.dir", config.run.dir, why, "choose another run.dir, or checkpoint.resume=auto")
-        if start.path is None and config.checkpoint.load_weights_only:
-            path = Path(config.checkpoint.load_weights_only)
-            _check_model(path, read_trainer(path, "checkpoint.load_weights_only"), config)
-            return Start(path, weights_only=True)
-        return start
+            _require_good(path, "checkpoint.resume", device)
+    first_weights = Path(config.checkpoint.load_weights_only) if config.checkpoint.load_weights_only else None
+    if path is None and first_weights is not None:
+        _require_good(first_weights, "checkpoint.load_weights_only", device)
+    return from_rank_0(lambda: _start_from(path, first_weights, config, data), device)
 
-    return from_rank_0(choose, device)
+
+def _start_from(path: Path | None, first_weights: Path | None, config: Config, data: Mixture) -> Start:
+    """On rank 0; `path` and `first_weights` are good checkpoints."""
+    start = Start()
+    if path is not None:
+        trainer = read_trainer(path, "checkpoint.resume")
+        _check_model(path, trainer, config)
+        for name, value in (("seq_len", config.train.seq_len), ("seed", config.train.seed)):
+            if trainer[name] != value:
+                why = f"the checkpoint {path} counts its samples in the order of train.{name}={trainer[name]}"
+                remedy = "use the checkpoint's, or start a new run from its weights: checkpoint.load_weights_only"
+                raise UserError(f"train.{name}", value, why, remedy)
+        check_state(trainer["data"], data)
+        skipped = tuple((begin, end) for begin, end in trainer["data"]["skipped"])
+        next_sample = trainer["data"]["next_sample"]
+        start = Start(path, False, trainer["step"], trainer["updates"], trainer["tokens"], next_sample, skipped)
+    later = [c for c in complete_checkpoints(checkpoint_folder(config)) if step_of(c) > start.step]
+    if later:
+        why = f"it holds {later[-1].name}, which this run would not start from, and would delete in time"
+        raise UserError("run.dir", config.run.dir, why, "choose another run.dir, or checkpoint.resume=auto")
+    if path is None and first_weights is not None:
+        _check_model(first_weights, read_trainer(first_weights, "checkpoint.load_weights_only"), config)
+        return Start(first_weights, weights_only=True)
+    return start
+
+
+def _newest_good(config: Config, device: str) -> Path | None:
+    """The newest checkpoint of the run folder that is what was saved; those that are not are put aside, and it is said."""
+    folder = checkpoint_folder(config)
+    for path in reversed(from_rank_0(lambda: complete_checkpoints(folder), device)):
+        problem = _damage(path)
+        if problem is None:
+            return path
+        if dist.get_rank() == 0:
+            print(f"warning: {path} is damaged: {problem}. It is put aside, and not used", file=sys.stderr, flush=True)
+            os.replace(path, path.with_suffix(".damaged"))
+        dist.barrier()
+    return None
+
+
+def _require_good(path: Path, key: str, device: str) -> None:
+    """Raises UserError, on every rank, where the checkpoint that `key` names is not what was saved."""
+    problem = _damage(path)
+
+    def refuse() -> None:
+        if problem is not None:
+            raise UserError(key, str(path), f"is no good checkpoint: {problem}", "give another folder step-…")
+
+    from_rank_0(refuse, device)
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint, the same on every rank; None: nothing. Each rank reads its share of the files."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    read: list[Any] = [None]
+    if rank == 0:
+        try:
+            manifest = read_manifest(path)
+            check_sizes(path, manifest)
+            read = [manifest]
+        except Damaged as damaged:
+            read = [str(damaged)]
+    dist.broadcast_object_list(read, src=0)
+    if isinstance(read[0], str):
+        return read[0]
+    manifest = read[0]
+    assert isinstance(manifest, Manifest)
+    counts: Counter[str] = Counter()
+    problem = None
+    try:
+        for name in sorted(manifest.files)[rank::world]:
+            counts += check_file(path, manifest, name)
+    except Damaged as damaged:
+        problem = str(damaged)
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, (counts, problem))
+    for _, theirs in everyone:
+        if theirs is not None:
+            return str(theirs)
+    try:
+        check_whole(manifest, sum((theirs for theirs, _ in everyone), Counter()))
+    except Damaged as damaged:
+        return str(damaged)
+    return None
 
 
 def read_trainer(path: Path, key: str) -> dict[str, Any]:
-    """A checkpoint's trainer.json. `key` is the configuration key that chose the checkpoint, for the message."""
+    """A checkpoint's trainer.json, once its files have the sizes that they should. `key`, for the message, chose it."""
     try:
+        check_sizes(path, read_manifest(path))
         trainer = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
-        format_and_version, files = (trainer["format"], trainer["version"]), dict(trainer["files"])
+        kinds = {"step": int, "updates": int, "tokens": int, "seed": int, "seq_len": int, "model": dict, "data": dict}
+        if not all(isinstance(trainer[name], kind) for name, kind in kinds.items()):
+            raise Damaged("its trainer.json does not say what it should")
+    except Damaged as damaged:
+        raise UserError(key, str(path), f"is no good checkpoint: {damaged}", "give another folder step-…") from None
     except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(
-            key, str(path), "is no complete checkpoint (no readable trainer.json)", "give a folder step-…"
-        ) from None
-    if format_and_version != (FORMAT, VERSION):
-        raise UserError(key, str(path), f"was saved as {format_and_version}", f"this version reads {(FORMAT, VERSION)}")
-    for name, size in files.items():  # DCP would not miss a file: it takes the shapes from what it finds
-        file = path / name
-        if Path(name).name != name or not file.is_file() or file.stat().st_size != size:
-            raise UserError(key, str(path), f"its file {name} is missing or truncated", "choose another checkpoint")
+        raise UserError(key, str(path), "has no readable trainer.json", "give another folder step-…") from None
     return trainer
 
 
@@ -158,7 +188,7 @@ def load(train: TrainStep, start: Start) -> None:
         return
     wanted: dict[str, Tensor] = {}
     second_copies = []  # a tied weight that this rank holds twice is read once
-    for name, tensor in _local_tensors(train):
+    for name, tensor in local_tensors(train):
         if start.weights_only and not name.startswith("model."):
             continue
         canonical = canonical_name(name, train.config.model)
@@ -177,24 +207,24 @@ def load(train: TrainStep, start: Start) -> None:
     for source, copy in second_copies:
         copy.copy_(source)
     if not start.weights_only:
-        train.optimizer.set_step(start.step)
+        train.optimizer.set_step(start.updates)
 
 
-def _local_tensors(train: TrainStep) -> Iterator[tuple[str, Tensor]]:
+def local_tensors(train: TrainStep) -> Iterator[tuple[str, DTensor]]:
     """Names and sharded tensors of all that this rank holds, sharing memory with the model and the optimizer."""
     for name, parameter in train.named_parameters:
-        yield f"model.{name}", parameter.detach()
+        tensor = parameter.detach()
+        assert isinstance(tensor, DTensor)
+        yield f"model.{name}", tensor
     for name, moment in train.optimizer.moments():
         yield f"optimizer.{name}", moment
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if NAME.fullmatch(path.name) and (path / "trainer.json").is_file())
+    """Checkpoints that were committed, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if NAME.fullmatch(path.name) and (path / MANIFEST).is_file())
 
 
-def _write_durably(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+def step_of(checkpoint: Path) -> int:
+    """After how many steps it was saved, by its name."""
+    return int(checkpoint.name.removeprefix("step-"))

@@ -32,6 +32,7 @@ class TrainConfig:
     deterministic: bool = False  # bitwise repeatable on GPUs too, slower there; the CPU always is
     eval_interval: int = 0  # evaluate on held-out text every so many steps and after the last; 0: never
     eval_samples: int = 256  # held-out sequences of each evaluation
+    max_minutes: float = 0.0  # after so many since the process began the run stops, and saves (training/stop.py); 0: no limit
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,9 @@ class CheckpointConfig:
     """Where a run starts from and how often it saves."""
 
     interval: int = 0  # save every so many steps and after the last; 0: never
-    keep_last: int = 2  # older checkpoints are deleted
+    keep_last: int = 2  # older checkpoints are deleted,
+    keep_every: int = 0  # but for those of steps that this divides; 0: for none
+    async_save: bool = True  # training waits for a copy of what is saved alone, not until it is written
     resume: str = "auto"  # auto: the newest of the run folder, if any; none; or a checkpoint's path
     load_weights_only: str = ""  # start a fresh run from this checkpoint's weights: new optimizer, new data
 
@@ -106,7 +109,7 @@ class Config:
         for key in ("seq_len", "global_batch_size", "micro_batch_size"):
             _at_least(f"train.{key}", getattr(train, key), 1)
         _at_least("train.eval_samples", train.eval_samples, 1)
-        for key in ("steps", "eval_interval"):
+        for key in ("steps", "eval_interval", "max_minutes"):
             _at_least(f"train.{key}", getattr(train, key), 0)
         for key in ("lr", "weight_decay", "eps", "grad_clip", "warmup_steps", "min_lr_ratio"):
             _at_least(f"optimizer.{key}", getattr(self.optimizer, key), 0)
@@ -114,6 +117,7 @@ class Config:
             raise UserError("optimizer.betas", list(self.optimizer.betas), "each must be in [0, 1)", "for example [0.9, 0.95]")
         _at_least("checkpoint.interval", self.checkpoint.interval, 0)
         _at_least("checkpoint.keep_last", self.checkpoint.keep_last, 1)
+        _at_least("checkpoint.keep_every", self.checkpoint.keep_every, 0)
         _at_least("run.log_interval", self.run.log_interval, 1)
         dp = dp_replicate * dp_shard
         step = dp * train.micro_batch_size

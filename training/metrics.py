@@ -39,7 +39,9 @@ class Metrics:
         self.peak_flops = _peak_flops(mesh.device)
         self.wandb: Any = None
         self.record: dict[str, Any] | None = None
+        self.unwritten: list[str] = []  # lines of metrics.jsonl, where they cannot be written yet
         self.eval_loss: float | None = None
+        self.stop_reason = ""
         self.last: tuple[torch.Tensor, torch.Tensor]  # loss and gradient norm of the last step
         if self.writes:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -91,8 +93,10 @@ class Metrics:
         }
         self.restart_clock()
 
-    def evaluated(self, step: int, loss: float) -> None:
-        """A held-out loss after update `step`; it joins that step's line."""
+    def evaluated(self, step: int, loss: float | None) -> None:
+        """A held-out loss after update `step`; it joins that step's line. None: the evaluation was abandoned."""
+        if loss is None:
+            return
         self.eval_loss = loss
         self.record = {**(self.record or {"step": step}), "eval_loss": loss}
         self.restart_clock()
@@ -102,8 +106,13 @@ class Metrics:
         record, self.record = self.record, None
         if record is None or not self.writes:
             return
-        with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(record, allow_nan=True) + "\n")
+        self.unwritten.append(json.dumps(record, allow_nan=True) + "\n")
+        try:
+            with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
+                file.write("".join(self.unwritten))
+            self.unwritten = []
+        except OSError as error:  # a full disk is no reason to stop: the lines wait
+            print(f"warning: metrics.jsonl cannot be written: {error}", file=sys.stderr, flush=True)
         print(console_line(record, self.config.train.steps), flush=True)
         if self.wandb is not None:
             self.wandb.log({key: value for key, value in record.items() if key != "step"}, step=record["step"])
@@ -120,6 +129,10 @@ class Metrics:
             baseline, gain = unigram_nats_per_token, unigram_nats_per_token - self.eval_loss
             print(f"held-out loss {self.eval_loss:.3f} nats per token, {gain:.3f} below a unigram model's {baseline:.3f}")
 
+    def stopped(self, reason: str) -> None:
+        """The run ends here on request, unless this happens to be its last step."""
+        self.stop_reason = reason
+
     def __enter__(self) -> "Metrics":
         return self
 
@@ -131,11 +144,15 @@ class Metrics:
             return
         if self.wandb is not None:
             self.wandb.finish(exit_code=0 if error is None else 1)
-        if error is None:
+        if error is not None:
+            write_status(self.folder, "failed", self.step, f"{type(error).__name__}: {error}")
+        elif self.stop_reason and self.step < self.config.train.steps:
+            where = f"after step {self.step}/{self.config.train.steps}"
+            print(f"stopped {where}: {self.stop_reason}; started again, it goes on; run folder {self.folder}", flush=True)
+            write_status(self.folder, "requeue", self.step, self.stop_reason)
+        else:
             print(f"finished after {self.step} steps; run folder {self.folder}", flush=True)
             write_status(self.folder, "finished", self.step, "all steps done")
-        else:
-            write_status(self.folder, "failed", self.step, f"{type(error).__name__}: {error}")
 
 
 def console_line(record: dict[str, Any], steps: int) -> str:
@@ -155,8 +172,11 @@ def console_line(record: dict[str, Any], steps: int) -> str:
 def write_status(folder: Path, state: str, step: int, reason: str) -> None:
     """status.json: how the last start ended, one of finished, requeue, failed. Called on rank 0."""
     path = folder / "status.json"
-    path.with_suffix(".partial").write_text(json.dumps({"state": state, "step": step, "reason": reason}) + "\n")
-    os.replace(path.with_suffix(".partial"), path)
+    try:
+        path.with_suffix(".partial").write_text(json.dumps({"state": state, "step": step, "reason": reason}) + "\n")
+        os.replace(path.with_suffix(".partial"), path)
+    except OSError as failure:
+        print(f"warning: {path} cannot be written: {failure}", file=sys.stderr, flush=True)
 
 
 def _continue_lines(path: Path, step: int) -> None:

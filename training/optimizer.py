@@ -59,8 +59,7 @@ class ShardedAdamW:
                 yield f"{name}.{key}", as_dtensor_like(self.state[key][i], p)
 
     def set_step(self, step: int) -> None:
-        """Set how many updates were made, for bias corrections and random bits after a resume. (A checkpoint knows the step
-        alone: it counts skipped ones too.)"""
+        """Set how many updates were made (steps without those that were skipped), for bias corrections and random bits."""
         self.updates.fill_(step)
 
 

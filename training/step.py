@@ -12,7 +12,7 @@ from model.initialise import canonical_name
 from model.kernels.cross_entropy import IGNORE
 from model.transformer import Batch, Transformer
 from parallel.data import ZeroStage, check_reduced
-from parallel.mesh import Mesh
+from parallel.mesh import Mesh, to_device
 from parallel.partial import PartialGradients
 from parallel.pipeline.actions import forward_only, splits_backward, stage_ranks
 from parallel.pipeline.lower import lower
@@ -93,7 +93,7 @@ class TrainStep:
 
     def count_targets(self, targets: Tensor) -> Tensor:
         """Target tokens of the global batch, from this data-parallel rank's rows: a scalar in the loss's dtype."""
-        num_targets = (targets != IGNORE).sum().to(self.mesh.device)
+        num_targets = to_device((targets != IGNORE).sum(), self.mesh.device)
         dist.all_reduce(num_targets, group=self.mesh.loss.get_group())
         return num_targets.to(self.loss_dtype)
 
@@ -104,7 +104,7 @@ class TrainStep:
         places: list[tuple[Tensor, Tensor | None]] = [(positions, None)] * (len(tokens) // size)
         if self.bos_id is not None:
             places = [find_documents(t, self.bos_id, self.mesh.device) for t in tokens.split(size)]
-        tokens, targets = (t.to(self.mesh.device, non_blocking=True) for t in (tokens, targets))
+        tokens, targets = (to_device(t, self.mesh.device) for t in (tokens, targets))
         cut = zip(tokens.split(size), targets.split(size), places, strict=True)
         return [Batch(t.T.contiguous(), y.T.contiguous(), p, loss_scale, documents) for t, y, (p, documents) in cut]
 

@@ -91,9 +91,10 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def resident_programs(tensor: Tensor, per_multiprocessor: int) -> int:
-    """How many programs to launch where each works through many rows: what the device runs at once."""
-    return per_multiprocessor * _multiprocessors(tensor.device)
+def resident_programs(tensor: Tensor, num_warps: int) -> int:
+    """How many programs to launch where each works through many rows: about what the device runs at once, 32 warps on each of
+    its multiprocessors, which is what 64 registers a thread leave room for."""
+    return max(1, 32 // num_warps) * _multiprocessors(tensor.device)
 
 
 def rows_of(x: Tensor) -> Tensor:

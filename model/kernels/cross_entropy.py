@@ -30,45 +30,6 @@ IGNORE = -100  # a target that is no target: padding
 MAX_BLOCK = 8192  # columns handled at once
 
 
-class VocabParallelCrossEntropy(torch.autograd.Function):
-    """[T, V/tp] logits on each of tp ranks → the same scalar loss on all; the gradient is written over the logits.
-
-    For logits that exist anyway. The model's head forms them in pieces (linear_cross_entropy.py).
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, first_row: int, group: ProcessGroup, z_loss: float, kernels: str
-    ) -> Tensor:
-        row = normaliser(logits, targets, first_row, group, kernels)
-        ctx.save_for_backward(logits, targets, *row)
-        ctx.first_row, ctx.z_loss, ctx.kernels = first_row, z_loss, kernels
-        return token_losses(row, targets, z_loss).sum()
-
-    @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        logits, targets, *row = ctx.saved_tensors
-        gradient = logits.detach()
-        gradient_over_logits_(gradient, targets, Normaliser(*row), dloss, ctx.first_row, ctx.z_loss, ctx.kernels)
-        return gradient, None, None, None, None, None
-
-
-def vocab_parallel_cross_entropy(
-    logits: Tensor, targets: Tensor, first_row: int, group: ProcessGroup, z_loss: float = 0.0, kernels: str = "auto"
-) -> Tensor:
-    """Sum of the losses of all target tokens, a scalar in float32 (float64).
-
-    Args:
-        logits: [..., V/tp], this tp rank's columns, of which the first is row `first_row` of the vocabulary. They are consumed:
-            backward overwrites them.
-        targets: [...] token ids of the whole vocabulary, or `IGNORE`.
-        group: the tp group.
-        z_loss: c above.
-        kernels: auto, triton or torch.
-    """
-    return VocabParallelCrossEntropy.apply(logits.flatten(0, -2), targets.flatten(), first_row, group, z_loss, kernels)
-
-
 class Normaliser(NamedTuple):
     """What is known of each token's row of logits, each [T] float32 (float64)."""
 
@@ -116,6 +77,45 @@ def gradient_over_logits_(
         torch.ops.lattice.cross_entropy_gradient_(logits, targets, row.peak, row.total, scale, first_row, z_loss)
     else:
         _gradient_reference_(logits, targets, row, scale, first_row, z_loss)
+
+
+class VocabParallelCrossEntropy(torch.autograd.Function):
+    """[T, V/tp] logits on each of tp ranks → the same scalar loss on all; the gradient is written over the logits.
+
+    For logits that exist anyway. The model's head forms them in pieces (linear_cross_entropy.py).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, first_row: int, group: ProcessGroup, z_loss: float, kernels: str
+    ) -> Tensor:
+        row = normaliser(logits, targets, first_row, group, kernels)
+        ctx.save_for_backward(logits, targets, *row)
+        ctx.first_row, ctx.z_loss, ctx.kernels = first_row, z_loss, kernels
+        return token_losses(row, targets, z_loss).sum()
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        logits, targets, *row = ctx.saved_tensors
+        gradient = logits.detach()
+        gradient_over_logits_(gradient, targets, Normaliser(*row), dloss, ctx.first_row, ctx.z_loss, ctx.kernels)
+        return gradient, None, None, None, None, None
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor, targets: Tensor, first_row: int, group: ProcessGroup, z_loss: float = 0.0, kernels: str = "auto"
+) -> Tensor:
+    """Sum of the losses of all target tokens, a scalar in float32 (float64).
+
+    Args:
+        logits: [..., V/tp], this tp rank's columns, of which the first is row `first_row` of the vocabulary. They are consumed:
+            backward overwrites them.
+        targets: [...] token ids of the whole vocabulary, or `IGNORE`.
+        group: the tp group.
+        z_loss: c above.
+        kernels: auto, triton or torch.
+    """
+    return VocabParallelCrossEntropy.apply(logits.flatten(0, -2), targets.flatten(), first_row, group, z_loss, kernels)
 
 
 def _statistics_reference(logits: Tensor, targets: Tensor, first_row: int) -> Tensor:
@@ -166,17 +166,17 @@ def _statistics_kernel(
     target = tl.load(TARGETS + token, mask=there, other=0) - first_row
     columns = tl.arange(0, BLOCK)[None, :]
     peak = tl.full((ROWS, 1), float("-inf"), ACC)
-    total = tl.full((ROWS, 1), 0.0, ACC)
+    total = tl.zeros((ROWS, BLOCK), ACC)  # of each lane: added up over the row once, at the end
     for start in range(0, width, BLOCK):
         z = tl.load(row + start + columns, mask=there & (start + columns < width), other=float("-inf")).to(ACC)
         peak_before = peak
         peak = tl.maximum(peak, tl.max(z, 1, keep_dims=True))
         finite = tl.where(peak == float("-inf"), 0.0, peak)  # all columns so far masked: their exponentials are 0, not NaN
-        total = total * tl.exp(peak_before - finite) + tl.sum(tl.exp(z - finite), 1, keep_dims=True)
+        total = total * tl.exp(peak_before - finite) + tl.exp(z - finite)
     mine = there & (target >= 0) & (target < width)
     target_logit = tl.load(row + tl.where(mine, target, 0), mask=mine, other=0.0).to(ACC)
     tl.store(OUT + token, peak, mask=there)
-    tl.store(OUT + tokens + token, total, mask=there)
+    tl.store(OUT + tokens + token, tl.sum(total, 1, keep_dims=True), mask=there)
     tl.store(OUT + 2 * tokens + token, target_logit, mask=there)
 
 

@@ -8,14 +8,15 @@
         dw    +=  zᵀ · x                         in float32
         dx     =  z · w ─ reduce-scatter over tp ─► this rank's slices             [n, B, D]
 
-The gradient of cross-entropy is known as soon as the normaliser is, so forward computes both gradients and backward hands them
+The gradient of cross-entropy is known as soon as the normaliser is, so forward computes both gradients, and backward hands them
 on, times the gradient that arrives (1, unless something comes after the loss). The same three matrix products as with whole
 logits, at a fraction of the memory; without gradients (evaluation) only the first. (The idea, on one device and with the whole
 vocabulary: Liger-Kernel, Hsu et al. 2024, https://arxiv.org/abs/2410.10989, section 3.2; Wijmans et al. 2024,
 https://arxiv.org/abs/2411.09009.)
 
-With sequence parallelism a piece is cut from every rank's part of the sequence at once, so that the whole input is never
-gathered either; its gather runs behind the products of the piece before, its reduce-scatter behind those of the piece after.
+With sequence parallelism a piece is cut from every rank's part of the sequence at once, so that of many pieces the whole input
+is never gathered either; a piece's gather runs behind the products of the one before, its reduce-scatter behind those of the
+one after. (Cut over many ranks the logits may be one piece. More would hide more, but each reads and writes dw once again.)
 Without, every rank has the whole sequence, and dx is all-reduced.
 
 | pass     | local shapes                     | communication over tp, sequence parallel (else)                      |
@@ -24,7 +25,8 @@ Without, every rank has the whole sequence, and dx is all-reduced.
 | backward | scalar → [S/tp, B, D], [V/tp, D] | none                                                                 |
 
 What it costs: between a micro-batch's forward and backward its head holds dw, in the weight's dtype, where whole logits would
-be held otherwise. A schedule with many forwards in flight on the last stage (gpipe) holds as many. And where a schedule splits
+be held otherwise: V/tp · D numbers instead of V/tp · T. A schedule with many forwards in flight on the last stage (gpipe,
+breadth_first) holds as many. And where a schedule splits
 backward, the head's weight gradient is ready in forward: its part of W is empty (parallel/weight.py adds it there all the same,
 so that a micro-batch's gradients are complete at one moment), and its time belongs to F.
 """
@@ -65,7 +67,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         loss = x.new_zeros((), dtype=exact(x.dtype))
-        dxs: list[Pending] = []
+        dxs: list[Tensor] = []
+        reducing: Pending | None = None  # the last piece's dx
         dw: Tensor | None = None
         pieces = _pieces(x, targets, group if sequence_parallel else None, piece_tokens)
         for piece, piece_targets in pieces:
@@ -78,11 +81,15 @@ class LinearCrossEntropy(torch.autograd.Function):
                 gradient_over_logits_(z, y, row, scale, first_row, z_loss, kernels)
             if wants_dx:
                 dx = Matmul.input_gradient(z, weight).view_as(piece)
-                dxs.append(start_reduce_scatter(dx, group) if sequence_parallel else start_all_reduce_(dx, group))
+                if reducing is not None:
+                    dxs.append(reducing.wait())  # lets go of that piece's whole dx
+                reducing = start_reduce_scatter(dx, group) if sequence_parallel else start_all_reduce_(dx, group)
             if wants_dw:
                 dw = Matmul.add_weight_gradient(z, rows, into=dw, dtype=exact(x.dtype))
             del z  # before the next piece's
-        ctx.dx = torch.cat([dx.wait() for dx in dxs]) if wants_dx else None
+        if reducing is not None:
+            dxs.append(reducing.wait())
+        ctx.dx = torch.cat(dxs) if wants_dx else None
         ctx.dw = dw.to(weight.dtype) if dw is not None else None
         return loss * scale
 

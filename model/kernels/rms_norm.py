@@ -129,13 +129,14 @@ def _launch_backward(dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, r
     dx = s.new_empty(s.shape)
     block = next_power_of_2(width)
     at_once = rows_at_once(block)
-    rows_each = max(1, cdiv(cdiv(rows, at_once), resident_programs(s, per_multiprocessor=2))) * at_once
+    warps = warps_for(at_once * block)
+    rows_each = max(1, cdiv(cdiv(rows, at_once), resident_programs(s, warps))) * at_once
     programs = cdiv(rows, rows_each)
     dw = s.new_empty((programs, width), dtype=exact(s.dtype))
     if rows:
         _backward[(programs,)](
             dy, residual, s, weight, rstd, dx, dw, dy.stride(0), residual.stride(0), s.stride(0), rows, rows_each, width,
-            ADD=ds is not None, ACC=accumulator(s.dtype), ROWS=at_once, BLOCK=block, num_warps=warps_for(at_once * block),
+            ADD=ds is not None, ACC=accumulator(s.dtype), ROWS=at_once, BLOCK=block, num_warps=warps,
         )  # fmt: skip
     return dx.view(shape), dw.sum(0).to(weight.dtype)
 

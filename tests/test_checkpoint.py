@@ -1,0 +1,309 @@
+"""Checkpoints that are damaged, hostile, half written or late: what is lost is found, and what is good is kept."""
+
+import contextlib
+import errno
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+import training.save
+from parallel.mesh import build_mesh
+from tests.runs import LAYOUT_3D, copy_of, fresh, global_state, losses, train_run, write_config
+from tools import verify
+from tools.ranks import RankError, Ranks
+from training import manifest
+from training.build import build_stages
+from training.load_config import load_config
+from training.manifest import MANIFEST, Damaged, Manifest, read_manifest
+from training.save import SaveFailed, Saver
+from training.step import TrainStep
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def flip_a_bit(file: Path, at: float = 0.5) -> None:
+    content = bytearray(file.read_bytes())
+    content[int(at * (len(content) - 1))] ^= 4
+    file.write_bytes(content)
+
+
+def test_a_good_checkpoint_is_good(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify.main([str(saved / "run")]) == 0
+    assert capsys.readouterr().out.count(": good, ") == 3
+    newest = saved / "run" / "checkpoints" / "step-00000006"
+    tensors = [name for file in newest.glob("*.safetensors") for name in load_file(file)]
+    assert {name.split(".")[0] for name in tensors} == {"model", "optimizer"}, "another reader of safetensors reads it"
+    trainer = json.loads((newest / "trainer.json").read_text())
+    assert (trainer["step"], trainer["updates"]) == (6, 6)
+    events = [json.loads(line) for line in (saved / "run" / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events] == [2, 4, 6]
+    assert all(event["bytes"] > 0 and event["stall_seconds"] >= 0 and event["write_seconds"] > 0 for event in events)
+
+
+def test_a_flipped_bit_in_any_file_is_found(saved: Path, tmp_path: Path) -> None:
+    """In the first, the middle and the last byte of each of its files."""
+    good = saved / "run" / "checkpoints" / "step-00000006"
+    for name in names(good):
+        for at in (0.0, 0.5, 1.0):
+            bad = tmp_path / "step-00000006"
+            shutil.copytree(good, bad, dirs_exist_ok=True)
+            flip_a_bit(bad / name, at)
+            with pytest.raises(Damaged):
+                manifest.verify(bad)
+            shutil.rmtree(bad)
+
+
+@pytest.mark.parametrize("what", ["tensors", "trainer.json", "manifest.json", "tokenizer.model"])
+def test_the_newest_good_one_is_used_and_it_is_said_once(ranks: Ranks, saved: Path, tmp_path: Path, what: str) -> None:
+    """The two newest are damaged: the run goes on from the third, on another layout, to the same losses."""
+    config, checkpoints = copy_of(saved, tmp_path)
+    for step in ("step-00000006", "step-00000004"):
+        file = sorted((checkpoints / step).glob("*.safetensors"))[-1] if what == "tensors" else checkpoints / step / what
+        flip_a_bit(file)
+    before = losses(saved)
+    results = ranks.run(heard, 4, [config, "parallel.pp=1"])
+    assert [refusal for refusal, _ in results] == [""] * 4
+    after = losses(tmp_path)
+    assert after.keys() == before.keys()
+    assert all(after[step] == before[step] for step in (1, 2))
+    assert all(after[step] == pytest.approx(before[step], rel=1e-4) for step in before)
+    assert {"step-00000004.damaged", "step-00000006.damaged", "step-00000006"} <= set(names(checkpoints))
+    said = "".join(said for _, said in results)
+    assert said.count("step-00000006 is damaged") == said.count("step-00000004 is damaged") == 1
+    assert verify.main([str(checkpoints)]) == 0
+
+
+def test_a_named_checkpoint_must_be_good(ranks: Ranks, saved: Path, tmp_path: Path) -> None:
+    config, checkpoints = copy_of(saved, tmp_path)
+    flip_a_bit(sorted((checkpoints / "step-00000006").glob("*.safetensors"))[0])
+    for key in ("checkpoint.resume", "checkpoint.load_weights_only"):
+        other = f"run.dir={tmp_path / 'other'}"
+        messages = ranks.run(train_run, 4, [config, f"{key}={checkpoints / 'step-00000006'}", other])
+        assert all(message.startswith(f"{key} = ") and "sha256 differs" in message for message in messages)
+
+
+def test_manifests_that_are_none(tmp_path: Path) -> None:
+    for content in ("", "[]", "{}", '{"files": 3}', "[" * 100_000, json.dumps({"format": "x", "version": 1, "files": {}})):
+        (tmp_path / MANIFEST).write_text(content)
+        with pytest.raises(Damaged):
+            read_manifest(tmp_path)
+
+
+def test_keeping(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """The last two, every fourth step's, and nothing that a killed run left half done."""
+    config = write_config(tmp_path, data, checkpoint={"interval": 1, "keep_last": 2, "keep_every": 4})
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for left in ("step-00000003.partial", "step-00000002.deleting"):
+        (checkpoints / left).mkdir(parents=True)
+    assert ranks.run(train_run, 2, [config]) == ["", ""]
+    assert names(checkpoints) == ["latest", "step-00000004", "step-00000005", "step-00000006"]
+    assert (checkpoints / "latest").read_text() == "step-00000006"
+
+
+def heard(arguments: list[str]) -> tuple[str, str]:
+    """The refusal of a run, if any, and what this rank said on standard error."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        refusal = train_run(arguments)
+    return refusal, said.getvalue()
+
+
+def train_with_a_fault(config: str, rank: int, step: int, where: str, kind: int) -> tuple[str, str]:
+    """A run in which one rank cannot write one checkpoint."""
+    honest = getattr(training.save, where)
+
+    def faulty(*arguments: object, **options: object) -> object:
+        about = " ".join(map(str, arguments))
+        if dist.get_rank() == rank and f"step-{step:08d}" in about:
+            raise OSError(kind, os.strerror(kind))
+        return honest(*arguments, **options)
+
+    with patch.object(training.save, where, faulty):
+        return heard([config])
+
+
+@pytest.mark.parametrize(
+    ("where", "kind", "rank"),
+    [("fingerprint", errno.ENOSPC, 1), ("count_numbers", errno.EIO, 3), ("write_manifest", errno.EROFS, 0)],
+)
+def test_a_save_that_one_rank_cannot_finish(ranks: Ranks, data: Path, tmp_path: Path, where: str, kind: int, rank: int) -> None:
+    """Nothing is committed, all go on, the next save works."""
+    config = write_config(tmp_path, data, parallel={"tp": 2}, checkpoint={"interval": 2, "keep_last": 3})
+    results = ranks.run(train_with_a_fault, 4, config, rank, 4, where, kind)
+    assert [refusal for refusal, _ in results] == [""] * 4
+    assert names(tmp_path / "run" / "checkpoints") == ["latest", "step-00000002", "step-00000006"]
+    said = "".join(said for _, said in results)
+    assert said.count("warning: the checkpoint of step 4 was not saved") == 1
+    assert os.strerror(kind) in said
+    assert f"rank {rank}" in said
+    assert "the newest is step-00000002" in said
+
+
+def test_a_last_save_that_fails_is_no_success(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, data, checkpoint={"interval": 3})
+    with pytest.raises(RankError, match="step 6 was not saved"):
+        ranks.run(train_with_a_fault, 2, config, 1, 6, "fingerprint", errno.ENOSPC)
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["state"], "SaveFailed" in status["reason"]) == ("failed", True)
+
+
+def test_a_full_disk(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """A file system with room for one checkpoint."""
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", small], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a file system: {mounted.stderr.decode().strip()}")
+    try:
+        config = write_config(tmp_path, data, checkpoint={"interval": 2, "keep_last": 3}, run={"dir": str(small / "run")})
+        with pytest.raises(RankError, match="was not saved"):  # the last one fails too
+            ranks.run(train_run, 2, [config])
+        good = [path for path in (small / "run" / "checkpoints").iterdir() if path.is_dir()]
+        assert [path.name for path in good] == ["step-00000002"]
+        manifest.verify(good[0])
+    finally:
+        subprocess.run(["umount", small], check=False)
+
+
+def saved_while_training(config_path: str) -> tuple[bool, float]:
+    """Save, make a step while nothing is written yet, then let it be written."""
+    config = load_config(config_path, [])
+    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    train = TrainStep(config, mesh, build_stages(config, mesh))
+    tokens = torch.arange(8 * 32).view(8, 32).chunk(mesh.dp_size)[mesh.dp_rank] % config.model.vocab_size
+    train(0, tokens, tokens)
+    go = threading.Event()
+    honest = Saver._write_partial
+
+    def later(self: Saver, *arguments: object) -> Manifest:
+        go.wait()
+        return honest(self, *arguments)
+
+    with patch.object(Saver, "_write_partial", later):
+        saver = Saver(train, Path(__file__))
+        saver.save(1, 0, {"next_sample": 0, "skipped": []})
+        before = {name: tensor.to_local().clone() for name, tensor in saver.tensors.items()}
+        train(1, tokens, tokens)
+        moved = max(float((tensor.to_local() - before[name]).abs().max()) for name, tensor in saver.tensors.items())
+        go.set()
+        saver.close()
+    same = all(torch.equal(saver.copies[name], tensor) for name, tensor in before.items())
+    return same, moved
+
+
+def test_what_is_saved_is_what_was_there_and_training_goes_on(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, data, parallel=LAYOUT_3D)
+    for same, moved in ranks.run(saved_while_training, 8, config):
+        assert same
+        assert moved > 0, "a step was made in between"
+    path = tmp_path / "run" / "checkpoints" / "step-00000001"
+    manifest.verify(path)
+    one_step = {**ranks.run(global_state, 8, [config], str(path))[0]}
+    assert all(torch.isfinite(tensor).all() for tensor in one_step.values())
+
+
+def test_saving_at_once_leaves_the_same(ranks: Ranks, saved: Path, data: Path, tmp_path: Path) -> None:
+    """checkpoint.async_save=false: the same pieces, bit for bit. (Their order within a file is free.)"""
+    sections = {"parallel": LAYOUT_3D, "checkpoint": {"interval": 2, "keep_last": 3, "async_save": False}}
+    config = write_config(tmp_path, data, **sections)
+    assert ranks.run(train_run, 8, [config]) == [""] * 8
+    for step in (2, 4, 6):
+        mine, theirs = (folder / "run" / "checkpoints" / f"step-{step:08d}" for folder in (tmp_path, saved))
+        assert names(mine) == names(theirs)
+        assert read_manifest(mine).tensors == read_manifest(theirs).tensors
+        for shard in mine.glob("*.safetensors"):
+            pieces, others = load_file(shard), load_file(theirs / shard.name)
+            assert pieces.keys() == others.keys()
+            assert all(torch.equal(pieces[name], others[name]) for name in pieces)
+
+
+def test_twice_to_another_layout(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """(2, 2, 2) → one rank → (1, 4, 2), in the middle of the data: the same tensors at each load, nearly the same losses."""
+    saves = {"interval": 2, "keep_last": 3, "async_save": False}  # it is there when the run dies
+    whole = write_config(tmp_path, data, parallel=LAYOUT_3D, checkpoint=saves)
+    assert ranks.run(train_run, 8, [whole]) == [""] * 8
+    undisturbed = losses(tmp_path)
+    fresh(tmp_path)
+    layouts = ((8, []), (1, ["parallel.tp=1", "parallel.pp=1"]), (8, ["parallel.pp=1", "parallel.dp_shard=4"]))
+    states = []
+    for part, (world, layout) in enumerate(layouts):
+        stop = _train_until(2 * part + 2)
+        assert ranks.run(stop, world, [whole, *layout]) == [""] * world
+        path = str(tmp_path / "run" / "checkpoints" / f"step-{2 * part + 2:08d}")
+        states.append([ranks.run(global_state, w, [whole, *lay], path)[0] for w, lay in layouts])
+    for same in states:
+        assert all(torch.equal(same[0][name], other[name]) for other in same[1:] for name in same[0])
+    after = losses(tmp_path)
+    assert all(after[step] == pytest.approx(undisturbed[step], rel=1e-4) for step in undisturbed)
+
+
+class _train_until:
+    """A run that dies after the save of `step`: its learning-rate schedule is that of the whole."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def __call__(self, arguments: list[str]) -> str:
+        import train
+
+        honest = train.is_due
+
+        def is_due(interval: int, step: int, config: object) -> bool:
+            if step == self.step:
+                raise StopEarly
+            return honest(interval, step, config)
+
+        with patch.object(train, "is_due", is_due):
+            try:
+                return train_run(arguments)
+            except StopEarly:
+                dist.barrier()
+                return ""
+
+
+class StopEarly(Exception):
+    pass
+
+
+def test_verify_says_what_is_wrong(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, checkpoints = copy_of(saved, tmp_path)
+    (checkpoints / "step-00000004" / "trainer.json").unlink()
+    assert verify.main([str(tmp_path / "run")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [": good" in line for line in lines] == [True, False, True]
+    assert "trainer.json is missing or truncated" in lines[1]
+    assert verify.main([str(tmp_path / "nothing")]) == 2
+    command = [sys.executable, "-m", "tools.verify", str(checkpoints / "step-00000006")]
+    assert subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, check=False).returncode == 0
+
+
+def test_the_error_of_a_save_is_everyones(ranks: Ranks) -> None:
+    assert ranks.run(_disagree, 3) == ["on rank 2 OSError: mine"] * 3
+
+
+def _disagree() -> str:
+    saver = Saver.__new__(Saver)
+    saver.group = dist.new_group(backend="gloo")
+
+    def mine() -> None:
+        if dist.get_rank() == 2:
+            raise OSError("mine")
+
+    try:
+        saver._agree(mine)
+    except SaveFailed as failed:
+        return str(failed)
+    return ""

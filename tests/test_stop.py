@@ -1,0 +1,339 @@
+"""Planned stops: asked in any way, at any moment, of any rank, all ranks stop after the same step, and nothing is lost."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+import train
+from tests.runs import losses, train_run, write_config
+from tools.ranks import RankError, Ranks
+from training import signals, stop
+from training.load_config import load_config
+from training.stop import StopRequests
+
+ROOT = Path(__file__).parent.parent
+STEPS = 6
+LAYOUTS = {4: ["parallel.tp=2"], 8: ["parallel.tp=2", "parallel.pp=2", "train.micro_batch_size=2"]}  # world → 2 × 2, 2 × 2 × 2
+
+
+@pytest.fixture(scope="module")
+def whole(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[int, float]]:
+    """World → losses of a run that nothing disturbs."""
+    found = {}
+    for world in LAYOUTS:
+        folder = tmp_path_factory.mktemp(f"whole{world}")
+        assert ranks.run(train_run, world, [config_of(folder, data), *LAYOUTS[world]]) == [""] * world
+        found[world] = losses(folder)
+    return found
+
+
+def config_of(folder: Path, data: Path) -> str:
+    """An evaluation is of 4 batches."""
+    sizes = {"steps": STEPS, "micro_batch_size": 4, "eval_samples": 32}
+    return write_config(folder, data, train=sizes, checkpoint={"keep_last": STEPS})
+
+
+def status(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "run" / "status.json").read_text())
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (folder / "run" / "checkpoints").glob("step-*") if not path.suffix)
+
+
+# --- on each rank -----------------------------------------------------------------------------------------------------
+
+
+class Known(StopRequests):
+    """The last one made can be found."""
+
+    last: StopRequests
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        Known.last = self
+
+
+def hear(number: int) -> None:
+    """Send this process a signal, and go on when it has been heard."""
+    os.kill(os.getpid(), number)
+    while number not in Known.last.signals.heard:
+        time.sleep(0.001)
+
+
+def ask(how: str) -> None:
+    if how == "SIGTERM twice":  # Slurm's own, and the one that torchrun passes on
+        hear(signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif how.startswith("SIG"):
+        hear(signal.Signals[how])
+    elif how == "time":
+        signals.STARTED = float("-inf")
+    else:
+        (Known.last.folder / how).touch()
+
+
+@contextlib.contextmanager
+def before(owner: type, method: str, call: int, action: Any):
+    """`action()` when `method` of `owner` is called for the `call`th time, from 0; yields a list with one item a call."""
+    original, calls = getattr(owner, method), []
+
+    def wrapped(*arguments: Any) -> Any:
+        calls.append(len(calls))
+        if calls[-1] == call:
+            action()
+        return original(*arguments)
+
+    with patch.object(owner, method, wrapped):
+        yield calls
+
+
+WHERE = {"step": (train.TrainStep, "__call__"), "evaluation": (train.TrainStep, "evaluate"), "save": (train.Saver, "save")}
+
+
+def train_and_ask(arguments: list[str], rank: int, how: str, where: str, call: int) -> dict[str, Any]:
+    """A run in which `rank` is asked to stop when it is at `where` for the `call`th time; how often this rank was where."""
+    mine = dist.get_rank() == rank
+    before_it = [signal.getsignal(n) for n in signals.SIGNALS], signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(train, "StopRequests", Known))
+        stack.enter_context(patch.object(stop, "LOOK_SECONDS", 0.0))
+        stack.enter_context(patch.object(signals, "STARTED", signals.STARTED))
+        stack.enter_context(patch.object(signals, "SAME_REQUEST_SECONDS", 1e9))
+        counts = {}
+        for name, place in WHERE.items():
+            action = (lambda: ask(how)) if name == where and mine else (lambda: None)
+            counts[name] = stack.enter_context(before(*place, call, action))
+        assert train_run(arguments) == ""
+    after_it = [signal.getsignal(n) for n in signals.SIGNALS], signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    assert after_it == before_it
+    assert "signals" not in [thread.name for thread in threading.enumerate()]
+    return {name: len(calls) for name, calls in counts.items()}
+
+
+# --- planned stops ----------------------------------------------------------------------------------------------------
+
+ASKED = [  # world, the rank that is asked, how, status.json's reason
+    (4, 2, "SIGTERM", "SIGTERM was received"),
+    (4, 1, "SIGUSR1", "SIGUSR1 was received"),
+    (4, 3, "SIGTERM twice", "SIGTERM was received"),
+    (4, 0, "STOP", "the file STOP was found"),
+    (4, 0, "time", "train.max_minutes are over"),
+    (8, 5, "SIGTERM", "SIGTERM was received"),
+]
+
+
+@pytest.mark.parametrize(("world", "rank", "how", "reason"), ASKED, ids=[f"{a[2]}-{a[0]}" for a in ASKED])
+def test_all_stop_after_the_same_step_and_go_on(
+    ranks: Ranks, data: Path, tmp_path: Path, whole: dict, world: int, rank: int, how: str, reason: str
+) -> None:
+    """Asked in the second step, agreed after the third."""
+    arguments = [config_of(tmp_path, data), *LAYOUTS[world], "train.max_minutes=1e9"]
+    counts = ranks.run(train_and_ask, world, arguments, rank, how, "step", 1)
+    assert counts == [{"step": 3, "evaluation": 0, "save": 1}] * world
+    assert saved_steps(tmp_path) == [3]
+    assert status(tmp_path) == {"state": "requeue", "step": 3, "reason": reason}
+    assert not (tmp_path / "run" / "STOP").exists()
+    assert ranks.run(train_run, world, arguments) == [""] * world
+    assert losses(tmp_path) == whole[world]
+    assert status(tmp_path)["state"] == "finished"
+
+
+def test_an_evaluation_is_abandoned(ranks: Ranks, data: Path, tmp_path: Path, whole: dict) -> None:
+    arguments = [config_of(tmp_path, data), *LAYOUTS[4], "train.eval_interval=2"]
+    counts = ranks.run(train_and_ask, 4, arguments, 2, "SIGTERM", "evaluation", 0)
+    assert counts == [{"step": 2, "evaluation": 2, "save": 1}] * 4, "of 4 batches the one that was begun, and one more"
+    assert saved_steps(tmp_path) == [2]
+    assert status(tmp_path)["state"] == "requeue"
+    assert ranks.run(train_run, 4, arguments) == [""] * 4
+    assert losses(tmp_path) == whole[4]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "eval_loss" in line] == [4, 6]
+
+
+def test_asked_during_a_save(ranks: Ranks, data: Path, tmp_path: Path, whole: dict) -> None:
+    arguments = [config_of(tmp_path, data), *LAYOUTS[4], "checkpoint.interval=3"]
+    counts = ranks.run(train_and_ask, 4, arguments, 1, "SIGUSR1", "save", 0)
+    assert [count["step"] for count in counts] == [5] * 4
+    assert saved_steps(tmp_path) == [3, 5]
+    assert status(tmp_path)["step"] == 5
+    assert ranks.run(train_run, 4, arguments) == [""] * 4
+    assert losses(tmp_path) == whole[4]
+
+
+def test_save_saves_once_and_goes_on(ranks: Ranks, data: Path, tmp_path: Path, whole: dict) -> None:
+    arguments = [config_of(tmp_path, data), *LAYOUTS[4]]
+    counts = ranks.run(train_and_ask, 4, arguments, 0, "SAVE", "step", 1)
+    assert counts == [{"step": STEPS, "evaluation": 0, "save": 1}] * 4
+    assert saved_steps(tmp_path) == [3]
+    assert not (tmp_path / "run" / "SAVE").exists()
+    assert status(tmp_path)["state"] == "finished"
+    assert losses(tmp_path) == whole[4]
+
+
+@pytest.mark.parametrize("call", [STEPS - 2, STEPS - 1], ids=["agreed", "too late"])
+@pytest.mark.parametrize("how", ["SIGTERM", "STOP"])
+def test_a_run_that_makes_its_last_step_is_finished(ranks: Ranks, data: Path, tmp_path: Path, how: str, call: int) -> None:
+    ranks.run(train_and_ask, 2, [config_of(tmp_path, data)], 0, how, "step", call)
+    assert status(tmp_path) == {"state": "finished", "step": STEPS, "reason": "all steps done"}
+    assert not (tmp_path / "run" / "STOP").exists()
+
+
+def test_asked_before_the_first_step(ranks: Ranks, data: Path, tmp_path: Path, whole: dict) -> None:
+    """Nothing is trained and nothing is saved, not even what a run that goes on has started from."""
+    arguments = [config_of(tmp_path, data), *LAYOUTS[4]]
+    assert ranks.run(train_run, 4, [*arguments, "train.max_minutes=1e-9"]) == [""] * 4
+    assert status(tmp_path) == {"state": "requeue", "step": 0, "reason": "train.max_minutes are over"}
+    assert not saved_steps(tmp_path)
+    ranks.run(train_and_ask, 4, arguments, 0, "STOP", "step", 0)
+    assert saved_steps(tmp_path) == [2]
+    (tmp_path / "run" / "STOP").touch()
+    assert ranks.run(train_run, 4, arguments) == [""] * 4
+    assert status(tmp_path) == {"state": "requeue", "step": 2, "reason": "the file STOP was found"}
+    assert saved_steps(tmp_path) == [2]
+    assert ranks.run(train_run, 4, arguments) == [""] * 4, "the file is gone"
+    assert losses(tmp_path) == whole[4]
+
+
+def test_a_refused_run_leaves_the_file(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "STOP").touch()
+    message = ranks.run(train_run, 2, [config_of(tmp_path, data), "train.max_minutes=-1"])[0]
+    assert message.startswith("train.max_minutes = ")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["STOP"]
+
+
+# --- while processes start --------------------------------------------------------------------------------------------
+
+
+def holds_signals(process: subprocess.Popen[str]) -> bool:
+    """Whether signals are kept waiting, as from the first lines of train.py on."""
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    blocked = int(next(line for line in lines if line.startswith("SigBlk:")).split()[1], 16)
+    return blocked == sum(1 << (number - 1) for number in signals.SIGNALS)  # these alone: threads are born with all blocked
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc to know when a process is ready")
+def test_a_signal_during_the_imports(data: Path, tmp_path: Path) -> None:
+    """The real program: two processes, of which one is signalled long before torch is imported; both end well."""
+    config = config_of(tmp_path, data)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback, "WORLD_SIZE": "2"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "train.py", config],
+            cwd=ROOT,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        while not holds_signals(processes[1]):
+            assert processes[1].poll() is None
+            time.sleep(0.002)
+        processes[1].send_signal(signal.SIGTERM)
+        assert not (tmp_path / "run").exists()
+        said = [process.communicate(timeout=100) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], said
+    assert said[0][0].count("stopped after step 0/6: SIGTERM was received") == 1
+    assert "Traceback" not in said[0][1] + said[1][1]
+    assert status(tmp_path) == {"state": "requeue", "step": 0, "reason": "SIGTERM was received"}
+
+
+# --- when it goes wrong -----------------------------------------------------------------------------------------------
+
+
+def lose_a_peer(arguments: list[str], folder: str, where: str, call: int) -> None:
+    """Rank 0 is signalled in its third step; then, before `where`, rank 1 dies."""
+    heard = Path(folder) / "heard"
+    if dist.get_rank() == 0:
+        with open(Path(folder) / "said", "w") as said:
+            os.dup2(said.fileno(), 2)
+
+        def signalled() -> None:
+            hear(signal.SIGTERM)
+            heard.touch()
+
+        with patch.object(train, "StopRequests", Known), before(train.TrainStep, "__call__", 2, signalled):
+            train_run(arguments)
+    else:
+
+        def die() -> None:
+            while not heard.exists():
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        with before(*WHERE[where], call, die):
+            train_run(arguments)
+
+
+@pytest.mark.parametrize(("where", "call"), [("step", 2), ("save", 1)])
+def test_a_dead_peer(data: Path, tmp_path: Path, where: str, call: int) -> None:
+    """Of two ranks, one is to stop and one dies: in the step of the signal, or where that led them to save."""
+    arguments = [config_of(tmp_path, data), "checkpoint.interval=2", "checkpoint.async_save=false"]
+    with Ranks(2) as pool, pytest.raises(RankError) as error:
+        pool.run(lose_a_peer, 2, arguments, str(tmp_path), where, call)
+    assert "rank 0: died with exit code 1\n" in str(error.value)
+    assert "rank 1: died with exit code -9" in str(error.value)
+    assert saved_steps(tmp_path) == [2]
+    said = (tmp_path / "said").read_text()
+    assert said.count("rank 0 leaves after SIGTERM, and nothing is saved: ") == 1
+    assert "Traceback" not in said
+    assert status(tmp_path)["state"] == "failed"
+
+
+def meet_a_silent_peer(arguments: list[str]) -> None:
+    """Rank 1 posts no more once it has signalled rank 0, which waits for it."""
+    pids: list[Any] = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    with patch.object(stop, "PATIENCE_SECONDS", 1), StopRequests(load_config(arguments[0], [])) as requests:
+        while True:
+            requests.meet()
+            if dist.get_rank() == 1:
+                time.sleep(1)
+                os.kill(pids[0], signal.SIGTERM)
+                time.sleep(1000)
+
+
+def test_a_silent_peer(data: Path, tmp_path: Path) -> None:
+    with Ranks(2) as pool, pytest.raises(RankError, match="rank 0: died with exit code 1"):
+        pool.run(meet_a_silent_peer, 2, [config_of(tmp_path, data)])
+
+
+def wait_for_ever(arguments: list[str]) -> None:
+    """Rank 0 is in a collective that rank 1 never enters."""
+    pids: list[Any] = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    with patch.object(signals, "SAME_REQUEST_SECONDS", 0.1), StopRequests(load_config(arguments[0], [])):
+        dist.barrier()
+        if dist.get_rank() == 0:
+            dist.barrier()
+        while True:
+            os.kill(pids[0], signal.SIGTERM)
+            time.sleep(0.5)
+
+
+def test_a_second_signal_ends_it_at_once(data: Path, tmp_path: Path) -> None:
+    with Ranks(2) as pool, pytest.raises(RankError, match=f"rank 0: died with exit code {128 + signal.SIGTERM}"):
+        pool.run(wait_for_ever, 2, [config_of(tmp_path, data)])

@@ -1,0 +1,50 @@
+"""Whether a checkpoint is what was saved: `python -m tools.verify CHECKPOINT`
+
+Reads every file of it, compares each with the checksum in manifest.json, and counts the numbers of every tensor. CHECKPOINT
+is a folder step-…, or a run folder: then all its checkpoints. Nothing is unpickled, and no weights are loaded. The exit status
+is 1 if any is damaged.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from errors import UserError
+from training.checkpoint import complete_checkpoints
+from training.manifest import MANIFEST, Damaged, verify
+
+
+def find(folder: Path) -> list[Path]:
+    """`folder` itself if it is a checkpoint, else those in it, or in its `checkpoints/`."""
+    if (folder / MANIFEST).is_file():
+        return [folder]
+    found = complete_checkpoints(folder) or complete_checkpoints(folder / "checkpoints")
+    if not found:
+        raise UserError("CHECKPOINT", str(folder), "holds no complete checkpoint", "give a run folder or a folder step-…")
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
+    options = parser.parse_args(arguments)
+    try:
+        checkpoints = find(options.checkpoint)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    damaged = 0
+    for path in checkpoints:
+        try:
+            manifest = verify(path)
+            print(f"{path}: good, {len(manifest.tensors)} tensors in {len(manifest.files)} files, {manifest.num_bytes:,} bytes")
+        except Damaged as problem:
+            damaged += 1
+            print(f"{path}: damaged: {problem}")
+    return int(damaged > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

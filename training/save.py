@@ -1,0 +1,243 @@
+"""Saving while training goes on.
+
+    training     step 40 ─ copy ─ step 41 ─ step 42 ─ step 43 …             the copy is all that training waits for
+    a thread of each rank     └─ write ─ hash ─ agree ─ commit              (rank 0 alone commits)
+
+    step-00000040.partial  ──rename──►  step-00000040      a name without a suffix is complete, and was agreed on by all ranks
+    step-00000020          ──rename──►  step-00000020.deleting  ──►  gone
+
+The threads talk over a process group of their own, for two collectives of one group that meet in another order on another
+rank wait for ever. What fails on one rank (a full disk, a folder that became read-only) is known to all before anything is
+committed: then the run goes on, the checkpoints that were there stay, and the next save tries again. A save waits for the one
+before.
+"""
+
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
+from model.initialise import canonical_name
+from parallel.placement import as_dtensor_like
+from training.checkpoint import FREE_MODEL_KEYS, checkpoint_folder, complete_checkpoints, local_tensors, step_of
+from training.manifest import (
+    TENSORS,
+    Manifest,
+    check_whole,
+    count_numbers,
+    fingerprint,
+    write_durably,
+    write_manifest,
+)
+from training.step import TrainStep
+
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float64: "F64"}  # as safetensors calls them
+
+
+class SaveFailed(Exception):
+    """A save that some rank could not finish; every rank raises it alike."""
+
+
+class Saver:
+    """Saves checkpoints of a run; every rank calls it.
+
+    Args:
+        train: whose weights and moments are saved.
+        tokenizer: a file that a checkpoint takes along.
+    """
+
+    def __init__(self, train: TrainStep, tokenizer: Path) -> None:
+        self.train, self.tokenizer = train, tokenizer
+        self.folder = checkpoint_folder(train.config)
+        self.group = dist.new_group(backend="gloo")
+        model = train.config.model
+        self.tensors = {n: t for n, t in local_tensors(train) if canonical_name(n, model) == n}
+        self.copies: dict[str, Tensor] = {}  # of the local tensors, on the host; made at the first save
+        self.thread: threading.Thread | None = None
+        self.failed: str | None = None  # why the last save did
+
+    def save(self, step: int, tokens: int, data_state: dict[str, Any]) -> None:
+        """Save what there is after `step` updates. Returns when it is copied, or, with checkpoint.async_save=false, written."""
+        began = time.perf_counter()
+        self.wait()
+        copied = self._copy()
+        config = self.train.config
+        trainer = {
+            "step": step,
+            "updates": int(self.train.optimizer.updates.item()),  # fewer than steps where some were skipped
+            "tokens": tokens,
+            "seed": config.train.seed,
+            "seq_len": config.train.seq_len,
+            "model": {key: value for key, value in asdict(config.model).items() if key not in FREE_MODEL_KEYS},
+            "data": data_state,
+        }
+        stall = time.perf_counter() - began
+        self.thread = threading.Thread(target=self._write, args=(step, trainer, copied, stall), name="save", daemon=True)
+        self.thread.start()
+        if not config.checkpoint.async_save:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until nothing is being saved."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+
+    def close(self) -> None:
+        """At the end of a run. Raises SaveFailed if what was to be saved last is not."""
+        self.wait()
+        if self.failed is not None:
+            raise SaveFailed(self.failed)
+
+    def _copy(self) -> Callable[[], None]:
+        """Copy this rank's tensors to the host, behind what the device does and before what it will; returns what waits for it.
+        From a CPU that is a plain copy, done on return."""
+        for name, tensor in self.tensors.items():
+            local = tensor.to_local()
+            if name not in self.copies:
+                self.copies[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+            self.copies[name].copy_(local, non_blocking=True)
+        if self.train.mesh.device == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+            return event.synchronize
+        return lambda: None
+
+    def _write(self, step: int, trainer: dict[str, Any], copied: Callable[[], None], stall: float) -> None:
+        """In the thread: everything after the copy. Says how it went, on rank 0."""
+        began = time.perf_counter()
+        final = self.folder / f"step-{step:08d}"
+        partial = final.with_suffix(".partial")
+        record: dict[str, Any] = {"event": "checkpoint", "step": step}
+        try:
+            copied()
+            manifest = self._write_partial(partial, trainer)
+            self._agree(lambda: self._commit(partial, final, manifest) if self._is_first else None)
+            seconds, size = time.perf_counter() - began, manifest.num_bytes
+            stall += 0.0 if self.train.config.checkpoint.async_save else seconds
+            record |= {"stall_seconds": stall, "bytes": size, "write_seconds": seconds}
+            said = f"saved {final.name}: {size / 1e6:,.1f} MB, written in {seconds:.2f} s; training waited {stall:.3f} s"
+            self.failed = None
+        except Exception as error:  # whatever it is, training goes on
+            self.failed = f"the checkpoint of step {step} was not saved: {error}"
+            record["failed"] = str(error)
+            left = [path.name for path in complete_checkpoints(self.folder)] if self.folder.is_dir() else []
+            said = f"warning: {self.failed}; the newest is {left[-1] if left else 'none'}, and the next save will try again"
+        if self._is_first:
+            if self.failed:
+                shutil.rmtree(partial, ignore_errors=True)
+            print(said, file=sys.stderr if self.failed else sys.stdout, flush=True)
+            _append(self.folder.parent / "events.jsonl", record)
+
+    def _write_partial(self, partial: Path, trainer: dict[str, Any]) -> Manifest:
+        """All files but the manifest, under the name that is not yet one. Collective over the threads."""
+        if self._is_first:
+            self._agree(lambda: self._prepare(partial))
+        else:
+            self._agree(lambda: None)
+        tensors = {name: as_dtensor_like(copy, self.tensors[name]) for name, copy in self.copies.items()}
+        writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
+        self._agree(lambda: dcp.save(tensors, storage_writer=writer, process_group=self.group))
+        mine = {name: (DTYPES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
+
+        def describe() -> tuple[dict[str, tuple[int, str]], Counter[str]]:
+            """The files that this rank wrote, and what they hold."""
+            paths = list(partial.glob(f"shard-{dist.get_rank() + 1:05d}-*{TENSORS}"))
+            counts: Counter[str] = Counter()
+            for path in paths:
+                counts += count_numbers(path, Manifest({}, mine))
+            return {path.name: fingerprint(path) for path in paths}, counts
+
+        files: dict[str, tuple[int, str]] = {}
+        counts: Counter[str] = Counter()
+        shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for (theirs, their_counts), their_shapes in zip(self._agree(describe), self._agree(lambda: mine), strict=True):
+            files |= theirs
+            counts += their_counts
+            shapes |= their_shapes
+        manifest = Manifest(files, shapes)
+        check_whole(manifest, counts)
+        if self._is_first:
+            shutil.copyfile(self.tokenizer, partial / "tokenizer.model")
+            write_durably(partial / "trainer.json", json.dumps(trainer, indent=1))
+            manifest.files.update({name: fingerprint(partial / name) for name in ("tokenizer.model", "trainer.json")})
+        return manifest
+
+    def _prepare(self, partial: Path) -> None:
+        """Rank 0: an empty folder, and none of those that a killed run left in the middle of something."""
+        for suffix in (".partial", ".deleting"):
+            for path in self.folder.glob(f"step-*{suffix}"):
+                shutil.rmtree(path)
+        partial.mkdir(parents=True)
+
+    def _commit(self, partial: Path, final: Path, manifest: Manifest) -> None:
+        """Rank 0: from here on it is a checkpoint."""
+        write_manifest(partial, manifest)
+        _sync_folder(partial)
+        if final.exists():  # the step this run started from, saved once more: the same
+            shutil.rmtree(partial)
+        else:
+            os.replace(partial, final)
+        _sync_folder(self.folder)
+        write_durably(self.folder / "latest.partial", final.name)
+        os.replace(self.folder / "latest.partial", self.folder / "latest")
+        keep = self.train.config.checkpoint
+        for old in complete_checkpoints(self.folder)[: -keep.keep_last]:  # none is newer than this one (`find_start`)
+            if not keep.keep_every or step_of(old) % keep.keep_every:
+                going = old.with_suffix(".deleting")
+                os.replace(old, going)  # a name that counts must not lose its files one by one
+                shutil.rmtree(going)
+
+    @property
+    def _is_first(self) -> bool:
+        return dist.get_rank() == 0
+
+    def _agree(self, action: Callable[[], Any]) -> list[Any]:
+        """Run `action`; every rank's result, on every rank, or SaveFailed on all if it raised on one."""
+        result, problem = None, None
+        try:
+            result = action()
+        except dcp.CheckpointException as error:  # of every rank's plan or write, known to all; it is no Exception
+            problem = "; ".join(f"on rank {rank} {_said(failure[0])}" for rank, failure in error.failures.items())
+        except Exception as error:
+            problem = _said(error)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (result, problem), group=self.group)
+        for rank, (_, theirs) in enumerate(everyone):
+            if theirs is not None:
+                raise SaveFailed(theirs if theirs.startswith("on rank") else f"on rank {rank} {theirs}")
+        return [theirs for theirs, _ in everyone]
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+def _append(path: Path, record: dict[str, Any]) -> None:
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+    except OSError:  # the folder is full or gone: said above already
+        pass
+
+
+def _sync_folder(folder: Path) -> None:
+    """Names, too, are durable only when their folder is."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

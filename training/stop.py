@@ -1,0 +1,138 @@
+"""Planned stops: whoever asks, all ranks stop after the same step, save and leave with status 0. Started again, a run goes on.
+
+    asked by               seen by              obeyed
+    SIGTERM, SIGUSR1       any rank             save, leave
+    train.max_minutes      rank 0's clock       save, leave
+    file STOP in run.dir   rank 0, each second  save, leave; the file is removed
+    file SAVE in run.dir   rank 0, each second  save, go on; the file is removed
+
+A rank that stopped by itself would leave the others waiting, so they agree. At each boundary between steps every rank posts
+what it was asked, in an all-reduce that runs while the next step does, and reads what was posted at the boundary before.
+Nothing waits for a device, and for another rank's host only where that is a whole step behind. Rank 2 is signalled in step 5:
+
+    rank 0   step 5 ─┬─ step 6 ─┬─ save, leave
+    rank 1   step 5 ─┼─ step 6 ─┼─ save, leave
+    rank 2   ste↯ 5 ─┴─ step 6 ─┴─ save, leave
+                    post       read
+
+    asked                   agreed
+    while the run starts    before its first step: no step is made, nothing is saved
+    in a step               after the step that follows
+    in a save               after the two steps that follow
+    in an evaluation        after the batch that follows; the evaluation is abandoned
+
+The process group is one of its own, over gloo: collectives of a save in the background, or of a step, that met these in another
+order on another rank would wait for ever.
+
+Where a peer is dead, or does not post while this rank holds a signal, the rank leaves with status 1 and one line, and saves
+nothing: torchrun sends SIGTERM to the survivors of a rank that died. Without a signal such an error is one like any other.
+"""
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from training import signals
+from training.config import Config
+from training.save import SaveFailed
+from training.signals import Signals
+
+# Who may ask for a stop, the most urgent last: ranks that were asked differently agree on that one. → status.json's reason
+REASONS = {
+    "": "",
+    "time": "train.max_minutes are over",
+    "STOP": "the file STOP was found",
+    "SIGUSR1": "SIGUSR1 was received",
+    "SIGTERM": "SIGTERM was received",
+}
+LOOK_SECONDS = 1.0  # between two looks for files
+PATIENCE_SECONDS = 20  # with a signal in hand; torchrun and Slurm kill after 30
+
+
+class StopRequests:
+    """What is asked of this run, agreed on by all ranks. Every rank enters, and calls `meet` at the same boundaries."""
+
+    def __init__(self, config: Config) -> None:
+        self.folder, self.max_seconds = Path(config.run.dir), config.train.max_minutes * 60
+        self.reason = ""  # why the run stops, once agreed
+        self.save_agreed = False  # and not done yet
+        self.signals = Signals()
+        self._group = dist.new_group(backend="gloo")
+        self._looks_next = 0.0
+
+    @property
+    def agreed(self) -> bool:
+        """Whether the run stops: the same on every rank."""
+        return bool(self.reason)
+
+    @property
+    def wants_save(self) -> bool:
+        return self.agreed or self.save_agreed
+
+    def meet(self) -> bool:
+        """At a boundary: read what all ranks posted at the one before, and post what was asked since. Is a stop agreed?"""
+        self._wait()
+        reason, save = self._posted.tolist()
+        self.reason = self.reason or list(REASONS.values())[reason]
+        self.save_agreed = self.save_agreed or bool(save)
+        self._post()
+        return self.agreed
+
+    def saved(self) -> None:
+        """What asked for a save has it."""
+        if self.save_agreed and dist.get_rank() == 0:
+            (self.folder / "SAVE").unlink(missing_ok=True)
+        self.save_agreed = False
+
+    def __enter__(self) -> "StopRequests":
+        self.signals.__enter__()
+        self._post()
+        self.meet()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if error is None:
+            self._wait()  # for what was posted last
+            if dist.get_rank() == 0:
+                (self.folder / "STOP").unlink(missing_ok=True)  # else the next start would stop at once
+        elif self.signals.heard and isinstance(error, RuntimeError | SaveFailed):
+            names = " and ".join(signal.Signals(number).name for number in self.signals.heard)
+            why = str(error).partition("\n")[0]
+            print(f"rank {dist.get_rank()} leaves after {names}, and nothing is saved: {why}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+            os._exit(1)  # not sys.exit: its clean-up would wait for the other ranks
+        self.signals.__exit__()
+
+    def _post(self) -> None:
+        asked = [signal.Signals(number).name for number in list(self.signals.heard)]  # copied: it may grow
+        save = False
+        now = time.monotonic()
+        if dist.get_rank() == 0:
+            if self.max_seconds and now - signals.STARTED >= self.max_seconds:
+                asked.append("time")
+            if now >= self._looks_next:
+                self._looks_next = now + LOOK_SECONDS
+                asked += ["STOP"] if (self.folder / "STOP").exists() else []
+                save = not self.save_agreed and (self.folder / "SAVE").exists()
+        self._posted = torch.tensor([max(map(list(REASONS).index, asked), default=0), save], dtype=torch.int32)
+        # Maximum of two int32 over the world, on the hosts; read at the next boundary.
+        self._work = dist.all_reduce(self._posted, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def _wait(self) -> None:
+        """Until every rank has posted: as long as that takes (one may be compiling), but with a signal in hand not for ever."""
+        patience = PATIENCE_SECONDS
+        while not self._work.is_completed():
+            try:
+                self._work.wait(timedelta(seconds=1))
+            except RuntimeError:
+                patience -= bool(self.signals.heard)
+                if not patience:
+                    raise RuntimeError(f"the other ranks were not heard of for {PATIENCE_SECONDS} s") from None
+        self._work.wait()  # raises what went wrong
