@@ -8,7 +8,7 @@ Bytes are those of the table in each kernel's file, times the elements; in bfloa
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -27,8 +27,12 @@ from model.rotary import rotary_angles
 EPS = 1e-5
 EVERY = ("triton", "torch", "compile", "liger")
 HEAD_PASS = "forward + backward"
-# Of the largest value, as in tests/test_linear_cross_entropy.py: the logits are rounded to bfloat16.
-HEAD_BOUNDS = {"loss": 1e-2, "dx": 2e-2, "dw": 1e-2}
+# What logits rounded to bfloat16 allow: one between 8 and 16 is up to 1/32 off, and its probability p by that part of itself.
+# dx, dw: of the largest value of the softmax's part, by all of which they are off where p is left out, or counted twice.
+HEAD_BOUND = 5e-2
+# The loss: of itself, for one token; the errors have either sign, so the mean of T is √T times nearer: 1.1e-4 of 8192.
+HEAD_TOKEN_BOUND = 1e-2
+HEAD_LOGITS = 3.0  # their standard deviation: some tokens are likely, and their p counts beside the targets' 1
 
 
 class Subject(Protocol):
@@ -48,7 +52,7 @@ class Case:
     passes: Mapping[str, float | None]  # bytes that each must move; None: it is not memory that limits it
     implementations: tuple[str, ...]
     build: Callable[[], Subject]
-    weight_gradient_bytes: int = 0  # memory is compared without it
+    weight_gradient_bytes: Mapping[str, int] = field(default_factory=dict)  # of an implementation; memory is compared without
 
 
 @dataclass(frozen=True)
@@ -254,7 +258,7 @@ class Head:
     alone and of whole sizes: what it would take if the loss were free."""
 
     def __init__(self, tokens: int, width: int, vocab: int, group: ProcessGroup) -> None:
-        self.x, self.weight = draw(tokens, 1, width), draw(vocab, width, scale=width**-0.5)
+        self.x, self.weight = draw(tokens, 1, width), draw(vocab, width, scale=HEAD_LOGITS * width**-0.5)
         self.targets = torch.randint(vocab, (tokens, 1), device=DEVICE)
         self.scale, self.vocab, self.group = torch.tensor(1 / tokens, device=DEVICE), vocab, group
         self.of_compiler = compiled(self.plain)
@@ -293,29 +297,36 @@ class Head:
         with poisoned_memory():
             loss = self.ours(*leaves)
             found = {"loss": loss.detach(), **dict(zip(("dx", "dw"), torch.autograd.grad(loss, leaves), strict=True))}
-        exact = self.exact()
-        checks = []
-        for name, tensor in found.items():
-            error = (tensor.double() - exact[name]).abs().max() / exact[name].abs().max()
-            checks.append(Check(name, error.item(), HEAD_BOUNDS[name]))
+        exact, of_softmax = self.exact()
+        off = abs(found["loss"].item() / exact["loss"].item() - 1)
+        checks = [Check("loss", off, HEAD_TOKEN_BOUND / len(self.targets) ** 0.5)]
+        for name, largest in of_softmax.items():
+            error = (found[name].double() - exact[name]).abs().max() / largest
+            checks.append(Check(name, error.item(), HEAD_BOUND))
         return checks
 
-    def exact(self) -> dict[str, Tensor]:
-        """In float64, a part of the tokens at a time: whole logits would be 8 GB, several times."""
-        weight, targets = self.weight.double(), self.targets.flatten()
+    def exact(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """In float64, a part of the tokens at a time: whole logits would be 8 GB, several times. And the largest value of the
+        softmax's part of dx and of dw, which the targets' part could hide."""
+        x, weight, targets = self.x.flatten(0, 1).double(), self.weight.double(), self.targets.flatten()
         loss, dw, dxs = torch.zeros((), dtype=torch.float64, device=DEVICE), torch.zeros_like(weight), []
-        for x, y in zip(self.x.flatten(0, 1).split(2048), targets.split(2048), strict=True):
-            z = (x.double() @ weight.T).requires_grad_()
-            part = F.cross_entropy(z, y, reduction="sum") / len(targets)
-            (dz,) = torch.autograd.grad(part, z)
-            loss += part.detach()
-            dxs.append(dz @ weight)
-            dw.addmm_(dz.T, x.double())
-        return {"loss": loss, "dx": torch.cat(dxs).view(self.x.shape), "dw": dw}
+        for rows, y in zip(x.split(2048), targets.split(2048), strict=True):
+            z = rows @ weight.T
+            loss += F.cross_entropy(z, y, reduction="sum") / len(targets)
+            p = z.softmax(-1) / len(targets)
+            dxs.append(p @ weight)
+            dw.addmm_(p.T, rows)
+        dx = torch.cat(dxs)
+        of_softmax = {"dx": dx.abs().max(), "dw": dw.abs().max()}
+        dx -= weight[targets] / len(targets)
+        dw.index_add_(0, targets, x, alpha=-1 / len(targets))
+        return {"loss": loss, "dx": dx.view(self.x.shape), "dw": dw}, of_softmax
 
 
 def head_case(tokens: int, width: int, vocab: int, group: ProcessGroup) -> Case:
     shape = f"T {tokens}, D {width}, V {vocab}"
     build = lambda: Head(tokens, width, vocab, group)  # noqa: E731
     implementations = ("triton", "matmul", "torch", "compile", "liger")
-    return Case("linear_cross_entropy", shape, {HEAD_PASS: None}, implementations, build, 2 * vocab * width)
+    # Ours sums it in float32. Eager's peak comes before its own exists, so that it has more beside it than this leaves.
+    weight_gradient = {"triton": 4 * vocab * width, "torch": 2 * vocab * width}
+    return Case("linear_cross_entropy", shape, {HEAD_PASS: None}, implementations, build, weight_gradient)

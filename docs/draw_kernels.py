@@ -3,23 +3,31 @@
 
 Apart: each operation of the formula, written in PyTorch as in the papers, reads its inputs and writes its output; counted while
 it runs, on small tensors. Fused: what the kernels' files say, which tests/test_kernel_bytes.py holds against the kernels.
+
+Memory of the head: the most bytes that live at one moment of forward and backward, beyond input and weight; counted while it
+runs, on tensors without data.
 """
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import matplotlib
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from model.kernels.linear_cross_entropy import PIECE_BYTES
+from model.kernels.linear_cross_entropy import PIECE_BYTES, linear_cross_entropy
+from parallel.weight import Matmul
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
 T, D, V = 256, 512, 1024
+HEAD_D, HEAD_V = 4096, 128_256
 # Forward and backward, without the small terms.
 FUSED = {"RMSNorm": (4, 6), "sum + RMSNorm": (8, 8), "rotation": (4, 4), "SwiGLU": (6, 10), "cross-entropy": (2, 4)}
 WAYS = ("forward", "backward")
@@ -84,10 +92,57 @@ def apart() -> dict[str, tuple[float, float]]:
     }
 
 
-def head_memory(tokens: int, vocab: int, piece_bytes: int) -> tuple[float, float]:
-    """GiB of the logits and what becomes of them: whole (bfloat16, float32, softmax, gradient, and back), and in pieces."""
-    whole = tokens * vocab * (2 + 4 + 4 + 4 + 2)
-    return whole / 2**30, min(tokens * vocab * 2, piece_bytes) / 2**30
+class Live(TorchDispatchMode):
+    """Bytes of the tensors that were made and still live: the most at one moment, with those of shape `apart` and without."""
+
+    def __init__(self, apart: torch.Size) -> None:
+        super().__init__()
+        self.apart, self.known = apart, set()
+        self.now = [0, 0]
+        self.peak = [0, 0]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for t in tree_leaves(result):
+            storage = t.untyped_storage() if isinstance(t, Tensor) else None
+            if storage is not None and storage._cdata not in given | self.known:
+                size = storage.nbytes()
+                self.add(storage._cdata, size, 0 if t.shape == self.apart else size)
+                weakref.finalize(storage, self.add, storage._cdata, -size, 0 if t.shape == self.apart else -size)
+        self.peak = [max(pair) for pair in zip(self.peak, self.now, strict=True)]
+        return result
+
+    def add(self, which: int, *sizes: int) -> None:
+        self.known ^= {which}
+        self.now = [a + b for a, b in zip(self.now, sizes, strict=True)]
+
+
+class OneRank:
+    def size(self) -> int:
+        return 1
+
+
+def sum_without_copies(dy: Tensor, x: Tensor, into: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The shape of Matmul.add_weight_gradient on a GPU; elsewhere, so without data too, it copies its operands to `dtype`."""
+    return dy.new_empty((dy.shape[1], x.shape[1]), dtype=dtype) if into is None else into
+
+
+def head_memory(tokens: int, in_pieces: bool) -> list[float]:
+    """GiB at the peak, with the weight's gradient dw and without. With whole logits three tensors of their size in float32: the
+    logarithms of the probabilities, their gradient, and the logits'. In pieces one piece's logits, dx, and dw in float32, which
+    is rounded when the logits are gone."""
+    x = torch.empty(tokens, 1, HEAD_D, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    weight = torch.empty(HEAD_V, HEAD_D, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    targets, scale = torch.empty(tokens, 1, dtype=torch.int64, device="meta"), torch.empty((), device="meta")
+    options = {"vocab_size": HEAD_V, "kernels": "triton", "piece_bytes": PIECE_BYTES["cuda"]}
+    with mock.patch.object(Matmul, "add_weight_gradient", sum_without_copies), Live(weight.shape) as live:
+        if in_pieces:
+            loss = linear_cross_entropy(x, weight, targets, scale, 0, OneRank(), False, **options)
+        else:
+            loss = F.cross_entropy(F.linear(x.flatten(0, 1), weight).float(), targets.flatten())
+        torch.autograd.grad(loss, (x, weight))
+    return [peak / 2**30 for peak in live.peak]
 
 
 def main() -> None:
@@ -103,15 +158,19 @@ def main() -> None:
     left.set_xlabel("bytes moved per element, bfloat16")
     left.legend(loc="lower right", fontsize=8, frameon=False)
     tokens = [2**k for k in range(10, 17)]
-    whole, pieces = zip(*(head_memory(t, 128_256, PIECE_BYTES["cuda"]) for t in tokens), strict=True)
+    (whole, without_dw), (pieces_and_dw, pieces) = (
+        zip(*(head_memory(t, in_pieces) for t in tokens), strict=True) for in_pieces in (False, True)
+    )
+    assert whole == without_dw, "the peak of whole logits comes before their dw"
     right.plot(tokens, whole, color=APART, marker="o", label="whole logits")
+    right.plot(tokens, pieces_and_dw, color=TOGETHER, marker="o", linestyle=":", label="in pieces, with dw in float32")
     right.plot(tokens, pieces, color=TOGETHER, marker="o", label="in pieces")
-    for t, a, b in zip(tokens, whole, pieces, strict=True):
-        print(f"head, {t:6} tokens: {a:6.1f} GiB whole, {b:4.1f} GiB in pieces")
+    for t, a, b, c in zip(tokens, whole, pieces, pieces_and_dw, strict=True):
+        print(f"head, {t:6} tokens: {a:6.1f} GiB whole, {b:4.1f} GiB in pieces, {c:4.1f} GiB with dw in float32")
     right.set_xscale("log", base=2)
     right.set_yscale("log", base=2)
-    right.set_xlabel("tokens of a micro-batch, vocabulary of 128,256")
-    right.set_ylabel("GiB held at the loss")
+    right.set_xlabel(f"tokens of a micro-batch; D {HEAD_D:,}, V {HEAD_V:,}")
+    right.set_ylabel("GiB at the peak, beyond input and weight")
     right.legend(fontsize=8, frameon=False)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)

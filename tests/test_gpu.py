@@ -86,3 +86,35 @@ def test_packed_documents_by_flash_attention(batch: int, kv_heads: int) -> None:
         # bfloat16 rounds at 2**-9, in the inputs' products, the weights and the sums.
         assert (ours.float() - theirs).norm() < 0.02 * theirs.norm()
         assert (others - theirs).norm() > 0.1 * theirs.norm()
+
+
+STEPS_WITHOUT_WAITING = """
+import sys
+import torch
+from parallel.mesh import build_mesh
+from training.build import build_stages
+from training.load_config import load_config
+from training.step import TrainStep
+from training.voice import start_distributed
+
+start_distributed()
+config = load_config(sys.argv[1], [])
+config.validate(1)
+mesh = build_mesh(config.parallel.mesh_shape(1), "cuda")
+train = TrainStep(config, mesh, build_stages(config, mesh), bos_id=1)
+tokens = torch.randint(config.model.vocab_size, (config.train.global_batch_size, config.train.seq_len))
+train(0, tokens, tokens)  # compiles kernels, makes memory
+torch.cuda.set_sync_debug_mode("error")
+train(1, tokens, tokens)
+torch.cuda.set_sync_debug_mode("default")
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("document_mask", [False, True])
+def test_a_step_never_waits_for_the_device(tmp_path: Path, document_mask: bool) -> None:
+    """Forward, backward, norm, clipping, update: the host runs ahead. Only who reads a number waits."""
+    data = {"document_mask": document_mask}
+    config = write_config(tmp_path, prepared(tmp_path / "data"), train={"dtype": "bfloat16"}, data=data)
+    subprocess.run([sys.executable, "-c", STEPS_WITHOUT_WAITING, config], cwd=ROOT, check=True)

@@ -101,11 +101,10 @@ def test_tensors_without_data():
 
 
 def test_auto_is_pytorch_on_a_cpu_and_triton_on_a_gpu():
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        on_gpu = torch.empty(1, device="cuda") if torch.cuda.is_available() else None
-    assert on_gpu is None or backend.use_triton(on_gpu, "auto")
-    x = torch.empty(1)
-    assert [backend.use_triton(x, mode) for mode in ("auto", "triton", "torch")] == [False, True, False]
+    with FakeTensorMode():
+        on_gpu = torch.empty(1, device="cuda")
+    for x, auto in ((torch.empty(1), False), (on_gpu, True)):
+        assert [backend.use_triton(x, mode) for mode in ("auto", "triton", "torch")] == [auto, True, False]
 
 
 def test_a_run_that_cannot_have_triton_is_refused(monkeypatch):

@@ -97,6 +97,7 @@ class Report:
     narrow_stores: int
     shared: int
     faults: list[str]
+    triton: str = triton.__version__  # registers and widths depend on it
 
 
 # --- what is launched -------------------------------------------------------------------------------------------------
@@ -337,7 +338,7 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(table(reports))
+    print(f"compiled by Triton {triton.__version__}", table(reports), sep="\n\n")
     failed = [report for report in reports if report.faults]
     for report in failed:
         print(f"\n{report.kernel} ({report.specimen}) on {report.target}", *report.faults, sep="\n    ")

@@ -85,6 +85,10 @@ def _update(dtype: torch.dtype) -> None:
 
 
 ANGLES = ("COS + angles", "SIN + angles")  # 64 numbers a token, read by more threads than that
+# A rank's single head of k: a warp has more threads than that has 16-byte accesses for, with 16 heads of q beside it (so two
+# tokens at once) and, where a warp is AMD's, of 64, also with 8 (four tokens). Threads then move 8 bytes of k at a time. It is
+# 1/17 or 1/9 of the bytes; q's are moved 16 at a time.
+ONE_OF_K = (*ANGLES, "_turn_heads(k, k_out")
 TAIL = ("mask=offsets < left", "ROUND, False, BLOCK")  # a tensor's last block: it may end anywhere
 SQUARES = (*TAIL, "PARTIAL + start")  # and the partial sums, 8 bytes for each block
 
@@ -97,6 +101,8 @@ SPECIMENS = [
     Specimen("rms_norm 1023", lambda: _norm(1023), wide=False),
     Specimen("rotary 32 + 8 heads of 128", lambda: _rotary(32, 8, 128), narrow=ANGLES),
     Specimen("rotary 64 + 8 heads of 128", lambda: _rotary(64, 8, 128), narrow=ANGLES),
+    Specimen("rotary 8 + 1 heads of 128", lambda: _rotary(8, 1, 128), narrow=ONE_OF_K),  # 70 billion at tp 8
+    Specimen("rotary 16 + 1 heads of 128", lambda: _rotary(16, 1, 128), narrow=ONE_OF_K),  # 405 billion at tp 8
     Specimen("rotary 4 + 1 heads of 128 float32", lambda: _rotary(4, 1, 128, FP32), narrow=ANGLES),
     Specimen("rotary 12 + 4 heads of 96", lambda: _rotary(12, 4, 96), narrow=ANGLES),
     Specimen("swiglu 14336", lambda: _gate(14336)),
