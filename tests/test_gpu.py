@@ -98,7 +98,7 @@ from training.step import TrainStep
 from training.voice import start_distributed
 
 start_distributed()
-config = load_config(sys.argv[1], [])
+config = load_config(sys.argv[1], sys.argv[2:])
 config.validate(1)
 mesh = build_mesh(config.parallel.mesh_shape(1), "cuda")
 train = TrainStep(config, mesh, build_stages(config, mesh), bos_id=1)
@@ -115,6 +115,6 @@ torch.cuda.set_sync_debug_mode("default")
 @pytest.mark.parametrize("document_mask", [False, True])
 def test_a_step_never_waits_for_the_device(tmp_path: Path, document_mask: bool) -> None:
     """Forward, backward, norm, clipping, update: the host runs ahead. Only who reads a number waits."""
-    data = {"document_mask": document_mask}
-    config = write_config(tmp_path, prepared(tmp_path / "data"), train={"dtype": "bfloat16"}, data=data)
-    subprocess.run([sys.executable, "-c", STEPS_WITHOUT_WAITING, config], cwd=ROOT, check=True)
+    config = write_config(tmp_path, prepared(tmp_path / "data"), train={"dtype": "bfloat16"})
+    command = [sys.executable, "-c", STEPS_WITHOUT_WAITING, config, f"data.document_mask={document_mask}"]
+    subprocess.run(command, cwd=ROOT, check=True)
