@@ -65,11 +65,12 @@ PAIRS = {
 
 
 class WaitingStage(nn.Module):
-    """y [S, B, D] = x · weight, a number, with `seconds` of waiting in the forward and in each of the two gradients."""
+    """y [S, B, D] = x · weight, a number (where it is a `loss`, the sum of that), with `seconds` of waiting in the forward and in
+    each of the two gradients."""
 
-    def __init__(self, weight: nn.Parameter, seconds: float) -> None:
+    def __init__(self, weight: nn.Parameter, seconds: float, loss: bool = False) -> None:
         super().__init__()
-        self.weight, self.seconds = weight, seconds  # weight [1]
+        self.weight, self.seconds, self.loss = weight, seconds, loss  # weight [1]
         self.weight_gradient_queue: WeightGradientQueue | None = None
         self.waited: Counter[Kind] = Counter()
 
@@ -84,7 +85,8 @@ class WaitingStage(nn.Module):
             x = x.detach().requires_grad_()
         weight = local_weight(self.weight, self.weight_gradient_queue) if isinstance(self.weight, DTensor) else self.weight
         self.wait(F)
-        return InputGradient.apply(x, self) * WeightGradient.apply(weight, self)
+        y = InputGradient.apply(x, self) * WeightGradient.apply(weight, self)
+        return y.sum() if self.loss else y
 
 
 class InputGradient(torch.autograd.Function):
@@ -160,7 +162,8 @@ class OurSteps:
 
     def __init__(self, case: Case, mesh: Mesh) -> None:
         where = stage_ranks(case.schedule)
-        self.stages = {s: self._stage(case.stage_seconds, mesh) for s, rank in enumerate(where) if rank == mesh.pp_rank}
+        mine = [s for s, rank in enumerate(where) if rank == mesh.pp_rank]
+        self.stages = {s: self._stage(case.stage_seconds, mesh, loss=s == len(where) - 1) for s in mine}
         # Listed once, while they are sharded: while its weights are gathered, a module calls other objects its parameters.
         self.parameters = [stage.weight for stage in self.stages.values()]
         self.batches = [torch.ones(HIDDEN_SHAPE) for _ in range(case.microbatches)]
@@ -170,15 +173,15 @@ class OurSteps:
         self.events: list[Event] = []  # of the last step
 
     @staticmethod
-    def _stage(seconds: float, mesh: Mesh) -> WaitingStage:
-        stage = WaitingStage(parallel_parameter((1,), mesh.tp, Replicate()), seconds)
+    def _stage(seconds: float, mesh: Mesh, loss: bool) -> WaitingStage:
+        stage = WaitingStage(parallel_parameter((1,), mesh.tp, Replicate()), seconds, loss)
         shard(stage, [], mesh.fsdp, compute_dtype=torch.float32, reduce_dtype=torch.float32, cpu_offload=False)
         nn.init.ones_(stage.to_empty(device=mesh.device).weight)
         return stage
 
     def __call__(self) -> None:
         recorder = ActionRecorder("cpu")
-        self.runner.step(self.program, self.batches, torch.sum, recorder)
+        self.runner.step(self.program, self.batches, recorder)
         self.events = recorder.events(offset=0.0)  # the processes of one machine have one clock
         check_reduced(self.parameters)
 
