@@ -65,8 +65,8 @@ PAIRS = {
 
 
 class WaitingStage(nn.Module):
-    """y [S, B, D] = x · weight, a number (where it is a `loss`, the sum of that), with `seconds` of waiting in the forward and in
-    each of the two gradients."""
+    """y [S, B, D] = x · weight, a number (where it is a `loss`, the sum of that), with `seconds` of waiting in the forward and
+    in each of the two gradients."""
 
     def __init__(self, weight: nn.Parameter, seconds: float, loss: bool = False) -> None:
         super().__init__()
