@@ -29,6 +29,7 @@ from training.config import Config
 from training.load_config import load_config
 from training.metrics import Metrics
 from training.optimizer import learning_rate
+from training.replicas import check_replicas
 from training.save import Saver
 from training.step import TrainStep
 from training.stop import StopRequests
@@ -100,7 +101,10 @@ def run(config: Config, device: str) -> None:
                 metrics.evaluated(step + 1, evaluate(train, heldout_data, stop))
             metrics.flush()
             stop.meet()
-            if is_due(config.checkpoint.interval, step, config) or stop.wants_save:
+            saving = is_due(config.checkpoint.interval, step, config) or stop.wants_save
+            if saving or is_due(config.train.replica_check_interval, step, config):
+                check_replicas(train)
+            if saving:
                 metrics.check_finite()
                 saver.save(step + 1, metrics.tokens, loader.state())
                 stop.saved()

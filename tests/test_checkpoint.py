@@ -66,11 +66,13 @@ def test_a_flipped_bit_in_any_file_is_found(saved: Path, tmp_path: Path) -> None
             shutil.rmtree(bad)
 
 
-@pytest.mark.parametrize("what", ["tensors", "trainer.json", "manifest.json", "tokenizer.model"])
-def test_the_newest_good_one_is_used_and_it_is_said_once(ranks: Ranks, saved: Path, tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("kinds", [("tensors", "manifest.json"), ("trainer.json", "tokenizer.model")])
+def test_the_newest_good_one_is_used_and_it_is_said_once(
+    ranks: Ranks, saved: Path, tmp_path: Path, kinds: tuple[str, str]
+) -> None:
     """The two newest are damaged: the run goes on from the third, on another layout, to the same losses."""
     config, checkpoints = copy_of(saved, tmp_path)
-    for step in ("step-00000006", "step-00000004"):
+    for step, what in zip(("step-00000006", "step-00000004"), kinds, strict=True):
         file = sorted((checkpoints / step).glob("*.safetensors"))[-1] if what == "tensors" else checkpoints / step / what
         flip_a_bit(file)
     before = losses(saved)
@@ -243,7 +245,8 @@ def test_twice_to_another_layout(ranks: Ranks, data: Path, tmp_path: Path) -> No
         stop = _train_until(2 * part + 2)
         assert ranks.run(stop, world, [whole, *layout]) == [""] * world
         path = str(tmp_path / "run" / "checkpoints" / f"step-{2 * part + 2:08d}")
-        states.append([ranks.run(global_state, w, [whole, *lay], path)[0] for w, lay in layouts])
+        here_and_next = layouts[part : part + 2]
+        states.append([ranks.run(global_state, w, [whole, *lay], path)[0] for w, lay in here_and_next])
     for same in states:
         assert all(torch.equal(same[0][name], other[name]) for other in same[1:] for name in same[0])
     after = losses(tmp_path)

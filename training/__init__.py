@@ -6,7 +6,7 @@
     checkpoint.py  where a run starts; load               save.py        save while training goes on
     manifest.py    what a checkpoint consists of          metrics.py     console line, metrics.jsonl, wandb
     stop.py        signals, time, files: all ranks stop   signals.py     hears them, from the first line of train.py on
-    voice.py       errors: one message from one rank
+    replicas.py    copies that must be equal are compared voice.py       errors: one message from one rank
 
 May import `model/`, `parallel/` and `data/`.
 """

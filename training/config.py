@@ -30,6 +30,7 @@ class TrainConfig:
     compile: bool = False  # torch.compile each block
     activation_checkpointing: Literal["none", "selective", "full"] = "none"  # see parallel/activation.py
     deterministic: bool = False  # bitwise repeatable on GPUs too, slower there; the CPU always is
+    replica_check_interval: int = 100  # compare what must be equal on several ranks every so many steps; before a save, always
     eval_interval: int = 0  # evaluate on held-out text every so many steps and after the last; 0: never
     eval_samples: int = 256  # held-out sequences of each evaluation
     max_minutes: float = 0.0  # after so many since the process began the run stops, and saves (training/stop.py); 0: no limit
@@ -116,6 +117,7 @@ class Config:
         if not all(0 <= beta < 1 for beta in self.optimizer.betas):
             raise UserError("optimizer.betas", list(self.optimizer.betas), "each must be in [0, 1)", "for example [0.9, 0.95]")
         _at_least("checkpoint.interval", self.checkpoint.interval, 0)
+        _at_least("train.replica_check_interval", self.train.replica_check_interval, 0)
         _at_least("checkpoint.keep_last", self.checkpoint.keep_last, 1)
         _at_least("checkpoint.keep_every", self.checkpoint.keep_every, 0)
         _at_least("run.log_interval", self.run.log_interval, 1)

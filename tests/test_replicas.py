@@ -1,0 +1,107 @@
+"""Copies that stopped being equal are found, and the rank is named."""
+
+import json
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import train
+from parallel.mesh import build_mesh
+from tests.runs import train_run, write_config
+from tools.parity_cases import Case
+from tools.parity_run import global_batch
+from tools.ranks import RankError, Ranks
+from training.build import build_stages
+from training.checkpoint import local_tensors
+from training.replicas import ReplicasDiffer, check_replicas, hash_of
+from training.step import TrainStep
+
+
+def flip(tensor: torch.Tensor) -> None:
+    """One bit of the last number that is there."""
+    tensor.view(torch.int64 if tensor.dtype == torch.float64 else torch.int32).view(-1)[-1] ^= 1
+
+
+def differing(case: Case, rank: int, name: str) -> str:
+    """After a step: what is said when the tensor `name` of `rank` has one bit wrong; nothing is, before."""
+    config = case.config()
+    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    step = TrainStep(config, mesh, build_stages(config, mesh))
+    tokens, targets = (t.chunk(mesh.dp_size)[mesh.dp_rank] for t in global_batch(case.vocab_size, 0))
+    step(0, tokens, targets)
+    check_replicas(step)
+    if dist.get_rank() == rank:
+        flip(next(t.to_local() for n, t in local_tensors(step) if name in n and t.to_local().numel()))
+    try:
+        check_replicas(step)
+    except ReplicasDiffer as found:
+        return str(found)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("case", "rank", "name", "said"),
+    [
+        (Case((1, 1, 1, 2)), 1, "norm.weight", "ranks 0, 1, copies over tp, hold different numbers"),
+        (Case((1, 1, 1, 4)), 2, "norm.weight", "rank 2 holds other numbers than its copies over tp (0, 1, 2, 3)"),
+        (Case((1, 1, 1, 8), num_kv_heads=4), 5, "attention.key.weight", "rank 5 holds other numbers"),
+        (Case((1, 2, 1, 1)), 0, "down.weight", "ranks 0, 1, copies over dp_replicate, hold different numbers"),
+        (Case((1, 4, 1, 1), zero_stage=0), 3, "embedding.weight.exp_avg_sq", "rank 3 holds other numbers"),
+        (Case((1, 4, 2, 1), zero_stage=3), 4, "query.weight.exp_avg", "over dp_replicate (0, 2, 4, 6)"),
+        (Case((2, 2, 1, 2), zero_stage=2), 6, "up.weight", "ranks 4, 6, copies over dp_replicate, hold different numbers"),
+    ],
+    ids=str,
+)
+def test_a_flipped_bit_names_its_rank(ranks: Ranks, case: Case, rank: int, name: str, said: str) -> None:
+    found = ranks.run(differing, case.world, case, rank, name)
+    assert len(set(found)) == 1, "every rank says the same"
+    assert said in found[0]
+
+
+@pytest.mark.parametrize("case", [Case((1, 1, 2, 1)), Case((2, 1, 1, 1), tie_embeddings=True)], ids=str)
+def test_what_is_no_copy_is_not_compared(ranks: Ranks, case: Case) -> None:
+    """Control: shards differ, and a bit wrong in one has no copy to differ from."""
+    assert set(ranks.run(differing, case.world, case, 1, "down.weight")) == {""}
+
+
+def test_every_bit_counts() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(shape, generator=generator) for shape in ((5, 7), (3,), (2, 2))]
+    before = hash_of(tensors)
+    for tensor in tensors:
+        bits = tensor.view(torch.int32).view(-1)
+        for place in range(bits.numel()):
+            for bit in (0, 13, 31):
+                bits[place] ^= -(1 << 31) if bit == 31 else 1 << bit
+                assert hash_of(tensors) != before
+                bits[place] ^= -(1 << 31) if bit == 31 else 1 << bit
+    assert hash_of(tensors) == before
+    assert hash_of(reversed(tensors)) != before
+    assert hash_of([tensors[0].T, *tensors[1:]]) != before
+
+
+def run_with_a_bit_flipped(config: str) -> str:
+    honest = train.check_replicas
+    calls = []
+
+    def check(step: TrainStep) -> None:
+        calls.append(None)
+        if len(calls) == 2 and dist.get_rank() == 1:
+            flip(next(t.to_local() for n, t in local_tensors(step) if "norm.weight" in n))
+        honest(step)
+
+    with patch.object(train, "check_replicas", check):
+        return train_run([config])
+
+
+def test_a_run_ends_before_it_saves_what_differs(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, data, parallel={"tp": 2}, checkpoint={"interval": 2})
+    with pytest.raises(RankError, match="copies over tp, hold different numbers"):
+        ranks.run(run_with_a_bit_flipped, 2, config)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step-00000002"]
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["state"], "ranks 0, 1" in status["reason"]) == ("failed", True)
