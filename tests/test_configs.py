@@ -12,7 +12,6 @@ from multiprocessing.pool import Pool
 from pathlib import Path
 
 import pytest
-import torch._dynamo  # noqa: F401  # DTensor imports it at its first use: once here instead of in every forked rank
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -22,6 +21,7 @@ from model.transformer import Transformer
 from parallel.data import shard
 from parallel.mesh import Mesh, build_mesh
 from tools.launch import layout
+from tools.ranks import PRELOAD
 from training.build import DTYPES
 from training.config import Config
 from training.load_config import load_config
@@ -51,8 +51,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Callable]:
-    """Calls a function in a fresh process: a process can be one rank of one world only."""
-    with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
+    """Calls a function in a fresh process: a process can be one rank of one world only. They are forked from a server that has
+    no threads: a fork of this process may find a lock held for ever by a thread that it does not have."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    with context.Pool(2, maxtasksperchild=1) as pool:
         yield lambda function, *arguments: _result(pool, function, arguments)
 
 
