@@ -30,11 +30,13 @@ from training.load_config import load_config
 from training.metrics import Metrics
 from training.optimizer import learning_rate
 from training.replicas import check_replicas
+from training.rollback import Rollback
 from training.save import Saver
 from training.step import TrainStep
 from training.stop import StopRequests
 from training.trace import StepTrace
 from training.voice import refuse, start_distributed, together
+from training.watchdog import Watchdog
 
 
 def main(arguments: list[str]) -> None:
@@ -82,11 +84,12 @@ def run(config: Config, device: str) -> None:
     checkpoint.load(train, start)
     saver = Saver(train, train_data.tokenizer_path)
     trace = StepTrace(config, mesh, start.step)
+    rollback = Rollback(config, train_data, start)
 
-    with StopRequests(config) as stop, Metrics(config, mesh, start) as metrics:
-        for step in range(start.step, config.train.steps):
-            if stop.agreed:
-                break
+    with StopRequests(config) as stop, Metrics(config, mesh, start) as metrics, Watchdog(config) as watchdog:
+        step = start.step  # steps made
+        while step < config.train.steps and not stop.agreed:
+            rollback.begins_step(loader)
             waiting = time.perf_counter()
             tokens, targets = next(loader)
             metrics.waited_for_data(time.perf_counter() - waiting)
@@ -94,22 +97,30 @@ def run(config: Config, device: str) -> None:
             with trace.around(train, step):
                 result = train(step, tokens, targets)
 
-            metrics.step_done(
-                step + 1, learning_rate(step, config.train.steps, config.optimizer), result.loss, result.grad_norm
-            )
+            lr = learning_rate(step, config.train.steps, config.optimizer)
+            step += 1
+            metrics.step_done(step, lr, result)
+            watchdog.step_done(step, metrics.step_seconds)
             if is_due(config.train.eval_interval, step, config):
-                metrics.evaluated(step + 1, evaluate(train, heldout_data, stop))
+                with metrics.spending("evaluation"):
+                    metrics.evaluated(step, evaluate(train, heldout_data, stop, watchdog))
             metrics.flush()
             stop.meet()
+            if rollback.is_due(metrics.bad_in_a_row) and not stop.agreed:
+                with metrics.spending("rollback"), watchdog.resting():
+                    back = rollback.go_back(step, metrics.bad_in_a_row, train, saver, loader)
+                    step = back.step
+                    metrics.went_back(back)
+                continue
             saving = is_due(config.checkpoint.interval, step, config) or stop.wants_save
-            if saving or is_due(config.train.replica_check_interval, step, config):
-                check_replicas(train)
-            if saving:
-                metrics.check_finite()
-                saver.save(step + 1, metrics.tokens, loader.state())
-                stop.saved()
-                metrics.restart_clock()
-        saver.close()
+            if saving or is_due(config.guard.replica_interval, step, config):
+                with metrics.spending("saving"), watchdog.resting():
+                    check_replicas(train)
+                    if saving:
+                        saver.save(step, metrics.tokens, loader.state())
+                        stop.saved()
+        with watchdog.resting():
+            saver.close()
         if stop.agreed:
             metrics.stopped(stop.reason)
         else:
@@ -139,11 +150,11 @@ def check_writable(config: Config) -> None:
 
 
 def is_due(interval: int, step: int, config: Config) -> bool:
-    """Every `interval` updates and after the last one; never if `interval` is 0."""
-    return interval > 0 and ((step + 1) % interval == 0 or step + 1 == config.train.steps)
+    """After every `interval` steps and after the last one; never if `interval` is 0. `step` steps are made."""
+    return interval > 0 and (step % interval == 0 or step == config.train.steps)
 
 
-def evaluate(train: TrainStep, heldout: Mixture, stop: StopRequests) -> float | None:
+def evaluate(train: TrainStep, heldout: Mixture, stop: StopRequests, watchdog: Watchdog) -> float | None:
     """Mean loss in nats per target token over the first train.eval_samples held-out sequences: the same on every layout.
     None if a stop is agreed on before the end."""
     config, mesh = train.config, train.mesh
@@ -161,6 +172,7 @@ def evaluate(train: TrainStep, heldout: Mixture, stop: StopRequests) -> float | 
         if stop.meet():
             return None
         total += torch.stack([value.double() for value in train.evaluate(tokens, targets)])
+        watchdog.beat()
     return (total[0] / total[1]).item()
 
 

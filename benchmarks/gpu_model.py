@@ -57,7 +57,7 @@ from model.transformer import Transformer
 from parallel.config import ParallelConfig
 from parallel.mesh import build_mesh
 from training.build import build_stages
-from training.config import CheckpointConfig, Config, OptimizerConfig, RunConfig, TrainConfig
+from training.config import CheckpointConfig, Config, GuardConfig, OptimizerConfig, RunConfig, TrainConfig
 from training.metrics import PEAK_FLOPS
 from training.step import TrainStep
 from training.voice import start_distributed
@@ -139,6 +139,7 @@ def lattice(size: Size, variant: Variant) -> Step:
         optimizer=OptimizerConfig(lr=1e-4, pure_bfloat16=variant.bfloat16),
         data=DataConfig(path=""),
         checkpoint=CheckpointConfig(),
+        guard=GuardConfig(),
         run=RunConfig(dir=""),
     )
     config.validate(1)

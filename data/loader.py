@@ -61,13 +61,8 @@ class BatchLoader:
         self._seq_len, self._global_batch_size = seq_len, global_batch_size
         rows = global_batch_size // dp_size
         self._mine = slice(dp_rank * rows, (dp_rank + 1) * rows)
-        self._skipped = merge_ranges(skipped)
-        self._next_sample = next_sample  # of the batches handed out; the thread counts its own
-        self._error: BaseException | None = None
-        self._stop = threading.Event()
-        self._ready: queue.Queue = queue.Queue(maxsize=prefetch)
-        self._thread = threading.Thread(target=self._read_ahead, args=(next_sample,), name="batch loader", daemon=True)
-        self._thread.start()
+        self._prefetch = prefetch
+        self._start(next_sample, skipped)
 
     def __iter__(self) -> "BatchLoader":
         return self
@@ -79,15 +74,20 @@ class BatchLoader:
         if self._error is None:
             batch, after = self._ready.get()
             if batch is not None:
-                self._next_sample = after
+                self.next_sample = after
                 return batch
             self._error = after
         raise self._error
 
     def state(self) -> dict:
         """What continues the run after the last batch handed out; JSON-able, and the same on every rank."""
-        skipped = [list(pair) for pair in self._skipped]
-        return {"next_sample": self._next_sample, "skipped": skipped, "checksum": self._data.checksum}
+        skipped = [list(pair) for pair in self.skipped]
+        return {"next_sample": self.next_sample, "skipped": skipped, "checksum": self._data.checksum}
+
+    def go_to(self, next_sample: int, skipped: Sequence[Sequence[int]]) -> None:
+        """Go on at another sample, and without other ones, as a loader that is made with these arguments."""
+        self.close()
+        self._start(next_sample, skipped)
 
     def close(self) -> None:
         """Stops the reading thread. May be called twice."""
@@ -98,6 +98,15 @@ class BatchLoader:
             except queue.Empty:
                 self._thread.join(timeout=0.01)
 
+    def _start(self, next_sample: int, skipped: Sequence[Sequence[int]]) -> None:
+        self.skipped = merge_ranges(skipped)
+        self.next_sample = next_sample  # after the batches handed out; the thread counts its own
+        self._error: BaseException | None = None
+        self._stop = threading.Event()
+        self._ready: queue.Queue = queue.Queue(maxsize=self._prefetch)
+        self._thread = threading.Thread(target=self._read_ahead, args=(next_sample,), name="batch loader", daemon=True)
+        self._thread.start()
+
     def _read_ahead(self, sample: int) -> None:
         try:
             rows = self._mine.stop - self._mine.start
@@ -105,7 +114,7 @@ class BatchLoader:
                 # Locating costs some hundred numpy calls, for one sample or thousands: several batches share them.
                 mine, after = [], []
                 for _ in range(max(1, LOCATED_TOGETHER // rows)):
-                    samples, sample = next_samples(sample, self._global_batch_size, self._skipped)
+                    samples, sample = next_samples(sample, self._global_batch_size, self.skipped)
                     mine.append(samples[self._mine])
                     after.append(sample)
                 source, _, window = self._order.locate(np.concatenate(mine))

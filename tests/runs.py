@@ -43,7 +43,7 @@ def write_config(folder: Path, data: Path, **sections: dict[str, Any]) -> str:
         "run": {"dir": str(folder / "run")},
     }
     for section, values in sections.items():
-        raw[section].update(values)
+        raw.setdefault(section, {}).update(values)
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(raw))
     return str(path)

@@ -24,6 +24,7 @@ from tools import verify
 from tools.ranks import RankError, Ranks
 from training import manifest
 from training.build import build_stages
+from training.events import read_events
 from training.load_config import load_config
 from training.manifest import MANIFEST, Damaged, Manifest, read_manifest
 from training.save import SaveFailed, Saver
@@ -48,7 +49,7 @@ def test_a_good_checkpoint_is_good(saved: Path, capsys: pytest.CaptureFixture[st
     assert {name.split(".")[0] for name in tensors} == {"model", "optimizer"}, "another reader of safetensors reads it"
     trainer = json.loads((newest / "trainer.json").read_text())
     assert (trainer["step"], trainer["updates"]) == (6, 6)
-    events = [json.loads(line) for line in (saved / "run" / "events.jsonl").read_text().splitlines()]
+    events = [event for event in read_events(saved / "run") if event["event"] == "checkpoint"]
     assert [event["step"] for event in events] == [2, 4, 6]
     assert all(event["bytes"] > 0 and event["stall_seconds"] >= 0 and event["write_seconds"] > 0 for event in events)
 

@@ -17,7 +17,7 @@ from errors import UserError
 from model.config import ModelConfig
 from parallel.config import ParallelConfig
 from parallel.pipeline.schedules import SCHEDULES, build_schedule
-from training.config import CheckpointConfig, Config, OptimizerConfig, RunConfig, TrainConfig
+from training.config import CheckpointConfig, Config, GuardConfig, OptimizerConfig, RunConfig, TrainConfig
 
 STEPS = 20
 SEED = 0
@@ -101,6 +101,7 @@ class Case:
             OPTIMIZER,
             DataConfig(path="-", document_mask=self.document_mask),
             CheckpointConfig(),
+            GuardConfig(),
             RunConfig(dir="-"),
         )
         config.validate(self.world)

@@ -57,6 +57,7 @@ class Start:
     tokens: int = 0  # trained on
     next_sample: int = 0
     skipped: tuple[tuple[int, int], ...] = ()  # ranges of samples never to be read
+    recent_losses: tuple[float | None, ...] = ()  # for the guard against spikes
 
 
 def find_start(config: Config, data: Mixture, device: str) -> Start:
@@ -75,6 +76,12 @@ def find_start(config: Config, data: Mixture, device: str) -> Start:
     return from_rank_0(lambda: _start_from(path, first_weights, config, data), device)
 
 
+def find_newest(config: Config, data: Mixture, begun: Start, device: str) -> Start:
+    """The newest good checkpoint of the run folder, for a run in the middle; while there is none, what it was resumed from."""
+    path = _newest_good(config, device) or (None if begun.weights_only else begun.path)
+    return from_rank_0(lambda: _start_from(path, None, config, data), device)
+
+
 def _start_from(path: Path | None, first_weights: Path | None, config: Config, data: Mixture) -> Start:
     """On rank 0; `path` and `first_weights` are good checkpoints."""
     start = Start()
@@ -88,8 +95,15 @@ def _start_from(path: Path | None, first_weights: Path | None, config: Config, d
                 raise UserError(f"train.{name}", value, why, remedy)
         check_state(trainer["data"], data)
         skipped = tuple((begin, end) for begin, end in trainer["data"]["skipped"])
-        next_sample = trainer["data"]["next_sample"]
-        start = Start(path, False, trainer["step"], trainer["updates"], trainer["tokens"], next_sample, skipped)
+        start = Start(
+            path,
+            step=trainer["step"],
+            updates=trainer["updates"],
+            tokens=trainer["tokens"],
+            next_sample=trainer["data"]["next_sample"],
+            skipped=skipped,
+            recent_losses=tuple(trainer["recent_losses"]),
+        )
     later = [c for c in complete_checkpoints(checkpoint_folder(config)) if step_of(c) > start.step]
     if later:
         why = f"it holds {later[-1].name}, which this run would not start from, and would delete in time"
@@ -166,7 +180,12 @@ def read_trainer(path: Path, key: str) -> dict[str, Any]:
         check_sizes(path, read_manifest(path))
         trainer = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
         kinds = {"step": int, "updates": int, "tokens": int, "seed": int, "seq_len": int, "model": dict, "data": dict}
-        if not all(isinstance(trainer[name], kind) for name, kind in kinds.items()):
+        recent = trainer["recent_losses"]
+        if not (
+            all(isinstance(trainer[name], kind) for name, kind in kinds.items())
+            and isinstance(recent, list)
+            and all(loss is None or isinstance(loss, float) for loss in recent)
+        ):
             raise Damaged("its trainer.json does not say what it should")
     except Damaged as damaged:
         raise UserError(key, str(path), f"is no good checkpoint: {damaged}", "give another folder step-…") from None
@@ -208,6 +227,7 @@ def load(train: TrainStep, start: Start) -> None:
         copy.copy_(source)
     if not start.weights_only:
         train.optimizer.set_step(start.updates)
+        train.guard.restore(start.recent_losses)
 
 
 def local_tensors(train: TrainStep) -> Iterator[tuple[str, DTensor]]:

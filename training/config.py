@@ -30,7 +30,6 @@ class TrainConfig:
     compile: bool = False  # torch.compile each block
     activation_checkpointing: Literal["none", "selective", "full"] = "none"  # see parallel/activation.py
     deterministic: bool = False  # bitwise repeatable on GPUs too, slower there; the CPU always is
-    replica_check_interval: int = 100  # compare what must be equal on several ranks every so many steps; before a save, always
     eval_interval: int = 0  # evaluate on held-out text every so many steps and after the last; 0: never
     eval_samples: int = 256  # held-out sequences of each evaluation
     max_minutes: float = 0.0  # after so many since the process began the run stops, and saves (training/stop.py); 0: no limit
@@ -67,6 +66,19 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class GuardConfig:
+    """What a run looks out for, and when it does something about it."""
+
+    spike_sigmas: float = 6.0  # no update where the loss is so far above the recent ones (training/guard.py); 0: always
+    max_bad_steps: int = 5  # after so many steps in a row without update, back to the last checkpoint; 0: never
+    replica_interval: int = 100  # compare what must be equal on several ranks every so many steps; before a save, always
+    # A rank that takes longer for a step than hang_factor times the usual, and than hang_seconds, says where it is and exits
+    # (training/watchdog.py). hang_factor 0: it waits for ever, as under a debugger it should.
+    hang_factor: float = 10.0
+    hang_seconds: float = 120.0
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """Where a run leaves what it has to say."""
 
@@ -87,6 +99,7 @@ class Config:
     optimizer: OptimizerConfig
     data: DataConfig
     checkpoint: CheckpointConfig
+    guard: GuardConfig
     run: RunConfig
 
     def num_microbatches(self, dp_size: int) -> int:
@@ -117,7 +130,8 @@ class Config:
         if not all(0 <= beta < 1 for beta in self.optimizer.betas):
             raise UserError("optimizer.betas", list(self.optimizer.betas), "each must be in [0, 1)", "for example [0.9, 0.95]")
         _at_least("checkpoint.interval", self.checkpoint.interval, 0)
-        _at_least("train.replica_check_interval", self.train.replica_check_interval, 0)
+        for key in ("spike_sigmas", "max_bad_steps", "replica_interval", "hang_factor", "hang_seconds"):
+            _at_least(f"guard.{key}", getattr(self.guard, key), 0)
         _at_least("checkpoint.keep_last", self.checkpoint.keep_last, 1)
         _at_least("checkpoint.keep_every", self.checkpoint.keep_every, 0)
         _at_least("run.log_interval", self.run.log_interval, 1)

@@ -1,11 +1,12 @@
 """What a run says: one line on the console and one JSON object in metrics.jsonl per logged step, and wandb if asked."""
 
 import json
-import math
 import os
 import resource
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,7 +18,10 @@ from parallel.mesh import Mesh
 from training.build import describe_stages
 from training.checkpoint import Start
 from training.config import Config
+from training.events import append_event
+from training.ledger import Ledger
 from training.load_config import dump_config
+from training.step import StepResult
 
 # Dense bf16 peak in FLOP/s by name of the device, without sparsity (the vendors' data sheets). mfu is null for others.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "MI300X": 1307e12}
@@ -38,13 +42,18 @@ class Metrics:
         self.writes = dist.get_rank() == 0
         self.peak_flops = _peak_flops(mesh.device)
         self.wandb: Any = None
+        self.timed_steps, self.data_seconds, self.started = 0, 0.0, time.perf_counter()
         self.record: dict[str, Any] | None = None
         self.unwritten: list[str] = []  # lines of metrics.jsonl, where they cannot be written yet
         self.eval_loss: float | None = None
         self.stop_reason = ""
-        self.last: tuple[torch.Tensor, torch.Tensor]  # loss and gradient norm of the last step
+        self.skipped_updates = start.step - start.updates
+        self.bad_in_a_row = 0  # steps without an update, up to the last that was logged
+        self.step_seconds: float | None = None  # of a step, where the last one was logged
+        self.ledger: Ledger | None = None
         if self.writes:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self.ledger = Ledger(self.folder, start.step, dist.get_world_size())
             (self.folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
             (self.folder / "status.json").unlink(missing_ok=True)
             _continue_lines(self.folder / "metrics.jsonl", start.step)
@@ -54,18 +63,29 @@ class Metrics:
             if config.parallel.num_stages > 1:
                 print(describe_stages(config))
             print(f"starting from {start.path or 'initial weights'} at step {start.step}; run folder {self.folder}", flush=True)
-        self.restart_clock()
+        self._count("start")
 
-    def restart_clock(self) -> None:
-        """What was done since the last logged step, an evaluation or a checkpoint, is no step's time."""
+    @contextmanager
+    def spending(self, cause: str) -> Iterator[None]:
+        """Around what is no step: its time is that of `cause` (ledger.py)."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()  # what was launched before belongs to the steps
+        self._count("steps")
+        yield
+        self._count(cause)
+
+    def _count(self, cause: str) -> None:
+        """What passed since the last call was spent on `cause`; the clock of steps begins anew."""
+        if self.ledger is not None:
+            self.ledger.spent(cause, self.data_seconds)
         self.timed_steps, self.data_seconds, self.started = 0, 0.0, time.perf_counter()
 
     def waited_for_data(self, seconds: float) -> None:
         self.data_seconds += seconds
 
-    def step_done(self, step: int, lr: float, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
-        """After update number `step` (1-based). Only every `run.log_interval` steps does anything wait for the device."""
-        self.step, self.last = step, (loss, grad_norm)
+    def step_done(self, step: int, lr: float, result: StepResult) -> None:
+        """After step number `step` (1-based). Only every `run.log_interval` steps does anything wait for the device."""
+        self.step, self.step_seconds = step, None
         self.timed_steps += 1
         train = self.config.train
         self.tokens += train.global_batch_size * train.seq_len
@@ -73,15 +93,18 @@ class Metrics:
             return
         peak_memory = torch.tensor(_peak_memory_bytes(self.device), dtype=torch.int64, device=self.device)
         dist.all_reduce(peak_memory, op=dist.ReduceOp.MAX)
-        values = loss.item(), grad_norm.item()  # waits until the step is done
-        seconds = (time.perf_counter() - self.started) / self.timed_steps
+        scalars = (result.loss, result.grad_norm, result.updates.to(self.device), result.bad_in_a_row)
+        loss, grad_norm, updates, bad = torch.stack([s.double() for s in scalars]).tolist()  # waits until the step is done
+        self._say_skipped(step - int(updates), loss, grad_norm)
+        self.bad_in_a_row = int(bad)
+        self.step_seconds = seconds = (time.perf_counter() - self.started) / self.timed_steps
         tokens_per_second = train.global_batch_size * train.seq_len / seconds
         per_device = tokens_per_second / dist.get_world_size()
         flops = self.config.model.flops_per_token(train.seq_len)
         self.record = {
             "step": step,
-            "loss": values[0],
-            "grad_norm": values[1],
+            "loss": loss,
+            "grad_norm": grad_norm,
             "lr": lr,
             "tokens": self.tokens,
             "tokens_per_second": tokens_per_second,
@@ -90,8 +113,16 @@ class Metrics:
             "step_seconds": seconds,
             "data_seconds": self.data_seconds / self.timed_steps,
             "peak_memory_bytes": int(peak_memory.item()),
+            "skipped_updates": self.skipped_updates,
         }
-        self.restart_clock()
+        self._count("steps")
+
+    def _say_skipped(self, skipped_updates: int, loss: float, grad_norm: float) -> None:
+        more, self.skipped_updates = skipped_updates - self.skipped_updates, skipped_updates
+        if more and self.writes:
+            why = f"loss or gradient were not finite, or the loss a spike; now loss {loss:.4f}, grad_norm {grad_norm:.3f}"
+            said = f"warning: the updates of {more} of the steps up to {self.step} were skipped: {why}"
+            print(said, file=sys.stderr, flush=True)
 
     def evaluated(self, step: int, loss: float | None) -> None:
         """A held-out loss after update `step`; it joins that step's line. None: the evaluation was abandoned."""
@@ -99,13 +130,20 @@ class Metrics:
             return
         self.eval_loss = loss
         self.record = {**(self.record or {"step": step}), "eval_loss": loss}
-        self.restart_clock()
+
+    def went_back(self, start: Start) -> None:
+        """The run goes on from `start`: lines after it will be written again."""
+        self.step, self.tokens, self.skipped_updates = start.step, start.tokens, start.step - start.updates
+        self.bad_in_a_row = 0
+        if self.writes:
+            _continue_lines(self.folder / "metrics.jsonl", start.step)
 
     def flush(self) -> None:
         """Write the line of the current step, if it has one."""
         record, self.record = self.record, None
-        if record is None or not self.writes:
+        if record is None or self.ledger is None:
             return
+        self.ledger.write(self.step)
         self.unwritten.append(json.dumps(record, allow_nan=True) + "\n")
         try:
             with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
@@ -116,12 +154,6 @@ class Metrics:
         print(console_line(record, self.config.train.steps), flush=True)
         if self.wandb is not None:
             self.wandb.log({key: value for key, value in record.items() if key != "step"}, step=record["step"])
-
-    def check_finite(self) -> None:
-        """Before a save: weights that became NaN must not push good checkpoints out. Equal on all ranks, so all stop."""
-        loss, grad_norm = (value.item() for value in self.last)
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise FloatingPointError(f"step {self.step}: loss {loss}, grad_norm {grad_norm}; nothing is saved")
 
     def summarise(self, unigram_nats_per_token: float | None) -> None:
         """The last held-out loss beside that of a model that knows only how frequent each token is."""
@@ -140,19 +172,23 @@ class Metrics:
         """Say how the run ended, in status.json. Finished means that every rank is."""
         if error is None:
             dist.barrier()
-        if not self.writes:
+        if self.ledger is None:
             return
         if self.wandb is not None:
             self.wandb.finish(exit_code=0 if error is None else 1)
         if error is not None:
-            write_status(self.folder, "failed", self.step, f"{type(error).__name__}: {error}")
+            state, reason = "failed", f"{type(error).__name__}: {error}"
         elif self.stop_reason and self.step < self.config.train.steps:
+            state, reason = "requeue", self.stop_reason
             where = f"after step {self.step}/{self.config.train.steps}"
-            print(f"stopped {where}: {self.stop_reason}; started again, it goes on; run folder {self.folder}", flush=True)
-            write_status(self.folder, "requeue", self.step, self.stop_reason)
+            print(f"stopped {where}: {reason}; started again, it goes on; run folder {self.folder}", flush=True)
         else:
+            state, reason = "finished", "all steps done"
             print(f"finished after {self.step} steps; run folder {self.folder}", flush=True)
-            write_status(self.folder, "finished", self.step, "all steps done")
+        self._count("end")
+        self.ledger.write(self.step)
+        append_event(self.folder, "end", state=state, step=self.step, reason=reason)
+        write_status(self.folder, state, self.step, reason)
 
 
 def console_line(record: dict[str, Any], steps: int) -> str:

@@ -13,6 +13,7 @@ before.
 """
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -33,6 +34,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from model.initialise import canonical_name
 from parallel.placement import as_dtensor_like
 from training.checkpoint import FREE_MODEL_KEYS, checkpoint_folder, complete_checkpoints, local_tensors, step_of
+from training.events import append_event
 from training.manifest import (
     TENSORS,
     Manifest,
@@ -70,7 +72,7 @@ class Saver:
         self.failed: str | None = None  # why the last save did
 
     def save(self, step: int, tokens: int, data_state: dict[str, Any]) -> None:
-        """Save what there is after `step` updates. Returns when it is copied, or, with checkpoint.async_save=false, written."""
+        """Save what there is after `step` steps. Returns when it is copied, or, with checkpoint.async_save=false, written."""
         began = time.perf_counter()
         self.wait()
         copied = self._copy()
@@ -81,6 +83,7 @@ class Saver:
             "tokens": tokens,
             "seed": config.train.seed,
             "seq_len": config.train.seq_len,
+            "recent_losses": self.train.guard.recent_losses(),
             "model": {key: value for key, value in asdict(config.model).items() if key not in FREE_MODEL_KEYS},
             "data": data_state,
         }
@@ -121,9 +124,10 @@ class Saver:
         began = time.perf_counter()
         final = self.folder / f"step-{step:08d}"
         partial = final.with_suffix(".partial")
-        record: dict[str, Any] = {"event": "checkpoint", "step": step}
+        record: dict[str, Any] = {"step": step}
         try:
             copied()
+            self._agree(self._require_finite)
             manifest = self._write_partial(partial, trainer)
             self._agree(lambda: self._commit(partial, final, manifest) if self._is_first else None)
             seconds, size = time.perf_counter() - began, manifest.num_bytes
@@ -140,7 +144,13 @@ class Saver:
             if self.failed:
                 shutil.rmtree(partial, ignore_errors=True)
             print(said, file=sys.stderr if self.failed else sys.stdout, flush=True)
-            _append(self.folder.parent / "events.jsonl", record)
+            append_event(self.folder.parent, "checkpoint", **record)
+
+    def _require_finite(self) -> None:
+        """What is not finite must not push good checkpoints out."""
+        for name, copy in self.copies.items():
+            if copy.numel() and not torch.linalg.vector_norm(copy, math.inf).isfinite():  # nan stays nan
+                raise FloatingPointError(f"{name} is not finite")
 
     def _write_partial(self, partial: Path, trainer: dict[str, Any]) -> Manifest:
         """All files but the manifest, under the name that is not yet one. Collective over the threads."""
@@ -224,14 +234,6 @@ class Saver:
 
 def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".rstrip(": ")
-
-
-def _append(path: Path, record: dict[str, Any]) -> None:
-    try:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-    except OSError:  # the folder is full or gone: said above already
-        pass
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""One training step, on one screen: micro-batches through the schedule → norm → clipped AdamW."""
+"""One training step, on one screen: micro-batches through the schedule → norm → guard → clipped AdamW."""
 
 from dataclasses import dataclass
 
@@ -21,6 +21,7 @@ from parallel.pipeline.transfer import Transfers
 from training.build import DTYPES, build_tied_embedding
 from training.config import Config
 from training.gradient import gradient_norm
+from training.guard import UpdateGuard
 from training.optimizer import ShardedAdamW, learning_rate
 
 
@@ -30,6 +31,8 @@ class StepResult:
 
     loss: Tensor  # mean over all target tokens of the global batch, the same on every rank
     grad_norm: Tensor  # before clipping
+    updates: Tensor  # made so far: steps without those that the guard skipped
+    bad_in_a_row: Tensor  # steps up to this one whose updates were skipped
 
 
 class TrainStep:
@@ -49,6 +52,7 @@ class TrainStep:
         self.partial = PartialGradients(stages.values(), mesh.tp.get_group())
         self.tied = build_tied_embedding(config, mesh, stages)
         self.optimizer = ShardedAdamW(self.named_parameters, config)
+        self.guard = UpdateGuard(config.guard.spike_sigmas, mesh.device)
         # A tied embedding's second copy has the same gradient as the first, and does not count again in the norm.
         self.record: Recorder = record_nothing
         self.counted = [p for name, p in self.named_parameters if canonical_name(name, config.model) == name]
@@ -66,8 +70,8 @@ class TrainStep:
         """Train on this data-parallel rank's rows of the global batch, tokens and targets [rows, S]; `step` is 0-based."""
         loss, norm = self.forward_backward(tokens, targets)
         lr = learning_rate(step, self.config.train.steps, self.config.optimizer)
-        self.optimizer.step(lr, norm, self.config.optimizer.grad_clip)
-        return StepResult(loss, norm)
+        self.optimizer.step(lr, self.guard(loss, norm), self.config.optimizer.grad_clip)
+        return StepResult(loss, norm, self.optimizer.updates, self.guard.bad_in_a_row)
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the mean loss over the global batch's target tokens, reduced, in the parameters; loss and norm."""

@@ -1,0 +1,257 @@
+"""Steps that must not update do not, on every rank alike; and a run with many of them goes back, and past what they were given."""
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import train
+import training.guard
+import training.step
+from tests.runs import fresh, losses, train_run, write_config
+from tools.ranks import RankError, Ranks
+from training.events import read_events
+from training.guard import WINDOW, UpdateGuard
+from training.step import TrainStep
+
+LAYOUTS = {4: {"tp": 2, "dp_shard": 2}, 8: {"tp": 2, "pp": 2, "dp_shard": 2}}  # world → 2D, 3D
+
+
+# --- what the guard decides -------------------------------------------------------------------------------------------
+
+
+def judged(guard: UpdateGuard, loss: float, norm: float = 1.0) -> bool:
+    """Whether the guard lets this step update; the norm that it then gives is the step's own."""
+    given = guard(torch.tensor(loss), torch.tensor(norm)).item()
+    assert given in (norm, math.inf)
+    return given == norm
+
+
+def quiet(guard: UpdateGuard, steps: int) -> None:
+    """Losses of mean 4 and standard deviation 0.1."""
+    for step in range(steps):
+        assert judged(guard, 4 + (0.1 if step % 2 else -0.1))
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (4.0, math.inf), (4.0, math.nan), (-math.inf, 1.0)])
+def test_what_is_not_finite_does_not_update(loss: float, norm: float) -> None:
+    guard = UpdateGuard(6.0, "cpu")
+    assert guard(torch.tensor(loss), torch.tensor(norm)).item() == math.inf
+    assert guard(torch.tensor(loss), torch.tensor(norm)).item() == math.inf
+    assert guard.bad_in_a_row.item() == 2
+    assert judged(guard, 4.0)
+    assert guard.bad_in_a_row.item() == 0
+
+
+def test_a_spike_does_not_update() -> None:
+    guard = UpdateGuard(6.0, "cpu")
+    quiet(guard, WINDOW)
+    assert judged(guard, 4.59)
+    guard = UpdateGuard(6.0, "cpu")
+    quiet(guard, WINDOW)
+    assert not judged(guard, 4.61)
+    assert judged(guard, 3.0), "a low loss is none"
+
+
+def test_a_guard_that_knows_little_lets_all_pass() -> None:
+    guard = UpdateGuard(6.0, "cpu")
+    quiet(guard, WINDOW // 2 - 1)
+    assert judged(guard, 100.0)
+    guard = UpdateGuard(0.0, "cpu")
+    quiet(guard, WINDOW)
+    assert judged(guard, 100.0), "spike_sigmas 0: off"
+
+
+def test_a_lasting_change_is_got_used_to() -> None:
+    guard = UpdateGuard(6.0, "cpu")
+    quiet(guard, WINDOW)
+    passed = [judged(guard, 5.0) for _ in range(20)]
+    assert not passed[0]
+    assert all(passed[10:])
+
+
+def test_a_restored_guard_decides_as_before() -> None:
+    one, other = UpdateGuard(1.0, "cpu"), UpdateGuard(1.0, "cpu")
+    generator = torch.Generator().manual_seed(0)
+    for loss in torch.randn(WINDOW + 5, generator=generator).tolist():
+        one(torch.tensor(loss), torch.tensor(1.0))
+    one(torch.tensor(math.nan), torch.tensor(1.0))
+    other.restore(json.loads(json.dumps(one.recent_losses())))
+    values = torch.randn(50, generator=generator).tolist()
+    decisions = [judged(one, value) for value in values]
+    assert decisions == [judged(other, value) for value in values]
+    assert len(set(decisions)) == 2
+
+
+# --- planted in runs --------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def poisoned(is_bad: Callable[[int, torch.Tensor], bool], rank: int) -> Iterator[None]:
+    """One number of one gradient of `rank` becomes NaN in steps that are bad (number of the call, tokens of this rank)."""
+    forward_backward, calls = TrainStep.forward_backward, []
+
+    def planted(self: TrainStep, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
+        calls.append(None)
+        bad = is_bad(len(calls), tokens)
+        honest = training.step.gradient_norm
+
+        def norm_of(gradients: list[Any], *others: Any) -> torch.Tensor:
+            if bad and dist.get_rank() == rank:
+                next(g.to_local() for g in gradients if g.to_local().numel()).view(-1)[-1] = math.nan
+            return honest(gradients, *others)
+
+        with patch.object(training.step, "gradient_norm", norm_of):
+            return forward_backward(self, tokens, targets)
+
+    with patch.object(TrainStep, "forward_backward", planted):
+        yield
+
+
+def run_with_bad_steps(arguments: list[str], rank: int, bad: set[int]) -> str:
+    with poisoned(lambda call, tokens: call in bad, rank):
+        return train_run(arguments)
+
+
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_a_nan_in_one_ranks_gradient_skips_one_update(ranks: Ranks, data: Path, tmp_path: Path, world: int) -> None:
+    """On all ranks: what they hold in common is compared before the save. It is counted, and the run resumes bitwise."""
+    config = write_config(tmp_path, data, parallel=LAYOUTS[world], checkpoint={"interval": 3, "keep_last": 9})
+    rank = world - 1
+    assert ranks.run(run_with_bad_steps, world, [config], rank, {3}) == [""] * world
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [math.isfinite(line["grad_norm"]) for line in lines] == [True, True, False, True, True, True]
+    assert [line["skipped_updates"] for line in lines] == [0, 0, 1, 1, 1, 1]
+    trainer = json.loads((tmp_path / "run" / "checkpoints" / "step-00000006" / "trainer.json").read_text())
+    assert (trainer["step"], trainer["updates"]) == (6, 5)
+
+    for path in (tmp_path / "run" / "checkpoints").glob("*6"):
+        path.rename(tmp_path / "other")
+    before = losses(tmp_path)
+    assert ranks.run(train_run, world, [config]) == [""] * world
+    assert losses(tmp_path) == before
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["skipped_updates"] == 1
+
+
+def batches_of(arguments: list[str]) -> list[list[int]]:
+    """A run; what marks this rank's batch of each step."""
+    marks, call = [], TrainStep.__call__
+
+    def noted(self: TrainStep, step: int, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
+        marks.append(tokens.sum(1).tolist())
+        return call(self, step, tokens, targets)
+
+    with patch.object(TrainStep, "__call__", noted):
+        assert train_run(arguments) == ""
+    return marks
+
+
+def run_with_bad_batches(arguments: list[str], marks: list[list[int]], rank: int) -> str:
+    """A run in which `rank` has a NaN whenever it is given one of these batches."""
+    with poisoned(lambda call, tokens: tokens.sum(1).tolist() in marks, rank):
+        return train_run(arguments)
+
+
+def run_without(arguments: list[str], samples: tuple[int, int]) -> str:
+    """A run whose loader never hands out these samples."""
+    honest = train.BatchLoader.__init__
+
+    def without(self: Any, *positional: Any, **named: Any) -> None:
+        honest(self, *positional, **{**named, "skipped": [samples]})
+
+    with patch.object(train.BatchLoader, "__init__", without):
+        return train_run(arguments)
+
+
+@pytest.mark.parametrize(("world", "log_interval"), [(4, 1), (8, 2)])
+def test_bad_batches_are_left_out(ranks: Ranks, data: Path, tmp_path: Path, world: int, log_interval: int) -> None:
+    """Steps 6 and 7 of 10 have bad batches; the run was saved after 4: it goes back there, and on as if they had never been."""
+    kept = {"interval": 4, "keep_last": 9}
+    sections = {"parallel": LAYOUTS[world], "train": {"steps": 10}, "guard": {"max_bad_steps": 2}}
+    sections["run"] = {"log_interval": log_interval}
+    config = write_config(tmp_path, data, checkpoint=kept, **sections)
+    marks = ranks.run(batches_of, world, [config])[0]
+    fresh(tmp_path)
+
+    # Logged every second step, bad steps 7 and 8 are heard of together; logged each, 6 and 7 are.
+    first = 6 if log_interval == 1 else 7
+    assert ranks.run(run_with_bad_batches, world, [config], marks[first - 1 : first + 1], 0) == [""] * world
+    run = tmp_path / "run"
+    found, events = losses(tmp_path), read_events(run)
+    left_out = ((first - 1) * 8, (first + 1) * 8)
+    (rollback,) = [event for event in events if event["event"] == "rollback"]
+    assert (rollback["from_step"], rollback["step"], tuple(rollback["left_out"])) == (first + 1, 4, left_out)
+    trainer = json.loads((run / "checkpoints" / "step-00000010" / "trainer.json").read_text())
+    assert trainer["data"]["skipped"] == [list(left_out)]
+    assert trainer["updates"] == 10
+
+    fresh(tmp_path)
+    assert ranks.run(run_without, world, [config], left_out) == [""] * world
+    assert losses(tmp_path) == found
+
+
+def test_a_run_without_checkpoint_cannot_go_back(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, data, guard={"max_bad_steps": 2})
+    with pytest.raises(RankError, match=r"no checkpoint to go back to; set checkpoint\.interval"):
+        ranks.run(run_with_bad_steps, 2, [config], 1, {2, 3})
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
+
+
+def test_a_run_that_stays_bad_ends(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, data, train={"steps": 90}, guard={"max_bad_steps": 2}, checkpoint={"interval": 2})
+    with pytest.raises(RankError, match="3 times back at .*step-00000002 already"):
+        ranks.run(run_with_bad_steps, 2, [config], 0, set(range(3, 90)))
+    assert [event["event"] for event in read_events(tmp_path / "run")].count("rollback") == 3
+
+
+def run_with_a_spike(arguments: list[str]) -> str:
+    """The last step's loss is far above the others'."""
+    forward_backward, calls = TrainStep.forward_backward, []
+
+    def spiking(self: TrainStep, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
+        loss, norm = forward_backward(self, tokens, targets)
+        calls.append(None)
+        return (loss * 1.5 if len(calls) == 6 else loss), norm
+
+    with patch.object(TrainStep, "forward_backward", spiking), patch.object(training.guard, "WINDOW", 8):
+        return train_run(arguments)
+
+
+def test_a_spike_is_skipped_in_a_run(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, data, parallel=LAYOUTS[4])
+    skipped = []
+    for sigmas in (6.0, 0.0):
+        assert ranks.run(run_with_a_spike, 4, [config, f"guard.spike_sigmas={sigmas}"]) == [""] * 4
+        skipped.append(json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["skipped_updates"])
+        fresh(tmp_path)
+    assert skipped == [1, 0]
+
+
+def run_with_bad_weights(arguments: list[str], rank: int) -> str:
+    """From step 3 on, one weight of one rank is NaN, and no step's loss or gradient says so."""
+    call = TrainStep.__call__
+
+    def planted(self: TrainStep, step: int, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
+        result = call(self, step, tokens, targets)
+        if step == 2 and dist.get_rank() == rank:
+            self.optimizer.state["exp_avg"][-1].view(-1)[0] = math.nan
+        return result
+
+    with patch.object(TrainStep, "__call__", planted):
+        return train_run(arguments)
+
+
+def test_what_is_not_finite_is_not_saved(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, data, parallel={"dp_shard": 2}, train={"steps": 3}, checkpoint={"interval": 2})
+    with pytest.raises(RankError, match=r"on rank 1 FloatingPointError: optimizer\.\S+ is not finite"):
+        ranks.run(run_with_bad_weights, 2, [config], 1)
+    found = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert found == ["latest", "step-00000002"]

@@ -1,0 +1,137 @@
+"""A rank that stands still: all ranks say where they are, and exit."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import training.watchdog
+from tests.runs import train_run, write_config
+from tools.ranks import RankError, Ranks
+from training.events import read_events
+from training.step import TrainStep
+from training.watchdog import Watchdog, where_it_waits
+
+ROOT = Path(__file__).parent.parent
+LAYOUTS = {4: {"tp": 2, "dp_shard": 2}, 8: {"tp": 2, "pp": 2, "dp_shard": 2}}  # world → 2D, 3D
+
+
+def run_with_a_sleeper(arguments: list[str], rank: int) -> str:
+    """In the third step, `rank` sleeps for ever."""
+    microbatches, calls = TrainStep.microbatches, []
+
+    def sleeping(self: TrainStep, *batch: Any, **options: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 3 and dist.get_rank() == rank:
+            time.sleep(1e6)
+        return microbatches(self, *batch, **options)
+
+    constants = {"LOOK_SECONDS": 0.1, "GRACE_SECONDS": 5.0}
+    with patch.multiple(training.watchdog, **constants), patch.object(TrainStep, "microbatches", sleeping):
+        return train_run(arguments)
+
+
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_a_rank_that_sleeps_for_ever(ranks: Ranks, data: Path, tmp_path: Path, world: int) -> None:
+    rank = world - 2
+    guard = {"hang_factor": 1.0, "hang_seconds": 5.0}
+    config = write_config(tmp_path, data, parallel=LAYOUTS[world], guard=guard)
+    with pytest.raises(RankError, match="died with exit code 1"):
+        ranks.run(run_with_a_sleeper, world, [config], rank)
+    files = {file.name: file.read_text() for file in (tmp_path / "run" / "hang").iterdir()}
+    assert sorted(files) == [f"step-00000003-rank-{r:05d}.txt" for r in range(world)]
+    for name, text in files.items():
+        first, *rest = text.splitlines()
+        assert re.match(r"rank \d is not done with step 3 after \d+ s: at [a-z_/]+\.py:\d+ \w+, waiting in ", first)
+        assert "last collectives:" in rest[0]
+        assert any("(done)" in line for line in rest), "those before it are told too"
+        assert "MainThread" in text or "most recent call first" in text
+        assert (f"rank-{rank:05d}" in name) == ("at tests/test_watchdog.py" in first), "the culprit is where it sleeps"
+    others = [text.splitlines()[0] for name, text in files.items() if f"rank-{rank:05d}" not in name]
+    assert any(re.search(r"waiting in gloo:\w+ number \d+ of \w+, \[\[", line) for line in others)
+    (event,) = [event for event in read_events(tmp_path / "run") if event["event"] == "hang"]
+    assert event["step"] == 2
+
+
+def test_the_clock_rests_and_is_patient(data: Path, tmp_path: Path) -> None:
+    """No alarm before a step was measured, while it rests, or where steps take that long; one where they do not."""
+    from training.load_config import load_config
+
+    config = load_config(write_config(tmp_path, data, guard={"hang_factor": 3.0, "hang_seconds": 0.2}), [])
+    alarms: list[int] = []
+    alarm = patch.object(Watchdog, "_give_up", lambda self: (alarms.append(self._step), setattr(self, "_due", float("inf"))))
+    with alarm, patch.object(training.watchdog, "LOOK_SECONDS", 0.02), Watchdog(config) as watchdog:
+        watchdog.step_done(1, None)
+        time.sleep(0.5)
+        assert alarms == [], "no step was measured"
+        watchdog.step_done(2, 0.01)
+        with watchdog.resting():
+            time.sleep(0.5)
+        assert alarms == [], "resting"
+        for step in range(3, 6):
+            watchdog.step_done(step, 100.0)
+        time.sleep(0.5)
+        assert alarms == [], "steps of a hundred seconds"
+        for step in range(6, 16):
+            watchdog.step_done(step, 0.01)
+        deadline = time.monotonic() + 60
+        while not alarms and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert alarms == [15]
+
+
+def test_native_code_that_never_returns(data: Path, tmp_path: Path) -> None:
+    """A C function that keeps Python's lock: no Python thread can look at a clock, and the process ends all the same."""
+    config = write_config(tmp_path, data, guard={"hang_factor": 1.0, "hang_seconds": 0.1})
+    program = f"""
+import ctypes, training.watchdog
+from training.load_config import load_config
+training.watchdog.GRACE_SECONDS = 0.1
+with training.watchdog.Watchdog(load_config({config!r}, [])) as watchdog:
+    watchdog.step_done(1, 0.01)
+    ctypes.PyDLL(None).sleep(1000)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "Timeout" in done.stderr
+    assert "Current thread" in done.stderr or "most recent call first" in done.stderr
+
+
+def test_where_a_thread_waits() -> None:
+    started, go_on = threading.Event(), threading.Event()
+
+    def here() -> None:
+        started.set()
+        go_on.wait()
+
+    thread = threading.Thread(target=here)
+    thread.start()
+    started.wait()
+    try:
+        while f"{os.sep}threading.py" not in str(sys._current_frames()[thread.ident or 0].f_code.co_filename):
+            time.sleep(0.001)
+        assert re.match(r"at tests/test_watchdog\.py:\d+ here, waiting in ", where_it_waits(thread))
+    finally:
+        go_on.set()
+        thread.join()
+
+
+def test_a_collective_is_named(ranks: Ranks) -> None:
+    found = ranks.run(left_and_entered, 2)
+    assert "(done)" in found[0]
+    assert "gloo:all_reduce number" in found[0]
+    assert "[[3]] Float" in found[0]
+
+
+def left_and_entered() -> str:
+    dist.all_reduce(torch.ones(3))
+    return training.watchdog.last_collectives()[-1]

@@ -1,0 +1,57 @@
+"""Which updates are made: those of steps whose loss and gradient are finite, and whose loss is not far above the recent ones.
+
+    loss, norm ──► guard ──► norm      the optimizer updates with the clipped gradient
+                        └──► inf       the optimizer drops the gradient: weights, moments and bias correction stay
+
+Loss and norm are the same on every rank, so is the verdict, and all of it stays on the device: the host reads how many steps
+were bad in a row when it logs, and what it does then is in rollback.py.
+
+A spike is a loss more than `guard.spike_sigmas` standard deviations above the mean of the last 128, of which 64 must be known
+(as OLMo-core's SkipStepOptimizer decides, https://github.com/allenai/OLMo-core). A skipped step's loss counts among the last
+128 too: where a new kind of text lifts the loss for good, the guard gets used to it.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+WINDOW = 128  # losses
+
+
+class UpdateGuard:
+    """Called once a step, on every rank; all state is on `device`.
+
+    Args:
+        spike_sigmas: see above; 0: no loss is too high.
+    """
+
+    def __init__(self, spike_sigmas: float, device: str) -> None:
+        self.spike_sigmas = spike_sigmas if spike_sigmas else math.inf
+        self.recent = torch.full((WINDOW,), math.nan, dtype=torch.float64, device=device)  # nan: not known, or not finite
+        self.bad_in_a_row = torch.zeros((), dtype=torch.int64, device=device)  # steps, up to the last one
+
+    @torch.no_grad()
+    def __call__(self, loss: Tensor, norm: Tensor) -> Tensor:
+        """The norm, or infinity where this step must not update. Both scalars; the result has the norm's dtype."""
+        loss = loss.double()
+        known = self.recent.isfinite()
+        count = known.sum()
+        mean = self.recent.nansum() / count
+        deviation = (self.recent - mean).square().nansum().div(count).sqrt()
+        spikes = (count >= WINDOW // 2) & (loss > mean + self.spike_sigmas * deviation)
+        bad = spikes | ~loss.isfinite() | ~norm.isfinite()
+        self.recent = torch.cat([self.recent[1:], torch.where(loss.isfinite(), loss, math.nan).view(1)])
+        self.bad_in_a_row = (self.bad_in_a_row + 1) * bad
+        return torch.where(bad, math.inf, norm)
+
+    def recent_losses(self) -> list[float | None]:
+        """What a checkpoint keeps, so that a resumed run decides as one that never stopped. JSON has no nan: None."""
+        return [value if math.isfinite(value) else None for value in self.recent.tolist()]
+
+    def restore(self, recent_losses: Sequence[float | None]) -> None:
+        """Go on after the last WINDOW of these losses."""
+        values = [math.nan] * WINDOW + [math.nan if value is None else value for value in recent_losses]
+        self.recent.copy_(torch.tensor(values[-WINDOW:], dtype=torch.float64))
+        self.bad_in_a_row.zero_()

@@ -1,0 +1,72 @@
+"""Going back: when updates were skipped for many steps in a row, the run returns to its last checkpoint and leaves out the
+batches at which they were.
+
+    step        40 (saved)   41   42   43   44   45              bad: 43, 44, 45
+    samples          … 320   328  336  344  352  360
+    then        40           41   42   43   44 …                 43 begins at sample 360: [336, 360) is never read again
+
+What is left out is part of the loader's state, so every later checkpoint knows it. A run that comes back to the same checkpoint
+again and again does not have bad batches but another trouble, and ends.
+"""
+
+import sys
+from collections import Counter, deque
+
+import torch.distributed as dist
+
+from data.dataset import Mixture
+from data.loader import BatchLoader
+from training import checkpoint
+from training.checkpoint import Start
+from training.config import Config
+from training.events import append_event
+from training.save import Saver
+from training.step import TrainStep
+
+MOST_TO_THE_SAME = 3  # rollbacks
+
+
+class Rollback:
+    """Every rank makes the same calls, and decides alike.
+
+    Args:
+        start: where this run began: what it goes back to while it has no checkpoint of its own.
+    """
+
+    def __init__(self, config: Config, data: Mixture, start: Start) -> None:
+        self.config, self.data, self.start = config, data, start
+        # The host hears of bad steps every run.log_interval steps.
+        self.first_samples: deque[int] = deque(maxlen=config.guard.max_bad_steps + config.run.log_interval)
+        self.times: Counter[int] = Counter()  # how often the run went back to each step
+
+    def begins_step(self, loader: BatchLoader) -> None:
+        """Called before a step takes its batch."""
+        self.first_samples.append(loader.next_sample)
+
+    def is_due(self, bad_in_a_row: int) -> bool:
+        """After so many bad steps up to the last one."""
+        return 0 < self.config.guard.max_bad_steps <= bad_in_a_row
+
+    def go_back(self, step: int, bad_in_a_row: int, train: TrainStep, saver: Saver, loader: BatchLoader) -> Start:
+        """Load the newest good checkpoint, and let the loader go on behind it without the bad steps' samples.
+
+        Raises FloatingPointError where there is none, or where the run has come back to it MOST_TO_THE_SAME times.
+        """
+        saver.wait()
+        why = f"the updates of {bad_in_a_row} steps up to {step} were skipped (guard.max_bad_steps)"
+        start = checkpoint.find_newest(self.config, self.data, self.start, train.mesh.device)
+        if start.path is None or start.weights_only:
+            raise FloatingPointError(f"{why}, and there is no checkpoint to go back to; set checkpoint.interval, or another lr")
+        self.times[start.step] += 1
+        if self.times[start.step] > MOST_TO_THE_SAME:
+            remedy = "begin from an earlier one in another run.dir (checkpoint.resume=PATH), with another lr or other data"
+            raise FloatingPointError(f"{why}; the run was {MOST_TO_THE_SAME} times back at {start.path} already: {remedy}")
+        bad = (self.first_samples[-bad_in_a_row], loader.next_sample)
+        checkpoint.load(train, start)
+        loader.go_to(start.next_sample, [*start.skipped, *loader.skipped, bad])
+        self.first_samples.clear()
+        if dist.get_rank() == 0:
+            said = f"warning: {why}: back to {start.path}, leaving out samples {bad[0]} to {bad[1] - 1}"
+            print(said, file=sys.stderr, flush=True)
+            append_event(self.config.run.dir, "rollback", from_step=step, step=start.step, left_out=list(bad))
+        return start
