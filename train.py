@@ -26,6 +26,7 @@ from parallel.mesh import build_mesh
 from training import checkpoint
 from training.build import build_stages
 from training.config import Config
+from training.join import start_distributed
 from training.load_config import load_config
 from training.metrics import Metrics
 from training.optimizer import learning_rate
@@ -35,7 +36,7 @@ from training.save import Saver
 from training.step import TrainStep
 from training.stop import StopRequests
 from training.trace import StepTrace
-from training.voice import refuse, start_distributed, together
+from training.voice import refuse, together
 from training.watchdog import Watchdog
 
 

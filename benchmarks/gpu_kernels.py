@@ -50,7 +50,7 @@ from benchmarks.gpu_timing import (
 )
 from model.kernels.backend import why_not_triton
 from parallel.mesh import build_mesh
-from training.voice import start_distributed
+from training.join import start_distributed
 
 BANDWIDTH_AIM, PRODUCTS_AIM, MEMORY_AIM = 0.85, 1.1, 1 / 8
 COLUMNS = ("triton", "torch", "compile", "liger")

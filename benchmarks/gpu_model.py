@@ -58,9 +58,9 @@ from parallel.config import ParallelConfig
 from parallel.mesh import build_mesh
 from training.build import build_stages
 from training.config import CheckpointConfig, Config, GuardConfig, OptimizerConfig, RunConfig, TrainConfig
+from training.join import start_distributed
 from training.metrics import PEAK_FLOPS
 from training.step import TrainStep
-from training.voice import start_distributed
 
 MFU_AIM = 0.62
 WIDE, SMALL = "8B width", "1B"

@@ -47,9 +47,9 @@ def measure_ours(config_path: str, overrides: list[str], warmup: int, steps: int
 
     from parallel.mesh import build_mesh
     from training.build import build_stages
+    from training.join import start_distributed
     from training.load_config import load_config
     from training.step import TrainStep
-    from training.voice import start_distributed
 
     start_distributed()
     config = load_config(config_path, overrides)

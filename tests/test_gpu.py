@@ -95,7 +95,7 @@ from parallel.mesh import build_mesh
 from training.build import build_stages
 from training.load_config import load_config
 from training.step import TrainStep
-from training.voice import start_distributed
+from training.join import start_distributed
 
 start_distributed()
 config = load_config(sys.argv[1], sys.argv[2:])

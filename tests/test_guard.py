@@ -1,4 +1,4 @@
-"""Steps that must not update do not, on every rank alike; and a run with many of them goes back, and past what they were given."""
+"""Steps that must not update do not, on every rank alike; a run with many of them goes back, and past what they were given."""
 
 import contextlib
 import json
@@ -40,7 +40,9 @@ def quiet(guard: UpdateGuard, steps: int) -> None:
         assert judged(guard, 4 + (0.1 if step % 2 else -0.1))
 
 
-@pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (4.0, math.inf), (4.0, math.nan), (-math.inf, 1.0)])
+@pytest.mark.parametrize(
+    ("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (4.0, math.inf), (4.0, math.nan), (-math.inf, 1.0)]
+)
 def test_what_is_not_finite_does_not_update(loss: float, norm: float) -> None:
     guard = UpdateGuard(6.0, "cpu")
     assert guard(torch.tensor(loss), torch.tensor(norm)).item() == math.inf
@@ -207,7 +209,7 @@ def test_a_run_without_checkpoint_cannot_go_back(ranks: Ranks, data: Path, tmp_p
 
 def test_a_run_that_stays_bad_ends(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, data, train={"steps": 90}, guard={"max_bad_steps": 2}, checkpoint={"interval": 2})
-    with pytest.raises(RankError, match="3 times back at .*step-00000002 already"):
+    with pytest.raises(RankError, match=r"3 times back at .*step-00000002 already"):
         ranks.run(run_with_bad_steps, 2, [config], 0, set(range(3, 90)))
     assert [event["event"] for event in read_events(tmp_path / "run")].count("rollback") == 3
 

@@ -307,7 +307,7 @@ def meet_a_silent_peer(arguments: list[str]) -> None:
     """Rank 1 posts no more once it has signalled rank 0, which waits for it."""
     pids: list[Any] = [None, None]
     dist.all_gather_object(pids, os.getpid())
-    with patch.object(stop, "PATIENCE_SECONDS", 1), StopRequests(load_config(arguments[0], [])) as requests:
+    with patch.object(signals, "PATIENCE_SECONDS", 1), StopRequests(load_config(arguments[0], [])) as requests:
         while True:
             requests.meet()
             if dist.get_rank() == 1:

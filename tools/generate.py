@@ -20,8 +20,9 @@ from model.initialise import canonical_name
 from model.transformer import Batch, Transformer
 from parallel.mesh import build_mesh
 from training.checkpoint import complete_checkpoints, read_trainer
+from training.join import start_distributed
 from training.manifest import MANIFEST
-from training.voice import refuse, start_distributed
+from training.voice import refuse
 
 
 def load_model(checkpoint: Path, device: str) -> Transformer:

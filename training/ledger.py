@@ -9,7 +9,7 @@
     end         from the last step to the process's end: the last save
     down        from a start's last line to the next start: the steps since that line, noticing, starting processes
 
-Rank 0 writes `spent` lines to events.jsonl as the run goes (Ledger); `account` sums them up afterwards. A process that is killed
+Rank 0 writes `spent` lines to events.jsonl as the run goes (Ledger); `account` sums them up. A process that is killed
 takes the seconds since its last line with it, and they are found in `down`.
 """
 

@@ -15,11 +15,17 @@ STARTED = time.monotonic()  # this process, as good as
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # Slurm signals every process of a job, and torchrun passes its own on to its ranks: what arrives together is one request.
 SAME_REQUEST_SECONDS = 5.0
+PATIENCE_SECONDS = 20  # for other ranks, with a signal in hand: torchrun and Slurm kill after 30
 
 
 def hold() -> None:
     """Keep signals waiting from now on, until `Signals` listens: none kills the process while it starts, and none is lost."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def pending() -> list[str]:
+    """Names of the signals that came and are kept waiting."""
+    return [signal.Signals(number).name for number in signal.sigpending() if number in SIGNALS]
 
 
 class Signals:

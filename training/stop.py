@@ -53,7 +53,6 @@ REASONS = {
     "SIGTERM": "SIGTERM was received",
 }
 LOOK_SECONDS = 1.0  # between two looks for files
-PATIENCE_SECONDS = 20  # with a signal in hand; torchrun and Slurm kill after 30
 
 
 class StopRequests:
@@ -127,12 +126,12 @@ class StopRequests:
 
     def _wait(self) -> None:
         """Until every rank has posted: as long as that takes (one may be compiling), but with a signal in hand not for ever."""
-        patience = PATIENCE_SECONDS
+        patience = signals.PATIENCE_SECONDS
         while not self._work.is_completed():
             try:
                 self._work.wait(timedelta(seconds=1))
             except RuntimeError:
                 patience -= bool(self.signals.heard)
                 if not patience:
-                    raise RuntimeError(f"the other ranks were not heard of for {PATIENCE_SECONDS} s") from None
+                    raise RuntimeError(f"the other ranks were not heard of for {signals.PATIENCE_SECONDS} s") from None
         self._work.wait()  # raises what went wrong

@@ -1,4 +1,4 @@
-"""Starting, refusing and ending a run with one voice.
+"""Refusing and ending a run with one voice.
 
 A UserError on any rank becomes one message, from rank 0, on standard error, and exit status 2 on every rank: all ranks meet at
 each `together`, so none goes on alone and none prints over another.
@@ -20,20 +20,6 @@ class AgreedError(UserError):
 
 
 T = TypeVar("T")
-
-
-def start_distributed() -> str:
-    """Join the world that torchrun describes, or be a world of one; returns the device type, "cuda" or "cpu"."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    backend = "gloo"
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        backend = "cpu:gloo,cuda:nccl"  # gloo for what lives on the host: offloaded tensors, the planning of checkpoints
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return device
 
 
 def together(action: Callable[[], T], device: str) -> T:
