@@ -22,7 +22,7 @@ help:
 	@echo 'make train       prepare the embedded data set, train on it in 3D, let the model write a line'
 	@echo '                 (RUN=folder  CONFIG=file.yaml  ARGS="section.key=value …")'
 	@echo 'make test        every test this machine can run, but the slow ones'
-	@echo 'make test-slow   the slow ones'
+	@echo 'make test-slow   the slow ones: every layout, fifty kills'
 	@echo 'make lint        ruff and mypy'
 	@echo 'make data        train the tokenizer and prepare the data set alone'
 	@echo 'make parity      prove that every layout computes the same'
@@ -49,8 +49,9 @@ prepared/laptop/index.json: | $(runtime)
 test: $(dev)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m "not slow"
 
-test-slow: $(dev)
+test-slow: $(dev) prepared/laptop/index.json
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m slow
+	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.kill_drill
 
 lint: $(dev)
 	$(PYTHON) -m ruff check .
