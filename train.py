@@ -89,6 +89,7 @@ def run(config: Config, device: str) -> None:
 
     with StopRequests(config) as stop, Metrics(config, mesh, start) as metrics, Watchdog(config) as watchdog:
         step = start.step  # steps made
+        save_due = False  # stays while steps are bad
         while step < config.train.steps and not stop.agreed:
             rollback.begins_step(loader)
             waiting = time.perf_counter()
@@ -113,13 +114,15 @@ def run(config: Config, device: str) -> None:
                     step = back.step
                     metrics.went_back(back)
                 continue
-            saving = is_due(config.checkpoint.interval, step, config) or stop.wants_save
-            if saving or is_due(config.guard.replica_interval, step, config):
+            save_due = save_due or is_due(config.checkpoint.interval, step, config)
+            if save_due or stop.wants_save or is_due(config.guard.replica_interval, step, config):
                 with metrics.spending("saving"), watchdog.resting():
                     check_replicas(train)
-                    if saving:
+                    good = not train.guard.bad_in_a_row or step == config.train.steps
+                    if stop.wants_save or (save_due and good):
                         saver.save(step, metrics.tokens, loader.state())
                         stop.saved()
+                        save_due = False
         with watchdog.resting():
             saver.close()
         if stop.agreed:

@@ -85,7 +85,8 @@ def test_a_restored_guard_decides_as_before() -> None:
     for loss in torch.randn(WINDOW + 5, generator=generator).tolist():
         one(torch.tensor(loss), torch.tensor(1.0))
     one(torch.tensor(math.nan), torch.tensor(1.0))
-    other.restore(json.loads(json.dumps(one.recent_losses())))
+    other.restore(json.loads(json.dumps(one.recent_losses())), int(one.bad_in_a_row))
+    assert other.bad_in_a_row.item() == one.bad_in_a_row.item() > 0
     values = torch.randn(50, generator=generator).tolist()
     decisions = [judged(one, value) for value in values]
     assert decisions == [judged(other, value) for value in values]
@@ -257,3 +258,25 @@ def test_what_is_not_finite_is_not_saved(ranks: Ranks, data: Path, tmp_path: Pat
         ranks.run(run_with_bad_weights, 2, [config], 1)
     found = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert found == ["latest", "step-00000002"]
+
+
+def test_what_was_saved_among_bad_steps_is_not_gone_back_to(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """A run ends with two bad steps, and is saved; it goes on with a third: back to before the first."""
+    bounds = {"guard": {"max_bad_steps": 3}, "checkpoint": {"interval": 2, "keep_last": 1}}
+    config = write_config(tmp_path, data, parallel=LAYOUTS[4], **bounds)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert ranks.run(run_with_bad_steps, 4, [config, "train.steps=4"], 2, {3, 4}) == [""] * 4
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step-00000002", "step-00000004"]
+    assert ranks.run(run_with_bad_steps, 4, [config, "train.steps=8"], 2, {1}) == [""] * 4
+    (rollback,) = [event for event in read_events(tmp_path / "run") if event["event"] == "rollback"]
+    assert (rollback["from_step"], rollback["step"], rollback["left_out"]) == (5, 2, [32, 40])
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step-00000004.abandoned", "step-00000008"]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["skipped_updates"]) for line in lines] == [(step, 0) for step in range(1, 9)]
+
+
+def test_a_save_waits_for_a_good_step(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, data, checkpoint={"interval": 2, "keep_last": 9})
+    assert ranks.run(run_with_bad_steps, 2, [config], 1, {2, 3, 6}) == ["", ""]
+    found = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert found == ["step-00000004", "step-00000006"], "2 is late, 6 is the last"

@@ -58,6 +58,7 @@ class Start:
     next_sample: int = 0
     skipped: tuple[tuple[int, int], ...] = ()  # ranges of samples never to be read
     recent_losses: tuple[float | None, ...] = ()  # for the guard against spikes
+    bad_in_a_row: int = 0  # steps up to this one whose updates were skipped
 
 
 def find_start(config: Config, data: Mixture, device: str) -> Start:
@@ -76,8 +77,16 @@ def find_start(config: Config, data: Mixture, device: str) -> Start:
     return from_rank_0(lambda: _start_from(path, first_weights, config, data), device)
 
 
-def find_newest(config: Config, data: Mixture, begun: Start, device: str) -> Start:
-    """The newest good checkpoint of the run folder, for a run in the middle; while there is none, what it was resumed from."""
+def find_before(last_step: int, config: Config, data: Mixture, begun: Start, device: str) -> Start:
+    """For a run in the middle: its newest good checkpoint of `last_step` or before; while there is none, what it was resumed
+    from. Later ones are put aside."""
+
+    def put_aside() -> None:
+        for path in complete_checkpoints(checkpoint_folder(config)):
+            if step_of(path) > last_step:
+                print(f"warning: {_put_aside(path, '.abandoned')} is not used again", file=sys.stderr, flush=True)
+
+    from_rank_0(put_aside, device)
     path = _newest_good(config, device) or (None if begun.weights_only else begun.path)
     return from_rank_0(lambda: _start_from(path, None, config, data), device)
 
@@ -103,6 +112,7 @@ def _start_from(path: Path | None, first_weights: Path | None, config: Config, d
             next_sample=trainer["data"]["next_sample"],
             skipped=skipped,
             recent_losses=tuple(trainer["recent_losses"]),
+            bad_in_a_row=trainer["bad_in_a_row"],
         )
     later = [c for c in complete_checkpoints(checkpoint_folder(config)) if step_of(c) > start.step]
     if later:
@@ -123,9 +133,17 @@ def _newest_good(config: Config, device: str) -> Path | None:
             return path
         if dist.get_rank() == 0:
             print(f"warning: {path} is damaged: {problem}. It is put aside, and not used", file=sys.stderr, flush=True)
-            os.replace(path, path.with_suffix(".damaged"))
+            _put_aside(path, ".damaged")
         dist.barrier()
     return None
+
+
+def _put_aside(path: Path, suffix: str) -> Path:
+    """Give a checkpoint a name that does not count as one; the new name."""
+    names = [path.with_suffix(suffix), *(path.with_suffix(f"{suffix}-{number}") for number in range(2, 1000))]
+    free = next(name for name in names if not name.exists())
+    os.replace(path, free)
+    return free
 
 
 def _require_good(path: Path, key: str, device: str) -> None:
@@ -179,7 +197,8 @@ def read_trainer(path: Path, key: str) -> dict[str, Any]:
     try:
         check_sizes(path, read_manifest(path))
         trainer = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
-        kinds = {"step": int, "updates": int, "tokens": int, "seed": int, "seq_len": int, "model": dict, "data": dict}
+        integers = ("step", "updates", "bad_in_a_row", "tokens", "seed", "seq_len")
+        kinds: dict[str, type] = dict.fromkeys(integers, int) | {"model": dict, "data": dict}
         recent = trainer["recent_losses"]
         if not (
             all(isinstance(trainer[name], kind) for name, kind in kinds.items())
@@ -227,7 +246,7 @@ def load(train: TrainStep, start: Start) -> None:
         copy.copy_(source)
     if not start.weights_only:
         train.optimizer.set_step(start.updates)
-        train.guard.restore(start.recent_losses)
+        train.guard.restore(start.recent_losses, start.bad_in_a_row)
 
 
 def local_tensors(train: TrainStep) -> Iterator[tuple[str, DTensor]]:

@@ -4,7 +4,8 @@
                         └──► inf       the optimizer drops the gradient: weights, moments and bias correction stay
 
 Loss and norm are the same on every rank, so is the verdict, and all of it stays on the device: the host reads how many steps
-were bad in a row when it logs, and what it does then is in rollback.py.
+were bad in a row when it logs, and what it does then is in rollback.py. While steps are bad nothing is saved but on request and
+at the end: it may be an update before them that ruined the weights.
 
 A spike is a loss more than `guard.spike_sigmas` standard deviations above the mean of the last 128, of which 64 must be known
 (as OLMo-core's SkipStepOptimizer decides, https://github.com/allenai/OLMo-core). A skipped step's loss counts among the last
@@ -50,8 +51,8 @@ class UpdateGuard:
         """What a checkpoint keeps, so that a resumed run decides as one that never stopped. JSON has no nan: None."""
         return [value if math.isfinite(value) else None for value in self.recent.tolist()]
 
-    def restore(self, recent_losses: Sequence[float | None]) -> None:
-        """Go on after the last WINDOW of these losses."""
+    def restore(self, recent_losses: Sequence[float | None], bad_in_a_row: int) -> None:
+        """Go on after the last WINDOW of these losses, and so many bad steps."""
         values = [math.nan] * WINDOW + [math.nan if value is None else value for value in recent_losses]
         self.recent.copy_(torch.tensor(values[-WINDOW:], dtype=torch.float64))
-        self.bad_in_a_row.zero_()
+        self.bad_in_a_row.fill_(bad_in_a_row)

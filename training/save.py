@@ -84,6 +84,7 @@ class Saver:
             "seed": config.train.seed,
             "seq_len": config.train.seq_len,
             "recent_losses": self.train.guard.recent_losses(),
+            "bad_in_a_row": int(self.train.guard.bad_in_a_row.item()),
             "model": {key: value for key, value in asdict(config.model).items() if key not in FREE_MODEL_KEYS},
             "data": data_state,
         }
@@ -129,7 +130,8 @@ class Saver:
             copied()
             self._agree(self._require_finite)
             manifest = self._write_partial(partial, trainer)
-            self._agree(lambda: self._commit(partial, final, manifest) if self._is_first else None)
+            good = trainer["bad_in_a_row"] == 0  # else it may be worse than those before it
+            self._agree(lambda: self._commit(partial, final, manifest, deletes=good) if self._is_first else None)
             seconds, size = time.perf_counter() - began, manifest.num_bytes
             stall += 0.0 if self.train.config.checkpoint.async_save else seconds
             record |= {"stall_seconds": stall, "bytes": size, "write_seconds": seconds}
@@ -193,8 +195,8 @@ class Saver:
                 shutil.rmtree(path)
         partial.mkdir(parents=True)
 
-    def _commit(self, partial: Path, final: Path, manifest: Manifest) -> None:
-        """Rank 0: from here on it is a checkpoint."""
+    def _commit(self, partial: Path, final: Path, manifest: Manifest, deletes: bool) -> None:
+        """Rank 0: from here on it is a checkpoint. deletes: it takes the place of the oldest."""
         write_manifest(partial, manifest)
         _sync_folder(partial)
         if final.exists():  # the step this run started from, saved once more: the same
@@ -204,6 +206,8 @@ class Saver:
         _sync_folder(self.folder)
         write_durably(self.folder / "latest.partial", final.name)
         os.replace(self.folder / "latest.partial", self.folder / "latest")
+        if not deletes:
+            return
         keep = self.train.config.checkpoint
         for old in complete_checkpoints(self.folder)[: -keep.keep_last]:  # none is newer than this one (`find_start`)
             if not keep.keep_every or step_of(old) % keep.keep_every:
