@@ -5,7 +5,8 @@ process, and `transformers`' LlamaForCausalLM of the same size as one process (e
 micro-batches). They run in turn, several rounds, each reporting its processes' CPU time (user and system) per token without
 start-up and warm-up steps; ratios are taken within a round and their median is kept. Absolute times mean little on a CPU.
 
-Peak memory is the sum of the 8 processes' proportional set sizes (shared pages counted once), sampled during their run.
+The 8 processes are started as `make train` starts them. Peak memory is the sum of the proportional set sizes (shared pages
+counted once) of all of them and of the one that they are forked from, sampled during their run.
 """
 
 import argparse
@@ -117,21 +118,9 @@ def random_batches(vocab_size: int, batch_size: int, seq_len: int, count: int) -
 
 def start(program: str, processes: int, size: dict, extra: list[str], steps: int) -> tuple[dict, int]:
     """Run one program; its result, and the peak of the processes' summed proportional set sizes in bytes."""
-    command = [sys.executable]
-    if processes > 1:
-        command += [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--local-addr",
-            "localhost",
-            "--nproc-per-node",
-            str(processes),
-        ]
-    arguments = ["--inside", program, "--steps", str(steps), size["config"], *size["overrides"], *extra]
-    command += ["-m", "benchmarks.train_cpu", *arguments]  # torchrun has the same -m as Python
-    interface = "lo0" if sys.platform == "darwin" else "lo"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": interface}
+    command = [sys.executable, "-m", "benchmarks.train_cpu", "--inside", program, "--processes", str(processes)]
+    command += ["--steps", str(steps), size["config"], *size["overrides"], *extra]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     running = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     peak = 0
     while running.poll() is None:
@@ -142,6 +131,16 @@ def start(program: str, processes: int, size: dict, extra: list[str], steps: int
     if running.returncode:
         raise SystemExit(f"{' '.join(command)} failed")
     return json.loads(output.strip().splitlines()[-1]), peak
+
+
+def inside(program: str, config_path: str, overrides: list[str], steps: int) -> None:
+    """In each process."""
+    import torch
+
+    torch.set_num_threads(1)
+    result = (measure_ours if program == "ours" else measure_hugging_face)(config_path, overrides, 3, steps)
+    if result is not None:
+        print(json.dumps(result), flush=True)
 
 
 def summed_pss(pid: int) -> int:
@@ -160,6 +159,7 @@ def summed_pss(pid: int) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inside", choices=["ours", "hugging_face"], help=argparse.SUPPRESS)
+    parser.add_argument("--processes", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/train_cpu.json")
@@ -167,13 +167,13 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
     if arguments.inside:
-        import torch
+        what = (arguments.inside, arguments.config, arguments.overrides, arguments.steps)
+        if arguments.processes == 1:
+            inside(*what)
+        else:
+            from tools.launch import start_processes  # as `make train` starts them
 
-        torch.set_num_threads(1)
-        measure = measure_ours if arguments.inside == "ours" else measure_hugging_face
-        result = measure(arguments.config, arguments.overrides, 3, arguments.steps)
-        if result is not None:
-            print(json.dumps(result))
+            sys.exit(start_processes(arguments.processes, inside, *what))
         return
 
     results: dict = {"date": str(datetime.date.today()), "platform": platform.platform(), "cpus": os.cpu_count(), "sizes": {}}
