@@ -6,6 +6,9 @@
 | selective | outputs of matrix products and attention   | norms, rotary, activations, collectives |
 | full      | the block's input                          | the whole forward                       |
 
+With tensor parallelism, selective computes the row-parallel products again too: a partial sum is [S, B, D] on every rank; two
+of them are 2 tp times what a rank holds of the residual stream (for Llama 3 405B with tp 8, half of all that is kept).
+
 (Chen et al. 2016, https://arxiv.org/abs/1604.06174; selective: Korthikanti et al. 2022, section 5, by operation as in torch's
 `create_selective_checkpoint_contexts`.)
 """
@@ -20,10 +23,9 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 _ops = torch.ops.aten
+PRODUCTS = {_ops.mm.default, _ops.addmm.default}
 # What costs the most floating-point operations per byte kept.
-EXPENSIVE = {
-    _ops.mm.default,
-    _ops.addmm.default,
+EXPENSIVE = PRODUCTS | {
     _ops._scaled_dot_product_flash_attention.default,
     _ops._scaled_dot_product_flash_attention_for_cpu.default,
     _ops._scaled_dot_product_efficient_attention.default,
@@ -32,13 +34,17 @@ EXPENSIVE = {
 }
 
 
-def _keep_expensive(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+def _keep_expensive(dim: int, tp: int, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if op not in EXPENSIVE:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    # A column-parallel product sums over all of D, a row-parallel one over this rank's part of something.
+    is_partial = op in PRODUCTS and tp > 1 and args[-2].shape[-1] != dim
+    return CheckpointPolicy.PREFER_RECOMPUTE if is_partial else CheckpointPolicy.MUST_SAVE
 
 
-def wrap_blocks(blocks: Iterable[nn.Module], mode: str, compile: bool) -> None:
+def wrap_blocks(blocks: Iterable[nn.Module], mode: str, compile: bool, dim: int, tp: int) -> None:
     """Make each block's forward a checkpoint and a compiled graph, in place. Call it before `fully_shard`: recomputation and
-    compiled code then run inside the gathering of weights.
+    compiled code then run inside the gathering of weights. dim: D; tp: ranks of tensor parallelism.
 
     Selective checkpointing is compiled with the block: the compiler decides by the same policy what to keep. Full
     checkpointing is put around the compiled block, which runs forward twice as it is; inside, torch 2.13 stumbles over the
@@ -47,7 +53,7 @@ def wrap_blocks(blocks: Iterable[nn.Module], mode: str, compile: bool) -> None:
     for block in blocks:
         forward: Callable[..., Any] = block.forward
         if mode == "selective":
-            policy = partial(create_selective_checkpoint_contexts, _keep_expensive)
+            policy = partial(create_selective_checkpoint_contexts, partial(_keep_expensive, dim, tp))
             forward = _checkpointed(forward, context_fn=policy)
         if compile:
             forward = _compiled(forward)

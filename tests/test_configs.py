@@ -189,7 +189,8 @@ def peak_bytes(config: Config, world: int, pp_rank: int) -> float:
         gathered = (compute + (4 if config.parallel.zero_stage < 2 else 4 / dp_shard)) * local
 
     kv, ffn = 2 * model.num_kv_heads / model.num_heads, model.ffn_dim / model.dim  # widths in units of dim
-    kept = {"none": 6 + kv + 4 * ffn, "selective": 5 + kv + 2 * ffn, "full": 1}[train.activation_checkpointing]
+    products = 5 if tp == 1 else 3  # row-parallel ones are computed again
+    kept = {"none": 6 + kv + 4 * ffn, "selective": products + kv + 2 * ffn, "full": 1}[train.activation_checkpointing]
     tokens = train.seq_len * train.micro_batch_size
     in_flight = min(pp - pp_rank, config.num_microbatches(world // (pp * tp)))  # 1F1B
     activations = compute * kept * model.dim / tp * tokens * blocks * in_flight

@@ -94,7 +94,7 @@ def small_model(case, checkpointing="none", compile=False):
     mesh = build_mesh((1, 1, 1, 1), "cpu")
     model = Transformer(config, range(config.num_layers), True, True, mesh.tp, False).to(torch.float64)
     with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
-        wrap_blocks(model.blocks.values(), checkpointing, compile)
+        wrap_blocks(model.blocks.values(), checkpointing, compile, config.dim, 1)
     model.to_empty(device="cpu")
     initialise(model, seed=0)
     return model

@@ -39,7 +39,7 @@ def block_gradients(case, mode, compile):
             p.to_local().normal_(std=0.2)
     x = torch.randn(S, B, config.model.dim, dtype=torch.float64, requires_grad=True)
     cos, sin = rotary_angles(torch.arange(S).unsqueeze(1), config.model.head_dim, 1e4, torch.float64)
-    wrap_blocks([block], mode, compile)
+    wrap_blocks([block], mode, compile, config.model.dim, mesh.tp.size())
     listener = Listener(mesh)
     with nullcontext() if compile else listener:  # the compiler does not look at operations that somebody watches
         y = block(x, cos, sin)

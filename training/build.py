@@ -34,7 +34,7 @@ def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bo
 
     stage = Transformer(config.model, layers, first, last, mesh.tp, config.parallel.sequence_parallel).to(master_dtype)
     blocks = list(stage.blocks.values())
-    wrap_blocks(blocks, config.train.activation_checkpointing, config.train.compile)
+    wrap_blocks(blocks, config.train.activation_checkpointing, config.train.compile, config.model.dim, mesh.tp.size())
     units: list[list[torch.nn.Module]] = [[block] for block in blocks]
     if stage.embedding is not None:
         units.insert(0, [stage.embedding])

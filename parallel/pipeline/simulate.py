@@ -19,6 +19,7 @@ class Costs:
     input_grad: Sequence[float]
     weight_grad: Sequence[float]
     communication: float = 0.0  # from the end of an action to the arrival of its result on another rank
+    weights_at: Sequence[float] = ()  # when each stage has gathered its weights: its first forward cannot end before
 
     @classmethod
     def equal(
@@ -134,6 +135,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
                     arrived += costs.communication
                 start = max(now, arrived)
             now = start + costs.of(kind, s)
+            if kind is F and i == 0 and costs.weights_at:
+                now = max(now, costs.weights_at[s])
             events.append(Event(action, start, now))
             position[rank] += 1
             if kind is F:

@@ -1,0 +1,107 @@
+"""The planner's memory and collectives beside a rehearsal's: the training code itself on one rank of each job, on a fake GPU.
+
+    python -m benchmarks.plan_memory
+
+Peak memory must agree within 3 %, collectives exactly: of every axis and kind, how many and how many bytes.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from plan.layout import Layout
+from plan.memory import Memory
+from plan.traffic import by_axis, collectives
+from tools.rehearse import alone, rehearse
+from training.load_config import load_config
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+RESULTS = Path(__file__).parent / "results" / "plan_memory.json"
+LIMIT = 0.03
+SMALL = "model.dim=512 model.num_heads=8 model.num_kv_heads=4 model.ffn_dim=1536 model.vocab_size=8192 model.num_layers=8 \
+train.seq_len=1024 train.global_batch_size=16"  # of llama3_70b.yaml, whose micro-batches are one sequence
+CASES: list[tuple[str, int, int, str]] = [  # configuration, world, rank, overrides; SMALL for llama3_70b unless it says "whole"
+    ("llama3_70b", 8, 0, "parallel.tp=2 parallel.pp=2"),
+    ("llama3_70b", 8, 7, "parallel.tp=2 parallel.pp=2 parallel.zero_stage=2"),
+    ("llama3_70b", 8, 0, "parallel.tp=2 parallel.pp=2 parallel.zero_stage=3"),
+    ("llama3_70b", 8, 7, "parallel.tp=2 parallel.pp=2 parallel.schedule=zb_h1"),
+    ("llama3_70b", 8, 7, "parallel.tp=2 parallel.pp=2 parallel.schedule=zb_v parallel.stages_per_rank=2 parallel.zero_stage=3"),
+    (
+        "llama3_70b",
+        8,
+        0,
+        "parallel.tp=2 parallel.pp=2 parallel.schedule=dualpipe_v parallel.stages_per_rank=2 parallel.zero_stage=2",
+    ),
+    (
+        "llama3_70b",
+        6,
+        5,
+        "parallel.tp=1 parallel.pp=2 parallel.schedule=breadth_first parallel.stages_per_rank=2 \
+parallel.zero_stage=3 train.global_batch_size=24",
+    ),
+    ("llama3_70b", 4, 3, "parallel.tp=2 parallel.pp=2 parallel.schedule=gpipe train.dtype=float32"),
+    (
+        "llama3_70b",
+        32,
+        31,
+        "parallel.tp=8 parallel.pp=2 parallel.schedule=interleaved_1f1b parallel.stages_per_rank=2 \
+model.vocab_size=8190",
+    ),
+    ("llama3_70b", 8, 0, "parallel.tp=2 parallel.pp=2 parallel.sequence_parallel=false train.activation_checkpointing=full"),
+    ("llama3_70b", 8, 7, "parallel.tp=2 parallel.pp=2 train.activation_checkpointing=selective train.micro_batch_size=2"),
+    ("llama3_70b", 32, 31, "parallel.tp=2 parallel.pp=2 parallel.dp_replicate=2 model.tie_embeddings=true"),
+    ("llama3_70b", 8, 4, "parallel.tp=2 parallel.pp=4 optimizer.pure_bfloat16=true"),
+    ("llama3_70b", 8, 0, "parallel.tp=2 parallel.pp=2 parallel.dp_replicate=2 parallel.zero_stage=0 train.dtype=float32"),
+    ("llama3_70b", 8, 0, "parallel.tp=1 parallel.pp=1 parallel.zero_stage=3 train.activation_checkpointing=full"),
+    ("llama3_70b", 8, 7, "parallel.tp=8 parallel.pp=1 parallel.sequence_parallel=false"),
+    ("llama_1b", 8, 0, "train.global_batch_size=16"),
+    ("llama3_8b", 8, 0, "train.global_batch_size=16"),
+    ("llama3_70b", 256, 0, "whole train.global_batch_size=64"),
+    ("llama3_405b", 2048, 0, "train.global_batch_size=128"),
+]
+
+
+def compare(name: str, world: int, rank: int, overrides: str) -> dict[str, Any]:
+    """One row."""
+    keys = overrides.split()
+    if name == "llama3_70b":
+        keys = keys[1:] if keys[0] == "whole" else SMALL.split() + keys
+    config = load_config(str(CONFIGS / f"{name}.yaml"), keys)
+    config.validate(world)
+    measured = alone(rehearse, config, world, rank)
+    layout = Layout.of_rank(config, world, rank)
+    return {
+        "configuration": name,
+        "world": world,
+        "rank": rank,
+        "overrides": overrides,
+        "predicted_bytes": (predicted := Memory(layout).peak),
+        "rehearsed_bytes": measured["peak_memory_bytes"],
+        "error": predicted / measured["peak_memory_bytes"] - 1,
+        "same_collectives": by_axis(collectives(layout)) == measured["collectives"],
+        "collectives": sum(row["count"] for row in measured["collectives"].values()),
+        "rehearsal_cpu_seconds": measured["cpu_seconds"],
+    }
+
+
+def main() -> int:
+    rows = []
+    print("predicted GB  rehearsed GB   error  collectives")
+    for case in CASES:
+        row = compare(*case)
+        rows.append(row)
+        alike = "the same" if row["same_collectives"] else "DIFFERENT"
+        print(
+            f"{row['predicted_bytes'] / 1e9:12.3f} {row['rehearsed_bytes'] / 1e9:13.3f} {row['error']:+8.2%}  "
+            f"{row['collectives']:7,} {alike}  {row['configuration']} rank {row['rank']} of {row['world']} {row['overrides']}",
+            flush=True,
+        )
+    worst = max(abs(row["error"]) for row in rows)
+    print(f"largest error {worst:.2%} (aim: {LIMIT:.0%})")
+    RESULTS.write_text(json.dumps({"rows": rows, "largest_error": worst}, indent=1) + "\n", encoding="utf-8")
+    return 0 if worst <= LIMIT and all(row["same_collectives"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

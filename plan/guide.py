@@ -1,0 +1,63 @@
+"""The accounting that guides to data-parallel training use, beside ours."""
+
+from dataclasses import replace
+from typing import Literal
+
+from plan.hardware import GB
+from plan.layout import Layout
+from plan.memory import GATHERED, GRADIENTS, MOMENTS, SHARDED_GRADIENTS, WEIGHTS
+from training.config import Config
+
+ZeroStage = Literal[0, 1, 2, 3]
+STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)
+GUIDE = {"weights": 2, "gradients": 2, "optimizer": 8}  # bytes a parameter: bfloat16, bfloat16, two float32 moments
+
+
+def guide_bytes(parameters: float, ranks: int, zero_stage: int) -> float:
+    """ZeRO's table (Rajbhandari et al. 2020, figure 1) with 12 bytes a parameter: stage 1 shards the optimizer's state, stage 2
+    the gradients too, stage 3 everything."""
+    sharded = {0: (), 1: ("optimizer",), 2: ("optimizer", "gradients"), 3: tuple(GUIDE)}[zero_stage]
+    return sum(size * parameters / (ranks if name in sharded else 1) for name, size in GUIDE.items())
+
+
+def our_bytes(config: Config, ranks: int, zero_stage: ZeroStage) -> dict[str, float]:
+    """What Lattice holds on each of `ranks` data-parallel ranks, between two micro-batches, without activations and buffers."""
+    shard, replicate = (1, ranks) if zero_stage == 0 else (ranks, 1)
+    parallel = replace(config.parallel, tp=1, pp=1, schedule="1f1b", stages_per_rank=1, layers_per_stage=None,
+                       dp_shard=shard, dp_replicate=replicate, zero_stage=zero_stage)  # fmt: skip
+    layout = Layout(replace(config, parallel=parallel), ranks, 0)
+    numel = sum(unit.numel for unit in layout.units(0))
+    table = {WEIGHTS: numel * layout.master / shard, MOMENTS: 2 * numel * layout.master / shard}
+    table[GATHERED] = numel * layout.compute if zero_stage < 3 else 0.0
+    table[GRADIENTS] = numel * layout.reduce if zero_stage < 2 else 0.0
+    table[SHARDED_GRADIENTS] = numel * layout.reduce / shard if zero_stage >= 2 else 0.0
+    return table
+
+
+def guide_traffic(parameters: float, ranks: int, strategy: str) -> float:
+    """Bytes that one rank sends in a step of one micro-batch: rings send (n − 1) / n of what they carry.
+
+    DDP all-reduces bfloat16 gradients: twice the model. ZeRO-3 and FSDP gather weights in forward and backward and scatter
+    gradients: three times. ZeRO-1 and -2 scatter gradients and gather weights once: twice, as DDP.
+    """
+    return parameters * 2 * {"ddp": 2, "zero 1": 2, "zero 2": 2, "zero 3": 3}[strategy] * (ranks - 1) / ranks
+
+
+def zero_table(config: Config, ranks: int) -> str:
+    """As text: bytes a rank for each stage, in the guides' accounting for a round number of parameters, and ours."""
+    model = config.model.num_parameters
+    parameters = round(model, -9) if model >= 1e9 else model
+    lines = [
+        f"{parameters / 1e9:g} billion parameters on {ranks} data-parallel GPUs, in GB on each; activations come on top",
+        "guides: weights 2, gradients 2, optimizer 8 bytes a parameter (no float32 weights, which training in bfloat16 needs)",
+        f"Lattice: {model:,} parameters; float32 weights and moments, bfloat16 copies to compute with, float32 gradients",
+        "zero_stage   guides   Lattice   of which",
+    ]
+    for stage in STAGES:
+        ours = our_bytes(config, ranks, stage)
+        parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in ours.items() if size)
+        lines.append(f"{stage:10d} {guide_bytes(parameters, ranks, stage) / GB:8.4g} {sum(ours.values()) / GB:9.1f}   {parts}")
+    lines.append("traffic that one GPU sends for one micro-batch, bfloat16, in GB:")
+    sent = {name: guide_traffic(parameters, ranks, name) / GB for name in ("ddp", "zero 1", "zero 2", "zero 3")}
+    lines.append("  " + ", ".join(f"{name} {size:.1f}" for name, size in sent.items()))
+    return "\n".join(lines)

@@ -1,0 +1,110 @@
+"""One job in numbers: everything that tools/plan.py prints, as a dictionary."""
+
+from collections import Counter
+from typing import Any
+
+from parallel.pipeline.lower import lower
+from plan.hardware import Device
+from plan.layout import Layout
+from plan.memory import Memory
+from plan.time import StepTime
+from plan.traffic import Call, by_axis, collectives, wire_bytes
+from training.config import Config
+
+MFU_FORMULA = "tokens per second × ModelConfig.flops_per_token(seq_len) / (GPUs × peak); attention counts causal, half a square"
+HIDDEN = {  # what of each axis's traffic runs beside computing
+    "tp": "backward: gathers behind input gradients, scatters behind weight gradients; forward waits",
+    "dp_shard": "gathers behind the forward before, reductions behind the backward after",
+    "dp_replicate": "behind the last backward",
+    "pp": "behind other micro-batches, as the schedule allows",
+}
+
+
+def summarise(config: Config, world: int, device: Device, tokens: float = 0.0, price: float = 0.0) -> dict[str, Any]:
+    """Everything about a job of `world` GPUs.
+
+    Args:
+        tokens: to train on; adds days, energy and cost of the whole run. 0: none.
+        price: of one GPU for one hour, in any currency; 0: unknown.
+    """
+    first = Layout(config, world, 0)
+    time = StepTime(first, device)
+    programs = lower(first.schedule)
+    ranks = [_rank(Layout(config, world, r), Memory(Layout(config, world, r), programs[r])) for r in range(first.mesh_shape[0])]
+    peaks = [rank["peak_memory_bytes"] for rank in ranks]
+    power = world * device.watts
+    plan: dict[str, Any] = {
+        "parameters": config.model.num_parameters,
+        "world": world,
+        "mesh": dict(zip(("pp", "dp_replicate", "dp_shard", "tp"), first.mesh_shape, strict=True)),
+        "micro_batches": first.num_microbatches,
+        "device": device.name,
+        "peak_flops": device.peak_flops,
+        "step_seconds": time.step_seconds,
+        "tokens_per_second": time.tokens_per_second,
+        "tokens_per_second_per_device": time.tokens_per_second / world,
+        "mfu": time.mfu,
+        "mfu_formula": MFU_FORMULA,
+        "mfu_full_attention": time.mfu_full_attention,
+        "bubble_fraction": time.timeline.bubble_fraction,
+        "peak_memory_bytes": peaks,
+        "memory_bytes_available": device.memory_bytes - device.reserved_bytes,
+        "fits": max(peaks) <= device.memory_bytes - device.reserved_bytes,
+        "joules_per_step": time.step_seconds * power,
+        "ranks": ranks,
+    }
+    if price:
+        plan["cost_per_step"] = time.step_seconds / 3600 * world * price
+    if tokens:
+        seconds = tokens / time.tokens_per_second
+        plan["run"] = {"tokens": tokens, "days": seconds / 86400, "megawatt_hours": seconds * power / 3.6e9}
+        if price:
+            plan["run"]["cost"] = seconds / 3600 * world * price
+    return plan
+
+
+def _rank(layout: Layout, memory: Memory) -> dict[str, Any]:
+    """Of one pipeline position; its tp rank 0, which has the largest part of the vocabulary."""
+    calls = collectives(layout)
+    traffic = by_axis(calls)
+    for axis, row in traffic.items():
+        row["wire_bytes"] = sum(
+            number * wire_bytes(call, _ranks(layout, call)) for call, number in calls.items() if call.axis == axis
+        )
+        row["hidden"] = HIDDEN.get(axis, "after the last backward")
+    units = [unit for stage in layout.stages for unit in layout.units(stage)]
+    return {
+        "pp_rank": layout.pp_rank,
+        "stages": layout.stages,
+        "blocks": sum(unit.name == "block" for unit in units),
+        "parameters": sum(unit.numel for unit in units),
+        "flops_per_step": _flops(layout),
+        "peak_memory_bytes": memory.peak,
+        "peak_in": "after the last action" if memory.peak_action is None else str(memory.peak_action),
+        "memory": dict(sorted(((k, v) for k, v in memory.at_peak.items() if v), key=lambda item: -item[1])),
+        "live_micro_batches": _peak_live(layout),
+        "collectives": traffic,
+    }
+
+
+def _ranks(layout: Layout, call: Call) -> int:
+    sizes = {"tp": layout.tp, "dp_shard": layout.dp_shard, "dp_replicate": layout.dp_replicate, "pp": layout.mesh_shape[0]}
+    return {**sizes, "loss": layout.dp_shard * layout.dp_replicate, "ends": 2}.get(call.axis, layout.world)
+
+
+def _flops(layout: Layout) -> float:
+    """Forward and backward of a step, without what is computed again: a share of ModelConfig.flops_per_token."""
+    model, seq_len = layout.model, layout.config.train.seq_len
+    names = Counter(unit.name for stage in layout.stages for unit in layout.units(stage))
+    head = 6.0 * model.vocab_size * model.dim
+    block = (model.flops_per_token(seq_len) - head) / model.num_layers
+    return (names["block"] * block + names["head"] * head) / layout.tp * layout.tokens * layout.num_microbatches
+
+
+def _peak_live(layout: Layout) -> int:
+    """The most micro-batches of a stage that the rank holds activations of at once, from the schedule."""
+    live = most = 0
+    for action in layout.schedule[layout.pp_rank]:
+        live += {"F": 1, "I": 0}.get(action.kind.value, -1)
+        most = max(most, live)
+    return most

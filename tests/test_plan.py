@@ -1,0 +1,133 @@
+"""The planner against the training code: bytes and collectives as a rehearsal counts them; and its other promises."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import plan_megatron, plan_memory
+from errors import UserError
+from plan.guide import STAGES, guide_bytes, our_bytes
+from plan.hardware import find_device
+from plan.layout import Layout
+from plan.memory import MOMENTS, SHARDED_GRADIENTS, TEMPORARY, WEIGHTS, Memory
+from plan.search import search
+from plan.traffic import by_axis, collectives
+from tools.plan import main
+from tools.rehearse import alone, rehearse
+from training.load_config import load_config
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+QUICK = [1, 2, 4, 8, 10, 13]  # of the benchmark's cases: every zero_stage, both kinds of backward, uneven rows, recomputation
+
+
+@pytest.mark.parametrize("case", [plan_memory.CASES[i] for i in QUICK], ids=lambda case: case[3].replace("parallel.", ""))
+def test_bytes_and_collectives_are_those_of_the_training_code(case: tuple[str, int, int, str]) -> None:
+    row = plan_memory.compare(*case)
+    assert row["same_collectives"]
+    assert abs(row["error"]) < plan_memory.LIMIT
+
+
+def test_another_layout_would_be_noticed() -> None:
+    """The control: what is planned for zero_stage 2 is not what happens under zero_stage 1."""
+    keys = [*plan_memory.SMALL.split(), "parallel.tp=2", "parallel.pp=2"]
+    path = str(CONFIGS / "llama3_70b.yaml")
+    measured = alone(rehearse, load_config(path, keys), 8, 0)
+    other = Layout.of_rank(load_config(path, [*keys, "parallel.zero_stage=2"]), 8, 0)
+    assert by_axis(collectives(other)) != measured["collectives"]
+    assert abs(Memory(other).peak / measured["peak_memory_bytes"] - 1) > plan_memory.LIMIT
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb_h1", "zb_v", "dualpipe_v", "interleaved_1f1b", "breadth_first"])
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_a_step_frees_what_it_allocates(schedule: str, zero_stage: int) -> None:
+    """All that stays is what was there before, the reduced gradients, and a last message on its way."""
+    stages = 1 if schedule in ("1f1b", "gpipe", "zb_h1") else 2
+    keys = [f"parallel.schedule={schedule}", f"parallel.stages_per_rank={stages}", f"parallel.zero_stage={zero_stage}"]
+    config = load_config(
+        str(CONFIGS / "llama3_70b.yaml"), [*plan_memory.SMALL.split(), "parallel.tp=2", "parallel.pp=2", *keys]
+    )
+    for rank in (0, 7):
+        layout = Layout.of_rank(config, 8, rank)
+        memory = Memory(layout)
+        stays = {WEIGHTS, MOMENTS, SHARDED_GRADIENTS}
+        batch = 16 * layout.tokens * layout.num_microbatches + 8 * config.train.seq_len
+        left = {name: size for name, size in memory.now.items() if size and name not in stays}
+        assert left.pop(TEMPORARY) == batch
+        assert sum(left.values()) in (0, memory.sizes.part)
+        assert memory.peak == sum(memory.at_peak.values())
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+def test_megatrons_weak_scaling() -> None:
+    mean, largest = plan_megatron.errors(plan_megatron.compare())
+    assert mean <= plan_megatron.MEAN_LIMIT
+    assert largest <= plan_megatron.LARGEST_LIMIT
+
+
+def test_the_search_estimates_what_is_simulated_and_finds_what_fits() -> None:
+    config, device = load_config(str(CONFIGS / "llama3_8b.yaml"), []), find_device("h100")
+    found, seen, frontier = search(config, 32, device)
+    assert seen > 1000
+    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
+    for one in found:
+        one.config.validate(32)
+        assert one.estimate == pytest.approx(one.seconds, rel=0.1)
+        assert one.peak <= device.memory_bytes - device.reserved_bytes
+    assert [one.peak for one in frontier] == sorted((one.peak for one in frontier), reverse=True)
+    with pytest.raises(UserError, match="--gpus"):
+        search(config, 32, replace(device, memory_bytes=7e9))
+
+
+# --- what guides say --------------------------------------------------------------------------------------------------
+
+
+def test_the_guides_table() -> None:
+    """7 billion parameters on 4 GPUs."""
+    assert [guide_bytes(7e9, 4, stage) / 1e9 for stage in range(4)] == pytest.approx([84, 42, 31.5, 21])
+
+
+def test_ours_counts_float32_weights_and_gradients() -> None:
+    config = load_config(str(CONFIGS / "llama3_8b.yaml"), [])
+    per_parameter = [sum(our_bytes(config, 4, stage).values()) / config.model.num_parameters for stage in STAGES]
+    # Sharded: weights 4, moments 8. Whole: weights 2; gradients 4, or 4 sharded from stage 2 on.
+    assert per_parameter == pytest.approx([12 + 2 + 4, 3 + 2 + 4, 3 + 2 + 1, 3 + 1], rel=1e-3)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_file_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    keys = [*plan_memory.SMALL.split(), "parallel.tp=2", "parallel.pp=2"]
+    assert (
+        main([str(CONFIGS / "llama3_70b.yaml"), *keys, "--gpus", "8", "--json", str(file), "--tokens", "1e9", "--price", "2"])
+        == 0
+    )
+    plan = json.loads(file.read_text())
+    assert len(plan["peak_memory_bytes"]) == 2
+    assert plan["fits"]
+    flops = plan["tokens_per_second_per_device"] * load_config(str(CONFIGS / "llama3_70b.yaml"), keys).model.flops_per_token(
+        1024
+    )
+    assert plan["mfu"] == pytest.approx(flops / plan["peak_flops"])
+    assert plan["step_seconds"] > 0
+    assert 0 < plan["bubble_fraction"] < 1
+    assert "MFU" in capsys.readouterr().out
+
+
+def test_devices_from_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text('{"based_on": "h100", "matmul_efficiency": 0.5}')
+    assert find_device(str(file)).matmul_efficiency == 0.5
+    for text, named in (
+        ("{}", "based_on"),
+        ('{"based_on": "h100", "speed": 1}', "speed"),
+        ('{"based_on": "a100", "watts": -1}', "watts"),
+    ):
+        file.write_text(text)
+        assert main([str(CONFIGS / "llama3_8b.yaml"), "--device", str(file)]) == 2
+        assert named in capsys.readouterr().err

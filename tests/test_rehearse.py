@@ -1,0 +1,102 @@
+"""One rank of a large job runs alone on a fake GPU: the training code itself, counted."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from errors import UserError
+from model.config import ModelConfig
+from parallel.pipeline.actions import Action, B, F
+from plan.layout import world_of
+from tools.fake_gpu import one_rank
+from tools.rehearse import alone, check_can_be_rehearsed, main, predicted_step, rehearse, rehearse_for_real
+from tools.tape import Tape
+from training.load_config import load_config
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+TINY = [
+    "model.dim=64",
+    "model.num_heads=4",
+    "model.num_kv_heads=2",
+    "model.ffn_dim=96",
+    "model.vocab_size=128",
+    "model.num_layers=4",
+    "train.seq_len=32",
+    "train.global_batch_size=8",
+    "parallel.tp=2",
+    "parallel.pp=2",
+    "parallel.dp_shard=2",
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"), [(n, s) for n in ("llama3_70b", "llama3_405b") for s in ("first", "middle", "last")]
+)
+def test_every_kind_of_stage_goes_forward_and_backward(name: str, stage: str) -> None:
+    """One micro-batch on each pipeline; full recomputation is the most code."""
+    path = str(CONFIGS / f"{name}.yaml")
+    config = load_config(path, ["train.global_batch_size=8", "train.activation_checkpointing=full"])
+    world, pp = world_of(path, config, None), config.parallel.pp
+    pp_rank = {"first": 0, "middle": pp // 2, "last": pp - 1}[stage]
+    report = alone(rehearse, config, world, pp_rank * world // pp)
+    assert report["stages"] == [pp_rank]
+    assert report["host_bytes"] < 2 << 30
+    blocks, model = len(config.split_layers()[pp_rank]), config.model
+    numel = blocks * block_parameters(model) + (pp_rank in (0, pp - 1)) * model.vocab_size * model.dim
+    # Norm weights, which are whole on every tp rank, are a ten-thousandth.
+    assert report["memory"]["sharded weights"] == pytest.approx(4 * numel / 64, rel=1e-3)
+    assert report["memory"]["optimizer state"] == pytest.approx(8 * numel / 64, rel=1e-3)
+    assert report["peak_memory_bytes"] == sum(report["memory"].values())
+    tp = report["collectives"]["tp"]["kinds"]
+    assert tp["all_gather"]["count"] >= 8 * blocks  # forward 2, backward 4, again 2
+    assert report["collectives"]["pp"]["kinds"]["send"]["count"] == 1 + (0 < pp_rank < pp - 1)
+
+
+def block_parameters(model: ModelConfig) -> int:
+    attention = model.dim * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
+    return attention + 3 * model.dim * model.ffn_dim
+
+
+def test_a_second_step_needs_no_more_and_talks_as_much() -> None:
+    config = load_config(str(CONFIGS / "llama3_70b.yaml"), TINY)
+    once, twice = alone(rehearse, config, 8, 0), alone(rehearse, config, 8, 0, 2)
+    assert once["collectives"] == twice["collectives"]
+    assert twice["peak_memory_bytes"] == pytest.approx(once["peak_memory_bytes"], rel=0.01)
+
+
+def tape_of_tensors() -> dict[str, object]:
+    """What a tape counts of a few tensors, in an order that is known."""
+    with one_rank((1, 1, 1, 1), 0, "meta") as mesh, Tape(mesh) as tape:
+        with tape.record(Action(F, 0, 0)):
+            kept = torch.empty(1024, device="meta")
+            view = kept[100:]  # of the same storage
+            torch.empty(1, device="meta")  # freed at once
+            before = tape.peak
+            kept.untyped_storage().resize_(0)
+            other = torch.empty(1500, device="meta")
+            after = tape.peak
+        with tape.record(Action(B, 0, 0)):
+            torch.empty(2048, device="meta")
+        del view, other
+    return {"before": before, "after": after, "peak": tape.peak, "in": str(tape.peak_action)}
+
+
+def test_the_tape_knows_views_rounding_and_resized_storages() -> None:
+    assert alone(tape_of_tensors) == {"before": 4096 + 512, "after": 6144, "peak": 6144 + 8192, "in": "B0.0"}
+
+
+def test_for_real_every_action_is_timed_and_the_job_simulated() -> None:
+    config = load_config(str(CONFIGS / "llama3_70b.yaml"), [*TINY, "train.dtype=float32"])
+    reports = [alone(rehearse_for_real, config, 8, rank) for rank in (0, 4)]
+    assert [set(report["action_seconds"]) for report in reports] == [{"0"}, {"1"}]
+    busy = [4 * sum(report["action_seconds"][str(i)].values()) for i, report in enumerate(reports)]  # four micro-batches
+    step = predicted_step(config, 8, reports, 1e9)
+    assert max(busy) <= step["step_seconds"] <= sum(busy) + sum(report["other_seconds"] for report in reports) + 1.0
+
+
+def test_what_cannot_be_rehearsed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match=r"train\.compile"):
+        check_can_be_rehearsed(load_config(str(CONFIGS / "llama3_70b.yaml"), ["train.compile=true"]))
+    assert main([str(CONFIGS / "llama3_70b.yaml"), "--rank", "256"]) == 2
+    assert "--rank = 256" in capsys.readouterr().err

@@ -1,0 +1,154 @@
+"""Says what a run needs and how long it takes, before it runs: memory, traffic, time and MFU of every rank. Needs no GPU.
+
+    python -m tools.plan configs/llama3_70b.yaml                                    256 H100, as its first line says
+    python -m tools.plan configs/llama3_70b.yaml parallel.dp_shard=2 --device h200  another layout, another device
+    python -m tools.plan configs/llama3_405b.yaml --gpus 16384 --search             the best ten of all layouts that fit
+    python -m tools.plan configs/llama3_8b.yaml --tokens 15e12 --price 2.5          days, energy and cost of the whole run
+    python -m tools.plan configs/llama3_8b.yaml --guide 4                           ZeRO's stages under the usual accounting
+
+--pictures FOLDER draws memory.svg, timeline.svg and, with --search, frontier.svg. Bytes are decimal: 1 GB = 1e9.
+How it is computed, and how far it was from what was measured: docs/planning.md.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from errors import UserError
+from plan.guide import zero_table
+from plan.hardware import DEVICES, GB, find_device
+from plan.layout import Layout, world_of
+from plan.search import Found, search, why_not
+from plan.summary import summarise
+from plan.time import StepTime
+from tools.draw_plan import draw_frontier, draw_memory
+from tools.draw_timeline import Panel, draw, save
+from tools.timeline import figures
+from training.load_config import load_config
+
+
+def describe(plan: dict[str, Any]) -> str:
+    mesh = " × ".join(f"{axis} {size}" for axis, size in plan["mesh"].items())
+    lines = [
+        f"{plan['parameters']:,} parameters on {plan['world']} × {plan['device']} = {mesh}, "
+        f"{plan['micro_batches']} micro-batches each",
+        f"step {plan['step_seconds']:.3f} s   {plan['tokens_per_second']:,.0f} tokens/s   "
+        f"{plan['tokens_per_second_per_device']:,.0f} per GPU   bubble {plan['bubble_fraction']:.1%}",
+        f"MFU {plan['mfu']:.1%} = {plan['mfu_formula']} ({plan['peak_flops'] / 1e12:,.0f} TFLOP/s)",
+        f"    {plan['mfu_full_attention']:.1%} with attention counted as the whole square",
+        f"energy {plan['joules_per_step'] / 1e6:,.2f} MJ a step"
+        + (f"   cost {plan['cost_per_step']:,.2f} a step" if "cost_per_step" in plan else ""),
+    ]
+    if run := plan.get("run"):
+        cost = f"   cost {run['cost']:,.0f}" if "cost" in run else ""
+        lines.append(f"{run['tokens']:.3g} tokens: {run['days']:,.1f} days   {run['megawatt_hours']:,.0f} MWh{cost}")
+    fits = "fits" if plan["fits"] else "DOES NOT FIT"
+    lines.append(
+        f"memory {max(plan['peak_memory_bytes']) / GB:.2f} GB at most: {fits} {plan['memory_bytes_available'] / GB:.0f} GB"
+    )
+    for rank in plan["ranks"]:
+        stages = ", ".join(map(str, rank["stages"]))
+        lines.append(
+            f"\npipeline rank {rank['pp_rank']}, stage {stages}: {rank['blocks']} blocks, {rank['parameters']:,} parameters, "
+            f"{rank['flops_per_step'] / 1e15:.2f} PFLOP a step"
+        )
+        live = f", {rank['live_micro_batches']} micro-batches of a stage alive at most"
+        lines.append(f"  {rank['peak_memory_bytes'] / GB:9.3f} GB  at the peak, in {rank['peak_in']}{live}")
+        lines += [f"  {size / GB:9.3f} GB  {name}" for name, size in rank["memory"].items() if size >= 1e6]
+        for axis, row in rank["collectives"].items():
+            lines.append(
+                f"  {row['bytes'] / GB:9.3f} GB  over {axis} in {row['count']:,} collectives, "
+                f"{row['wire_bytes'] / GB:.3f} GB on the wire; {row['hidden']}"
+            )
+    return "\n".join(lines)
+
+
+def describe_search(found: list[Found], seen: int) -> str:
+    lines = [f"{seen:,} layouts; the fastest that fit:", "    step s     MFU    peak GB"]
+    for i, one in enumerate(found):
+        lines.append(f"{i + 1:2d} {one.seconds:7.3f}  {one.time.mfu:6.1%}  {one.peak / GB:8.2f}  {one.describe()}")
+    if len(found) > 1:
+        lines.append(f"the second loses {why_not(found[0], found[1])}")
+    lines.append(f"the first: {found[0].overrides()}")
+    return "\n".join(lines)
+
+
+def found_as_dict(one: Found) -> dict[str, Any]:
+    return {
+        "overrides": one.overrides(),
+        "step_seconds": one.seconds,
+        "mfu": one.time.mfu,
+        "bubble_fraction": one.time.timeline.bubble_fraction,
+        "peak_memory_bytes": one.peak,
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", metavar="CONFIG", help="a configuration file")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as train.py takes them")
+    parser.add_argument("--gpus", type=int, metavar="N", help="size of the world (default: its axes, or the file's first line)")
+    parser.add_argument("--device", default="h100", metavar="NAME", help=f"{', '.join(DEVICES)}, or a JSON file of rates")
+    parser.add_argument("--search", action="store_true", help="try all layouts, whatever the configuration says of them")
+    parser.add_argument("--guide", type=int, metavar="N", help="print ZeRO's memory and traffic on N GPUs as guides count them")
+    parser.add_argument("--tokens", type=float, default=0.0, metavar="T", help="to train on")
+    parser.add_argument("--price", type=float, default=0.0, metavar="P", help="of one GPU for one hour")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw there")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        print_plan(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def print_plan(options: argparse.Namespace) -> None:
+    config = load_config(options.config, options.overrides)
+    for key, value in (("--gpus", options.gpus), ("--guide", options.guide)):
+        if value is not None and value < 1:
+            raise UserError(key, value, "must be at least 1", "give a number of GPUs")
+    for key, number in (("--tokens", options.tokens), ("--price", options.price)):
+        if not 0 <= number < float("inf"):
+            raise UserError(key, number, "must be a number, 0 or more", "leave it out where it is unknown")
+    device = find_device(options.device)
+    if options.guide is not None:
+        print(zero_table(config, options.guide))
+        return
+    world = world_of(options.config, config, options.gpus)
+    result: dict[str, Any] = {}
+    frontier: list[Found] = []
+    if options.search:
+        found, seen, frontier = search(config, world, device)
+        print(describe_search(found, seen) + "\n")
+        result["search"] = {"layouts": seen, "best": [found_as_dict(one) for one in found]}
+        config = found[0].config
+    config.validate(world)
+    plan = summarise(config, world, device, options.tokens, options.price)
+    print(describe(plan))
+    result = plan | result
+    try:
+        if options.json is not None:
+            options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        if options.pictures is not None:
+            save(draw_memory(plan), options.pictures / "memory.svg")
+            timeline = StepTime(Layout(config, world, 0), device).timeline
+            save(
+                draw([Panel(config.parallel.schedule, timeline, figures(timeline, " s"))], "s"),
+                options.pictures / "timeline.svg",
+            )
+            if frontier:
+                save(draw_frontier(frontier, plan["memory_bytes_available"]), options.pictures / "frontier.svg")
+    except OSError as error:
+        raise UserError(
+            "--json or --pictures", str(error.filename), f"cannot be written ({error.strerror})", "choose another"
+        ) from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
