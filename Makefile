@@ -16,13 +16,14 @@ else
   dev := .venv/.dev
 endif
 
-.PHONY: help train data test test-slow lint parity bench bench-gpu docs clean
+.PHONY: help train data test test-slow test-slurm lint parity bench bench-gpu docs clean
 
 help:
 	@echo 'make train       prepare the embedded data set, train on it in 3D, let the model write a line'
 	@echo '                 (RUN=folder  CONFIG=file.yaml  ARGS="section.key=value …")'
 	@echo 'make test        every test this machine can run, but the slow ones'
 	@echo 'make test-slow   the slow ones: every layout, fifty kills'
+	@echo 'make test-slurm  the job script on a real Slurm, brought up here: Debian, as root'
 	@echo 'make lint        ruff and mypy'
 	@echo 'make data        train the tokenizer and prepare the data set alone'
 	@echo 'make parity      prove that every layout computes the same'
@@ -53,6 +54,9 @@ test-slow: $(dev) prepared/laptop/index.json
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m slow
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.kill_drill
 
+test-slurm: $(dev)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -v tests/slurm_scenarios.py
+
 lint: $(dev)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
@@ -67,6 +71,8 @@ bench: $(dev)
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.schedule_checker
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.pipeline_schedules
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.checkpoint
+	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.plan_memory
+	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.plan_megatron
 
 # On a GPU: the kernels' tests compiled for it (whole training runs beside them: the compiler leaves the GPU idle), then what is
 # measured; about eight minutes. Without one: the same in Triton's CPU interpreter, tiny. What fails does not stop the rest.
