@@ -111,7 +111,7 @@ def run(config: Config, device: str) -> None:
             if rollback.is_due(metrics.bad_in_a_row) and not stop.agreed:
                 with metrics.spending("rollback"), watchdog.resting():
                     back = rollback.go_back(step, metrics.bad_in_a_row, train, saver, loader)
-                    step = back.step
+                    step, save_due = back.step, False
                     metrics.went_back(back)
                 continue
             save_due = save_due or is_due(config.checkpoint.interval, step, config)

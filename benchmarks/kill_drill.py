@@ -60,7 +60,7 @@ LAYOUTS = {4: {"tp": 2, "pp": 2, "dp_shard": 1}, 8: {"tp": 2, "pp": 2, "dp_shard
 @dataclass(frozen=True)
 class Kill:
     """`rank` dies the `nth` time (from 1) that it is in `phase`: `when` seconds after it began; of a commit or a deletion,
-    before operation, or file, number `when`."""
+    before operation, or file, number `when`, or right after the last."""
 
     rank: int
     phase: str
@@ -130,6 +130,7 @@ def _dying_in_commit(when: float) -> Iterator[None]:
             stack.enter_context(patch.object(training.save, name, counted(getattr(training.save, name))))
         stack.enter_context(patch.object(os, "replace", counted(os.replace)))
         yield
+    die()  # there were fewer
 
 
 @contextlib.contextmanager
@@ -141,6 +142,7 @@ def _dying_in_deletion(when: float) -> Iterator[None]:
 
     with patch.object(shutil, "rmtree", partly):
         yield
+    die()  # there was nothing to delete
 
 
 def check_folder(run: Path) -> dict[str, Any]:

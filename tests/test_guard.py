@@ -277,6 +277,23 @@ def test_what_was_saved_among_bad_steps_is_not_gone_back_to(ranks: Ranks, data: 
 
 def test_a_save_waits_for_a_good_step(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, data, checkpoint={"interval": 2, "keep_last": 9})
-    assert ranks.run(run_with_bad_steps, 2, [config], 1, {2, 3, 6}) == ["", ""]
+    assert ranks.run(run_with_bad_steps, 2, [config], 1, {2, 6}) == ["", ""]
     found = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
-    assert found == ["step-00000004", "step-00000006"], "2 is late, 6 is the last"
+    assert found == ["step-00000003", "step-00000004", "step-00000006"], "2 is late, 6 is the last"
+
+
+def test_a_save_that_was_due_before_a_rollback_is_not_made_after_it(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """Steps 3 to 5 are bad, 4 was to be saved: back at 2, the next save is at 4 again."""
+    bounds = {"guard": {"max_bad_steps": 3}, "checkpoint": {"interval": 2, "keep_last": 9}}
+    config = write_config(tmp_path, data, **bounds)
+    assert ranks.run(run_with_bad_steps, 2, [config], 1, {3, 4, 5}) == ["", ""]
+    saved = [event["step"] for event in read_events(tmp_path / "run") if event["event"] == "checkpoint"]
+    assert saved == [2, 4, 6]
+
+
+def test_without_a_good_checkpoint_the_bad_one_stays(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, data, guard={"max_bad_steps": 3}, checkpoint={"interval": 2})
+    assert ranks.run(run_with_bad_steps, 2, [config, "train.steps=2"], 1, {1, 2}) == ["", ""]
+    with pytest.raises(RankError, match="no checkpoint to go back to"):
+        ranks.run(run_with_bad_steps, 2, [config], 1, {1})
+    assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()

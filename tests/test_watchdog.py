@@ -7,8 +7,9 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import training.watchdog
 from tests.runs import train_run, write_config
 from tools.ranks import RankError, Ranks
 from training.events import read_events
+from training.load_config import load_config
 from training.step import TrainStep
 from training.watchdog import Watchdog, where_it_waits
 
@@ -43,7 +45,7 @@ def run_with_a_sleeper(arguments: list[str], rank: int) -> str:
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_a_rank_that_sleeps_for_ever(ranks: Ranks, data: Path, tmp_path: Path, world: int) -> None:
     rank = world - 2
-    guard = {"hang_factor": 1.0, "hang_seconds": 5.0}
+    guard = {"hang_factor": 1.0, "hang_seconds": 20.0}
     config = write_config(tmp_path, data, parallel=LAYOUTS[world], guard=guard)
     with pytest.raises(RankError, match="died with exit code 1"):
         ranks.run(run_with_a_sleeper, world, [config], rank)
@@ -63,30 +65,52 @@ def test_a_rank_that_sleeps_for_ever(ranks: Ranks, data: Path, tmp_path: Path, w
 
 
 def test_the_clock_rests_and_is_patient(data: Path, tmp_path: Path) -> None:
-    """No alarm before a step was measured, while it rests, or where steps take that long; one where they do not."""
-    from training.load_config import load_config
+    """No alarm before a step was measured, while it rests, or where steps take that long; one where they do not. The test
+    moves the clock."""
+    config = load_config(write_config(tmp_path, data, guard={"hang_factor": 3.0, "hang_seconds": 20.0}), [])
+    now, alarms = [0.0], []
+    looks = threading.Semaphore(0)
 
-    config = load_config(write_config(tmp_path, data, guard={"hang_factor": 3.0, "hang_seconds": 0.2}), [])
-    alarms: list[int] = []
-    alarm = patch.object(Watchdog, "_give_up", lambda self: (alarms.append(self._step), setattr(self, "_due", float("inf"))))
-    with alarm, patch.object(training.watchdog, "LOOK_SECONDS", 0.02), Watchdog(config) as watchdog:
+    def monotonic() -> float:
+        looks.release()
+        return now[0]
+
+    def pass_seconds(seconds: float) -> None:
+        """Later, when the watchdog has looked at the clock again, twice."""
+        now[0] += seconds
+        while looks.acquire(blocking=False):
+            pass
+        assert looks.acquire(timeout=60)
+        assert looks.acquire(timeout=60)
+
+    with (
+        patch.object(Watchdog, "_give_up", lambda self: (alarms.append(self._step), setattr(self, "_due", float("inf")))),
+        patch.object(training.watchdog, "LOOK_SECONDS", 0.01),
+        patch.object(training.watchdog, "time", SimpleNamespace(monotonic=monotonic)),
+        patch.object(training.watchdog, "faulthandler", Mock()),
+        Watchdog(config) as watchdog,
+    ):
         watchdog.step_done(1, None)
-        time.sleep(0.5)
+        pass_seconds(1e6)
         assert alarms == [], "no step was measured"
-        watchdog.step_done(2, 0.01)
+        watchdog.step_done(2, 1.0)
+        pass_seconds(19.0)
+        assert alarms == []
         with watchdog.resting():
-            time.sleep(0.5)
+            pass_seconds(1e6)
         assert alarms == [], "resting"
+        pass_seconds(19.0)
+        assert alarms == [], "begun again after the rest"
         for step in range(3, 6):
             watchdog.step_done(step, 100.0)
-        time.sleep(0.5)
+        pass_seconds(290.0)
         assert alarms == [], "steps of a hundred seconds"
+        pass_seconds(20.0)
+        assert alarms == [5]
         for step in range(6, 16):
-            watchdog.step_done(step, 0.01)
-        deadline = time.monotonic() + 60
-        while not alarms and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert alarms == [15]
+            watchdog.step_done(step, 1.0)
+        pass_seconds(21.0)
+        assert alarms == [5, 15]
 
 
 def test_native_code_that_never_returns(data: Path, tmp_path: Path) -> None:
@@ -134,4 +158,7 @@ def test_a_collective_is_named(ranks: Ranks) -> None:
 
 def left_and_entered() -> str:
     dist.all_reduce(torch.ones(3))
-    return training.watchdog.last_collectives()[-1]
+    deadline = time.monotonic() + 60
+    while "(done)" not in (line := training.watchdog.last_collectives()[-1]) and time.monotonic() < deadline:
+        time.sleep(0.01)  # gloo's thread may not have noted it yet
+    return line

@@ -1,18 +1,20 @@
 """Where a run starts, and what it finds there. (save.py writes checkpoints.)
 
     checkpoints/step-00000100/   *.safetensors   model.NAME and optimizer.NAME.exp_avg[_sq], each rank its shards
-                                 trainer.json    step, updates, tokens, the data's state, the model's dimensions
+                                 trainer.json    step, updates, tokens, the guard's and the data's state, the model's dimensions
                                  tokenizer.model
                                  manifest.json   everything above, with checksums (manifest.py)
     checkpoints/latest           the name of the newest
 
 Tensors are stored under their global names and shapes, so any layout loads what any other saved. Before a checkpoint is used
 every file of it is read and compared with its checksum, each by one of the ranks. A damaged one is put aside under a name that
-ends in `.damaged`, and with checkpoint.resume=auto the one before it is used. Nothing is pickled.
+ends in `.damaged`, and with checkpoint.resume=auto the one before it is used. One that a run went back behind (rollback.py) is
+put aside as `.abandoned`. Both stay until a person deletes them. Nothing is pickled.
 """
 
 import dataclasses
 import json
+import math
 import os
 import re
 import sys
@@ -79,15 +81,19 @@ def find_start(config: Config, data: Mixture, device: str) -> Start:
 
 def find_before(last_step: int, config: Config, data: Mixture, begun: Start, device: str) -> Start:
     """For a run in the middle: its newest good checkpoint of `last_step` or before; while there is none, what it was resumed
-    from. Later ones are put aside."""
+    from, if that is as early. Later ones are put aside, once there is one. An empty Start: there is none."""
+    path = _newest_good(config, device, last_step)
+    if path is None and not begun.weights_only and begun.step <= last_step:
+        path = from_rank_0(lambda: begun.path if begun.path and (begun.path / MANIFEST).exists() else None, device)
+    if path is None:
+        return Start()
 
     def put_aside() -> None:
-        for path in complete_checkpoints(checkpoint_folder(config)):
-            if step_of(path) > last_step:
-                print(f"warning: {_put_aside(path, '.abandoned')} is not used again", file=sys.stderr, flush=True)
+        for later in complete_checkpoints(checkpoint_folder(config)):
+            if step_of(later) > last_step:
+                print(f"warning: {_put_aside(later, '.abandoned')} is not used again", file=sys.stderr, flush=True)
 
     from_rank_0(put_aside, device)
-    path = _newest_good(config, device) or (None if begun.weights_only else begun.path)
     return from_rank_0(lambda: _start_from(path, None, config, data), device)
 
 
@@ -124,10 +130,13 @@ def _start_from(path: Path | None, first_weights: Path | None, config: Config, d
     return start
 
 
-def _newest_good(config: Config, device: str) -> Path | None:
-    """The newest checkpoint of the run folder that is what was saved; those that are not are put aside, and it is said."""
+def _newest_good(config: Config, device: str, last_step: float = math.inf) -> Path | None:
+    """The newest checkpoint of the run folder, up to `last_step`, that is what was saved; those that are not are put aside, and
+    it is said."""
     folder = checkpoint_folder(config)
     for path in reversed(from_rank_0(lambda: complete_checkpoints(folder), device)):
+        if step_of(path) > last_step:
+            continue
         problem = _damage(path)
         if problem is None:
             return path

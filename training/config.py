@@ -69,8 +69,8 @@ class CheckpointConfig:
 class GuardConfig:
     """What a run looks out for, and when it does something about it."""
 
-    spike_sigmas: float = 6.0  # no update where the loss is so far above the recent ones (training/guard.py); 0: always
-    max_bad_steps: int = 5  # after so many steps in a row without update, back to the last checkpoint; 0: never
+    spike_sigmas: float = 6.0  # no update where the loss is so far above the recent ones (guard.py); 0: no loss is too high
+    max_bad_steps: int = 5  # after so many steps in a row without update (seen when logged) back to a checkpoint; 0: never
     replica_interval: int = 100  # compare what must be equal on several ranks every so many steps; before a save, always
     # A rank that takes longer for a step than hang_factor times the usual, and than hang_seconds, says where it is and exits
     # (training/watchdog.py). hang_factor 0: it waits for ever, as under a debugger it should.

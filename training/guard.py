@@ -3,7 +3,8 @@
     loss, norm ──► guard ──► norm      the optimizer updates with the clipped gradient
                         └──► inf       the optimizer drops the gradient: weights, moments and bias correction stay
 
-Loss and norm are the same on every rank, so is the verdict, and all of it stays on the device: the host reads how many steps
+Loss and norm are the same on every rank (the loss to the last bit, unless a library sums in another order for another tp rank;
+replicas.py would tell), so is the verdict, and all of it stays on the device: the host reads how many steps
 were bad in a row when it logs, and what it does then is in rollback.py. While steps are bad nothing is saved but on request and
 at the end: it may be an update before them that ruined the weights.
 

@@ -13,6 +13,7 @@ that no other start has:
 import os
 import sys
 import time
+from datetime import timedelta
 from uuid import uuid4
 
 import torch
@@ -41,8 +42,8 @@ def join(store: dist.Store, rank: int, world_size: int) -> dist.Store:
     patience = _Patience()
     if rank > 0:
         store.set(f"join/{rank}", mine)
-        while not store.check([mine]):
-            patience.wait()
+        while not _comes(store, mine):
+            patience.look()
         start = store.get(mine).decode()
         store.add(f"{start}/joined", 1)
         return dist.PrefixStore(start, store)
@@ -52,8 +53,18 @@ def join(store: dist.Store, rank: int, world_size: int) -> dist.Store:
             if store.check([asking]) and (name := store.get(asking)) not in answered:
                 store.set(name.decode(), mine)
                 answered.add(name)
-        patience.wait()
+        time.sleep(0.01)
+        patience.look()
     return dist.PrefixStore(mine, store)
+
+
+def _comes(store: dist.Store, name: str) -> bool:
+    """Whether somebody sets `name` within a second; the waiting is done by the store."""
+    try:
+        store.wait([name], timedelta(seconds=1))
+    except dist.DistStoreError:
+        return False
+    return True
 
 
 class _Patience:
@@ -62,8 +73,7 @@ class _Patience:
     def __init__(self) -> None:
         self.heard: float | None = None
 
-    def wait(self) -> None:
-        time.sleep(0.01)
+    def look(self) -> None:
         now = time.monotonic()
         if self.heard is None and signals.pending():
             self.heard = now

@@ -1,6 +1,7 @@
 """Where a run's time goes. Every second between its first start and its last line belongs to one cause, so they add up.
 
-    steps       training; of these, lost: steps that were made again, after a failure or a rollback
+    steps       training
+    lost        of it: steps that were made again, after a failure or a rollback, and waiting in a step that failed
     data        waiting for the next batch
     evaluation  on held-out text
     saving      until what is saved was copied, and what is checked before

@@ -132,11 +132,15 @@ class Metrics:
         self.record = {**(self.record or {"step": step}), "eval_loss": loss}
 
     def went_back(self, start: Start) -> None:
-        """The run goes on from `start`: lines after it will be written again."""
+        """The run goes on from `start`: lines after it will be written again. (wandb takes no step twice, and has a gap.)"""
         self.step, self.tokens, self.skipped_updates = start.step, start.tokens, start.step - start.updates
         self.bad_in_a_row = 0
+        self.unwritten = [line for line in self.unwritten if json.loads(line)["step"] <= start.step]
         if self.writes:
-            _continue_lines(self.folder / "metrics.jsonl", start.step)
+            try:
+                _continue_lines(self.folder / "metrics.jsonl", start.step)
+            except OSError as error:
+                print(f"warning: metrics.jsonl cannot be written: {error}", file=sys.stderr, flush=True)
 
     def flush(self) -> None:
         """Write the line of the current step, if it has one."""
@@ -185,7 +189,7 @@ class Metrics:
         else:
             state, reason = "finished", "all steps done"
             print(f"finished after {self.step} steps; run folder {self.folder}", flush=True)
-        self._count("end")
+        self._count("end" if error is None else "steps")  # of a step that failed, nobody knows how far it came
         self.ledger.write(self.step)
         append_event(self.folder, "end", state=state, step=self.step, reason=reason)
         write_status(self.folder, state, self.step, reason)

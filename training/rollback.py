@@ -5,8 +5,9 @@ batches at which they were.
     samples          … 320   328  336  344  352  360
     then        40           41   42   43   44 …                 43 begins at sample 360: [336, 360) is never read again
 
-What is left out is part of the loader's state, so every later checkpoint knows it. A run that comes back to the same checkpoint
-again and again does not have bad batches but another trouble, and ends.
+What is left out is part of the loader's state, so every later checkpoint knows it. (Of bad steps of the start before, nobody
+knows the samples any more.) A run that comes back to the same checkpoint again and again does not have bad batches but another
+trouble, and ends.
 """
 
 import sys

@@ -75,7 +75,6 @@ class Saver:
         """Save what there is after `step` steps. Returns when it is copied, or, with checkpoint.async_save=false, written."""
         began = time.perf_counter()
         self.wait()
-        copied = self._copy()
         config = self.train.config
         trainer = {
             "step": step,
@@ -88,6 +87,7 @@ class Saver:
             "model": {key: value for key, value in asdict(config.model).items() if key not in FREE_MODEL_KEYS},
             "data": data_state,
         }
+        copied = self._copy()  # last: what is above waits for the device
         stall = time.perf_counter() - began
         self.thread = threading.Thread(target=self._write, args=(step, trainer, copied, stall), name="save", daemon=True)
         self.thread.start()

@@ -117,7 +117,7 @@ def where_it_waits(thread: threading.Thread) -> str:
             place = f"at {file.removeprefix(root)}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     waiting = [describe(entry) for entry in recorded_collectives() if not entry["retired"]]
-    return place + (f", waiting in {'; '.join(waiting[-4:])}" if waiting else ", waiting in no collective")
+    return place + (f", waiting in {'; '.join(waiting[:4])}" if waiting else ", waiting in no collective")
 
 
 def last_collectives() -> list[str]:
@@ -133,7 +133,7 @@ def describe(entry: dict[str, Any]) -> str:
 
 
 def recorded_collectives() -> list[dict[str, Any]]:
-    """What torch's flight recorder holds of this process: NCCL's and gloo's collectives (gloo's sends and receives it leaves
-    out), oldest first."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-    return json.loads(dump()).get("entries", []) if dump is not None else []
+    """What torch's flight recorders hold of this process, NCCL's and the one that gloo writes, each oldest first. Gloo's sends
+    and receives are in neither."""
+    recorders = [getattr(torch._C._distributed_c10d, f"_dump_{name}_trace_json", None) for name in ("nccl", "fr")]
+    return [entry for dump in recorders if dump is not None for entry in json.loads(dump()).get("entries", [])]
