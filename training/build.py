@@ -1,6 +1,7 @@
 """From a configuration and a mesh to this rank's model: meta device → checkpointing → compile → FSDP → memory → weights."""
 
 import torch
+import torch.distributed as dist
 
 from model.cost import layer_costs
 from model.initialise import initialise
@@ -10,6 +11,7 @@ from parallel.data import shard
 from parallel.mesh import Mesh
 from parallel.pipeline.balance import even_split, imbalance
 from parallel.pipeline.tied import TiedEmbedding, first_and_last_stage_group
+from parallel.topology import describe_nodes, tp_between_nodes, tp_bytes_per_step
 from training.config import Config
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -23,6 +25,21 @@ def build_stages(config: Config, mesh: Mesh) -> dict[int, Transformer]:
         if rank == mesh.pp_rank:
             stages[s] = build_stage(config, mesh, split[s], first=s == 0, last=s == len(split) - 1)
     return stages
+
+
+def describe_places(config: Config, mesh: Mesh, ranks_per_node: int) -> str:
+    """What of the mesh lies inside a node, and what it costs if tensor parallelism does not: one line, or two."""
+    model, train, tp = config.model, config.train, config.parallel.tp
+    sent = tp_bytes_per_step(
+        tp,
+        tokens=train.global_batch_size * train.seq_len // mesh.dp_size,
+        dim=model.dim,
+        layers=-(-model.num_layers // config.parallel.pp),
+        bytes_per_number=DTYPES[train.dtype].itemsize,
+        sequence_parallel=config.parallel.sequence_parallel,
+    )
+    shape = config.parallel.mesh_shape(dist.get_world_size())
+    return f"{describe_nodes(shape, ranks_per_node)}\n{tp_between_nodes(tp, ranks_per_node, sent)}".strip()
 
 
 def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bool) -> Transformer:

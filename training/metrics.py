@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.mesh import Mesh
-from training.build import describe_stages
+from training.build import describe_places, describe_stages
 from training.checkpoint import Start
 from training.config import Config
 from training.events import append_event
@@ -60,6 +60,7 @@ class Metrics:
             if config.run.wandb != "disabled":
                 self.wandb = _start_wandb(config)
             print(f"{config.model.num_parameters:,} parameters on {mesh.describe()}")
+            print(describe_places(config, mesh, int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))))
             if config.parallel.num_stages > 1:
                 print(describe_stages(config))
             print(f"starting from {start.path or 'initial weights'} at step {start.step}; run folder {self.folder}", flush=True)

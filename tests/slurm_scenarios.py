@@ -1,0 +1,283 @@
+"""slurm/train_70b.sh, as it is, on a real Slurm with a tiny model: `make test-slurm`. (`make test` does not collect this file.)
+
+Two nodes × four processes over gloo. What a test wants otherwise than the script says, it gives to sbatch or in the variables
+that the script's block at the top reads. Nothing waits for a fixed time: tests look for what should happen, up to ten minutes.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.runs import LAYOUT_3D, losses, write_config
+from tests.slurm_cluster import ROOT, Cluster, install, wait_for
+
+SCRIPT = "slurm/train_70b.sh"
+STEPS = 40  # enough that a test can see one and act before the last
+SECRET = "not-to-be-seen-0123456789"
+VARIABLES = {"PYTHON": sys.executable, "DEVICE": "cpu", "PREFLIGHT_SECONDS": "300", "WANDB_API_KEY": SECRET}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    install()
+    # Not pytest's folder: munge wants its socket where everyone may go.
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, Cluster(Path(folder), nodes=32) as cluster:
+        yield cluster
+
+
+class Run:
+    """A configuration, and the job that trains it."""
+
+    def __init__(self, cluster: Cluster, folder: Path, data: Path, **sections: dict) -> None:
+        self.cluster, self.folder = cluster, folder
+        folder.mkdir()
+        sections = {"checkpoint": {"interval": 5}, "train": {"steps": STEPS, "micro_batch_size": 2}, **sections}
+        self.config = write_config(folder, data, **sections)
+        self.job = ""
+        self.killed_rank = -1
+
+    def submit(self, *options: str, nodes: str = "n1,n2", ranks: int = 4, overrides: tuple[str, ...] = (), **variables: str):
+        count = nodes.count(",") + 1
+        size = ["--nodes", str(count), "--nodelist", nodes, "--gpus-per-node", str(ranks), "--cpus-per-task", str(ranks)]
+        arguments = (*size, "--time", "60", *options, SCRIPT, self.config, *overrides)
+        self.job = self.cluster.sbatch(*arguments, **VARIABLES, **variables)
+        return self
+
+    @property
+    def log(self) -> str:
+        return self.cluster.log(self.job)
+
+    @property
+    def step(self) -> int:
+        """The last step that was written down."""
+        metrics = self.folder / "run" / "metrics.jsonl"
+        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+        return max((json.loads(line)["step"] for line in lines if line.endswith("\n")), default=0)
+
+    @property
+    def status(self) -> dict:
+        return json.loads((self.folder / "run" / "status.json").read_text())
+
+    def wait_for_step(self, step: int) -> None:
+        self.cluster.wait_for_job(self.job, lambda job: job["JobState"] == "RUNNING" and self.step >= step, f"step {step}")
+
+    def wait_for_log(self, text: str) -> None:
+        self.cluster.wait_for_job(self.job, lambda _: text in self.log, f"'{text}' in its log")
+
+
+# --- the scripts themselves ---------------------------------------------------------------------------------------------------
+
+
+def test_slurm_accepts_every_script_as_it_is(cluster: Cluster) -> None:
+    scripts = [path for path in (ROOT / "slurm").glob("*.sh") if "#SBATCH" in path.read_text()]
+    assert scripts
+    for script in scripts:
+        lines = script.read_text().splitlines()
+        first_command = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
+        assert not [line for line in lines[first_command:] if line.startswith("#SBATCH")], "sbatch stops at the first command"
+        cluster.run("sbatch", "--test-only", str(script))
+    cluster.run("sbatch", "--test-only", "--nodes", "8", SCRIPT, "configs/llama3_8b.yaml", "parallel.pp=1")
+    with pytest.raises(subprocess.SubprocessError, match="not available"):  # the control
+        cluster.run("sbatch", "--test-only", "--nodes", "33", SCRIPT)
+
+
+def test_shellcheck_is_clean() -> None:
+    subprocess.run(["shellcheck", *sorted(map(str, (ROOT / "slurm").glob("*.sh")))], check=True)
+
+
+# --- one run left alone, and the same run through everything that can befall it ----------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = Run(cluster, tmp_path_factory.mktemp("undisturbed") / "it", data, parallel=LAYOUT_3D).submit()
+    cluster.wait_until_ended(run.job, "COMPLETED")
+    return run
+
+
+def test_a_run_to_its_end(undisturbed: Run) -> None:
+    assert undisturbed.status["state"] == "finished"
+    assert sorted(losses(undisturbed.folder)) == list(range(1, STEPS + 1))
+    log = undisturbed.log
+    assert "preflight passed: 2 nodes" in log
+    assert f"0: step {STEPS}/{STEPS}" in log
+    assert "FIRST FAILURE" not in log
+    logs = undisturbed.folder / "run" / "logs" / f"{undisturbed.job}.0"
+    assert {path.name for path in logs.glob("*.log")} == {"n1.log", "n2.log"}
+    assert len(list(logs.glob("n[12]/*/attempt_0/[0-3]/stderr.log"))) == 8
+    everything = [log, *(path.read_text(errors="replace") for path in logs.rglob("*.log"))]
+    assert not [text for text in everything if SECRET in text]
+
+
+@pytest.fixture(scope="module")
+def disturbed(cluster: Cluster, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = Run(cluster, tmp_path_factory.mktemp("disturbed") / "it", data, parallel=LAYOUT_3D)
+    return run.submit("--signal=B:USR1@120")
+
+
+def test_the_time_limit(cluster: Cluster, disturbed: Run) -> None:
+    """USR1 to the batch shell → every rank saves → the job requeues itself → it goes on in the same folder."""
+    disturbed.wait_for_step(7)
+    with cluster.held("n2"):
+        # More than a minute is left, fewer than the 120 s before which Slurm sends USR1.
+        used = cluster.run("squeue", "-h", "-j", disturbed.job, "-o", "%M").strip()
+        hours, minutes, _ = (["0", "0", *used.split(":")])[-3:]
+        cluster.run("scontrol", "update", f"jobid={disturbed.job}", f"timelimit={int(hours) * 60 + int(minutes) + 2}")
+        disturbed.wait_for_log("USR1: all ranks save")
+    cluster.start_now(disturbed.job, restarts=1)
+    assert disturbed.status["state"] == "requeue"
+    assert "USR1" in disturbed.status["reason"]
+    saved = disturbed.status["step"]
+    assert 7 <= saved < STEPS
+    cluster.run("scontrol", "update", f"jobid={disturbed.job}", "timelimit=60")
+    disturbed.wait_for_step(saved + 1)
+    assert f"at step {saved};" in disturbed.log  # no step is lost
+
+
+def test_a_rank_is_killed(cluster: Cluster, disturbed: Run) -> None:
+    """torchrun starts all ranks again in place."""
+    step = disturbed.step
+    disturbed.wait_for_step(step + 1)
+    rank, pid = max(cluster.ranks("n2").items())
+    os.kill(pid, signal.SIGKILL)
+    logs = disturbed.folder / "run" / "logs" / f"{disturbed.job}.1"
+    wait_for(lambda: list(logs.glob("n1/*/attempt_1/0/stdout.log")), "the second try")
+    wait_for(lambda: cluster.ranks("n2").get(rank, pid) != pid, "the killed rank's successor")
+    disturbed.wait_for_step(disturbed.step + 1)
+    disturbed.killed_rank = rank
+
+
+def test_scontrol_requeue(cluster: Cluster, disturbed: Run) -> None:
+    cluster.run("scontrol", "requeue", disturbed.job)
+    cluster.start_now(disturbed.job, restarts=2)
+    # What was the first failure stands at the top, though the run went on after it.
+    first_line = disturbed.log.splitlines()[0]
+    rank = disturbed.killed_rank
+    assert first_line.startswith(f"FIRST FAILURE of {disturbed.job}.1, try 0: rank {rank} on n2 ended by SIGKILL")
+    words = Path(first_line.rpartition(" ")[2])
+    assert words.match(f"n2/*/attempt_0/{rank % 4}/stderr.log")
+    assert words.exists()
+    disturbed.wait_for_log(f"job {disturbed.job}.2] 2 nodes")
+
+
+def test_a_node_dies(cluster: Cluster, disturbed: Run, undisturbed: Run) -> None:
+    """Its daemon and all its processes at once. Slurm notices, requeues by itself, and the run ends as if nothing had been."""
+    logs = disturbed.folder / "run" / "logs" / f"{disturbed.job}.2"
+    wait_for(lambda: "starting from" in "".join(path.read_text() for path in logs.glob("*.log")), "the third start")
+    disturbed.wait_for_step(disturbed.step + 1)
+    cluster.kill_node("n2")
+    wait_for(lambda: cluster.job(disturbed.job)["Restarts"] == "3", "the requeue after the node's death")
+    cluster.start_node("n2")
+    cluster.wait_until_idle("n2")
+    cluster.start_now(disturbed.job, restarts=3)
+    cluster.wait_until_ended(disturbed.job, "COMPLETED")
+    assert disturbed.status["state"] == "finished"
+    assert losses(disturbed.folder) == losses(undisturbed.folder)  # every step's, bit for bit
+
+
+# --- links, spares, refusals --------------------------------------------------------------------------------------------------
+
+
+def test_an_array_of_three_links(cluster: Cluster, data: Path, tmp_path: Path) -> None:
+    """Each stops before its time is up and leaves the rest to the next; a fourth is not needed. They run in a container, of
+    which there is the command line alone: a stand-in for Apptainer that runs what it is given."""
+    stand_in = tmp_path / "bin" / "apptainer"
+    stand_in.parent.mkdir()
+    stand_in.write_text('#!/bin/bash\n[ "$1 $2 $3 $5" = "exec --nv --bind --pwd" ] && [ "$7" = tiny.sif ] && exec "${@:8}"\n')
+    stand_in.chmod(0o755)
+    run = Run(cluster, tmp_path / "it", data)
+    path = f"{stand_in.parent}:{os.environ['PATH']}"
+    run.submit("--array=1-4%1", nodes="n1", ranks=2, CONTAINER_IMAGE="tiny.sif", PATH=path)
+    array, starts = run.job, []
+    for link in (1, 2, 3):
+        wait_for(lambda link=link: f"{array}_{link}" in cluster.run("squeue", "-h", "-t", "R", "-o", "%i"), f"link {link}")
+        run.job = cluster.job(f"{array}_{link}")["JobId"]
+        run.wait_for_log("starting from")
+        starts.append(int(re.findall(r"at step (\d+); run folder", run.log)[-1]))
+        if link < 3:
+            run.wait_for_step(starts[-1] + 3)
+            with cluster.held("n1"):
+                os.kill(cluster.batch_shell("n1"), signal.SIGUSR1)  # what Slurm does before the time is up
+                run.wait_for_log("USR1: all ranks save")
+        cluster.wait_until_ended(run.job, "COMPLETED")
+        assert run.status["state"] == ("requeue" if link < 3 else "finished")
+    assert 0 == starts[0] < starts[1] < starts[2]
+    cluster.wait_until_ended(f"{array}_4", "CANCELLED")  # nothing was left for it
+    assert sorted(losses(run.folder)) == list(range(1, STEPS + 1))
+
+
+@pytest.fixture
+def other_code_on_n2(cluster: Cluster, tmp_path: Path) -> Iterator[None]:
+    """One file of the repository reads otherwise on n2, and only there: a mount that its namespace alone has."""
+    changed = tmp_path / "errors.py"
+    changed.write_text((ROOT / "errors.py").read_text() + "\n# another version\n")
+    enter = ["nsenter", "--mount", "--target", (cluster.folder / "slurmd-n2.pid").read_text().strip()]
+    cluster.run(*enter, "mount", "--bind", str(changed), str(ROOT / "errors.py"))
+    yield
+    cluster.run(*enter, "umount", str(ROOT / "errors.py"))
+
+
+def test_a_preflight_that_fails_on_one_node(cluster: Cluster, data: Path, tmp_path: Path, other_code_on_n2: None) -> None:
+    run = Run(cluster, tmp_path / "it", data, train={"steps": 2}).submit()
+    cluster.wait_until_ended(run.job, "FAILED")
+    assert cluster.job(run.job)["ExitCode"] == "1:0"
+    assert "FAILED   n2: other code than most nodes: errors.py" in run.log
+    assert "sbatch --exclude=n2" in run.log
+    assert not (run.folder / "run").exists()
+    # With a spare node asked for, it is left out.
+    run.submit(SPARE_NODES="1")
+    cluster.wait_until_ended(run.job, "COMPLETED")
+    assert "preflight passed: 1 nodes, without n2" in run.log
+    assert run.status["state"] == "finished"
+
+
+def test_what_training_would_refuse(cluster: Cluster, data: Path, tmp_path: Path) -> None:
+    run = Run(cluster, tmp_path / "it", data).submit(overrides=("parallel.tp=3",))
+    cluster.wait_until_ended(run.job, "FAILED")
+    assert cluster.job(run.job)["ExitCode"] == "2:0"
+    assert run.log.count("error: parallel.tp = 3") == 1
+    assert not (run.folder / "run").exists()
+
+
+# --- what is the script's alone, with a stand-in for Python: no rank is ever started -----------------------------------------
+
+
+def stand_in_for_python(folder: Path, torchrun: str) -> str:
+    """A program that passes every preflight on n3, and carries out the shell command `torchrun` instead of training."""
+    (folder / "run" / "checkpoints").mkdir(parents=True)
+    program = folder / "python"
+    program.write_text(f'#!/bin/bash\nif [ "$2" = tools.preflight ]; then echo n3 {folder}/run; exit; fi\n{torchrun}\n')
+    program.chmod(0o755)
+    return str(program)
+
+
+def test_a_job_does_not_requeue_itself_for_ever(cluster: Cluster, tmp_path: Path) -> None:
+    """Five starts fail, of which the second alone has made a checkpoint: three in a row without one, and it gives up."""
+    fail = f'[ "$SLURM_RESTART_COUNT" != 1 ] || echo step-00000005 > {tmp_path}/run/checkpoints/latest; exit 1'
+    variables = VARIABLES | {"PYTHON": stand_in_for_python(tmp_path, fail)}
+    size = ["--nodes", "1", "--nodelist", "n3", "--gpus-per-node", "1", "--cpus-per-task", "1"]
+    job = cluster.sbatch(*size, SCRIPT, **variables)
+    for restarts in (1, 2, 3, 4):
+        cluster.start_now(job, restarts)
+    cluster.wait_until_ended(job, "FAILED")
+    assert "gives up: 3 starts in a row made no checkpoint" in cluster.log(job)
+
+
+def test_two_jobs_do_not_write_to_one_run_folder(cluster: Cluster, tmp_path: Path) -> None:
+    variables = VARIABLES | {"PYTHON": stand_in_for_python(tmp_path, "exec sleep 600")}
+    size = ["--nodes", "1", "--gpus-per-node", "1", "--cpus-per-task", "1"]
+    first = cluster.sbatch(*size, "--nodelist", "n3", SCRIPT, **variables)
+    wait_for(lambda: (tmp_path / "run" / "job").exists(), "the first job's mark")
+    second = cluster.sbatch(*size, "--nodelist", "n4", SCRIPT, **variables)
+    cluster.wait_until_ended(second, "FAILED")
+    assert f"job {first} is running in {tmp_path}/run" in cluster.log(second)
+    cluster.run("scancel", first)
+    cluster.wait_until_ended(first, "CANCELLED")

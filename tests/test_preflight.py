@@ -1,0 +1,133 @@
+"""What the preflight concludes from what nodes report, and two nodes that really meet: on this machine, over gloo.
+
+On a real Slurm: tests/slurm_scenarios.py.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.runs import write_config
+from tests.slurm_cluster import free_ports
+from tools.preflight import choose, odd_ones, slow_ones
+from tools.preflight_links import rounds
+from tools.preflight_node import judge_gpus
+
+ROOT = Path(__file__).parent.parent
+GOOD = ["NVIDIA H100 80GB HBM3", "550.54.15", "4", "345", "1980", "Enabled", "0"]  # one row of nvidia-smi, but for the index
+
+
+@pytest.mark.parametrize("num_nodes", range(1, 12))
+def test_every_node_is_in_two_pairs_and_in_one_at_a_time(num_nodes: int) -> None:
+    pairs = rounds(num_nodes)
+    for together in pairs:
+        nodes = [node for pair in together for node in pair]
+        assert len(nodes) == len(set(nodes))
+    partners = {node: {n for r in pairs for p in r if node in p for n in p} - {node} for node in range(num_nodes)}
+    assert all(len(found) == min(2, num_nodes - 1) for found in partners.values())
+
+
+def test_what_differs_is_told_from_what_most_have() -> None:
+    reports = {node: {"packages": {"torch": "2.13.0", "numpy": "2.4.6"}} for node in range(4)}
+    assert odd_ones(reports, "packages") == {}
+    reports[2] = {"packages": {"torch": "2.11.0", "extra": "1", "numpy": "2.4.6"}}
+    assert odd_ones(reports, "packages") == {2: "extra, torch"}
+
+
+def test_a_slow_node_is_named_and_its_neighbours_are_not() -> None:
+    reports = {node: {"within": 400e9, "across": 45e9} for node in range(6)} | {6: {}}
+    assert slow_ones(reports) == {}
+    reports[4]["across"] = 20e9
+    assert list(slow_ones(reports)) == [4]
+    assert "across nodes at 44%" in slow_ones(reports)[4]
+
+
+def test_spares_are_the_failed_then_the_slow_then_the_last() -> None:
+    names = ["a", "b", "c", "d", "e"]
+    assert choose(names, set(), set(), 5) == [0, 1, 2, 3, 4]
+    assert choose(names, set(), set(), 4) == [0, 1, 2, 3]
+    assert choose(names, {1}, {3}, 4) == [0, 2, 3, 4]
+    assert choose(names, {1}, {3}, 3) == [0, 2, 4]
+    assert choose(names, {1}, set(), 5) == []
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "said"),
+    [
+        (2, "40000", "GPU 3 is not idle: 40,000 MiB are in use"),
+        (6, "2", "GPU 3 has 2 uncorrected memory errors since it was last reset"),
+    ],
+)
+def test_a_sick_or_busy_gpu(column: int, value: str, said: str) -> None:
+    rows = [[str(index), *GOOD] for index in range(8)]
+    found = judge_gpus(rows, [], 8)
+    assert (found["problems"], found["warnings"]) == ([], [])
+    assert found["gpus"] == "8 H100 80GB HBM3, 345 of 1980 MHz, ECC enabled"
+    rows[3][column + 1] = value
+    assert judge_gpus(rows, [], 8)["problems"] == [said]
+
+
+def test_missing_gpus_foreign_processes_and_unlike_settings() -> None:
+    rows = [[str(index), *GOOD] for index in range(7)]
+    assert judge_gpus(rows, [["4711", "512"]], 8)["problems"] == [
+        "7 of 8 GPUs are visible",
+        "GPUs are in use by processes 4711",
+    ]
+    rows[1][6] = "Disabled"
+    assert judge_gpus(rows, [], 7)["warnings"] == ["several settings of ECC: {'Enabled': 6, 'Disabled': 1}"]
+    assert judge_gpus([], [], 8)["problems"] == ["0 of 8 GPUs are visible"]
+
+
+def preflight(folder: Path, data: Path, nodes: tuple[int, ...], *options: str, **sections: dict) -> list[tuple[int, str, str]]:
+    """Status, standard output and error of these of two nodes."""
+    config = write_config(folder, data, **sections)
+    meet = f"127.0.0.1:{free_ports(1)[0]}"
+    command = [sys.executable, "-m", "tools.preflight", "--meet", meet, "--device", "cpu", "--ranks-per-node", "2"]
+    environment = {**os.environ, "SLURM_NNODES": "2", "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [*command, *options, config],
+            cwd=ROOT,
+            env={**environment, "SLURM_NODEID": str(node), "SLURMD_NODENAME": f"node{node}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in nodes
+    ]
+    try:
+        said = [process.communicate(timeout=500) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(process.returncode, *words) for process, words in zip(started, said, strict=True)]
+
+
+def test_two_nodes_meet_and_measure(data: Path, tmp_path: Path) -> None:
+    (status, answer, report), other = preflight(tmp_path, data, (0, 1), "--seconds", "300")
+    assert status == 0, report
+    assert answer == f"node0,node1 {tmp_path}/run\n"
+    assert "preflight passed: 2 nodes" in report
+    rows = [line.split() for line in report.splitlines() if line.split()[0] in ("node0", "node1")]
+    assert all(float(row[4]) > 0 and float(row[5]) > 0 for row in rows), report  # within and across
+    assert other == (0, "", "")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_node_that_does_not_come_is_named(data: Path, tmp_path: Path) -> None:
+    [(status, answer, report)] = preflight(tmp_path, data, (0,), "--seconds", "30", "--node-names", "node0,far")
+    assert (status, answer) == (1, "")
+    assert "FAILED   far: it did not come" in report
+    assert "--exclude=far" in report
+    [(status, answer, report)] = preflight(tmp_path, data, (0,), "--seconds", "30", "--spare-nodes", "1")
+    assert (status, answer) == (0, f"node0 {tmp_path}/run\n"), report
+
+
+def test_data_that_training_would_refuse(tmp_path: Path) -> None:
+    (status, answer, report), other = preflight(tmp_path, tmp_path / "none", (0, 1), "--seconds", "300")
+    assert (status, answer) == (2, "")
+    assert report.startswith("error: data.path")
+    assert other == (1, "", "")

@@ -1,0 +1,55 @@
+"""What is inside a node and what between nodes, and what a tensor-parallel group that reaches over nodes costs."""
+
+import pytest
+
+from parallel.topology import BETWEEN_BYTES_PER_SECOND, describe_nodes, tp_between_nodes, tp_bytes_per_step
+from tests.test_collectives import DOUBLE, B, S, one_block
+from tools.parity_cases import Case
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks_per_node", "text"),
+    [
+        ((4, 1, 8, 8), 8, "inside a node of 8 ranks: tp 8; between nodes: pp 4, dp_shard 8"),
+        ((2, 1, 8, 2), 8, "inside a node of 8 ranks: tp 2, dp_shard 4; between nodes: pp 2, dp_shard 2"),
+        ((2, 2, 2, 2), 8, "inside a node of 8 ranks: tp 2, dp_shard 2, dp_replicate 2; between nodes: pp 2"),
+        ((1, 2, 1, 16), 8, "inside a node of 8 ranks: tp 8; between nodes: dp_replicate 2, tp 2"),
+        ((2, 1, 2, 2), 8, "all 8 ranks in one node"),
+        ((1, 1, 1, 1), 1, "all 1 ranks in one node"),
+        ((2, 1, 1, 6), 4, "inside a node of 4 ranks: nothing; between nodes: pp 2, tp 6"),  # groups straddle nodes
+    ],
+)
+def test_which_axes_a_node_holds(shape: tuple[int, int, int, int], ranks_per_node: int, text: str) -> None:
+    assert describe_nodes(shape, ranks_per_node) == text
+
+
+@pytest.mark.parametrize(
+    ("tp", "ranks_per_node", "warns"), [(1, 8, False), (8, 8, False), (4, 8, False), (3, 8, True), (16, 8, True), (2, 1, True)]
+)
+def test_a_group_over_nodes_is_warned_of(tp: int, ranks_per_node: int, warns: bool) -> None:
+    """By the ranks themselves: does any group of consecutive ranks have two nodes?"""
+    groups = [range(first, first + tp) for first in range(0, tp * ranks_per_node, tp)]
+    assert any(len({rank // ranks_per_node for rank in group}) > 1 for group in groups) == warns
+    assert bool(tp_between_nodes(tp, ranks_per_node, 1.0)) == warns
+
+
+def test_the_warning_names_the_cost() -> None:
+    text = tp_between_nodes(16, 8, 3 * BETWEEN_BYTES_PER_SECOND)
+    assert "parallel.tp=16" in text
+    assert "150.0 GB for it in a step" in text
+    assert "3 s at 50 GB/s" in text
+    assert "[1, 2, 4, 8]" in text
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_the_bytes_are_those_of_a_real_block(ranks, tp: int, sequence_parallel: bool) -> None:
+    case = Case((1, 1, 1, tp), sequence_parallel=sequence_parallel)
+    dim = case.config().model.dim
+    expected = tp_bytes_per_step(
+        tp, tokens=S * B, dim=dim, layers=1, bytes_per_number=DOUBLE, sequence_parallel=sequence_parallel
+    )
+    for forward, backward in ranks.run(one_block, tp, case):
+        seen = [(kind, total) for counted in (forward, backward) for kind, (_, total) in counted.items()]
+        sent = sum(total * (tp - 1) / tp * (2 if kind == "all_reduce" else 1) for kind, total in seen)
+        assert sent == expected

@@ -1,0 +1,113 @@
+"""What a node can say about itself, for the preflight: GPUs, room on disk, code and packages."""
+
+import csv
+import hashlib
+import io
+import platform
+import shutil
+import subprocess
+from collections import Counter
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from training.config import Config
+
+ROOT = Path(__file__).parent.parent
+SMI_SECONDS = 15  # a sick GPU makes nvidia-smi wait for ever
+IDLE_BYTES = 2 * 2**30  # the driver itself keeps some hundred MiB
+GPU_FIELDS = (
+    "index",
+    "name",
+    "driver_version",
+    "memory.used",
+    "clocks.sm",
+    "clocks.max.sm",
+    "ecc.mode.current",
+    "ecc.errors.uncorrected.volatile.total",
+)
+
+
+def look_at_node(name: str, config: Config, device: str, ranks_per_node: int) -> dict[str, Any]:
+    """`name`; `gpus`, in words; `free_bytes` where the run folder will be; `code` and `packages`, each name → checksum or
+    version; `problems`, which forbid training, and `warnings`."""
+    report: dict[str, Any] = {"name": name, "gpus": "none asked for", "problems": [], "warnings": []}
+    if device == "cuda":
+        report |= look_at_gpus(ranks_per_node)
+    report["free_bytes"] = _look_at_disk(config, report)
+    report["code"] = {
+        str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in sorted(_sources())
+    }
+    report["packages"] = {"python": platform.python_version()} | {
+        package.metadata["Name"]: package.version for package in metadata.distributions()
+    }
+    return report
+
+
+def look_at_gpus(expected: int) -> dict[str, Any]:
+    """`gpus`, `problems` and `warnings`, by nvidia-smi."""
+    try:
+        gpus = _smi(f"--query-gpu={','.join(GPU_FIELDS)}")
+        users = _smi("--query-compute-apps=pid,used_memory")
+    except (OSError, subprocess.SubprocessError) as error:
+        return {"gpus": "unknown", "problems": [f"nvidia-smi does not answer: {error}"], "warnings": []}
+    return judge_gpus(gpus, users, expected)
+
+
+def judge_gpus(gpus: list[list[str]], users: list[list[str]], expected: int) -> dict[str, Any]:
+    """What rows of GPU_FIELDS, and of process and memory, say.
+
+    Clocks are in MHz and memory in MiB; "[N/A]" where a GPU has no such thing. An idle GPU's clock is low, and rises with work:
+    it is reported, and a clock that stays low shows in the bandwidth, and in training.
+    """
+    rows = [dict(zip(GPU_FIELDS, row, strict=True)) for row in gpus]
+    problems, warnings = [], []
+    if len(rows) < expected:
+        problems.append(f"{len(rows)} of {expected} GPUs are visible")
+    for row in rows:
+        gpu = f"GPU {row['index']}"
+        errors = row["ecc.errors.uncorrected.volatile.total"]
+        if errors.isdigit() and int(errors) > 0:
+            problems.append(f"{gpu} has {errors} uncorrected memory errors since it was last reset")
+        used = row["memory.used"]
+        if used.isdigit() and int(used) * 2**20 > IDLE_BYTES:
+            problems.append(f"{gpu} is not idle: {int(used):,} MiB are in use")
+    if users:
+        problems.append(f"GPUs are in use by processes {', '.join(user[0] for user in users)}")
+    for field, what in (("name", "kinds of GPU"), ("ecc.mode.current", "settings of ECC"), ("clocks.max.sm", "top clocks")):
+        found = Counter(row[field] for row in rows)
+        if len(found) > 1:
+            warnings.append(f"several {what}: {dict(found)}")
+    if not rows:
+        return {"gpus": "none", "problems": problems, "warnings": warnings}
+    first = rows[0]
+    clocks = sorted({row["clocks.sm"] for row in rows})
+    gpus_text = f"{len(rows)} {first['name'].removeprefix('NVIDIA ')}, {'–'.join({clocks[0]: 1, clocks[-1]: 1})} of "
+    gpus_text += f"{first['clocks.max.sm']} MHz, ECC {first['ecc.mode.current'].lower()}"
+    return {"gpus": gpus_text, "problems": problems, "warnings": warnings}
+
+
+def _smi(query: str) -> list[list[str]]:
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS, check=True).stdout
+    return [[field.strip() for field in row] for row in csv.reader(io.StringIO(answer)) if row]
+
+
+def _look_at_disk(config: Config, report: dict[str, Any]) -> int:
+    """Bytes free where checkpoints will be. One that is being written and those that are kept must have room."""
+    folder = Path(config.run.dir).absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    one = config.model.num_parameters * (6 if config.optimizer.pure_bfloat16 else 12)
+    kept = len(list((folder / "checkpoints").glob("step-????????")))
+    missing = max(config.checkpoint.keep_last + 1 - kept, 1) * one
+    if config.checkpoint.interval and free < one:
+        report["problems"].append(f"{existing} has {free / 1e9:,.0f} GB free, and one checkpoint takes {one / 1e9:,.0f}")
+    elif config.checkpoint.interval and free < missing:
+        report["warnings"].append(f"{existing} has {free / 1e9:,.0f} GB free; checkpoints will take {missing / 1e9:,.0f} more")
+    return free
+
+
+def _sources() -> list[Path]:
+    rooms = ("data", "model", "parallel", "tools", "training")
+    return [*ROOT.glob("*.py"), *(path for room in rooms for path in (ROOT / room).rglob("*.py"))]
