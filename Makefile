@@ -47,8 +47,9 @@ prepared/laptop/index.json: | $(runtime)
 	$(PYTHON) -m tools.tokenizer --source python-stdlib --vocab-size 4096 --out prepared/laptop.model
 	$(PYTHON) -m tools.prepare --source python-stdlib --tokenizer prepared/laptop.model --out prepared/laptop
 
+# Two files at a time: many tests use one core, or wait for a process to die.
 test: $(dev)
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-slow: $(dev) prepared/laptop/index.json
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m slow

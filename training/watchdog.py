@@ -34,6 +34,7 @@ from training.events import append_event
 LOOK_SECONDS = 1.0  # between two looks at the clock
 GRACE_SECONDS = 10.0  # for the other ranks to write too: the launcher ends all when one exits
 RECORDED = 16  # collectives
+STDERR = 2  # the process's own, whatever Python's sys.stderr was made to be
 
 
 class Watchdog:
@@ -61,7 +62,7 @@ class Watchdog:
         self._due = time.monotonic() + self._limit
         if self._limit < float("inf"):
             # Where native code keeps Python's lock no thread of ours runs: this one, of the interpreter's own, does.
-            faulthandler.dump_traceback_later(self._limit + 2 * GRACE_SECONDS, exit=True)
+            faulthandler.dump_traceback_later(self._limit + 2 * GRACE_SECONDS, exit=True, file=STDERR)
 
     @contextmanager
     def resting(self) -> Iterator[None]:
