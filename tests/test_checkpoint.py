@@ -266,7 +266,7 @@ class _train_until:
         honest = train.is_due
 
         def is_due(interval: int, step: int, config: object) -> bool:
-            if step == self.step:
+            if step == self.step + 1:
                 raise StopEarly
             return honest(interval, step, config)
 
