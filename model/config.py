@@ -1,14 +1,27 @@
 """The model's dimensions (the section `model.` of a configuration file)."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from errors import UserError
 
 
+class RopeScaling(NamedTuple):
+    """How rotary frequencies are slowed for positions beyond those of the first training (model/rotary.py)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_length: int
+
+
 @dataclass(frozen=True)
 class ModelConfig:
-    """Dimensions of a Llama-style decoder. Letters in shapes throughout the code: D, H, K, E, F, V as named here."""
+    """Dimensions of a Llama-style decoder. Letters in shapes throughout the code: D, H, K, E, F, V as named here.
+
+    With its switches it is Llama 2 to 3.2, Mistral (full attention) or a dense Qwen3. No linear layer has a bias, so weights
+    that have some (Qwen2, Phi) are of another model.
+    """
 
     dim: int  # D: width of the residual stream
     num_layers: int  # L
@@ -16,8 +29,14 @@ class ModelConfig:
     num_kv_heads: int  # K: key/value heads; each serves H / K query heads (grouped-query attention)
     ffn_dim: int  # F: inner width of the gated feed-forward
     vocab_size: int  # V: must be the tokenizer's
+    attention_dim: int | None = None  # H·E: width of all query heads together; null: dim (Qwen3, Mistral Nemo: another)
+    qk_norm: bool = False  # RMSNorm of each head of q and k before rotation: one weight [E] for q and one for k (Qwen3)
     norm_eps: float = 1e-5
     rope_theta: float = 500_000.0
+    rope_scaling_factor: float = 1.0  # slow rotation turns so many times slower (Llama 3.1: 8, 3.2: 32); 1: as it is
+    rope_low_freq_factor: float = 1.0  # slow: fewer turns than this over rope_original_length positions
+    rope_high_freq_factor: float = 4.0  # fast, and left alone: more turns than this; between the two a mixture
+    rope_original_length: int = 8192  # sequence length of the training before
     tie_embeddings: bool = False  # the head uses the embedding's weight
     z_loss: float = 0.0  # weight of log²(normaliser) in the loss that is minimised (PaLM: 1e-4); evaluation leaves it out
     kernels: Literal["auto", "triton", "torch"] = (
@@ -31,7 +50,16 @@ class ModelConfig:
         for key in ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "vocab_size"):
             if getattr(self, key) < 1:
                 raise UserError(f"model.{key}", getattr(self, key), "must be at least 1", "give a positive number")
-        if self.dim % self.num_heads or self.head_dim % 2:
+        if self.attention_dim is not None and (
+            self.attention_dim < 1 or self.attention_dim % self.num_heads or self.head_dim % 2
+        ):
+            raise UserError(
+                "model.attention_dim",
+                self.attention_dim,
+                f"model.num_heads={self.num_heads} heads must share it, each of an even width (rotary embeddings turn pairs)",
+                f"give {self.num_heads} · the width of a head, for example {self.num_heads * 128}, or null for model.dim",
+            )
+        if self.attention_dim is None and (self.dim % self.num_heads or self.head_dim % 2):
             raise UserError(
                 "model.num_heads",
                 self.num_heads,
@@ -45,25 +73,46 @@ class ModelConfig:
                 f"model.num_heads={self.num_heads} query heads must divide evenly among them",
                 f"choose one of {[k for k in range(1, self.num_heads + 1) if self.num_heads % k == 0]}",
             )
+        if not self.rope_scaling_factor >= 1:
+            why = "slow rotation is made so many times slower"
+            raise UserError("model.rope_scaling_factor", self.rope_scaling_factor, why, "give 1 (not at all) or more")
+        if not 0 < self.rope_low_freq_factor < self.rope_high_freq_factor:
+            why = f"must be above 0 and below model.rope_high_freq_factor={self.rope_high_freq_factor}"
+            raise UserError("model.rope_low_freq_factor", self.rope_low_freq_factor, why, "Llama 3.1 has 1 and 4")
+        if self.rope_original_length < 1:
+            why = "is a sequence length"
+            raise UserError("model.rope_original_length", self.rope_original_length, why, "Llama 3.1 has 8192")
+
+    @property
+    def attention_width(self) -> int:  # H·E
+        return self.dim if self.attention_dim is None else self.attention_dim
 
     @property
     def head_dim(self) -> int:  # E
-        return self.dim // self.num_heads
+        return self.attention_width // self.num_heads
+
+    @property
+    def rope_scaling(self) -> RopeScaling | None:
+        """None where frequencies are what rope_theta says."""
+        if self.rope_scaling_factor == 1:
+            return None
+        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
+        return RopeScaling(self.rope_scaling_factor, low, high, self.rope_original_length)
 
     @property
     def num_parameters(self) -> int:
         """Trainable parameters of the whole model; a tied embedding counts once."""
         attention = self.dim * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        block = attention + 3 * self.dim * self.ffn_dim + 2 * self.dim
+        block = attention + 3 * self.dim * self.ffn_dim + 2 * self.dim + (2 * self.head_dim if self.qk_norm else 0)
         embeddings = self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
         return self.num_layers * block + embeddings + self.dim
 
     def flops_per_token(self, seq_len: int) -> float:
         """Floating-point operations to train on one token: forward and backward, multiply and add counted as two.
 
-        6 per matrix parameter (2 forward, 4 backward; the embedding is a lookup and costs none) and 6·L·S·D for causal
+        6 per matrix parameter (2 forward, 4 backward; the embedding is a lookup and costs none) and 6·L·S·H·E for causal
         attention, i.e. half of the full S × S square (the convention of PaLM, appendix B, halved for causality).
         """
         attention = self.dim * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         matrices = self.num_layers * (attention + 3 * self.dim * self.ffn_dim) + self.vocab_size * self.dim
-        return 6.0 * matrices + 6.0 * self.num_layers * seq_len * self.dim
+        return 6.0 * matrices + 6.0 * self.num_layers * seq_len * self.attention_width

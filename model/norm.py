@@ -11,19 +11,20 @@ from parallel.weight import WeightGradientQueue, local_weight
 
 
 class RMSNorm(nn.Module):
-    """y = x / sqrt(mean(x²) + eps) · weight over the last dimension; weight [D] is whole on every tp rank.
+    """y = x / sqrt(mean(x²) + eps) · weight over the last dimension; weight [width] is whole on every tp rank.
 
-    With sequence parallelism each tp rank normalises its own part of the sequence, so its weight gradient is a partial sum
-    (parallel/partial.py). Without, all tp ranks see the same tokens and compute the same gradient.
+    The residual stream's norms, of width D: with sequence parallelism each tp rank normalises its own part of the sequence, so
+    its weight gradient is a partial sum (parallel/partial.py). Without, all tp ranks see the same tokens and compute the same
+    gradient. Norms of heads, of width E: each tp rank has other heads, and its gradient is a partial sum either way.
     """
 
     weight_gradient_queue: WeightGradientQueue | None = None
 
-    def __init__(self, config: ModelConfig, tp: DeviceMesh, sequence_parallel: bool) -> None:
+    def __init__(self, config: ModelConfig, width: int, tp: DeviceMesh, gradient_is_partial: bool) -> None:
         super().__init__()
         self.eps, self.kernels = config.norm_eps, config.kernels
-        self.gradient_is_partial = sequence_parallel
-        self.weight = parallel_parameter((config.dim,), tp, Replicate())
+        self.gradient_is_partial = gradient_is_partial
+        self.weight = parallel_parameter((width,), tp, Replicate())
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, local_weight(self.weight, self.weight_gradient_queue), self.eps, self.kernels)

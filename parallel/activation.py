@@ -37,7 +37,8 @@ EXPENSIVE = PRODUCTS | {
 def _keep_expensive(dim: int, tp: int, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     if op not in EXPENSIVE:
         return CheckpointPolicy.PREFER_RECOMPUTE
-    # A column-parallel product sums over all of D, a row-parallel one over this rank's part of something.
+    # A column-parallel product sums over all of D, a row-parallel one over this rank's part of something. Where that part is as
+    # wide as D by chance, it is kept: more memory, the same numbers.
     is_partial = op in PRODUCTS and tp > 1 and args[-2].shape[-1] != dim
     return CheckpointPolicy.PREFER_RECOMPUTE if is_partial else CheckpointPolicy.MUST_SAVE
 

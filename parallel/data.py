@@ -1,6 +1,7 @@
 """Data parallelism: FSDP2 over dp_shard, whole replicas over dp_replicate, and what `zero_stage` means.
 
-The unit that is gathered and reduced together is a block; the embedding is one, the final norm and the head are another.
+The unit that is gathered and reduced together is a block; the embedding is one, the final norm and the head are another. (Or a
+whole stage, with `fsdp_unit: stage`.)
 
 | zero_stage | weights are gathered        | gradients are reduced          | between micro-batches a rank holds              |
 |------------|-----------------------------|--------------------------------|-------------------------------------------------|

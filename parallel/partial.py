@@ -3,10 +3,11 @@
 | weight, whole on every tp rank           | each rank's gradient covers                             |
 |------------------------------------------|---------------------------------------------------------|
 | a norm's, with sequence parallelism      | its own part of the sequence                            |
+| a norm's of q's or k's heads, always     | the heads it has                                        |
 | shared key/value heads (fewer than tp)   | the query heads it has                                  |
-| a norm's, without sequence parallelism   | everything: the same on all ranks, to be summed by none |
+| another norm's, without                  | everything: the same on all ranks, to be summed by none |
 
-The first two must be summed and the third must not: both mistakes are silent. A module that holds such a weight says so
+All but the last must be summed, and that one must not: both mistakes are silent. A module that holds such a weight says so
 in its attribute `gradient_is_partial`.
 
 The sum is taken after the data-parallel reduction, over what FSDP left of each gradient, in the optimizer's dtype, and all of
@@ -41,6 +42,8 @@ class PartialGradients:
             assert isinstance(weight.grad, DTensor)
             gradients.append(weight.grad.to_local())
         together = torch.cat([gradient.flatten() for gradient in gradients])
+        if not together.numel():
+            return  # FSDP has cut a few short norms over more ranks than they have numbers: all of this tp group have none
         dist.all_reduce(together, group=self.group)  # (2 L + 1) · D / dp_shard numbers, if norms, for L blocks in the stage
         for gradient, summed in zip(gradients, together.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(summed.view_as(gradient))

@@ -97,6 +97,8 @@ def local_weight(weight: nn.Parameter, queue: "WeightGradientQueue | None") -> T
     assert isinstance(weight, DTensor)
     if torch.compiler.is_compiling():
         return weight.to_local()  # the compiler knows this one, and pays its price once
+    if not torch.is_grad_enabled():
+        return weight._local_tensor  # what `to_local` makes a view of, each time: a fifth of a small model's time for a token
     return LocalWeight.apply(weight, queue)
 
 

@@ -129,6 +129,16 @@ def test_zero_stage_is_what_the_table_says(ranks, schedule, zero_stage, gathers,
         assert axes["tp"] == axes["pp"] == axes["other"] == {}
 
 
+@pytest.mark.parametrize(("zero_stage", "gathers", "scatters"), [(1, 1, 1), (3, 2 * M, M)])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_a_stage_as_one_unit_moves_the_same_bytes_at_once(ranks, schedule, zero_stage, gathers, scatters):
+    case = Case((1, 2, 2, 1), schedule=schedule, zero_stage=zero_stage, fsdp_unit="stage", vocab_size=256, num_microbatches=M)
+    for axes, units in ranks.run(one_step, 4, case):
+        size = sum(units)
+        assert axes["dp_shard"] == {"all_gather": (gathers, gathers * size), "reduce_scatter": (scatters, scatters * size)}
+        assert axes["dp_replicate"] == {"all_reduce": (1, size // 2)}
+
+
 def test_zero_stage_0_only_reduces_gradients(ranks):
     """Whole replicas: no weight is gathered, and gradients are all-reduced once per step."""
     case = Case((2, 2, 1, 1), zero_stage=0, num_microbatches=M)

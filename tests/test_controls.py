@@ -44,11 +44,23 @@ def norm_gradients_summed_in_vain():
     """Without sequence parallelism every tp rank has the whole gradient of a norm: a sum counts it tp times."""
     build = RMSNorm.__init__
 
-    def all_partial(self, *arguments):
-        build(self, *arguments)
+    def all_partial(self, *arguments, **options):
+        build(self, *arguments, **options)
         self.gradient_is_partial = True
 
     with patch.object(RMSNorm, "__init__", all_partial):
+        yield
+
+
+@contextlib.contextmanager
+def head_norm_gradients_not_summed():
+    """Each tp rank's gradient of q's and k's norms, which covers its own heads, is taken for the whole."""
+    build = RMSNorm.__init__
+
+    def of_stream_alone(self, config, width, tp, gradient_is_partial):
+        build(self, config, width, tp, gradient_is_partial and width == config.dim)
+
+    with patch.object(RMSNorm, "__init__", of_stream_alone):
         yield
 
 
@@ -206,6 +218,8 @@ def name_of(value: object) -> str:
         (partial_gradients_not_summed, TP, {"gradient", "spread"}, "norm.weight"),
         (partial_gradients_not_summed, SHARED_KV, {"gradient", "spread"}, "attention."),
         (norm_gradients_summed_in_vain, Case((1, 1, 1, 2), sequence_parallel=False), {"gradient"}, "norm.weight"),
+        (head_norm_gradients_not_summed, Case((1, 1, 1, 2), qk_norm=True), {"gradient", "spread"}, "attention."),
+        (head_norm_gradients_not_summed, replace(SHARED_KV, qk_norm=True), {"gradient", "spread"}, "attention."),
         (gradients_averaged, DP, {"gradient", "norm"}, ""),
         (mean_per_rank, DP, {"gradient", "loss", "norm"}, ""),
         (mean_per_microbatch, Case((1, 1, 1, 1)), {"gradient", "loss", "norm"}, ""),

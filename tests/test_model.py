@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from model.config import ModelConfig
+from model.config import ModelConfig, RopeScaling
 from model.initialise import draw_rows, standard_deviation
 from model.kernels.rotary import rotate
 from model.rotary import rotary_angles
@@ -15,6 +15,7 @@ from model.transformer import Batch
 from parallel.mesh import build_mesh
 from tools.parity_cases import BATCH, SEQ_LEN, Case
 from tools.parity_run import assemble, global_batch, parts, reference_model
+from tools.reference import Rotary
 from tools.reference import rotate as reference_rotate
 from training.build import build_stages
 
@@ -27,9 +28,29 @@ def test_parameters_of_llama_3_70b():
     assert LLAMA_3_70B.num_parameters == 70_553_706_496
 
 
-@pytest.mark.parametrize("tie", [False, True])
-def test_num_parameters_counts_what_there_is(tie):
-    config = Case((1, 1, 1, 1), tie_embeddings=tie).config().model
+QWEN3_0_6B = ModelConfig(
+    dim=1024,
+    num_layers=28,
+    num_heads=16,
+    num_kv_heads=8,
+    ffn_dim=3072,
+    vocab_size=151_936,
+    attention_dim=2048,
+    qk_norm=True,
+    tie_embeddings=True,
+)
+
+
+def test_parameters_of_qwen3():
+    assert QWEN3_0_6B.head_dim == 128
+    assert QWEN3_0_6B.num_parameters == 596_049_920
+    # Attention's two products of S × S are as wide as the heads: 12 · S · 2048 a layer for the whole square; half is counted.
+    assert QWEN3_0_6B.flops_per_token(8192) - QWEN3_0_6B.flops_per_token(0) == 6 * 28 * 8192 * 2048
+
+
+@pytest.mark.parametrize("options", [{}, {"tie_embeddings": True}, {"attention_dim": 64, "qk_norm": True}], ids=str)
+def test_num_parameters_counts_what_there_is(options):
+    config = Case((1, 1, 1, 1), **options).config().model
     reference = reference_model(config, torch.float32, seed=0)
     assert config.num_parameters == sum(p.numel() for p in reference.parameters())
 
@@ -127,12 +148,38 @@ def test_rotation_knows_only_distance():
     assert product(5, 3) != pytest.approx(product(5, 4), abs=1e-3)
 
 
-def test_rotation_is_the_references():
+LLAMA_3_1 = RopeScaling(8.0, 1.0, 4.0, 8192)
+
+
+@pytest.mark.parametrize("scaling", [(), (LLAMA_3_1,), (RopeScaling(3.0, 0.5, 2.0, 4),)], ids=str)
+def test_rotation_is_the_references(scaling):
     torch.manual_seed(0)
     x = torch.randn(16, 2, 4, 8, dtype=torch.float64)  # [S, B, H, E]
-    ours = turn(x, rotary_angles(torch.arange(16).unsqueeze(1), 8, 1e4, torch.float64))
-    theirs = reference_rotate(x.permute(1, 2, 0, 3), 1e4).permute(2, 0, 1, 3)
+    ours = turn(x, rotary_angles(torch.arange(16).unsqueeze(1), 8, 1e4, torch.float64, *scaling))
+    theirs = reference_rotate(x.permute(1, 2, 0, 3), Rotary(1e4, *(scaling[0] if scaling else ()))).permute(2, 0, 1, 3)
     assert (ours - theirs).abs().max() < 1e-14
+
+
+def test_scaled_frequencies_are_those_of_hugging_face():
+    """Llama 3.1's own numbers: some frequencies stay, some are mixed, some are an eighth."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import _compute_llama3_parameters
+
+    rope = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    theirs = LlamaConfig(
+        hidden_size=4096, num_attention_heads=32, rope_parameters={**rope, "original_max_position_embeddings": 8192}
+    )
+    expected, _ = _compute_llama3_parameters(theirs, device=None)
+    position = torch.ones(1, 1, dtype=torch.int64)
+    for scaling, same in ((LLAMA_3_1, True), (LLAMA_3_1._replace(high_freq_factor=5.0), False)):
+        cos, sin = rotary_angles(position, 128, 500_000.0, torch.float64, scaling)
+        found = torch.atan2(sin, cos).flatten()  # the angle at position 1 is the frequency, which is at most 1
+        assert torch.allclose(found, expected.double(), rtol=1e-6, atol=0) is same
+    plain = 500_000.0 ** (-torch.arange(64, dtype=torch.float64) / 64)
+    ratio = expected.double() / plain
+    assert (ratio > 1 - 1e-6).sum() > 20
+    assert (ratio < 1 / 8 + 1e-6).sum() > 20
+    assert ((ratio > 0.13) & (ratio < 0.99)).sum() >= 5
 
 
 def test_rotation_gradient_is_right():

@@ -107,6 +107,13 @@ def test_triton_kernels(ranks, case):
     assert not row.failures(), parity.line(row, 0)
 
 
+def test_heads_narrower_than_dp_shard(ranks):
+    """Their norms' two numbers are cut over four ranks: two of them, and their tp groups, have none."""
+    case = Case((1, 1, 4, 2), attention_dim=16, qk_norm=True, sequence_parallel=False)
+    row = check(ranks, case, steps=3)
+    assert not row.failures(), parity.line(row, 3)
+
+
 def test_covering_array_is_the_same_every_time():
     assert covering_cases([(1, 1, 1, 2), (2, 1, 1, 1)]) == covering_cases([(1, 1, 1, 2), (2, 1, 1, 1)])
 

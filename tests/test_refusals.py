@@ -33,6 +33,11 @@ WRONG = [
     ("parallel.dp_shard=4", "parallel.dp_shard", "start exactly 4 processes"),
     ("model.num_heads=3", "model.num_heads", "choose one of"),
     ("model.num_kv_heads=3", "model.num_kv_heads", "choose one of [1, 2, 4]"),
+    ("model.attention_dim=30", "model.attention_dim", "for example 512, or null for model.dim"),
+    ("model.attention_dim=12", "model.attention_dim", "even width"),
+    ("model.rope_scaling_factor=0.5", "model.rope_scaling_factor", "give 1 (not at all) or more"),
+    ("model.rope_low_freq_factor=4", "model.rope_low_freq_factor", "below model.rope_high_freq_factor=4.0"),
+    ("model.rope_original_length=0", "model.rope_original_length", "8192"),
     ("train.global_batch_size=7", "train.global_batch_size", "multiple"),
     ("train.micro_batch_size=0", "train.micro_batch_size", "at least 1"),
     ("parallel.schedule=2f2b", "parallel.schedule", "1f1b"),
@@ -124,6 +129,7 @@ def test_resume_refuses_another_model_data_or_sequence_length(ranks: Ranks, data
     other = prepared(tmp_path / "other", heldout_fraction=0.5)
     for override, key in (
         ("model.ffn_dim=96", "model.ffn_dim"),
+        ("model.qk_norm=true", "model.qk_norm"),
         ("train.seq_len=16", "train.seq_len"),
         ("train.seed=1", "train.seed"),
         ("checkpoint.resume=none", "run.dir"),

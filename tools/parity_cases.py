@@ -39,9 +39,13 @@ class Case:
     schedule: str = "1f1b"
     stages_per_rank: int = 1
     zero_stage: int = 1
+    fsdp_unit: str = "block"
     tie_embeddings: bool = False
     vocab_size: int = 251  # prime: no tp but 1 divides it
     num_kv_heads: int = 4  # fewer than tp where tp is 8
+    attention_dim: int | None = None  # or 64: heads together twice as wide as the residual stream
+    qk_norm: bool = False
+    rope_scaling_factor: float = 1.0
     layers: str = "even"  # or "uneven", "none_first", "none_last": blocks on the first or last stage
     activation_checkpointing: str = "none"
     cpu_offload: bool = False
@@ -71,6 +75,10 @@ class Case:
                 num_layers=num_layers,
                 num_heads=8,
                 num_kv_heads=self.num_kv_heads,
+                attention_dim=self.attention_dim,
+                qk_norm=self.qk_norm,
+                rope_scaling_factor=self.rope_scaling_factor,
+                rope_original_length=8,  # half of SEQ_LEN: of a head's two frequencies one is scaled in part, one whole
                 ffn_dim=48,
                 vocab_size=self.vocab_size,
                 tie_embeddings=self.tie_embeddings,
@@ -87,6 +95,7 @@ class Case:
                 stages_per_rank=self.stages_per_rank,
                 layers_per_stage=_layers_per_stage(self.layers, stages, num_layers),
                 zero_stage=self.zero_stage,
+                fsdp_unit=self.fsdp_unit,
                 cpu_offload=self.cpu_offload,
             ),
             TrainConfig(
@@ -142,9 +151,13 @@ def option_values() -> dict[str, Sequence[object]]:
         "sequence_parallel": (True, False),
         "pipeline": [pair for pair in product(SCHEDULES, (1, 2, 4)) if _takes(*pair)],  # schedule, stages per rank
         "zero_stage": get_args(get_type_hints(ParallelConfig)["zero_stage"]),
+        "fsdp_unit": get_args(get_type_hints(ParallelConfig)["fsdp_unit"]),
         "tie_embeddings": (False, True),
         "vocab_size": (251, 256),
         "num_kv_heads": (4, 2, 8),
+        "attention_dim": (None, 64),
+        "qk_norm": (False, True),
+        "rope_scaling_factor": (1.0, 8.0),
         "layers": ("even", "uneven", "none_first", "none_last"),
         "activation_checkpointing": get_args(get_type_hints(TrainConfig)["activation_checkpointing"]),
         "cpu_offload": (False, True),
@@ -186,11 +199,11 @@ def kernel_cases(worlds: Sequence[int]) -> list[Case]:
     """The whole model with Triton's kernels: over tp, and with each way of keeping, gathering and splitting that they meet."""
     cases = [Case((1, 1, 1, tp), kernels="triton") for tp in (1, 2, 4)]
     cases += [
-        Case((1, 1, 1, 2), kernels="triton", sequence_parallel=False, num_kv_heads=8),
-        Case((1, 1, 2, 2), kernels="triton", zero_stage=3, activation_checkpointing="full", num_kv_heads=1),
+        Case((1, 1, 1, 2), kernels="triton", sequence_parallel=False, num_kv_heads=8, attention_dim=64),
+        Case((1, 1, 2, 2), kernels="triton", zero_stage=3, activation_checkpointing="full", num_kv_heads=1, qk_norm=True),
         Case((1, 2, 1, 1), kernels="triton", activation_checkpointing="selective", document_mask=True),
         Case((2, 1, 1, 2), kernels="triton", schedule="zb_v", stages_per_rank=2, tie_embeddings=True, vocab_size=256),
-        Case((2, 1, 2, 1), kernels="triton", schedule="zb_h1", zero_stage=2, cpu_offload=True),
+        Case((2, 1, 2, 1), kernels="triton", schedule="zb_h1", zero_stage=2, cpu_offload=True, qk_norm=True),
     ]
     return [case for case in cases if case.world in worlds]
 

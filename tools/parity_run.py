@@ -22,7 +22,7 @@ from parallel.mesh import build_mesh
 from parallel.placement import local_region
 from tools.parity_cases import BATCH, BOS, OPTIMIZER, SEED, SEQ_LEN, STEPS, Case
 from tools.ranks import RankError, Ranks
-from tools.reference import IGNORE, Reference, train, warmup_cosine
+from tools.reference import IGNORE, Reference, Rotary, train, warmup_cosine
 from training.build import DTYPES, build_stages
 from training.step import TrainStep
 
@@ -116,10 +116,18 @@ def reference_model(model: ModelConfig, dtype: torch.dtype, seed: int, bos_id: i
         num_layers=model.num_layers,
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        qk_norm=model.qk_norm,
         ffn_dim=model.ffn_dim,
         vocab_size=model.vocab_size,
         norm_eps=model.norm_eps,
-        rope_theta=model.rope_theta,
+        rotary=Rotary(
+            model.rope_theta,
+            model.rope_scaling_factor,
+            model.rope_low_freq_factor,
+            model.rope_high_freq_factor,
+            model.rope_original_length,
+        ),
         tie_embeddings=model.tie_embeddings,
         bos_id=bos_id,
     ).to(dtype)

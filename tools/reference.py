@@ -7,6 +7,7 @@ own. Parameter names are the same, so that gradients compare by name. `tools/par
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -28,10 +29,33 @@ class Norm(nn.Module):
         return x / (x * x).mean(dim=-1, keepdim=True).add(self.eps).sqrt() * self.weight
 
 
-def rotate(x: Tensor, theta: float) -> Tensor:
-    """Rotary embedding of x [B, H, S, E]: the pair (i, i + E/2) is a complex number, turned by position · theta^(−2i/E)."""
+@dataclass(frozen=True)
+class Rotary:
+    """Frequencies of the rotary embedding. With a factor above 1 as in Llama 3.1: waves longer than `original` / `low` are
+    stretched by it, those shorter than `original` / `high` are not; between the two, a frequency is mixed of both by how
+    many of its waves fit into `original`."""
+
+    theta: float
+    factor: float = 1.0
+    low: float = 1.0
+    high: float = 4.0
+    original: int = 8192
+
+    def frequency(self, exponent: float) -> float:
+        frequency = self.theta**-exponent
+        wavelength = 2 * math.pi / frequency
+        if wavelength > self.original / self.low:
+            return frequency / self.factor
+        if wavelength < self.original / self.high:
+            return frequency
+        share = (self.original / wavelength - self.low) / (self.high - self.low)
+        return share * frequency + (1 - share) * frequency / self.factor
+
+
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """Rotary embedding of x [B, H, S, E]: the pair (i, i + E/2) is a complex number, turned by position · frequency."""
     half = x.shape[-1] // 2
-    frequencies = torch.tensor([theta ** (-i / half) for i in range(half)], dtype=torch.float64)
+    frequencies = torch.tensor([rotary.frequency(i / half) for i in range(half)], dtype=torch.float64)
     angles = torch.outer(torch.arange(x.shape[-2], dtype=torch.float64), frequencies)  # [S, E/2]
     turn = torch.polar(torch.ones_like(angles), angles).to(torch.complex128 if x.dtype == torch.float64 else torch.complex64)
     turned = torch.complex(x[..., :half], x[..., half:]) * turn
@@ -41,30 +65,33 @@ def rotate(x: Tensor, theta: float) -> Tensor:
 class Attention(nn.Module):
     """Causal grouped-query attention: x [B, S, D] → [B, S, D]."""
 
-    def __init__(self, dim: int, num_heads: int, num_kv_heads: int, rope_theta: float) -> None:
+    def __init__(
+        self, dim: int, head_dim: int, num_heads: int, num_kv_heads: int, rotary: Rotary, qk_norm_eps: float | None
+    ) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.rope_theta = num_heads, num_kv_heads, rope_theta
-        kv_dim = dim // num_heads * num_kv_heads
-        self.query = nn.Linear(dim, dim, bias=False)
-        self.key = nn.Linear(dim, kv_dim, bias=False)
-        self.value = nn.Linear(dim, kv_dim, bias=False)
-        self.output = nn.Linear(dim, dim, bias=False)
+        self.num_heads, self.num_kv_heads, self.rotary = num_heads, num_kv_heads, rotary
+        self.query = nn.Linear(dim, num_heads * head_dim, bias=False)
+        self.key = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
+        self.value = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
+        self.output = nn.Linear(num_heads * head_dim, dim, bias=False)
+        self.query_norm = nn.Identity() if qk_norm_eps is None else Norm(head_dim, qk_norm_eps)
+        self.key_norm = nn.Identity() if qk_norm_eps is None else Norm(head_dim, qk_norm_eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, dim = x.shape
+        batch, length, _ = x.shape
 
         def heads(y: Tensor, count: int) -> Tensor:  # [B, count, S, E]
             return y.view(batch, length, count, -1).transpose(1, 2)
 
-        q = rotate(heads(self.query(x), self.num_heads), self.rope_theta)
-        k = rotate(heads(self.key(x), self.num_kv_heads), self.rope_theta)
+        q = rotate(self.query_norm(heads(self.query(x), self.num_heads)), self.rotary)
+        k = rotate(self.key_norm(heads(self.key(x), self.num_kv_heads)), self.rotary)
         v = heads(self.value(x), self.num_kv_heads)
         shared = self.num_heads // self.num_kv_heads
         k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
         scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])  # [B, H, S, S]
         future = torch.ones(length, length, dtype=torch.bool).triu(diagonal=1)
         weights = scores.masked_fill(future, -math.inf).softmax(dim=-1)
-        return self.output((weights @ v).transpose(1, 2).reshape(batch, length, dim))
+        return self.output((weights @ v).transpose(1, 2).reshape(batch, length, -1))
 
 
 class FeedForward(nn.Module):
@@ -82,10 +109,10 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, dim: int, num_heads: int, num_kv_heads: int, ffn_dim: int, norm_eps: float, rope_theta: float) -> None:
+    def __init__(self, dim: int, attention: Attention, ffn_dim: int, norm_eps: float) -> None:
         super().__init__()
         self.attention_norm = Norm(dim, norm_eps)
-        self.attention = Attention(dim, num_heads, num_kv_heads, rope_theta)
+        self.attention = attention
         self.feed_forward_norm = Norm(dim, norm_eps)
         self.feed_forward = FeedForward(dim, ffn_dim)
 
@@ -104,19 +131,20 @@ class Reference(nn.Module):
         num_layers: int,
         num_heads: int,
         num_kv_heads: int,
+        head_dim: int,
+        qk_norm: bool,
         ffn_dim: int,
         vocab_size: int,
         norm_eps: float,
-        rope_theta: float,
+        rotary: Rotary,
         tie_embeddings: bool,
         bos_id: int | None = None,
     ) -> None:
         super().__init__()
         self.bos_id = bos_id
         self.embedding = nn.Embedding(vocab_size, dim)
-        self.blocks = nn.ModuleList(
-            Block(dim, num_heads, num_kv_heads, ffn_dim, norm_eps, rope_theta) for _ in range(num_layers)
-        )
+        heads = (head_dim, num_heads, num_kv_heads, rotary, norm_eps if qk_norm else None)
+        self.blocks = nn.ModuleList(Block(dim, Attention(dim, *heads), ffn_dim, norm_eps) for _ in range(num_layers))
         self.norm = Norm(dim, norm_eps)
         self.head = nn.Linear(dim, vocab_size, bias=False)
         if tie_embeddings:

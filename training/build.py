@@ -57,6 +57,8 @@ def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bo
         units.insert(0, [stage.embedding])
     if stage.norm is not None and stage.head is not None:
         units.append([stage.norm, stage.head])
+    if config.parallel.fsdp_unit == "stage":
+        units = [[module for unit in units for module in unit]]
     shard(
         stage,
         units,

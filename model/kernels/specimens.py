@@ -94,6 +94,7 @@ SQUARES = (*TAIL, "PARTIAL + start")  # and the partial sums, 8 bytes for each b
 
 SPECIMENS = [
     Specimen("rms_norm 1024", lambda: _norm(1024), narrow=("W + columns",)),  # four rows at once: more threads than weights
+    Specimen("rms_norm 128", lambda: _norm(128), narrow=("W + columns", "DW + program")),  # a head; likewise, 32 at once
     *(Specimen(f"rms_norm {width}", partial(_norm, width)) for width in (4096, 8192, 16384)),
     *(Specimen(f"add_rms_norm {width}", partial(_norm_of_sum, width)) for width in (4096, 8192, 16384)),
     Specimen("rms_norm 8192 float32", lambda: _norm(8192, FP32)),
