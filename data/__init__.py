@@ -1,7 +1,8 @@
 """From text to batches. Owns the tokenizer, the prepared folder on disk, and which tokens make sample i of a run.
 
     sources.py      python-stdlib | files | Hugging Face data set  ->  documents (id, text), streamed
-    tokenizer.py    document -> token ids, and back, exactly
+    tokenizer.py    document -> token ids, and back; which library does it depends on the file:
+                    sentencepiece_codec.py (ours is trained there, and exact), tokenizers_codec.py (tokenizer.json)
     prepare.py      documents -> worker processes -> shards       (once, offline: `python -m tools.prepare`)
     shards.py       one token shard: a safetensors file, written as a stream, read through a memory map
     dataset.py      a prepared folder: one long sequence of tokens per split, nothing of it read before it is needed

@@ -18,7 +18,7 @@ import numpy as np
 
 from data.config import DataConfig
 from data.shards import FORMAT, REMEDY, VERSION, file_sha256, map_tensor
-from data.tokenizer import Tokenizer
+from data.tokenizer import JSON, MODEL, Tokenizer
 from errors import UserError
 
 OPEN_SHARDS = 128
@@ -58,14 +58,14 @@ class TokenDataset:
     def open(cls, folder: str | Path, split: str, *, tokenizer: str | Path = "") -> "TokenDataset":
         """Opens split `train` or `heldout` of a prepared folder.
 
-        tokenizer: a SentencePiece model that must be the one the data was made with; empty: not compared.
+        tokenizer: a tokenizer (file or folder) that must be the one the data was made with; empty: not compared.
         Raises UserError when anything is missing, truncated, of another format or made with another tokenizer.
         """
         folder = Path(folder)
         index = _read_index(folder)
         if tokenizer and (sha256 := Tokenizer.load(tokenizer).sha256) != index["tokenizer_sha256"]:
             why = f"{folder} was made with another tokenizer (sha256 {index['tokenizer_sha256'][:12]}…, this is {sha256[:12]}…)"
-            raise UserError("data.tokenizer", str(tokenizer), why, f"leave it empty, or give {folder / 'tokenizer.model'}")
+            raise UserError("data.tokenizer", str(tokenizer), why, f"leave it empty, or give {folder}")
         try:
             dataset = cls(folder, index, split)
         except (KeyError, TypeError, AttributeError) as error:
@@ -85,8 +85,8 @@ class TokenDataset:
 
     @property
     def tokenizer_path(self) -> Path:
-        """The tokenizer the data was made with."""
-        return self.folder / "tokenizer.model"
+        """The tokenizer the data was made with: its file, where the folder still has it."""
+        return next((self.folder / name for name in (MODEL, JSON) if (self.folder / name).is_file()), self.folder / MODEL)
 
     def verify(self) -> None:
         """Reads every shard and compares its sha256, header and document starts. Raises UserError for the first bad one."""

@@ -2,15 +2,15 @@
 
     documents --(this process, in order)--> chunks --(worker processes)--> token arrays --(this process, in order)--> shards
 
-Each document becomes  [bos] its tokens [eos]  as in Llama: generation starts from bos and stops at eos. Chunks are cut
-by the source alone and written in its order, so the bytes on disk do not depend on the number of workers. At most
-`2 * workers + 2` chunks are in flight, so memory does not depend on the size of the source. The folder is written
-beside its final place and renamed when complete: it exists whole or not at all.
+Each document becomes  [bos] its tokens [eos]  as in Llama: generation starts from bos and stops at eos. (Without bos where the
+tokenizer has none, as Qwen's.) Chunks are cut by the source alone and written in its order, so the bytes on disk do not depend
+on the number of workers. At most `2 * workers + 2` chunks are in flight, so memory does not depend on the size of the source.
+The folder is written beside its final place and renamed when complete: it exists whole or not at all.
 
     OUT/index.json                  format, tokenizer's sha256, dtype, and per split: shards, counts, checksums
     OUT/train-00000.safetensors …   see shards.py
     OUT/heldout-00000.safetensors …
-    OUT/tokenizer.model
+    OUT/tokenizer.model             or tokenizer.json and what belongs to it
 """
 
 import json
@@ -41,7 +41,7 @@ class Encoded(NamedTuple):
     """What a worker makes of the documents of one chunk that fall in one split."""
 
     tokens: np.ndarray  # [sum of lengths], the shards' dtype
-    lengths: np.ndarray  # [documents], int64: tokens of each, bos and eos included
+    lengths: np.ndarray  # [documents], int64: tokens of each, bos (if there is one) and eos included
     characters: int
     utf8_bytes: int
 
@@ -96,7 +96,8 @@ def prepare(
             "unigram_nats_per_token": unigram_nats_per_token(writers["train"].histogram, writers["heldout"].histogram),
             "splits": {name: writer.close() for name, writer in writers.items()},
         }
-        (partial / "tokenizer.model").write_bytes(tokenizer.model)
+        for name, content in tokenizer.files.items():
+            (partial / name).write_bytes(content)
         (partial / "index.json").write_text(json.dumps(index, indent=1) + "\n")
         _put_in_place(partial, out)
     finally:
@@ -154,7 +155,7 @@ def _encode(
     """Per chunk, in order, what its documents became: one Encoded for each of SPLITS."""
     # spawn: the same on Linux and macOS, and safe whatever threads this process has.
     context = multiprocessing.get_context("spawn")
-    arguments = (tokenizer.model, dtype.name, heldout_fraction)
+    arguments = (tokenizer.files, dtype.name, heldout_fraction)
     with ProcessPoolExecutor(workers, context, _start_worker, arguments) as pool:
         in_flight = deque()
         for chunk in chunks:
@@ -165,13 +166,13 @@ def _encode(
             yield in_flight.popleft().result()
 
 
-def _start_worker(model: bytes, dtype: str, heldout_fraction: float) -> None:
+def _start_worker(files: dict[str, bytes], dtype: str, heldout_fraction: float) -> None:
     """Runs once in each worker process; what it sets is that process's own."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     # A parent that was killed cannot stop its workers: they watch it.
     threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
     global _worker_tokenizer, _worker_dtype, _worker_heldout_fraction
-    _worker_tokenizer, _worker_dtype, _worker_heldout_fraction = Tokenizer(model), np.dtype(dtype), heldout_fraction
+    _worker_tokenizer, _worker_dtype, _worker_heldout_fraction = Tokenizer(files), np.dtype(dtype), heldout_fraction
 
 
 def _encode_chunk(chunk: list[Document]) -> list[Encoded]:
@@ -181,10 +182,10 @@ def _encode_chunk(chunk: list[Document]) -> list[Encoded]:
     for side in (False, True):  # SPLITS
         texts = [document.text for document, is_out in zip(chunk, out, strict=True) if is_out == side]
         arrays = tokenizer.encode_arrays(texts) if texts else []
-        bos, eos = np.array([tokenizer.bos_id], dtype), np.array([tokenizer.eos_id], dtype)
+        bos, eos = np.array([tokenizer.bos_id] if tokenizer.bos_id >= 0 else [], dtype), np.array([tokenizer.eos_id], dtype)
         parts = [part for array in arrays for part in (bos, array.astype(dtype), eos)]
         tokens = np.concatenate([np.empty(0, dtype), *parts])
-        lengths = np.array([len(array) + 2 for array in arrays], dtype=np.int64)
+        lengths = np.array([len(bos) + len(array) + 1 for array in arrays], dtype=np.int64)
         result.append(
             Encoded(tokens, lengths, sum(map(len, texts)), sum(len(text.encode("utf-8", "replace")) for text in texts))
         )

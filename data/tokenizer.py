@@ -1,104 +1,71 @@
-"""Text to token ids and back, exactly: SentencePiece BPE (Kudo & Richardson 2018) with everything that alters text off.
+"""Text to token ids and back. Which library does it depends on the file.
 
-A tokenizer that normalises cannot be inverted, and a model of source code needs its tabs, blank lines and
-indentation back. So: identity normalisation, no dummy prefix, no removal of whitespace, and bytes (`<0x00>`..`<0xFF>`)
-for every character outside the vocabulary. What SentencePiece itself still loses is U+2581: it uses that character for
-the space and decodes it to one. `Tokenizer` spells it in bytes. Then decode(encode(x)) == x for every x that UTF-8 can
-carry, that is every str but those with lone surrogates, which become U+FFFD.
+    tokenizer.model   SentencePiece    data/sentencepiece_codec.py   ours, and Llama 2's
+    tokenizer.json    tokenizers       data/tokenizers_codec.py      Llama 3's, Qwen's, most others'
+
+Where both lie in a folder (Llama 2, Mistral), it is the first: what the model was trained with. Prepared data and checkpoints
+take along what decides the ids, and what Hugging Face's tools want to find beside it.
 """
 
-import hashlib
-import io
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
-import sentencepiece
 
+from data.sentencepiece_codec import SentencePieceCodec, train_sentencepiece
+from data.tokenizers_codec import TokenizersCodec
 from errors import UserError
 
-SPACE_MARK = "\u2581"  # SentencePiece writes a space as this character
+MODEL, JSON = "tokenizer.model", "tokenizer.json"
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")  # what belongs to either
+
+
+class Codec(Protocol):
+    """What a library does. Texts are str without lone surrogates, ids are in range(vocab_size)."""
+
+    sha256: str  # of all that decides which ids a text has, and which token opens and closes a document
+    vocab_size: int
+    bos_id: int  # negative: none
+    eos_id: int
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
 
 
 class Tokenizer:
-    """One SentencePiece model. Ids are in range(vocab_size); bos opens a document and eos closes it.
+    """Text to ids in range(vocab_size), and back. eos closes a document, and bos opens it where there is one.
+
+    A text that spells a special token (`<|end_of_text|>`, `</s>`) is text: no document can close itself.
 
     Args:
-        model: the serialized model, the content of a `.model` file.
+        files: name → content, in this order: tokenizer.model or tokenizer.json, and what belongs to it.
         name: how messages call it (its path).
 
-    Raises UserError when this is no SentencePiece model, or one without bos and eos.
+    Raises UserError when the first file is not what its name says, or has no token to close a document with.
     """
 
-    def __init__(self, model: bytes, name: str = "tokenizer") -> None:
-        remedy = "give a SentencePiece model with bos and eos, such as `python -m tools.tokenizer` writes"
-        try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        except (RuntimeError, ValueError) as error:
-            raise UserError("tokenizer", name, "this is not a SentencePiece model", remedy) from error
-        self.model = model
-        self.sha256 = hashlib.sha256(model).hexdigest()
-        self.vocab_size: int = self._processor.get_piece_size()
-        self.bos_id: int = self._processor.bos_id()
-        self.eos_id: int = self._processor.eos_id()
-        self.unk_id: int = self._processor.unk_id()
-        if self.bos_id < 0 or self.eos_id < 0:
-            raise UserError("tokenizer", name, "the model has no bos or no eos token", remedy)
-        # A foreign model with a dummy prefix would put a space before each part; one without bytes has no spelling.
-        pieces = [f"<0x{byte:02X}>" for byte in SPACE_MARK.encode()]
-        spelling = [self._processor.piece_to_id(piece) for piece in pieces]
-        has_bytes = all(self._processor.is_byte(token) for token in spelling)
-        prefixed = self._processor.encode("a", out_type=str)[0].startswith(SPACE_MARK)
-        self._space_mark_ids = np.array(spelling, dtype=np.int32) if has_bytes and not prefixed else None
+    def __init__(self, files: dict[str, bytes], name: str = "tokenizer") -> None:
+        self.files = files
+        self._codec: Codec = TokenizersCodec(files, name) if next(iter(files)) == JSON else SentencePieceCodec(self.model, name)
+        self.sha256, self.vocab_size = self._codec.sha256, self._codec.vocab_size
+        self.bos_id, self.eos_id = self._codec.bos_id, self._codec.eos_id
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """The tokenizer stored at `path`. Raises UserError when there is none."""
-        try:
-            return cls(Path(path).read_bytes(), str(path))
-        except OSError as error:
-            raise UserError(
-                "tokenizer", str(path), f"cannot be read ({error.strerror})", "train one: `python -m tools.tokenizer`"
-            ) from error
+        """The tokenizer stored at `path`: a file, or a folder that holds one. Raises UserError when there is none."""
+        return cls({name: file.read_bytes() for name, file in tokenizer_files(Path(path)).items()}, str(path))
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
-        """BPE trained on the lines of `texts`, which SentencePiece keeps in memory.
+        """A SentencePiece tokenizer trained on `texts`: see `train_sentencepiece`."""
+        return cls({MODEL: train_sentencepiece((clean(text) for text in texts), vocab_size)})
 
-        Newlines are a token of their own, so no piece crosses a line. Pieces may cross scripts (`self.x`, `(i)`) and may
-        be nothing but spaces (indentation): together 7% fewer tokens on Python. Digits are always single.
-        Raises UserError when the text is too little for `vocab_size`, or `vocab_size` for the alphabet.
-        """
-        out = io.BytesIO()
-        lines = (line for text in texts for line in clean(text).split("\n") if line)
-        try:
-            sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=lines,
-                model_writer=out,
-                model_type="bpe",
-                vocab_size=vocab_size,
-                byte_fallback=True,
-                character_coverage=0.9995,  # rarer characters are spelled in bytes
-                split_digits=True,
-                split_by_unicode_script=False,
-                allow_whitespace_only_pieces=True,
-                user_defined_symbols=["\n"],
-                normalization_rule_name="identity",
-                add_dummy_prefix=False,
-                remove_extra_whitespaces=False,
-                unk_id=0,
-                bos_id=1,
-                eos_id=2,
-                pad_id=-1,
-                max_sentence_length=1 << 20,  # bytes; longer lines are left out of training, not of encoding
-                minloglevel=2,
-            )
-        except (RuntimeError, ValueError) as error:
-            if "sentences_.empty" in str(error):
-                raise UserError("--source", "(read)", "there is no text to train on", "give another source") from error
-            why = " ".join(str(error).split("] ")[-1].split())
-            raise UserError("--vocab-size", vocab_size, why, "choose a size within that limit, or more text") from error
-        return cls(out.getvalue())
+    @property
+    def model(self) -> bytes:
+        """The content of its tokenizer.model, or tokenizer.json."""
+        return next(iter(self.files.values()))
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without bos and eos."""
@@ -110,18 +77,35 @@ class Tokenizer:
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
         """`encode` of each, as int32 arrays; on one thread: preparation runs one process per core."""
-        texts = [clean(text) for text in texts]
-        marked = [i for i, text in enumerate(texts) if self._space_mark_ids is not None and SPACE_MARK in text]
-        arrays = self._processor.encode([*texts], return_type="numpy", num_threads=1)
-        for i in marked:
-            parts = self._processor.encode(texts[i].split(SPACE_MARK), return_type="numpy", num_threads=1)
-            spelled = [array for part in parts for array in (self._space_mark_ids, part)]
-            arrays[i] = np.concatenate(spelled[1:])  # a mark between the parts, none before the first
-        return arrays
+        return self._codec.encode([clean(text) for text in texts])
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`: bos and eos are silent, and bytes that are no UTF-8 become U+FFFD."""
-        return self._processor.decode([int(token) for token in ids])
+        """The text of `ids`. bos and eos are silent, and so is what a model with a padded vocabulary may draw beyond
+        vocab_size; bytes that are no UTF-8 become U+FFFD."""
+        return self._codec.decode([int(token) for token in ids if token < self.vocab_size])
+
+
+def tokenizer_files(path: Path) -> dict[str, Path]:
+    """The files of the tokenizer at `path`, a file or a folder: their names wherever they are copied to → where they are now.
+    Raises UserError when there is none.
+
+    A file is known by its content, and has others beside it only where it bears its standard name.
+    """
+    if path.is_dir():
+        found = [path / name for name in (MODEL, JSON) if (path / name).is_file()]
+        if not found:
+            why = f"there is neither {MODEL} nor {JSON} in it"
+            raise UserError("tokenizer", str(path), why, "name a file, or train one: `python -m tools.tokenizer`")
+        path = found[0]
+    try:
+        with open(path, "rb") as file:
+            is_json = file.read(64).lstrip().startswith(b"{")
+    except OSError as error:
+        why = f"cannot be read ({error.strerror})"
+        raise UserError("tokenizer", str(path), why, "train one: `python -m tools.tokenizer`") from error
+    name = JSON if is_json else MODEL
+    beside = (*BESIDE, *([] if is_json else [JSON])) if path.name == name else ()
+    return {name: path} | {other: path.with_name(other) for other in beside if path.with_name(other).is_file()}
 
 
 def clean(text: str) -> str:

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.varlen import varlen_attn
 
+from model.cache import LayerCache
 from model.config import ModelConfig
 from model.kernels.rotary import rotate
+from model.norm import RMSNorm
 from parallel.tensor import ColumnParallelLinear, RowParallelLinear, column_parallel
 
 
@@ -25,18 +27,27 @@ class Attention(nn.Module):
         super().__init__()
         self.group, self.sequence_parallel = tp.get_group(), sequence_parallel
         self.head_dim, self.kernels = config.head_dim, config.kernels
-        kv_dim = config.num_kv_heads * config.head_dim
-        self.query = ColumnParallelLinear(config.dim, config.dim, tp)
+        q_dim, kv_dim = config.attention_width, config.num_kv_heads * config.head_dim
+        self.query = ColumnParallelLinear(config.dim, q_dim, tp)
         self.key = ColumnParallelLinear(config.dim, kv_dim, tp, shards=config.num_kv_heads)
         self.value = ColumnParallelLinear(config.dim, kv_dim, tp, shards=config.num_kv_heads)
-        self.output = RowParallelLinear(config.dim, config.dim, tp, sequence_parallel)
+        self.output = RowParallelLinear(q_dim, config.dim, tp, sequence_parallel)
+        # One weight for all heads, of which each tp rank has some.
+        self.query_norm = RMSNorm(config, config.head_dim, tp, gradient_is_partial=True) if config.qk_norm else None
+        self.key_norm = RMSNorm(config, config.head_dim, tp, gradient_is_partial=True) if config.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None = None) -> Tensor:
-        """`documents`: see `attend`."""
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None = None, cache: LayerCache | None = None
+    ) -> Tensor:
+        """`documents`: see `attend`. With a `cache` x follows on the tokens in it, and is added to them."""
         layers = [self.query, self.key, self.value]
         q, k, v = column_parallel(x, layers, self.group, self.sequence_parallel)  # [S, B, H/tp·E], [S, B, K/tp·E] twice
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # [S, B, heads, E]
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
         q, k = rotate(q, k, cos, sin, self.kernels)
+        if cache is not None:
+            k, v = cache.append(k, v)
         return self.output(attend(q, k, v, documents).flatten(-2))  # [S, B, H/tp·E] → [S/tp, B, D]
 
 
@@ -44,13 +55,27 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
     """Causal attention: q [S, B, H, E], k and v [S, B, K, E] → [S, B, H, E].
 
     `documents` (model/document.py): None, all of a sequence is one; boundaries [N + 1] int32; or a mask [B, 1, S, S].
+    A single query may follow on more keys and values than its own (`attend_last`).
     """
     if documents is not None and documents.dtype == torch.int32:
         return attend_packed(q, k, v, documents)
+    if q.shape[0] == 1:
+        return attend_last(q, k, v, documents)
     q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [B, heads, S, E]
     shared = q.shape[1] != k.shape[1]
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=documents, is_causal=documents is None, enable_gqa=shared)
     return y.permute(2, 0, 1, 3)
+
+
+def attend_last(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """The last token's queries [1, B, H, E] on keys and values [S, B, K, E] of all → [1, B, H, E]; `mask` [B, 1, 1, S].
+
+    Nothing lies ahead of it, so nothing is causal, and the H/K queries of a key/value head are the rows of one product: no head
+    is repeated, and the keys, which are what costs time here, are read once.
+    """
+    rows = q.reshape(q.shape[1], k.shape[2], -1, q.shape[3])  # [B, K, H/K, E]
+    k, v = k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)  # [B, K, S, E]
+    return F.scaled_dot_product_attention(rows, k, v, attn_mask=mask).reshape(q.shape)
 
 
 # torch 2.11 has no such argument and takes fewer key/value heads as they are; later versions want to be told.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from model.attention import Attention
+from model.cache import KeyValueCache, LayerCache
 from model.config import ModelConfig
 from model.document import attention_bounds
 from model.feed_forward import FeedForward
@@ -38,13 +39,15 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, tp: DeviceMesh, sequence_parallel: bool) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config, tp, sequence_parallel)
+        self.attention_norm = RMSNorm(config, config.dim, tp, sequence_parallel)
         self.attention = Attention(config, tp, sequence_parallel)
-        self.feed_forward_norm = RMSNorm(config, tp, sequence_parallel)
+        self.feed_forward_norm = RMSNorm(config, config.dim, tp, sequence_parallel)
         self.feed_forward = FeedForward(config, tp, sequence_parallel)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None = None) -> Tensor:
-        y, x = self.feed_forward_norm.add(self.attention(self.attention_norm(x), cos, sin, documents), x)
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None = None, cache: LayerCache | None = None
+    ) -> Tensor:
+        y, x = self.feed_forward_norm.add(self.attention(self.attention_norm(x), cos, sin, documents, cache), x)
         return x + self.feed_forward(y)
 
 
@@ -60,8 +63,7 @@ class Head(ColumnParallelLinear):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x [S/tp, B, D] → the scaled loss, or logits [S, B, V/tp] where there are no targets."""
         if batch.targets is None:
-            (logits,) = column_parallel(x, [self], self.group, self.sequence_parallel)
-            return logits
+            return self.logits(x)
         assert batch.loss_scale is not None
         return linear_cross_entropy(
             x,
@@ -75,6 +77,10 @@ class Head(ColumnParallelLinear):
             z_loss=self.z_loss if torch.is_grad_enabled() else 0.0,  # evaluation reports the cross-entropy alone
             kernels=self.kernels,
         )
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x [S/tp, B, D] → [S, B, V/tp]"""
+        return column_parallel(x, [self], self.group, self.sequence_parallel)[0]
 
 
 class Transformer(nn.Module):
@@ -91,7 +97,7 @@ class Transformer(nn.Module):
         self.config, self.first, self.last = config, first, last
         self.embedding = VocabParallelEmbedding(config.vocab_size, config.dim, tp, sequence_parallel) if first else None
         self.blocks = nn.ModuleDict({str(layer): Block(config, tp, sequence_parallel) for layer in layers})
-        self.norm = RMSNorm(config, tp, sequence_parallel) if last else None
+        self.norm = RMSNorm(config, config.dim, tp, sequence_parallel) if last else None
         self.head = Head(config, tp, sequence_parallel) if last else None
 
     def forward(self, hidden: Tensor | None, batch: Batch) -> Tensor:
@@ -99,11 +105,26 @@ class Transformer(nn.Module):
         if self.embedding is not None:
             hidden = self.embedding(batch.tokens)
         assert hidden is not None
-        cos, sin = rotary_angles(batch.positions, self.config.head_dim, self.config.rope_theta, hidden.dtype)
-        documents = attention_bounds(batch.documents, batch.positions, hidden.dtype, self.config.head_dim)
+        config = self.config
+        cos, sin = rotary_angles(batch.positions, config.head_dim, config.rope_theta, hidden.dtype, config.rope_scaling)
+        documents = attention_bounds(batch.documents, batch.positions, hidden.dtype, config.head_dim)
         for block in self.blocks.values():
             hidden = block(hidden, cos, sin, documents)
         if self.norm is not None and self.head is not None:
             hidden = self.head(self.norm(hidden), batch)
         assert isinstance(hidden, torch.Tensor)
         return hidden
+
+    def next_logits(self, tokens: Tensor, cache: KeyValueCache) -> Tensor:
+        """tokens [S, B], which follow on those in the cache and are added to it → logits [1, B, V/tp] after the last of them.
+
+        For a model in one stage, without sequence parallelism: one token cannot be cut.
+        """
+        assert self.embedding is not None, "the whole model in one stage"
+        hidden = self.embedding(tokens)
+        cos, sin, mask = cache.next(tokens.shape[0])
+        for name, block in self.blocks.items():
+            hidden = block(hidden, cos, sin, mask, cache.layers[name])
+        assert self.norm is not None
+        assert self.head is not None
+        return self.head.logits(self.norm(hidden[-1:]))

@@ -20,7 +20,12 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m tools.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--source", required=True, help="where the text comes from")
-    parser.add_argument("--tokenizer", required=True, metavar="FILE", help="a SentencePiece model (tools.tokenizer trains one)")
+    parser.add_argument(
+        "--tokenizer",
+        required=True,
+        metavar="FILE",
+        help="a SentencePiece model (tools.tokenizer trains one), a tokenizer.json, or a folder with either (a checkpoint)",
+    )
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="the folder to write")
     parser.add_argument("--text-field", default="text", help="the column that holds the text (default: %(default)s)")
     parser.add_argument("--split", default="train", help="which split of a Hugging Face data set (default: %(default)s)")

@@ -1,7 +1,7 @@
 """Trains a tokenizer: `python -m tools.tokenizer --source … --vocab-size N --out FILE`.
 
-SentencePiece BPE that can spell every text exactly (data/tokenizer.py). It sees the training documents only, never the
-held-out ones, and at most --max-characters of them from the start of the source: give a source that is mixed, not sorted.
+SentencePiece BPE that can spell every text exactly (data/sentencepiece_codec.py). It sees the training documents only, never
+the held-out ones, and at most --max-characters of them from the start of the source: give a source that is mixed, not sorted.
 """
 
 import argparse

@@ -1,0 +1,216 @@
+"""Generation: what the cache keeps is what would be computed again, whoever else is in the batch and on however many ranks."""
+
+import contextlib
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from model.cache import KeyValueCache, LayerCache
+from model.config import ModelConfig
+from model.initialise import initialise
+from model.transformer import Batch
+from tools import generate as program
+from tools.load_model import empty_model
+from tools.sampling import Sampling, draw
+
+GREEDY = Sampling(temperature=0)
+LONG = 200  # tokens
+# Weights so large that a greedy text goes on without repeating itself, and a vocabulary that no tp divides.
+SMALL = ModelConfig(dim=32, num_layers=2, num_heads=8, num_kv_heads=4, ffn_dim=48, vocab_size=251, init_std=0.4, rope_theta=1e4)
+MODELS = {
+    "grouped": SMALL,
+    "one key/value head": replace(SMALL, num_kv_heads=1),
+    "one each": replace(SMALL, num_kv_heads=8, tie_embeddings=True),
+    "every switch": replace(SMALL, attention_dim=64, qk_norm=True, rope_scaling_factor=8.0, rope_original_length=64),
+}
+PROMPTS = [[7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [100, 200, 250, 0, 17], [8, 8]]
+
+
+def build(config, dtype=torch.float64):
+    model = empty_model(config, dtype, "cpu")
+    initialise(model, seed=1)
+    return model
+
+
+def rows_of(model, prompts, count, sampling=GREEDY, stop=(), first_row=0):
+    """The new tokens of each prompt."""
+    rows = [[] for _ in prompts]
+    for new in program.generate(model, prompts, count, sampling, stop, first_row):
+        for row, token in zip(rows, new, strict=True):
+            row += [] if token is None else [token]
+    return rows
+
+
+# --- the cache --------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def recompute(model, prompt, count):
+    """Greedy tokens without a cache, the whole sequence again for each; and the logits [count, V] that they were taken from."""
+    tokens, logits = list(prompt), []
+    for _ in range(count):
+        column = torch.tensor(tokens).unsqueeze(1)
+        logits.append(model(None, Batch(column, None, torch.arange(len(tokens)).unsqueeze(1)))[-1, 0])
+        tokens.append(int(logits[-1].argmax()))
+    return tokens[len(prompt) :], torch.stack(logits)
+
+
+@torch.no_grad()
+def cached_logits(model, prompt, following):
+    """Logits [1 + following, V] after the prompt and after each of the tokens that follow on it."""
+    cache = KeyValueCache(model.config, 1, [len(prompt)], len(following), model.norm.weight.dtype, torch.device("cpu"))
+    steps = [torch.tensor(prompt).unsqueeze(1), *torch.tensor(following).view(-1, 1, 1)]
+    return torch.stack([model.next_logits(tokens, cache)[0, 0] for tokens in steps])
+
+
+@contextlib.contextmanager
+def turned_by_the_next_position():
+    """Every token after the prompt is turned as if it stood one further."""
+    honest = KeyValueCache.next
+
+    def next_(self, length):
+        begin = self.layers["0"].filled
+        if begin == 0:
+            return honest(self, length)
+        tokens = slice(begin + 1, begin + 2) if begin + 1 < len(self._cos) else slice(begin, begin + 1)
+        return self._cos[tokens], self._sin[tokens], None
+
+    with patch.object(KeyValueCache, "next", next_):
+        yield
+
+
+@contextlib.contextmanager
+def last_slot_forgotten():
+    """A token does not see the one before it: its keys are written over that one's."""
+    honest = LayerCache.append
+
+    def append(self, k, v):
+        self.filled -= self.filled > 3
+        return honest(self, k, v)
+
+    with patch.object(LayerCache, "append", append):
+        yield
+
+
+@contextlib.contextmanager
+def keys_without_values():
+    honest = LayerCache.append
+
+    def append(self, k, v):
+        return honest(self, k, v if self.filled < 20 else torch.zeros_like(v))
+
+    with patch.object(LayerCache, "append", append):
+        yield
+
+
+def cache_error(config, dtype, sabotage=contextlib.nullcontext):
+    """How many of 200 greedy tokens differ with the cache from those without, and how much the logits, relatively."""
+    model = build(config, dtype)
+    prompt = PROMPTS[1]
+    expected, without = recompute(model, prompt, LONG)
+    with sabotage():
+        (found,) = rows_of(model, [prompt], LONG)
+        logits = cached_logits(model, prompt, expected[:-1])
+    different = sum(a != b for a, b in zip(found, expected, strict=True))
+    return different, ((logits - without).abs().max() / without.abs().max()).item(), len(set(expected))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_with_the_cache_as_without(ranks, name):
+    ((different, error, kinds),) = ranks.run(cache_error, 1, MODELS[name], torch.float64)
+    assert different == 0
+    assert error < 1e-12
+    assert kinds > 20, "a text that repeats one word proves little"
+
+
+def test_with_the_cache_as_without_in_float32(ranks):
+    ((different, error, _),) = ranks.run(cache_error, 1, SMALL, torch.float32)
+    assert different == 0
+    assert error < 1e-5
+
+
+@pytest.mark.parametrize("sabotage", [turned_by_the_next_position, last_slot_forgotten, keys_without_values])
+def test_a_planted_error_of_the_cache_is_found(ranks, sabotage):
+    ((different, error, _),) = ranks.run(cache_error, 1, SMALL, torch.float64, sabotage)
+    assert different > 0
+    assert error > 1e-3
+
+
+# --- a batch ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def padding_seen():
+    build_cache = KeyValueCache.__init__
+
+    def without_mask(self, *arguments):
+        build_cache(self, *arguments)
+        self._has_padding = False
+
+    with patch.object(KeyValueCache, "__init__", without_mask):
+        yield
+
+
+def batch_against_alone(sampling, sabotage=contextlib.nullcontext):
+    model = build(SMALL)
+    with sabotage():
+        together = rows_of(model, PROMPTS, 40, sampling, first_row=5)
+    return together, [rows_of(model, [p], 40, sampling, first_row=5 + row)[0] for row, p in enumerate(PROMPTS)]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0, top_k=50, top_p=0.9, seed=3)], ids=["greedy", "drawn"])
+def test_a_row_is_what_it_is_alone(ranks, sampling):
+    ((together, alone),) = ranks.run(batch_against_alone, 1, sampling)
+    assert together == alone
+    assert all(len(row) == 40 for row in alone)
+
+
+def test_padding_that_is_seen_is_found(ranks):
+    ((together, alone),) = ranks.run(batch_against_alone, 1, GREEDY, padding_seen)
+    assert [row != other for row, other in zip(together, alone, strict=True)] == [True, False, True, True]  # 1 has none
+
+
+def stopped(stop_at):
+    model = build(SMALL)
+    free = rows_of(model, PROMPTS, 30)
+    stop = {free[0][stop_at]}
+    return free, rows_of(model, PROMPTS, 30, stop=stop), stop
+
+
+def test_a_row_ends_before_its_stop_token_and_the_others_go_on(ranks):
+    ((free, cut, stop),) = ranks.run(stopped, 1, 4)
+    expected = [row[: next((i for i, token in enumerate(row) if token in stop), None)] for row in free]
+    assert cut == expected
+    assert len({len(row) for row in cut}) > 1
+
+
+# --- tensor parallelism -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def each_draws_from_its_own_part():
+    def alone(logits, vocab_size, sampling, numbers, group):
+        return draw(logits, sampling, numbers)
+
+    with patch.object(program, "draw_over_tp", alone):
+        yield
+
+
+def drawn_on_each_rank(config, sampling, sabotage=contextlib.nullcontext):
+    with sabotage():
+        return rows_of(build(config), PROMPTS, 25, sampling)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0, top_p=0.9, seed=3)], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(("kv", "tp"), [(4, 2), (1, 2), (2, 4)])
+def test_ranks_together_write_what_one_does(ranks, kv, tp, sampling):
+    config = replace(SMALL, num_kv_heads=kv)
+    (expected,) = ranks.run(drawn_on_each_rank, 1, config, sampling)
+    assert ranks.run(drawn_on_each_rank, tp, config, sampling) == [expected] * tp
+
+
+def test_a_rank_that_draws_alone_is_found(ranks):
+    (expected,) = ranks.run(drawn_on_each_rank, 1, SMALL, GREEDY)
+    assert ranks.run(drawn_on_each_rank, 2, SMALL, GREEDY, each_draws_from_its_own_part) != [expected] * 2

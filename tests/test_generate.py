@@ -1,0 +1,148 @@
+"""tools/generate.py from folder to text: what transformers writes, whatever the layout; and what it refuses."""
+
+import contextlib
+import functools
+import io
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.tokenizer import Tokenizer
+from errors import UserError
+from tests.data_samples import tokenizer
+from tools import generate as program
+from tools.checkpoint_reader import newest
+from tools.export import export
+from tools.load_model import load_model
+from tools.sampling import Sampling
+
+ROOT = Path(__file__).parent.parent
+
+
+def written(arguments):
+    """What the command writes on this rank, or the message of its UserError."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        try:
+            program.run(program.parse(arguments), "cpu")
+        except UserError as error:
+            return str(error)
+    return out.getvalue()
+
+
+def tokens_after(arguments, prompt):
+    """The tokens of a prompt, and those that the model writes after it."""
+    options = program.parse(arguments)
+    loaded = load_model(options.checkpoint, torch.float32, "cpu")
+    tokens = loaded.encode(prompt)
+    new = program.generate(loaded.model, [tokens], options.max_new_tokens, Sampling(temperature=0), loaded.stop)
+    return tokens, [token for (token,) in new]
+
+
+@functools.cache
+def by_transformers(folder, prompt, count):
+    """The tokens of a prompt by the folder's own tokenizer, and those that `transformers` writes greedily after them."""
+    from transformers import LlamaForCausalLM
+
+    coder = Tokenizer.load(folder)
+    tokens = [coder.bos_id, *coder.encode(prompt)]
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    row = torch.tensor([tokens])
+    out = model.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=count, do_sample=False, pad_token_id=0)
+    new = out[0, len(tokens) :].tolist()
+    return tokens, new[:-1] if len(new) < count else new  # without the token that ended it
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory):
+    """A folder as transformers writes it, in several files: a random Llama with the tests' tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("foreign")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
+    ends = {"bos_token_id": tokenizer().bos_id, "eos_token_id": [tokenizer().eos_id, 300]}
+    config = LlamaConfig(vocab_size=tokenizer().vocab_size + 1, **sizes, **heads, **ends)
+    LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="60KB")
+    (folder / "tokenizer.model").write_bytes(tokenizer().model)
+    return folder
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_a_hugging_face_folder_writes_what_transformers_writes(ranks, foreign, tp):
+    """On 4 ranks with fewer key/value heads than ranks, and no even share of the vocabulary."""
+    arguments = ["--checkpoint", str(foreign), "--max-new-tokens", "100"]
+    assert ranks.run(tokens_after, tp, arguments, "import") == [by_transformers(foreign, "import", 100)] * tp
+    assert len(list(foreign.glob("*.safetensors"))) > 1
+
+
+def test_transformers_writes_from_our_export_what_the_checkpoint_writes(ranks, saved, tmp_path):
+    out = tmp_path / "exported"
+    export(newest(saved / "run"), out)
+    for folder in (saved / "run", out):
+        arguments = ["--checkpoint", str(folder), "--max-new-tokens", "60"]
+        assert ranks.run(tokens_after, 2, arguments, "def f") == [by_transformers(out, "def f", 60)] * 2
+
+
+def test_any_ranks_write_what_a_checkpoint_of_any_layout_would(ranks, saved):
+    """Of a run with tp 2 and pp 2: the whole text, from one process or two, alone or among others."""
+    folder = ["--checkpoint", str(saved / "run"), "--max-new-tokens", "30", "--temperature", "0"]
+    (alone,) = ranks.run(written, 1, [*folder, "--prompt", "import email"])
+    assert alone.startswith("import email")
+    assert ranks.run(written, 2, [*folder, "--prompt", "import email"]) == [alone, ""]
+    prompts = saved / "prompts.txt"
+    prompts.write_text("import email\n\nclass", encoding="utf-8")
+    several = ["--prompt", "def __init__(self", "--prompts", str(prompts), "--batch-size", "2"]
+    (texts,) = ranks.run(written, 1, [*folder, *several])
+    assert texts.startswith("--- 1\ndef __init__(self")
+    assert f"--- 2\n{alone}--- 3\nclass" in texts
+
+
+REFUSED = {
+    "--temperature": ["--prompt", "x", "--temperature", "-1"],
+    "--top-k": ["--prompt", "x", "--top-k", "-1"],
+    "--top-p": ["--prompt", "x", "--top-p", "0"],
+    "--max-new-tokens": ["--prompt", "x", "--max-new-tokens", "-1"],
+    "--batch-size": ["--prompt", "x", "--batch-size", "0"],
+    "--prompts": ["--prompts", "/nowhere"],
+    "--prompt": [],
+    "--checkpoint": ["--prompt", "x", "--checkpoint", "/nowhere"],
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_every_rank_refuses_alike(ranks, saved, key):
+    messages = ranks.run(written, 2, ["--checkpoint", str(saved / "run"), *REFUSED[key]])
+    assert messages[0].startswith(f"{key} = ")
+    assert messages == [messages[0]] * 2
+
+
+@pytest.mark.parametrize("damage", ["config.json", "model.safetensors.index.json"])
+def test_a_damaged_hugging_face_folder_is_refused(ranks, foreign, tmp_path, damage):
+    folder = tmp_path / "damaged"
+    shutil.copytree(foreign, folder)
+    (folder / damage).write_text("{")
+    messages = ranks.run(written, 2, ["--checkpoint", str(folder), "--prompt", "x"])
+    assert messages == [messages[0]] * 2
+    assert messages[0].startswith(f"--checkpoint = '{folder / damage}'")
+
+
+def test_more_ranks_than_heads_are_refused(ranks, saved):
+    messages = ranks.run(written, 8, ["--checkpoint", str(saved / "run"), "--prompt", "x"])
+    assert messages == [messages[0]] * 8
+    assert "--nproc-per-node = 8" in messages[0]
+    assert "choose one of [1, 2, 4]" in messages[0]
+
+
+def test_the_command(saved):
+    command = [sys.executable, "-m", "tools.generate", "--checkpoint", str(saved / "run"), "--prompt", "naïve €"]
+    options = ["--max-new-tokens", "5", "--top-k", "3", "--dtype", "bfloat16"]
+    done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode().startswith("naïve €")
+    assert done.stdout.endswith(b"\n")

@@ -1,0 +1,53 @@
+"""Drawing tokens: as often as their probabilities say, and every row with numbers of its own."""
+
+import math
+
+import pytest
+import torch
+
+from tools.sampling import Sampling, draw, row_numbers
+
+
+def probabilities(logits, temperature, top_k, top_p):
+    """By definition, token by token."""
+    order = sorted(range(len(logits)), key=lambda token: -logits[token])[: top_k or None]
+    weights = {token: math.exp((logits[token] - logits[order[0]]) / temperature) for token in order}
+    kept, before = [], 0.0
+    for token in order:
+        if before / sum(weights.values()) >= top_p:
+            break
+        kept.append(token)
+        before += weights[token]
+    return [weights[token] / before if token in kept else 0.0 for token in range(len(logits))]
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.5), (0, 0.95), (5, 0.8), (1, 1.0), (0, 1e-9), (99, 0.9)]
+)
+def test_tokens_are_as_frequent_as_they_are_probable(temperature, top_k, top_p):
+    """Numbers evenly spread over [0, 1) must meet each token as often as its probability says, give or take one."""
+    logits = torch.tensor([0.5, -1.0, 2.0, 1.9, -30.0, 0.0, 1.0], dtype=torch.float32)
+    n = 4000
+    numbers = (torch.arange(n, dtype=torch.float64) + 0.5) / n
+    tokens = draw(logits.expand(n, -1), Sampling(temperature, top_k, top_p), numbers)
+    counts = torch.bincount(tokens, minlength=len(logits)).tolist()
+    for count, probability in zip(counts, probabilities(logits.tolist(), temperature, top_k, top_p), strict=True):
+        assert abs(count - n * probability) <= 1 + 1e-3 * n * probability
+        assert probability > 0 or count == 0
+
+
+def test_the_ends_of_the_numbers_meet_tokens_that_may_be_drawn():
+    """0 draws no token of probability 0 before the first, the largest number below 1 none behind the last."""
+    logits = torch.tensor([[-math.inf, 0.0, -math.inf, 1.0, -math.inf]] * 2)
+    numbers = torch.tensor([0.0, math.nextafter(1.0, 0.0)], dtype=torch.float64)
+    assert draw(logits, Sampling(1.0), numbers).tolist() == [1, 3]
+    assert draw(logits, Sampling(0.0), numbers).tolist() == [3, 3]
+    assert draw(logits, Sampling(1e-320), numbers).tolist() == [3, 3]
+
+
+def test_a_rows_numbers_are_its_own():
+    whole = row_numbers(seed=1, rows=range(4), steps=10)
+    assert torch.equal(whole[:, 2:], row_numbers(seed=1, rows=range(2, 4), steps=10))
+    assert whole.unique().numel() == whole.numel()
+    assert not torch.equal(whole, row_numbers(seed=2, rows=range(4), steps=10))

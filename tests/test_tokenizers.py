@@ -1,0 +1,257 @@
+"""One interface for two libraries: `tokenizer.json` beside SentencePiece, chosen by the file, carried along whole."""
+
+import hashlib
+import io
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+
+from data.config import DataConfig
+from data.dataset import open_data
+from data.prepare import prepare
+from data.sources import documents
+from data.tokenizer import JSON, MODEL, Tokenizer
+from errors import UserError
+from tests.data_samples import MANY, SOURCE, tokenizer
+from tests.runs import train_run, write_config
+from tests.test_data_tokenizer import HOSTILE
+from tools import prepare as prepare_command
+from tools.checkpoint_reader import newest
+from tools.huggingface_tokenizer import huggingface_files, tokenizer_json
+from tools.ranks import Ranks
+from training.manifest import read_manifest
+
+BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
+CONFIG = {"bos_token": BOS, "eos_token": EOS, "model_max_length": 128}
+
+
+@cache
+def llama3() -> bytes:
+    """A tokenizer.json of Llama 3's kind: BPE of bytes, special tokens after all others. The file asks for truncation."""
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator((document.text for document in documents(SOURCE)), trainer)
+    made.add_special_tokens([BOS, EOS, "<|eot_id|>"])
+    made.add_tokens([AddedToken("<think>", special=False)])
+    made.post_processor = processors.TemplateProcessing(f"{BOS} $A", special_tokens=[(BOS, made.token_to_id(BOS))])
+    made.enable_truncation(16)
+    return made.to_str().encode()
+
+
+def write(folder: Path, config: dict[str, Any] | None = None, **files: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / JSON).write_bytes(llama3())
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(content)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write(tmp_path / "llama3", CONFIG)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_text_is_kept(folder: Path, name: str) -> None:
+    loaded, text = Tokenizer.load(folder), HOSTILE[name]
+    assert loaded.decode(loaded.encode(text)) == text
+    assert loaded.encode_batch([text, "x"]) == [loaded.encode(text), loaded.encode("x")]
+
+
+def test_ids_and_roles(folder: Path) -> None:
+    loaded = Tokenizer.load(folder)
+    assert loaded.vocab_size == 504
+    assert (loaded.bos_id, loaded.eos_id) == (500, 501)
+    ids = loaded.encode("def f(x): return x\n" * 50)
+    assert len(ids) > 16, "what the file says of truncation is for others"
+    assert loaded.decode([loaded.bos_id, *ids, loaded.eos_id]) == "def f(x): return x\n" * 50
+    assert loaded.decode([*loaded.encode("x"), 504, 600]) == "x", "beyond the vocabulary: rows that pad a model's"
+    assert tokenizer().decode([*tokenizer().encode("x"), tokenizer().vocab_size]) == "x"
+    assert loaded.decode(loaded.encode("a\ud800b")) == "a\ufffdb"
+    assert loaded.encode_arrays(["x"])[0].dtype == "int32"
+
+
+def test_special_tokens_in_a_text_are_text(folder: Path) -> None:
+    loaded = Tokenizer.load(folder)
+    text = f"one {EOS} two <|eot_id|>{BOS} <think>"
+    ids = loaded.encode(text)
+    assert not {500, 501, 502} & set(ids)
+    assert loaded.decode(ids) == text
+    raw = tokenizers.Tokenizer.from_str(llama3().decode())  # the control: the library as it comes
+    raw.no_truncation()
+    assert {500, 501, 502} <= set(raw.encode(text, add_special_tokens=False).ids)
+
+
+@pytest.mark.parametrize(
+    ("config", "files", "expected"),
+    [
+        ({"bos_token": {"content": BOS}, "eos_token": {"content": "<|eot_id|>"}}, {}, (500, 502)),
+        ({"bos_token": None, "eos_token": EOS}, {}, (-1, 501)),
+        (None, {"special_tokens_map": json.dumps(CONFIG)}, (500, 501)),
+        ({"model_max_length": 5}, {"special_tokens_map": json.dumps(CONFIG)}, (500, 501)),
+        (None, {}, (500, 501)),
+    ],
+    ids=["as objects", "no bos", "special_tokens_map", "either", "by their names"],
+)
+def test_who_says_what_begins_and_ends(tmp_path: Path, config: dict | None, files: dict[str, str], expected: tuple) -> None:
+    loaded = Tokenizer.load(write(tmp_path, config, **files))
+    assert (loaded.bos_id, loaded.eos_id) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda f: write(f, {"eos_token": None}), "nothing says which token closes a document"),
+        (lambda f: write(f, CONFIG | {"eos_token": "<end>"}), "names '<end>' as eos_token"),
+        (lambda f: (f / "tokenizer_config.json").write_text("{"), "tokenizer_config.json beside it is not JSON"),
+        (lambda f: (f / JSON).write_text("{}"), "not a tokenizer.json that can be read"),
+        (lambda f: (f / JSON).unlink(), "neither tokenizer.model nor tokenizer.json"),
+        (lambda f: (f / MODEL).write_text("junk"), "this is not a SentencePiece model"),
+    ],
+    ids=["no eos", "unknown eos", "no JSON beside", "no tokenizer", "no file", "no SentencePiece"],
+)
+def test_what_cannot_be_used_is_refused(folder: Path, change: Any, said: str) -> None:
+    change(folder)
+    with pytest.raises(UserError, match=said):
+        Tokenizer.load(folder)
+
+
+def test_the_file_chooses_and_the_digest_covers_what_decides(folder: Path, tmp_path: Path) -> None:
+    one = Tokenizer.load(folder)
+    assert list(one.files) == [JSON, "tokenizer_config.json"]
+    assert Tokenizer.load(folder / JSON).sha256 == one.sha256 == Tokenizer(one.files).sha256
+    other_name = tmp_path / "any.bin"
+    other_name.write_bytes(llama3())
+    assert Tokenizer.load(other_name).files == {JSON: llama3()}, "by its content, and without what lies beside it"
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    assert Tokenizer.load(folder).sha256 == one.sha256, "a template decides no ids"
+    write(folder, CONFIG | {"eos_token": "<|eot_id|>"})
+    assert Tokenizer.load(folder).sha256 != one.sha256, "which token closes a document does"
+    (folder / MODEL).write_bytes(tokenizer().model)
+    both = Tokenizer.load(folder)
+    assert both.sha256 == tokenizer().sha256 == hashlib.sha256(tokenizer().model).hexdigest()
+    assert list(both.files) == [MODEL, "tokenizer_config.json", "chat_template.jinja", JSON], "carried along"
+
+
+def test_llama_2s_kind_of_sentencepiece() -> None:
+    """With a space before each text, which is not there again afterwards."""
+    out = io.BytesIO()
+    texts = [line for document in documents(SOURCE) for line in document.text.split("\n")]
+    options = {"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_writer=out, model_type="bpe", vocab_size=600, minloglevel=2, **options
+    )
+    loaded = Tokenizer({MODEL: out.getvalue()})
+    for text in ("def f():\n    return '漢字'\n", "  x", "a"):
+        assert loaded.decode([loaded.bos_id, *loaded.encode(text), loaded.eos_id]) == text
+    made = tokenizer_json(loaded.model)
+    assert made is not None
+    other = Tokenizer({JSON: made})
+    assert other.encode_batch(texts) == loaded.encode_batch(texts)
+
+
+# --- through the house ------------------------------------------------------------------------------------------------
+
+
+def test_prepare_with_a_tokenizer_json(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """In several processes, by the command; the prepared folder has what it takes to read it again."""
+    out = tmp_path / "out"
+    arguments = ["--source", MANY, "--tokenizer", str(folder / JSON), "--out", str(out), "--workers", "2"]
+    assert prepare_command.main(arguments) == 0, capsys.readouterr().err
+    loaded = Tokenizer.load(out)
+    assert loaded.files == Tokenizer.load(folder).files
+    data = open_data(DataConfig(str(out), tokenizer=str(folder / JSON), document_mask=True), "train")
+    assert (data.vocab_size, data.bos_id, data.tokenizer_path) == (504, 500, out / JSON)
+    source = data.sources[0]
+    starts = source.document_starts(0)
+    first = source.window(int(starts[0]), int(starts[1])).tolist()
+    assert (first[0], first[-1]) == (500, 501)
+    assert loaded.decode(first) in {document.text for document in documents(MANY)}
+    other = write(tmp_path / "other", CONFIG | {"eos_token": "<|eot_id|>"})
+    with pytest.raises(UserError, match="another tokenizer"):
+        open_data(DataConfig(str(out), tokenizer=str(other)), "train")
+
+
+def test_documents_without_bos(tmp_path: Path) -> None:
+    loaded = Tokenizer.load(write(tmp_path / "qwen", {"bos_token": None, "eos_token": EOS}))
+    index = prepare(MANY, loaded, tmp_path / "out")
+    assert index["bos_id"] == -1
+    source = open_data(DataConfig(str(tmp_path / "out")), "train").sources[0]
+    source.verify()
+    starts = source.document_starts(0)
+    first = source.window(0, int(starts[1])).tolist()
+    assert first[-1] == 501
+    assert first[:-1] == loaded.encode(loaded.decode(first))
+    with pytest.raises(UserError, match="bos"):
+        open_data(DataConfig(str(tmp_path / "out"), document_mask=True), "train")
+
+
+def test_a_checkpoint_takes_it_along(folder: Path, ranks: Ranks, tmp_path: Path) -> None:
+    """All of its files, each with its checksum; and a model may have a few rows more than the tokenizer has tokens."""
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    data = tmp_path / "data"
+    prepare(MANY, Tokenizer.load(folder), data)
+    sections = {"train": {"steps": 1}, "checkpoint": {"interval": 1}, "model": {"num_layers": 1, "vocab_size": 508}}
+    config = write_config(tmp_path, data, **sections)
+    assert ranks.run(train_run, 1, [config]) == [""]
+    checkpoint = newest(tmp_path / "run")
+    loaded = Tokenizer.load(checkpoint)
+    assert loaded.files == Tokenizer.load(folder).files
+    assert loaded.files.keys() <= read_manifest(checkpoint).files.keys()
+    for vocab_size in (503, 600):
+        refusal = ranks.run(train_run, 1, [config, f"model.vocab_size={vocab_size}", f"run.dir={tmp_path / 'other'}"])[0]
+        assert refusal.startswith(f"model.vocab_size = {vocab_size}: the data's tokenizer has 504 tokens")
+
+
+# --- for Hugging Face's tools -----------------------------------------------------------------------------------------
+
+
+def test_our_sentencepiece_as_tokenizer_json(tmp_path: Path) -> None:
+    """The same ids for real text in the library's hands, in transformers', and in ours."""
+    from transformers import AutoTokenizer
+
+    files = huggingface_files(tokenizer(), 100_000)
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    texts = [document.text for document in documents(MANY)] + [text for text in HOSTILE.values() if "\u2581" not in text]
+    expected = tokenizer().encode_batch(texts)
+    other = Tokenizer.load(tmp_path / JSON)
+    assert other.encode_batch(texts) == expected
+    assert (other.bos_id, other.eos_id, other.vocab_size) == (1, 2, tokenizer().vocab_size)
+    assert [other.decode(ids) for ids in expected] == texts
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    plain = [index for index, text in enumerate(texts) if "</s>" not in text]  # which is a control token to transformers
+    assert [theirs.encode(texts[index]) for index in plain] == [[1, *expected[index]] for index in plain]
+    assert [theirs.decode(expected[index]) for index in plain] == [texts[index] for index in plain]
+
+
+def test_a_model_that_no_tokenizer_json_can_be_is_left_as_it_is() -> None:
+    """A SentencePiece model that normalises: one made here would not, and a probe finds it."""
+    out = io.BytesIO()
+    texts = (document.text for document in documents(SOURCE))
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=texts, model_writer=out, model_type="bpe", vocab_size=400, minloglevel=2, byte_fallback=True
+    )
+    files = huggingface_files(Tokenizer({MODEL: out.getvalue()}), 32)
+    assert list(files) == [MODEL]
+
+
+def test_files_that_were_there_stay(folder: Path) -> None:
+    loaded = Tokenizer.load(folder)
+    assert huggingface_files(loaded, 32) == loaded.files
+    shutil.copy(folder / JSON, folder / "alone.json")
+    alone = huggingface_files(Tokenizer.load(folder / "alone.json"), 32)
+    assert json.loads(alone["tokenizer_config.json"])["bos_token"] == BOS

@@ -1,0 +1,209 @@
+"""What of a Hugging Face folder is what of ours: the fields of config.json and the names of the tensors, both ways.
+
+A folder is understood whole or refused: what would make their code compute something that ours does not is named, with its
+value. Rotary embeddings pair the two halves of a head in both (model/kernels/rotary.py), so no weight is permuted.
+
+Defaults are those of transformers for keys that are not in the file. transformers 5 writes `rope_parameters` and `dtype` where
+4 wrote `rope_theta`, `rope_scaling` and `torch_dtype`; both read the older names, so those are written.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple, get_type_hints
+
+from errors import UserError
+from model.config import ModelConfig
+
+CONFIG = "config.json"
+# ours → theirs, where only the name differs
+FIELDS = {
+    "dim": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "ffn_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+}
+# Each architecture that this model is, and the defaults in which it differs from the others; null: as many, or as wide, as
+# num_attention_heads and hidden_size make it.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"num_key_value_heads": None, "head_dim": None},
+    "MistralForCausalLM": {"num_key_value_heads": 8, "head_dim": None, "sliding_window": 4096},
+    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128},  # norms of queries and keys (qk_norm)
+}
+DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+# theirs → the one value with which their code computes what ours does, and why
+MUST_BE: dict[str, tuple[Any, str]] = {
+    "hidden_act": ("silu", "the gate of the feed-forward is silu here"),
+    "attention_bias": (False, "no linear layer has a bias here"),
+    "mlp_bias": (False, "no linear layer has a bias here"),
+    "partial_rotary_factor": (1.0, "all of a head is rotated here"),
+    "quantization_config": (None, "weights are numbers here, not codes of a quantization"),
+    "auto_map": (None, "the folder brings code of its own, which may compute anything"),
+}
+OTHER_MODEL = "import another model: Llama 2 to 3.2, Mistral without a sliding window, dense Qwen3"
+COPY_AGAIN = "copy the folder again: it needs config.json, *.safetensors and, for several of them, model.safetensors.index.json"
+# ours → theirs, in rope_scaling with rope_type llama3 (Llama 3.1 and 3.2)
+ROPE = {
+    "rope_scaling_factor": "factor",
+    "rope_low_freq_factor": "low_freq_factor",
+    "rope_high_freq_factor": "high_freq_factor",
+    "rope_original_length": "original_max_position_embeddings",
+}
+
+# ours, theirs, shape: D, F, V as in model/config.py, E of a head, Q = H·E, K = K·E
+EMBEDDING = ("embedding.weight", "model.embed_tokens.weight", "VD")
+BLOCK = (
+    ("attention_norm.weight", "input_layernorm.weight", "D"),
+    ("attention.query.weight", "self_attn.q_proj.weight", "QD"),
+    ("attention.key.weight", "self_attn.k_proj.weight", "KD"),
+    ("attention.value.weight", "self_attn.v_proj.weight", "KD"),
+    ("attention.query_norm.weight", "self_attn.q_norm.weight", "E"),
+    ("attention.key_norm.weight", "self_attn.k_norm.weight", "E"),
+    ("attention.output.weight", "self_attn.o_proj.weight", "DQ"),
+    ("feed_forward_norm.weight", "post_attention_layernorm.weight", "D"),
+    ("feed_forward.gate.weight", "mlp.gate_proj.weight", "FD"),
+    ("feed_forward.up.weight", "mlp.up_proj.weight", "FD"),
+    ("feed_forward.down.weight", "mlp.down_proj.weight", "DF"),
+)
+NORM = ("norm.weight", "model.norm.weight", "D")
+HEAD = ("head.weight", "lm_head.weight", "VD")
+
+
+class Parameter(NamedTuple):
+    ours: str
+    theirs: str
+    shape: tuple[int, ...]
+
+
+def parameters(model: ModelConfig) -> list[Parameter]:
+    """Every global tensor of the model, in the order of its layers; a tied head is none."""
+    sizes = {
+        "D": model.dim,
+        "Q": model.num_heads * model.head_dim,
+        "K": model.num_kv_heads * model.head_dim,
+        "E": model.head_dim,
+        "F": model.ffn_dim,
+        "V": model.vocab_size,
+    }
+
+    def parameter(row: tuple[str, str, str], ours: str = "", theirs: str = "") -> Parameter:
+        return Parameter(ours + row[0], theirs + row[1], tuple(sizes[letter] for letter in row[2]))
+
+    block = [row for row in BLOCK if model.qk_norm or not row[0].endswith(("query_norm.weight", "key_norm.weight"))]
+    found = [parameter(EMBEDDING)]
+    for layer in range(model.num_layers):
+        found += [parameter(row, f"blocks.{layer}.", f"model.layers.{layer}.") for row in block]
+    found.append(parameter(NORM))
+    return found if model.tie_embeddings else [*found, parameter(HEAD)]
+
+
+class HuggingFaceConfig:
+    """The config.json of a folder. Raises UserError, naming the key, where it describes what this model is not.
+
+    model: its dimensions. max_length: tokens of the longest sequence that it is meant for.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / CONFIG
+        content = read_json(self.path)
+        named = content.get("architectures")
+        architecture = named[0] if isinstance(named, list) and len(named) == 1 else None
+        if architecture not in ARCHITECTURES:
+            raise self._refusal("architectures", named, f"only {', '.join(ARCHITECTURES)} are this model")
+        self._content = DEFAULTS | ARCHITECTURES[architecture] | content
+        for key, (only, why) in MUST_BE.items():
+            if content.get(key) not in (None, only):
+                raise self._refusal(key, content[key], why)
+        self.max_length: int = self._get("max_position_embeddings", int)
+        self._refuse_windows(architecture)
+
+        heads = self._get("num_attention_heads", int)
+        self._content["num_key_value_heads"] = self._get("num_key_value_heads", int, null=heads)
+        hints = get_type_hints(ModelConfig)
+        values = {ours: self._get(theirs, hints[ours]) for ours, theirs in FIELDS.items()}
+        attention_dim = heads * self._get("head_dim", int, null=values["dim"] // max(heads, 1))
+        if attention_dim != values["dim"]:
+            values["attention_dim"] = attention_dim
+        self.model = ModelConfig(**values, **self._rope(), qk_norm=architecture == "Qwen3ForCausalLM")
+
+    def _rope(self) -> dict[str, Any]:
+        """ModelConfig's fields that begin with rope."""
+        key = "rope_scaling" if self._content.get("rope_scaling") else "rope_parameters"
+        rope = self._content.get(key) or {}
+        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
+        if kind not in ("default", "llama3") or any(isinstance(value, dict) for value in rope.values()):
+            raise self._refusal(key, rope, "only the rope_type default and llama3 are computed here, the same in all layers")
+        if rope.get("partial_rotary_factor") not in (None, 1):
+            raise self._refusal(key, rope, MUST_BE["partial_rotary_factor"][1])
+        theta = rope.get("rope_theta", self._content.get("rope_theta"))
+        found = {"rope_theta": self._checked("rope_theta", 10_000.0 if theta is None else theta, float)}
+        if kind == "llama3":
+            hints = get_type_hints(ModelConfig)
+            rope = {"original_max_position_embeddings": self.max_length} | rope
+            found |= {ours: self._checked(f"{key}.{theirs}", rope.get(theirs), hints[ours]) for ours, theirs in ROPE.items()}
+        return found
+
+    def _refuse_windows(self, architecture: str) -> None:
+        """Attention here is full: a window must be no shorter than the longest sequence."""
+        used = architecture == "MistralForCausalLM" or (
+            architecture == "Qwen3ForCausalLM" and self._content.get("use_sliding_window")
+        )
+        window = self._get("sliding_window", int, null=self.max_length) if used else self.max_length
+        if window < self.max_length:
+            why = f"a token would not see those further back, of up to max_position_embeddings={self.max_length}"
+            remedy = (
+                f"set max_position_embeddings to {window} in config.json: sequences of at most that length are the same in both"
+            )
+            raise self._refusal("sliding_window", window, why, remedy)
+        kinds = self._content.get("layer_types") or []
+        if not used and any(kind != "full_attention" for kind in kinds):
+            raise self._refusal("layer_types", sorted(set(kinds)), "every layer's attention is full here")
+
+    def _get(self, key: str, kind: type, null: Any = None) -> Any:
+        """The value of `key`; `null` where that is what it says. Raises UserError unless it is of this kind."""
+        value = self._content.get(key)
+        return self._checked(key, null if value is None else value, kind)
+
+    def _checked(self, key: str, value: Any, kind: type) -> Any:
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise self._refusal(key, value, f"it must be of type {kind.__name__}", "mend config.json, or copy it again")
+        return value
+
+    def _refusal(self, key: str, value: Any, why: str, remedy: str = OTHER_MODEL) -> UserError:
+        return UserError(f"{self.path}: {key}", value, why, remedy)
+
+
+def config_json(model: ModelConfig, *, dtype: str, max_length: int, bos_id: int | None, eos_id: int) -> dict[str, Any]:
+    """The config.json of an exported model. dtype: `float32` or `bfloat16`, as its tensors are; bos_id: None: there is none."""
+    if model.qk_norm:
+        architecture, kind = "Qwen3ForCausalLM", "qwen3"
+    elif model.dim % model.num_heads:  # transformers' Llama refuses such a width, although it does not matter
+        architecture, kind = "MistralForCausalLM", "mistral"
+    else:
+        architecture, kind = "LlamaForCausalLM", "llama"
+    content: dict[str, Any] = {"architectures": [architecture], "model_type": kind}
+    content |= {theirs: getattr(model, ours) for ours, theirs in FIELDS.items()}
+    content |= {"head_dim": model.head_dim, "max_position_embeddings": max_length, "rope_theta": model.rope_theta}
+    scaled = {"rope_type": "llama3"} | {theirs: getattr(model, ours) for ours, theirs in ROPE.items()}
+    content["rope_scaling"] = scaled if model.rope_scaling else None
+    content |= {"hidden_act": "silu", "attention_bias": False}
+    content |= {"mlp_bias": False} if kind == "llama" else {"sliding_window": None}
+    return content | {"torch_dtype": dtype, "bos_token_id": bos_id, "eos_token_id": eos_id}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a folder. Raises UserError, naming --hf."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError("--hf", str(path), f"cannot be read ({error.strerror})", COPY_AGAIN) from None
+    except (ValueError, RecursionError) as error:
+        raise UserError("--hf", str(path), f"is not JSON: {error}", COPY_AGAIN) from None
+    if not isinstance(content, dict):
+        raise UserError("--hf", str(path), "is no JSON object", COPY_AGAIN)
+    return content

@@ -1,0 +1,139 @@
+"""A Hugging Face folder to a checkpoint: `python -m tools.import_hf --hf DIR --out DIR`
+
+DIR holds config.json, safetensors files (several: with their index) and a tokenizer, of Llama 2 to 3.2, of Mistral without a
+sliding window, or of a dense Qwen3. What would be another model here is refused, and named (tools/huggingface.py). Weights keep
+their dtype, and pass through memory in files of at most 5 GB.
+
+OUT is a checkpoint for checkpoint.load_weights_only, tools.generate, tools.verify and tools.export, with a model.yaml: the
+section `model` of its configuration. The exit status is 2 where something is refused.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from data.tokenizer import Tokenizer
+from errors import UserError
+from model.config import ModelConfig
+from tools.checkpoint_reader import DTYPES, MODEL
+from tools.huggingface import CONFIG, COPY_AGAIN, HuggingFaceConfig, parameters
+from tools.new_folder import new_folder, refuse_existing
+from tools.tensor_files import FILE_BYTES, FolderTensors, Piece, write_files
+from training.checkpoint import FREE_MODEL_KEYS
+from training.manifest import MANIFEST, PLACES, Manifest, fingerprint, write_durably, write_manifest
+
+ALWAYS_SAID = ("norm_eps", "rope_theta", "tie_embeddings")  # in model.yaml, also where they are what they are by default
+
+
+def import_hf(hf: Path, out: Path, file_bytes: int = FILE_BYTES) -> ModelConfig:
+    """Writes the checkpoint `out`, whole or not at all. Raises UserError for what the user can fix."""
+    refuse_existing(out)
+    config = HuggingFaceConfig(hf)
+    tensors = FolderTensors(hf)
+    check_tensors(hf, config.model, tensors)
+    tokenizer = Tokenizer.load(hf)
+    if tokenizer.vocab_size > config.model.vocab_size:
+        why = f"the tokenizer beside it has {tokenizer.vocab_size} tokens"
+        raise UserError(f"{hf / CONFIG}: vocab_size", config.model.vocab_size, why, "give the two of one model")
+
+    wanted = parameters(config.model)
+    sizes = {p: math.prod(p.shape) * DTYPES[tensors.dtypes[p.theirs]].itemsize for p in wanted}
+    pieces = [Piece(MODEL + p.ours, size, partial(tensors.tensor, p.theirs)) for p, size in sizes.items()]
+    with new_folder(out) as folder:
+        write_files(folder, pieces, file_bytes, _places, f"importing {out.name}")
+        for name, content in tokenizer.files.items():
+            (folder / name).write_bytes(content)
+        write_durably(folder / "trainer.json", json.dumps(trainer(config), indent=1))
+        write_durably(folder / "model.yaml", model_yaml(config.model, out))
+        files = {path.name: fingerprint(path) for path in folder.iterdir()}
+        write_manifest(folder, Manifest(files, {MODEL + p.ours: (tensors.dtypes[p.theirs], p.shape) for p in wanted}))
+    return config.model
+
+
+def check_tensors(hf: Path, model: ModelConfig, tensors: FolderTensors) -> None:
+    """Raises UserError unless the folder has the tensors of this model: all, no others, of their shapes, not quantized."""
+    shapes = {p.theirs: p.shape for p in parameters(model)}
+    # What older versions stored beside the weights, although it follows from rope_theta.
+    found = {name for name in tensors.shapes if not name.endswith("rotary_emb.inv_freq")}
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    if model.tie_embeddings and {head, embedding} <= found and torch.equal(tensors.tensor(head), tensors.tensor(embedding)):
+        found.remove(head)  # written out all the same
+    problems = [f"{name} is missing" for name in sorted(shapes.keys() - found)]
+    problems += [f"{name} is no tensor of this model" for name in sorted(found - shapes.keys())]
+    for name in sorted(shapes.keys() & found):
+        if tensors.shapes[name] != shapes[name]:
+            problems.append(f"{name} has the shape {tensors.shapes[name]}, and by {CONFIG} {shapes[name]}")
+        elif tensors.dtypes[name] not in DTYPES:
+            problems.append(f"{name} is of the type {tensors.dtypes[name]}, not one of {', '.join(DTYPES)}")
+    if problems:
+        more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
+        why = f"does not fit its {CONFIG}: {'; '.join(problems[:3])}{more}"
+        raise UserError("--hf", str(hf), why, f"{COPY_AGAIN}; biases, adapters and codes of a quantization cannot be imported")
+
+
+def _places(tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Where in the global tensors those of a file are: each is whole, and begins at the beginning."""
+    return {PLACES: json.dumps({name: {"saved_offsets": [0] * tensor.ndim} for name, tensor in tensors.items()})}
+
+
+def trainer(config: HuggingFaceConfig) -> dict[str, Any]:
+    """The trainer.json of a model that no run of ours has trained: nothing of it can be resumed but the weights."""
+    model = {key: value for key, value in dataclasses.asdict(config.model).items() if key not in FREE_MODEL_KEYS}
+    return {
+        "step": 0,
+        "updates": 0,
+        "tokens": 0,
+        "seed": 0,
+        "seq_len": config.max_length,
+        "recent_losses": [],
+        "bad_in_a_row": 0,
+        "model": model,
+        "data": {"checksum": "imported", "next_sample": 0, "skipped": []},
+    }
+
+
+def said(model: ModelConfig) -> dict[str, Any]:
+    """The keys of the section `model` that make it this model."""
+    fields = [field for field in dataclasses.fields(model) if field.name not in FREE_MODEL_KEYS]
+    values = {field.name: getattr(model, field.name) for field in fields}
+    return {f.name: values[f.name] for f in fields if f.name in ALWAYS_SAID or values[f.name] != f.default}
+
+
+def model_yaml(model: ModelConfig, out: Path) -> str:
+    """The section `model` for a configuration file."""
+    return f"# The model of {out}, for a configuration file.\n" + yaml.safe_dump({"model": said(model)}, sort_keys=False)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.import_hf", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hf", required=True, type=Path, metavar="DIR", help="the folder of Hugging Face's format")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="the checkpoint to write; it must not exist")
+    options = parser.parse_args(arguments)
+    out = options.out
+    try:
+        model = import_hf(options.hf, out)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    size = sum(path.stat().st_size for path in out.iterdir() if path.name != MANIFEST)
+    print(f"{out}: {model.num_parameters:,} parameters, {size:,} bytes, and {MANIFEST} with their checksums")
+    print(f"to train on from it, put the section of {out / 'model.yaml'} into a configuration, say configs/mine.yaml, and then")
+    print(f"  python -m tools.prepare --source 'corpus/*.jsonl' --tokenizer {out} --out prepared/mine")
+    print("  torchrun --nproc-per-node 8 train.py configs/mine.yaml data.path=prepared/mine \\")
+    print(f"      checkpoint.load_weights_only={out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""A trained model to compute with: whole, or cut over all processes, from a checkpoint of any layout or an exported folder.
+
+Each rank reads its own part of every tensor and nothing else, into the dtype that it computes in.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.tensor import DTensor
+
+from data.tokenizer import Tokenizer
+from errors import UserError
+from model.config import ModelConfig
+from model.initialise import canonical_name
+from model.transformer import Transformer
+from parallel.mesh import build_mesh
+from parallel.placement import chunk_range, local_region
+from tools.checkpoint_reader import newest
+from tools.huggingface import CONFIG, HuggingFaceConfig, parameters, read_json
+from tools.tensor_files import FolderTensors
+from training.checkpoint import read_trainer
+from training.voice import from_rank_0, together
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model with what turns text into its tokens."""
+
+    model: Transformer
+    tokenizer: Tokenizer
+    stop: frozenset[int]  # tokens that end a text
+
+    def encode(self, prompt: str) -> list[int]:
+        """The tokens of a text that begins a document. Raises UserError where there are none, or one that the model lacks."""
+        bos = [self.tokenizer.bos_id] if self.tokenizer.bos_id >= 0 else []
+        tokens = bos + self.tokenizer.encode(prompt)
+        vocab_size = self.model.config.vocab_size
+        if not tokens:
+            raise UserError("--prompt", prompt, "has no tokens, and documents of this model begin with none", "give some text")
+        if max(tokens) >= vocab_size:
+            why = f"has the token {max(tokens)}, and the model knows {vocab_size}"
+            raise UserError("--prompt", prompt, why, "put the tokenizer beside it that the model was trained with")
+        return tokens
+
+
+class Source(NamedTuple):
+    """Where weights are, and of what model."""
+
+    folder: Path
+    is_checkpoint: bool  # else a folder in Hugging Face's format
+    config: ModelConfig
+    stop: frozenset[int]  # tokens that end a text, beside the tokenizer's eos
+
+
+def load_model(folder: Path, dtype: torch.dtype, device: str) -> Loaded:
+    """Tensor parallelism over all ranks, each of which calls it. Raises AgreedError where there is nothing fit to load."""
+    source = from_rank_0(lambda: find(folder, dist.get_world_size()), device)
+    tokenizer = together(lambda: Tokenizer.load(source.folder), device)
+    model = empty_model(source.config, dtype, device)
+    weights: dict[str, DTensor] = {}
+    for name, parameter in model.named_parameters():
+        weights.setdefault(canonical_name(name, source.config), parameter.detach())
+    read = read_checkpoint if source.is_checkpoint else read_exported
+    together(lambda: read(source, weights), device)
+    for name, parameter in model.named_parameters():
+        if canonical_name(name, source.config) != name:  # the head of tied embeddings is a copy
+            parameter.to_local().copy_(weights[canonical_name(name, source.config)].to_local())
+    return Loaded(model, tokenizer, source.stop | {tokenizer.eos_id})
+
+
+def find(folder: Path, tp: int) -> Source:
+    """What `folder` holds. Raises UserError where that is no model, or none that `tp` ranks can share."""
+    if (folder / CONFIG).is_file():
+        with option_named():
+            source = Source(folder, False, HuggingFaceConfig(folder).model, end_tokens(folder))
+    else:
+        path = newest(folder)
+        source = Source(path, True, ModelConfig(**read_trainer(path, "--checkpoint")["model"]), frozenset())
+    config = replace(source.config, kernels="auto")  # what trained it may not be what there is here
+    if not fits(config, tp):
+        why = f"its {config.num_heads} query and {config.num_kv_heads} key/value heads cannot be shared by so many"
+        raise UserError("--nproc-per-node", tp, why, f"choose one of {[n for n in range(1, 65) if fits(config, n)]}")
+    return source._replace(config=config)
+
+
+@contextlib.contextmanager
+def option_named() -> Iterator[None]:
+    """What tools/import_hf.py calls --hf is --checkpoint here."""
+    try:
+        yield
+    except UserError as error:
+        key = "--checkpoint" if error.key == "--hf" else error.key
+        raise UserError(key, error.value, error.why, error.remedy) from None
+
+
+def end_tokens(folder: Path) -> frozenset[int]:
+    """Tokens at which transformers would end a text: one, or several (a model for chats ends its turns)."""
+    found: set[int] = set()
+    for file in (folder / "generation_config.json", folder / CONFIG):
+        said = read_json(file).get("eos_token_id") if file.is_file() else None
+        found |= {token for token in (said if isinstance(said, list) else [said]) if isinstance(token, int)}
+    return frozenset(found)
+
+
+def fits(config: ModelConfig, tp: int) -> bool:
+    """Whether tp ranks can share the model: whole heads, equal feed-forwards, some of the vocabulary for each."""
+    kv = config.num_kv_heads
+    parts = config.num_heads % tp == 0 and config.ffn_dim % tp == 0 and (kv % tp == 0 or tp % kv == 0)
+    return parts and len(chunk_range(config.vocab_size, tp, tp - 1)) > 0
+
+
+def empty_model(config: ModelConfig, dtype: torch.dtype, device: str) -> Transformer:
+    """The model in one stage, cut over all ranks, its weights not yet filled."""
+    mesh = build_mesh((1, 1, 1, dist.get_world_size()), device)
+    layers = range(config.num_layers)
+    model = Transformer(config, layers, first=True, last=True, tp=mesh.tp, sequence_parallel=False).to(dtype)
+    return model.to_empty(device=device).requires_grad_(False)
+
+
+def read_checkpoint(source: Source, weights: dict[str, DTensor]) -> None:
+    """Fill this rank's part of every weight from a checkpoint of any layout."""
+    wanted = {f"model.{name}": weight for name, weight in weights.items()}
+    try:
+        dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(source.folder)))
+    except dcp.CheckpointException as error:
+        first = next(iter(error.failures.values()))[0]
+        remedy = "give another folder step-…"
+        raise UserError("--checkpoint", str(source.folder), f"cannot be read: {first}", remedy) from None
+
+
+def read_exported(source: Source, weights: dict[str, DTensor]) -> None:
+    """The same from safetensors files of whole tensors, which are mapped: what is not of this rank is not read."""
+    with option_named():
+        files = FolderTensors(source.folder)
+    for ours, theirs, shape in parameters(source.config):
+        if files.shapes.get(theirs) != shape:
+            why = f"{theirs} should have the shape {shape}, and has {files.shapes.get(theirs)}"
+            raise UserError("--checkpoint", str(source.folder), why, f"give a folder whose {CONFIG} describes its tensors")
+        region = tuple(slice(part.start, part.stop) for part in local_region(weights[ours]))
+        weights[ours].to_local().copy_(files.tensor(theirs)[region])

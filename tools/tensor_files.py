@@ -1,0 +1,121 @@
+"""Safetensors files of a folder: read one tensor at a time, write in files of bounded size.
+
+Reading maps a file into memory and copies nothing; what is mapped the system may drop again. Writing holds the tensors of one
+file. So a model of any size passes through the memory that one file takes.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from errors import UserError
+from tools.huggingface import COPY_AGAIN, read_json
+from training.progress import byte_bar
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FILE_BYTES = 5_000_000_000  # as transformers 4 wrote them
+OPEN_FILES = 128  # a process may have no more than a thousand; a checkpoint of many ranks has as many files
+
+
+def file_opener() -> Callable[[Path], Any]:
+    """What maps a safetensors file into memory for its `get_tensor`, and keeps those used last."""
+    return lru_cache(maxsize=OPEN_FILES)(lambda path: safe_open(path, framework="pt"))
+
+
+class FolderTensors:
+    """The tensors of a Hugging Face folder: one file, or several with an index.
+
+    shapes: name → shape; dtypes: name → as safetensors calls it (`BF16`). Raises UserError, naming --hf, where a file is
+    missing or damaged, or is not what the index says.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._open = file_opener()
+        self._file_of: dict[str, Path] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        index = self._read_index(folder)
+        for path in sorted({folder / SINGLE} if index is None else set(index.values())):
+            try:
+                opened = self._open(path)
+                for name in opened.keys():  # noqa: SIM118 - not a dictionary
+                    piece = opened.get_slice(name)
+                    self._file_of[name] = path
+                    self.shapes[name], self.dtypes[name] = tuple(piece.get_shape()), piece.get_dtype()
+            except (SafetensorError, OSError) as error:
+                raise UserError("--hf", str(path), f"is no file of tensors: {error}", COPY_AGAIN) from None
+        for name, path in (index or {}).items():
+            if self._file_of.get(name) != path:
+                raise UserError("--hf", str(path), f"has no {name}, which {INDEX} says it has", COPY_AGAIN)
+
+    @staticmethod
+    def _read_index(folder: Path) -> dict[str, Path] | None:
+        """Name → file; None where there is one file and no index."""
+        if not (folder / INDEX).is_file():
+            if (folder / SINGLE).is_file():
+                return None
+            pickled = sorted(path.name for path in folder.glob("*.bin"))
+            why = f"there is neither {SINGLE} nor {INDEX} in it"
+            why += f", and {pickled[0]} would have to be unpickled, which can run any code" if pickled else ""
+            raise UserError("--hf", str(folder), why, "give a folder with safetensors files")
+        files = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(files, dict) or not all(isinstance(file, str) and Path(file).name == file for file in files.values()):
+            raise UserError("--hf", str(folder / INDEX), "has no weight_map of tensors to files of its folder", COPY_AGAIN)
+        return {name: folder / file for name, file in files.items()}
+
+    def tensor(self, name: str) -> Tensor:
+        """On the CPU, mapped: not to be written to."""
+        return self._open(self._file_of[name]).get_tensor(name)
+
+
+class Piece(NamedTuple):
+    """A tensor to be written."""
+
+    name: str
+    num_bytes: int
+    load: Callable[[], Tensor]
+
+
+def write_files(
+    folder: Path, pieces: Iterable[Piece], file_bytes: int, metadata: Callable[[dict[str, Tensor]], dict[str, str]], task: str
+) -> dict[str, str]:
+    """Writes `pieces`, in order, to safetensors files in `folder`; tensor → name of its file.
+
+    A file holds as many tensors as fit into `file_bytes`, and at least one. A single file is `model.safetensors`.
+
+    Args:
+        metadata: of the file that holds these tensors; it is text in the file's header.
+        task: what the progress bar says.
+    """
+    groups: list[list[Piece]] = []
+    room = 0
+    for piece in pieces:
+        if not groups or piece.num_bytes > room:
+            groups.append([])
+            room = file_bytes
+        groups[-1].append(piece)
+        room -= piece.num_bytes
+    total = sum(piece.num_bytes for group in groups for piece in group)
+    file_of: dict[str, str] = {}
+    with byte_bar(task, total) as bar:
+        for number, group in enumerate(groups, 1):
+            file = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            tensors = {}
+            for piece in group:
+                tensors[piece.name] = piece.load()
+                bar.update(piece.num_bytes)
+            save_file(tensors, folder / file, metadata=metadata(tensors))
+            file_of |= dict.fromkeys(tensors, file)
+    return file_of
+
+
+def write_index(folder: Path, file_of: dict[str, str], num_bytes: int) -> None:
+    """The index that Hugging Face's tools want beside several files."""
+    content = {"metadata": {"total_size": num_bytes}, "weight_map": file_of}
+    (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
