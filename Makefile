@@ -16,7 +16,7 @@ else
   dev := .venv/.dev
 endif
 
-.PHONY: help train data test test-slow test-slurm lint parity bench bench-gpu docs clean
+.PHONY: help train data test test-slow test-slurm lint parity bench bench-gpu docs api exercises clean
 
 help:
 	@echo 'make train       prepare the embedded data set, train on it in 3D, let the model write a line'
@@ -30,6 +30,8 @@ help:
 	@echo 'make bench       measure what can be measured on a CPU'
 	@echo 'make bench-gpu   on one GPU: is every kernel right, and how fast; how fast is training'
 	@echo 'make docs        draw the pictures of the guided tour again'
+	@echo 'make exercises   the exercises of the guided tour: they fail until you have done them'
+	@echo 'make api         the documentation of modules, from their docstrings: docs/api/index.html'
 	@echo 'make clean       delete caches; runs, prepared data and .venv stay'
 	@echo
 	@echo 'PYTHON=python3   with any of them: use this interpreter and its packages instead of .venv'
@@ -38,7 +40,8 @@ train: data
 	$(PYTHON) -m tools.launch $(CONFIG) run.dir=$(RUN) $(ARGS)
 	$(PYTHON) -m tools.generate --checkpoint $(RUN) --prompt 'def read(self' --max-new-tokens 100
 	$(PYTHON) -m tools.plot $(RUN) --out $(RUN)/loss.png
-	@echo 'the run is in $(RUN): config.yaml, metrics.jsonl, checkpoints/, loss.png'
+	$(PYTHON) -m tools.report $(RUN) --out $(RUN)/report.html
+	@echo 'the run is in $(RUN): config.yaml, metrics.jsonl, checkpoints/, loss.png, report.html'
 
 data: prepared/laptop/index.json
 
@@ -74,6 +77,7 @@ bench: $(dev)
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.checkpoint
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.plan_memory
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.plan_megatron
+	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.generate
 
 # On a GPU: the kernels' tests compiled for it (whole training runs beside them: the compiler leaves the GPU idle), then what is
 # measured; about eight minutes. Without one: the same in Triton's CPU interpreter, tiny. What fails does not stop the rest.
@@ -89,8 +93,21 @@ bench-gpu: $(dev)
 
 docs: $(runtime)
 	$(PYTHON) -m docs.draw_mesh
+	$(PYTHON) -m docs.draw_tensor
+	$(PYTHON) -m docs.draw_sequence
 	$(PYTHON) -m docs.draw_pipeline
+	$(PYTHON) -m docs.draw_data
+	$(PYTHON) -m docs.draw_memory
 	$(PYTHON) -m docs.draw_kernels
+	$(PYTHON) -m docs.draw_checkpoints
+	$(PYTHON) -m docs.draw_slurm
+	$(PYTHON) -m docs.draw_extending
+
+exercises: $(dev)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q docs/exercises
+
+api: $(dev)
+	$(PYTHON) -m pdoc --output-directory docs/api errors train model parallel data training plan tools
 
 clean:
 	rm -rf .pytest_cache .mypy_cache .ruff_cache

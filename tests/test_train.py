@@ -10,14 +10,10 @@ import torch
 import yaml
 from safetensors import safe_open
 
-from tests.data_samples import prepared
-from tests.runs import fresh, global_state, losses, train_run, write_config
+from tests.runs import copy_of, fresh, global_state, losses, train_run, write_config
 from tools.ranks import RankError, Ranks
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepared(tmp_path_factory.mktemp("data") / "email")
+from training import manifest
+from training.manifest import read_manifest
 
 
 def run(ranks: Ranks, world: int, *arguments: str) -> None:
@@ -83,8 +79,9 @@ def test_resume_is_bitwise(ranks: Ranks, data: Path, tmp_path: Path, tied: bool)
 
 def test_any_layout_loads_what_another_saved(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     """Weights and moments of (pp 2, dp 2, tp 2), bit for bit, under other layouts; with a vocabulary that tp does not divide,
-    tied embeddings and an uneven split."""
-    config = write_config(tmp_path, data, model={"tie_embeddings": True}, checkpoint={"interval": 2}, train={"steps": 2})
+    tied embeddings, an uneven split, and norms of heads that are shorter than dp_shard."""
+    model = {"tie_embeddings": True, "qk_norm": True, "attention_dim": 8}
+    config = write_config(tmp_path, data, model=model, checkpoint={"interval": 2}, train={"steps": 2})
     run(ranks, 8, config, "parallel.tp=2", "parallel.pp=2", "parallel.layers_per_stage=[1, 3]")
     saved = tmp_path / "run" / "checkpoints" / "step-00000002"
     reference: dict[str, torch.Tensor] = {}
@@ -106,6 +103,24 @@ def test_any_layout_loads_what_another_saved(ranks: Ranks, data: Path, tmp_path:
     names = {key for file in files for key in safe_open(str(file), "pt").keys()}  # noqa: SIM118
     assert "model.blocks.3.attention.output.weight" in names, "global names, the last stage's layers among them"
     assert "model.head.weight" not in names, "a tied weight is saved once"
+
+
+def test_a_checkpoint_older_than_a_field_of_the_model(ranks: Ranks, saved: Path, tmp_path: Path) -> None:
+    """The field is then what it was in effect: its default. Anything else is another model."""
+    config, checkpoints = copy_of(saved, tmp_path)
+    newest = checkpoints / "step-00000006"
+    trainer = json.loads((newest / "trainer.json").read_text())
+    for name in ("attention_dim", "qk_norm", "rope_scaling_factor"):
+        del trainer["model"][name]
+    (newest / "trainer.json").write_text(json.dumps(trainer))
+    entries = read_manifest(newest)
+    entries.files["trainer.json"] = manifest.fingerprint(newest / "trainer.json")
+    manifest.write_manifest(newest, entries)
+    message = ranks.run(train_run, 4, [config, "model.rope_scaling_factor=8"])[0]
+    assert message.startswith("model.rope_scaling_factor = 8.0: the checkpoint ")
+    assert "has model.rope_scaling_factor=1.0" in message
+    run(ranks, 4, config, "train.steps=7")
+    assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_resume_on_another_layout_reads_the_same_batches(ranks: Ranks, data: Path, tmp_path: Path) -> None:
@@ -195,12 +210,6 @@ def test_a_second_run_in_the_same_folder_keeps_the_first_ones_numbers(ranks: Ran
     first = (tmp_path / "run" / "metrics.jsonl").read_text()
     run(ranks, 1, config)
     assert (tmp_path / "run" / "metrics-1.jsonl").read_text() == first
-
-
-def test_wandb_works_offline(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path, data, train={"steps": 2}, run={"wandb": "offline"})
-    run(ranks, 1, config)
-    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
 
 
 def test_load_weights_only_starts_anew(ranks: Ranks, data: Path, tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
-"""Where a run's time went: `python -m tools.report RUN`
+"""Where a run's time went: `python -m tools.report RUN [--out FILE.html]`
 
 Over all its starts, from events.jsonl in the run folder: seconds by cause, as training/ledger.py defines them, and the share
 that the run's last state owes its existence to.
+
+--out also writes the whole run as one HTML page: loss, gradient norm, speed, memory by rank, the ledger, what happened, and
+the pipeline's timeline if the run was traced (run.trace=true). It needs no network and no other file. The run may be going on.
 """
 
 import argparse
@@ -11,20 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError
+from tools.report_page import page
+from tools.report_run import read_run
+from tools.report_tables import MEANING
 from training.events import read_events
 from training.ledger import account
-
-MEANING = {
-    "steps": "steps that count",
-    "lost": "steps made again",
-    "data": "waiting for data",
-    "evaluation": "evaluation",
-    "saving": "saving: copy, check",
-    "rollback": "going back",
-    "start": "starting",
-    "end": "ending",
-    "down": "down",
-}
 
 
 def read(run: Path) -> list[dict[str, Any]]:
@@ -35,7 +29,10 @@ def read(run: Path) -> list[dict[str, Any]]:
 
 def ledger_lines(events: list[dict[str, Any]]) -> list[str]:
     """The ledger as a table, and what happened how often."""
-    seconds = account(events)
+    try:
+        seconds = account(events)
+    except (KeyError, TypeError, AttributeError):
+        raise UserError("RUN", "events.jsonl", "has lines that no run writes", "remove them") from None
     total = sum(seconds.values())
     lines = [f"{MEANING[cause]:<22}{value:>12,.1f} s{value / max(total, 1e-9):>8.1%}" for cause, value in seconds.items()]
     lines.append(f"{'wall clock':<22}{total:>12,.1f} s")
@@ -48,18 +45,34 @@ def ledger_lines(events: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def write_page(run: Path, out: Path) -> None:
+    if out.suffix != ".html":
+        raise UserError("--out", str(out), "is not a page's name", "end it in .html")
+    text = page(read_run(run))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError("--out", str(out), f"cannot be written ({error.strerror})", "name another file") from None
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder (run.dir)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the page to write: .html")
     options = parser.parse_args(arguments)
     try:
-        events = read(options.run)
+        if options.out is not None:
+            write_page(options.run, options.out)
+        if options.out is None or (options.run / "events.jsonl").is_file():
+            print("\n".join(ledger_lines(read(options.run))))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print("\n".join(ledger_lines(events)))
+    if options.out is not None:
+        print(f"wrote {options.out}")
     return 0
 
 

@@ -1,12 +1,22 @@
 """What a run needs besides the model and its layout.
 
-    config.py      every key of a configuration file     load_config.py  YAML + overrides → Config, or one clear error
-    build.py       model stages, sharded and initialised  step.py        one optimizer step, on one screen
-    optimizer.py   AdamW, decay groups, learning rate     gradient.py    the norm of all gradients
-    checkpoint.py  where a run starts; load               save.py        save while training goes on
-    manifest.py    what a checkpoint consists of          metrics.py     console line, metrics.jsonl, wandb
-    stop.py        signals, time, files: all ranks stop   signals.py     hears them, from the first line of train.py on
-    replicas.py    copies that must be equal are compared voice.py       errors: one message from one rank
+    config.py      every key of a configuration file      load_config.py  YAML + overrides → Config, or one clear error
+    join.py        how the processes of a start meet      build.py        model stages, sharded and initialised
+    step.py        one optimizer step, on one screen      optimizer.py    AdamW, decay groups, learning rate
+    gradient.py    the norm of all gradients              guard.py        which updates are made
+
+    checkpoint.py  where a run starts; load               save.py         save while training goes on
+    manifest.py    what a checkpoint consists of          rollback.py     back, and past the batches that spoiled it
+    replicas.py    copies that must be equal are compared
+
+    stop.py        signals, time, files: all ranks stop   signals.py      hears them, from the first line of train.py on
+    watchdog.py    a step that stands still               voice.py        errors: one message from one rank
+
+    metrics.py     what is measured, how a run ended      trackers.py     to metrics.jsonl, console, wandb, TensorBoard
+    events.py      what happened when                     ledger.py       where the time went
+    profile.py     some steps under torch's profiler      profile_summary.py  what a trace says of a step's time
+    trace.py       the pipeline's timeline                memory_report.py    what a rank holds, beside the plan
+    progress.py    bars of long work, on a terminal
 
 May import `model/`, `parallel/` and `data/`.
 """

@@ -27,8 +27,10 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint import DefaultLoadPlanner, HuggingFaceStorageReader
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
+from tqdm import tqdm
 
 from data.dataset import Mixture
 from data.loader import check_state
@@ -36,6 +38,7 @@ from errors import UserError
 from model.initialise import canonical_name
 from training.config import Config
 from training.manifest import MANIFEST, Damaged, Manifest, check_file, check_sizes, check_whole, read_manifest
+from training.progress import byte_bar
 from training.step import TrainStep
 from training.voice import from_rank_0, together
 
@@ -184,9 +187,11 @@ def _damage(path: Path) -> str | None:
     assert isinstance(manifest, Manifest)
     counts: Counter[str] = Counter()
     problem = None
+    mine = sorted(manifest.files)[rank::world]
     try:
-        for name in sorted(manifest.files)[rank::world]:
-            counts += check_file(path, manifest, name)
+        with byte_bar(f"checking {path.name}", sum(manifest.files[name][0] for name in mine), shown=rank == 0) as bar:
+            for name in mine:
+                counts += check_file(path, manifest, name, bar.update)
     except Damaged as damaged:
         problem = str(damaged)
     everyone: list[Any] = [None] * world
@@ -223,17 +228,21 @@ def read_trainer(path: Path, key: str) -> dict[str, Any]:
 
 
 def _check_model(path: Path, trainer: dict[str, Any], config: Config) -> None:
+    # A field that did not exist when the checkpoint was written is what it is where nobody sets it.
+    fields = dataclasses.fields(config.model)
+    saved = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING} | trainer["model"]
     for name, value in dataclasses.asdict(config.model).items():
-        if name not in FREE_MODEL_KEYS and trainer["model"].get(name) != value:
-            why = f"the checkpoint {path} has model.{name}={trainer['model'].get(name)!r}"
+        if name not in FREE_MODEL_KEYS and saved.get(name) != value:
+            why = f"the checkpoint {path} has model.{name}={saved.get(name)!r}"
             raise UserError(f"model.{name}", value, why, "use the checkpoint's, or another checkpoint or run.dir")
 
 
 def load(train: TrainStep, start: Start) -> None:
     """Fill this rank's weights, moments and update count (or weights alone) from a checkpoint of any layout."""
-    if start.path is None:
+    path = start.path
+    if path is None:
         return
-    wanted: dict[str, Tensor] = {}
+    wanted: dict[str, DTensor] = {}
     second_copies = []  # a tied weight that this rank holds twice is read once
     for name, tensor in local_tensors(train):
         if start.weights_only and not name.startswith("model."):
@@ -243,12 +252,15 @@ def load(train: TrainStep, start: Start) -> None:
             second_copies.append((wanted[canonical], tensor))
         wanted.setdefault(canonical, tensor)
 
+    size = sum(tensor.to_local().nbytes for tensor in wanted.values())
+
     def read() -> None:
         try:
-            dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(start.path)))
+            with byte_bar(f"loading {path.name}", size, shown=dist.get_rank() == 0) as bar:
+                dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(path)), planner=_ShownPlanner(bar))
         except dcp.CheckpointException as error:
             first = next(iter(error.failures.values()))[0]
-            raise UserError("checkpoint", str(start.path), f"cannot be read: {first}", "choose another checkpoint") from None
+            raise UserError("checkpoint", str(path), f"cannot be read: {first}", "choose another checkpoint") from None
 
     together(read, train.mesh.device)
     for source, copy in second_copies:
@@ -256,6 +268,18 @@ def load(train: TrainStep, start: Start) -> None:
     if not start.weights_only:
         train.optimizer.set_step(start.updates)
         train.guard.restore(start.recent_losses, start.bad_in_a_row)
+
+
+class _ShownPlanner(DefaultLoadPlanner):
+    """DCP's own, and a bar that advances by each piece of a tensor that was read."""
+
+    def __init__(self, bar: "tqdm[None]") -> None:
+        super().__init__()
+        self.bar = bar
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        super().commit_tensor(read_item, tensor)
+        self.bar.update(tensor.nbytes)
 
 
 def local_tensors(train: TrainStep) -> Iterator[tuple[str, DTensor]]:

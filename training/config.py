@@ -3,7 +3,8 @@
 `model`, `parallel` and `data` are described beside the code they configure. Validation raises, and never rewrites.
 """
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from typing import Literal
 
 from data.config import DataConfig
@@ -85,8 +86,25 @@ class RunConfig:
     dir: str  # the run folder
     log_interval: int = 1  # steps between lines
     trace: bool = False  # write what every rank did when in one step, the third of this start, to trace.json
+    profile: str = ""  # start:stop: profile these steps, counted as in metrics.jsonl, without `stop` (training/profile.py)
+    profile_ranks: list[int] = field(default_factory=lambda: [0])  # which ranks do, and which answer a file SNAPSHOT
+    memory_history: bool = False  # GPUs: memory snapshots know who allocated what; costs time (training/memory_report.py)
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     wandb_project: str = "lattice"
+    tensorboard: bool = False  # also write event files to the run folder's tensorboard/
+
+    def __post_init__(self) -> None:
+        if self.profile and (not re.fullmatch(r"[0-9]{1,9}:[0-9]{1,9}", self.profile) or not self.profiled_steps):
+            why = "is not start:stop, a step and a later one"
+            raise UserError("run.profile", self.profile, why, "write for example 10:13, which is steps 10, 11 and 12")
+        if self.profile and not self.profile_ranks:
+            raise UserError("run.profile_ranks", [], "nobody would profile", "name a rank, or leave run.profile out")
+
+    @property
+    def profiled_steps(self) -> range:
+        """1-based; empty where nothing is profiled."""
+        start, _, stop = (self.profile or "0:0").partition(":")
+        return range(int(start), int(stop))
 
 
 @dataclass(frozen=True)
@@ -135,6 +153,13 @@ class Config:
         _at_least("checkpoint.keep_last", self.checkpoint.keep_last, 1)
         _at_least("checkpoint.keep_every", self.checkpoint.keep_every, 0)
         _at_least("run.log_interval", self.run.log_interval, 1)
+        if self.run.profiled_steps and not 1 <= self.run.profiled_steps[0] <= self.run.profiled_steps[-1] <= train.steps:
+            why = f"the run's steps are 1 to {train.steps}, and stop is not profiled"
+            raise UserError("run.profile", self.run.profile, why, f"start at 1 or later, stop at {train.steps + 1} or before")
+        for rank in self.run.profile_ranks:
+            if not 0 <= rank < world_size:
+                why = f"the world has ranks 0 to {world_size - 1}, and not {rank}"
+                raise UserError("run.profile_ranks", self.run.profile_ranks, why, "choose from these")
         dp = dp_replicate * dp_shard
         step = dp * train.micro_batch_size
         if train.global_batch_size % step:

@@ -1,6 +1,8 @@
 """events.jsonl: what happened to a run, one JSON object a line, over all its starts. Lines are added, never changed.
 
     start       a process began       step it starts from, world size, when the process was begun
+    system      after each start      versions, device, layout
+    memory      a rank's peak grew    step, the peaks of all ranks in bytes (metrics.py)
     spent       every logged step     seconds since the line before, by cause (ledger.py)
     checkpoint  a save ended          step, bytes, seconds; `failed` says why where it did
     rollback    the run went back     from_step, step, the samples it leaves out

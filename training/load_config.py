@@ -13,6 +13,17 @@ from errors import UserError
 from training.config import Config
 
 
+class _Loader(yaml.SafeLoader):
+    """Without YAML 1.1's numbers to base 60, in which `run.profile=10:13` is 613."""
+
+
+def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int | str:
+    return node.value if ":" in node.value else loader.construct_yaml_int(node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
+
+
 def load_config(path: str, overrides: list[str]) -> Config:
     """Read `path`, apply `overrides` in order, and build the configuration (each section checks itself).
 
@@ -20,7 +31,7 @@ def load_config(path: str, overrides: list[str]) -> Config:
         UserError: an unreadable file, an unknown section or key, a missing key, or a value of the wrong type.
     """
     try:
-        raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        raw = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise UserError(
             "configuration file", path, error.strerror or str(error), "give a readable YAML file, e.g. from configs/"
@@ -35,7 +46,7 @@ def load_config(path: str, overrides: list[str]) -> Config:
         if not (equals and dot and key):
             raise UserError("command line", override, "is not section.key=value", "write for example train.steps=100")
         try:
-            raw.setdefault(section, {})[key] = yaml.safe_load(text)
+            raw.setdefault(section, {})[key] = yaml.load(text, _Loader)
         except yaml.YAMLError:
             raise UserError(name, text, "is not a YAML value", "quote it") from None
     return _build(raw)

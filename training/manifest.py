@@ -15,11 +15,14 @@ import json
 import math
 import os
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+
+from training.progress import byte_bar
 
 FORMAT, VERSION = "lattice-checkpoint", 2
 MANIFEST = "manifest.json"
@@ -42,12 +45,13 @@ class Manifest:
         return sum(size for size, _ in self.files.values())
 
 
-def fingerprint(path: Path) -> tuple[int, str]:
-    """A file's size in bytes and its sha256."""
+def fingerprint(path: Path, advance: Callable[[int], object] = lambda size: None) -> tuple[int, str]:
+    """A file's size in bytes and its sha256. `advance` is called with the bytes of each block that was read."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(HASHED_AT_ONCE):
             digest.update(block)
+            advance(len(block))
         return file.tell(), digest.hexdigest()
 
 
@@ -95,10 +99,13 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
             raise Damaged(f"its file {name} is missing or truncated")
 
 
-def check_file(folder: Path, manifest: Manifest, name: str) -> Counter[str]:
-    """Read a file whole. Raises Damaged where it is not what was saved; else how many numbers of which tensors it holds."""
+def check_file(
+    folder: Path, manifest: Manifest, name: str, advance: Callable[[int], object] = lambda size: None
+) -> Counter[str]:
+    """Read a file whole. Raises Damaged where it is not what was saved; else how many numbers of which tensors it holds.
+    `advance` as for `fingerprint`."""
     try:
-        found = fingerprint(folder / name)
+        found = fingerprint(folder / name, advance)
     except OSError as error:
         raise Damaged(f"its file {name} cannot be read ({error.strerror})") from None
     if found != manifest.files[name]:
@@ -140,8 +147,9 @@ def verify(folder: Path) -> Manifest:
     manifest = read_manifest(folder)
     check_sizes(folder, manifest)
     counts: Counter[str] = Counter()
-    for name in manifest.files:
-        counts += check_file(folder, manifest, name)
+    with byte_bar(f"checking {folder.name}", manifest.num_bytes) as bar:
+        for name in manifest.files:
+            counts += check_file(folder, manifest, name, bar.update)
     check_whole(manifest, counts)
     return manifest
 

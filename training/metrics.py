@@ -1,7 +1,8 @@
-"""What a run says: one line on the console and one JSON object in metrics.jsonl per logged step, and wandb if asked."""
+"""What a run measures of itself: a record per logged step, which goes where trackers.py says; and how it ended."""
 
 import json
 import os
+import platform
 import resource
 import sys
 import time
@@ -22,9 +23,11 @@ from training.events import append_event
 from training.ledger import Ledger
 from training.load_config import dump_config
 from training.step import StepResult
+from training.trackers import Trackers
 
 # Dense bf16 peak in FLOP/s by name of the device, without sparsity (the vendors' data sheets). mfu is null for others.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "MI300X": 1307e12}
+MEMORY_GROWTH = 1.01  # of any rank's peak, after which the peaks of all are written down again
 
 
 class Metrics:
@@ -41,24 +44,24 @@ class Metrics:
         self.folder = Path(config.run.dir)
         self.writes = dist.get_rank() == 0
         self.peak_flops = _peak_flops(mesh.device)
-        self.wandb: Any = None
         self.timed_steps, self.data_seconds, self.started = 0, 0.0, time.perf_counter()
         self.record: dict[str, Any] | None = None
-        self.unwritten: list[str] = []  # lines of metrics.jsonl, where they cannot be written yet
         self.eval_loss: float | None = None
         self.stop_reason = ""
         self.skipped_updates = start.step - start.updates
         self.bad_in_a_row = 0  # steps without an update, up to the last that was logged
         self.step_seconds: float | None = None  # of a step, where the last one was logged
+        self.noted_peaks = [0] * dist.get_world_size()  # bytes, by rank: what events.jsonl has
         self.ledger: Ledger | None = None
+        self.trackers: Trackers | None = None
         if self.writes:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.ledger = Ledger(self.folder, start.step, dist.get_world_size())
             (self.folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
             (self.folder / "status.json").unlink(missing_ok=True)
-            _continue_lines(self.folder / "metrics.jsonl", start.step)
-            if config.run.wandb != "disabled":
-                self.wandb = _start_wandb(config)
+            system = describe_system(config, mesh)
+            append_event(self.folder, "system", **system)
+            self.trackers = Trackers(config, start.step, system)
             print(f"{config.model.num_parameters:,} parameters on {mesh.describe()}")
             print(describe_places(config, mesh, int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))))
             if config.parallel.num_stages > 1:
@@ -92,8 +95,7 @@ class Metrics:
         self.tokens += train.global_batch_size * train.seq_len
         if step % self.config.run.log_interval and step != train.steps:
             return
-        peak_memory = torch.tensor(_peak_memory_bytes(self.device), dtype=torch.int64, device=self.device)
-        dist.all_reduce(peak_memory, op=dist.ReduceOp.MAX)
+        peak_memory = self._gather_peak_memory(step)
         scalars = (result.loss, result.grad_norm, result.updates.to(self.device), result.bad_in_a_row)
         loss, grad_norm, updates, bad = torch.stack([s.double() for s in scalars]).tolist()  # waits until the step is done
         self._say_skipped(step - int(updates), loss, grad_norm)
@@ -113,10 +115,22 @@ class Metrics:
             "mfu": per_device * flops / self.peak_flops if self.peak_flops else None,
             "step_seconds": seconds,
             "data_seconds": self.data_seconds / self.timed_steps,
-            "peak_memory_bytes": int(peak_memory.item()),
+            "peak_memory_bytes": max(peak_memory),
             "skipped_updates": self.skipped_updates,
         }
         self._count("steps")
+
+    def _gather_peak_memory(self, step: int) -> list[int]:
+        """Bytes, by rank. A record has the largest alone: with a thousand ranks, all would be most of metrics.jsonl. Peaks only
+        grow, and soon hardly do, so events.jsonl has all of them whenever one has grown by more than a hundredth."""
+        everyone = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=self.device)
+        everyone[dist.get_rank()] = _peak_memory_bytes(self.device)
+        dist.all_reduce(everyone)  # [ranks], the world: as good as free, like the single number that would give the largest
+        peaks: list[int] = everyone.tolist()
+        if self.writes and any(new > MEMORY_GROWTH * old for new, old in zip(peaks, self.noted_peaks, strict=True)):
+            self.noted_peaks = peaks
+            append_event(self.folder, "memory", step=step, peak_bytes=peaks)
+        return peaks
 
     def _say_skipped(self, skipped_updates: int, loss: float, grad_norm: float) -> None:
         more, self.skipped_updates = skipped_updates - self.skipped_updates, skipped_updates
@@ -133,32 +147,20 @@ class Metrics:
         self.record = {**(self.record or {"step": step}), "eval_loss": loss}
 
     def went_back(self, start: Start) -> None:
-        """The run goes on from `start`: lines after it will be written again. (wandb takes no step twice, and has a gap.)"""
+        """The run goes on from `start`: lines after it will be written again."""
+        reached = self.step
         self.step, self.tokens, self.skipped_updates = start.step, start.tokens, start.step - start.updates
         self.bad_in_a_row = 0
-        self.unwritten = [line for line in self.unwritten if json.loads(line)["step"] <= start.step]
-        if self.writes:
-            try:
-                _continue_lines(self.folder / "metrics.jsonl", start.step)
-            except OSError as error:
-                print(f"warning: metrics.jsonl cannot be written: {error}", file=sys.stderr, flush=True)
+        if self.trackers is not None:
+            self.trackers.went_back(start.step, reached)
 
     def flush(self) -> None:
         """Write the line of the current step, if it has one."""
         record, self.record = self.record, None
-        if record is None or self.ledger is None:
+        if record is None or self.ledger is None or self.trackers is None:
             return
         self.ledger.write(self.step)
-        self.unwritten.append(json.dumps(record, allow_nan=True) + "\n")
-        try:
-            with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
-                file.write("".join(self.unwritten))
-            self.unwritten = []
-        except OSError as error:  # a full disk is no reason to stop: the lines wait
-            print(f"warning: metrics.jsonl cannot be written: {error}", file=sys.stderr, flush=True)
-        print(console_line(record, self.config.train.steps), flush=True)
-        if self.wandb is not None:
-            self.wandb.log({key: value for key, value in record.items() if key != "step"}, step=record["step"])
+        self.trackers.log(record)
 
     def summarise(self, unigram_nats_per_token: float | None) -> None:
         """The last held-out loss beside that of a model that knows only how frequent each token is."""
@@ -177,10 +179,8 @@ class Metrics:
         """Say how the run ended, in status.json. Finished means that every rank is."""
         if error is None:
             dist.barrier()
-        if self.ledger is None:
+        if self.ledger is None or self.trackers is None:
             return
-        if self.wandb is not None:
-            self.wandb.finish(exit_code=0 if error is None else 1)
         if error is not None:
             state, reason = "failed", f"{type(error).__name__}: {error}"
         elif self.stop_reason and self.step < self.config.train.steps:
@@ -194,20 +194,19 @@ class Metrics:
         self.ledger.write(self.step)
         append_event(self.folder, "end", state=state, step=self.step, reason=reason)
         write_status(self.folder, state, self.step, reason)
+        self.trackers.close(failed=error is not None)  # last: wandb may wait for its server
 
 
-def console_line(record: dict[str, Any], steps: int) -> str:
-    """One aligned line: `step   20/300  loss 5.1234  grad_norm 0.812  lr 3.00e-03  41,234 tok/s  99.3 ms  1.2 GiB`."""
-    parts = [f"step {record['step']:>{len(str(steps))}}/{steps}"]
-    if "loss" in record:
-        parts += [f"loss {record['loss']:7.4f}", f"grad_norm {record['grad_norm']:7.3f}", f"lr {record['lr']:.2e}"]
-        parts += [f"{record['tokens_per_second']:>9,.0f} tok/s", f"{record['step_seconds'] * 1e3:7.1f} ms/step"]
-        if record["mfu"] is not None:
-            parts.append(f"mfu {record['mfu']:5.1%}")
-        parts.append(f"{record['peak_memory_bytes'] / 2**30:.2f} GiB")
-    if "eval_loss" in record:
-        parts.append(f"held-out {record['eval_loss']:.4f}")
-    return "  ".join(parts)
+def describe_system(config: Config, mesh: Mesh) -> dict[str, Any]:
+    """What the run runs on and with; for events.jsonl and wandb. Of rank 0's process: the others are taken to be alike."""
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name() if mesh.device == "cuda" else f"CPU ({platform.machine()})",
+        "world_size": dist.get_world_size(),
+        "layout": mesh.describe(),
+        "parameters": config.model.num_parameters,
+    }
 
 
 def write_status(folder: Path, state: str, step: int, reason: str) -> None:
@@ -218,18 +217,6 @@ def write_status(folder: Path, state: str, step: int, reason: str) -> None:
         os.replace(path.with_suffix(".partial"), path)
     except OSError as failure:
         print(f"warning: {path} cannot be written: {failure}", file=sys.stderr, flush=True)
-
-
-def _continue_lines(path: Path, step: int) -> None:
-    """Drop the lines after `step`, which will be written again. Those of a run that begins anew are put aside, not dropped."""
-    if path.exists() and step == 0:
-        taken = len(list(path.parent.glob("metrics-*.jsonl")))
-        path.rename(path.with_name(f"metrics-{taken + 1}.jsonl"))
-    elif path.exists():
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        path.with_suffix(".partial").write_text("".join(kept), encoding="utf-8")
-        os.replace(path.with_suffix(".partial"), path)
 
 
 def _peak_memory_bytes(device: str) -> int:
@@ -243,15 +230,3 @@ def _peak_memory_bytes(device: str) -> int:
 def _peak_flops(device: str) -> float | None:
     name = torch.cuda.get_device_name() if device == "cuda" else ""
     return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
-
-
-def _start_wandb(config: Config) -> Any:
-    import wandb  # only where it is asked for: the import takes a second
-
-    return wandb.init(
-        project=config.run.wandb_project,
-        dir=config.run.dir,
-        mode=config.run.wandb,
-        config={"yaml": dump_config(config)},
-        settings=wandb.Settings(silent=True),
-    )

@@ -31,6 +31,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
+from data.tokenizer import tokenizer_files
 from model.initialise import canonical_name
 from parallel.placement import as_dtensor_like
 from training.checkpoint import FREE_MODEL_KEYS, checkpoint_folder, complete_checkpoints, local_tensors, step_of
@@ -58,7 +59,7 @@ class Saver:
 
     Args:
         train: whose weights and moments are saved.
-        tokenizer: a file that a checkpoint takes along.
+        tokenizer: the file of a tokenizer, which a checkpoint takes along with what belongs to it.
     """
 
     def __init__(self, train: TrainStep, tokenizer: Path) -> None:
@@ -183,9 +184,11 @@ class Saver:
         manifest = Manifest(files, shapes)
         check_whole(manifest, counts)
         if self._is_first:
-            shutil.copyfile(self.tokenizer, partial / "tokenizer.model")
+            tokenizer = tokenizer_files(self.tokenizer)
+            for name, path in tokenizer.items():
+                shutil.copyfile(path, partial / name)
             write_durably(partial / "trainer.json", json.dumps(trainer, indent=1))
-            manifest.files.update({name: fingerprint(partial / name) for name in ("tokenizer.model", "trainer.json")})
+            manifest.files.update({name: fingerprint(partial / name) for name in (*tokenizer, "trainer.json")})
         return manifest
 
     def _prepare(self, partial: Path) -> None:

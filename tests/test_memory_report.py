@@ -1,0 +1,169 @@
+"""Memory reports: where there is none left, and on request; what is held beside what was planned."""
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import train
+from parallel.pipeline.runner import PipelineRunner
+from plan import memory as planner
+from plan.layout import Layout
+from tests.runs import train_run, write_config
+from tools.ranks import Ranks
+from training import memory_report
+from training.load_config import load_config
+from training.memory_report import MemoryReports, table
+
+
+def run_out_of_memory(arguments: list[str], actions: int) -> bool:
+    """A run that has no memory left after so many actions of its second step. Whether it ended so."""
+    give, done = PipelineRunner._give, [0]
+
+    def give_until_it_is_full(*given: Any) -> None:
+        done[0] += 1
+        if done[0] == 8 + actions:  # a step has 4 forwards and 4 backwards
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        give(*given)
+
+    with patch.object(PipelineRunner, "_give", give_until_it_is_full):
+        try:
+            train_run(arguments)
+        except torch.OutOfMemoryError:
+            return True
+    return False
+
+
+def cells(report: str) -> dict[str, list[str]]:
+    """Category → what stands beside it."""
+    rows = [line.split("  ") for line in report.splitlines() if line.endswith("MB")]
+    return {row[0].strip() or row[1].strip(): [cell.strip() for cell in row[1:] if cell.endswith("MB")] for row in rows}
+
+
+def test_out_of_memory(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """bfloat16, ZeRO-1, two micro-batches done: weights are whole, and gradients whole in float32, known to FSDP alone."""
+    overrides = ["train.dtype=bfloat16", "model.num_layers=2", "parallel.dp_shard=2"]
+    arguments = [write_config(tmp_path, data), *overrides]
+    assert ranks.run(run_out_of_memory, 2, arguments, 4) == [True, True]
+    config = load_config(arguments[0], overrides)
+    for rank in range(2):
+        report = (tmp_path / "run" / "memory" / f"step-00000002-rank-{rank:05d}.txt").read_text()
+        assert report.startswith(
+            f"rank {rank} of 2 (pp 0, dp_replicate 0, dp_shard {rank}, tp 0), stage 0\nout of memory in step 2: "
+        )
+        assert "Tried to allocate 2.00 GiB." in report
+        found, plan = cells(report), planner.Memory(Layout.of_rank(config, 2, rank))
+        for category in ("sharded weights", "optimizer state", "gathered weights"):
+            assert found[category] == [f"{plan.at_peak[category] / 1e6:,.3f} MB"] * 2, category
+        whole = sum(unit.numel for unit in plan.units[0]) * 4
+        assert found["whole gradients"][0] == f"{whole / 1e6:,.3f} MB"
+        assert found["together"][1] == f"{plan.peak / 1e6:,.3f} MB"
+        assert float(found["together"][0].split()[0].replace(",", "")) > 50, "a process with torch in it"
+        assert found["activations"] == [f"{plan.at_peak['activations'] / 1e6:,.3f} MB"]
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
+
+
+def train_with_requests(arguments: list[str]) -> str:
+    """SNAPSHOT is there from the start, and is touched in the third step."""
+    request = Path(load_config(arguments[0], []).run.dir) / "SNAPSHOT"
+    request.parent.mkdir()
+    request.touch()
+    os.utime(request, ns=(1, 1))
+    step, made = train.TrainStep.__call__, []
+
+    def asking(*given: Any) -> Any:
+        made.append(step(*given))
+        if len(made) == 3:
+            request.touch()
+        return made[-1]
+
+    with patch.object(train.TrainStep, "__call__", asking), patch.object(memory_report, "LOOK_SECONDS", 0.0):
+        return train_run(arguments)
+
+
+def test_on_request(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    assert ranks.run(train_with_requests, 1, [write_config(tmp_path, data, train={"steps": 5})]) == [""]
+    assert not (tmp_path / "run" / "profile").exists()
+    [report] = (tmp_path / "run" / "memory").iterdir()
+    assert report.name == "step-00000003-rank-00000.txt"
+    assert "asked for after step 3" in report.read_text()
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
+
+
+def test_categories_are_the_planners() -> None:
+    names = ("WEIGHTS", "MOMENTS", "GATHERED", "GRADIENTS", "SHARDED_GRADIENTS")
+    assert [getattr(memory_report, name) for name in names] == [getattr(planner, name) for name in names]
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_adds_up() -> None:
+    plan = SimpleNamespace(
+        at_peak={"sharded weights": 4_000_000, "activations": 5_000_000, "temporary": 500_000}, peak_action=None
+    )
+    rows = [line.split() for line in table({"sharded weights": 4_000_000, "whole gradients": 2_000_000}, 7_500_000, plan)]
+    assert rows[1:] == [
+        ["sharded", "weights", "4.000", "MB", "4.000", "MB"],
+        ["whole", "gradients", "2.000", "MB", "0.000", "MB"],
+        ["everything", "else", "1.500", "MB", "5.500", "MB"],
+        ["activations", "5.000", "MB"],
+        ["temporary", "0.500", "MB"],
+        ["together", "7.500", "MB", "9.500", "MB"],
+    ]
+    assert "planned" not in "\n".join(table({"sharded weights": 1}, 2, None))
+
+
+class PretendedMesh:
+    device = "cuda"
+    root = SimpleNamespace(get_local_rank=lambda axis: 0, size=lambda: 1)
+
+
+def report_of_a_gpu(folder: str, plan: Any) -> None:
+    """The parts of a report that ask torch.cuda, with its answers made up; out of memory in step 8."""
+    run = SimpleNamespace(dir=folder, memory_history=True, profile_ranks=[0])
+    pretended: Any = SimpleNamespace(
+        mesh=PretendedMesh,
+        config=SimpleNamespace(run=run, parallel=SimpleNamespace(cpu_offload=plan is None)),
+        stages={},
+        named_parameters=[],
+        optimizer=SimpleNamespace(state={"exp_avg": [torch.ones(1_000_000)]}),
+    )
+    answers = {"memory_allocated": 8_000_000, "memory_reserved": 9_000_000, "mem_get_info": (1_000_000, 80_000_000)}
+    with contextlib.ExitStack() as stack:
+        for name, answer in [*answers.items(), ("memory_summary", "torch's own table")]:
+            stack.enter_context(patch.object(torch.cuda, name, lambda answer=answer: answer))
+        history = stack.enter_context(patch.object(torch.cuda.memory, "_record_memory_history"))
+        stack.enter_context(patch.object(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"snapshot")))
+        stack.enter_context(contextlib.suppress(torch.OutOfMemoryError))
+        with MemoryReports(pretended, plan, step=7):
+            assert history.call_args.kwargs == {"max_entries": 100_000, "stacks": "python"}
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def no_plan() -> Any:
+    raise ValueError("a schedule of another kind")
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (no_plan, "cannot plan this configuration: ValueError: a schedule of another kind"),
+        (None, "does not know parallel.cpu_offload"),
+    ],
+)
+def test_a_gpus_report_where_there_is_no_plan(ranks: Ranks, tmp_path: Path, plan: Any, said: str) -> None:
+    ranks.run(report_of_a_gpu, 1, str(tmp_path), plan)
+    report = (tmp_path / "memory" / "step-00000008-rank-00000.txt").read_text()
+    assert said in report
+    assert "The device has 80 MB: 1 MB are free, torch has reserved 9 MB." in report
+    assert "torch's own table" in report
+    assert cells(report)["together"] == ["8.000 MB"]
+    assert cells(report)["optimizer state"] == ["0.000 MB"], "what is on the host does not count"
+    assert (tmp_path / "memory" / "step-00000008-rank-00000.pickle").read_bytes() == b"snapshot"

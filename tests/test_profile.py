@@ -1,0 +1,278 @@
+"""Profiles: intervals, summaries of told traces, and of a real run."""
+
+import gzip
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import Work
+
+from errors import UserError
+from parallel.mesh import AXES, build_mesh
+from plan.layout import Layout
+from plan.traffic import by_axis, collectives
+from tests.runs import LAYOUT_3D, train_run, write_config
+from tools import profile as tool
+from tools.ranks import Ranks
+from training.config import Config
+from training.load_config import dump_config, load_config
+from training.profile import StepProfile
+from training.profile_summary import Event, describe, length, self_times, subtract, summarise, union
+from training.watchdog import Watchdog
+
+# --- intervals --------------------------------------------------------------------------------------------------------
+
+
+def points(intervals: list[tuple[int, int]]) -> set[int]:
+    """The unit cells that intervals between whole numbers cover: the specification."""
+    return {cell for begin, end in intervals for cell in range(begin, end)}
+
+
+def test_intervals_are_sets_of_points() -> None:
+    draw = random.Random(0)
+
+    def some() -> list[tuple[int, int]]:
+        begins = [draw.randrange(40) for _ in range(draw.randrange(9))]
+        return [(begin, begin + draw.randrange(8)) for begin in begins]
+
+    for _ in range(500):
+        a, b = some(), some()
+        assert points(union(a)) == points(a)
+        assert points(subtract(a, b)) == points(a) - points(b)
+        assert length(a) == len(points(a))
+        for found in (union(a), subtract(a, b)):
+            ends = [end for interval in found for end in interval]
+            assert ends == sorted(set(ends)), "in order, disjoint, none of them empty"
+
+
+def test_the_time_an_operator_takes_by_itself() -> None:
+    def event(name: str, begin: float, end: float) -> Event:
+        return Event(name, "cpu_op", 0, begin, end, {})
+
+    told = [event("a", 0, 10), event("b", 1, 4), event("c", 2, 3), event("d", 4, 9), event("e", 12, 13)]
+    assert [(e.name, alone) for e, alone in self_times(told)] == [("a", 2), ("b", 2), ("c", 1), ("d", 5), ("e", 1)]
+
+
+# --- told traces ------------------------------------------------------------------------------------------------------
+
+
+def told(name: str, category: str, begin: float, end: float, thread: int = 7, **arguments: Any) -> dict[str, Any]:
+    """An event, in milliseconds."""
+    where = {"pid": 0, "tid": thread, "ts": begin * 1e3, "dur": (end - begin) * 1e3}
+    return {"ph": "X", "name": name, "cat": category, **where, "args": arguments}
+
+
+GATHER, SENDRECV = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "ncclDevKernel_SendRecv(…)"
+
+
+def test_a_gpus_trace() -> None:
+    """Two steps of 50 ms. Each letter is 5 ms:
+
+    step      1111111111 2222222222
+    matmul    ██··██···· ██··██····
+    gather tp ·███······ ·███······     10 ms of 15 exposed
+    pp        ····███··· ····███···     5 ms of 15 exposed
+    shard     ······██·· ······██··     10 ms of 10 exposed; 5 ms of them while pp is exposed, too
+    copy      ████████·█ ████████·█     beside all of these 5 ms
+    """
+    events = [{"ph": "M", "name": "process_name"}, told("step 6", "gpu_user_annotation", 0, 500)]
+    for i in range(2):
+        at = 50.0 * i
+        events += [
+            told(f"step {i + 4}", "user_annotation", at, at + 50, thread=1),
+            told("aten::mm", "cpu_op", at, at + 40, thread=1),
+            told("matmul", "kernel", at, at + 10),
+            told("matmul", "kernel", at + 20, at + 30),
+            told(GATHER, "kernel", at + 5, at + 20, 20, **{"Process Group Name": "11", "Process Group Description": "mesh_tp"}),
+            told(SENDRECV, "kernel", at + 20, at + 35, 24),
+            told(
+                GATHER, "kernel", at + 30, at + 40, 28, **{"Process Group Name": "0", "Process Group Description": "default_pg"}
+            ),
+            told("Memcpy HtoD", "gpu_memcpy", at, at + 40, 32),
+            told("Memset", "gpu_memset", at + 45, at + 50, 32),
+        ]
+    events.append(told("matmul", "kernel", 100, 120))  # after the last step
+    about = {"rank": 3, "coordinates": {"pp": 1, "tp": 0}, "axes": {"11": "tp", "0": "dp_shard"}}
+    found = summarise({"traceEvents": events, "lattice": about})
+    assert found["steps"] == [4, 5]
+    seconds = {key: round(found[key], 9) for key in ("step_seconds", "compute", "copies", "exposed", "idle")}
+    assert seconds == {"step_seconds": 0.050, "compute": 0.020, "copies": 0.005, "exposed": 0.020, "idle": 0.005}
+    exposed = {axis: (round(p["seconds"], 9), round(p["exposed"], 9), p["calls"]) for axis, p in found["communication"].items()}
+    assert exposed == {"tp": (0.015, 0.010, 1), "dp_shard": (0.010, 0.010, 1), "pp": (0.015, 0.005, 1)}
+    assert [(row["name"], row["calls"]) for row in found["top"]] == [(GATHER, 2), ("matmul", 2), (SENDRECV, 1)]
+    text = describe(found)
+    assert "rank 3 (pp 1, tp 0), on its cuda, mean of steps 4 to 5" in text
+    assert "exposed communication       0.0200 s   40.0%" in text
+
+    del about["axes"]  # a trace of somebody else's: what DeviceMesh calls its groups
+    assert set(summarise({"traceEvents": events, "lattice": about})["communication"]) == {"tp", "pp", "other"}
+
+
+def test_a_cpus_trace() -> None:
+    """One step of 100 ms: a gather is handed over, runs beside a product, and is waited for."""
+    events = [
+        told("step 2", "user_annotation", 0, 100),
+        told("tp: allreduce #0", "user_annotation", 10, 12),
+        told("c10d::allreduce_", "cpu_op", 10, 12),
+        told("aten::clone", "cpu_op", 11, 12),  # gloo's own copy
+        told("autograd::engine::evaluate_function: MmBackward0", "cpu_op", 12, 60),
+        told("aten::mm", "cpu_op", 20, 50),
+        told("tp: wait allreduce #0", "user_annotation", 52, 58),
+        told("pp: wait recv #1", "user_annotation", 70, 80),  # handed over before the trace began
+        told("aten::mm", "cpu_op", 0, 100, thread=8),  # another thread
+        told("gloo:all_reduce", "user_annotation", 12, 57, thread=9),
+    ]
+    found = summarise({"traceEvents": events})
+    seconds = {key: round(found[key], 9) for key in ("step_seconds", "compute", "copies", "exposed", "idle")}
+    assert seconds == {"step_seconds": 0.100, "compute": 0.030, "copies": 0.0, "exposed": 0.018, "idle": 0.052}
+    parts = {axis: (round(p["seconds"], 9), round(p["exposed"], 9), p["calls"]) for axis, p in found["communication"].items()}
+    assert parts == {"pp": (0.010, 0.010, 0), "tp": (0.048, 0.008, 1)}
+    assert found["top"][0] == {"name": "aten::mm", "seconds": pytest.approx(0.030), "calls": 1.0}
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        b"",
+        b"\x1f\x8b\x08",
+        gzip.compress(b'{"traceEvents": [')[:-9],
+        b"[" * 100_000,
+        b"[]",
+        b'{"traceEvents": [1, {"ph": "X"}]}',
+    ],
+)
+def test_what_is_no_trace_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], written: bytes) -> None:
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(written)
+    assert tool.main([str(path)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: trace = {str(path)!r}: ")
+    assert tool.main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("error: RUN = ")
+
+
+# --- the key ----------------------------------------------------------------------------------------------------------
+
+
+def resolved(folder: Path, *overrides: str) -> Config:
+    config = load_config(write_config(folder, Path("/data")), list(overrides))
+    config.validate(2)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("run.profile=3", "run.profile"),
+        ("run.profile=three:5", "run.profile"),
+        ("run.profile=3:3", "run.profile"),
+        ("run.profile=5:3", "run.profile"),
+        ("run.profile=0:3", "run.profile"),
+        ("run.profile=3:8", "run.profile"),  # of 6 steps
+        ("run.profile=-1:3", "run.profile"),
+        ("run.profile_ranks=[2]", "run.profile_ranks"),  # of 2
+    ],
+)
+def test_nonsense_is_refused(tmp_path: Path, override: str, key: str) -> None:
+    with pytest.raises(UserError) as caught:
+        resolved(tmp_path, override)
+    assert caught.value.key == key
+
+
+def test_nobody_to_profile_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nobody would profile"):
+        resolved(tmp_path, "run.profile=3:5", "run.profile_ranks=[]")
+
+
+def test_steps_are_counted_as_in_the_metrics(tmp_path: Path) -> None:
+    config = resolved(tmp_path, "run.profile=5:7")  # in YAML 1.1 the number 307
+    assert list(config.run.profiled_steps) == [5, 6]
+    (tmp_path / "dumped.yaml").write_text(dump_config(config))
+    assert load_config(str(tmp_path / "dumped.yaml"), []) == config
+    assert not resolved(tmp_path).run.profiled_steps
+
+
+# --- a real run -------------------------------------------------------------------------------------------------------
+
+PROFILED = [0, 5]
+
+
+def train_profiled(arguments: list[str]) -> tuple[str, bool]:
+    """And whether collectives are as they were before."""
+    before = {**vars(ProcessGroup)}, {**vars(Work)}
+    message = train_run(arguments)
+    return message, before == ({**vars(ProcessGroup)}, {**vars(Work)})
+
+
+@pytest.fixture(scope="module")
+def profiled(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The second of two steps."""
+    folder = tmp_path_factory.mktemp("profiled")
+    arguments = [write_config(folder, data, parallel=LAYOUT_3D, train={"steps": 2}), "run.profile=2:3"]
+    arguments.append(f"run.profile_ranks={PROFILED}")
+    assert ranks.run(train_profiled, 8, arguments) == [("", True)] * 8
+    return folder / "run"
+
+
+def test_what_a_run_leaves(profiled: Path) -> None:
+    names = sorted(path.name for path in (profiled / "profile").iterdir())
+    traces = [f"step-00000002-rank-{rank:05d}.json.gz" for rank in PROFILED]
+    assert names == sorted(traces + [f"summary-rank-{rank:05d}.{kind}" for rank in PROFILED for kind in ("json", "txt")])
+    for rank in PROFILED:
+        found = json.loads((profiled / "profile" / f"summary-rank-{rank:05d}.json").read_text())
+        assert (found["rank"], found["device"], found["steps"]) == (rank, "cpu", [2])
+        assert found["coordinates"] == dict(zip(AXES, [(0, 0, 0, 0), (1, 0, 0, 1)][PROFILED.index(rank)], strict=True))
+        parts = [found[key] for key in ("compute", "exposed", "idle")]
+        assert sum(parts) == pytest.approx(found["step_seconds"])
+        assert min(parts) > 0
+        assert len(found["top"]) == 10
+        for part in found["communication"].values():
+            assert 0 < part["exposed"] <= part["seconds"] <= found["step_seconds"]
+
+
+def test_collectives_are_those_that_the_planner_counts(profiled: Path) -> None:
+    """Its dp_shard has what is `loss` here, too: they are the same ranks."""
+    config = load_config(str(profiled / "config.yaml"), [])
+    for rank in PROFILED:
+        found = json.loads((profiled / "profile" / f"summary-rank-{rank:05d}.json").read_text())["communication"]
+        assert found.keys() == {"tp", "pp", "dp_shard", "dp_replicate", "loss", "world"}
+        calls = {axis: part["calls"] for axis, part in found.items()}
+        planned = {axis: row["count"] for axis, row in by_axis(collectives(Layout.of_rank(config, 8, rank))).items()}
+        assert (calls["tp"], calls["pp"], calls["world"]) == (planned["tp"], planned["pp"], planned["world"])
+        assert calls["dp_shard"] + calls["loss"] == planned["dp_shard"]
+
+
+def test_the_tool_says_it_again(profiled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool.main([str(profiled)]) == 0
+    tables = [(profiled / "profile" / f"summary-rank-{rank:05d}.txt").read_text() for rank in PROFILED]
+    assert capsys.readouterr().out == "\n".join(tables)
+
+
+def profile_a_loop(config: str, visited: list[int]) -> None:
+    """The loop alone, on steps `visited`."""
+    resolved = load_config(config, ["run.profile=2:5"])
+    with Watchdog(resolved) as watchdog, StepProfile(resolved, build_mesh((1, 1, 1, 1), "cpu"), watchdog) as profile:
+        for step in visited:
+            with profile.around(step):
+                torch.ones(3) + 1
+
+
+@pytest.mark.parametrize(
+    ("visited", "steps"),
+    [
+        ([0, 1, 2, 3, 4], [2, 3, 4]),
+        ([0, 1, 2], [2, 3]),
+        ([0, 1, 2, -1, 0, 1], [2, 3]),
+        ([2, 3, 4], [3, 4]),
+        ([0], None),
+        ([4], None),
+    ],
+    ids=["all", "stopped", "went back", "began late", "stopped before", "began after"],
+)
+def test_however_the_loop_goes(ranks: Ranks, data: Path, tmp_path: Path, visited: list[int], steps: list[int] | None) -> None:
+    ranks.run(profile_a_loop, 1, write_config(tmp_path, data), visited)
+    summary = tmp_path / "run" / "profile" / "summary-rank-00000.json"
+    assert (json.loads(summary.read_text())["steps"] if summary.exists() else None) == steps

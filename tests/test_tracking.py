@@ -1,0 +1,279 @@
+"""Where a run's numbers go: read back with the readers of those who will read them."""
+
+import functools
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+import termios
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.runs import losses, train_run, write_config
+from tools import verify
+from tools.ranks import Ranks
+from training.events import read_events
+from training.load_config import load_config
+from training.progress import byte_bar
+from training.trackers import JsonLines, Tracker, Trackers
+
+SECRET = "0123456789abcdef0123456789abcdef01234567"  # as long as a key of wandb's
+
+
+def tracked(arguments: list[str], environment: dict[str, str]) -> str:
+    """`train_run` with these variables on top of the rank's, which wandb would read once in a process."""
+    import wandb
+
+    before = dict(os.environ)
+    os.environ.update(environment)
+    try:
+        return train_run(arguments)
+    finally:
+        wandb.teardown()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def thrice(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 6 steps in three starts, on 2 ranks, with all trackers: 3 steps; 3 more; these again, their checkpoint lost."""
+    folder = tmp_path_factory.mktemp("tracked")
+    config = write_config(
+        folder,
+        data,
+        train={"eval_interval": 3, "eval_samples": 8},
+        checkpoint={"interval": 3},
+        run={"wandb": "offline", "tensorboard": True},
+    )
+    for steps, lost in ((3, ""), (6, ""), (6, "step-00000006")):
+        if lost:
+            shutil.rmtree(folder / "run" / "checkpoints" / lost)
+        secrets = {"WANDB_API_KEY": SECRET, "AWS_SECRET_ACCESS_KEY": SECRET}
+        assert ranks.run(tracked, 2, [config, f"train.steps={steps}"], secrets) == ["", ""]
+    return folder
+
+
+# --- wandb ------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def wandb_records(file: Path) -> dict[str, list[dict[str, Any]]]:
+    """The records of a .wandb file by type, as wandb's own inspector reads them."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for line in done.stdout.splitlines():
+        record = json.loads(line)
+        found.setdefault(record["type"], []).append(record.get(record["type"]) or {})
+    return found
+
+
+def test_three_starts_are_one_run_of_wandb(thrice: Path) -> None:
+    run = thrice / "run"
+    known = json.loads((run / "wandb-run.json").read_text())
+    assert known["repeated"] == 3
+    files = sorted((run / "wandb").glob("offline-run-*/*.wandb"))
+    assert [file.name for file in files] == [f"run-{known['id']}.wandb"] * 3
+    starts = [wandb_records(file) for file in files]
+    for start in starts:
+        (about,) = start["run"]
+        assert about["run_id"] == known["id"]
+        assert about["resume"] is True, "so `wandb sync` adds to what is there"
+        assert about["config"]["update"]["model"]["dim"] == 32, "nested, not text"
+        assert about["config"]["update"]["system"]["world_size"] == 2
+        assert start["exit"][0].get("exit_code", 0) == 0
+    history = [[item["item"] for item in start["history"]] for start in starts]
+    assert [[item["step"] for item in items] for items in history] == [[1, 2, 3], [4, 5, 6], [4, 5, 6]]
+    assert [item["_step"] for items in history for item in items] == [1, 2, 3, 4, 5, 6, 7, 8, 9], "nothing is dropped"
+    assert {item["step"]: item["loss"] for items in history for item in items} == losses(thrice)
+    assert "eval_loss" in history[0][2]
+    assert {"glob_name": "*", "step_metric": "step"}.items() <= starts[0]["metric"][1].items()
+
+
+def test_a_checkpoint_is_an_artifact_that_refers_to_it(thrice: Path) -> None:
+    found = []
+    for file in sorted((thrice / "run" / "wandb").glob("offline-run-*/*.wandb")):
+        (artifact,) = wandb_records(file)["artifact"]
+        references = {entry["ref"] for entry in artifact["manifest"]["contents"]}
+        step = next(alias for alias in artifact["aliases"] if alias != "latest")
+        checkpoint = thrice / "run" / "checkpoints" / step
+        assert references == {path.as_uri() for path in checkpoint.iterdir()}
+        found.append(step)
+    assert found == ["step-00000003", "step-00000006", "step-00000006"]
+
+
+def test_no_secret_is_written(thrice: Path) -> None:
+    files = [path for path in (thrice / "run").rglob("*") if path.is_file()]
+    assert len(files) > 20
+    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
+
+
+def test_without_a_server_wandb_writes_to_the_folder(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, data, train={"steps": 1}, run={"wandb": "online"})
+    nobody = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "", "NETRC": str(tmp_path / "none")}
+    assert ranks.run(tracked, 1, [config], nobody) == [""]
+    assert list(losses(tmp_path)) == [1]
+    assert len(list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))) == 1
+
+
+def test_wandb_goes_on_when_its_process_is_stopped(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Slurm's SIGTERM reaches that process too, two steps before the run ends."""
+    import wandb
+
+    config = load_config(write_config(tmp_path, data, run={"wandb": "offline"}), [])
+    (tmp_path / "run").mkdir()
+    try:
+        trackers = Trackers(config, 0, {})
+        trackers.log({"step": 1, "eval_loss": 1.0})
+        (process,) = (child for child in psutil.Process().children() if "wandb-core" in child.name())
+        process.terminate()
+        process.wait(60)
+        for step in (2, 3):
+            trackers.log({"step": step, "eval_loss": 1.0})
+        trackers.close(failed=False)
+    finally:
+        wandb.teardown()
+    assert "warning" not in capsys.readouterr().err
+    files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+    assert len({file.name for file in files}) == 1, "one id"
+    assert [item["item"]["step"] for item in wandb_records(files[-1])["history"]] == [2, 3]
+
+
+# --- TensorBoard ------------------------------------------------------------------------------------------------------
+
+
+def tensorboard_loss(folder: Path, purge: bool) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder), purge_orphaned_data=purge)
+    found.Reload()
+    return [(scalar.step, scalar.value) for scalar in found.Scalars("loss")]
+
+
+def test_tensorboard_reads_every_step_once(thrice: Path) -> None:
+    folder = thrice / "run" / "tensorboard"
+    assert dict(tensorboard_loss(folder, purge=True)) == pytest.approx(losses(thrice), rel=1e-6), "it keeps float32"
+    assert [step for step, _ in tensorboard_loss(folder, purge=True)] == [1, 2, 3, 4, 5, 6]
+    assert len(tensorboard_loss(folder, purge=False)) == 9, "the control: steps 4 to 6 were written twice"
+
+
+# --- all of them ------------------------------------------------------------------------------------------------------
+
+
+class Broken(Tracker):
+    """Works once."""
+
+    name = "broken"
+    calls = 0
+
+    def log(self, record: dict[str, Any]) -> None:
+        self.calls += 1
+        if self.calls > 1:
+            raise RuntimeError("no route to host")
+
+
+def test_a_tracker_that_fails_is_left_out_and_it_is_said_once(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config(write_config(tmp_path, data, run={"tensorboard": True}), [])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "tensorboard").write_text("a file where a folder should be")
+    trackers = Trackers(config, 0, {})
+    broken = Broken()
+    trackers.trackers.insert(0, broken)
+    for step in range(1, 5):
+        trackers.log({"step": step, "eval_loss": 1.0})
+    trackers.close(failed=False)
+    said = capsys.readouterr()
+    assert broken.calls == 2
+    assert said.err.count("warning: broken failed, and is left out from now on: RuntimeError: no route to host") == 1
+    assert said.err.count("warning: TensorBoard failed, and is left out") == 1
+    assert said.err.count("warning") == 2
+    assert said.out.count("held-out 1.0000") == 4, "the others go on"
+    assert [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
+
+
+def test_a_rollback_replaces_lines_and_scalars(data: Path, tmp_path: Path) -> None:
+    config = load_config(write_config(tmp_path, data, run={"tensorboard": True}), [])
+    (tmp_path / "run").mkdir()
+    trackers = Trackers(config, 0, {})
+    for step, loss in ((1, 1.0), (2, 2.0), (3, 3.0)):
+        trackers.trackers[0].log({"step": step, "loss": loss})
+        trackers.trackers[2].log({"step": step, "loss": loss, "mfu": None})
+    trackers.went_back(1, reached=3)
+    trackers.trackers[0].log({"step": 2, "loss": 20.0})
+    trackers.trackers[2].log({"step": 2, "loss": 20.0})
+    trackers.close(failed=False)
+    assert losses(tmp_path) == {1: 1.0, 2: 20.0}
+    assert tensorboard_loss(tmp_path / "run" / "tensorboard", purge=True) == [(1, 1.0), (2, 20.0)]
+
+
+def test_lines_wait_while_the_disk_is_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = JsonLines(tmp_path, 0)
+    lines.path = tmp_path / "gone" / "metrics.jsonl"  # cannot be written, whoever tries
+    for step in (1, 2):
+        lines.log({"step": step})
+    assert capsys.readouterr().err.count("cannot be written, and lines wait") == 1
+    lines.path.parent.mkdir()
+    lines.log({"step": 3})
+    assert lines.path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
+def test_a_start_drops_what_is_beyond_it_and_what_is_broken(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 2}\n{"step": 3}\n{"step": 4')
+    lines = JsonLines(tmp_path, 2)
+    assert (lines.reached, lines.begins_anew) == (3, False)
+    assert lines.path.read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert JsonLines(tmp_path, 0).begins_anew
+    assert (tmp_path / "metrics-1.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_memory_is_known_by_rank(thrice: Path) -> None:
+    events = read_events(thrice / "run")
+    lines = [json.loads(line) for line in (thrice / "run" / "metrics.jsonl").read_text().splitlines()]
+    first = next(event for event in events if event["event"] == "memory")
+    assert first["step"] == 1
+    assert len(first["peak_bytes"]) == 2
+    assert max(first["peak_bytes"]) == lines[0]["peak_memory_bytes"]
+    system = next(event for event in events if event["event"] == "system")
+    assert (system["world_size"], system["parameters"]) == (2, 88352)
+
+
+# --- progress ---------------------------------------------------------------------------------------------------------
+
+
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> str:
+    """What `action` writes to standard error while that is a terminal of 80 columns."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    said = ""
+    with open(theirs, "w", encoding="utf-8") as terminal, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", terminal)
+        action()
+        print("the end", file=terminal, flush=True)
+        while "the end" not in said:
+            said += os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    return said
+
+
+def test_bars_are_for_terminals(thrice: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = str(thrice / "run" / "checkpoints" / "step-00000003")
+    assert "checking step-00000003:" in on_a_terminal(monkeypatch, lambda: verify.main([checkpoint]))
+    capsys.readouterr()
+    assert verify.main([checkpoint]) == 0
+    said = capsys.readouterr()
+    assert said.err == "", "into a file"
+    assert "good" in said.out
+
+    def by_another_rank() -> None:
+        with byte_bar("loading", 10, shown=False) as bar:
+            bar.update(10)
+
+    assert on_a_terminal(monkeypatch, by_another_rank).split() == ["the", "end"]

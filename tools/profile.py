@@ -1,0 +1,41 @@
+"""Where the time of a profiled step went: `python -m tools.profile RUN`, after run.profile=start:stop (docs/profiling.md).
+
+Prints, for each rank's trace in RUN/profile, or for one trace file: compute, communication by axis and how much of it is
+exposed, idle, and the operators or kernels that took most. It reads nothing but the trace.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from errors import UserError
+from training.profile_summary import REMEDY, describe, read_trace, summarise
+
+
+def traces_of(run: Path) -> list[Path]:
+    """The file itself, or all that a run's folder has."""
+    if run.is_file():
+        return [run]
+    found = sorted((run / "profile").glob("step-*.json.gz"))
+    if not found:
+        raise UserError("RUN", str(run), "has no profile/step-….json.gz", REMEDY)
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.profile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or a trace file")
+    options = parser.parse_args(arguments)
+    try:
+        tables = [describe(summarise(read_trace(path), str(path))) for path in traces_of(options.run)]
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print("\n\n".join(tables))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

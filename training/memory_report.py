@@ -1,0 +1,197 @@
+"""What a process holds in memory, by category, beside what the planner said: when memory runs out, and on request.
+
+    RUN/memory/step-00000012-rank-00003.txt       the table, and torch's own account of the GPU
+    RUN/memory/step-00000012-rank-00003.pickle    GPUs: torch's snapshot, for https://pytorch.org/memory_viz
+
+    at torch.OutOfMemoryError     each rank that meets it, in the step under way; then the error takes its course
+    file SNAPSHOT in run.dir      the ranks of run.profile_ranks, within a second and a step; touched again, they write again
+
+Weights, gradients and moments are counted where model, FSDP and optimizer keep them. The rest, activations most of all, is what
+the allocator has given out besides; on a CPU, what else the process has in memory, interpreter and libraries included.
+The snapshot is a pickle because torch's viewer reads nothing else; nothing of ours reads it. With run.memory_history it also
+has the last allocations, each with the place in the source that asked.
+"""
+
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from parallel.data import fsdp_modules
+from parallel.mesh import AXES
+from training.step import TrainStep
+from training.stop import LOOK_SECONDS
+
+# As plan/memory.py calls them.
+WEIGHTS, MOMENTS = "sharded weights", "optimizer state"
+GATHERED, GRADIENTS, SHARDED_GRADIENTS = "gathered weights", "whole gradients", "sharded gradients"
+RECORDED = 100_000  # allocations
+MB = 1e6
+
+
+class Planned(Protocol):
+    """The planner's view of this rank (plan.memory.Memory): bytes at the peak, by category; None: between actions."""
+
+    @property
+    def at_peak(self) -> Mapping[str, int]: ...
+    @property
+    def peak_action(self) -> object: ...
+
+
+class MemoryReports:
+    """Enter it around the loop, on every rank.
+
+    Args:
+        train: whose memory it is.
+        plan: makes the planner's view; called when a report is written. It may raise whatever it likes.
+        step: steps made so far.
+    """
+
+    def __init__(self, train: TrainStep, plan: Callable[[], Planned], step: int) -> None:
+        self.train, self.plan, self.step = train, plan, step
+        run = train.config.run
+        self.folder, self.request = Path(run.dir) / "memory", Path(run.dir) / "SNAPSHOT"
+        self.records = run.memory_history and train.mesh.device == "cuda"
+        self.answers = dist.get_rank() in run.profile_ranks
+        self._answered = _touched(self.request)  # one that is there already was not meant for this start
+        self._looks_next = 0.0
+
+    def step_done(self, step: int) -> None:
+        """`step` steps are made."""
+        self.step = step
+        if self.answers and time.monotonic() >= self._looks_next:
+            self._looks_next = time.monotonic() + LOOK_SECONDS
+            asked = _touched(self.request)
+            if asked not in (None, self._answered):
+                self.write(step, f"asked for after step {step}")
+            self._answered = asked
+
+    def __enter__(self) -> "MemoryReports":
+        if self.records:
+            torch.cuda.memory._record_memory_history(max_entries=RECORDED, stacks="python")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if isinstance(error, torch.OutOfMemoryError):
+            self.write(self.step + 1, f"out of memory in step {self.step + 1}: {str(error).strip()}")
+        if self.records:
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def write(self, step: int, why: str) -> None:
+        """A report. Whatever goes wrong with it, the run, or the error that it is about, is more important."""
+        rank = dist.get_rank()
+        path = self.folder / f"step-{step:08d}-rank-{rank:05d}.txt"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(self.report(why), encoding="utf-8")
+            if self.train.mesh.device == "cuda":
+                torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
+            said = f"what it holds is in {path}"
+        except Exception as failure:
+            said = f"{path} cannot be written: {type(failure).__name__}: {failure}"
+        print(f"rank {rank}: {why.partition(chr(10))[0]}; {said}", file=sys.stderr, flush=True)
+
+    def report(self, why: str) -> str:
+        mesh = self.train.mesh
+        place = ", ".join(f"{axis} {mesh.root.get_local_rank(axis)}" for axis in AXES)
+        stages = ", ".join(map(str, sorted(self.train.stages)))
+        lines = [f"rank {dist.get_rank()} of {mesh.root.size()} ({place}), stage {stages}", why, ""]
+        planned: Planned | None = None
+        if self.train.config.parallel.cpu_offload:
+            lines.append("no plan: the planner does not know parallel.cpu_offload")
+        else:
+            try:
+                planned = self.plan()
+            except Exception as failure:
+                lines.append(f"no plan: the planner cannot plan this configuration: {type(failure).__name__}: {failure}")
+        lines += table(held_bytes(self.train), total_bytes(mesh.device), planned)
+        if planned is not None:
+            moment = "between actions" if planned.peak_action is None else f"in {planned.peak_action}"
+            lines += ["", f"The plan is for a GPU with Triton's kernels, and its peak is {moment} (python -m tools.plan)."]
+        if mesh.device == "cuda":
+            free, size = (number / MB for number in torch.cuda.mem_get_info())
+            reserved = torch.cuda.memory_reserved() / MB
+            lines.append(f"The device has {size:,.0f} MB: {free:,.0f} MB are free, torch has reserved {reserved:,.0f} MB.")
+            lines += ["", torch.cuda.memory_summary()]
+        return "\n".join(lines) + "\n"
+
+
+@torch.no_grad()
+def held_bytes(train: TrainStep) -> dict[str, int]:
+    """Bytes of what model, FSDP and optimizer hold on the device, by category."""
+    device, seen = train.mesh.device, set[int]()
+
+    def count(tensors: Iterable[Tensor | None]) -> int:
+        """Of storages that were not counted yet."""
+        total = 0
+        for tensor in tensors:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if local is not None and local.device.type == device:
+                storage = local.untyped_storage()
+                if storage.data_ptr() not in seen:
+                    seen.add(storage.data_ptr())
+                    total += storage.nbytes()  # 0 where FSDP has freed it
+        return total
+
+    sharded = [parameter for _, parameter in train.named_parameters]
+    present = [parameter for stage in train.stages.values() for parameter in stage.parameters()]  # gathered or sharded
+    return {
+        WEIGHTS: count(sharded),
+        GATHERED: count(present),
+        MOMENTS: count(moment for moments in train.optimizer.state.values() for moment in moments),
+        SHARDED_GRADIENTS: count(parameter.grad for parameter in sharded),
+        GRADIENTS: count(p.grad for p in present) + sum(count(_accumulated(stage)) for stage in train.stages.values()),
+    }
+
+
+def _accumulated(stage: nn.Module) -> Iterator[Tensor | None]:
+    """Gradients that FSDP sums over micro-batches in a wider dtype; only its own books have them, in 2.11 as in 2.13."""
+    for module in fsdp_modules(stage):
+        group = module._get_fsdp_state()._fsdp_param_group
+        for parameter in group.fsdp_params if group is not None else ():
+            yield parameter.unsharded_accumulated_grad
+
+
+def total_bytes(device: str) -> int:
+    """What the allocator has given out on a GPU; what the process has in memory on a CPU."""
+    if device == "cuda":
+        return torch.cuda.memory_allocated()
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # not Linux: the most it ever had
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+def table(held: Mapping[str, int], total: int, planned: Planned | None) -> list[str]:
+    """Lines: what is held, by category; the rest of `total`; and beside it the plan, whose other categories are of the rest."""
+    plan = dict(planned.at_peak) if planned is not None else {}
+
+    others = {name: size for name, size in plan.items() if name not in held and size}
+    rows: list[tuple[str, int | None, int]] = [(name, size, plan.get(name, 0)) for name, size in held.items()]
+    rows.append(("everything else", total - sum(held.values()), sum(others.values())))
+    rows += [(f"  {name}", None, size) for name, size in sorted(others.items(), key=lambda item: -item[1])]
+    rows.append(("together", total, sum(plan.values())))
+
+    lines = [f"{'':<28}{'held now':>18}{'planned peak' if plan else '':>18}".rstrip()]
+    for name, now, then in rows:
+        held_now = "" if now is None else f"{now / MB:,.3f} MB"
+        lines.append(f"{name:<28}{held_now:>18}{f'{then / MB:,.3f} MB' if plan else '':>18}".rstrip())
+    return lines
+
+
+def _touched(path: Path) -> int | None:
+    """When, in nanoseconds; None where it is not there."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None

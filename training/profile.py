@@ -1,0 +1,185 @@
+"""`run.profile=start:stop`: some steps under torch's profiler, on the ranks of `run.profile_ranks`.
+
+    RUN/profile/step-00000010-rank-00000.json.gz    the trace; https://ui.perfetto.dev opens it
+    RUN/profile/summary-rank-00000.txt, .json       compute, exposed communication by axis, idle (profile_summary.py)
+
+The step before the first is a warm-up: the profiler is there, and what it sees is thrown away. Between `start` and `stop` the
+trace also has what lies between steps. Other steps, and other ranks, cost nothing.
+
+A GPU's trace says what each collective's process group is. gloo's says neither that nor how long anybody waited, so on a CPU,
+and only while the trace is recorded, every call of a collective and every wait for one is marked.
+"""
+
+import itertools
+import json
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import Work
+from torch.profiler import ProfilerActivity, record_function
+
+from parallel.mesh import AXES, Mesh
+from training.config import Config
+from training.profile_summary import describe, mark_name, read_trace, summarise
+from training.watchdog import Watchdog
+
+# ProcessGroup's methods that hand something over; 2.13 renamed some and has both names, 2.11 has the old ones.
+COLLECTIVES = (
+    *(
+        "allreduce",
+        "allreduce_coalesced",
+        "broadcast",
+        "reduce",
+        "barrier",
+        "send",
+        "recv",
+        "recv_anysource",
+        "gather",
+        "scatter",
+    ),
+    *("allgather", "_allgather_base", "all_gather_single", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single"),
+    *("alltoall", "alltoall_base", "all_to_all_single"),
+)
+
+
+class StepProfile:
+    """Enter it around the loop, and `around` around each step; every rank does."""
+
+    def __init__(self, config: Config, mesh: Mesh, watchdog: Watchdog) -> None:
+        self.folder, self.mesh, self.watchdog = Path(config.run.dir) / "profile", mesh, watchdog
+        self.steps = config.run.profiled_steps
+        # What is there to do: with the warm-up, while it lasts.
+        self.window = range(max(1, self.steps.start - 1), self.steps.stop) if self.steps else range(0)
+        self.is_chosen = bool(self.steps) and dist.get_rank() in config.run.profile_ranks
+        self.profiler: torch.profiler.profile | None = None  # of a chosen rank, from the warm-up on
+        self.since = 0  # the step from which on steps are recorded; 0: they are not
+        self._marks = ExitStack()
+
+    @contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """Around step `step`, 0-based."""
+        number = step + 1
+        if number not in self.window:
+            if self.since:
+                self._finish()  # the run went back
+            yield
+            return
+        if self.is_chosen and self.profiler is None:
+            self._prepare()
+        if not self.since and number >= self.steps.start:
+            self._start(number)
+        with record_function(f"step {number}"):
+            yield
+            if number == self.steps[-1]:
+                self._synchronize()  # what the steps launched belongs to them
+        if number == self.steps[-1]:
+            self._finish()
+
+    def __enter__(self) -> "StepProfile":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self.since and error is None:  # a planned stop came first
+            self._finish()
+        self._marks.close()
+
+    def _prepare(self) -> None:
+        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.mesh.device == "cuda" else [])
+        self.profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+        about = {
+            "rank": dist.get_rank(),
+            "coordinates": {axis: self.mesh.root.get_local_rank(axis) for axis in AXES},
+            "axes": axes_of_groups(self.mesh),
+        }
+        self.profiler.preset_metadata_json("lattice", json.dumps(about))
+        self.profiler.prepare_trace()
+
+    def _start(self, number: int) -> None:
+        self.since = number
+        if self.profiler is not None:
+            self._synchronize()
+            self.profiler.start_trace()
+            if self.mesh.device != "cuda":
+                self._marks.enter_context(marked_collectives(axes_of_groups(self.mesh)))
+
+    def _finish(self) -> None:
+        """Write what was recorded. All ranks wait for those that do: so that nobody takes it for a step without end."""
+        profiler, first, self.window, self.since, self.profiler = self.profiler, self.since, range(0), 0, None
+        self._marks.close()
+        with self.watchdog.resting():
+            if profiler is not None:
+                profiler.stop_trace()
+                try:
+                    print(self._write(profiler, first), flush=True)
+                except OSError as error:  # the run is more important
+                    print(f"warning: the profile cannot be written: {error}", file=sys.stderr, flush=True)
+            dist.barrier()
+
+    def _write(self, profiler: torch.profiler.profile, first: int) -> str:
+        rank = dist.get_rank()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"step-{first:08d}-rank-{rank:05d}.json.gz"
+        profiler.export_chrome_trace(str(path))
+        summary = summarise(read_trace(path), str(path))
+        table = self.folder / f"summary-rank-{rank:05d}.txt"
+        table.write_text(describe(summary) + "\n", encoding="utf-8")
+        table.with_suffix(".json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        return f"profiled {len(summary['steps'])} steps of rank {rank}: {table}, {path.name}"
+
+    def _synchronize(self) -> None:
+        if self.is_chosen and self.mesh.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def axes_of_groups(mesh: Mesh) -> dict[str, str]:
+    """Name of a process group → the axis it is of, `loss` (both data-parallel axes), or `world`. An axis as large as the world
+    has the world's group, and gives it its name."""
+    assert dist.group.WORLD is not None
+    world = dist.group.WORLD.group_name
+    axes: dict[str, str] = {}
+    for axis, view in [(axis, mesh.root[axis]) for axis in reversed(AXES)] + [("loss", mesh.loss)]:
+        group = view.get_group().group_name
+        if group != world or view.size() > 1:  # one process's axes all have the world's
+            axes.setdefault(group, axis)
+    axes.setdefault(world, "world")
+    return axes
+
+
+@contextmanager
+def marked_collectives(axes: dict[str, str]) -> Iterator[None]:
+    """Inside, every collective of this process is in the trace by axis and number, and so is every wait for it."""
+    numbers = itertools.count()
+    waiting: weakref.WeakKeyDictionary[Work, str] = weakref.WeakKeyDictionary()  # → what its wait is called
+
+    def marked(kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def method(group: ProcessGroup, *arguments: Any, **options: Any) -> Any:
+            axis, number = axes.get(group.group_name, "other"), next(numbers)
+            with record_function(mark_name(axis, kind, number, waiting=False)):
+                work = call(group, *arguments, **options)
+            if work is not None:
+                waiting[work] = mark_name(axis, kind, number, waiting=True)
+            return work
+
+        return method
+
+    wait = Work.wait
+
+    def marked_wait(work: Work, *arguments: Any, **options: Any) -> Any:
+        with record_function(waiting.get(work, mark_name("other", "work", next(numbers), waiting=True))):
+            return wait(work, *arguments, **options)
+
+    changed: list[tuple[type, str, Callable[..., Any]]] = [(Work, "wait", marked_wait)]
+    changed += [(ProcessGroup, n, marked(n, getattr(ProcessGroup, n))) for n in COLLECTIVES if hasattr(ProcessGroup, n)]
+    with ExitStack() as stack:
+        for owner, name, method in changed:
+            stack.callback(setattr, owner, name, vars(owner)[name])  # getattr would give it without what binds it to an object
+            setattr(owner, name, method)
+        yield

@@ -1,0 +1,283 @@
+"""What a torch profiler trace says about a step, in seconds: compute, communication by axis, how much of it is exposed, idle.
+
+    GPU   compute        time in which a kernel runs that is not NCCL's
+          communication  time in which an NCCL kernel runs; exposed: and no other kernel does. A kernel that waits for another
+                         rank runs: the exposed part of pp is the pipeline's bubble, too
+          copies         to, from and inside the device, beside no kernel
+          idle           nothing runs: the host is too slow, waits for data, or writes a log line
+    CPU   communication  from the moment at which a collective is handed to gloo until the thread that trains has waited for it;
+                         exposed: what of that the thread spends on handing over and waiting
+          compute        time in which that thread is in an operator, and not in such a wait
+          idle           the rest: Python between operators, waiting for data, a log line
+
+So compute + copies + exposed communication + idle = the step. Everything here is a pure function of the trace: no torch.
+
+Whose a collective is: a GPU's kernel names its process group, and the run wrote down beside the events which axis has which
+group (`lattice` in the file). Sends and receives of a batch name none
+(https://github.com/pytorch/pytorch/issues/194693); only the pipeline makes batches. On a CPU training/profile.py marked them.
+"""
+
+import gzip
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from errors import UserError
+
+Interval = tuple[float, float]  # begin, end; empty where they are equal
+STEP = re.compile(r"step (\d+)")
+MARK = re.compile(r"(\w+): (wait )?(\w+) #(\d+)")  # as `mark_name` writes it
+TOP = 10  # rows
+NOT_COMPUTE = ("autograd::", "torch::", "c10d::", "_c10d_functional::")  # they hold other operators, or hand over a collective
+MICROSECONDS = 1e6  # in a second
+REMEDY = "give the folder of a run that had run.profile, or a file of its profile/"
+
+
+def mark_name(axis: str, kind: str, number: int, waiting: bool) -> str:
+    """What stands in a CPU's trace around the call of a collective, or around waiting for it: `tp: wait allreduce #17`."""
+    return f"{axis}: {'wait ' if waiting else ''}{kind} #{number}"
+
+
+# --- intervals --------------------------------------------------------------------------------------------------------
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same points as disjoint intervals in order; empty ones are dropped."""
+    found: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if begin >= end:
+            continue
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def subtract(intervals: Iterable[Interval], without: Iterable[Interval]) -> list[Interval]:
+    """What of `intervals` lies in none of `without`; disjoint, in order."""
+    left = []
+    holes = union(without)
+    first = 0  # hole that may still matter
+    for begin, end in union(intervals):
+        while first < len(holes) and holes[first][1] <= begin:
+            first += 1
+        at = first
+        while at < len(holes) and holes[at][0] < end:
+            if begin < holes[at][0]:
+                left.append((begin, holes[at][0]))
+            begin = max(begin, holes[at][1])
+            at += 1
+        if begin < end:
+            left.append((begin, end))
+    return left
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Of the points in any of them."""
+    return sum(end - begin for begin, end in union(intervals))
+
+
+# --- a trace's events -------------------------------------------------------------------------------------------------
+
+
+class Event(NamedTuple):
+    name: str
+    category: str
+    thread: Any  # a thread of the host, or a stream of the device
+    begin: float  # microseconds
+    end: float
+    arguments: dict[str, Any]
+
+    @property
+    def interval(self) -> Interval:
+        return self.begin, self.end
+
+
+def read_trace(path: Path) -> dict[str, Any]:
+    """A trace file, compressed or not. Raises UserError where it is none."""
+    try:
+        raw = path.read_bytes()
+        trace = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
+    except (OSError, EOFError, ValueError, RecursionError) as error:
+        raise UserError("trace", str(path), f"cannot be read: {error}", REMEDY) from None
+    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
+        raise UserError("trace", str(path), "has no list traceEvents", REMEDY)
+    return trace
+
+
+def events_of(trace: dict[str, Any]) -> Iterator[Event]:
+    """What has a begin and a length."""
+    for event in trace["traceEvents"]:
+        if isinstance(event, dict) and event.get("ph") == "X":
+            begin, duration, arguments = event.get("ts"), event.get("dur"), event.get("args")
+            if isinstance(begin, int | float) and isinstance(duration, int | float) and duration >= 0:
+                name, category = str(event.get("name")), str(event.get("cat"))
+                thread = (str(event.get("pid")), str(event.get("tid")))
+                yield Event(name, category, thread, begin, begin + duration, arguments if isinstance(arguments, dict) else {})
+
+
+def axis_of_kernel(kernel: Event, axes: dict[str, str]) -> str:
+    """Whose an NCCL kernel is. axes: process group's name → axis."""
+    group = kernel.arguments.get("Process Group Name")
+    if isinstance(group, str) and group in axes:
+        return axes[group]
+    description = str(kernel.arguments.get("Process Group Description", ""))
+    if description.startswith("mesh_"):  # a trace that says nothing of axes: DeviceMesh describes its groups so
+        return description.removeprefix("mesh_")
+    return "pp" if "SendRecv" in kernel.name and group is None else "other"
+
+
+# --- the summary ------------------------------------------------------------------------------------------------------
+
+
+def summarise(trace: dict[str, Any], name: str = "") -> dict[str, Any]:
+    """Seconds of one step, the mean of those in the trace, of which `name` is what messages call it:
+
+    `steps` (numbers), `step_seconds`, `compute`, `copies`, `exposed`, `idle`; `communication`: axis → `seconds`, `exposed`,
+    `calls`; `top`: the operators or kernels that took most by themselves, each `name`, `seconds`, `calls`. Exposed time of two
+    axes at once is in both of theirs and in `exposed` once.
+
+    Raises:
+        UserError: no step is in it.
+    """
+    about = trace.get("lattice")
+    about = about if isinstance(about, dict) else {}
+    events = list(events_of(trace))
+    steps = [event for event in events if event.category == "user_annotation" and STEP.fullmatch(event.name)]
+    window = min((event.begin for event in steps), default=0.0), max((event.end for event in steps), default=0.0)
+    if window[0] == window[1]:
+        raise UserError("trace", name, f"none of its {len(events)} events is a step", REMEDY)
+    events = [event for event in events if event.begin < window[1] and event.end > window[0]]
+
+    axes = about.get("axes")
+    on_device = any(event.category == "kernel" for event in events)
+    parts = _of_device(events, axes if isinstance(axes, dict) else {}) if on_device else _of_host(events, steps[0].thread)
+
+    def seconds(intervals: Iterable[Interval]) -> float:
+        inside = ((max(begin, window[0]), min(end, window[1])) for begin, end in intervals)
+        return length(inside) / MICROSECONDS / len(steps)
+
+    exposed = [interval for part in parts.exposed.values() for interval in part]
+    working = [*parts.compute, *parts.copies, *exposed]
+    return {
+        "rank": about.get("rank"),
+        "coordinates": about.get("coordinates"),
+        "device": "cuda" if on_device else "cpu",
+        "steps": sorted(int(event.name.split()[1]) for event in steps),
+        "step_seconds": (window[1] - window[0]) / MICROSECONDS / len(steps),
+        "compute": seconds(parts.compute),
+        "copies": seconds(subtract(parts.copies, [*parts.compute, *exposed])),
+        "exposed": seconds(exposed),
+        "idle": (window[1] - window[0]) / MICROSECONDS / len(steps) - seconds(working),
+        "communication": {
+            axis: {
+                "seconds": seconds(parts.communication[axis]),
+                "exposed": seconds(parts.exposed[axis]),
+                "calls": parts.calls[axis] / len(steps),
+            }
+            for axis in sorted(parts.communication, key=lambda axis: -seconds(parts.exposed[axis]))
+        },
+        "top": [
+            {"name": name, "seconds": sum(took) / MICROSECONDS / len(steps), "calls": len(took) / len(steps)}
+            for name, took in sorted(parts.by_name.items(), key=lambda item: -sum(item[1]))[:TOP]
+        ],
+    }
+
+
+class Parts:
+    """Intervals by what they are, of one device or of one thread."""
+
+    def __init__(self) -> None:
+        self.compute: list[Interval] = []
+        self.copies: list[Interval] = []
+        self.communication: defaultdict[str, list[Interval]] = defaultdict(list)  # by axis
+        self.exposed: dict[str, list[Interval]] = {}
+        self.calls: defaultdict[str, int] = defaultdict(int)
+        self.by_name: defaultdict[str, list[float]] = defaultdict(list)  # microseconds of each kernel, or operator by itself
+
+
+def _of_device(events: list[Event], axes: dict[str, str]) -> Parts:
+    parts = Parts()
+    for event in events:
+        if event.category in ("gpu_memcpy", "gpu_memset"):
+            parts.copies.append(event.interval)
+        elif event.category == "kernel":
+            parts.by_name[event.name].append(event.end - event.begin)
+            if event.name.lower().startswith("nccl"):
+                axis = axis_of_kernel(event, axes)
+                parts.communication[axis].append(event.interval)
+                parts.calls[axis] += 1
+            else:
+                parts.compute.append(event.interval)
+    parts.exposed = {axis: subtract(intervals, parts.compute) for axis, intervals in parts.communication.items()}
+    return parts
+
+
+def _of_host(events: list[Event], thread: Any) -> Parts:
+    parts = Parts()
+    called: dict[str, Event] = {}  # by the collective's number
+    at_work: defaultdict[str, list[Interval]] = defaultdict(list)
+    operators = []
+    for event in sorted((e for e in events if e.thread == thread), key=lambda e: (e.begin, -e.end)):
+        mark = MARK.fullmatch(event.name) if event.category == "user_annotation" else None
+        if mark is not None:
+            axis, waiting, _, number = mark.groups()
+            at_work[axis].append(event.interval)
+            if waiting and number in called:
+                parts.communication[axis].append((called[number].begin, event.end))
+            else:
+                parts.communication[axis].append(event.interval)
+            if not waiting:
+                called[number] = event
+                parts.calls[axis] += 1
+            operators.append(event)
+        elif event.category == "cpu_op":
+            operators.append(event)
+            if "::" in event.name and not event.name.startswith(NOT_COMPUTE):
+                parts.compute.append(event.interval)
+    parts.exposed = {axis: at_work[axis] for axis in parts.communication}
+    parts.compute = subtract(parts.compute, [interval for part in at_work.values() for interval in part])
+    for event, alone in self_times(operators):
+        if event.category == "cpu_op":
+            parts.by_name[event.name].append(alone)
+    return parts
+
+
+def self_times(events: Iterable[Event]) -> list[tuple[Event, float]]:
+    """Of one thread's events, ordered by begin and the longer first: each with its length without those inside it."""
+    alone: list[list[Any]] = []
+    open_events: list[int] = []  # indices into `alone`, the innermost last
+    for event in events:
+        while open_events and alone[open_events[-1]][0].end <= event.begin:
+            open_events.pop()
+        if open_events:
+            alone[open_events[-1]][1] -= min(event.end, alone[open_events[-1]][0].end) - event.begin
+        open_events.append(len(alone))
+        alone.append([event, event.end - event.begin])
+    return [(event, seconds) for event, seconds in alone]
+
+
+def describe(summary: dict[str, Any]) -> str:
+    """The summary as tables."""
+    whole, steps = summary["step_seconds"], summary["steps"]
+    coordinates = ", ".join(f"{axis} {index}" for axis, index in (summary["coordinates"] or {}).items())
+    which = f"step {steps[0]}" if len(steps) == 1 else f"mean of steps {steps[0]} to {steps[-1]}"
+    rows = [("step", whole), ("compute", summary["compute"])]
+    rows += [("copies", summary["copies"])] if summary["device"] == "cuda" else []
+    rows += [("exposed communication", summary["exposed"]), ("idle", summary["idle"])]
+    lines = [f"rank {summary['rank']} ({coordinates}), on its {summary['device']}, {which}", ""]
+    lines += [f"{name:<24}{seconds:>10.4f} s{seconds / whole:>8.1%}" for name, seconds in rows]
+    if summary["communication"]:
+        lines += ["", f"{'communication':<24}{'under way':>10}  {'exposed':>10}  of the step   calls"]
+    for axis, part in summary["communication"].items():
+        share = part["exposed"] / whole
+        lines.append(f"{axis:<24}{part['seconds']:>10.4f} s{part['exposed']:>10.4f} s{share:>10.1%}{part['calls']:>10,.0f}")
+    lines += ["", f"{'kernels' if summary['device'] == 'cuda' else 'operators'}, by the time they take themselves"]
+    for row in summary["top"]:
+        name = row["name"] if len(row["name"]) <= 72 else row["name"][:71] + "…"
+        lines.append(f"{row['seconds']:>10.4f} s{row['seconds'] / whole:>8.1%}{row['calls']:>9,.0f} ×  {name}")
+    return "\n".join(lines)

@@ -1,0 +1,303 @@
+"""Where a run's numbers go. Each place is a small class with one interface; rank 0 has them, the other ranks have none.
+
+    JsonLines      RUN/metrics.jsonl                   always
+    Console        a line on standard output           always
+    WandB          wandb's server, or RUN/wandb        run.wandb=online, offline
+    TensorBoard    RUN/tensorboard                     run.tensorboard=true
+
+Numbers are no reason to end a run: a tracker that raises is left out from then on, and it is said, once. JsonLines is the one
+that the others could be made from again, so it never gives up: what it cannot write waits in memory.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from training.config import Config
+from training.load_config import dump_config
+
+Record = dict[str, Any]  # of a logged step: "step" and what was measured; None where something is not known
+FINISH_SECONDS = 60.0  # for wandb's last uploads: a server that does not answer must not keep a job from its queue
+
+
+class Tracker:
+    """One place. `log` is called with each logged step's record, in the order of steps but for `went_back`."""
+
+    name = ""
+
+    def log(self, record: Record) -> None:
+        raise NotImplementedError
+
+    def went_back(self, step: int, reached: int) -> None:
+        """The run has come to step `reached` and goes on from `step`: the steps between will be logged again."""
+
+    def close(self, failed: bool) -> None:
+        """The process ends."""
+
+
+class Trackers:
+    """All that `config.run` asks for.
+
+    Args:
+        step: that this start begins from.
+        system: what the run runs on and with, by name; see `Metrics`.
+    """
+
+    def __init__(self, config: Config, step: int, system: dict[str, Any]) -> None:
+        folder = Path(config.run.dir)
+        lines = JsonLines(folder, step)
+        self.trackers: list[Tracker] = [lines, Console(config.train.steps)]
+        if config.run.wandb != "disabled":
+            self._guarded("wandb", lambda: self.trackers.append(WandB(config, step, system, lines)))
+        if config.run.tensorboard:
+            self._guarded("TensorBoard", lambda: self.trackers.append(TensorBoard(folder, step, dump_config(config))))
+
+    def log(self, record: Record) -> None:
+        self._each(lambda tracker: tracker.log(record))
+
+    def went_back(self, step: int, reached: int) -> None:
+        self._each(lambda tracker: tracker.went_back(step, reached))
+
+    def close(self, failed: bool) -> None:
+        self._each(lambda tracker: tracker.close(failed))
+
+    def _each(self, action: Callable[[Tracker], None]) -> None:
+        for tracker in list(self.trackers):
+            if not self._guarded(tracker.name, partial(action, tracker)):
+                self.trackers.remove(tracker)
+
+    def _guarded(self, name: str, action: Callable[[], None]) -> bool:
+        try:
+            action()
+        except Exception as error:  # whatever it is, the run is more important
+            said = f"warning: {name} failed, and is left out from now on: {type(error).__name__}: {error}"
+            print(said, file=sys.stderr, flush=True)
+            return False
+        return True
+
+
+class JsonLines(Tracker):
+    """metrics.jsonl: one JSON object a line, in full precision; over all starts, no step twice.
+
+    A start that begins at step 0 puts the lines of the run before it aside (metrics-1.jsonl, …). Any other drops those after
+    its step, left by a start that went beyond its last checkpoint.
+
+    begins_anew: there are no lines to continue. reached: the last step that lines were there of, before any were dropped.
+    """
+
+    name = "metrics.jsonl"
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.path = folder / "metrics.jsonl"
+        self.unwritten: list[str] = []
+        self.begins_anew, self.reached, self._warned = step == 0 and self.path.exists(), step, False
+        if self.begins_anew:
+            taken = len(list(folder.glob("metrics-*.jsonl")))
+            self.path.rename(folder / f"metrics-{taken + 1}.jsonl")
+        elif self.path.exists():
+            self.reached = self._drop_after(step)
+
+    def log(self, record: Record) -> None:
+        self.unwritten.append(json.dumps(record, allow_nan=True) + "\n")
+        self._try(self._append)
+
+    def went_back(self, step: int, reached: int) -> None:
+        self.unwritten = [line for line in self.unwritten if json.loads(line)["step"] <= step]
+        self._try(lambda: self._drop_after(step))
+
+    def _append(self) -> None:
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write("".join(self.unwritten))
+        self.unwritten = []
+
+    def _drop_after(self, step: int) -> int:
+        """Keep the lines up to `step`, and none that was not written to its end; the last step that was there."""
+        lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        steps = [_step_of(line) for line in lines]
+        kept = [line for line, at in zip(lines, steps, strict=True) if at is not None and at <= step]
+        self.path.with_suffix(".partial").write_text("".join(kept), encoding="utf-8")
+        os.replace(self.path.with_suffix(".partial"), self.path)
+        return max([step, *(at for at in steps if at is not None)])
+
+    def _try(self, action: Callable[[], Any]) -> None:
+        """A full disk is no reason to stop, nor to give up: lines wait."""
+        try:
+            action()
+            self._warned = False
+        except OSError as error:
+            if not self._warned:
+                print(f"warning: {self.path} cannot be written, and lines wait: {error}", file=sys.stderr, flush=True)
+            self._warned = True
+
+
+class Console(Tracker):
+    """One aligned line: `step   20/300  loss 5.1234  grad_norm 0.812  lr 3.00e-03  41,234 tok/s  99.3 ms  1.2 GiB`."""
+
+    name = "the console"
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def log(self, record: Record) -> None:
+        parts = [f"step {record['step']:>{len(str(self.steps))}}/{self.steps}"]
+        if "loss" in record:
+            parts += [f"loss {record['loss']:7.4f}", f"grad_norm {record['grad_norm']:7.3f}", f"lr {record['lr']:.2e}"]
+            parts += [f"{record['tokens_per_second']:>9,.0f} tok/s", f"{record['step_seconds'] * 1e3:7.1f} ms/step"]
+            if record["mfu"] is not None:
+                parts.append(f"mfu {record['mfu']:5.1%}")
+            parts.append(f"{record['peak_memory_bytes'] / 2**30:.2f} GiB")
+        if "eval_loss" in record:
+            parts.append(f"held-out {record['eval_loss']:.4f}")
+        print("  ".join(parts), flush=True)
+
+
+class WandB(Tracker):
+    """One run of wandb over all starts: its id is kept in RUN/wandb-run.json. Lines that were put aside have another.
+
+    wandb takes steps upwards only, and a run may come back to one it has made, after a failure or a rollback. So wandb counts
+    on: our step, and on top the `repeated` ones, all that were made in vain so far. Our own step is the axis of every plot,
+    where what was made again shows as a second line, and nothing is missing. The folders of an offline run have no count in
+    common either, so `wandb sync RUN/wandb/offline-run-*` makes one run of them.
+
+    Checkpoints become artifacts that refer to their folders; nothing of them is read or sent. That one was committed is found
+    in events.jsonl at the next logged step, by the main thread: the thread that saves must not wait for wandb.
+    """
+
+    name = "wandb"
+
+    def __init__(self, config: Config, step: int, system: dict[str, Any], lines: JsonLines) -> None:
+        import wandb  # only where it is asked for: the import takes a second
+
+        self.wandb, self.folder = wandb, Path(config.run.dir).absolute()
+        known = {} if lines.begins_anew else _read_object(self.folder / "wandb-run.json")
+        self.id = str(known.get("id") or secrets.token_hex(4))
+        self.repeated = int(known.get("repeated", 0))
+        self.went_back(step, lines.reached)
+        events = self.folder / "events.jsonl"
+        self.events_read = events.stat().st_size if events.exists() else 0  # bytes
+        self.start = partial(self._start, config, system)
+        self.run = self.start()
+
+    def _start(self, config: Config, system: dict[str, Any]) -> Any:
+        def start(mode: str) -> Any:
+            run = self.wandb.init(
+                project=config.run.wandb_project,
+                name=self.folder.name,
+                id=self.id,
+                resume="allow",
+                dir=str(self.folder),
+                mode=mode,
+                config={**asdict(config), "system": system},
+                allow_val_change=True,
+                settings=self.wandb.Settings(
+                    silent=True, reinit="create_new", finish_timeout=FINISH_SECONDS, x_transaction_log_flush_interval=1.0
+                ),
+            )
+            run.define_metric("step", hidden=True)
+            run.define_metric("*", step_metric="step")
+            return run
+
+        try:
+            return start(config.run.wandb)
+        except self.wandb.Error as error:  # no key, no network
+            if config.run.wandb == "offline":
+                raise
+            said = f"warning: wandb cannot go online, and writes to {self.folder / 'wandb'} for `wandb sync`: {error}"
+            print(said, file=sys.stderr, flush=True)
+            return start("offline")
+
+    def log(self, record: Record) -> None:
+        known = {name: value for name, value in record.items() if value is not None}
+        step = record["step"] + self.repeated
+        try:
+            self.run.log(known, step=step, commit=True)  # commit: not only when the next is there
+        except ConnectionError:  # wandb's own process is gone: whoever stops a job signals all processes of it
+            with contextlib.suppress(Exception):
+                self.wandb.teardown()
+            self.run = self.start()
+            self.run.log(known, step=step, commit=True)
+        self._refer_to_checkpoints()
+
+    def went_back(self, step: int, reached: int) -> None:
+        self.repeated += reached - step
+        (self.folder / "wandb-run.json").write_text(json.dumps({"id": self.id, "repeated": self.repeated}) + "\n")
+
+    def close(self, failed: bool) -> None:
+        self._refer_to_checkpoints()
+        self.run.finish(exit_code=int(failed))
+
+    def _refer_to_checkpoints(self) -> None:
+        """Those that were committed since the last call."""
+        events = self.folder / "events.jsonl"
+        if not events.exists():
+            return
+        with open(events, "rb") as file:
+            file.seek(self.events_read)
+            lines = file.read().splitlines(keepends=True)
+        for line in lines:
+            if not line.endswith(b"\n"):  # its end comes later
+                break
+            self.events_read += len(line)
+            event = _object(line)
+            if event.get("event") != "checkpoint" or "failed" in event:
+                continue
+            path = self.folder / "checkpoints" / f"step-{event['step']:08d}"
+            if path.is_dir():
+                about = {name: event[name] for name in ("step", "bytes", "write_seconds")}
+                artifact = self.wandb.Artifact(f"checkpoint-{self.id}", type="checkpoint", metadata=about)
+                artifact.add_reference(path.as_uri(), checksum=False)  # a checksum would read it all
+                self.run.log_artifact(artifact, aliases=["latest", path.name])
+
+
+class TensorBoard(Tracker):
+    """A scalar for every number of a record. What is logged again after a failure or a rollback takes the place of what was."""
+
+    name = "TensorBoard"
+
+    def __init__(self, folder: Path, step: int, config: str) -> None:
+        self.folder = folder / "tensorboard"
+        self._open(step)
+        self.writer.add_text("config", "\n".join(f"    {line}" for line in config.splitlines()), step)  # Markdown: as it stands
+
+    def _open(self, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # only where it is asked for
+
+        self.writer = SummaryWriter(str(self.folder), purge_step=step + 1, flush_secs=10)
+
+    def log(self, record: Record) -> None:
+        for name, value in record.items():
+            if name != "step" and value is not None:
+                self.writer.add_scalar(name, value, record["step"])
+
+    def went_back(self, step: int, reached: int) -> None:
+        self.writer.close()
+        self._open(step)
+
+    def close(self, failed: bool) -> None:
+        self.writer.close()
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    return _object(path.read_bytes()) if path.exists() else {}
+
+
+def _object(text: str | bytes) -> dict[str, Any]:
+    """The JSON object that `text` is; empty where it is none."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _step_of(line: str) -> int | None:
+    """A line's step; None where a process died while it wrote the line."""
+    step = _object(line).get("step") if line.endswith("\n") else None
+    return step if isinstance(step, int) else None
