@@ -10,7 +10,6 @@ runs, on tensors without data.
 
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from unittest import mock
 
 import matplotlib
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from docs.svg import IMAGES
 from model.kernels.linear_cross_entropy import PIECE_BYTES, linear_cross_entropy
 from parallel.weight import Matmul
 
@@ -175,7 +175,7 @@ def main() -> None:
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    out = Path(__file__).parent / "images" / "kernels.svg"
+    out = IMAGES / "kernels.svg"
     matplotlib.rcParams["svg.hashsalt"] = "lattice"  # the same file every time
     figure.savefig(out, metadata={"Date": None})
     print(f"drew {out.name}")

@@ -1,14 +1,15 @@
-"""Draws docs/images/mesh.svg: eight ranks as a cube, and what travels along each of its edges. `python docs/draw_mesh.py`
+"""Draws docs/images/mesh.svg: eight ranks as a cube, and what travels along each of its edges. `python -m docs.draw_mesh`
 
 Where a rank sits is computed as `parallel/mesh.py` does: rank = (pp · dp_size + dp) · tp_size + tp.
 """
 
 from itertools import product
-from pathlib import Path
+
+from docs import svg
+from docs.svg import INK, MUTED, PAPER, text
 
 PP, DP, TP = 2, 2, 2
-COLOURS = {"pp": "#c2410c", "dp": "#15803d", "tp": "#1d4ed8"}
-INK, PAPER, MUTED = "#1f2937", "#ffffff", "#6b7280"
+COLOURS = {"pp": svg.PP, "dp": svg.DP, "tp": svg.TP}
 WIDTH, HEIGHT = 960, 520
 BOX_WIDTH, BOX_HEIGHT = 92, 62
 
@@ -24,11 +25,6 @@ def place(rank: Rank) -> tuple[float, float]:
     steps = tuple(zip(("pp", "dp", "tp"), rank, strict=True))
     x, y = (ORIGIN[i] + sum(STEP[axis][i] * n for axis, n in steps) for i in (0, 1))
     return x, y
-
-
-def text(x: float, y: float, words: str, size: int = 14, colour: str = INK, anchor: str = "start", weight: int = 400) -> str:
-    look = f'font-size="{size}" fill="{colour}" text-anchor="{anchor}" font-weight="{weight}"'
-    return f'<text x="{x:g}" y="{y:g}" {look}>{words}</text>'
 
 
 def edge(axis: str, start: Rank) -> str:
@@ -134,7 +130,4 @@ def draw() -> str:
 
 
 if __name__ == "__main__":
-    out = Path(__file__).parent / "images" / "mesh.svg"
-    out.parent.mkdir(exist_ok=True)
-    out.write_text(draw(), encoding="utf-8")
-    print(f"wrote {out}")
+    svg.save("mesh", draw)

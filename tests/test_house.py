@@ -157,7 +157,8 @@ def test_local_links_lead_somewhere(document: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
 def test_commands_and_keys_in_the_text_exist(document: Path) -> None:
-    code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", document.read_text(encoding="utf-8"), re.DOTALL))
+    text = re.sub(r"^```(?:python|diff)\n.*?^```$", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL))
     targets = re.findall(r"^([a-z-]+):(?!=)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert [name for name in re.findall(r"\bmake ([a-z][a-z-]*)", code) if name not in targets] == []
     assert [name for name in re.findall(r"-m ((?:tools|benchmarks)\.\w+)", code) if name not in MODULES] == []

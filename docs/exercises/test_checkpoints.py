@@ -1,0 +1,39 @@
+"""An exercise: complete the function, then `.venv/bin/python -m pytest docs/exercises/test_checkpoints.py`.
+Page: docs/checkpoints.md"""
+
+import itertools
+
+import pytest
+import torch
+
+from docs.draw_checkpoints import Region, regions
+
+
+def needed(saved: Region, wanted: Region) -> tuple[tuple[slice, slice], tuple[slice, slice]] | None:
+    """What a rank that wants the region `wanted` of a global matrix takes from a file with the region `saved` of it.
+
+    A region is (rows, columns), two ranges. Returns where it is in the saved piece and where it goes in the wanted one, each
+    as (rows, columns), two slices that count from that piece's own corner. None: nothing.
+    """
+    raise NotImplementedError("yours to write")
+
+
+@pytest.mark.parametrize("shape", [(8, 12), (7, 5)])
+def test_any_layout_loads_what_any_other_saved(shape: tuple[int, int]) -> None:
+    whole = torch.arange(shape[0] * shape[1]).view(shape)
+    layouts = list(itertools.product((1, 2, 3), (1, 2, 4)))
+    for by, to in itertools.product(layouts, layouts):
+        files = [(region, part_of(whole, region)) for region in regions(shape, *by)]
+        for rows, columns in regions(shape, *to):
+            mine = torch.full((len(rows), len(columns)), -1)
+            for region, piece in files:
+                if (found := needed(region, (rows, columns))) is not None:
+                    theirs, ours = found
+                    assert piece[theirs].numel()
+                    mine[ours] = piece[theirs]
+            assert torch.equal(mine, part_of(whole, (rows, columns)))
+
+
+def part_of(whole: torch.Tensor, region: Region) -> torch.Tensor:
+    rows, columns = region
+    return whole[rows.start : rows.stop, columns.start : columns.stop]

@@ -1,0 +1,57 @@
+"""Two exercises: complete the functions, then `.venv/bin/python -m pytest docs/exercises/test_extending.py`.
+Page: docs/extending.md"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel.pipeline.actions import Action, F
+from parallel.pipeline.check import Fault, check
+from parallel.pipeline.schedules import build_schedule
+
+
+def trust_ratio(weight: Tensor, update: Tensor, group: ProcessGroup) -> Tensor:
+    """‖weight‖ / ‖update‖ of a whole matrix, of which each rank of `group` holds some rows: LAMB's factor of a step (You et al.
+    2019, https://arxiv.org/abs/1904.00962). A scalar, the same on every rank. 1 where either norm is 0.
+
+    AdamW is elementwise, so a rank can update its shard alone. This is not: what must travel, and how often?
+    """
+    raise NotImplementedError("yours to write")
+
+
+def break_it(schedule: list[list[Action]]) -> list[list[Action]]:
+    """The same actions of the same ranks in another order, so that ranks wait for each other for ever: `check` must say so.
+
+    A checker that never complained would prove nothing.
+    """
+    raise NotImplementedError("yours to write")
+
+
+def test_the_ratio_is_the_whole_matrixs(ranks: Any) -> None:
+    numbers = torch.Generator().manual_seed(0)
+    weight, update = (torch.randn((6, 4), generator=numbers, dtype=torch.float64) for _ in range(2))
+    update[:3] *= 10  # the ranks' own ratios differ
+    ratio = weight.norm() / update.norm()
+    for found in ranks.run(on_each_rank, 2, trust_ratio, weight, update):
+        torch.testing.assert_close(found, ratio)
+    for found in ranks.run(on_each_rank, 2, trust_ratio, weight, update * 0):
+        assert found == 1
+
+
+def test_the_checker_complains() -> None:
+    schedule = build_schedule("1f1b", 4, 1, 8)
+    check(schedule)
+    broken = break_it([list(actions) for actions in schedule])
+    assert [sorted(map(str, actions)) for actions in broken] == [sorted(map(str, actions)) for actions in schedule]
+    assert [actions[0].kind for actions in broken] == [F] * 4
+    with pytest.raises(Fault):
+        check(broken)
+
+
+def on_each_rank(ratio: Any, weight: Tensor, update: Tensor) -> Tensor:
+    rank = dist.get_rank()
+    return ratio(weight.chunk(2)[rank], update.chunk(2)[rank], dist.group.WORLD)

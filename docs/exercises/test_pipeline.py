@@ -1,0 +1,44 @@
+"""Two exercises: complete the functions, then `.venv/bin/python -m pytest docs/exercises/test_pipeline.py`.
+Page: docs/pipeline.md"""
+
+import pytest
+
+from parallel.pipeline.actions import Action, stage_ranks
+from parallel.pipeline.check import check
+from parallel.pipeline.schedules import build_schedule
+from parallel.pipeline.simulate import Costs, simulate
+
+
+def idle_fraction(schedule: str, p: int, m: int) -> float:
+    """The part of a step in which a rank of a pipeline of p ranks has nothing to do, averaged over ranks, with m ≥ p
+    micro-batches: of `gpipe`, `1f1b` and `zb_h1`, where a forward, an input gradient and a weight gradient take 1 each.
+
+    By formula, not by simulation. What is the step's length, and how much of it is work?
+    """
+    raise NotImplementedError("yours to write")
+
+
+def my_1f1b(p: int, m: int) -> list[list[Action]]:
+    """Each rank's list: warm up with forwards, then one forward and one backward in turn, then the backwards that are left.
+
+    Rank r may never hold more than p − r micro-batches. `Action(F, stage, microbatch)`, with F and B from
+    parallel.pipeline.actions; rank r has stage r. Without looking into schedules.py.
+    """
+    raise NotImplementedError("yours to write")
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize(("p", "m"), [(2, 2), (4, 8), (8, 32)])
+def test_idle(schedule: str, p: int, m: int) -> None:
+    timeline = simulate(build_schedule(schedule, p, 1, m), Costs.equal(p))
+    assert idle_fraction(schedule, p, m) == pytest.approx(timeline.bubble_fraction)
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 1), (2, 5), (4, 8), (4, 3), (8, 16)])
+def test_1f1b(p: int, m: int) -> None:
+    schedule = my_1f1b(p, m)
+    check(schedule)  # complete, in order, and free of deadlock
+    assert stage_ranks(schedule) == list(range(p))
+    timeline = simulate(schedule, Costs.equal(p))
+    assert timeline.step_time == (m + p - 1) * 3
+    assert all(timeline.peak_live(rank) <= p - rank for rank in range(p))

@@ -1,0 +1,129 @@
+"""An answer to each exercise of docs/exercises, under its name. Read them after you have tried."""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from docs.draw_checkpoints import Region, overlap
+from docs.exercises.test_kernels import Block
+from parallel.pipeline.actions import Action, B, F
+
+
+def ranks_that_share(axis: str, rank: int, shape: tuple[int, int, int, int]) -> list[int]:
+    dim = ("pp", "dp_replicate", "dp_shard", "tp").index(axis)
+    stride = math.prod(shape[dim + 1 :])  # from one rank of the group to the next
+    mine = rank // stride % shape[dim]
+    return [rank + (other - mine) * stride for other in range(shape[dim])]
+
+
+def column_parallel_backward(dy: Tensor, x: Tensor, weight: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    dx = dy @ weight  # of this rank's outputs alone: a partial sum
+    dist.all_reduce(dx, group=group)
+    return dx, dy.T @ x  # this rank's rows have no other gradient
+
+
+def leave_backward(dy: Tensor, group: ProcessGroup) -> Tensor:
+    parts = [torch.empty_like(dy) for _ in range(group.size())]
+    dist.all_gather(parts, dy, group=group)
+    return torch.cat(parts)  # each number of x went into one number of y, with factor 1
+
+
+def norm_weight_gradient(dy: Tensor, normed: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+    gradient = (dy * normed).sum(0)
+    if sequence_parallel:
+        dist.all_reduce(gradient, group=group)
+    return gradient
+
+
+def idle_fraction(schedule: str, p: int, m: int) -> float:
+    bubble = (p - 1) * {"gpipe": 3, "1f1b": 3, "zb_h1": 1}[schedule]  # F + B, or F + I − W
+    return bubble / (3 * m + bubble)
+
+
+def my_1f1b(p: int, m: int) -> list[list[Action]]:
+    ranks = []
+    for r in range(p):
+        ahead = min(p - 1 - r, m)
+        actions = [Action(F, r, i) for i in range(ahead)]
+        for i in range(m):
+            if i + ahead < m:
+                actions.append(Action(F, r, i + ahead))
+            actions.append(Action(B, r, i))
+        ranks.append(actions)
+    return ranks
+
+
+def bytes_per_parameter(zero_stage: int, ranks: int) -> float:
+    weights = 4 if zero_stage == 0 else 4 / ranks
+    moments = 8 if zero_stage == 0 else 8 / ranks
+    copies = 2 if zero_stage < 3 else 0
+    gradients = 4 if zero_stage < 2 else 4 / ranks
+    return weights + moments + copies + gradients
+
+
+def rows_of(step: int, dp_rank: int, dp_size: int, batches: list[tuple[int, int]]) -> range:
+    first = 0  # the state of the loader: one number
+    for steps, size in batches:
+        if step < steps:
+            rows = size // dp_size
+            first += step * size + dp_rank * rows
+            return range(first, first + rows)
+        first, step = first + steps * size, step - steps
+    raise ValueError("the run has ended")
+
+
+def kept_per_token(dim: int, ffn_dim: int, num_heads: int, num_kv_heads: int, tp: int) -> float:
+    head_dim = dim // num_heads
+    return (4 * dim + 2 * dim + 2 * num_kv_heads * head_dim + 3 * ffn_dim) / tp
+
+
+def micro_batches_alive(rank: int, p: int, m: int) -> int:
+    return min(p - rank, m)
+
+
+def merge(a: Block, b: Block) -> Block:
+    largest = torch.maximum(a[0], b[0])
+    of_a, of_b = (a[0] - largest).exp(), (b[0] - largest).exp()
+    return largest, a[1] * of_a + b[1] * of_b, a[2] * of_a.unsqueeze(-1) + b[2] * of_b.unsqueeze(-1)
+
+
+def moved_bytes(elements: int, fused: bool) -> int:
+    numbers = 3 if fused else 2 + 3 + 3  # g, u and y; or one input and one output, then twice two inputs and one output
+    return 2 * numbers * elements
+
+
+def needed(saved: Region, wanted: Region) -> tuple[tuple[slice, slice], tuple[slice, slice]] | None:
+    both = [overlap(a, b) for a, b in zip(saved, wanted, strict=True)]
+    if not all(both):
+        return None
+
+    def within(region: Region) -> tuple[slice, slice]:
+        rows, columns = (slice(c.start - r.start, c.stop - r.start) for c, r in zip(both, region, strict=True))
+        return rows, columns
+
+    return within(saved), within(wanted)
+
+
+def time_lost(interval: float, save: float, restart: float, mean_between_failures: float) -> float:
+    return save / interval + (restart + interval / 2) / mean_between_failures
+
+
+def best_interval(save: float, mean_between_failures: float) -> float:
+    return math.sqrt(2 * save * mean_between_failures)
+
+
+def trust_ratio(weight: Tensor, update: Tensor, group: ProcessGroup) -> Tensor:
+    squares = torch.stack([weight.double().square().sum(), update.double().square().sum()])
+    dist.all_reduce(squares, group=group)  # two numbers a matrix; those of all matrices can travel together
+    whole, step = squares.sqrt()
+    return torch.where((whole > 0) & (step > 0), whole / step, torch.ones_like(whole)).to(weight.dtype)
+
+
+def break_it(schedule: list[list[Action]]) -> list[list[Action]]:
+    first = schedule[0]
+    backward = first.pop(next(i for i, action in enumerate(first) if action.kind is B))
+    first.insert(1, backward)  # rank 0 waits for a gradient; rank 1 first wants another forward, which comes after it
+    return schedule

@@ -1,0 +1,56 @@
+"""The documentation that `make api` builds from docstrings: without a warning, every module in it."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_house import ROOMS, module_name
+from tests.transcripts import ROOT
+
+PACKAGES = re.search(r"pdoc --output-directory docs/api (.+)", (ROOT / "Makefile").read_text(encoding="utf-8"))
+# pdoc warns of what it cannot read. Not held against us: tqdm is generic in its stubs alone; a default value that is the folder
+# of the shell.
+BUILD = """
+import sys, warnings
+from pdoc.__main__ import cli
+warnings.simplefilter("error", UserWarning)
+warnings.filterwarnings("ignore", "Error parsing type annotation tqdm")
+cli(sys.argv[1:])
+"""
+
+
+def build(packages: list[str], out: Path) -> None:
+    command = [sys.executable, "-c", BUILD, "--output-directory", str(out), *packages]
+    left_out = ("TRITON_INTERPRET", "OLDPWD", "PWD")  # tools.compile_kernels refuses to be imported under the first
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_package_s_documentation_builds(tmp_path: Path) -> None:
+    """One that needs torch alone, as a sample; a docstring is in it."""
+    build(["errors", "parallel"], tmp_path)
+    assert (tmp_path / "parallel" / "pipeline" / "schedules.html").exists()
+    assert "neighbours in rank share it" in (tmp_path / "parallel" / "mesh.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_all_documentation_builds(tmp_path: Path) -> None:
+    assert PACKAGES
+    packages = PACKAGES[1].split()
+    build(packages, tmp_path)
+    rooms = [room for room in ROOMS if room in packages]
+    modules = [module_name(file) for room in rooms for file in (ROOT / room).rglob("*.py") if file.stem != "__main__"]
+    missing = [name for name in modules if not (tmp_path / f"{name.replace('.', '/')}.html").exists()]
+    assert missing == []
+
+
+def test_everything_public_is_built() -> None:
+    """What is not: tests, benchmarks and the pages' own code."""
+    assert PACKAGES
+    programs = {file.stem for file in ROOT.glob("*.py")}
+    assert set(PACKAGES[1].split()) == programs | set(ROOMS) - {"benchmarks", "docs", "tests"}

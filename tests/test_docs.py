@@ -1,0 +1,123 @@
+"""The guided tour holds: every command of every page runs and prints what the page shows; every picture is what its code draws.
+
+What is not run is listed here, by page and reason, and the page says so too. tests/transcripts.py says how pages are written.
+"""
+
+import importlib
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.transcripts import ROOT, Command, commands, copy_tree, matches, run
+
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+TOUR = ["mesh", "tensor", "sequence", "pipeline", "data", "memory", "kernels", "checkpoints", "slurm", "extending"]
+DRAWN = ["mesh", "tensor", "sequence", "data", "memory", "checkpoints", "slurm", "extending"]  # the others by matplotlib
+# Commands that are parsed and not run, by page: how many, for which reasons.
+EXERCISE = "an exercise"  # tests/test_exercises.py runs them with answers
+NOT_RUN = {name: Counter({EXERCISE: 1}) for name in map("{}.md".format, TOUR)}
+NOT_RUN["README.md"] = Counter(
+    {
+        "they fail until they are done": 1,
+        "it draws the pictures again": 1,
+        "documentation of every module, from docstrings, to docs/api/index.html": 1,
+    }
+)
+NOT_RUN["pipeline.md"] += {"trains for minutes": 1, "needs that run": 1}
+NOT_RUN["kernels.md"] += {"needs `make data`, and minutes": 1, "needs a GPU": 1}
+NOT_RUN["checkpoints.md"] += {"needs `make train`": 1, "trains for minutes": 1}
+NOT_RUN["slurm.md"] += {"needs Slurm": 4}
+NOT_RUN["extending.md"] += {"needs Slurm": 1}
+NOT_RUN["huggingface.md"] = Counter(
+    {"needs `make train`": 1, "needs that run": 1, "needs those weights": 2, "needs them too": 2}
+)
+NOT_RUN["profiling.md"] = Counter({"trains for a minute": 1, "needs that run": 2})
+NOT_RUN["planning.md"] = Counter({"takes a while": 4, "takes half a minute": 1, "takes a minute": 1})
+README_RUN = ("tools.timeline --schedule", "tools.plan configs/llama3_70b.yaml   ")
+
+ALL = {page.name: commands(page) for page in PAGES}
+# tests/test_recipes.py runs those of the recipes, each in a copy that it has changed first.
+RUN = {str(c): c for name, found in ALL.items() for c in found if not c.not_run and name != "extending.md"}
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_tree(tmp_path_factory.mktemp("docs"))
+
+
+printed: dict[str, str] = {}  # command → what it printed
+
+
+@pytest.mark.parametrize("command", RUN.values(), ids=RUN)
+def test_a_command_prints_what_the_page_shows(command: Command, copy: Path) -> None:
+    if command.text not in printed:
+        status, output, errors = run(command.text, copy)
+        assert status == 0, f"{command}: status {status}\n{output}{errors}"
+        printed[command.text] = output
+    if command.output is not None:
+        assert matches(command.output, printed[command.text]), f"{command} printed\n{printed[command.text]}"
+
+
+def test_what_is_not_run_is_listed() -> None:
+    found = {page: Counter(c.not_run for c in of_page if c.not_run) for page, of_page in ALL.items()}
+    assert {page: reasons for page, reasons in found.items() if reasons} == NOT_RUN
+
+
+@pytest.mark.parametrize("command", [c for c in commands(ROOT / "README.md") if any(w in c.text for w in README_RUN)], ids=str)
+def test_cheap_commands_of_the_readme(command: Command, copy: Path) -> None:
+    status, output, errors = run(command.text, copy)
+    assert status == 0, f"{command}\n{output}{errors}"
+    assert output
+
+
+@pytest.mark.parametrize("name", TOUR)
+def test_a_page_of_the_tour_is_whole(name: str) -> None:
+    """A picture that code draws, numbers that a command prints, exercises; and the index has it."""
+    text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    pictures = re.findall(r"!\[[^]]+\]\(images/(\w+)\.svg\)", text)
+    assert pictures
+    assert all((DOCS / "images" / f"{picture}.svg").exists() for picture in pictures)
+    assert any(c.output for c in ALL[f"{name}.md"])
+    assert f"exercises/test_{name}.py" in text
+    assert f"({name}.md)" in (DOCS / "README.md").read_text(encoding="utf-8")
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    assert len(prose.splitlines()) <= 240, "a page is read in ten minutes"
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_picture_is_what_its_code_draws(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails: `make docs`, and look at it."""
+    monkeypatch.chdir(ROOT)
+    drawn = importlib.import_module(f"docs.draw_{name}").draw()
+    assert drawn == (DOCS / "images" / f"{name}.svg").read_text(encoding="utf-8")
+
+
+def test_make_docs_draws_every_picture() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert {file.stem for file in DOCS.glob("draw_*.py")} == set(re.findall(r"-m docs\.(draw_\w+)", makefile))
+
+
+def test_an_output_that_is_no_longer_true_is_found() -> None:
+    """The control."""
+    shown = "step 1 of 3\n…\nloss … nats\n"
+    assert matches(shown, "step 1 of 3\nloss 4.2 nats\n")
+    assert matches(shown, "step 1 of 3\nstep 2 of 3\n\nstep 3 of 3\nloss 4.2 nats\n")
+    assert not matches(shown, "step 1 of 4\nloss 4.2 nats\n")
+    assert not matches(shown, "step 1 of 3\nloss 4.2 nats\nand more\n")
+    assert not matches("1 2 3", "1 2 4")
+
+
+def test_pages_are_parsed_as_they_are_read(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "text\n```console\n$ python - <<'end'\nprint(1)\nend\n1\n$ ls \\\n    -l   # not run: for show\n```\n"
+        "```bash\n# why\nls a \\\n  b\nls c\n```\n```python\nx = 1\n```\n"
+    )
+    first, second, third, fourth = commands(page)
+    assert (first.line, first.text, first.output) == (3, "python - <<'end'\nprint(1)\nend", "1")
+    assert (second.line, second.text, second.not_run) == (7, "ls \\\n    -l", "for show")
+    assert (third.line, third.text, third.output) == (12, "ls a \\\n  b", None)
+    assert (fourth.line, fourth.text) == (14, "ls c")

@@ -1,0 +1,204 @@
+"""The commands that pages show, with what they print, and how tests run them.
+
+    ```console
+    $ .venv/bin/python -m tools.plan configs/llama3_8b.yaml      a command; it goes on after a backslash, up to the end of its
+    the output, in which … is anything within a line,            here-document, or after -c ' to a line with the other '
+    …
+    and a line of it any number of lines
+    $ sbatch slurm/train_70b.sh      # not run: needs Slurm       parsed, not run; the page says why
+    ```
+
+In ```bash blocks every line is a command, without `$ `, and nothing is said of what it prints.
+
+Commands run at the root of a copy of the repository. One that only runs Python does so in a process that has imported torch
+already (forked from multiprocessing's server, as tools/ranks.py does), which saves seconds; the others are given to bash.
+"""
+
+import io
+import json
+import multiprocessing
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+LEFT_OUT = (".git", ".venv", "runs", "prepared", "wandb", "__pycache__", ".*_cache", "*.pyc", ".whl", "api")
+PYTHON = (".venv/bin/python", "python")
+SECONDS = 600  # for one command; far more than any takes
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a page."""
+
+    page: str
+    line: int  # of the page, 1-based
+    text: str  # as written, without the prompt and without what says that it is not run
+    output: str | None  # what the page shows; None: nothing is said
+    not_run: str  # why; empty: it is run
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}: {self.text.splitlines()[0]}"
+
+
+def blocks(text: str, *languages: str) -> Iterator[tuple[int, str, str]]:
+    """(line of its first line, language, content) of every fenced block in one of `languages`."""
+    for match in re.finditer(rf"^```({'|'.join(languages)})\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        yield text[: match.start(2)].count("\n") + 1, match[1], match[2]
+
+
+def commands(page: Path) -> list[Command]:
+    """All commands of a page, in order."""
+    found = []
+    for start, language, content in blocks(page.read_text(encoding="utf-8"), "console", "bash"):
+        lines = content.splitlines()
+        at = 0
+        while at < len(lines):
+            first = at
+            if language == "bash" and (not lines[at].strip() or lines[at].startswith("#")):
+                at += 1
+                continue
+            assert language == "bash" or lines[at].startswith("$ "), f"{page.name}:{start + at}: output before any command"
+            command = [lines[at].removeprefix("$ ")]
+            here = re.search(r"<<'(\w+)'$", command[0])
+            last = here[1] if here else "'" if command[0].endswith(" -c '") else None
+            while command[-1] != last if last else command[-1].endswith("\\"):
+                at += 1
+                command.append(lines[at])
+            at += 1
+            output: list[str] | None = None
+            if language == "console":
+                output = []
+                while at < len(lines) and not lines[at].startswith("$ "):
+                    output.append(lines[at])
+                    at += 1
+            reason = re.search(r"\s+# not run: (.+)$", command[-1])
+            if reason:
+                command[-1] = command[-1][: reason.start()]
+            shown = None if output is None else "\n".join(output)
+            found.append(Command(page.name, start + first, "\n".join(command), shown, reason[1] if reason else ""))
+    return found
+
+
+def matches(shown: str, printed: str) -> bool:
+    """Whether a command printed what the page shows. Blank lines and spaces at the ends of lines do not count."""
+    pattern = ""
+    for row in filter(None, map(str.rstrip, shown.splitlines())):
+        pattern += r"(?:.*\n)*?" if row == "…" else ".*?".join(map(re.escape, row.split("…"))) + r"\n"
+    rows = "".join(f"{row}\n" for row in filter(None, map(str.rstrip, printed.splitlines())))
+    return re.fullmatch(pattern, rows) is not None
+
+
+def copy_tree(folder: Path) -> Path:
+    """The repository's sources in `folder`, with a .venv/bin that has this interpreter under the names that pages use."""
+    copy = folder / "lattice"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*LEFT_OUT))
+    programs = copy / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for name, run in (("python", ""), ("torchrun", " -m torch.distributed.run"), ("pytest", " -m pytest")):
+        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{run} "$@"\n')
+        (programs / name).chmod(0o755)
+    return copy
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{folder / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+
+
+def run(command: str, folder: Path) -> tuple[int, str, str]:
+    """Status, standard output and standard error of a command in a copy of the repository."""
+    python = as_python(command)
+    if python is not None:
+        return run_python(*python, folder)
+    arguments = ["bash", "-euo", "pipefail", "-c", command]
+    done = subprocess.run(
+        arguments,
+        cwd=folder,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        stdin=subprocess.DEVNULL,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def run_in_copy(wanted: list[str], folder: Path) -> list[tuple[int, str, str]]:
+    """The same of several commands in a copy that was changed, with its own modules: one process for all of them."""
+    program = "import json, sys; from pathlib import Path; from tests.transcripts import run; said = json.load(sys.stdin)\n"
+    program += "if __name__ == '__main__': json.dump([run(command, Path.cwd()) for command in said], sys.stdout)"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        input=json.dumps(wanted),
+        cwd=folder,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS * len(wanted),
+    )
+    assert done.returncode == 0, done.stderr
+    return [tuple(answer) for answer in json.loads(done.stdout)]
+
+
+def as_python(command: str) -> tuple[list[str], str] | None:
+    """(arguments, program) where a command does nothing but run Python: `-m MODULE …` (no program), `-c PROGRAM …`, or a
+    program in a here-document. None where it needs a shell."""
+    first, _, rest = command.partition("\n")
+    here = re.fullmatch(r"(\S+) - <<'(\w+)'", first)
+    if here:
+        return ([], rest.removesuffix(here[2])) if here[1] in PYTHON else None
+    words = shlex.split(command.replace("\\\n", " "), comments=True)
+    shell = any(re.fullmatch(r"\d?[<>|&;].*", word) or ("$" in word and "\n" not in word) for word in words)
+    if shell or len(words) < 3 or words[0] not in PYTHON:
+        return None
+    if words[1] == "-m":
+        return words[2:], ""
+    return (words[3:], words[2]) if words[1] == "-c" else None
+
+
+def run_python(arguments: list[str], program: str, folder: Path) -> tuple[int, str, str]:
+    """In a process that has imported torch already. It sees this repository's modules, and works in `folder`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "tools.parity_run"])  # no matter, if it runs already
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_run_python, args=(arguments, program, str(folder), theirs))
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(SECONDS):
+            raise TimeoutError(f"{arguments} took more than {SECONDS} s")
+        status, output, errors = ours.recv()
+    except EOFError:
+        status, output, errors = 1, "", "the process died"
+    finally:
+        process.kill()
+        process.join()
+    return status, output, errors
+
+
+def _run_python(arguments: list[str], program: str, folder: str, answer: object) -> None:
+    os.chdir(folder)
+    os.environ.pop("TRITON_INTERPRET", None)
+    output, errors, status = io.StringIO(), io.StringIO(), 0
+    sys.argv = ["-c", *arguments] if program else arguments
+    with redirect_stdout(output), redirect_stderr(errors):
+        try:
+            if program:
+                exec(compile(program, "<page>", "exec"), {"__name__": "__main__"})
+            else:
+                runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+    answer.send((status, output.getvalue(), errors.getvalue()))
