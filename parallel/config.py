@@ -24,8 +24,8 @@ class ParallelConfig:
     # Blocks of each stage, first to last; null: as even as possible; auto: the slowest as fast as possible.
     layers_per_stage: list[int] | Literal["auto"] | None = None
     zero_stage: Literal[0, 1, 2, 3] = 1  # see the table in parallel/data.py
-    # What FSDP gathers and reduces at once. block: one moves while another computes. stage: few messages, for blocks so small that
-    # a message costs more than its bytes do.
+    # What FSDP gathers and reduces at once. block: one moves while another computes. stage: few messages, for blocks so small
+    # that a message costs more than its bytes do.
     fsdp_unit: Literal["block", "stage"] = "block"
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # of data-parallel gradient reductions (float64 in float64 runs)
     cpu_offload: bool = False  # parameters, gradients and optimizer state live in host memory between uses

@@ -140,7 +140,12 @@ def train_with_a_fault(config: str, rank: int, step: int, where: str, kind: int)
 
 @pytest.mark.parametrize(
     ("where", "kind", "rank"),
-    [("fingerprint", errno.ENOSPC, 1), ("count_numbers", errno.EIO, 3), ("write_manifest", errno.EROFS, 0)],
+    [
+        ("fingerprint", errno.ENOSPC, 1),
+        ("count_numbers", errno.EIO, 3),
+        ("write_durably", errno.ENOSPC, 0),
+        ("write_manifest", errno.EROFS, 0),
+    ],
 )
 def test_a_save_that_one_rank_cannot_finish(ranks: Ranks, data: Path, tmp_path: Path, where: str, kind: int, rank: int) -> None:
     """Nothing is committed, all go on, the next save works."""

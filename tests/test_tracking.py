@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import pty
+import resource
 import shutil
 import subprocess
 import sys
@@ -223,6 +224,21 @@ def test_lines_wait_while_the_disk_is_full(tmp_path: Path, capsys: pytest.Captur
     lines.path.parent.mkdir()
     lines.log({"step": 3})
     assert lines.path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
+def test_a_line_that_the_disk_has_no_room_for_is_not_begun(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    lines = JsonLines(tmp_path / "run", 0)
+    lines.log({"step": 1, "loss": 1.0})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (lines.path.stat().st_size + 5, before[1]))  # a write is cut short
+    try:
+        lines.log({"step": 2, "loss": 2.0})
+        assert lines.path.read_text() == '{"step": 1, "loss": 1.0}\n'
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    lines.log({"step": 3, "loss": 3.0})
+    assert losses(tmp_path) == {1: 1.0, 2: 2.0, 3: 3.0}
 
 
 def test_a_start_drops_what_is_beyond_it_and_what_is_broken(tmp_path: Path) -> None:

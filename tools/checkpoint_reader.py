@@ -18,12 +18,11 @@ from torch import Tensor
 
 from errors import UserError
 from model.config import ModelConfig
-from tools.tensor_files import file_opener
+from tools.tensor_files import DTYPES, file_opener
 from training.checkpoint import complete_checkpoints, read_trainer
 from training.manifest import MANIFEST, PLACES, TENSORS, Damaged, Manifest, read_manifest
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # as safetensors calls them
-MODEL = "model."  # names of weights begin so; those of the optimizer's state with "optimizer."
+WEIGHTS = "model."  # names of weights begin so; those of the optimizer's state with "optimizer."
 
 
 def newest(folder: Path) -> Path:
@@ -61,15 +60,15 @@ class CheckpointReader:
     def weights(self) -> dict[str, tuple[int, ...]]:
         """Name (`blocks.0.attention.query.weight`) → global shape."""
         tensors = self.manifest.tensors.items()
-        return {name.removeprefix(MODEL): shape for name, (_, shape) in tensors if name.startswith(MODEL)}
+        return {name.removeprefix(WEIGHTS): shape for name, (_, shape) in tensors if name.startswith(WEIGHTS)}
 
     def weight(self, name: str) -> Tensor:
         """The whole global tensor, on the CPU, in the dtype that it was saved in."""
-        dtype, shape = self.manifest.tensors[MODEL + name]
+        dtype, shape = self.manifest.tensors[WEIGHTS + name]
         whole = torch.empty(shape, dtype=DTYPES[dtype])
         read = 0
-        for file, offsets in self._pieces[MODEL + name]:
-            piece = self._open(self.folder / file).get_tensor(MODEL + name)
+        for file, offsets in self._pieces[WEIGHTS + name]:
+            piece = self._open(self.folder / file).get_tensor(WEIGHTS + name)
             whole[tuple(slice(at, at + n) for at, n in zip(offsets, piece.shape, strict=True))] = piece
             read += piece.numel()
         if read != math.prod(shape):

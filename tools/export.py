@@ -2,8 +2,9 @@
 
 DIR is a checkpoint of any layout, or a run folder: then its newest one. Written are config.json, generation_config.json,
 safetensors files of at most 5 GB with an index, and the tokenizer's files: what transformers, vLLM and their like load. The
-architecture is Llama, or Qwen3 for a model with norms of queries and keys (tools/huggingface.py). The checkpoint is compared
-with its checksums first. One file's tensors are in memory at a time. The exit status is 2 where something is refused.
+architecture is Llama; Qwen3 for a model with norms of queries and keys; Mistral where the heads do not divide the width, for
+transformers' Llama refuses that (tools/huggingface.py). The checkpoint is compared with its checksums first. One file's tensors
+are in memory at a time. The exit status is 2 where something is refused.
 """
 
 import argparse

@@ -17,17 +17,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
 from errors import UserError
 from model.config import ModelConfig
-from tools.checkpoint_reader import DTYPES, MODEL
-from tools.huggingface import CONFIG, COPY_AGAIN, HuggingFaceConfig, parameters
+from tools.checkpoint_reader import WEIGHTS
+from tools.huggingface import CONFIG, HuggingFaceConfig, parameters
 from tools.new_folder import new_folder, refuse_existing
-from tools.tensor_files import FILE_BYTES, FolderTensors, Piece, write_files
+from tools.tensor_files import DTYPES, FILE_BYTES, FolderTensors, Piece, check_tensors, write_files
 from training.checkpoint import FREE_MODEL_KEYS
 from training.manifest import MANIFEST, PLACES, Manifest, fingerprint, write_durably, write_manifest
 
@@ -47,7 +46,7 @@ def import_hf(hf: Path, out: Path, file_bytes: int = FILE_BYTES) -> ModelConfig:
 
     wanted = parameters(config.model)
     sizes = {p: math.prod(p.shape) * DTYPES[tensors.dtypes[p.theirs]].itemsize for p in wanted}
-    pieces = [Piece(MODEL + p.ours, size, partial(tensors.tensor, p.theirs)) for p, size in sizes.items()]
+    pieces = [Piece(WEIGHTS + p.ours, size, partial(tensors.tensor, p.theirs)) for p, size in sizes.items()]
     with new_folder(out) as folder:
         write_files(folder, pieces, file_bytes, _places, f"importing {out.name}")
         for name, content in tokenizer.files.items():
@@ -55,29 +54,8 @@ def import_hf(hf: Path, out: Path, file_bytes: int = FILE_BYTES) -> ModelConfig:
         write_durably(folder / "trainer.json", json.dumps(trainer(config), indent=1))
         write_durably(folder / "model.yaml", model_yaml(config.model, out))
         files = {path.name: fingerprint(path) for path in folder.iterdir()}
-        write_manifest(folder, Manifest(files, {MODEL + p.ours: (tensors.dtypes[p.theirs], p.shape) for p in wanted}))
+        write_manifest(folder, Manifest(files, {WEIGHTS + p.ours: (tensors.dtypes[p.theirs], p.shape) for p in wanted}))
     return config.model
-
-
-def check_tensors(hf: Path, model: ModelConfig, tensors: FolderTensors) -> None:
-    """Raises UserError unless the folder has the tensors of this model: all, no others, of their shapes, not quantized."""
-    shapes = {p.theirs: p.shape for p in parameters(model)}
-    # What older versions stored beside the weights, although it follows from rope_theta.
-    found = {name for name in tensors.shapes if not name.endswith("rotary_emb.inv_freq")}
-    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-    if model.tie_embeddings and {head, embedding} <= found and torch.equal(tensors.tensor(head), tensors.tensor(embedding)):
-        found.remove(head)  # written out all the same
-    problems = [f"{name} is missing" for name in sorted(shapes.keys() - found)]
-    problems += [f"{name} is no tensor of this model" for name in sorted(found - shapes.keys())]
-    for name in sorted(shapes.keys() & found):
-        if tensors.shapes[name] != shapes[name]:
-            problems.append(f"{name} has the shape {tensors.shapes[name]}, and by {CONFIG} {shapes[name]}")
-        elif tensors.dtypes[name] not in DTYPES:
-            problems.append(f"{name} is of the type {tensors.dtypes[name]}, not one of {', '.join(DTYPES)}")
-    if problems:
-        more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
-        why = f"does not fit its {CONFIG}: {'; '.join(problems[:3])}{more}"
-        raise UserError("--hf", str(hf), why, f"{COPY_AGAIN}; biases, adapters and codes of a quantization cannot be imported")
 
 
 def _places(tensors: dict[str, Tensor]) -> dict[str, str]:

@@ -24,7 +24,7 @@ from parallel.mesh import build_mesh
 from parallel.placement import chunk_range, local_region
 from tools.checkpoint_reader import newest
 from tools.huggingface import CONFIG, HuggingFaceConfig, parameters, read_json
-from tools.tensor_files import FolderTensors
+from tools.tensor_files import FolderTensors, check_tensors
 from training.checkpoint import read_trainer
 from training.voice import from_rank_0, together
 
@@ -139,9 +139,7 @@ def read_exported(source: Source, weights: dict[str, DTensor]) -> None:
     """The same from safetensors files of whole tensors, which are mapped: what is not of this rank is not read."""
     with option_named():
         files = FolderTensors(source.folder)
-    for ours, theirs, shape in parameters(source.config):
-        if files.shapes.get(theirs) != shape:
-            why = f"{theirs} should have the shape {shape}, and has {files.shapes.get(theirs)}"
-            raise UserError("--checkpoint", str(source.folder), why, f"give a folder whose {CONFIG} describes its tensors")
+        check_tensors(source.folder, source.config, files)
+    for ours, theirs, _ in parameters(source.config):
         region = tuple(slice(part.start, part.stop) for part in local_region(weights[ours]))
         weights[ours].to_local().copy_(files.tensor(theirs)[region])

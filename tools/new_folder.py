@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,8 @@ def new_folder(out: Path) -> Iterator[Path]:
     """A folder to write to, beside `out`; at the end of the block it becomes `out`, and after an exception it is gone.
     Raises UserError, naming --out, if there is something of that name, or what is to be written cannot be."""
     refuse_existing(out)
+    for left in out.parent.glob(f"{out.name}.partial-*"):
+        print(f"warning: {left} is left of an attempt that was killed; remove it if none is running", file=sys.stderr)
     partial = out.parent / f"{out.name}.partial-{os.getpid()}"
     try:
         partial.mkdir(parents=True)

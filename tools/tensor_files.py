@@ -10,16 +10,20 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from errors import UserError
-from tools.huggingface import COPY_AGAIN, read_json
+from model.config import ModelConfig
+from tools.huggingface import CONFIG, COPY_AGAIN, parameters, read_json
 from training.progress import byte_bar
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FILE_BYTES = 5_000_000_000  # as transformers 4 wrote them
+# As safetensors calls them.
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 OPEN_FILES = 128  # a process may have no more than a thousand; a checkpoint of many ranks has as many files
 
 
@@ -72,6 +76,27 @@ class FolderTensors:
     def tensor(self, name: str) -> Tensor:
         """On the CPU, mapped: not to be written to."""
         return self._open(self._file_of[name]).get_tensor(name)
+
+
+def check_tensors(hf: Path, model: ModelConfig, tensors: FolderTensors) -> None:
+    """Raises UserError unless the folder has the tensors of this model: all, no others, of their shapes, not quantized."""
+    shapes = {p.theirs: p.shape for p in parameters(model)}
+    # What older versions stored beside the weights, although it follows from rope_theta.
+    found = {name for name in tensors.shapes if not name.endswith("rotary_emb.inv_freq")}
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    if model.tie_embeddings and {head, embedding} <= found and torch.equal(tensors.tensor(head), tensors.tensor(embedding)):
+        found.remove(head)  # written out all the same
+    problems = [f"{name} is missing" for name in sorted(shapes.keys() - found)]
+    problems += [f"{name} is no tensor of this model" for name in sorted(found - shapes.keys())]
+    for name in sorted(shapes.keys() & found):
+        if tensors.shapes[name] != shapes[name]:
+            problems.append(f"{name} has the shape {tensors.shapes[name]}, and by {CONFIG} {shapes[name]}")
+        elif tensors.dtypes[name] not in DTYPES:
+            problems.append(f"{name} is of the type {tensors.dtypes[name]}, not one of {', '.join(DTYPES)}")
+    if problems:
+        more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
+        why = f"does not fit its {CONFIG}: {'; '.join(problems[:3])}{more}"
+        raise UserError("--hf", str(hf), why, f"{COPY_AGAIN}; biases, adapters and codes of a quantization are not read")
 
 
 class Piece(NamedTuple):

@@ -2,7 +2,7 @@
 
     checkpoints/step-00000100/   *.safetensors   model.NAME and optimizer.NAME.exp_avg[_sq], each rank its shards
                                  trainer.json    step, updates, tokens, the guard's and the data's state, the model's dimensions
-                                 tokenizer.model
+                                 tokenizer.model, or tokenizer.json and what belongs to it
                                  manifest.json   everything above, with checksums (manifest.py)
     checkpoints/latest           the name of the newest
 
@@ -17,7 +17,6 @@ import json
 import math
 import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ from training.config import Config
 from training.manifest import MANIFEST, Damaged, Manifest, check_file, check_sizes, check_whole, read_manifest
 from training.progress import byte_bar
 from training.step import TrainStep
-from training.voice import from_rank_0, together
+from training.voice import from_rank_0, say, together
 
 NAME = re.compile(r"step-(\d{8})")
 # Dimensions alone decide whether weights fit; how they began, what is minimised and what computes it do not.
@@ -94,7 +93,7 @@ def find_before(last_step: int, config: Config, data: Mixture, begun: Start, dev
     def put_aside() -> None:
         for later in complete_checkpoints(checkpoint_folder(config)):
             if step_of(later) > last_step:
-                print(f"warning: {_put_aside(later, '.abandoned')} is not used again", file=sys.stderr, flush=True)
+                say(f"warning: {_put_aside(later, '.abandoned')} is not used again")
 
     from_rank_0(put_aside, device)
     return from_rank_0(lambda: _start_from(path, None, config, data), device)
@@ -144,7 +143,7 @@ def _newest_good(config: Config, device: str, last_step: float = math.inf) -> Pa
         if problem is None:
             return path
         if dist.get_rank() == 0:
-            print(f"warning: {path} is damaged: {problem}. It is put aside, and not used", file=sys.stderr, flush=True)
+            say(f"warning: {path} is damaged: {problem}. It is put aside, and not used")
             _put_aside(path, ".damaged")
         dist.barrier()
     return None

@@ -30,6 +30,7 @@ from parallel.data import fsdp_modules
 from parallel.mesh import AXES
 from training.step import TrainStep
 from training.stop import LOOK_SECONDS
+from training.voice import say
 
 # As plan/memory.py calls them.
 WEIGHTS, MOMENTS = "sharded weights", "optimizer state"
@@ -98,7 +99,7 @@ class MemoryReports:
             said = f"what it holds is in {path}"
         except Exception as failure:
             said = f"{path} cannot be written: {type(failure).__name__}: {failure}"
-        print(f"rank {rank}: {why.partition(chr(10))[0]}; {said}", file=sys.stderr, flush=True)
+        say(f"rank {rank}: {why.partition(chr(10))[0]}; {said}")
 
     def report(self, why: str) -> str:
         mesh = self.train.mesh

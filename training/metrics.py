@@ -24,6 +24,7 @@ from training.ledger import Ledger
 from training.load_config import dump_config
 from training.step import StepResult
 from training.trackers import Trackers
+from training.voice import say
 
 # Dense bf16 peak in FLOP/s by name of the device, without sparsity (the vendors' data sheets). mfu is null for others.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "MI300X": 1307e12}
@@ -57,16 +58,18 @@ class Metrics:
         if self.writes:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.ledger = Ledger(self.folder, start.step, dist.get_world_size())
-            (self.folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+            _write_whole(self.folder / "config.yaml", dump_config(config))
             (self.folder / "status.json").unlink(missing_ok=True)
             system = describe_system(config, mesh)
             append_event(self.folder, "system", **system)
             self.trackers = Trackers(config, start.step, system)
-            print(f"{config.model.num_parameters:,} parameters on {mesh.describe()}")
-            print(describe_places(config, mesh, int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))))
+            ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+            about = [f"{config.model.num_parameters:,} parameters on {mesh.describe()}"]
+            about.append(describe_places(config, mesh, ranks_per_node))
             if config.parallel.num_stages > 1:
-                print(describe_stages(config))
-            print(f"starting from {start.path or 'initial weights'} at step {start.step}; run folder {self.folder}", flush=True)
+                about.append(describe_stages(config))
+            about.append(f"starting from {start.path or 'initial weights'} at step {start.step}; run folder {self.folder}")
+            say("\n".join(about), sys.stdout)
         self._count("start")
 
     @contextmanager
@@ -137,7 +140,7 @@ class Metrics:
         if more and self.writes:
             why = f"loss or gradient were not finite, or the loss a spike; now loss {loss:.4f}, grad_norm {grad_norm:.3f}"
             said = f"warning: the updates of {more} of the steps up to {self.step} were skipped: {why}"
-            print(said, file=sys.stderr, flush=True)
+            say(said)
 
     def evaluated(self, step: int, loss: float | None) -> None:
         """A held-out loss after update `step`; it joins that step's line. None: the evaluation was abandoned."""
@@ -166,7 +169,8 @@ class Metrics:
         """The last held-out loss beside that of a model that knows only how frequent each token is."""
         if self.writes and self.eval_loss is not None and unigram_nats_per_token is not None:
             baseline, gain = unigram_nats_per_token, unigram_nats_per_token - self.eval_loss
-            print(f"held-out loss {self.eval_loss:.3f} nats per token, {gain:.3f} below a unigram model's {baseline:.3f}")
+            by = f"{gain:.3f} below a unigram model's {baseline:.3f}"
+            say(f"held-out loss {self.eval_loss:.3f} nats per token, {by}", sys.stdout)
 
     def stopped(self, reason: str) -> None:
         """The run ends here on request, unless this happens to be its last step."""
@@ -186,10 +190,10 @@ class Metrics:
         elif self.stop_reason and self.step < self.config.train.steps:
             state, reason = "requeue", self.stop_reason
             where = f"after step {self.step}/{self.config.train.steps}"
-            print(f"stopped {where}: {reason}; started again, it goes on; run folder {self.folder}", flush=True)
+            say(f"stopped {where}: {reason}; started again, it goes on; run folder {self.folder}", sys.stdout)
         else:
             state, reason = "finished", "all steps done"
-            print(f"finished after {self.step} steps; run folder {self.folder}", flush=True)
+            say(f"finished after {self.step} steps; run folder {self.folder}", sys.stdout)
         self._count("end" if error is None else "steps")  # of a step that failed, nobody knows how far it came
         self.ledger.write(self.step)
         append_event(self.folder, "end", state=state, step=self.step, reason=reason)
@@ -211,12 +215,16 @@ def describe_system(config: Config, mesh: Mesh) -> dict[str, Any]:
 
 def write_status(folder: Path, state: str, step: int, reason: str) -> None:
     """status.json: how the last start ended, one of finished, requeue, failed. Called on rank 0."""
-    path = folder / "status.json"
+    _write_whole(folder / "status.json", json.dumps({"state": state, "step": step, "reason": reason}) + "\n")
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """All of a file or nothing of it; a warning where that cannot be."""
     try:
-        path.with_suffix(".partial").write_text(json.dumps({"state": state, "step": step, "reason": reason}) + "\n")
+        path.with_suffix(".partial").write_text(text, encoding="utf-8")
         os.replace(path.with_suffix(".partial"), path)
     except OSError as failure:
-        print(f"warning: {path} cannot be written: {failure}", file=sys.stderr, flush=True)
+        say(f"warning: {path} cannot be written: {failure}")
 
 
 def _peak_memory_bytes(device: str) -> int:

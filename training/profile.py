@@ -29,6 +29,7 @@ from torch.profiler import ProfilerActivity, record_function
 from parallel.mesh import AXES, Mesh
 from training.config import Config
 from training.profile_summary import describe, mark_name, read_trace, summarise
+from training.voice import say
 from training.watchdog import Watchdog
 
 # ProcessGroup's methods that hand something over; 2.13 renamed some and has both names, 2.11 has the old ones.
@@ -116,11 +117,11 @@ class StepProfile:
         self._marks.close()
         with self.watchdog.resting():
             if profiler is not None:
-                profiler.stop_trace()
                 try:
-                    print(self._write(profiler, first), flush=True)
-                except OSError as error:  # the run is more important
-                    print(f"warning: the profile cannot be written: {error}", file=sys.stderr, flush=True)
+                    profiler.stop_trace()
+                    say(self._write(profiler, first), sys.stdout)
+                except Exception as error:  # whatever it is, the run is more important, and the others wait below
+                    say(f"warning: the profile cannot be written: {type(error).__name__}: {error}")
             dist.barrier()
 
     def _write(self, profiler: torch.profiler.profile, first: int) -> str:

@@ -10,7 +10,6 @@ knows the samples any more.) A run that comes back to the same checkpoint again 
 trouble, and ends.
 """
 
-import sys
 from collections import Counter, deque
 
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from training.config import Config
 from training.events import append_event
 from training.save import Saver
 from training.step import TrainStep
+from training.voice import say
 
 MOST_TO_THE_SAME = 3  # rollbacks
 
@@ -70,6 +70,6 @@ class Rollback:
         self.first_samples.clear()
         if dist.get_rank() == 0:
             said = f"warning: {why}: back to {start.path}, leaving out samples {bad[0]} to {bad[1] - 1}"
-            print(said, file=sys.stderr, flush=True)
+            say(said)
             append_event(self.config.run.dir, "rollback", from_step=step, step=start.step, left_out=list(bad))
         return start

@@ -46,6 +46,7 @@ from training.manifest import (
     write_manifest,
 )
 from training.step import TrainStep
+from training.voice import say
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float64: "F64"}  # as safetensors calls them
 
@@ -146,7 +147,7 @@ class Saver:
         if self._is_first:
             if self.failed:
                 shutil.rmtree(partial, ignore_errors=True)
-            print(said, file=sys.stderr if self.failed else sys.stdout, flush=True)
+            say(said, sys.stderr if self.failed else sys.stdout)
             append_event(self.folder.parent, "checkpoint", **record)
 
     def _require_finite(self) -> None:
@@ -183,12 +184,16 @@ class Saver:
             shapes |= their_shapes
         manifest = Manifest(files, shapes)
         check_whole(manifest, counts)
-        if self._is_first:
+
+        def add_small_files() -> None:
+            """Rank 0: the tokenizer, and how far training has come."""
             tokenizer = tokenizer_files(self.tokenizer)
             for name, path in tokenizer.items():
                 shutil.copyfile(path, partial / name)
             write_durably(partial / "trainer.json", json.dumps(trainer, indent=1))
             manifest.files.update({name: fingerprint(partial / name) for name in (*tokenizer, "trainer.json")})
+
+        self._agree(add_small_files if self._is_first else lambda: None)
         return manifest
 
     def _prepare(self, partial: Path) -> None:

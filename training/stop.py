@@ -43,6 +43,7 @@ from training import signals
 from training.config import Config
 from training.save import SaveFailed
 from training.signals import Signals
+from training.voice import say
 
 # Who may ask for a stop, the most urgent last: ranks that were asked differently agree on that one. → status.json's reason
 REASONS = {
@@ -104,7 +105,7 @@ class StopRequests:
         elif self.signals.heard and isinstance(error, RuntimeError | SaveFailed):
             names = " and ".join(signal.Signals(number).name for number in self.signals.heard)
             why = str(error).partition("\n")[0]
-            print(f"rank {dist.get_rank()} leaves after {names}, and nothing is saved: {why}", file=sys.stderr, flush=True)
+            say(f"rank {dist.get_rank()} leaves after {names}, and nothing is saved: {why}")
             sys.stdout.flush()
             os._exit(1)  # not sys.exit: its clean-up would wait for the other ranks
         self.signals.__exit__()

@@ -10,6 +10,7 @@ that the others could be made from again, so it never gives up: what it cannot w
 """
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -22,8 +23,10 @@ from typing import Any
 
 from training.config import Config
 from training.load_config import dump_config
+from training.voice import say
 
 Record = dict[str, Any]  # of a logged step: "step" and what was measured; None where something is not known
+START_SECONDS = 30.0  # for wandb's server to answer, in which all ranks wait
 FINISH_SECONDS = 60.0  # for wandb's last uploads: a server that does not answer must not keep a job from its queue
 
 
@@ -77,8 +80,7 @@ class Trackers:
         try:
             action()
         except Exception as error:  # whatever it is, the run is more important
-            said = f"warning: {name} failed, and is left out from now on: {type(error).__name__}: {error}"
-            print(said, file=sys.stderr, flush=True)
+            say(f"warning: {name} failed, and is left out from now on: {type(error).__name__}: {error}")
             return False
         return True
 
@@ -113,8 +115,15 @@ class JsonLines(Tracker):
         self._try(lambda: self._drop_after(step))
 
     def _append(self) -> None:
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write("".join(self.unwritten))
+        lines = "".join(self.unwritten).encode()
+        with open(self.path, "ab", buffering=0) as file:
+            end = file.tell()
+            try:
+                if file.write(lines) != len(lines):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                file.truncate(end)  # a line is there whole or not at all
+                raise
         self.unwritten = []
 
     def _drop_after(self, step: int) -> int:
@@ -133,7 +142,7 @@ class JsonLines(Tracker):
             self._warned = False
         except OSError as error:
             if not self._warned:
-                print(f"warning: {self.path} cannot be written, and lines wait: {error}", file=sys.stderr, flush=True)
+                say(f"warning: {self.path} cannot be written, and lines wait: {error}")
             self._warned = True
 
 
@@ -155,7 +164,7 @@ class Console(Tracker):
             parts.append(f"{record['peak_memory_bytes'] / 2**30:.2f} GiB")
         if "eval_loss" in record:
             parts.append(f"held-out {record['eval_loss']:.4f}")
-        print("  ".join(parts), flush=True)
+        say("  ".join(parts), sys.stdout)
 
 
 class WandB(Tracker):
@@ -182,7 +191,7 @@ class WandB(Tracker):
         self.went_back(step, lines.reached)
         events = self.folder / "events.jsonl"
         self.events_read = events.stat().st_size if events.exists() else 0  # bytes
-        self.start = partial(self._start, config, system)
+        self.start, self.restarted = partial(self._start, config, system), False
         self.run = self.start()
 
     def _start(self, config: Config, system: dict[str, Any]) -> Any:
@@ -197,7 +206,11 @@ class WandB(Tracker):
                 config={**asdict(config), "system": system},
                 allow_val_change=True,
                 settings=self.wandb.Settings(
-                    silent=True, reinit="create_new", finish_timeout=FINISH_SECONDS, x_transaction_log_flush_interval=1.0
+                    silent=True,
+                    reinit="create_new",
+                    init_timeout=START_SECONDS,
+                    finish_timeout=FINISH_SECONDS,
+                    x_transaction_log_flush_interval=1.0,
                 ),
             )
             run.define_metric("step", hidden=True)
@@ -209,8 +222,7 @@ class WandB(Tracker):
         except self.wandb.Error as error:  # no key, no network
             if config.run.wandb == "offline":
                 raise
-            said = f"warning: wandb cannot go online, and writes to {self.folder / 'wandb'} for `wandb sync`: {error}"
-            print(said, file=sys.stderr, flush=True)
+            say(f"warning: wandb cannot go online, and writes to {self.folder / 'wandb'} for `wandb sync`: {error}")
             return start("offline")
 
     def log(self, record: Record) -> None:
@@ -219,6 +231,9 @@ class WandB(Tracker):
         try:
             self.run.log(known, step=step, commit=True)  # commit: not only when the next is there
         except ConnectionError:  # wandb's own process is gone: whoever stops a job signals all processes of it
+            if self.restarted:
+                raise  # once is enough: a start takes time, and the other ranks wait
+            self.restarted = True
             with contextlib.suppress(Exception):
                 self.wandb.teardown()
             self.run = self.start()
@@ -227,7 +242,12 @@ class WandB(Tracker):
 
     def went_back(self, step: int, reached: int) -> None:
         self.repeated += reached - step
-        (self.folder / "wandb-run.json").write_text(json.dumps({"id": self.id, "repeated": self.repeated}) + "\n")
+        path = self.folder / "wandb-run.json"
+        try:
+            path.with_suffix(".partial").write_text(json.dumps({"id": self.id, "repeated": self.repeated}) + "\n")
+            os.replace(path.with_suffix(".partial"), path)
+        except OSError as error:
+            say(f"warning: {path} cannot be written, and the next start may not continue this run of wandb: {error}")
 
     def close(self, failed: bool) -> None:
         self._refer_to_checkpoints()

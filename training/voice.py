@@ -4,15 +4,23 @@ A UserError on any rank becomes one message, from rank 0, on standard error, and
 each `together`, so none goes on alone and none prints over another.
 """
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from errors import UserError
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """A line on standard error, or on `file`. Where even that cannot be written (a log may lie on the disk that is full), the
+    run goes on without."""
+    with contextlib.suppress(OSError):
+        print(text, file=file or sys.stderr, flush=True)
 
 
 class AgreedError(UserError):

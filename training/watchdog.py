@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from training.config import Config
 from training.events import append_event
+from training.voice import say
 
 LOOK_SECONDS = 1.0  # between two looks at the clock
 GRACE_SECONDS = 10.0  # for the other ranks to write too: the launcher ends all when one exits
@@ -100,7 +101,7 @@ class Watchdog:
             said += f"; see {path}"
         except OSError as error:  # perhaps it is the file system that hangs
             said += f"; {path} cannot be written: {error}"
-        print(said, file=sys.stderr, flush=True)
+        say(said)
         if rank == 0:
             append_event(self.folder, "hang", step=self._step, where=where)
         time.sleep(GRACE_SECONDS)
