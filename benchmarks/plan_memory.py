@@ -8,7 +8,7 @@ Peak memory must agree within 3 %, collectives exactly: of every axis and kind, 
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from plan.layout import Layout
 from plan.memory import Memory
@@ -21,48 +21,120 @@ RESULTS = Path(__file__).parent / "results" / "plan_memory.json"
 LIMIT = 0.03
 SMALL = "model.dim=512 model.num_heads=8 model.num_kv_heads=4 model.ffn_dim=1536 model.vocab_size=8192 model.num_layers=8 \
 train.seq_len=1024 train.global_batch_size=16"  # of llama3_70b.yaml, whose micro-batches are one sequence
-CASES: list[tuple[str, int, int, str]] = [  # configuration, world, rank, overrides; SMALL for llama3_70b unless it says "whole"
-    ("llama3_70b", 8, 0, "parallel.tp=2 parallel.pp=2"),
-    ("llama3_70b", 8, 7, "parallel.tp=2 parallel.pp=2 parallel.zero_stage=2"),
-    ("llama3_70b", 8, 0, "parallel.tp=2 parallel.pp=2 parallel.zero_stage=3"),
-    ("llama3_70b", 8, 7, "parallel.tp=2 parallel.pp=2 parallel.schedule=zb_h1"),
-    ("llama3_70b", 8, 7, "parallel.tp=2 parallel.pp=2 parallel.schedule=zb_v parallel.stages_per_rank=2 parallel.zero_stage=3"),
-    (
+
+
+class Case(NamedTuple):
+    """A rank of a job. Overrides follow SMALL for llama3_70b, unless they say "whole"."""
+
+    configuration: str
+    world: int
+    rank: int
+    overrides: str
+    quick: bool = False  # cheap, and unlike the other such: tests/test_plan.py takes these
+
+
+CASES = [
+    Case("llama3_70b", 8, 0, "parallel.tp=2 parallel.pp=2"),
+    Case("llama3_70b", 8, 7, "parallel.tp=2 parallel.pp=2 parallel.zero_stage=2", quick=True),
+    Case("llama3_70b", 8, 0, "parallel.tp=2 parallel.pp=2 parallel.zero_stage=3", quick=True),
+    Case("llama3_70b", 8, 0, "parallel.tp=2 parallel.pp=2 parallel.zero_stage=3 parallel.fsdp_unit=stage", quick=True),
+    Case("llama3_70b", 8, 7, "parallel.tp=2 parallel.pp=2 parallel.schedule=zb_h1"),
+    Case(
+        "llama3_70b",
+        8,
+        7,
+        "parallel.tp=2 parallel.pp=2 parallel.schedule=zb_v parallel.stages_per_rank=2 parallel.zero_stage=3",
+        quick=True,
+    ),
+    Case(
         "llama3_70b",
         8,
         0,
         "parallel.tp=2 parallel.pp=2 parallel.schedule=dualpipe_v parallel.stages_per_rank=2 parallel.zero_stage=2",
     ),
-    (
+    Case(
         "llama3_70b",
         6,
         5,
-        "parallel.tp=1 parallel.pp=2 parallel.schedule=breadth_first parallel.stages_per_rank=2 \
-parallel.zero_stage=3 train.global_batch_size=24",
+        "parallel.tp=1 parallel.pp=2 parallel.schedule=breadth_first parallel.stages_per_rank=2 "
+        "parallel.zero_stage=3 train.global_batch_size=24",
     ),
-    ("llama3_70b", 4, 3, "parallel.tp=2 parallel.pp=2 parallel.schedule=gpipe train.dtype=float32"),
-    (
+    Case("llama3_70b", 4, 3, "parallel.tp=2 parallel.pp=2 parallel.schedule=gpipe train.dtype=float32"),
+    Case(
         "llama3_70b",
         32,
         31,
-        "parallel.tp=8 parallel.pp=2 parallel.schedule=interleaved_1f1b parallel.stages_per_rank=2 \
-model.vocab_size=8190",
+        "parallel.tp=8 parallel.pp=2 parallel.schedule=interleaved_1f1b parallel.stages_per_rank=2 model.vocab_size=8190",
+        quick=True,
     ),
-    ("llama3_70b", 8, 0, "parallel.tp=2 parallel.pp=2 parallel.sequence_parallel=false train.activation_checkpointing=full"),
-    ("llama3_70b", 8, 7, "parallel.tp=2 parallel.pp=2 train.activation_checkpointing=selective train.micro_batch_size=2"),
-    ("llama3_70b", 32, 31, "parallel.tp=2 parallel.pp=2 parallel.dp_replicate=2 model.tie_embeddings=true"),
-    ("llama3_70b", 8, 4, "parallel.tp=2 parallel.pp=4 optimizer.pure_bfloat16=true"),
-    ("llama3_70b", 8, 0, "parallel.tp=2 parallel.pp=2 parallel.dp_replicate=2 parallel.zero_stage=0 train.dtype=float32"),
-    ("llama3_70b", 8, 0, "parallel.tp=1 parallel.pp=1 parallel.zero_stage=3 train.activation_checkpointing=full"),
-    ("llama3_70b", 8, 7, "parallel.tp=8 parallel.pp=1 parallel.sequence_parallel=false"),
-    ("llama_1b", 8, 0, "train.global_batch_size=16"),
-    ("llama3_8b", 8, 0, "train.global_batch_size=16"),
-    ("llama3_70b", 256, 0, "whole train.global_batch_size=64"),
-    ("llama3_405b", 2048, 0, "train.global_batch_size=128"),
+    Case(
+        "llama3_70b",
+        8,
+        0,
+        "parallel.tp=2 parallel.pp=2 parallel.sequence_parallel=false train.activation_checkpointing=full",
+    ),
+    Case(
+        "llama3_70b",
+        8,
+        7,
+        "parallel.tp=2 parallel.pp=2 train.activation_checkpointing=selective train.micro_batch_size=2",
+        quick=True,
+    ),
+    Case("llama3_70b", 32, 31, "parallel.tp=2 parallel.pp=2 parallel.dp_replicate=2 model.tie_embeddings=true"),
+    Case("llama3_70b", 8, 4, "parallel.tp=2 parallel.pp=4 optimizer.pure_bfloat16=true"),
+    Case(
+        "llama3_70b",
+        8,
+        0,
+        "parallel.tp=2 parallel.pp=2 parallel.dp_replicate=2 parallel.zero_stage=0 train.dtype=float32",
+        quick=True,
+    ),
+    Case("llama3_70b", 8, 0, "parallel.tp=1 parallel.pp=1 parallel.zero_stage=3 train.activation_checkpointing=full"),
+    Case("llama3_70b", 8, 7, "parallel.tp=8 parallel.pp=1 parallel.sequence_parallel=false"),
+    Case("llama_1b", 8, 0, "train.global_batch_size=16"),
+    Case("llama3_8b", 8, 0, "train.global_batch_size=16"),
+    Case("llama3_70b", 256, 0, "whole train.global_batch_size=64"),
+    Case("llama3_405b", 2048, 0, "train.global_batch_size=128"),
+    Case("llama3_70b", 8, 0, "parallel.tp=2 parallel.pp=2 model.qk_norm=true model.attention_dim=1024", quick=True),
+    Case(
+        "llama3_70b",
+        32,
+        31,
+        "parallel.tp=8 parallel.pp=2 parallel.sequence_parallel=false parallel.schedule=zb_h1 "
+        "train.activation_checkpointing=selective model.qk_norm=true model.attention_dim=1024 "
+        "model.rope_scaling_factor=8",
+        quick=True,
+    ),
+    Case("llama3_70b", 8, 0, "parallel.tp=2 parallel.pp=2 parallel.zero_stage=2 optimizer.pure_bfloat16=true", quick=True),
+    Case(
+        "llama3_70b",
+        2,
+        0,
+        "parallel.tp=1 parallel.pp=1 parallel.zero_stage=3 optimizer.pure_bfloat16=true "
+        "train.activation_checkpointing=full model.num_layers=24 train.seq_len=64 model.vocab_size=256",
+        quick=True,
+    ),
+    Case(
+        "llama3_70b",
+        2,
+        0,
+        "parallel.tp=1 parallel.pp=1 parallel.zero_stage=3 optimizer.pure_bfloat16=true "
+        "train.activation_checkpointing=full model.num_layers=24 train.seq_len=64 model.vocab_size=256 "
+        "parallel.dp_replicate=2 parallel.dp_shard=1",
+    ),
+    Case(
+        "llama3_70b",
+        2,
+        0,
+        "parallel.tp=1 parallel.pp=1 parallel.zero_stage=2 parallel.reduce_dtype=bfloat16 "
+        "train.activation_checkpointing=full model.num_layers=24 train.seq_len=64 model.vocab_size=256",
+    ),
+    Case("llama3_70b", 8, 0, "parallel.tp=2 parallel.pp=2 data.document_mask=true train.micro_batch_size=2"),
+    Case("llama3_70b", 4, 1, "parallel.tp=2 parallel.pp=1 model.tie_embeddings=true"),
 ]
 
 
-def compare(name: str, world: int, rank: int, overrides: str) -> dict[str, Any]:
+def compare(name: str, world: int, rank: int, overrides: str, quick: bool = False) -> dict[str, Any]:
     """One row."""
     keys = overrides.split()
     if name == "llama3_70b":

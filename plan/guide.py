@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Literal
 
+from plan.categories import GATHERED, GRADIENTS, MOMENTS, SHARDED_GRADIENTS, WEIGHTS
 from plan.hardware import GB
 from plan.layout import Layout
-from plan.memory import GATHERED, GRADIENTS, MOMENTS, SHARDED_GRADIENTS, WEIGHTS
 from training.config import Config
 
 ZeroStage = Literal[0, 1, 2, 3]

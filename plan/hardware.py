@@ -15,20 +15,22 @@ GB = 1e9
 class Device:
     """One GPU of a cluster, and its part of the network.
 
-    The first seven numbers are the manufacturer's. The efficiencies are of a program without special cases: they hold for all
-    models and layouts, and `python -m benchmarks.plan_megatron` shows what they are worth. A JSON file of measured rates
-    may replace any of them.
+    The rates are the manufacturer's. The efficiencies are of a program without special cases: they hold for all models and
+    layouts, and benchmarks/plan_megatron.py shows what they are worth. They were fitted to runs on H100
+    (`FITTED`) and are the same for other devices. A JSON file of measured rates may replace any of them.
     """
 
     name: str
     peak_flops: float  # a second, dense, bfloat16
-    memory_bytes: float
+    peak_flops_float32: float  # in float32 itself: nothing switches TF32 on
+    peak_flops_float64: float
+    memory_bytes: float  # as torch.cuda.get_device_properties(0).total_memory says; labels are rounder
     memory_bytes_per_second: float
     node_bytes_per_second: float  # from one GPU to the others of its node, one direction
     network_bytes_per_second: float  # from one GPU to other nodes, one direction
     watts: float
     gpus_per_node: int = 8
-    reserved_bytes: float = 6e9  # context, NCCL's buffers, fragmentation: what a run cannot have
+    reserved_bytes: float = 8e9  # context, NCCL's buffers, fragmentation: what a run cannot have
     matmul_efficiency: float = 0.71  # of large products
     matmul_ramp: int = 160  # a product takes as long as if its inner dimension were this much longer
     attention_efficiency: float = 0.3
@@ -37,15 +39,24 @@ class Device:
     network_efficiency: float = 0.85
     kernel_seconds: float = 10e-6  # beginning and end of one kernel
     collective_seconds: float = 12e-6  # of one collective inside a node
+    hop_seconds: float = 14e-6  # from node to node in a ring or tree: NCCL's own figure for its Simple protocol
     step_seconds: float = 0.02  # of a step besides: the host, ranks that wait for each other
 
+    def peak(self, width: int) -> float:
+        """Products a second, times two, of numbers of `width` bytes."""
+        return {2: self.peak_flops, 4: self.peak_flops_float32, 8: self.peak_flops_float64}[width]
 
-DEVICES = {  # NVIDIA's data sheets; the usual networks: 200 Gb/s beside A100, 400 Gb/s beside H100, 800 Gb/s beside B200
-    "a100": Device("a100", 312e12, 80e9, 2.04e12, 300e9, 25e9, 400),
-    "h100": Device("h100", 989e12, 80e9, 3.35e12, 450e9, 50e9, 700),
-    "h200": Device("h200", 989e12, 141e9, 4.8e12, 450e9, 50e9, 700),
-    "b200": Device("b200", 2250e12, 180e9, 7.7e12, 900e9, 100e9, 1000),
+
+# NVIDIA's data sheets (float64 and float32 on Tensor Cores where there are such, without TF32); memory as torch reports it:
+# 81,089 MiB on H100 80GB HBM3, 79.2 GiB on A100 80GB, 139.8 GiB on H200, 178.35 GiB on B200; the usual networks: 200 Gb/s
+# beside A100, 400 Gb/s beside H100, 800 Gb/s beside B200.
+DEVICES = {
+    "a100": Device("a100", 312e12, 19.5e12, 19.5e12, 85.0e9, 2.04e12, 300e9, 25e9, 400),
+    "h100": Device("h100", 989e12, 67e12, 67e12, 85.0e9, 3.35e12, 450e9, 50e9, 700),
+    "h200": Device("h200", 989e12, 67e12, 67e12, 150.1e9, 4.8e12, 450e9, 50e9, 700),
+    "b200": Device("b200", 2250e12, 75e12, 37e12, 191.5e9, 7.7e12, 900e9, 100e9, 1000),
 }
+FITTED = ("h100",)  # devices whose published runs the efficiencies come from
 
 
 def find_device(name: str) -> Device:
@@ -62,15 +73,28 @@ def find_device(name: str) -> Device:
 
 
 def _device(file: str, given: Any) -> Device:
-    if not isinstance(given, dict) or given.get("based_on") not in DEVICES:
-        raise UserError(f"{file}: based_on", given if not isinstance(given, dict) else given.get("based_on"),
-                        "must name the device that it changes", f"one of {', '.join(DEVICES)}")  # fmt: skip
-    base = DEVICES[given["based_on"]]
-    known = {field.name: type(getattr(base, field.name)) for field in dataclasses.fields(Device)}
+    based_on = given.get("based_on") if isinstance(given, dict) else None
+    if not isinstance(based_on, str) or based_on not in DEVICES:
+        shown = based_on if isinstance(given, dict) else given
+        why = "must name the device that it changes"
+        raise UserError(f"{file}: based_on", shown, why, f"one of {', '.join(DEVICES)}")
+    base = DEVICES[based_on]
+    known = {field.name: field.type for field in dataclasses.fields(Device)}
     changes = {key: value for key, value in given.items() if key != "based_on"}
     for key, value in changes.items():
         if key not in known:
             raise UserError(f"{file}: {key}", value, "there is no such rate", f"choose of {', '.join(known)}")
-        if known[key] is not str and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
-            raise UserError(f"{file}: {key}", value, "must be a positive number", f"the data sheet says {getattr(base, key)}")
+        if why := _fault(key, known[key], value):
+            raise UserError(f"{file}: {key}", value, why, f"{base.name} has {getattr(base, key)}")
     return dataclasses.replace(base, **{"name": Path(file).stem, **changes})
+
+
+def _fault(key: str, kind: Any, value: Any) -> str:
+    """What is wrong with a number or name of a file; empty: nothing."""
+    if kind is str:
+        return "" if isinstance(value, str) and value else "must be a text"
+    if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
+        return "must be a whole number" if kind is int else "must be a number"
+    if not 0 < value < float("inf"):
+        return "must be a positive number"
+    return "is a part of a rate, and at most 1" if key.endswith("_efficiency") and value > 1 else ""

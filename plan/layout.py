@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from errors import UserError
 from model.config import ModelConfig
 from parallel.pipeline.actions import Action
 from parallel.placement import chunk_range
+from plan.categories import ATTENDED, GATED, NORMED, PRODUCTS, PROJECTED, STREAM
 from training.config import Config
 
 WIDTH = {"bfloat16": 2, "float32": 4, "float64": 8}  # bytes
@@ -30,12 +31,12 @@ def world_of(path: str, config: Config, gpus: int | None) -> int:
 
 @dataclass(frozen=True)
 class Unit:
-    """What FSDP gathers and reduces together: the embedding, a block, or the final norm with the head.
+    """What FSDP gathers and reduces together: the embedding, a block, or the final norm with the head; or all of a stage.
 
     Shapes are those of the tp rank, before FSDP cuts their rows.
     """
 
-    name: str  # embedding, block or head
+    name: str  # embedding, block, head or stage
     shapes: tuple[tuple[int, int], ...]
 
     @cached_property
@@ -137,15 +138,21 @@ class Layout:
         return self.model.head_dim * max(1, self.model.num_kv_heads // self.tp)
 
     @cached_property
+    def q_width(self) -> int:
+        """Numbers of one token's queries on a tp rank."""
+        return self.model.attention_width // self.tp
+
+    @cached_property
     def vocabulary(self) -> int:
         """This tp rank's rows of it."""
         return len(chunk_range(self.model.vocab_size, self.tp, self.tp_rank))
 
     @cached_property
     def block(self) -> Unit:
-        dim, heads, ffn = self.model.dim, self.model.dim // self.tp, self.model.ffn_dim // self.tp
+        dim, heads, ffn = self.model.dim, self.q_width, self.model.ffn_dim // self.tp
         attention = ((dim, 1), (heads, dim), (self.kv_rows, dim), (self.kv_rows, dim), (dim, heads))
-        return Unit("block", (*attention, (dim, 1), (ffn, dim), (ffn, dim), (dim, ffn)))
+        norms = ((self.model.head_dim, 1),) * 2 if self.model.qk_norm else ()
+        return Unit("block", (*attention, *norms, (dim, 1), (ffn, dim), (ffn, dim), (dim, ffn)))
 
     def units(self, stage: int) -> list[Unit]:
         """Of a stage, in the order of forward."""
@@ -157,14 +164,33 @@ class Layout:
             units.append(Unit("head", ((dim, 1), (self.vocabulary, dim))))
         return units
 
+    def fsdp_units(self, stage: int) -> list[tuple[range, Unit]]:
+        """What is gathered and reduced at once, and which of `units` it is."""
+        units = self.units(stage)
+        if self.config.parallel.fsdp_unit == "stage":
+            return [(range(len(units)), Unit("stage", tuple(shape for unit in units for shape in unit.shapes)))]
+        return [(range(i, i + 1), unit) for i, unit in enumerate(units)]
+
     @cached_property
     def _split(self) -> list[range]:
         return self.config.split_layers()
 
     @cached_property
+    def where(self) -> list[int]:
+        """The pipeline rank of each stage."""
+        return self.config.parallel.ranks_of_stages
+
+    @cached_property
     def stages(self) -> list[int]:
         """Of this pipeline rank."""
-        return [s for s, rank in enumerate(self.config.parallel.ranks_of_stages) if rank == self.pp_rank]
+        return [s for s, rank in enumerate(self.where) if rank == self.pp_rank]
+
+    def at(self, pp_rank: int) -> "Layout":
+        """The same on another pipeline rank; what is alike on all is not computed again."""
+        other = replace(self, pp_rank=pp_rank)
+        alike = {"where": self.where, "_split": self._split, "schedule": self.schedule, "mesh_shape": self.mesh_shape}
+        other.__dict__.update(alike, num_microbatches=self.num_microbatches)
+        return other
 
     @cached_property
     def num_stages(self) -> int:
@@ -192,20 +218,30 @@ class Sizes:
         self.cut = layout.tp > 1 and layout.config.parallel.sequence_parallel
         self.whole = tokens * model.dim * e  # [S, B, D]
         self.part = layout.local_tokens * model.dim * e  # [S/tp, B, D]
-        self.query = tokens * (model.dim // layout.tp) * e
+        self.query = tokens * layout.q_width * e
         self.key = tokens * layout.kv_width * e
         self.inner = tokens * (model.ffn_dim // layout.tp) * e
         self.rows = tokens * (model.num_heads // layout.tp) * 4  # log of attention's normalisers
         self.norm = layout.local_tokens * layout.exact
+        # Where heads are normalised: q and k before that, and one number for each head.
+        heads = (layout.q_width + layout.kv_width) // model.head_dim
+        self.unnormed = self.query + self.key + tokens * heads * layout.exact if model.qk_norm else 0
         angles = tokens if layout.config.data.document_mask else layout.config.train.seq_len
         self.angles = angles * model.head_dim * layout.exact  # cosines and sines, once a stage
-        # Between forward and backward; without the output, which is the next block's.
-        self.kept_none = 3 * self.part + 2 * self.query + 2 * self.key + 3 * self.inner + self.rows + 2 * self.norm
-        selective = 2 * self.query + 2 * self.key + 2 * self.inner + self.rows
-        selective += (
-            2 * self.whole if layout.tp == 1 else 0
-        )  # row-parallel products: computed again where they are partial sums
+        # Between forward and backward, by kind; without the output, which is the next block's.
+        self.kinds_none = {
+            STREAM: self.part,
+            NORMED: 2 * self.part + 2 * self.norm,
+            PROJECTED: self.query + 2 * self.key + self.unnormed,
+            ATTENDED: self.query + self.rows,
+            GATED: 3 * self.inner,
+        }
+        selective = {PROJECTED: self.query + 2 * self.key, ATTENDED: self.query + self.rows, GATED: 2 * self.inner}
+        # Row-parallel products: computed again where parallel/activation.py sees that they are partial sums.
+        whole = [width for width in (layout.q_width, model.ffn_dim // layout.tp) if layout.tp == 1 or width == model.dim]
+        selective[PRODUCTS] = len(whole) * self.whole
         mode = layout.config.train.activation_checkpointing
-        self.kept = {"none": self.kept_none, "selective": selective, "full": 0}[mode]
+        self.kinds: dict[str, int] = {"none": self.kinds_none, "selective": selective, "full": {}}[mode]
+        self.kept_none, self.kept = sum(self.kinds_none.values()), sum(self.kinds.values())
         self.gather = self.whole if self.cut else 0  # what a gather of the sequence allocates
         self.scatter = self.part if layout.tp > 1 else 0  # and a scatter, or the copy that an all-reduce makes

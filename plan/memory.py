@@ -8,60 +8,52 @@ parallelism and T without; D, F, H, K and E as in model/config.py, K counting a 
                                                            products after attention and in the end
     full        1 t·D                                      the output, which is the next block's input
 
-besides one float32 per row and norm, or per row and head. Everything else is in the program's order: `Memory` goes through
-it as parallel/pipeline/runner.py and FSDP2 do, and notes what is allocated and freed. Inside an action it knows a few moments
-of each unit, at which most is alive: those of the products whose operands are gathered over tp.
+besides one float32 per row and norm, or per row and head. D T / tp is H·E T / tp where model.attention_dim says so, and `none`
+keeps q and k twice with model.qk_norm: before their norms too. Everything else is in the program's order: `Memory` goes through
+it as parallel/pipeline/runner.py and FSDP2 (plan/sharded.py) do, and notes what is allocated and freed. Inside an action it
+knows a few moments of each unit, at which most is alive: those of the products whose operands are gathered over tp.
 """
 
-from collections import defaultdict
+from collections.abc import Hashable
+from functools import partial
 
-from parallel.pipeline.actions import Action, B, F, I, Kind
+from parallel.pipeline.actions import Action, B, F, I, Kind, W
 from parallel.pipeline.lower import Exchange, Program, lower, need_of, result_of
 from parallel.placement import chunk_range
+from plan.categories import (
+    ATTENDED,
+    DEFERRED,
+    GATED,
+    GATHERING,
+    GRADIENTS,
+    HEAD,
+    MESSAGES,
+    MOMENTS,
+    NORMED,
+    POSITIONS,
+    PROJECTED,
+    STREAM,
+    TEMPORARY,
+    WEIGHTS,
+)
+from plan.categories import GATHERED as GATHERED  # with those below, for who reads `at_peak`
+from plan.categories import SHARDED_GRADIENTS as SHARDED_GRADIENTS
 from plan.layout import Layout, Sizes, Unit
-
-WEIGHTS, MOMENTS = "sharded weights", "optimizer state"
-GATHERED, GRADIENTS, SHARDED_GRADIENTS = "gathered weights", "whole gradients", "sharded gradients"
-GATHERING, REDUCING = "buffers of gathers", "buffers of reductions"
-ACTIVATIONS, DEFERRED = "activations", "kept for weight gradients"
-MESSAGES, TEMPORARY = "messages of the pipeline", "temporary"
+from plan.ledger import Ledger
+from plan.sharded import Sharded
 
 
-class Memory:
-    """`peak` bytes, `at_peak` by category, and the `peak_action`: None between actions and after the last."""
+class Memory(Ledger):
+    """`peak` bytes, `at_peak` by category, `activations` by kind, and the `peak_action`."""
 
     def __init__(self, layout: Layout, program: Program | None = None) -> None:
+        super().__init__()
         self.layout, self.sizes = layout, Sizes(layout)
-        self.now: dict[str, int] = defaultdict(int)
-        self.total = self.peak = 0
-        self.at_peak: dict[str, int] = {}
-        self.action: Action | None = None
-        self.peak_action: Action | None = None
         self.units = {stage: layout.units(stage) for stage in layout.stages}
-        self.left = dict.fromkeys(layout.stages, layout.num_microbatches)
-        self.gathered: set[tuple[int, int]] = set()  # (stage, unit)
-        self.accumulated: set[tuple[int, int]] = set()  # units that hold whole gradients
-        self.sharded: set[tuple[int, int]] = set()
-        self.reducing: dict[int, int] = defaultdict(int)  # stage → bytes of the reduction's input that FSDP holds on to
+        self.sharded = Sharded(layout, self)
+        self.left = dict.fromkeys(layout.stages, layout.num_microbatches)  # backwards to come
         self._states()
         self._run(lower(layout.schedule)[layout.pp_rank] if program is None else program)
-
-    # --- keeping count ---
-
-    def add(self, category: str, size: int) -> None:
-        self.now[category] += size
-        self.total += size
-        self.reach()
-
-    def reach(self, **more: int) -> None:
-        """The moment: with `more` bytes alive besides. (Keyword: temporary, whole_gradients or gathering.)"""
-        total = self.total + sum(more.values())
-        if total > self.peak:
-            self.peak, self.peak_action = total, self.action
-            self.at_peak = dict(self.now)
-            for name, size in more.items():
-                category = {"temporary": TEMPORARY, "gradients": GRADIENTS, "gathering": GATHERING, "reducing": REDUCING}[name]
-                self.at_peak[category] = self.at_peak.get(category, 0) + size
 
     # --- what is there before the first step ---
 
@@ -82,121 +74,70 @@ class Memory:
     def _run(self, program: Program) -> None:
         layout, part = self.layout, self.sizes.part
         sent = waiting = 0  # messages on their way, and made but not yet posted
-        where = layout.config.parallel.ranks_of_stages
+        where = layout.where
         for item in program:
             if isinstance(item, Exchange):
                 self.action = None
                 sends = sum(transfer.sends for transfer in item.transfers)
                 self.add(MESSAGES, part * (len(item.transfers) - sends))
-                self.add(MESSAGES, -part * sent)
+                self.free(MESSAGES, part * sent)
                 sent, waiting = sends, waiting - sends
                 continue
             self.action = item
             need, result = need_of(item, layout.num_stages), result_of(item, layout.num_stages)
             if need is not None:  # a hidden state is kept for backward; a gradient is used up
-                self.add(MESSAGES, -part)
-                self.add(ACTIVATIONS if item.kind is F else TEMPORARY, part)
-            if item.kind is F:
-                self._forward(item.stage)
-            else:
-                self.left[item.stage] -= item.kind is not I
-                if item.kind is B or item.kind is I:
-                    self._backward(item.stage, item.kind)
-                else:
-                    self._weight_gradients(item.stage)
-                if item.kind is not I and self.left[item.stage] == 0:
-                    self.add(REDUCING, -self.reducing.pop(item.stage, 0))
+                self.free(MESSAGES, part)
+                self.add(STREAM if item.kind is F else TEMPORARY, part)
+            self.left[item.stage] -= item.kind in (B, W)
+            self.repeat(partial(self._state, item), partial(self._act, item))
             if result is not None:
                 self.add(MESSAGES, part)
                 waiting += where[result.stage] != layout.pp_rank
         self.action = None
 
-    # --- FSDP ---
+    def _state(self, action: Action) -> Hashable:
+        """All that an action's memory depends on, besides the layout."""
+        return action.kind, action.stage, self.left[action.stage] == 0, self.sharded.state(action.stage)
 
-    def _gather(self, stage: int, index: int, forward: bool, before: int) -> int:
-        """Before a unit's forward or backward: its weights, whole. `before`: bytes of the buffer that the unit before it
-        gathered into, and in which FSDP holds what it gathered until the next one has its own. Returns this unit's."""
-        layout, unit = self.layout, self.units[stage][index]
-        if (stage, index) in self.gathered:
-            return 0
-        size = unit.padded(layout.dp_shard) * layout.compute
-        buffer = size if layout.dp_shard > 1 else 0
-        flat = size // layout.dp_shard if layout.compute != layout.master and layout.dp_shard > 1 else 0
-        if forward:
-            self.reach(gathering=before + buffer + flat)
-        self.add(GATHERED, size)
-        self.reach(gathering=buffer)
-        self.gathered.add((stage, index))
-        return buffer
-
-    def _reshard(self, stage: int, index: int) -> None:
-        if (stage, index) in self.gathered:
-            self.gathered.remove((stage, index))
-            self.add(GATHERED, -self.units[stage][index].padded(self.layout.dp_shard) * self.layout.compute)
-
-    def _finish_unit(self, stage: int, index: int, fresh: int) -> None:
-        """After a unit's backward, with `fresh` bytes of gradients in the compute dtype: sum them, or reduce them."""
-        layout, unit, key = self.layout, self.units[stage][index], (stage, index)
-        zero, last = layout.config.parallel.zero_stage, self.left[stage] == 0
-        reduces = last or zero >= 2
-        whole = unit.numel * layout.reduce
-        if zero == 3 or last:
-            self._reshard(stage, index)
-        if not reduces:
-            if key not in self.accumulated:
-                # One parameter after the other changes its width; the largest comes last, or nearly.
-                widest = max(rows * columns for rows, columns in unit.shapes) if layout.reduce != layout.compute else 0
-                self.add(GRADIENTS, -fresh)
-                self.add(GRADIENTS, whole)
-                self.reach(gradients=widest * layout.compute)
-                self.accumulated.add(key)
-            else:
-                self.add(GRADIENTS, -fresh)
+    def _act(self, action: Action) -> None:
+        last = self.left[action.stage] == 0
+        if action.kind is F:
+            self._forward(action.stage)
             return
-        if key in self.accumulated:
-            self.add(GRADIENTS, -fresh)
-            fresh = whole
-            self.accumulated.remove(key)
-        self.add(REDUCING, -self.reducing.pop(stage, 0))
-        buffer = unit.padded(layout.dp_shard) * layout.reduce
-        self.add(REDUCING, buffer)
-        self.reducing[stage] = buffer
-        self.add(GRADIENTS, -fresh)
-        reduced = buffer // layout.dp_shard
-        self.reach(reducing=reduced + (buffer if layout.dp_shard == 1 else 0))  # alone, a rank divides by 1 into a copy
-        if key not in self.sharded:
-            self.add(SHARDED_GRADIENTS, reduced)
-            self.sharded.add(key)
-        if last and layout.reduce > layout.master:
-            self.reach(reducing=reduced // layout.reduce * layout.master)
-            self.add(SHARDED_GRADIENTS, -reduced // layout.reduce * (layout.reduce - layout.master))
+        if action.kind in (B, I):
+            self._backward(action.stage, action.kind, last)
+        else:
+            self._weight_gradients(action.stage, last)
+        if last and action.kind is not I:
+            self.sharded.end_last_backward(action.stage)
 
     # --- forward ---
 
     def _forward(self, stage: int) -> None:
         layout, sizes = self.layout, self.sizes
         resharded = layout.config.parallel.zero_stage == 3
-        self.add(ACTIVATIONS, sizes.angles)
+        self.add(POSITIONS, sizes.angles)
         buffer = 0
         for index, unit in enumerate(self.units[stage]):
-            buffer = self._gather(stage, index, True, buffer)
+            buffer = self.sharded.gather(stage, index, True, buffer)
             if unit.name == "embedding":
-                rows = layout.tokens * 9  # where each token stands in the weight, int64, and whether it does
-                self.add(ACTIVATIONS, rows)
+                self.add(POSITIONS, layout.tokens * 9)  # where each token stands in the weight, int64, and whether it does
                 self.reach(temporary=2 * sizes.whole + sizes.scatter, gathering=buffer)
-                self.add(ACTIVATIONS, sizes.part)
+                self.add(STREAM, sizes.part)
             elif unit.name == "block":
                 most = sizes.kept_none + sizes.whole + sizes.scatter  # at the last product, before its sum over tp
                 self.reach(temporary=max(most, sizes.kept + sizes.whole), gathering=buffer)
-                self.add(ACTIVATIONS, sizes.kept + sizes.part)
+                for kind, size in sizes.kinds.items():
+                    self.add(kind, size)
+                self.add(STREAM, sizes.part)
             else:
-                self._head(unit, buffer)
-            if resharded:
-                self._reshard(stage, index)
+                self._head(buffer)
+            if resharded and index + 1 == self.sharded.unit_of[stage, index][1].stop:
+                self.sharded.reshard(stage, index)
         if stage < layout.num_stages - 1:  # the last block's output is the next stage's
-            self.add(ACTIVATIONS, -sizes.part)
+            self.free(STREAM, sizes.part)
 
-    def _head(self, unit: Unit, buffer: int) -> None:
+    def _head(self, buffer: int) -> None:
         """Forms its gradients in forward, in pieces (model/kernels/linear_cross_entropy.py)."""
         layout, sizes = self.layout, self.sizes
         weight = layout.vocabulary * layout.model.dim
@@ -216,98 +157,115 @@ class Memory:
             made += scattered or tokens * row
         final = pieces[-1] * row * (2 if sizes.cut else 1)
         self.reach(temporary=normed + final + wide + 2 * sizes.part + (narrow if narrow != wide else 0), gathering=buffer)
-        self.add(ACTIVATIONS, sizes.norm + sizes.part + narrow)
+        self.add(HEAD, sizes.norm + sizes.part + narrow)
 
     # --- backward ---
 
-    def _backward(self, stage: int, kind: Kind) -> None:
-        layout, sizes = self.layout, self.sizes
-        zero = layout.config.parallel.zero_stage
-        units = self.units[stage]
+    def _backward(self, stage: int, kind: Kind, last: bool) -> None:
+        layout, sizes, units = self.layout, self.sizes, self.units[stage]
         for index in reversed(range(len(units))):
             unit = units[index]
-            self._gather(stage, index, False, 0)
-            prefetched = 0  # the unit that comes next is being gathered
-            if zero == 3 and index and layout.dp_shard > 1:
-                prefetched = units[index - 1].padded(layout.dp_shard) * layout.compute
+            self.sharded.gather(stage, index, False, 0)
+            prefetched = self.sharded.prefetched(stage, index)
             self.add(GATHERING, prefetched)
             fresh = 0 if kind is I else unit.numel * layout.compute
             if unit.name == "head":
                 # dx and dw are there since forward; dx becomes the gradient of the sum that the norm reads.
                 narrow = layout.vocabulary * layout.model.dim * layout.compute
                 self.reach(temporary=sizes.part)
-                self.add(ACTIVATIONS, -sizes.norm - 2 * sizes.part - narrow)  # with the norm's input
+                self.free(HEAD, sizes.norm + sizes.part + narrow)
+                self.free(STREAM, sizes.part)  # the norm's input
                 self.add(TEMPORARY, sizes.part)
                 self.add(DEFERRED if kind is I else GRADIENTS, narrow if kind is I else fresh)
             elif unit.name == "block":
-                self._block_backward(kind)
+                self._block_backward(kind is I)
                 if index or not stage:  # its input; one from another stage is held until the end
-                    self.add(ACTIVATIONS, -sizes.part)
-                if kind is B:
-                    self.add(GRADIENTS, fresh)
+                    self.free(STREAM, sizes.part)
+                self.add(GRADIENTS, fresh)
             else:
-                dw = 0 if kind is I else fresh
-                self.reach(temporary=2 * sizes.gather + (sizes.whole if not sizes.cut else 0) + dw)
-                self.add(ACTIVATIONS, -layout.tokens * 9)
+                self.reach(temporary=2 * sizes.gather + (sizes.whole if not sizes.cut else 0) + fresh)
+                self.free(POSITIONS, layout.tokens * 9)
                 if kind is I:
                     self.add(DEFERRED, sizes.whole + layout.tokens * 8)
-                else:
-                    self.add(GRADIENTS, fresh)
+                self.add(GRADIENTS, fresh)
             if kind is B:
-                self._finish_unit(stage, index, fresh)
-            elif zero == 3:
-                self._reshard(stage, index)
-            self.add(GATHERING, -prefetched)
-        has_input = stage > 0 and units[0].name == "block"
-        self.add(ACTIVATIONS, -sizes.angles - (sizes.part if has_input else 0))
-        self.add(TEMPORARY, -sizes.part)  # the gradient that goes out, or ends
+                self.sharded.after_backward(stage, index, last)
+            elif layout.config.parallel.zero_stage == 3 and index == self.sharded.unit_of[stage, index][1].start:
+                self.sharded.reshard(stage, index)
+            self.free(GATHERING, prefetched)
+        self.free(POSITIONS, sizes.angles)
+        if stage > 0 and units[0].name == "block":
+            self.free(STREAM, sizes.part)
+        self.free(TEMPORARY, sizes.part)  # the gradient that goes out, or ends
 
-    def _block_backward(self, kind: Kind) -> None:
-        """Moments of a block's backward, with the gradient of its output counted already."""
+    def _block_backward(self, later: bool) -> None:
+        """Moments of a block's backward, with the gradient of its output counted already. `later`: weight gradients are formed
+        in another action, and the products' inputs and the gradients of their outputs stay until then."""
         layout, s, model = self.layout, self.sizes, self.layout.model
-        later = kind is I  # weight gradients come later: the products' inputs and output gradients stay
         e = 0 if later else layout.compute
         dw = (model.ffn_dim // layout.tp) * model.dim * e
-        dq = (model.dim // layout.tp) * model.dim * e
+        dq = layout.q_width * model.dim * e
         dk = layout.kv_rows * model.dim * e
-        again = 0 if later else s.gather
-        held = DEFERRED if later else TEMPORARY
-        self.add(ACTIVATIONS, s.kept_none - s.kept)
-        if s.kept != s.kept_none:
-            self.reach(temporary=s.whole + s.scatter)  # the last product of the forward that is repeated
-        dy = s.part if s.cut else s.whole  # what a row-parallel product leaves for its weight gradient
+        again = 0 if later else s.gather  # an input that is gathered again, for the weight gradient
+        row_parallel = s.part if s.cut else s.whole  # the gradient of such a product's output
+        self._recompute()
         self.reach(temporary=s.gather + s.inner, gradients=dw)  # down
-        self.add(DEFERRED, dy if later else 0)
+        self.add(DEFERRED, row_parallel if later else 0)
         self.reach(temporary=2 * s.inner, gradients=dw)  # silu(gate) · up; down's input is still there, or gone
-        self.add(ACTIVATIONS, -(2 if later else 3) * s.inner)
-        self.add(held, 2 * s.inner)
+        self.free(GATED, 2 * s.inner)
+        self._used(GATED, s.inner, later)
+        self.add(DEFERRED if later else TEMPORARY, 2 * s.inner)
         self.reach(temporary=again + s.whole + s.scatter, gradients=3 * dw)  # gate, up
-        self.add(held, 0 if later else -2 * s.inner)
-        self.add(ACTIVATIONS, -(1 if later else 2) * s.part - s.norm)
+        self.free(TEMPORARY, 0 if later else 2 * s.inner)
+        self.free(STREAM, s.part)
+        self.free(NORMED, s.norm)
+        self._used(NORMED, s.part, later)
         self.reach(temporary=s.gather + s.query, gradients=3 * dw + dq)  # output
-        self.add(DEFERRED, dy if later else 0)
+        self.add(DEFERRED, row_parallel if later else 0)
         self.reach(temporary=2 * s.query + 2 * s.key, gradients=3 * dw + dq)  # attention
-        self.add(ACTIVATIONS, -(1 if later else 2) * s.query - 2 * s.key - s.rows)
-        self.add(held, s.query + 2 * s.key)
+        self.free(PROJECTED, s.query + 2 * s.key + s.unnormed)
+        self.free(ATTENDED, s.rows)
+        self._used(ATTENDED, s.query, later)
+        self.add(DEFERRED if later else TEMPORARY, s.query + 2 * s.key)
         self.reach(temporary=again + s.whole + s.scatter, gradients=3 * dw + 2 * dq + 2 * dk)  # query, key, value
-        self.add(held, 0 if later else -s.query - 2 * s.key)
-        self.add(ACTIVATIONS, -(0 if later else s.part) - s.norm)
+        self.free(TEMPORARY, 0 if later else s.query + 2 * s.key)
+        self.free(NORMED, s.norm)
+        self._used(NORMED, s.part, later)
 
-    def _weight_gradients(self, stage: int) -> None:
-        layout, s = self.layout, self.sizes
-        units = self.units[stage]
+    def _recompute(self) -> None:
+        """A block's activations are all there again, as if nothing had been dropped."""
+        s = self.sizes
+        if s.kinds == s.kinds_none:
+            return
+        for kind, size in s.kinds.items():
+            self.free(kind, size)
+        for kind, size in s.kinds_none.items():
+            self.add(kind, size)
+        self.reach(temporary=s.whole + s.scatter)  # the last product of the forward that is repeated
+
+    def _used(self, kind: str, size: int, later: bool) -> None:
+        """A product's input: free, unless its weight gradient comes later."""
+        if not later:
+            self.free(kind, size)
+
+    def _weight_gradients(self, stage: int, last: bool) -> None:
+        layout, units = self.layout, self.units[stage]
         for index in reversed(range(len(units))):
-            unit = units[index]
-            fresh = unit.numel * layout.compute
-            if unit.name == "head":
-                self.add(DEFERRED, -layout.vocabulary * layout.model.dim * layout.compute)
-            elif unit.name == "block":
-                self.reach(temporary=2 * s.gather)
-                self.add(DEFERRED, -s.query - 2 * s.key - 2 * s.inner - 2 * (s.part if s.cut else s.whole))
-                self.add(ACTIVATIONS, -2 * s.part - s.query - s.inner)
-            else:
-                self.reach(gradients=fresh)
-                self.add(DEFERRED, -s.whole - layout.tokens * 8)
-            self.add(GRADIENTS, fresh)
-        for index, unit in enumerate(units):
-            self._finish_unit(stage, index, unit.numel * layout.compute)
+            self._unit_weight_gradients(units[index])
+            self.add(GRADIENTS, units[index].numel * layout.compute)
+        for index in range(len(units)):
+            self.sharded.after_backward(stage, index, last)
+
+    def _unit_weight_gradients(self, unit: Unit) -> None:
+        layout, s = self.layout, self.sizes
+        if unit.name == "head":
+            self.free(DEFERRED, layout.vocabulary * layout.model.dim * layout.compute)
+        elif unit.name == "block":
+            self.reach(temporary=2 * s.gather)
+            self.free(DEFERRED, s.query + 2 * s.key + 2 * s.inner + 2 * (s.part if s.cut else s.whole))
+            self.free(NORMED, 2 * s.part)
+            self.free(ATTENDED, s.query)
+            self.free(GATED, s.inner)
+        else:
+            self.reach(gradients=unit.numel * layout.compute)
+            self.free(DEFERRED, s.whole + layout.tokens * 8)

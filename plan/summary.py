@@ -4,6 +4,8 @@ from collections import Counter
 from typing import Any
 
 from parallel.pipeline.lower import lower
+from plan.check import assumptions
+from plan.exposure import Seconds, seconds_on_the_wire
 from plan.hardware import Device
 from plan.layout import Layout
 from plan.memory import Memory
@@ -12,12 +14,25 @@ from plan.traffic import Call, by_axis, collectives, wire_bytes
 from training.config import Config
 
 MFU_FORMULA = "tokens per second × ModelConfig.flops_per_token(seq_len) / (GPUs × peak); attention counts causal, half a square"
-HIDDEN = {  # what of each axis's traffic runs beside computing
-    "tp": "backward: gathers behind input gradients, scatters behind weight gradients; forward waits",
-    "dp_shard": "gathers behind the forward before, reductions behind the backward after",
-    "dp_replicate": "behind the last backward",
-    "pp": "behind other micro-batches, as the schedule allows",
-}
+
+
+def hidden(layout: Layout, axis: str) -> str:
+    """What of an axis's traffic runs beside computing, in words."""
+    parallel = layout.config.parallel
+    as_one, zero = parallel.fsdp_unit == "stage", parallel.zero_stage
+    if axis == "tp":
+        cut = "backward: gathers behind input gradients, scatters behind weight gradients; forward waits"
+        return cut if parallel.sequence_parallel else "backward: sums behind weight gradients; forward waits"
+    if axis == "dp_shard" and zero == 3:
+        return "nothing: a stage is one unit" if as_one else "each unit behind the one computed before it"
+    if axis == "dp_shard":
+        gathers = "gathers behind nothing" if as_one else "gathers behind the first forward"
+        if zero == 2:
+            return f"{gathers}, reductions behind the {'next actions' if as_one else 'backward'}"
+        return f"{gathers}, reductions behind {'nothing' if as_one else 'the last backward'}"
+    if axis == "dp_replicate":
+        return "after the last backward" if as_one else "behind the last backward"
+    return "behind other micro-batches, as the schedule allows" if axis == "pp" else "after the last backward"
 
 
 def summarise(config: Config, world: int, device: Device, tokens: float = 0.0, price: float = 0.0) -> dict[str, Any]:
@@ -30,7 +45,10 @@ def summarise(config: Config, world: int, device: Device, tokens: float = 0.0, p
     first = Layout(config, world, 0)
     time = StepTime(first, device)
     programs = lower(first.schedule)
-    ranks = [_rank(Layout(config, world, r), Memory(Layout(config, world, r), programs[r])) for r in range(first.mesh_shape[0])]
+    ranks = [
+        _rank(layout, Memory(layout, programs[layout.pp_rank]), seconds_on_the_wire(time, layout.pp_rank))
+        for layout in map(first.at, range(first.mesh_shape[0]))
+    ]
     peaks = [rank["peak_memory_bytes"] for rank in ranks]
     power = world * device.watts
     plan: dict[str, Any] = {
@@ -51,6 +69,7 @@ def summarise(config: Config, world: int, device: Device, tokens: float = 0.0, p
         "memory_bytes_available": device.memory_bytes - device.reserved_bytes,
         "fits": max(peaks) <= device.memory_bytes - device.reserved_bytes,
         "joules_per_step": time.step_seconds * power,
+        "assumptions": assumptions(config, device),
         "ranks": ranks,
     }
     if price:
@@ -63,7 +82,7 @@ def summarise(config: Config, world: int, device: Device, tokens: float = 0.0, p
     return plan
 
 
-def _rank(layout: Layout, memory: Memory) -> dict[str, Any]:
+def _rank(layout: Layout, memory: Memory, seconds: dict[str, Seconds]) -> dict[str, Any]:
     """Of one pipeline position; its tp rank 0, which has the largest part of the vocabulary."""
     calls = collectives(layout)
     traffic = by_axis(calls)
@@ -71,7 +90,9 @@ def _rank(layout: Layout, memory: Memory) -> dict[str, Any]:
         row["wire_bytes"] = sum(
             number * wire_bytes(call, _ranks(layout, call)) for call, number in calls.items() if call.axis == axis
         )
-        row["hidden"] = HIDDEN.get(axis, "after the last backward")
+        if axis in seconds:
+            row["wire_seconds"], row["exposed_seconds"] = seconds[axis]
+        row["hidden"] = hidden(layout, axis)
     units = [unit for stage in layout.stages for unit in layout.units(stage)]
     return {
         "pp_rank": layout.pp_rank,
@@ -82,6 +103,7 @@ def _rank(layout: Layout, memory: Memory) -> dict[str, Any]:
         "peak_memory_bytes": memory.peak,
         "peak_in": "after the last action" if memory.peak_action is None else str(memory.peak_action),
         "memory": dict(sorted(((k, v) for k, v in memory.at_peak.items() if v), key=lambda item: -item[1])),
+        "activations": memory.activations,
         "live_micro_batches": _peak_live(layout),
         "collectives": traffic,
     }

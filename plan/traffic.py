@@ -15,7 +15,8 @@ message holds. `wire_bytes` says what of it passes a rank's link. Collectives ov
 | reduction of a unit      | dp_shard     | its gradients in reduce_dtype: once a step, zero_stage 2, 3: every micro-batch |
 |                          | dp_replicate | 1 / dp_shard of them, once a step                    |                   |
 | between two stages       | pp           | T·D·e / tp (T·D·e): hidden states, their gradients   |                   |
-| once a step              | tp           | gradients that each tp rank knows in part            | shared k, v alone |
+| once a step              | tp           | gradients that each tp rank knows in part            | shared k, v; q's  |
+|                          |              |                                                      | and k's norms     |
 """
 
 from collections import Counter
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 from parallel.pipeline.actions import Action, B, F, I, W
 from parallel.pipeline.lower import need_of, result_of
 from parallel.placement import chunk_range
-from plan.layout import Layout, Unit
+from plan.layout import WIDTH, Layout, Unit
 from training.config import Config
 
 
@@ -44,7 +45,7 @@ def collectives(layout: Layout) -> Counter[Call]:
         calls += _times(action_calls(layout, Action(kind, stage, 0)), number)
     for stage in layout.stages:
         calls += fsdp_calls(layout, stage)
-    where = layout.config.parallel.ranks_of_stages
+    where = layout.where
     message = Call("pp", "", layout.local_tokens * layout.model.dim * layout.compute)
     for action in actions:
         result, need = result_of(action, layout.num_stages), need_of(action, layout.num_stages)
@@ -90,7 +91,7 @@ def fsdp_calls(layout: Layout, stage: int) -> Counter[Call]:
     """Over the data-parallel axes, in one step."""
     calls: Counter[Call] = Counter()
     zero, m = layout.config.parallel.zero_stage, layout.num_microbatches
-    for unit in layout.units(stage):
+    for _, unit in layout.fsdp_units(stage):
         if layout.dp_shard > 1:
             calls[Call("dp_shard", "all_gather", gather_bytes(layout, unit))] += 2 * m if zero == 3 else 1
             calls[Call("dp_shard", "reduce_scatter", reduce_bytes(layout, unit))] += m if zero >= 2 else 1
@@ -111,7 +112,7 @@ def message_bytes(config: Config) -> int:
     """A hidden state between stages."""
     tokens = config.train.seq_len * config.train.micro_batch_size
     cut = config.parallel.tp if config.parallel.sequence_parallel else 1
-    return tokens // cut * config.model.dim * {"bfloat16": 2, "float32": 4, "float64": 8}[config.train.dtype]
+    return tokens // cut * config.model.dim * WIDTH[config.train.dtype]
 
 
 def _once_a_step(layout: Layout) -> Counter[Call]:
@@ -137,6 +138,8 @@ def _once_a_step(layout: Layout) -> Counter[Call]:
     numbers = 0
     if layout.config.parallel.sequence_parallel:
         numbers += (2 * blocks + units.count("head")) * local(model.dim, 1)
+    if model.qk_norm:
+        numbers += 2 * blocks * local(model.head_dim, 1)
     if model.num_kv_heads < layout.tp:
         numbers += 2 * blocks * local(layout.kv_rows, model.dim)
     if numbers:
@@ -153,7 +156,7 @@ def axis_names(layout: Layout) -> tuple[str, str, str | None]:
     loss = "dp_shard" if dp_replicate == 1 else "dp_replicate" if dp_shard == 1 else "loss"
     alone = [axis for axis, size in sizes.items() if size == layout.world]
     world = alone[0] if alone else "loss" if dp_replicate * dp_shard == layout.world else "world"
-    where = layout.config.parallel.ranks_of_stages
+    where = layout.where
     ends = None if where[0] == where[-1] else "pp" if pp == 2 else "ends"
     return loss, world, ends
 
@@ -161,7 +164,7 @@ def axis_names(layout: Layout) -> tuple[str, str, str | None]:
 def wire_bytes(call: Call, ranks: int) -> float:
     """What one rank sends of it in a ring over `ranks`: all others' parts of a gather or scatter, both of an all-reduce."""
     if call.kind in ("send", "receive"):
-        return float(call.bytes)
+        return float(call.bytes) if call.kind == "send" else 0.0
     return call.bytes * (ranks - 1) / ranks * (2 if call.kind == "all_reduce" else 1)
 
 

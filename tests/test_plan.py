@@ -8,22 +8,26 @@ import pytest
 
 from benchmarks import plan_megatron, plan_memory
 from errors import UserError
+from plan.candidates import Candidate, candidates
+from plan.categories import ACTIVATIONS, MOMENTS, SHARDED_GRADIENTS, TEMPORARY, WEIGHTS
 from plan.guide import STAGES, guide_bytes, our_bytes
 from plan.hardware import find_device
 from plan.layout import Layout
-from plan.memory import MOMENTS, SHARDED_GRADIENTS, TEMPORARY, WEIGHTS, Memory
-from plan.search import search
+from plan.links import Links
+from plan.memory import Memory
+from plan.search import Found, search
+from plan.summary import summarise
 from plan.traffic import by_axis, collectives
 from tools.plan import main
 from tools.rehearse import alone, rehearse
 from training.load_config import load_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-QUICK = [1, 2, 4, 8, 10, 13]  # of the benchmark's cases: every zero_stage, both kinds of backward, uneven rows, recomputation
+QUICK = [case for case in plan_memory.CASES if case.quick]
 
 
-@pytest.mark.parametrize("case", [plan_memory.CASES[i] for i in QUICK], ids=lambda case: case[3].replace("parallel.", ""))
-def test_bytes_and_collectives_are_those_of_the_training_code(case: tuple[str, int, int, str]) -> None:
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.overrides.replace("parallel.", ""))
+def test_bytes_and_collectives_are_those_of_the_training_code(case: plan_memory.Case) -> None:
     row = plan_memory.compare(*case)
     assert row["same_collectives"]
     assert abs(row["error"]) < plan_memory.LIMIT
@@ -70,16 +74,107 @@ def test_megatrons_weak_scaling() -> None:
 
 def test_the_search_estimates_what_is_simulated_and_finds_what_fits() -> None:
     config, device = load_config(str(CONFIGS / "llama3_8b.yaml"), []), find_device("h100")
-    found, seen, frontier = search(config, 32, device)
-    assert seen > 1000
-    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
-    for one in found:
+    result = search(config, 32, device)
+    assert result.layouts > 1000
+    assert [one.seconds for one in result.best] == sorted(one.seconds for one in result.best)
+    for one in (*result.best, *result.frontier):
         one.config.validate(32)
         assert one.estimate == pytest.approx(one.seconds, rel=0.1)
         assert one.peak <= device.memory_bytes - device.reserved_bytes
-    assert [one.peak for one in frontier] == sorted((one.peak for one in frontier), reverse=True)
+        assert load_config(str(CONFIGS / "llama3_8b.yaml"), one.overrides().split()) == one.config
+    assert [one.peak for one in result.frontier] == sorted((one.peak for one in result.frontier), reverse=True)
     with pytest.raises(UserError, match="--gpus"):
-        search(config, 32, replace(device, memory_bytes=7e9))
+        search(config, 32, replace(device, memory_bytes=9e9))
+
+
+def test_bounds_of_memory_are_bounds() -> None:
+    keys = [*plan_memory.SMALL.split(), "train.seq_len=256"]
+    config, device = load_config(str(CONFIGS / "llama3_70b.yaml"), keys), find_device("h100")
+    by_schedule: dict[str, list[Candidate]] = {}
+    for one in candidates(config, 16, device):
+        by_schedule.setdefault(one.pipeline.schedule, []).append(one)
+    assert len(by_schedule) == 7
+    some = [one for found in by_schedule.values() for one in found[:: max(1, len(found) // 8)]]
+    for one in some:
+        assert one.bound <= Found(one.config(), 16, device, 0.0).peak, one
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_the_fullest_rank_counts_wherever_it_is(schedule: str) -> None:
+    """Under zb_v the first and the last stage are on rank 0."""
+    v = 2 if schedule == "zb_v" else 1
+    keys = [
+        *plan_memory.SMALL.split(),
+        "parallel.tp=1",
+        "parallel.pp=4",
+        f"parallel.schedule={schedule}",
+        "model.num_layers=14",
+    ]
+    config = load_config(str(CONFIGS / "llama3_70b.yaml"), [*keys, f"parallel.stages_per_rank={v}", "parallel.zero_stage=2"])
+    found = Found(config, 8, find_device("h100"), 0.0)
+    peaks = summarise(config, 8, find_device("h100"))["peak_memory_bytes"]
+    assert found.peak == max(peaks)
+    assert not found.fits(max(peaks) - 1)
+    assert found.fits(max(peaks))
+    if schedule == "zb_v":
+        assert peaks[0] < max(peaks)
+
+
+@pytest.mark.parametrize(("world", "batch"), [(12, 12), (20, 20)])
+def test_worlds_that_tp_does_not_divide(world: int, batch: int) -> None:
+    keys = [*plan_memory.SMALL.split(), f"train.global_batch_size={batch}"]
+    result = search(load_config(str(CONFIGS / "llama3_70b.yaml"), keys), world, find_device("h100"), wanted=1)
+    assert len(result.best) == 1
+
+
+def test_only_what_a_run_would_start_is_found() -> None:
+    keys = [*plan_memory.SMALL.split(), "parallel.reduce_dtype=bfloat16", "train.compile=true"]
+    result = search(load_config(str(CONFIGS / "llama3_70b.yaml"), keys), 8, find_device("h100"))
+    assert all(one.config.train.compile for one in result.best)
+    assert not {one.config.parallel.schedule for one in result.best} & {"zb_h1", "zb_v", "dualpipe_v"}
+    assert "train.compile=true" in " ".join(result.space)
+
+
+@pytest.mark.parametrize(
+    ("key", "named"),
+    [
+        ("train.global_batch_size=0", "train.global_batch_size"),
+        ("train.seq_len=0", "train.seq_len"),
+        ("train.micro_batch_size=0", "train.micro_batch_size"),
+        ("parallel.cpu_offload=true", "parallel.cpu_offload"),
+        ("train.global_batch_size=7", "train.global_batch_size"),
+    ],
+)
+def test_a_search_refuses_what_no_layout_mends(key: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(CONFIGS / "llama3_70b.yaml"), *plan_memory.SMALL.split(), "model.num_layers=1", key, "--gpus", "64"]
+    assert main([*arguments, "--search"]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_a_stage_as_one_unit_hides_nothing() -> None:
+    seconds = {}
+    for unit in ("block", "stage"):
+        keys = [
+            *plan_memory.SMALL.split(),
+            "parallel.tp=2",
+            "parallel.pp=2",
+            "parallel.zero_stage=3",
+            f"parallel.fsdp_unit={unit}",
+        ]
+        summary = summarise(load_config(str(CONFIGS / "llama3_70b.yaml"), keys), 8, find_device("h100"))
+        row = summary["ranks"][0]["collectives"]["dp_shard"]
+        seconds[unit] = summary["step_seconds"]
+        assert row["exposed_seconds"] <= row["wire_seconds"]
+        assert ("nothing" in row["hidden"]) == (unit == "stage")
+        assert sum(summary["ranks"][0]["activations"].values()) == summary["ranks"][0]["memory"].get(ACTIVATIONS, 0)
+    assert seconds["stage"] > seconds["block"]
+
+
+def test_latency_grows_with_the_group() -> None:
+    device = find_device("h100")
+    small, large = (Links(device, 1, ranks, 1, ranks).latency("dp_shard") for ranks in (8, 2048))
+    assert small == device.collective_seconds
+    assert large == pytest.approx(small + 255 * device.hop_seconds)
 
 
 # --- what guides say --------------------------------------------------------------------------------------------------
@@ -127,6 +222,11 @@ def test_devices_from_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ("{}", "based_on"),
         ('{"based_on": "h100", "speed": 1}', "speed"),
         ('{"based_on": "a100", "watts": -1}', "watts"),
+        ('{"based_on": []}', "based_on"),
+        ('{"based_on": "h100", "gpus_per_node": 8.0}', "gpus_per_node"),
+        ('{"based_on": "h100", "matmul_efficiency": 68}', "matmul_efficiency"),
+        ('{"based_on": "h100", "watts": Infinity}', "watts"),
+        ('{"based_on": "h100", "name": 3}', "name"),
     ):
         file.write_text(text)
         assert main([str(CONFIGS / "llama3_8b.yaml"), "--device", str(file)]) == 2

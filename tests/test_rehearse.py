@@ -1,5 +1,6 @@
 """One rank of a large job runs alone on a fake GPU: the training code itself, counted."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from errors import UserError
 from model.config import ModelConfig
 from parallel.pipeline.actions import Action, B, F
+from plan.hardware import find_device
 from plan.layout import world_of
 from tools.fake_gpu import one_rank
 from tools.rehearse import alone, check_can_be_rehearsed, main, predicted_step, rehearse, rehearse_for_real
@@ -91,12 +93,21 @@ def test_for_real_every_action_is_timed_and_the_job_simulated() -> None:
     reports = [alone(rehearse_for_real, config, 8, rank) for rank in (0, 4)]
     assert [set(report["action_seconds"]) for report in reports] == [{"0"}, {"1"}]
     busy = [4 * sum(report["action_seconds"][str(i)].values()) for i, report in enumerate(reports)]  # four micro-batches
-    step = predicted_step(config, 8, reports, 1e9)
+    step = predicted_step(config, 8, reports, find_device("h100"))
+    assert step["communication_seconds"] > 0
+    assert step["step_seconds"] == pytest.approx(step["computing_seconds"] + step["communication_seconds"])
+    slow = predicted_step(config, 8, reports, replace(find_device("h100"), node_bytes_per_second=1e9))
+    assert slow["computing_seconds"] == step["computing_seconds"]
+    assert slow["communication_seconds"] > step["communication_seconds"]
     assert max(busy) <= step["step_seconds"] <= sum(busy) + sum(report["other_seconds"] for report in reports) + 1.0
 
 
 def test_what_cannot_be_rehearsed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match=r"train\.compile"):
         check_can_be_rehearsed(load_config(str(CONFIGS / "llama3_70b.yaml"), ["train.compile=true"]))
+    assert main([str(CONFIGS / "llama3_70b.yaml"), "parallel.cpu_offload=true"]) == 2
+    assert "parallel.cpu_offload" in capsys.readouterr().err
     assert main([str(CONFIGS / "llama3_70b.yaml"), "--rank", "256"]) == 2
     assert "--rank = 256" in capsys.readouterr().err
+    assert main([str(CONFIGS / "llama3_70b.yaml"), "--json", "nowhere/at/all.json"]) == 2
+    assert "--json" in capsys.readouterr().err

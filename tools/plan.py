@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError
+from plan.categories import ACTIVATIONS
+from plan.check import check_can_be_planned
 from plan.guide import zero_table
 from plan.hardware import DEVICES, GB, find_device
 from plan.layout import Layout, world_of
-from plan.search import Found, search, why_not
+from plan.search import Found, Result, search, why_not
 from plan.summary import summarise
 from plan.time import StepTime
 from tools.draw_plan import draw_frontier, draw_memory
@@ -44,6 +46,7 @@ def describe(plan: dict[str, Any]) -> str:
     if run := plan.get("run"):
         cost = f"   cost {run['cost']:,.0f}" if "cost" in run else ""
         lines.append(f"{run['tokens']:.3g} tokens: {run['days']:,.1f} days   {run['megawatt_hours']:,.0f} MWh{cost}")
+    lines += plan["assumptions"]
     fits = "fits" if plan["fits"] else "DOES NOT FIT"
     lines.append(
         f"memory {max(plan['peak_memory_bytes']) / GB:.2f} GB at most: {fits} {plan['memory_bytes_available'] / GB:.0f} GB"
@@ -56,23 +59,37 @@ def describe(plan: dict[str, Any]) -> str:
         )
         live = f", {rank['live_micro_batches']} micro-batches of a stage alive at most"
         lines.append(f"  {rank['peak_memory_bytes'] / GB:9.3f} GB  at the peak, in {rank['peak_in']}{live}")
-        lines += [f"  {size / GB:9.3f} GB  {name}" for name, size in rank["memory"].items() if size >= 1e6]
+        for name, size in rank["memory"].items():
+            if size >= 1e6:
+                lines.append(f"  {size / GB:9.3f} GB  {name}")
+                kinds = rank["activations"] if name == ACTIVATIONS else {}
+                lines += [f"  {part / GB:15.3f} GB  {kind}" for kind, part in kinds.items() if part >= 1e6]
         for axis, row in rank["collectives"].items():
             lines.append(
                 f"  {row['bytes'] / GB:9.3f} GB  over {axis} in {row['count']:,} collectives, "
-                f"{row['wire_bytes'] / GB:.3f} GB on the wire; {row['hidden']}"
+                f"{row['wire_bytes'] / GB:.3f} GB on the wire{_seconds(row)}; {row['hidden']}"
             )
     return "\n".join(lines)
 
 
-def describe_search(found: list[Found], seen: int) -> str:
-    lines = [f"{seen:,} layouts; the fastest that fit:", "    step s     MFU    peak GB"]
+def _seconds(row: dict[str, Any]) -> str:
+    if "wire_seconds" not in row:
+        return ""
+    return f" in {row['wire_seconds']:.3f} s, {row['exposed_seconds']:.3f} s of them waited for"
+
+
+def describe_search(result: Result) -> str:
+    found = result.best
+    lines = [
+        f"{result.layouts:,} layouts, of which {result.counted:,} were counted exactly; the fastest that fit:",
+        "    step s     MFU    peak GB",
+    ]
     for i, one in enumerate(found):
         lines.append(f"{i + 1:2d} {one.seconds:7.3f}  {one.time.mfu:6.1%}  {one.peak / GB:8.2f}  {one.describe()}")
     if len(found) > 1:
         lines.append(f"the second loses {why_not(found[0], found[1])}")
     lines.append(f"the first: {found[0].overrides()}")
-    return "\n".join(lines)
+    return "\n".join(lines + result.space)
 
 
 def found_as_dict(one: Found) -> dict[str, Any]:
@@ -124,11 +141,18 @@ def print_plan(options: argparse.Namespace) -> None:
     result: dict[str, Any] = {}
     frontier: list[Found] = []
     if options.search:
-        found, seen, frontier = search(config, world, device)
-        print(describe_search(found, seen) + "\n")
-        result["search"] = {"layouts": seen, "best": [found_as_dict(one) for one in found]}
-        config = found[0].config
+        searched = search(config, world, device)
+        print(describe_search(searched) + "\n")
+        result["search"] = {
+            "layouts": searched.layouts,
+            "counted": searched.counted,
+            "space": searched.space,
+            "best": [found_as_dict(one) for one in searched.best],
+            "frontier": [found_as_dict(one) for one in searched.frontier],
+        }
+        config, frontier = searched.best[0].config, searched.frontier
     config.validate(world)
+    check_can_be_planned(config)
     plan = summarise(config, world, device, options.tokens, options.price)
     print(describe(plan))
     result = plan | result

@@ -16,7 +16,7 @@ import multiprocessing
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,12 +26,13 @@ from torch.distributed.tensor import DTensor
 
 from errors import UserError
 from parallel.mesh import AXES, Mesh
-from parallel.pipeline.actions import Kind
 from parallel.pipeline.simulate import Costs, Event, simulate
 from parallel.pipeline.trace import ActionRecorder
-from plan.hardware import GB, find_device
-from plan.layout import world_of
-from plan.traffic import by_axis, message_bytes
+from plan.check import check_can_be_planned
+from plan.hardware import GB, Device, find_device
+from plan.layout import Layout, world_of
+from plan.time import Part, StepTime
+from plan.traffic import by_axis
 from tools.fake_gpu import DEVICE, fake_gpu, one_rank
 from tools.tape import Tape
 from training.build import build_stages
@@ -105,9 +106,10 @@ def alone(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str,
 
 def check_can_be_rehearsed(config: Config) -> None:
     """Raises UserError for what a fake GPU cannot show."""
-    for key, given in (("parallel.cpu_offload", config.parallel.cpu_offload), ("train.compile", config.train.compile)):
-        if given:
-            raise UserError(key, True, "moves memory in ways a fake GPU does not show", f"set {key}=false, or give --real")
+    check_can_be_planned(config)
+    if config.train.compile:
+        why = "runs a compiler's code, which a fake GPU does not show"
+        raise UserError("train.compile", True, why, "set train.compile=false, or give --real")
 
 
 def rows(config: Config, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,28 +145,43 @@ def mean_seconds(events: list[Event]) -> dict[str, dict[str, float]]:
     return table
 
 
-def predicted_step(config: Config, world: int, reports: list[dict[str, Any]], link_bytes_per_second: float) -> dict[str, float]:
-    """The whole job's step from the measured actions of every stage: through the pipeline's simulator, and what comes after
-    the last action (reductions are fake and free here) of the slowest rank."""
+def predicted_step(config: Config, world: int, reports: list[dict[str, Any]], device: Device) -> dict[str, float]:
+    """The whole job's step from the measured actions of every stage. On a fake process group communication takes no time: what
+    an action waits for over tp and the data-parallel axes, and messages, are added from the planner's model of `device`'s links
+    (plan/time.py), and all goes through the pipeline's simulator. `computing_seconds` is the same with nothing added."""
     means: dict[str, dict[str, float]] = {}
     for report in reports:
         means |= report["action_seconds"]
-
-    def of(kind: Kind) -> list[float]:
-        other = {"I": "W", "W": "I"}
-        seconds = []
-        for s in range(config.parallel.num_stages):
-            measured = means[str(s)]
-            whole = measured.get("B", 0.0)  # split in halves where the schedule has it whole; the simulator adds them again
-            seconds.append(measured.get(kind.value, whole / 2 if kind.value in other else 0.0))
-        return seconds
-
-    _, dp_replicate, dp_shard, _ = config.parallel.mesh_shape(world)
-    message = message_bytes(config) / link_bytes_per_second
-    costs = Costs(of(Kind.FORWARD), of(Kind.INPUT_GRAD), of(Kind.WEIGHT_GRAD), message)
-    timeline = simulate(config.schedule(dp_replicate * dp_shard), costs)
+    time = StepTime(Layout(config, world, 0), device)
+    computing = [_part(means[str(s)]) for s in range(config.parallel.num_stages)]
+    waiting = [
+        sum((time.unit(unit).exposed for unit in time.layout.units(s)), time.waits(s))
+        for s in range(config.parallel.num_stages)
+    ]
+    schedule = time.layout.schedule
+    alone = simulate(schedule, _costs(computing, 0.0))
+    late = [gathered - time.costs.forward[s] for s, gathered in enumerate(time.costs.weights_at)]
+    together = [mine + theirs for mine, theirs in zip(computing, waiting, strict=True)]
+    weights_at = [max(0.0, seconds + together[s].forward) if seconds > 0 else 0.0 for s, seconds in enumerate(late)]
+    timeline = simulate(schedule, _costs(together, time.message_seconds, weights_at))
     after = max(report["other_seconds"] for report in reports)
-    return {"step_seconds": timeline.step_time + after, "bubble_fraction": timeline.bubble_fraction}
+    reductions = max(0.0, time.reductions_end - time.timeline.step_time)
+    return {
+        "step_seconds": timeline.step_time + after + reductions,
+        "computing_seconds": alone.step_time + after,
+        "communication_seconds": timeline.step_time + reductions - alone.step_time,
+        "bubble_fraction": timeline.bubble_fraction,
+    }
+
+
+def _part(measured: dict[str, float]) -> Part:
+    """Of a stage's actions. A whole backward is split in halves; the simulator adds them again."""
+    whole = measured.get("B", 0.0) / 2
+    return Part(measured["F"], measured.get("I", whole), measured.get("W", whole))
+
+
+def _costs(parts: list[Part], message: float, weights_at: Sequence[float] = ()) -> Costs:
+    return Costs([p.forward for p in parts], [p.input_grad for p in parts], [p.weight_grad for p in parts], message, weights_at)
 
 
 def ranks_asked_for(config: Config, world: int, rank: int | None) -> list[int]:
@@ -204,13 +221,16 @@ def main(arguments: list[str] | None = None) -> int:
     which.add_argument("--stages", action="store_true", help="the first rank of every pipeline position, one after the other")
     parser.add_argument("--gpus", type=int, metavar="N", help="size of the world")
     parser.add_argument("--real", action="store_true", help="compute, on this machine's GPU, or on its CPU where it has none")
-    parser.add_argument("--device", default="h100", metavar="NAME", help="with --real --stages: whose links carry messages")
+    parser.add_argument("--device", default="h100", metavar="NAME", help="with --real --stages: whose links carry what is sent")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
     options = parser.parse_intermixed_args(arguments)
     try:
         config = load_config(options.config, options.overrides)
         world = world_of(options.config, config, options.gpus)
         config.validate(world)
+        device = find_device(options.device)
+        if options.json is not None and not options.json.absolute().parent.is_dir():  # before minutes of work
+            raise UserError("--json", str(options.json), "its folder is not there", "make the folder, or choose another")
         ranks = ranks_asked_for(config, world, None if options.stages else options.rank or 0)
         if not options.real:
             check_can_be_rehearsed(config)
@@ -221,8 +241,12 @@ def main(arguments: list[str] | None = None) -> int:
             reports.append(report)
         result: dict[str, Any] = {"ranks": reports} if options.stages else reports[0]
         if options.real and options.stages:
-            result["step"] = predicted_step(config, world, reports, find_device(options.device).node_bytes_per_second)
-            print(f"a step of the whole job: {result['step']['step_seconds'] * 1e3:.3f} ms")
+            step = result["step"] = predicted_step(config, world, reports, device)
+            print(
+                f"a step of the whole job: {step['step_seconds'] * 1e3:.3f} ms = computing, measured, "
+                f"{step['computing_seconds'] * 1e3:.3f} ms + communication, by the planner, "
+                f"{step['communication_seconds'] * 1e3:.3f} ms"
+            )
         if options.json is not None:
             options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     except UserError as error:

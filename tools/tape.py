@@ -26,6 +26,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.mesh import AXES, Mesh
 from parallel.pipeline.actions import Action, F
+from plan.categories import (
+    ACTIVATIONS,
+    DEFERRED,
+    GATHERED,
+    GATHERING,
+    GRADIENTS,
+    MESSAGES,
+    MOMENTS,
+    REDUCING,
+    SHARDED_GRADIENTS,
+    TEMPORARY,
+    WEIGHTS,
+)
 from plan.traffic import Call
 from tools.fake_gpu import DEVICE, run_collective
 
@@ -47,12 +60,6 @@ NOT_YET_THERE = {
     ("build.py", "build_stage"),
     ("_fully_shard.py", "FSDPModule._apply"),
 }
-
-WEIGHTS, MOMENTS = "sharded weights", "optimizer state"
-GATHERED, GRADIENTS, SHARDED_GRADIENTS = "gathered weights", "whole gradients", "sharded gradients"
-GATHERING, REDUCING = "buffers of gathers", "buffers of reductions"
-ACTIVATIONS, DEFERRED = "activations", "kept for weight gradients"
-MESSAGES, TEMPORARY = "messages of the pipeline", "temporary"
 
 
 @dataclass(slots=True)

@@ -1,0 +1,284 @@
+"""Every layout of a model on a number of GPUs, each with an estimate of its step's seconds and a bound on its bytes.
+
+The estimate is of the parts that `plan.time` simulates: the work of the slowest rank, the schedule's bubble by its paper's
+formula, what data parallelism has to wait for. The bound is of the rank that holds most: its states, and the activations of the
+micro-batches that its schedule keeps alive. No layout needs less.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache, lru_cache
+from typing import Literal, NamedTuple
+
+from model.cost import layer_costs
+from parallel.pipeline.actions import Action, B, F, I, stage_ranks
+from parallel.pipeline.balance import balanced_split, even_split
+from parallel.pipeline.schedules import build_schedule
+from plan.hardware import Device
+from plan.layout import Layout, Sizes
+from plan.links import Links
+from plan.time import NOTHING, Part, StepTime
+from training.config import Config
+
+FIXED = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "zb_v": 2, "dualpipe_v": 2}  # stages per rank
+INTERLEAVED = ("interleaved_1f1b", "breadth_first")
+SPLIT = ("zb_h1", "zb_v", "dualpipe_v")  # form weight gradients in actions of their own
+MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+MICRO_BATCHES = (1, 2, 4, 8)  # sequences
+VIRTUAL = (2, 3, 4, 5, 6, 7, 8)  # stages per rank of interleaved schedules
+
+
+class Pipeline(NamedTuple):
+    """How layers are cut, and when what runs."""
+
+    pp: int
+    schedule: str
+    stages_per_rank: int
+    layers_per_stage: list[int] | Literal["auto"] | None  # as in the configuration
+    counts: list[int]  # the same, in numbers
+
+
+class Candidate(NamedTuple):
+    """A layout. `alike` has all of its configuration that is inside a stage."""
+
+    estimate: float  # seconds of a step
+    bound: float  # bytes
+    fullest: int  # the pipeline rank that it is of
+    alike: Config
+    pipeline: Pipeline
+    dp_shard: int
+    dp_replicate: int
+    zero_stage: Literal[0, 1, 2, 3]
+
+    def config(self) -> Config:
+        pipe = self.pipeline
+        parallel = replace(self.alike.parallel, pp=pipe.pp, schedule=pipe.schedule, stages_per_rank=pipe.stages_per_rank,
+                           layers_per_stage=pipe.layers_per_stage, dp_shard=self.dp_shard, dp_replicate=self.dp_replicate,
+                           zero_stage=self.zero_stage)  # fmt: skip
+        return replace(self.alike, parallel=parallel)
+
+
+def space(config: Config, world: int, device: Device) -> list[str]:
+    """What is searched, what is not, and what stays as the configuration has it; in words."""
+    train, parallel = config.train, config.parallel
+    sizes = ", ".join(map(str, sorted({*MICRO_BATCHES, train.micro_batch_size})))
+    schedules = [*(name for name in FIXED if not (train.compile and name in SPLIT)), *INTERLEAVED]
+    kept = [f"parallel.fsdp_unit={parallel.fsdp_unit}", f"parallel.reduce_dtype={parallel.reduce_dtype}"]
+    kept += [f"train.{key}={str(getattr(train, key)).lower()}" for key in ("dtype", "compile")]
+    tp = ", ".join(map(str, _tp_sizes(config, world, device)))
+    return [
+        f"tried: tp {tp}; pp, dp_shard, dp_replicate that divide the rest; micro-batches of {sizes} sequences; "
+        f"{', '.join(schedules)}; {VIRTUAL[0]} to {VIRTUAL[-1]} stages a rank where interleaved; even, balanced layers, ends "
+        "without a block; zero_stage 1 to 3 (0: unsharded); no, selective and full recomputation",
+        "not tried: tp beyond a node, or cutting nodes unevenly; dp_shard that leaves out part of a node; uneven micro-batches",
+        f"as given: {' '.join(kept)}",
+    ]
+
+
+def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate]:
+    """Every layout that keeps the configuration's rules."""
+    batch, seq_len = config.train.global_batch_size, config.train.seq_len
+    for tp in _tp_sizes(config, world, device):
+        for cut, size, mode in itertools.product((True, False), sorted({*MICRO_BATCHES, config.train.micro_batch_size}), MODES):
+            if (tp == 1 and cut != config.parallel.sequence_parallel) or (cut and seq_len % tp):
+                continue
+            parallel = replace(config.parallel, tp=tp, pp=1, dp_shard=1, dp_replicate=1, schedule="1f1b", stages_per_rank=1,
+                               layers_per_stage=None, sequence_parallel=cut, zero_stage=1)  # fmt: skip
+            train = replace(config.train, micro_batch_size=size, activation_checkpointing=mode)
+            stage = Stage(StepTime(Layout(replace(config, parallel=parallel, train=train), tp, 0), device))
+            for pp in _divisors(world // tp):
+                dp = world // (tp * pp)
+                if pp <= config.model.num_layers + 2 and batch % (dp * size) == 0:
+                    for pipe in pipelines(stage.alike, pp, batch // (dp * size)):
+                        yield from _data_parallel(stage, pipe, world, batch // (dp * size), dp)
+
+
+class Stage:
+    """What all layouts have in common that differ in pp and dp alone."""
+
+    def __init__(self, time: StepTime) -> None:
+        self.time, self.layout, self.alike = time, time.layout, time.layout.config
+        self.sizes = Sizes(self.layout)
+        embedding, _, head = (self.layout.units(0)[i] for i in (0, 1, -1))
+        self.work, self.embedding, self.head = (time.part(unit) for unit in (self.layout.block, embedding, head))
+        self.summing = time.summing(self.layout.block) / self.layout.block.numel  # seconds of a number
+        self.table = self.layout.vocabulary * self.layout.model.dim
+
+    @cache  # noqa: B019  (of one search)
+    def message_seconds(self, pp: int, world: int) -> float:
+        parallel = replace(self.alike.parallel, pp=pp, dp_shard=world // (self.layout.tp * pp))
+        return StepTime(Layout(replace(self.alike, parallel=parallel), world, 0), self.time.device).message_seconds
+
+
+def pipelines(config: Config, pp: int, m: int) -> Iterator[Pipeline]:
+    """Schedules and cuts of the layers for `m` micro-batches on `pp` ranks."""
+    layers = config.model.num_layers
+    costs = layer_costs(config.model, config.train.seq_len, config.train.activation_checkpointing)
+    for schedule, v in _schedules(pp, m, (layers + 2) // pp):
+        if config.train.compile and schedule in SPLIT:
+            continue
+        stages = pp * v
+        if layers < stages:  # one layer each, and none in the last, which has the head, or in the first and last
+            light = [int(0 < s < stages - 1 or (s == 0 and layers == stages - 1)) for s in range(stages)]
+            if stages - layers <= 2 and stages > 2 and sum(light) == layers:
+                yield Pipeline(pp, schedule, v, light, light)
+            continue
+        even = even_split(layers, stages)
+        yield Pipeline(pp, schedule, v, None, even)
+        balanced = _balanced(layers, costs, tuple(_where(schedule, pp, v))) if pp > 1 else even
+        if balanced != even:
+            yield Pipeline(pp, schedule, v, "auto", balanced)
+
+
+def _data_parallel(stage: Stage, pipe: Pipeline, world: int, m: int, dp: int) -> Iterator[Candidate]:
+    """All ways to shard one pipeline's weights over `dp` ranks."""
+    layout, time, device, tp = stage.layout, stage.time, stage.time.device, stage.layout.tp
+    ranks = _ranks(pipe)
+    parts = [
+        stage.work * r.blocks + (stage.embedding if r.first else NOTHING) + (stage.head if r.last else NOTHING) for r in ranks
+    ]
+    numbers = [r.blocks * layout.block.numel + (r.first + r.last) * stage.table for r in ranks]
+    busiest = max(range(pipe.pp), key=lambda r: _sum(parts[r]))
+    work, numel = stage.work * max(1, max(r.blocks for r in ranks)), numbers[busiest]
+    slowest = _sum(parts[busiest]) + numel * stage.summing
+    step = m * slowest + _bubble(pipe.schedule, pipe.pp, pipe.stages_per_rank, work)
+    step += 2 * (pipe.pp - 1) * stage.message_seconds(pipe.pp, world) + device.step_seconds
+    live = _live(pipe.schedule, pipe.pp, pipe.stages_per_rank, tuple(pipe.counts), min(m, 2 * pipe.pp) if m > 1 else 1)
+    each = stage.sizes.kept + stage.sizes.part
+    units = max(1, ranks[busiest].blocks)
+    e, master, reduce = layout.compute, layout.master, layout.reduce
+    one_dtype = layout.config.parallel.reduce_dtype == layout.config.train.dtype == "bfloat16"
+    as_one = layout.config.parallel.fsdp_unit == "stage"
+    forward, backward = parts[busiest].forward, parts[busiest].input_grad + parts[busiest].weight_grad
+    # Whole gradients join the activations where backwards and forwards take turns for long.
+    steady = m >= 4 * pipe.pp and pipe.schedule not in ("gpipe", "breadth_first")
+    for shard in _divisors(dp):
+        if shard < dp and shard * tp < min(device.gpus_per_node, dp * tp):
+            continue
+        links = Links(device, tp, shard, dp // shard, world)
+        number = pipe.stages_per_rank if as_one else units
+        gather = links.collective("dp_shard", numel * e, number=number)
+        scatter = links.collective("dp_shard", numel * reduce, number=number)
+        replicas = links.collective("dp_replicate", numel * reduce / shard, 2, number)
+        cast = time.memory(numel * (3 * e + master / shard))
+        adam = time.memory(max(numbers) / shard * 8 * master)
+        for zero in _zero_stages(shard):
+            if one_dtype and ((m > 1 and zero < 2) or shard < dp):
+                continue
+            seconds = step + adam
+            behind = 0.0 if as_one else backward  # what the last reductions hide behind
+            if zero == 3 and as_one:
+                seconds += m * (2 * gather + scatter + 2 * cast)
+            elif zero == 3:
+                seconds += m * (max(0.0, gather - forward) + max(0.0, gather + scatter - backward) + 2 * cast)
+            else:
+                seconds += gather + cast if as_one else max(0.0, gather + cast - forward)
+                seconds += m * max(0.0, scatter - backward - (forward if as_one else 0.0)) if zero == 2 else 0.0
+            seconds += max(0.0, replicas + (scatter if zero < 2 else 0.0) - behind)
+            bounds = []
+            for n, kept in zip(numbers, live, strict=True):
+                states = n / shard * 3 * master + n * e * (zero < 3)
+                summed = n * reduce * (1.0 if zero < 2 and m > 1 else 1 / shard)
+                bounds.append(states + max(kept * each + (summed if steady else 0.0), summed))
+            bound = max(bounds)
+            yield Candidate(seconds, bound, bounds.index(bound), stage.alike, pipe, shard, dp // shard, zero)
+
+
+class Rank(NamedTuple):
+    """Of a pipeline."""
+
+    blocks: int
+    first: bool  # has the embedding
+    last: bool  # has the head
+
+
+def _ranks(pipe: Pipeline) -> list[Rank]:
+    where = _where(pipe.schedule, pipe.pp, pipe.stages_per_rank)
+    blocks = [0] * pipe.pp
+    for rank, count in zip(where, pipe.counts, strict=True):
+        blocks[rank] += count
+    return [Rank(blocks[r], r == where[0], r == where[-1]) for r in range(pipe.pp)]
+
+
+def _zero_stages(shard: int) -> tuple[Literal[0, 1, 2, 3], ...]:
+    return (1, 2, 3) if shard > 1 else (0,)
+
+
+@lru_cache(maxsize=1024)
+def _where(schedule: str, pp: int, v: int) -> list[int]:
+    """The rank of each stage."""
+    return list(stage_ranks(build_schedule(schedule, pp, v, 2 * pp)))
+
+
+@lru_cache(maxsize=4096)
+def _balanced(layers: int, costs: tuple[float, float, float], where: tuple[int, ...]) -> list[int]:
+    return balanced_split(layers, costs, where)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=4096)
+def _live(schedule: str, pp: int, v: int, counts: tuple[int, ...], m: int) -> list[int]:
+    """The most micro-batches of blocks that each rank holds at once, by the schedule itself; with more than `m`, not fewer."""
+    most = []
+    for actions in _schedule(schedule, pp, v, m):
+        live = highest = 0
+        for kind, stage, _ in actions:
+            if kind is F:
+                live += counts[stage]
+                highest = max(highest, live)
+            elif kind in (B, I):
+                live -= counts[stage]
+        most.append(highest)
+    return most
+
+
+@lru_cache(maxsize=256)
+def _schedule(schedule: str, pp: int, v: int, m: int) -> list[list[Action]]:
+    return build_schedule(schedule, pp, v, m)
+
+
+def _schedules(pp: int, m: int, most_stages: int) -> Iterator[tuple[str, int]]:
+    """Names and stages per rank of those that take these sizes."""
+    if pp == 1:
+        yield "1f1b", 1
+        return
+    for name, v in FIXED.items():
+        if v <= most_stages and not (name == "dualpipe_v" and m < 2 * pp):
+            yield name, v
+    for v, name in itertools.product(VIRTUAL, INTERLEAVED):
+        if v <= most_stages and m >= pp and not (name == "interleaved_1f1b" and m % pp):
+            yield name, v
+
+
+def _bubble(schedule: str, pp: int, v: int, work: Part) -> float:
+    """Seconds that a rank waits, by the papers' formulas (parallel/pipeline/schedules.py)."""
+    f, i, w = work.forward, work.input_grad, work.weight_grad
+    if schedule == "zb_h1":
+        return (pp - 1) * max(0.0, f + i - w)
+    if schedule == "zb_v":
+        return (pp - 1) * max(0.0, i - w)
+    if schedule == "dualpipe_v":
+        return (pp - 1) * max(0.0, f + i - w) / 2
+    return (pp - 1) * (f + i + w) / v
+
+
+def _sum(part: Part) -> float:
+    return part.forward + part.input_grad + part.weight_grad
+
+
+def _tp_sizes(config: Config, world: int, device: Device) -> list[int]:
+    """That divide the world, the heads and the node, unless all is in one node."""
+    model, node = config.model, device.gpus_per_node
+    sizes = [tp for tp in _divisors(world) if tp <= node and (world <= node or node % tp == 0)]
+    return [
+        tp
+        for tp in sizes
+        if model.num_heads % tp == 0
+        and model.ffn_dim % tp == 0
+        and (model.num_kv_heads % tp == 0 or tp % model.num_kv_heads == 0)
+    ]
+
+
+@lru_cache(maxsize=1024)
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]

@@ -1,0 +1,38 @@
+"""What a plan cannot say anything about, and what it takes for granted."""
+
+from dataclasses import replace
+
+from errors import UserError
+from plan.hardware import FITTED, Device
+from training.config import Config
+
+
+def check_can_be_planned(config: Config) -> None:
+    """Raises UserError for what the accounts leave out; tools/rehearse.py, whose GPU is a fake one, cannot show it either."""
+    if config.parallel.cpu_offload:
+        why = "moves weights and optimizer state between host and GPU, which no plan counts"
+        raise UserError("parallel.cpu_offload", True, why, "set parallel.cpu_offload=false")
+
+
+def check_before_search(config: Config) -> None:
+    """Raises UserError for what is wrong in every layout."""
+    check_can_be_planned(config)
+    parallel = replace(config.parallel, tp=1, pp=1, dp_shard=1, dp_replicate=1, schedule="1f1b", stages_per_rank=1,
+                       layers_per_stage=None, zero_stage=2)  # fmt: skip
+    alone = replace(config, parallel=parallel, train=replace(config.train, micro_batch_size=1),
+                    run=replace(config.run, profile_ranks=[0]))  # fmt: skip
+    alone.validate(1)
+    if config.train.micro_batch_size < 1:
+        raise UserError("train.micro_batch_size", config.train.micro_batch_size, "must be at least 1", "give 1 or more")
+
+
+def assumptions(config: Config, device: Device) -> list[str]:
+    """What the figures are of, where the run may be another."""
+    lines = []
+    if config.model.kernels == "torch":
+        lines.append("planned for Triton's kernels; model.kernels=torch is slower and keeps more")
+    if config.train.compile:
+        lines.append("planned for blocks that are not compiled; train.compile=true is a little faster and keeps a little less")
+    if device.name not in FITTED:
+        lines.append("efficiencies are those that published runs on H100 reach, but for what a file of rates replaces")
+    return lines

@@ -1,0 +1,55 @@
+"""How long a rank's communication takes in a step, and how much of that it waits for."""
+
+from typing import NamedTuple
+
+from parallel.pipeline.actions import F
+from parallel.pipeline.lower import result_of
+from plan.time import Part, StepTime
+
+
+class Seconds(NamedTuple):
+    """Of an axis, in one step."""
+
+    wire: float
+    exposed: float  # of these, computing waits
+
+
+def seconds_on_the_wire(time: StepTime, pp_rank: int) -> dict[str, Seconds]:
+    """By axis: of pipeline rank `pp_rank`. What the pipeline waits for messages is of the slowest rank, the whole step's."""
+    layout = time.layout.at(pp_rank)
+    parallel, m = layout.config.parallel, layout.num_microbatches
+    tp_wire = tp_exposed = gathers = waits = reductions = replicas = 0.0
+    for stage in layout.stages:
+        for unit in layout.units(stage):
+            cost = time.unit(unit)
+            tp_wire, tp_exposed = tp_wire + m * _sum(cost.wire), tp_exposed + m * _sum(cost.exposed)
+        gather, scatter, over_replicas = time.data_parallel(stage)
+        gathers += gather * (2 * m if parallel.zero_stage == 3 else 1)
+        reductions += scatter * (m if parallel.zero_stage >= 2 else 1)
+        replicas += over_replicas
+        waits += m * _sum(time.waits(stage))
+    late = _late_start(time, pp_rank)
+    tail = max(0.0, time.reductions[pp_rank] - time.timeline.ranks[pp_rank][-1].end)
+    over_shards = tail if layout.dp_replicate == 1 else max(0.0, tail - replicas)
+    table = {
+        "tp": Seconds(tp_wire, tp_exposed),
+        "dp_shard": Seconds(gathers + reductions, waits + late + over_shards),
+        "dp_replicate": Seconds(replicas, tail - over_shards),
+    }
+    results = [result_of(action, layout.num_stages) for action in layout.schedule[pp_rank]]
+    sent = sum(message is not None and layout.where[message.stage] != pp_rank for message in results)
+    table["pp"] = Seconds(sent * time.message_seconds, time.waiting_for_messages)
+    return {axis: seconds for axis, seconds in table.items() if seconds.wire}
+
+
+def _late_start(time: StepTime, pp_rank: int) -> float:
+    """By how much the first forward of each stage is longer than the others, for want of weights."""
+    late = 0.0
+    for action, start, end in time.timeline.ranks[pp_rank]:
+        if action.kind is F and action.microbatch == 0:
+            late += end - start - time.costs.forward[action.stage]
+    return max(0.0, late)
+
+
+def _sum(part: Part) -> float:
+    return part.forward + part.input_grad + part.weight_grad

@@ -1,0 +1,96 @@
+"""Bytes by category, and the moment at which they are most."""
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from functools import cached_property
+from typing import NamedTuple
+
+from parallel.pipeline.actions import Action
+from plan.categories import ACTIVATIONS, GATHERING, GRADIENTS, KINDS, REDUCING, TEMPORARY
+
+
+class Effect(NamedTuple):
+    """What a piece of work did to a ledger: how high it rose above where it began, what was there then, and what stayed."""
+
+    height: int
+    at_height: dict[str, int]  # by category, above the beginning
+    changes: dict[str, int]
+
+
+class Ledger:
+    """`peak` bytes in `peak_action`: None between actions and after the last."""
+
+    def __init__(self) -> None:
+        self.now: dict[str, int] = defaultdict(int)
+        self.total = self.peak = 0
+        self.action: Action | None = None
+        self.peak_action: Action | None = None
+        self._at_peak: dict[str, int] = {}
+        self._effects: dict[Hashable, Effect] = {}
+
+    def add(self, category: str, size: int) -> None:
+        self.now[category] += size
+        self.total += size
+        self.reach()
+
+    def free(self, category: str, size: int) -> None:
+        self.now[category] -= size
+        self.total -= size
+
+    def reach(self, *, temporary: int = 0, gradients: int = 0, gathering: int = 0, reducing: int = 0) -> None:
+        """The moment, with these bytes alive besides: results, whole gradients, buffers of gathers and reductions."""
+        total = self.total + temporary + gradients + gathering + reducing
+        if total > self.peak:
+            self.peak, self.peak_action = total, self.action
+            self._at_peak = dict(self.now)
+            more = {TEMPORARY: temporary, GRADIENTS: gradients, GATHERING: gathering, REDUCING: reducing}
+            for category, size in more.items():
+                if size:
+                    self._at_peak[category] = self._at_peak.get(category, 0) + size
+
+    def repeat(self, state: Callable[[], Hashable], work: Callable[[], None]) -> None:
+        """Does the work; or what it did when the state was the same, if it left the state as it was.
+
+        Most of a program's actions are repetitions, so that a long program takes hardly longer than a short one.
+        """
+        before = state()
+        if before not in self._effects:
+            effect = self._watch(work)
+            if state() == before:
+                self._effects[before] = effect
+            return
+        height, at_height, changes = self._effects[before]
+        if self.total + height > self.peak:
+            self.peak, self.peak_action = self.total + height, self.action
+            self._at_peak = {c: self.now[c] + at_height.get(c, 0) for c in {*self.now, *at_height}}
+        for category, size in changes.items():
+            self.now[category] += size
+            self.total += size
+
+    def _watch(self, work: Callable[[], None]) -> Effect:
+        began, total = dict(self.now), self.total
+        peak, peak_action, at_peak = self.peak, self.peak_action, self._at_peak
+        self.peak = -1
+        self.reach()
+        work()
+        at_height = {c: size - began.get(c, 0) for c, size in self._at_peak.items()}
+        changes = {c: size - began.get(c, 0) for c, size in self.now.items() if size != began.get(c, 0)}
+        effect = Effect(self.peak - total, at_height, changes)
+        if self.peak <= peak:
+            self.peak, self.peak_action, self._at_peak = peak, peak_action, at_peak
+        return effect
+
+    @cached_property
+    def at_peak(self) -> dict[str, int]:
+        """By category."""
+        table: dict[str, int] = {}
+        for name, size in self._at_peak.items():
+            category = ACTIVATIONS if name in KINDS else name
+            table[category] = table.get(category, 0) + size
+        return table
+
+    @cached_property
+    def activations(self) -> dict[str, int]:
+        """Those at the peak, by kind, largest first; they add up to `at_peak`'s."""
+        kinds = {name: size for name, size in self._at_peak.items() if name in KINDS and size}
+        return dict(sorted(kinds.items(), key=lambda item: -item[1]))

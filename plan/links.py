@@ -1,0 +1,58 @@
+"""Seconds of a collective over each axis of the mesh, by where its ranks are.
+
+    gather, scatter of s bytes over n ranks      s · (n − 1) / n / rate + latency
+    all-reduce                                   twice that
+
+A group that has g ranks in a node has g links out of it (NCCL's rings). The latency grows with the group: a ring's last piece
+makes one hop for every other node, and an all-reduce over replicas climbs and descends a tree of nodes (NCCL's
+src/graph/tuning.cc, which chooses by the same count). Inside a node hops are part of `collective_seconds`.
+"""
+
+import math
+from dataclasses import dataclass
+
+from plan.hardware import Device
+
+
+@dataclass(frozen=True)
+class Links:
+    """Of one mesh on one kind of device. Ranks are numbered as parallel/mesh.py does: tp innermost, then dp_shard."""
+
+    device: Device
+    tp: int
+    dp_shard: int
+    dp_replicate: int
+    world: int
+
+    def ranks(self, axis: str) -> int:
+        return {"tp": self.tp, "dp_shard": self.dp_shard, "dp_replicate": self.dp_replicate}[axis]
+
+    def in_node(self, axis: str) -> int:
+        """How many ranks of a group share a node."""
+        inner = {"tp": 1, "dp_shard": self.tp, "dp_replicate": self.tp * self.dp_shard}[axis]
+        ranks, node = self.ranks(axis), self.device.gpus_per_node
+        whole = max(1, min(ranks, node // inner))
+        if self.world > node and node % min(inner * ranks, node):  # some groups lie across two nodes, and hold up the others
+            return max(1, whole // 2)
+        return whole
+
+    def rate(self, axis: str) -> float:
+        """Bytes a second that a rank can send in a collective over `axis`."""
+        device, in_node = self.device, self.in_node(axis)
+        node = device.node_bytes_per_second * device.node_efficiency
+        if in_node == self.ranks(axis):
+            return node
+        return min(node, in_node * device.network_bytes_per_second * device.network_efficiency)
+
+    def latency(self, axis: str) -> float:
+        """Of one gather, scatter, or half an all-reduce."""
+        nodes = -(-self.ranks(axis) // self.in_node(axis))
+        hops = math.ceil(math.log2(nodes)) if axis == "dp_replicate" else nodes - 1
+        return self.device.collective_seconds + hops * self.device.hop_seconds
+
+    def collective(self, axis: str, size: float, times: float = 1, number: int = 1) -> float:
+        """Seconds of `number` gathers or scatters of `size` bytes together; an all-reduce is 2 `times` one."""
+        ranks = self.ranks(axis)
+        if ranks == 1:
+            return 0.0
+        return times * (size * (ranks - 1) / ranks / self.rate(axis) + number * self.latency(axis))

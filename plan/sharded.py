@@ -1,0 +1,119 @@
+"""What FSDP2 does to memory around the units of a stage: gathers, copies and reductions (parallel/data.py)."""
+
+from collections import defaultdict
+from collections.abc import Hashable
+
+from plan.categories import GATHERED, GRADIENTS, REDUCING, SHARDED_GRADIENTS
+from plan.layout import Layout, Unit
+from plan.ledger import Ledger
+
+Key = tuple[int, int]  # stage, and the first of its units
+
+
+class Sharded:
+    """FSDP's units of a rank's stages: which are gathered, and where their gradients are. A unit of FSDP is one of the stage's,
+    or all of them (`fsdp_unit: stage`)."""
+
+    def __init__(self, layout: Layout, ledger: Ledger) -> None:
+        self.layout, self.ledger = layout, ledger
+        self.unit_of: dict[tuple[int, int], tuple[Key, range, Unit]] = {}  # of a stage's unit: FSDP's, and what else is in it
+        for stage in layout.stages:
+            for indices, unit in layout.fsdp_units(stage):
+                self.unit_of |= {(stage, index): ((stage, indices.start), indices, unit) for index in indices}
+        self.gathered: set[Key] = set()
+        self.accumulated: set[Key] = set()  # hold whole gradients
+        self.reduced: set[Key] = set()  # hold reduced gradients, of some micro-batches
+        self.input_of_reduction: dict[int, int] = defaultdict(int)  # stage → bytes that FSDP holds on to
+        self.outputs_of_reductions: dict[int, int] = defaultdict(int)
+
+    def state(self, stage: int) -> Hashable:
+        """Between two actions: all units of a stage are gathered or none, and so on."""
+        counts = [sum(key[0] == stage for key in keys) for keys in (self.gathered, self.accumulated, self.reduced)]
+        return (*counts, self.input_of_reduction[stage], self.outputs_of_reductions[stage])
+
+    def gather(self, stage: int, index: int, forward: bool, before: int) -> int:
+        """Before a unit's forward or backward: the weights of FSDP's unit it is in, whole.
+
+        `before`: bytes of the buffer that the last gather filled; FSDP holds it until the next has its own. Returns this one's.
+        """
+        layout, (key, _, unit) = self.layout, self.unit_of[stage, index]
+        if key in self.gathered:
+            return 0
+        size = unit.padded(layout.dp_shard) * layout.compute
+        buffer = size if layout.dp_shard > 1 else 0
+        flat = size // layout.dp_shard if layout.compute != layout.master and layout.dp_shard > 1 else 0
+        if forward:
+            self.ledger.reach(gathering=before + buffer + flat)
+        self.ledger.add(GATHERED, size)
+        self.ledger.reach(gathering=buffer)
+        self.gathered.add(key)
+        return buffer
+
+    def prefetched(self, stage: int, index: int) -> int:
+        """Bytes that are gathered during a unit's backward, for the one that comes next."""
+        layout, (_, indices, _) = self.layout, self.unit_of[stage, index]
+        if layout.config.parallel.zero_stage < 3 or layout.dp_shard == 1 or not indices.start:
+            return 0
+        return self.unit_of[stage, indices.start - 1][2].padded(layout.dp_shard) * layout.compute
+
+    def reshard(self, stage: int, index: int) -> None:
+        key, _, unit = self.unit_of[stage, index]
+        if key in self.gathered:
+            self.gathered.remove(key)
+            self.ledger.free(GATHERED, unit.padded(self.layout.dp_shard) * self.layout.compute)
+
+    def after_backward(self, stage: int, index: int, last: bool) -> None:
+        """After a unit's backward, if it is the last of FSDP's: its gradients, in the compute dtype, are summed, or reduced."""
+        layout, (key, indices, unit) = self.layout, self.unit_of[stage, index]
+        if index != indices.start:
+            return
+        zero = layout.config.parallel.zero_stage
+        if zero == 3 or last:
+            self.reshard(stage, index)
+        if last or zero >= 2:
+            self._reduce(stage, key, unit, last)
+        else:
+            self._accumulate(key, unit)
+
+    def _accumulate(self, key: Key, unit: Unit) -> None:
+        layout, ledger = self.layout, self.ledger
+        ledger.free(GRADIENTS, unit.numel * layout.compute)
+        if key not in self.accumulated:
+            # One parameter after the other changes its width; the largest comes last, or nearly.
+            widest = max(rows * columns for rows, columns in unit.shapes) if layout.reduce != layout.compute else 0
+            ledger.add(GRADIENTS, unit.numel * layout.reduce)
+            ledger.reach(gradients=widest * layout.compute)
+            self.accumulated.add(key)
+
+    def _reduce(self, stage: int, key: Key, unit: Unit, last: bool) -> None:
+        """Over dp_shard; the last, over dp_replicate too, and to the weights' dtype. Until then FSDP sums in reduce_dtype."""
+        layout, ledger = self.layout, self.ledger
+        fresh = unit.numel * layout.compute
+        if key in self.accumulated:
+            ledger.free(GRADIENTS, fresh)
+            fresh = unit.numel * layout.reduce
+            self.accumulated.remove(key)
+        ledger.free(REDUCING, self.input_of_reduction.pop(stage, 0))
+        numbers = unit.padded(layout.dp_shard)
+        ledger.add(REDUCING, numbers * layout.reduce)
+        self.input_of_reduction[stage] = numbers * layout.reduce
+        ledger.free(GRADIENTS, fresh)
+        output, final = numbers // layout.dp_shard * layout.reduce, numbers // layout.dp_shard * layout.master
+        # Alone, a rank divides by 1 into a copy.
+        ledger.reach(reducing=output + (numbers * layout.reduce if layout.dp_shard == 1 else 0))
+        if not last:
+            if key not in self.reduced:
+                ledger.add(SHARDED_GRADIENTS, output)
+                self.reduced.add(key)
+            return
+        if layout.master != layout.reduce:  # what was reduced over dp_replicate is held until the stage's backward ends
+            ledger.add(REDUCING, output)
+            self.outputs_of_reductions[stage] += output
+        ledger.add(SHARDED_GRADIENTS, final)
+        if key in self.reduced:
+            ledger.free(SHARDED_GRADIENTS, output)
+            self.reduced.remove(key)
+
+    def end_last_backward(self, stage: int) -> None:
+        held = self.input_of_reduction.pop(stage, 0) + self.outputs_of_reductions.pop(stage, 0)
+        self.ledger.free(REDUCING, held)
