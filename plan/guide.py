@@ -43,6 +43,16 @@ def guide_traffic(parameters: float, ranks: int, strategy: str) -> float:
     return parameters * 2 * {"ddp": 2, "zero 1": 2, "zero 2": 2, "zero 3": 3}[strategy] * (ranks - 1) / ranks
 
 
+def our_traffic(config: Config, ranks: int, strategy: str) -> float:
+    """The same for Lattice, whose gradients are reduced in parallel.reduce_dtype: two passes of DDP's all-reduce, or one of a
+    reduce-scatter beside the gathers of weights in train.dtype."""
+    layout = Layout(replace(config, parallel=replace(config.parallel, tp=1, pp=1, stages_per_rank=1, layers_per_stage=None,
+                                                     schedule="1f1b", dp_shard=ranks, dp_replicate=1)), ranks, 0)  # fmt: skip
+    reduced, gathered = {"ddp": (2, 0), "zero 1": (1, 1), "zero 2": (1, 1), "zero 3": (1, 2)}[strategy]
+    width = reduced * layout.reduce + gathered * layout.compute
+    return config.model.num_parameters * width * (ranks - 1) / ranks
+
+
 def zero_table(config: Config, ranks: int) -> str:
     """As text: bytes a rank for each stage, in the guides' accounting for a round number of parameters, and ours."""
     model = config.model.num_parameters
@@ -57,7 +67,9 @@ def zero_table(config: Config, ranks: int) -> str:
         ours = our_bytes(config, ranks, stage)
         parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in ours.items() if size)
         lines.append(f"{stage:10d} {guide_bytes(parameters, ranks, stage) / GB:8.4g} {sum(ours.values()) / GB:9.1f}   {parts}")
-    lines.append("traffic that one GPU sends for one micro-batch, bfloat16, in GB:")
-    sent = {name: guide_traffic(parameters, ranks, name) / GB for name in ("ddp", "zero 1", "zero 2", "zero 3")}
-    lines.append("  " + ", ".join(f"{name} {size:.1f}" for name, size in sent.items()))
+    lines.append("traffic that one GPU sends for one micro-batch, in GB:")
+    names = ("ddp", "zero 1", "zero 2", "zero 3")
+    guides = ", ".join(f"{name} {guide_traffic(parameters, ranks, name) / GB:.1f}" for name in names)
+    ours_sent = ", ".join(f"{name} {our_traffic(config, ranks, name) / GB:.1f}" for name in names)
+    lines += [f"  guides, all in bfloat16: {guides}", f"  Lattice, gradients in {config.parallel.reduce_dtype}: {ours_sent}"]
     return "\n".join(lines)
