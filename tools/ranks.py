@@ -48,7 +48,7 @@ class Ranks:
         timeout: seconds one task may take.
     """
 
-    def __init__(self, size: int = 8, timeout: float = 120.0) -> None:
+    def __init__(self, size: int = 8, timeout: float = 600.0) -> None:
         self.size, self.timeout = size, timeout
         # A fork server and not a fork of this process: autograd refuses to run in the fork of a process that has used it.
         self._context = multiprocessing.get_context("forkserver")
@@ -146,7 +146,7 @@ def _serve(rank: int, pipe: Connection) -> None:
         try:
             function, arguments, world, store = pickle.loads(task)
             dist.init_process_group(
-                "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=60)
+                "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=300)
             )
             result = pickle.dumps((True, function(*arguments)))
             dist.barrier()  # no rank may tear its connections down while another still uses them
