@@ -23,6 +23,11 @@ from tests.data_samples import prepared
 from tests.runs import LAYOUT_3D, train_run, write_config
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Bytes by their length: what they hold may be of the moment (gzip's time), and workers must agree on the tests' names."""
+    return f"{len(val)} bytes" if isinstance(val, bytes) else None
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Up to 8 ranks, forked at the first use and kept for all tests; see tools/ranks.py."""

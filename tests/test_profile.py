@@ -139,7 +139,7 @@ def test_a_cpus_trace() -> None:
     [
         b"",
         b"\x1f\x8b\x08",
-        gzip.compress(b'{"traceEvents": [')[:-9],
+        gzip.compress(b'{"traceEvents": [', mtime=0)[:-9],
         b"[" * 100_000,
         b"[]",
         b'{"traceEvents": [1, {"ph": "X"}]}',
