@@ -120,8 +120,7 @@ def start(program: str, processes: int, size: dict, extra: list[str], steps: int
     """Run one program; its result, and the peak of the processes' summed proportional set sizes in bytes."""
     command = [sys.executable, "-m", "benchmarks.train_cpu", "--inside", program, "--processes", str(processes)]
     command += ["--steps", str(steps), size["config"], *size["overrides"], *extra]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    running = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    running = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     peak = 0
     while running.poll() is None:
         peak = max(peak, summed_pss(running.pid))
@@ -176,6 +175,9 @@ def main() -> None:
             sys.exit(start_processes(arguments.processes, inside, *what))
         return
 
+    from tools.launch import share_cores
+
+    share_cores()  # as `make train` does, for all three programs alike
     results: dict = {"date": str(datetime.date.today()), "platform": platform.platform(), "cpus": os.cpu_count(), "sizes": {}}
     for name, size in SIZES.items():
         rounds, peaks = [], []

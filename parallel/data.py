@@ -28,6 +28,7 @@ mean is ever taken of means.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 import torch
 from torch import nn
@@ -81,20 +82,22 @@ class ZeroStage:
     def __init__(self, stage: int) -> None:
         self.reduce_each_microbatch = stage >= 2
         self.reshard_weights = stage == 3
+        # Each of FSDP2's switches walks all modules of a stage to find its units; those are few, and do not change.
+        self._units = cache(fsdp_modules)
 
     def begin_step(self, module: nn.Module) -> None:
         """Before a stage's first forward of a step."""
         assert isinstance(module, FSDPModule)
         module.set_is_last_backward(False)
         self._reduce(module, self.reduce_each_microbatch)
-        module.set_reshard_after_backward(self.reshard_weights)
-        module.set_reshard_after_forward(self.reshard_weights)
+        for unit in self._units(module):
+            unit.set_reshard_after_backward(self.reshard_weights, recurse=False)
+            unit.set_reshard_after_forward(self.reshard_weights, recurse=False)
 
     def before_backward(self, module: nn.Module, completes: bool, last: bool) -> None:
         """Before a backward. It `completes` the gradients of its micro-batch, or weight gradients are to follow; the `last`
         completes those of the step. Forgetting the last is silent: FSDP would keep every gradient for a later backward and the
         optimizer would find none (`check_reduced` finds out)."""
-        assert isinstance(module, FSDPModule)
         if last:
             self._complete(module)
         elif self.reduce_each_microbatch:
@@ -111,15 +114,18 @@ class ZeroStage:
         # torch.distributed.pipelining calls this private hook for the same purpose, in 2.11 as in 2.13.
         module._get_fsdp_state()._root_post_backward_final_callback()
 
-    def _reduce(self, module: FSDPModule, over_shards: bool) -> None:
-        module.set_requires_gradient_sync(over_shards)  # this switches the replicas' all-reduce too, which is once per step
-        module.set_requires_all_reduce(False)
+    def _reduce(self, module: nn.Module, over_shards: bool) -> None:
+        for unit in self._units(module):
+            unit.set_requires_gradient_sync(over_shards, recurse=False)  # switches the replicas' all-reduce, once per step, too
+            unit.set_requires_all_reduce(False, recurse=False)
 
-    def _complete(self, module: FSDPModule) -> None:
+    def _complete(self, module: nn.Module) -> None:
+        assert isinstance(module, FSDPModule)
         module.set_is_last_backward(True)
-        module.set_requires_gradient_sync(True)
-        module.set_requires_all_reduce(True)
-        module.set_reshard_after_backward(True)
+        for unit in self._units(module):
+            unit.set_requires_gradient_sync(True, recurse=False)
+            unit.set_requires_all_reduce(True, recurse=False)
+            unit.set_reshard_after_backward(True, recurse=False)
 
 
 def reshard(module: nn.Module) -> None:
