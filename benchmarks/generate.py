@@ -1,4 +1,4 @@
-"""Tokens per second of tools/generate.py beside `transformers`, same weights, on one CPU core. `python -m benchmarks.generate`
+"""Tokens per second of tools/generate beside `transformers`, same weights, on one CPU core. `python -m benchmarks.generate`
 
 One process holds both models in float32 and lets them write greedily in turn, several rounds, each after the same prompt; both
 must write the same tokens. Time is the process's CPU time, which on one thread is the time that passes where nobody else works.
@@ -27,10 +27,10 @@ import transformers
 from model.config import ModelConfig
 from model.initialise import initialise
 from model.transformer import Transformer
-from tools.generate import generate
-from tools.huggingface import parameters
-from tools.load_model import empty_model
-from tools.sampling import Sampling
+from tools.generate.load_model import empty_model
+from tools.generate.loop import generate
+from tools.generate.sampling import Sampling
+from tools.huggingface.config import parameters
 from training.join import start_distributed
 
 ROOT = Path(__file__).parent.parent

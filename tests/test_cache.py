@@ -11,9 +11,9 @@ from model.cache import KeyValueCache, LayerCache
 from model.config import ModelConfig
 from model.initialise import initialise
 from model.transformer import Batch
-from tools import generate as program
-from tools.load_model import empty_model
-from tools.sampling import Sampling, draw
+from tools.generate import loop
+from tools.generate.load_model import empty_model
+from tools.generate.sampling import Sampling, draw
 
 GREEDY = Sampling(temperature=0)
 LONG = 200  # tokens
@@ -37,7 +37,7 @@ def build(config, dtype=torch.float64):
 def rows_of(model, prompts, count, sampling=GREEDY, stop=(), first_row=0):
     """The new tokens of each prompt."""
     rows = [[] for _ in prompts]
-    for new in program.generate(model, prompts, count, sampling, stop, first_row):
+    for new in loop.generate(model, prompts, count, sampling, stop, first_row):
         for row, token in zip(rows, new, strict=True):
             row += [] if token is None else [token]
     return rows
@@ -194,7 +194,7 @@ def each_draws_from_its_own_part():
     def alone(logits, vocab_size, sampling, numbers, group):
         return draw(logits, sampling, numbers)
 
-    with patch.object(program, "draw_over_tp", alone):
+    with patch.object(loop, "draw_over_tp", alone):
         yield
 
 

@@ -12,8 +12,8 @@ from model.transformer import Block
 from parallel.mesh import build_mesh
 from parallel.placement import chunk_range
 from tests.counting import Listener
-from tools.parity_cases import BATCH, SEQ_LEN, Case
-from tools.parity_run import global_batch
+from tools.parity.cases import BATCH, SEQ_LEN, Case
+from tools.parity.run import global_batch
 from training.build import build_stages
 from training.step import TrainStep
 

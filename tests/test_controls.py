@@ -24,8 +24,8 @@ from parallel.pipeline.runner import PipelineRunner
 from parallel.pipeline.tied import TiedEmbedding
 from parallel.placement import as_dtensor_like
 from parallel.weight import Destination
-from tools.parity_cases import Case
-from tools.parity_run import check
+from tools.parity.cases import Case
+from tools.parity.run import check
 
 TP = Case((1, 1, 1, 2))
 SHARED_KV = Case((1, 1, 1, 4), num_kv_heads=2, sequence_parallel=False)

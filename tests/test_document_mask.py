@@ -29,9 +29,9 @@ from parallel.mesh import build_mesh
 from tests.data_samples import SOURCE, prepared, tokenizer
 from tests.flash import flash_attention_stands_in
 from tests.runs import fresh, losses, train_run, write_config
-from tools.parity import line
-from tools.parity_cases import BOS, Case
-from tools.parity_run import check
+from tools.parity.cases import BOS, Case
+from tools.parity.row import line
+from tools.parity.run import check
 from training.step import TrainStep
 
 S = 12

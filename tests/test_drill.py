@@ -11,8 +11,8 @@ import yaml
 import tools.ranks
 from benchmarks.kill_drill import LAYOUTS, WHERE, Kill, check_folder, drill, last_state, numbers, plan, planted, small
 from tests.runs import train_run, write_config
-from tools import report
 from tools.ranks import RankError, Ranks
+from tools.report import __main__ as report
 from training import signals
 from training.events import append_event, read_events
 from training.ledger import CAUSES, Ledger, account

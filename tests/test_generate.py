@@ -1,4 +1,4 @@
-"""tools/generate.py from folder to text: what transformers writes, whatever the layout; and what it refuses."""
+"""tools/generate from folder to text: what transformers writes, whatever the layout; and what it refuses."""
 
 import contextlib
 import functools
@@ -14,11 +14,12 @@ import torch
 from data.tokenizer import Tokenizer
 from errors import UserError
 from tests.data_samples import tokenizer
-from tools import generate as program
-from tools.checkpoint_reader import newest
 from tools.export import export
-from tools.load_model import load_model
-from tools.sampling import Sampling
+from tools.generate import __main__ as program
+from tools.generate.load_model import load_model
+from tools.generate.loop import generate
+from tools.generate.sampling import Sampling
+from tools.huggingface.checkpoint_reader import newest
 
 ROOT = Path(__file__).parent.parent
 
@@ -39,7 +40,7 @@ def tokens_after(arguments, prompt):
     options = program.parse(arguments)
     loaded = load_model(options.checkpoint, torch.float32, "cpu")
     tokens = loaded.encode(prompt)
-    new = program.generate(loaded.model, [tokens], options.max_new_tokens, Sampling(temperature=0), loaded.stop)
+    new = generate(loaded.model, [tokens], options.max_new_tokens, Sampling(temperature=0), loaded.stop)
     return tokens, [token for (token,) in new]
 
 

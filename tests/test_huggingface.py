@@ -19,10 +19,10 @@ from parallel.mesh import build_mesh
 from tests.data_samples import tokenizer
 from tests.runs import LAYOUT_3D, train_run, write_config
 from tools import export, import_hf
-from tools.checkpoint_reader import CheckpointReader, newest
-from tools.huggingface import HuggingFaceConfig, parameters
+from tools.huggingface.checkpoint_reader import CheckpointReader, newest
+from tools.huggingface.config import HuggingFaceConfig, parameters
+from tools.huggingface.tensor_files import INDEX, SINGLE, FolderTensors
 from tools.ranks import Ranks
-from tools.tensor_files import INDEX, SINGLE, FolderTensors
 from training.manifest import verify
 
 VOCAB = tokenizer().vocab_size

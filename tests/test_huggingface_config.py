@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from errors import UserError
-from tools.huggingface import HuggingFaceConfig, config_json, parameters
+from tools.huggingface.config import HuggingFaceConfig, config_json, parameters
 
 SMALL = {
     "architectures": ["LlamaForCausalLM"],

@@ -21,7 +21,7 @@ from model.transformer import Block
 from parallel.activation import wrap_blocks
 from parallel.mesh import build_mesh
 from tests.counting import Listener
-from tools.parity_cases import Case
+from tools.parity.cases import Case
 
 ROOT = Path(__file__).parent.parent
 needs_triton = pytest.mark.skipif(backend.why_not_triton("cpu") is not None, reason="needs Triton")

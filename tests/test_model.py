@@ -13,10 +13,10 @@ from model.kernels.rotary import rotate
 from model.rotary import rotary_angles
 from model.transformer import Batch
 from parallel.mesh import build_mesh
-from tools.parity_cases import BATCH, SEQ_LEN, Case
-from tools.parity_run import assemble, global_batch, parts, reference_model
-from tools.reference import Rotary
-from tools.reference import rotate as reference_rotate
+from tools.parity.cases import BATCH, SEQ_LEN, Case
+from tools.parity.reference import Rotary
+from tools.parity.reference import rotate as reference_rotate
+from tools.parity.run import assemble, global_batch, parts, reference_model
 from training.build import build_stages
 
 LLAMA_3_70B = ModelConfig(

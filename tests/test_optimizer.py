@@ -14,9 +14,9 @@ from model.kernels.backend import INTERPRETED
 from parallel.mesh import build_mesh
 from parallel.placement import local_region
 from tests.counting import Listener
-from tools.parity_cases import Case
-from tools.parity_run import assemble, global_batch, parts
-from tools.reference import warmup_cosine
+from tools.parity.cases import Case
+from tools.parity.reference import warmup_cosine
+from tools.parity.run import assemble, global_batch, parts
 from training.build import build_stages
 from training.config import OptimizerConfig
 from training.optimizer import learning_rate

@@ -14,8 +14,8 @@ from model.kernels.backend import why_not_triton
 from parallel.config import ParallelConfig
 from parallel.mesh import build_mesh
 from parallel.pipeline.schedules import SCHEDULES
-from tools import parity
-from tools.parity_cases import (
+from tools.parity import __main__ as parity
+from tools.parity.cases import (
     OPTIMIZER,
     STEPS,
     Case,
@@ -26,7 +26,8 @@ from tools.parity_cases import (
     pairs_of,
     schedule_cases,
 )
-from tools.parity_run import assemble, check, expected, parts, run_on_ranks
+from tools.parity.row import line
+from tools.parity.run import assemble, check, expected, parts, run_on_ranks
 from training.build import build_stages
 from training.step import TrainStep
 
@@ -36,7 +37,7 @@ QUICK, IMPOSSIBLE = parity.plan(parity.WORLDS, quick=True)
 @pytest.mark.parametrize("case", [case for case, _ in QUICK], ids=str)
 def test_every_pair_of_options(ranks, case):
     row = check(ranks, case)
-    assert not row.failures(), parity.line(row, 0)
+    assert not row.failures(), line(row, 0)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -44,7 +45,7 @@ def test_every_pair_of_options(ranks, case):
 def test_twenty_steps(ranks, layout, dtype):
     """Loss and norm stay together over 20 optimizer steps with warmup, decay and clipping; copies stay bitwise the same."""
     row = check(ranks, Case(layout, dtype=dtype), STEPS)
-    assert not row.failures(), parity.line(row, STEPS)
+    assert not row.failures(), line(row, STEPS)
 
 
 @pytest.mark.slow
@@ -97,21 +98,21 @@ DEEP = {(c.schedule, c.stages_per_rank): c for c in schedule_cases((8,)) if c.la
 @pytest.mark.parametrize("case", DEEP.values(), ids=str)
 def test_every_schedule(ranks, case):
     row = check(ranks, case)
-    assert not row.failures(), parity.line(row, 0)
+    assert not row.failures(), line(row, 0)
 
 
 @pytest.mark.skipif(why_not_triton("cpu") is not None, reason="needs Triton")
 @pytest.mark.parametrize("case", kernel_cases(parity.WORLDS), ids=str)
 def test_triton_kernels(ranks, case):
     row = check(ranks, case)
-    assert not row.failures(), parity.line(row, 0)
+    assert not row.failures(), line(row, 0)
 
 
 def test_heads_narrower_than_dp_shard(ranks):
     """Their norms' two numbers are cut over four ranks: two of them, and their tp groups, have none."""
     case = Case((1, 1, 4, 2), attention_dim=16, qk_norm=True, sequence_parallel=False)
     row = check(ranks, case, steps=3)
-    assert not row.failures(), parity.line(row, 3)
+    assert not row.failures(), line(row, 3)
 
 
 def test_covering_array_is_the_same_every_time():

@@ -14,8 +14,8 @@ from model.kernels.cross_entropy import IGNORE, vocab_parallel_cross_entropy
 from model.transformer import Batch
 from parallel.mesh import build_mesh
 from parallel.placement import chunk_range
-from tools.parity_cases import BATCH, SEQ_LEN, Case
-from tools.parity_run import assemble, error_of, expected, global_batch, parts
+from tools.parity.cases import BATCH, SEQ_LEN, Case
+from tools.parity.run import assemble, error_of, expected, global_batch, parts
 from training.build import build_stages
 from training.gradient import gradient_norm
 from training.step import TrainStep

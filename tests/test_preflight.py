@@ -12,9 +12,9 @@ import pytest
 
 from tests.runs import write_config
 from tests.slurm_cluster import free_ports
-from tools.preflight import choose, odd_ones, slow_ones
-from tools.preflight_links import rounds
-from tools.preflight_node import judge_gpus
+from tools.preflight.links import rounds
+from tools.preflight.node import judge_gpus
+from tools.preflight.verdict import choose, odd_ones, slow_ones
 
 ROOT = Path(__file__).parent.parent
 GOOD = ["NVIDIA H100 80GB HBM3", "550.54.15", "4", "345", "1980", "Enabled", "0"]  # one row of nvidia-smi, but for the index

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from parallel.pipeline.schedules import SCHEDULES
 from tests.test_parity import DEEP
-from tools.parity import line
-from tools.parity_run import check
+from tools.parity.row import line
+from tools.parity.run import check
 from tools.ranks import RankError, Ranks
 
 READY, DATA = 1, 2  # tags of the two messages that one message is

@@ -11,8 +11,8 @@ import torch.distributed as dist
 import train
 from parallel.mesh import build_mesh
 from tests.runs import train_run, write_config
-from tools.parity_cases import Case
-from tools.parity_run import global_batch
+from tools.parity.cases import Case
+from tools.parity.run import global_batch
 from tools.ranks import RankError, Ranks
 from training.build import build_stages
 from training.checkpoint import local_tensors

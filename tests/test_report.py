@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.runs import train_run, write_config
-from tools import report
 from tools.ranks import Ranks
-from tools.report_charts import BINS, thin, ticks
+from tools.report import __main__ as report
+from tools.report.charts import BINS, thin, ticks
 from training.events import append_event
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

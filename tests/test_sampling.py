@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tools.sampling import Sampling, draw, row_numbers
+from tools.generate.sampling import Sampling, draw, row_numbers
 
 
 def probabilities(logits, temperature, top_k, top_p):

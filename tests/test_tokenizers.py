@@ -23,8 +23,8 @@ from tests.data_samples import MANY, SOURCE, tokenizer
 from tests.runs import train_run, write_config
 from tests.test_data_tokenizer import HOSTILE
 from tools import prepare as prepare_command
-from tools.checkpoint_reader import newest
-from tools.huggingface_tokenizer import huggingface_files, tokenizer_json
+from tools.huggingface.checkpoint_reader import newest
+from tools.huggingface.tokenizer import huggingface_files, tokenizer_json
 from tools.ranks import Ranks
 from training.manifest import read_manifest
 

@@ -4,7 +4,7 @@ import pytest
 
 from parallel.topology import BETWEEN_BYTES_PER_SECOND, describe_nodes, tp_between_nodes, tp_bytes_per_step
 from tests.test_collectives import DOUBLE, B, S, one_block
-from tools.parity_cases import Case
+from tools.parity.cases import Case
 
 
 @pytest.mark.parametrize(

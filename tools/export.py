@@ -3,8 +3,8 @@
 DIR is a checkpoint of any layout, or a run folder: then its newest one. Written are config.json, generation_config.json,
 safetensors files of at most 5 GB with an index, and the tokenizer's files: what transformers, vLLM and their like load. The
 architecture is Llama; Qwen3 for a model with norms of queries and keys; Mistral where the heads do not divide the width, for
-transformers' Llama refuses that (tools/huggingface.py). The checkpoint is compared with its checksums first. One file's tensors
-are in memory at a time. The exit status is 2 where something is refused.
+transformers' Llama refuses that (huggingface/config.py). The checkpoint is compared with its checksums first. One file's
+tensors are in memory at a time. The exit status is 2 where something is refused.
 """
 
 import argparse
@@ -19,11 +19,11 @@ import torch
 
 from data.tokenizer import JSON, Tokenizer
 from errors import UserError
-from tools.checkpoint_reader import CheckpointReader, newest
-from tools.huggingface import CONFIG, config_json, parameters
-from tools.huggingface_tokenizer import huggingface_files
-from tools.new_folder import new_folder, refuse_existing
-from tools.tensor_files import FILE_BYTES, SINGLE, Piece, write_files, write_index
+from tools.huggingface.checkpoint_reader import CheckpointReader, newest
+from tools.huggingface.config import CONFIG, config_json, parameters
+from tools.huggingface.new_folder import new_folder, refuse_existing
+from tools.huggingface.tensor_files import FILE_BYTES, SINGLE, Piece, write_files, write_index
+from tools.huggingface.tokenizer import huggingface_files
 from training.build import DTYPES
 from training.manifest import Damaged, verify
 

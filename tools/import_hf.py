@@ -1,8 +1,8 @@
 """A Hugging Face folder to a checkpoint: `python -m tools.import_hf --hf DIR --out DIR`
 
 DIR holds config.json, safetensors files (several: with their index) and a tokenizer, of Llama 2 to 3.2, of Mistral without a
-sliding window, or of a dense Qwen3. What would be another model here is refused, and named (tools/huggingface.py). Weights keep
-their dtype, and pass through memory in files of at most 5 GB.
+sliding window, or of a dense Qwen3. What would be another model here is refused, and named (huggingface/config.py). Weights
+keep their dtype, and pass through memory in files of at most 5 GB.
 
 OUT is a checkpoint for checkpoint.load_weights_only, tools.generate, tools.verify and tools.export, with a model.yaml: the
 section `model` of its configuration. The exit status is 2 where something is refused.
@@ -23,10 +23,10 @@ from torch import Tensor
 from data.tokenizer import Tokenizer
 from errors import UserError
 from model.config import ModelConfig
-from tools.checkpoint_reader import WEIGHTS
-from tools.huggingface import CONFIG, HuggingFaceConfig, parameters
-from tools.new_folder import new_folder, refuse_existing
-from tools.tensor_files import DTYPES, FILE_BYTES, FolderTensors, Piece, check_tensors, write_files
+from tools.huggingface.checkpoint_reader import WEIGHTS
+from tools.huggingface.config import CONFIG, HuggingFaceConfig, parameters
+from tools.huggingface.new_folder import new_folder, refuse_existing
+from tools.huggingface.tensor_files import DTYPES, FILE_BYTES, FolderTensors, Piece, check_tensors, write_files
 from training.checkpoint import FREE_MODEL_KEYS
 from training.manifest import MANIFEST, PLACES, Manifest, fingerprint, write_durably, write_manifest
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 # The server imports these before it forks; what is missing here each rank imports for itself, slowly.
-PRELOAD = ["torch", "torch.distributed.fsdp", "torch._dynamo", "sympy", "tools.parity_run"]
+PRELOAD = ["torch", "torch.distributed.fsdp", "torch._dynamo", "sympy", "tools.parity.run"]
 _CACHED = type(functools.cache(lambda: None))  # functools has no public name for it
 GRACE_SECONDS = 3.0  # for other ranks to report too, after one has failed
 

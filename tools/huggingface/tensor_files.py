@@ -17,7 +17,7 @@ from torch import Tensor
 
 from errors import UserError
 from model.config import ModelConfig
-from tools.huggingface import CONFIG, COPY_AGAIN, parameters, read_json
+from tools.huggingface.config import CONFIG, COPY_AGAIN, parameters, read_json
 from training.progress import byte_bar
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -20,7 +20,7 @@ from parallel.collectives import start_all_gather
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. Raises UserError, naming the option of tools/generate.py, where a number makes no sense."""
+    """How tokens are drawn. Raises UserError, naming the option of tools/generate, where a number makes no sense."""
 
     temperature: float = 0.8  # logits are divided by it; 0: always the most likely token
     top_k: int = 0  # only among so many most likely tokens (Fan et al. 2018, https://arxiv.org/abs/1805.04833); 0: all

@@ -22,9 +22,9 @@ from model.initialise import canonical_name
 from model.transformer import Transformer
 from parallel.mesh import build_mesh
 from parallel.placement import chunk_range, local_region
-from tools.checkpoint_reader import newest
-from tools.huggingface import CONFIG, HuggingFaceConfig, parameters, read_json
-from tools.tensor_files import FolderTensors, check_tensors
+from tools.huggingface.checkpoint_reader import newest
+from tools.huggingface.config import CONFIG, HuggingFaceConfig, parameters, read_json
+from tools.huggingface.tensor_files import FolderTensors, check_tensors
 from training.checkpoint import read_trainer
 from training.voice import from_rank_0, together
 

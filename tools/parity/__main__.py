@@ -1,24 +1,22 @@
 """The parity proof: `python -m tools.parity [--world N] [--quick] [--json FILE]`.
 
-Every way to split the model must compute what the unsharded model computes (tools/reference.py). For every layout of 1, 2, 4
+Every way to split the model must compute what the unsharded model computes (reference.py). For every layout of 1, 2, 4
 and 8 ranks: initial weights, loss, gradient norm and every parameter's gradient, and 20 optimizer steps, in float64 and in
 float32; then every schedule, and a covering array over layouts and options, in float64; with TRITON_INTERPRET=1 before the
 command (or on a GPU machine) also the model with Triton's kernels. One line each, with the largest relative error; the exit
-status is 1 if any is out of bounds (tools/parity_run.py). On two cores, over gloo, the whole takes minutes.
+status is 1 if any is out of bounds (row.py). On two cores, over gloo, the whole takes minutes.
 """
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from model.kernels.backend import why_not_triton
-from tools.parity_cases import (
+from tools.parity.cases import (
     QUICK_LAYOUTS,
     STEPS,
     Case,
@@ -29,7 +27,8 @@ from tools.parity_cases import (
     kernel_cases,
     schedule_cases,
 )
-from tools.parity_run import BOUNDS, Row, check
+from tools.parity.row import BOUNDS, Row, as_json, line
+from tools.parity.run import check
 from tools.ranks import Ranks
 
 WORLDS = (1, 2, 4, 8)
@@ -47,28 +46,6 @@ def plan(worlds: tuple[int, ...], quick: bool) -> tuple[list[tuple[Case, int]], 
     schedules = [] if quick else schedule_cases(worlds)
     kernels = [] if quick or why_not_triton("cpu") else kernel_cases(worlds)
     return bases + [(case, 0) for case in schedules + kernels + combined], impossible
-
-
-def line(row: Row, steps: int) -> str:
-    """One row, for reading."""
-    verdict = "FAIL" if row.failures() else "ok"
-    text = f"{verdict:4} {row.seconds:5.1f} s  "
-    if row.crash:
-        return f"{text}{row.case}\n{row.crash}"
-    text += f"weights {row.weights:.0e} copies {row.spread:.0e} loss {row.loss:.0e} norm {row.norm:.0e} "
-    text += f"gradient {row.gradient:.0e} ({row.worst})"
-    if steps:
-        text += f" | {steps} steps: loss {row.loss_steps:.0e} norm {row.norm_steps:.0e}"
-    text += f"  {row.case}"
-    return f"{text}\n     out of bounds: {', '.join(row.failures())}" if row.failures() else text
-
-
-def as_json(row: Row, steps: int) -> dict[str, Any]:
-    errors = {name: value for name, value in asdict(row).items() if name != "case"}
-    numbers = {n: (None if isinstance(v, float) and not math.isfinite(v) else v) for n, v in errors.items()}
-    layout = dict(zip(("pp", "dp_replicate", "dp_shard", "tp"), row.case.layout, strict=True))
-    options = {name: value for name, value in asdict(row.case).items() if name != "layout"}
-    return {**layout, **options, "steps": steps, **numbers, "failures": row.failures()}
 
 
 def run(ranks: Ranks, cases: list[tuple[Case, int]]) -> Iterator[tuple[Row, int]]:

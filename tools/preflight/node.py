@@ -13,7 +13,7 @@ from typing import Any
 
 from training.config import Config
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 SMI_SECONDS = 15  # a sick GPU makes nvidia-smi wait for ever
 IDLE_BYTES = 2 * 2**30  # the driver itself keeps some hundred MiB
 GPU_FIELDS = (

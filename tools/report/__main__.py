@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError
-from tools.report_page import page
-from tools.report_run import read_run
-from tools.report_tables import MEANING
+from tools.report.page import page
+from tools.report.run import read_run
+from tools.report.tables import MEANING
 from training.events import read_events
 from training.ledger import account
 

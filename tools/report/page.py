@@ -1,4 +1,4 @@
-"""A run as one HTML page that needs nothing else: `page` puts it together from what report_run.py read.
+"""A run as one HTML page that needs nothing else: `page` puts it together from what run.py read.
 
 Its policy (Content-Security-Policy) forbids the browser to load anything at all, and to run any script but the page's own,
 which it knows by its hash. What comes from a run's files is text, escaped where it is written.
@@ -9,11 +9,11 @@ import hashlib
 import time
 from pathlib import Path
 
-from tools.report_charts import BINS, Series, escape, line_chart, short, timeline_figure
-from tools.report_run import Run, is_number
-from tools.report_tables import clock, configuration, happened, ledger
+from tools.report.charts import BINS, Series, escape, line_chart, short, timeline_figure
+from tools.report.run import Run, is_number
+from tools.report.tables import clock, configuration, happened, ledger
 
-ASSETS = Path(__file__).parent / "report_assets"
+ASSETS = Path(__file__).parent / "assets"
 GIB = 2**30
 
 

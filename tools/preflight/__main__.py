@@ -2,8 +2,8 @@
 
     srun --ntasks-per-node=1 python -m tools.preflight --meet node1:10100 --ranks-per-node 8 CONFIG.yaml [section.key=value …]
 
-Each node looks at itself (preflight_node.py), all meet at the first one, those that are fit measure their links
-(preflight_links.py), and the first one compares and decides:
+Each node looks at itself (node.py), all meet at the first one, those that are fit measure their links
+(links.py), and the first one compares and decides:
 
     failed    a GPU is missing, in use, or reports errors; no room for a checkpoint; other code or packages than most nodes
               have; the node did not come in time, or its ranks could not talk
@@ -20,26 +20,20 @@ Under Slurm the number of this node and of all comes from SLURM_NODEID and SLURM
 import argparse
 import json
 import os
-import statistics
 import sys
 import time
-from collections import Counter
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from errors import UserError
-from tools.preflight_links import Links
-from tools.preflight_node import look_at_node
+from tools.preflight.links import Links
+from tools.preflight.node import look_at_node
+from tools.preflight.verdict import SKEW_SECONDS, Report, choose, odd_ones, slow_ones, table
 from train import check_writable, open_train_and_heldout
 from training.config import Config
 from training.load_config import load_config
-
-SLOW = 0.75  # of the median
-SKEW_SECONDS = 2.0  # logs of several nodes can then no longer be read side by side
-
-Report = dict[str, Any]  # what one node knows: see look_at_node; `within`, `across` in bytes/s; `clock`, `skew` in s
 
 
 class Meeting:
@@ -72,47 +66,6 @@ class Meeting:
         self.write(f"left/{self.node}", True)
         if self.node == 0:
             self.gather("left", list(range(self.num_nodes)), time.monotonic() + 3)
-
-
-def odd_ones(reports: dict[int, Report], key: str) -> dict[int, str]:
-    """Nodes whose `key`, a dict, is not that of most nodes, and in what."""
-    texts = {node: json.dumps(report[key], sort_keys=True) for node, report in reports.items()}
-    most = json.loads(Counter(texts.values()).most_common(1)[0][0])
-    odd = {}
-    for node, report in reports.items():
-        names = sorted(name for name in most.keys() | report[key].keys() if most.get(name) != report[key].get(name))
-        if names:
-            odd[node] = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return odd
-
-
-def slow_ones(reports: dict[int, Report]) -> dict[int, str]:
-    """Nodes with a link below SLOW times the job's median, and which."""
-    slow = {}
-    for key in ("within", "across"):
-        speeds = {node: report[key] for node, report in reports.items() if report.get(key)}
-        median = statistics.median(speeds.values()) if speeds else 0.0
-        for node, speed in speeds.items():
-            if speed < SLOW * median:
-                slow[node] = f"all-reduce {key} nodes at {speed / median:.0%} of the job's median"
-    return slow
-
-
-def choose(names: list[str], failed: set[int], slow: set[int], needed: int) -> list[int]:
-    """`needed` nodes, in their order, without the failed, and with slow ones only where there are too few others; or none."""
-    fit = sorted((node for node in range(len(names)) if node not in failed), key=lambda node: (node in slow, node))
-    return sorted(fit[:needed]) if len(fit) >= needed else []
-
-
-def table(reports: dict[int, Report]) -> str:
-    lines = [f"  {'node':<16}{'GPUs':<44}{'within GB/s':>12}{'across GB/s':>12}{'run GB free':>12}{'clock':>10}"]
-    for report in reports.values():
-        within, across = (f"{report[key] / 1e9:.2f}" if report.get(key) else "–" for key in ("within", "across"))
-        skew = f"{report['skew']:+.2f} s" if "clock" in report else "–"
-        lines.append(
-            f"  {report['name']:<16}{report['gpus']:<44}{within:>12}{across:>12}{report['free_bytes'] / 1e9:>12,.0f}{skew:>10}"
-        )
-    return "\n".join(lines)
 
 
 def judge(meeting: Meeting, reports: dict[int, Report], names: list[str], needed: int, started: float) -> list[int]:

@@ -20,9 +20,10 @@ from model.config import ModelConfig
 from model.initialise import canonical_name, draw_rows, standard_deviation
 from parallel.mesh import build_mesh
 from parallel.placement import local_region
-from tools.parity_cases import BATCH, BOS, OPTIMIZER, SEED, SEQ_LEN, STEPS, Case
+from tools.parity.cases import BATCH, BOS, OPTIMIZER, SEED, SEQ_LEN, STEPS, Case
+from tools.parity.reference import IGNORE, Reference, Rotary, train, warmup_cosine
+from tools.parity.row import Row
 from tools.ranks import RankError, Ranks
-from tools.reference import IGNORE, Reference, Rotary, train, warmup_cosine
 from training.build import DTYPES, build_stages
 from training.step import TrainStep
 
@@ -174,43 +175,6 @@ def _expected(model: ModelConfig, dtype: str, bos_id: int | None, steps: int) ->
         grad_clip=o.grad_clip,
     )
     return Expected(weights, gradients, loss.item(), norm, losses, norms)
-
-
-@dataclass
-class Row:
-    """How far a case is from the reference: relative errors, ‖a − b‖ / ‖b‖; NaN where something is missing."""
-
-    case: Case
-    weights: float = 0.0  # initial weights, the worst parameter's
-    spread: float = 0.0  # the largest difference between copies; infinite where two ranks report another loss or norm
-    loss: float = 0.0
-    norm: float = 0.0
-    gradient: float = 0.0
-    worst: str = ""  # the parameter of `gradient`
-    loss_steps: float = 0.0  # over all optimizer steps, the worst
-    norm_steps: float = 0.0
-    seconds: float = 0.0
-    crash: str = ""  # what the ranks said if they did not finish
-
-    def failures(self) -> list[str]:
-        """The names of the errors that are out of bounds."""
-        if self.crash:
-            return ["crash"]
-        return [name for name, bound in BOUNDS[self.case.dtype].items() if not getattr(self, name) <= bound]
-
-
-# Weights and copies are the same bits. Float64 leaves rounding so far below that it hides no bug. Float32 rounds at 6e-8, and
-# Adam, which divides by the gradient's size, amplifies that from step to step.
-BOUNDS: dict[str, dict[str, float]] = {
-    "float64": {
-        **{"weights": 0.0, "spread": 0.0, "loss": 1e-11, "norm": 1e-11, "gradient": 1e-11},
-        **{"loss_steps": 1e-9, "norm_steps": 1e-9},
-    },
-    "float32": {
-        **{"weights": 0.0, "spread": 0.0, "loss": 1e-5, "norm": 1e-5, "gradient": 1e-4},
-        **{"loss_steps": 1e-4, "norm_steps": 1e-4},
-    },
-}
 
 
 def compare(case: Case, runs: list[Run], reference: Expected) -> Row:

@@ -4,8 +4,8 @@ written."""
 from datetime import UTC, datetime
 from typing import Any
 
-from tools.report_charts import escape
-from tools.report_run import Run, is_number
+from tools.report.charts import escape
+from tools.report.run import Run, is_number
 
 MEANING = {
     "steps": "steps that count",

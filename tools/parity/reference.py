@@ -2,7 +2,7 @@
 
 Written from the papers with torch alone, on purpose a second time: nothing here imports `model/`, `parallel/` or `training/`,
 layers are `nn.Linear` and `nn.Embedding`, batch comes first, [B, S, D], attention is a masked softmax, and AdamW is torch's
-own. Parameter names are the same, so that gradients compare by name. `tools/parity.py` holds the two against each other.
+own. Parameter names are the same, so that gradients compare by name. `tools/parity` holds the two against each other.
 """
 
 import math

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from errors import UserError
 from model.config import ModelConfig
-from tools.tensor_files import DTYPES, file_opener
+from tools.huggingface.tensor_files import DTYPES, file_opener
 from training.checkpoint import complete_checkpoints, read_trainer
 from training.manifest import MANIFEST, PLACES, TENSORS, Damaged, Manifest, read_manifest
 

@@ -1,0 +1,14 @@
+"""Commands beside training, `python -m tools.NAME --help` each. A folder is a command and its parts.
+
+Before a run      tokenizer, prepare     text → tokens → token shards
+                  plan, rehearse         what a job will need, computed; and any rank of it, carried out here
+                  timeline               a schedule, drawn
+                  preflight              are the nodes fit?
+                  launch                 torchrun's launcher, with everything imported once
+While and after   report, plot, profile  a run as a page, as a picture; what a trace says
+                  verify                 is a checkpoint whole?
+                  generate               text from the model
+                  import_hf, export      Hugging Face, in and out
+To trust it       parity                 every layout against one device
+                  compile_kernels        the kernels, for every GPU, without one
+"""

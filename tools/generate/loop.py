@@ -1,0 +1,65 @@
+"""Prompts to text: a token of every row at a time, through the model and its cache."""
+
+from collections.abc import Collection, Iterator
+
+import torch
+
+from model.cache import KeyValueCache
+from model.transformer import Transformer
+from tools.generate.continuation import Continuation
+from tools.generate.load_model import Loaded
+from tools.generate.sampling import Sampling, draw_over_tp, row_numbers
+
+
+@torch.inference_mode()
+def generate(
+    model: Transformer,
+    prompts: list[list[int]],
+    count: int,
+    sampling: Sampling,
+    stop: Collection[int] = (),
+    first_row: int = 0,
+) -> Iterator[list[int | None]]:
+    """Each row's next token, up to `count` times; None once a row has met a token of `stop`. Ends when all rows have.
+
+    Every tp rank calls it alike, and goes through it as far as the others do.
+
+    Args:
+        prompts: tokens of each row, at least one; the lengths may differ.
+        stop: tokens that end a text, and do not belong to it.
+        first_row: rows are numbered from here; a row's number and `sampling.seed` decide its draws.
+    """
+    embedding, head = model.embedding, model.head
+    assert embedding is not None, "the whole model in one stage"
+    assert head is not None
+    device, dtype = embedding.weight.device, embedding.weight.dtype
+    lengths = [len(prompt) for prompt in prompts]
+    cache = KeyValueCache(model.config, head.group.size(), lengths, count, dtype, device)
+    rows = range(first_row, first_row + len(prompts))
+    numbers = row_numbers(sampling.seed, rows, count).to(device)
+
+    padded = [[0] * (max(lengths) - len(prompt)) + prompt for prompt in prompts]  # any token will do: nobody sees it
+    tokens = torch.tensor(padded, device=device).T  # [S, B], then [1, B]
+    running = [True] * len(prompts)
+    for step in range(count):
+        logits = model.next_logits(tokens, cache)[0]  # [B, V/tp]
+        drawn = draw_over_tp(logits, head.vocab_size, sampling, numbers[step], head.group)  # [B]
+        new = drawn.tolist()
+        running = [runs and token not in stop for runs, token in zip(running, new, strict=True)]
+        if not any(running):
+            return
+        yield [token if runs else None for runs, token in zip(running, new, strict=True)]
+        tokens = drawn.unsqueeze(0)
+
+
+def continue_texts(
+    loaded: Loaded, prompts: list[list[int]], count: int, sampling: Sampling, first_row: int = 0
+) -> Iterator[tuple[int, str]]:
+    """Pieces of text, each with the number of the prompt that it continues, as they become certain."""
+    texts = [Continuation(loaded.tokenizer, prompt) for prompt in prompts]
+    for new in generate(loaded.model, prompts, count, sampling, loaded.stop, first_row):
+        for row, token in enumerate(new):
+            if token is not None:
+                yield row, texts[row].add(token)
+    for row, text in enumerate(texts):
+        yield row, text.end()

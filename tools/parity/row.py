@@ -1,0 +1,65 @@
+"""One row of the parity proof: how far a case is from the reference, what is allowed, and the row as text and as JSON."""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tools.parity.cases import Case
+
+# Weights and copies are the same bits. Float64 leaves rounding so far below that it hides no bug. Float32 rounds at 6e-8, and
+# Adam, which divides by the gradient's size, amplifies that from step to step.
+BOUNDS: dict[str, dict[str, float]] = {
+    "float64": {
+        **{"weights": 0.0, "spread": 0.0, "loss": 1e-11, "norm": 1e-11, "gradient": 1e-11},
+        **{"loss_steps": 1e-9, "norm_steps": 1e-9},
+    },
+    "float32": {
+        **{"weights": 0.0, "spread": 0.0, "loss": 1e-5, "norm": 1e-5, "gradient": 1e-4},
+        **{"loss_steps": 1e-4, "norm_steps": 1e-4},
+    },
+}
+
+
+@dataclass
+class Row:
+    """How far a case is from the reference: relative errors, ‖a − b‖ / ‖b‖; NaN where something is missing."""
+
+    case: Case
+    weights: float = 0.0  # initial weights, the worst parameter's
+    spread: float = 0.0  # the largest difference between copies; infinite where two ranks report another loss or norm
+    loss: float = 0.0
+    norm: float = 0.0
+    gradient: float = 0.0
+    worst: str = ""  # the parameter of `gradient`
+    loss_steps: float = 0.0  # over all optimizer steps, the worst
+    norm_steps: float = 0.0
+    seconds: float = 0.0
+    crash: str = ""  # what the ranks said if they did not finish
+
+    def failures(self) -> list[str]:
+        """The names of the errors that are out of bounds."""
+        if self.crash:
+            return ["crash"]
+        return [name for name, bound in BOUNDS[self.case.dtype].items() if not getattr(self, name) <= bound]
+
+
+def line(row: Row, steps: int) -> str:
+    """One row, for reading."""
+    verdict = "FAIL" if row.failures() else "ok"
+    text = f"{verdict:4} {row.seconds:5.1f} s  "
+    if row.crash:
+        return f"{text}{row.case}\n{row.crash}"
+    text += f"weights {row.weights:.0e} copies {row.spread:.0e} loss {row.loss:.0e} norm {row.norm:.0e} "
+    text += f"gradient {row.gradient:.0e} ({row.worst})"
+    if steps:
+        text += f" | {steps} steps: loss {row.loss_steps:.0e} norm {row.norm_steps:.0e}"
+    text += f"  {row.case}"
+    return f"{text}\n     out of bounds: {', '.join(row.failures())}" if row.failures() else text
+
+
+def as_json(row: Row, steps: int) -> dict[str, Any]:
+    errors = {name: value for name, value in asdict(row).items() if name != "case"}
+    numbers = {n: (None if isinstance(v, float) and not math.isfinite(v) else v) for n, v in errors.items()}
+    layout = dict(zip(("pp", "dp_replicate", "dp_shard", "tp"), row.case.layout, strict=True))
+    options = {name: value for name, value in asdict(row.case).items() if name != "layout"}
+    return {**layout, **options, "steps": steps, **numbers, "failures": row.failures()}

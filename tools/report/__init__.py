@@ -1,0 +1,6 @@
+"""What became of a run: `python -m tools.report RUN` prints its ledger, and writes one HTML page that needs nothing else.
+
+__main__.py  the command            page.py    the page, put together; assets/ has its style and its script
+run.py       what a folder says     charts.py  curves, bars and the pipeline's timeline
+                                    tables.py  ledger, events, configuration
+"""
