@@ -77,6 +77,8 @@ bench: $(dev)
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.checkpoint
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.plan_memory
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.plan_megatron
+	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.plan_published
+	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.plan_search
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.generate
 
 # On a GPU: the kernels' tests compiled for it (whole training runs beside them: the compiler leaves the GPU idle), then what is

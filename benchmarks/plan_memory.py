@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from plan.layout import Layout
 from plan.memory import Memory
 from plan.traffic import by_axis, collectives
-from tools.rehearse import alone, rehearse
+from tools.rehearse.rank import alone, rehearse
 from training.load_config import load_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"

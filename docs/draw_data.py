@@ -6,8 +6,8 @@ The bytes are the planner's, of configs/llama3_8b.yaml: what a rank holds betwee
 
 from docs import svg
 from docs.svg import INK, MUTED, PAPER, line, rectangle, text
+from plan.categories import GATHERED, GRADIENTS, MOMENTS, SHARDED_GRADIENTS, WEIGHTS
 from plan.guide import STAGES, our_bytes
-from plan.memory import GATHERED, GRADIENTS, MOMENTS, SHARDED_GRADIENTS, WEIGHTS
 from training.load_config import load_config
 
 RANKS, MICRO_BATCHES = 8, 4

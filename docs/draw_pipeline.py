@@ -6,8 +6,8 @@ all of a rank's layers, and I and W take as long: with two stages per rank each 
 
 from pathlib import Path
 
-from tools.draw_timeline import draw, save
-from tools.timeline import simulated_panels
+from tools.timeline.draw import draw, save
+from tools.timeline.panels import simulated_panels
 
 RANKS, MICRO_BATCHES = 4, 8
 PICTURES = {  # name → schedules, and the stages per rank of each

@@ -1,8 +1,7 @@
 """Every layout of a model on a number of GPUs, each with an estimate of its step's seconds and a bound on its bytes.
 
 The estimate is of the parts that `plan.time` simulates: the work of the slowest rank, the schedule's bubble by its paper's
-formula, what data parallelism has to wait for. The bound is of the rank that holds most: its states, and the activations of the
-micro-batches that its schedule keeps alive. No layout needs less.
+formula, what data parallelism has to wait for. The bound (plan/bounds.py) is of the rank that probably needs most.
 """
 
 import itertools
@@ -12,11 +11,10 @@ from functools import cache, lru_cache
 from typing import Literal, NamedTuple
 
 from model.cost import layer_costs
-from parallel.pipeline.actions import Action, B, F, I, stage_ranks
 from parallel.pipeline.balance import balanced_split, even_split
-from parallel.pipeline.schedules import build_schedule
+from plan.bounds import GROWING, Block, least_bytes, most_alive, where
 from plan.hardware import Device
-from plan.layout import Layout, Sizes
+from plan.layout import Layout
 from plan.links import Links
 from plan.time import NOTHING, Part, StepTime
 from training.config import Config
@@ -43,8 +41,9 @@ class Candidate(NamedTuple):
     """A layout. `alike` has all of its configuration that is inside a stage."""
 
     estimate: float  # seconds of a step
-    bound: float  # bytes
-    fullest: int  # the pipeline rank that it is of
+    bound: float  # bytes: no such layout needs less
+    kept: float  # bytes of states and of what is kept for backward: layouts are compared by these
+    fullest: int  # the pipeline rank that the bound is of
     alike: Config
     pipeline: Pipeline
     dp_shard: int
@@ -99,11 +98,10 @@ class Stage:
 
     def __init__(self, time: StepTime) -> None:
         self.time, self.layout, self.alike = time, time.layout, time.layout.config
-        self.sizes = Sizes(self.layout)
         embedding, _, head = (self.layout.units(0)[i] for i in (0, 1, -1))
         self.work, self.embedding, self.head = (time.part(unit) for unit in (self.layout.block, embedding, head))
         self.summing = time.summing(self.layout.block) / self.layout.block.numel  # seconds of a number
-        self.table = self.layout.vocabulary * self.layout.model.dim
+        self.block = Block(self.layout)
 
     @cache  # noqa: B019  (of one search)
     def message_seconds(self, pp: int, world: int) -> float:
@@ -126,7 +124,7 @@ def pipelines(config: Config, pp: int, m: int) -> Iterator[Pipeline]:
             continue
         even = even_split(layers, stages)
         yield Pipeline(pp, schedule, v, None, even)
-        balanced = _balanced(layers, costs, tuple(_where(schedule, pp, v))) if pp > 1 else even
+        balanced = _balanced(layers, costs, tuple(where(schedule, pp, v))) if pp > 1 else even
         if balanced != even:
             yield Pipeline(pp, schedule, v, "auto", balanced)
 
@@ -135,24 +133,24 @@ def _data_parallel(stage: Stage, pipe: Pipeline, world: int, m: int, dp: int) ->
     """All ways to shard one pipeline's weights over `dp` ranks."""
     layout, time, device, tp = stage.layout, stage.time, stage.time.device, stage.layout.tp
     ranks = _ranks(pipe)
-    parts = [
-        stage.work * r.blocks + (stage.embedding if r.first else NOTHING) + (stage.head if r.last else NOTHING) for r in ranks
-    ]
-    numbers = [r.blocks * layout.block.numel + (r.first + r.last) * stage.table for r in ranks]
+    seconds_of = {
+        r: stage.work * r.blocks + (stage.embedding if r.first else NOTHING) + (stage.head if r.last else NOTHING)
+        for r in set(ranks)
+    }
+    parts = [seconds_of[r] for r in ranks]
+    numbers = [r.blocks * layout.block.numel + (r.first + r.last) * stage.block.table for r in ranks]
     busiest = max(range(pipe.pp), key=lambda r: _sum(parts[r]))
     work, numel = stage.work * max(1, max(r.blocks for r in ranks)), numbers[busiest]
     slowest = _sum(parts[busiest]) + numel * stage.summing
     step = m * slowest + _bubble(pipe.schedule, pipe.pp, pipe.stages_per_rank, work)
     step += 2 * (pipe.pp - 1) * stage.message_seconds(pipe.pp, world) + device.step_seconds
-    live = _live(pipe.schedule, pipe.pp, pipe.stages_per_rank, tuple(pipe.counts), min(m, 2 * pipe.pp) if m > 1 else 1)
-    each = stage.sizes.kept + stage.sizes.part
     units = max(1, ranks[busiest].blocks)
     e, master, reduce = layout.compute, layout.master, layout.reduce
     one_dtype = layout.config.parallel.reduce_dtype == layout.config.train.dtype == "bfloat16"
     as_one = layout.config.parallel.fsdp_unit == "stage"
     forward, backward = parts[busiest].forward, parts[busiest].input_grad + parts[busiest].weight_grad
-    # Whole gradients join the activations where backwards and forwards take turns for long.
-    steady = m >= 4 * pipe.pp and pipe.schedule not in ("gpipe", "breadth_first")
+    steady = m >= 4 * pipe.pp and pipe.schedule not in GROWING
+    alive = most_alive(stage.block, pipe.schedule, pipe.pp, pipe.stages_per_rank, pipe.counts, numbers, m, steady)
     for shard in _divisors(dp):
         if shard < dp and shard * tp < min(device.gpus_per_node, dp * tp):
             continue
@@ -176,13 +174,10 @@ def _data_parallel(stage: Stage, pipe: Pipeline, world: int, m: int, dp: int) ->
                 seconds += gather + cast if as_one else max(0.0, gather + cast - forward)
                 seconds += m * max(0.0, scatter - backward - (forward if as_one else 0.0)) if zero == 2 else 0.0
             seconds += max(0.0, replicas + (scatter if zero < 2 else 0.0) - behind)
-            bounds = []
-            for n, kept in zip(numbers, live, strict=True):
-                states = n / shard * 3 * master + n * e * (zero < 3)
-                summed = n * reduce * (1.0 if zero < 2 and m > 1 else 1 / shard)
-                bounds.append(states + max(kept * each + (summed if steady else 0.0), summed))
-            bound = max(bounds)
-            yield Candidate(seconds, bound, bounds.index(bound), stage.alike, pipe, shard, dp // shard, zero)
+            least = [least_bytes(one, layout, shard, zero, m, steady) for one in alive]
+            bound, rank = max((b, -one.rank) for one, (b, _) in zip(alive, least, strict=True))
+            kept = max(k for _, k in least)
+            yield Candidate(seconds, bound, kept, -rank, stage.alike, pipe, shard, dp // shard, zero)
 
 
 class Rank(NamedTuple):
@@ -194,47 +189,20 @@ class Rank(NamedTuple):
 
 
 def _ranks(pipe: Pipeline) -> list[Rank]:
-    where = _where(pipe.schedule, pipe.pp, pipe.stages_per_rank)
+    rank_of = where(pipe.schedule, pipe.pp, pipe.stages_per_rank)
     blocks = [0] * pipe.pp
-    for rank, count in zip(where, pipe.counts, strict=True):
+    for rank, count in zip(rank_of, pipe.counts, strict=True):
         blocks[rank] += count
-    return [Rank(blocks[r], r == where[0], r == where[-1]) for r in range(pipe.pp)]
+    return [Rank(blocks[r], r == rank_of[0], r == rank_of[-1]) for r in range(pipe.pp)]
 
 
 def _zero_stages(shard: int) -> tuple[Literal[0, 1, 2, 3], ...]:
     return (1, 2, 3) if shard > 1 else (0,)
 
 
-@lru_cache(maxsize=1024)
-def _where(schedule: str, pp: int, v: int) -> list[int]:
-    """The rank of each stage."""
-    return list(stage_ranks(build_schedule(schedule, pp, v, 2 * pp)))
-
-
 @lru_cache(maxsize=4096)
 def _balanced(layers: int, costs: tuple[float, float, float], where: tuple[int, ...]) -> list[int]:
     return balanced_split(layers, costs, where)  # type: ignore[arg-type]
-
-
-@lru_cache(maxsize=4096)
-def _live(schedule: str, pp: int, v: int, counts: tuple[int, ...], m: int) -> list[int]:
-    """The most micro-batches of blocks that each rank holds at once, by the schedule itself; with more than `m`, not fewer."""
-    most = []
-    for actions in _schedule(schedule, pp, v, m):
-        live = highest = 0
-        for kind, stage, _ in actions:
-            if kind is F:
-                live += counts[stage]
-                highest = max(highest, live)
-            elif kind in (B, I):
-                live -= counts[stage]
-        most.append(highest)
-    return most
-
-
-@lru_cache(maxsize=256)
-def _schedule(schedule: str, pp: int, v: int, m: int) -> list[list[Action]]:
-    return build_schedule(schedule, pp, v, m)
 
 
 def _schedules(pp: int, m: int, most_stages: int) -> Iterator[tuple[str, int]]:

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 from errors import UserError
-from plan.hardware import FITTED, Device
+from plan.hardware import Device
 from training.config import Config
 
 
 def check_can_be_planned(config: Config) -> None:
-    """Raises UserError for what the accounts leave out; tools/rehearse.py, whose GPU is a fake one, cannot show it either."""
+    """Raises UserError for what the accounts leave out; tools/rehearse, whose GPU is a fake one, cannot show it either."""
     if config.parallel.cpu_offload:
         why = "moves weights and optimizer state between host and GPU, which no plan counts"
         raise UserError("parallel.cpu_offload", True, why, "set parallel.cpu_offload=false")
@@ -33,6 +33,6 @@ def assumptions(config: Config, device: Device) -> list[str]:
         lines.append("planned for Triton's kernels; model.kernels=torch is slower and keeps more")
     if config.train.compile:
         lines.append("planned for blocks that are not compiled; train.compile=true is a little faster and keeps a little less")
-    if device.name not in FITTED:
-        lines.append("efficiencies are those that published runs on H100 reach, but for what a file of rates replaces")
+    if device.name != device.efficiencies_of:
+        lines.append(f"efficiencies are those of {device.efficiencies_of}, but for what a file of rates replaces")
     return lines

@@ -16,8 +16,8 @@ class Device:
     """One GPU of a cluster, and its part of the network.
 
     The rates are the manufacturer's. The efficiencies are of a program without special cases: they hold for all models and
-    layouts, and benchmarks/plan_megatron.py shows what they are worth. They were fitted to runs on H100
-    (`FITTED`) and are the same for other devices. A JSON file of measured rates may replace any of them.
+    layouts. They were fitted to five runs on H100 (benchmarks/plan_megatron.py) and are the same for other devices, but for
+    A100; benchmarks/plan_published.py shows what they are worth elsewhere. A JSON file of measured rates may replace any.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Device:
     watts: float
     gpus_per_node: int = 8
     reserved_bytes: float = 8e9  # context, NCCL's buffers, fragmentation: what a run cannot have
+    efficiencies_of: str = "h100"  # on which those below were found
     matmul_efficiency: float = 0.71  # of large products
     matmul_ramp: int = 160  # a product takes as long as if its inner dimension were this much longer
     attention_efficiency: float = 0.3
@@ -50,13 +51,19 @@ class Device:
 # NVIDIA's data sheets (float64 and float32 on Tensor Cores where there are such, without TF32); memory as torch reports it:
 # 81,089 MiB on H100 80GB HBM3, 79.2 GiB on A100 80GB, 139.8 GiB on H200, 178.35 GiB on B200; the usual networks: 200 Gb/s
 # beside A100, 400 Gb/s beside H100, 800 Gb/s beside B200.
+# A100 reaches more of its peaks than H100 does. In the same measurement on both, products reach 85.9% and 80.1% ("maximum
+# achievable matmul FLOPS", github.com/stas00/ml-engineering, compute/accelerator); flash attention 2 reaches 57.5% and 33.2%
+# (heads of 64 and 128), copies 78.9% and 86.6% (github.com/Azure/AI-benchmarking-guide, Azure_Results). Its efficiencies are
+# those of H100 times these quotients; no run on A100 was fitted.
 DEVICES = {
-    "a100": Device("a100", 312e12, 19.5e12, 19.5e12, 85.0e9, 2.04e12, 300e9, 25e9, 400),
+    "a100": Device(
+        "a100", 312e12, 19.5e12, 19.5e12, 85.0e9, 2.04e12, 300e9, 25e9, 400,
+        efficiencies_of="a100", matmul_efficiency=0.76, attention_efficiency=0.52, memory_efficiency=0.38,
+    ),
     "h100": Device("h100", 989e12, 67e12, 67e12, 85.0e9, 3.35e12, 450e9, 50e9, 700),
     "h200": Device("h200", 989e12, 67e12, 67e12, 150.1e9, 4.8e12, 450e9, 50e9, 700),
     "b200": Device("b200", 2250e12, 75e12, 37e12, 191.5e9, 7.7e12, 900e9, 100e9, 1000),
-}
-FITTED = ("h100",)  # devices whose published runs the efficiencies come from
+}  # fmt: skip
 
 
 def find_device(name: str) -> Device:

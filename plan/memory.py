@@ -20,6 +20,7 @@ from functools import partial
 from parallel.pipeline.actions import Action, B, F, I, Kind, W
 from parallel.pipeline.lower import Exchange, Program, lower, need_of, result_of
 from parallel.placement import chunk_range
+from plan.account import Account
 from plan.categories import (
     ATTENDED,
     DEFERRED,
@@ -39,11 +40,10 @@ from plan.categories import (
 from plan.categories import GATHERED as GATHERED  # with those below, for who reads `at_peak`
 from plan.categories import SHARDED_GRADIENTS as SHARDED_GRADIENTS
 from plan.layout import Layout, Sizes, Unit
-from plan.ledger import Ledger
 from plan.sharded import Sharded
 
 
-class Memory(Ledger):
+class Memory(Account):
     """`peak` bytes, `at_peak` by category, `activations` by kind, and the `peak_action`."""
 
     def __init__(self, layout: Layout, program: Program | None = None) -> None:
@@ -65,9 +65,7 @@ class Memory(Ledger):
                 for rows, columns in unit.shapes:
                     local = len(chunk_range(rows, layout.dp_shard, layout.dp_shard_rank)) * columns
                     self.add(MOMENTS, 2 * local * layout.master)
-        numbers = layout.tokens * layout.num_microbatches  # tokens and targets, int64; transposed where they are not rows
-        self.add(TEMPORARY, numbers * 16 * (2 if layout.config.train.micro_batch_size > 1 else 1))
-        self.add(TEMPORARY, 8 * (numbers if layout.config.data.document_mask else layout.config.train.seq_len))
+        self.add(TEMPORARY, batch_bytes(layout))
 
     # --- the program ---
 
@@ -269,3 +267,18 @@ class Memory(Ledger):
         else:
             self.reach(gradients=unit.numel * layout.compute)
             self.free(DEFERRED, s.whole + layout.tokens * 8)
+
+
+def batch_bytes(layout: Layout) -> int:
+    """Tokens and targets of a step, int64, transposed where micro-batches are not rows; and positions."""
+    numbers = layout.tokens * layout.num_microbatches
+    both = numbers * 16 * (2 if layout.config.train.micro_batch_size > 1 else 1)
+    return both + 8 * (numbers if layout.config.data.document_mask else layout.config.train.seq_len)
+
+
+def block_backward(layout: Layout, later: bool) -> tuple[int, int]:
+    """Bytes by which a block's backward rises above what is there when it begins, and by which it ends above that, or below."""
+    memory = Memory(layout, [])
+    before = memory.peak = memory.total
+    memory._block_backward(later)
+    return memory.peak - before, memory.total - before

@@ -1,22 +1,21 @@
 """The layouts of a model on a number of GPUs that take least time, and those that take least memory for their time.
 
 All are estimated (plan/candidates.py), and those dropped whose bound says that they cannot fit. The others are taken in the
-order of their estimates, checked as a run would check them, their memory counted on every pipeline rank, and their step
-simulated, until enough fit or none is left. The frontier is looked for among all in the same way.
+order of their estimates: their memory is counted on every pipeline rank, those that fit are checked as a run would check them
+(both in a shortened step: plan/peaks.py), and their step is simulated, until enough fit or none is left. The frontier is looked
+for among all in the same way.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from errors import UserError
-from parallel.pipeline.lower import Program, lower
-from parallel.pipeline.schedules import build_schedule
 from plan.candidates import Candidate, Part, candidates, space
 from plan.check import check_before_search
 from plan.hardware import GB, Device
 from plan.layout import Layout
-from plan.memory import Memory
+from plan.peaks import CHECKED, peaks, shared, shortened
 from plan.time import StepTime
 from training.config import Config
 
@@ -35,12 +34,29 @@ class Found:
     fullest: int = 0  # the pipeline rank that probably needs most
 
     @cached_property
-    def time(self) -> StepTime:
-        return StepTime(Layout(self.config, self.world, 0), self.device)
+    def layout(self) -> Layout:
+        return Layout(self.config, self.world, 0)
+
+    @cached_property
+    def _simulated(self) -> tuple[float, float]:
+        """Seconds of a step, and its bubble. The timeline is not kept: those of all that are found would fill the memory."""
+        time = StepTime(shared(self.layout), self.device)
+        return time.step_seconds, time.timeline.bubble_fraction
 
     @property
     def seconds(self) -> float:
-        return self.time.step_seconds
+        return self._simulated[0]
+
+    @property
+    def bubble_fraction(self) -> float:
+        return self._simulated[1]
+
+    @property
+    def time(self) -> StepTime:
+        """Everything else about the step. Its `timeline` is simulated again for who asks."""
+        time = StepTime(self.layout, self.device)
+        vars(time)["step_seconds"] = self.seconds
+        return time
 
     @cached_property
     def peak(self) -> int:
@@ -59,11 +75,8 @@ class Found:
 
     def _peaks(self) -> Iterator[int]:
         """Of each pipeline rank, first of those that often need most: the second may have a block more than the first."""
-        p, m = self.config.parallel, self.time.layout.num_microbatches
-        programs = _programs(p.schedule, p.pp, p.stages_per_rank, m)
-        likely = [self.fullest, 1, 0, p.pp - 1, p.pp // 2]
-        for rank in dict.fromkeys([r for r in likely if r < p.pp] + list(range(p.pp))):
-            yield Memory(self.time.layout.at(rank), programs[rank]).peak
+        pp = self.config.parallel.pp
+        return peaks(self.layout, [rank for rank in (self.fullest, 1, 0, pp - 1, pp // 2) if rank < pp])
 
     def describe(self) -> str:
         p, t = self.config.parallel, self.config.train
@@ -117,7 +130,8 @@ def search(config: Config, world: int, device: Device, wanted: int = 10) -> Resu
     if not fitting:
         if examine.refused is not None and not examine.too_large:
             raise examine.refused
-        raise UserError("--gpus", world, f"no layout fits {room / GB:.0f} GB a GPU", "take more GPUs, or larger ones")
+        why = f"none of {len(everything):,} layouts fits {room / GB:.0f} GB a GPU ({len(examine.known):,} were counted exactly)"
+        raise UserError("--gpus", world, why, "take more GPUs, or larger ones")
     on_frontier = [found for one in _lowest(possible) if (found := examine(one)) is not None]
     frontier: list[Found] = []
     for found in sorted([*fitting, *on_frontier], key=_order):
@@ -145,7 +159,7 @@ class Examiner:
         found = Found(candidate.config(), self.world, self.device, candidate.estimate, candidate.fullest)
         try:
             if found.fits(self.room):
-                found.config.validate(self.world)  # as a run would, before it starts
+                shortened(found.layout, CHECKED).config.validate(self.world)  # as a run would, before it starts
                 return found
             self.too_large += 1
         except UserError as error:
@@ -158,18 +172,12 @@ def _order(found: Found) -> tuple[float, int]:
 
 
 def _lowest(possible: list[Candidate]) -> Iterator[Candidate]:
-    """Those of which no faster one has a lower bound."""
+    """Those of which no faster one keeps less."""
     lowest = float("inf")
     for candidate in possible:
-        if candidate.bound < lowest:
-            lowest = candidate.bound
+        if candidate.kept < lowest:
+            lowest = candidate.kept
             yield candidate
-
-
-@lru_cache(maxsize=4)
-def _programs(schedule: str, pp: int, v: int, m: int) -> list[Program]:
-    """Neighbours in the order of estimates often share them."""
-    return lower(build_schedule(schedule, pp, v, m))
 
 
 def _value(value: object) -> str:
@@ -191,8 +199,9 @@ def why_not(best: Found, other: Found) -> str:
         / t.layout.mesh_shape[0]
         for t in (a, b)
     ]
-    idle = [t.timeline.bubble_fraction * t.timeline.step_time for t in (a, b)]
-    tail = [t.step_seconds - t.timeline.step_time for t in (a, b)]
+    pipeline = [t.timeline.step_time for t in (a, b)]
+    idle = [one.bubble_fraction * seconds for one, seconds in zip((best, other), pipeline, strict=True)]
+    tail = [one.seconds - seconds for one, seconds in zip((best, other), pipeline, strict=True)]
     reasons = {
         "in the actions themselves (computing, tp, gathers that do not hide)": work[1] - work[0],
         "waiting in the pipeline": idle[1] - idle[0],

@@ -3,9 +3,9 @@
 from collections import defaultdict
 from collections.abc import Hashable
 
+from plan.account import Account
 from plan.categories import GATHERED, GRADIENTS, REDUCING, SHARDED_GRADIENTS
 from plan.layout import Layout, Unit
-from plan.ledger import Ledger
 
 Key = tuple[int, int]  # stage, and the first of its units
 
@@ -14,8 +14,8 @@ class Sharded:
     """FSDP's units of a rank's stages: which are gathered, and where their gradients are. A unit of FSDP is one of the stage's,
     or all of them (`fsdp_unit: stage`)."""
 
-    def __init__(self, layout: Layout, ledger: Ledger) -> None:
-        self.layout, self.ledger = layout, ledger
+    def __init__(self, layout: Layout, account: Account) -> None:
+        self.layout, self.account = layout, account
         self.unit_of: dict[tuple[int, int], tuple[Key, range, Unit]] = {}  # of a stage's unit: FSDP's, and what else is in it
         for stage in layout.stages:
             for indices, unit in layout.fsdp_units(stage):
@@ -43,9 +43,9 @@ class Sharded:
         buffer = size if layout.dp_shard > 1 else 0
         flat = size // layout.dp_shard if layout.compute != layout.master and layout.dp_shard > 1 else 0
         if forward:
-            self.ledger.reach(gathering=before + buffer + flat)
-        self.ledger.add(GATHERED, size)
-        self.ledger.reach(gathering=buffer)
+            self.account.reach(gathering=before + buffer + flat)
+        self.account.add(GATHERED, size)
+        self.account.reach(gathering=buffer)
         self.gathered.add(key)
         return buffer
 
@@ -60,7 +60,7 @@ class Sharded:
         key, _, unit = self.unit_of[stage, index]
         if key in self.gathered:
             self.gathered.remove(key)
-            self.ledger.free(GATHERED, unit.padded(self.layout.dp_shard) * self.layout.compute)
+            self.account.free(GATHERED, unit.padded(self.layout.dp_shard) * self.layout.compute)
 
     def after_backward(self, stage: int, index: int, last: bool) -> None:
         """After a unit's backward, if it is the last of FSDP's: its gradients, in the compute dtype, are summed, or reduced."""
@@ -76,44 +76,44 @@ class Sharded:
             self._accumulate(key, unit)
 
     def _accumulate(self, key: Key, unit: Unit) -> None:
-        layout, ledger = self.layout, self.ledger
-        ledger.free(GRADIENTS, unit.numel * layout.compute)
+        layout, account = self.layout, self.account
+        account.free(GRADIENTS, unit.numel * layout.compute)
         if key not in self.accumulated:
             # One parameter after the other changes its width; the largest comes last, or nearly.
             widest = max(rows * columns for rows, columns in unit.shapes) if layout.reduce != layout.compute else 0
-            ledger.add(GRADIENTS, unit.numel * layout.reduce)
-            ledger.reach(gradients=widest * layout.compute)
+            account.add(GRADIENTS, unit.numel * layout.reduce)
+            account.reach(gradients=widest * layout.compute)
             self.accumulated.add(key)
 
     def _reduce(self, stage: int, key: Key, unit: Unit, last: bool) -> None:
         """Over dp_shard; the last, over dp_replicate too, and to the weights' dtype. Until then FSDP sums in reduce_dtype."""
-        layout, ledger = self.layout, self.ledger
+        layout, account = self.layout, self.account
         fresh = unit.numel * layout.compute
         if key in self.accumulated:
-            ledger.free(GRADIENTS, fresh)
+            account.free(GRADIENTS, fresh)
             fresh = unit.numel * layout.reduce
             self.accumulated.remove(key)
-        ledger.free(REDUCING, self.input_of_reduction.pop(stage, 0))
+        account.free(REDUCING, self.input_of_reduction.pop(stage, 0))
         numbers = unit.padded(layout.dp_shard)
-        ledger.add(REDUCING, numbers * layout.reduce)
+        account.add(REDUCING, numbers * layout.reduce)
         self.input_of_reduction[stage] = numbers * layout.reduce
-        ledger.free(GRADIENTS, fresh)
+        account.free(GRADIENTS, fresh)
         output, final = numbers // layout.dp_shard * layout.reduce, numbers // layout.dp_shard * layout.master
         # Alone, a rank divides by 1 into a copy.
-        ledger.reach(reducing=output + (numbers * layout.reduce if layout.dp_shard == 1 else 0))
+        account.reach(reducing=output + (numbers * layout.reduce if layout.dp_shard == 1 else 0))
         if not last:
             if key not in self.reduced:
-                ledger.add(SHARDED_GRADIENTS, output)
+                account.add(SHARDED_GRADIENTS, output)
                 self.reduced.add(key)
             return
         if layout.master != layout.reduce:  # what was reduced over dp_replicate is held until the stage's backward ends
-            ledger.add(REDUCING, output)
+            account.add(REDUCING, output)
             self.outputs_of_reductions[stage] += output
-        ledger.add(SHARDED_GRADIENTS, final)
+        account.add(SHARDED_GRADIENTS, final)
         if key in self.reduced:
-            ledger.free(SHARDED_GRADIENTS, output)
+            account.free(SHARDED_GRADIENTS, output)
             self.reduced.remove(key)
 
     def end_last_backward(self, stage: int) -> None:
         held = self.input_of_reduction.pop(stage, 0) + self.outputs_of_reductions.pop(stage, 0)
-        self.ledger.free(REDUCING, held)
+        self.account.free(REDUCING, held)

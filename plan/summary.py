@@ -1,4 +1,4 @@
-"""One job in numbers: everything that tools/plan.py prints, as a dictionary."""
+"""One job in numbers: everything that tools/plan prints, as a dictionary."""
 
 from collections import Counter
 from typing import Any

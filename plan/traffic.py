@@ -169,7 +169,7 @@ def wire_bytes(call: Call, ranks: int) -> float:
 
 
 def by_axis(calls: Counter[Call]) -> dict[str, dict[str, Any]]:
-    """`{axis: {"count": …, "bytes": …, "kinds": {kind: {"count": …, "bytes": …}}}}`, as tools/rehearse.py counts."""
+    """`{axis: {"count": …, "bytes": …, "kinds": {kind: {"count": …, "bytes": …}}}}`, as tools/rehearse counts."""
     table: dict[str, dict[str, Any]] = {}
     for call, number in sorted(calls.items()):
         axis = table.setdefault(call.axis, {"count": 0, "bytes": 0, "kinds": {}})

@@ -1,25 +1,29 @@
 """The planner against the training code: bytes and collectives as a rehearsal counts them; and its other promises."""
 
 import json
+import statistics
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks import plan_megatron, plan_memory
+from benchmarks import plan_megatron, plan_memory, plan_published
+from benchmarks.published_rows import ROWS, Row
 from errors import UserError
 from plan.candidates import Candidate, candidates
 from plan.categories import ACTIVATIONS, MOMENTS, SHARDED_GRADIENTS, TEMPORARY, WEIGHTS
 from plan.guide import STAGES, guide_bytes, our_bytes
-from plan.hardware import find_device
+from plan.hardware import DEVICES, find_device
 from plan.layout import Layout
 from plan.links import Links
 from plan.memory import Memory
 from plan.search import Found, search
 from plan.summary import summarise
 from plan.traffic import by_axis, collectives
-from tools.plan import main
-from tools.rehearse import alone, rehearse
+from tools.plan.__main__ import main
+from tools.rehearse.rank import alone, rehearse
 from training.load_config import load_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -70,6 +74,37 @@ def test_megatrons_weak_scaling() -> None:
     mean, largest = plan_megatron.errors(plan_megatron.compare())
     assert mean <= plan_megatron.MEAN_LIMIT
     assert largest <= plan_megatron.LARGEST_LIMIT
+
+
+QUICK_ROWS = [row for row in ROWS if row.pp == 1]  # no pipeline to simulate
+
+
+def test_rows_it_was_not_fitted_on_are_planned_as_recorded() -> None:
+    """Whoever changes a constant sees what it does to them: python -m benchmarks.plan_published writes the file anew."""
+    recorded = json.loads(plan_published.RESULTS.read_text(encoding="utf-8"))
+    assert [(row["system"], row["model"], row["gpus"]) for row in recorded["rows"]] == [
+        (row.system.name, row.model_name, row.gpus) for row in ROWS
+    ]
+    assert recorded["summary"] == plan_published.summary(recorded["rows"])
+    for row, found in zip(ROWS, recorded["rows"], strict=True):
+        assert row.system.source
+        if row in QUICK_ROWS:
+            assert plan_published.compare(row)["predicted_mfu"] == pytest.approx(found["predicted_mfu"], rel=1e-6)
+
+
+def test_a100_has_efficiencies_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: with those of H100, rows on A100 that are apart in nothing known are much farther off."""
+    rows = [row for row in QUICK_ROWS if row.system.device == "a100" and not row.apart]
+    of_its_own = mean_error(rows)
+    h100, a100 = find_device("h100"), find_device("a100")
+    fitted = {key: getattr(h100, key) for key in ("matmul_efficiency", "attention_efficiency", "memory_efficiency")}
+    monkeypatch.setitem(DEVICES, "a100", replace(a100, **fitted))
+    assert of_its_own < 3.5
+    assert mean_error(rows) > 2 * of_its_own
+
+
+def mean_error(rows: list[Row]) -> float:
+    return statistics.fmean(abs(plan_published.compare(row)["error_points"]) for row in rows)
 
 
 def test_the_search_estimates_what_is_simulated_and_finds_what_fits() -> None:
@@ -212,6 +247,19 @@ def test_the_file_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert plan["step_seconds"] > 0
     assert 0 < plan["bubble_fraction"] < 1
     assert "MFU" in capsys.readouterr().out
+
+
+def test_a_reader_that_stops_reading_gets_no_traceback() -> None:
+    """As `| head -n 1`: the pipe is closed before the first line is printed."""
+    command = [sys.executable, "-m", "tools.plan", str(CONFIGS / "llama3_8b.yaml"), "--guide", "4"]
+    process = subprocess.Popen(command, cwd=CONFIGS.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=300) != 0
+    assert errors == b""
 
 
 def test_devices_from_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,9 +11,11 @@ from model.config import ModelConfig
 from parallel.pipeline.actions import Action, B, F
 from plan.hardware import find_device
 from plan.layout import world_of
-from tools.fake_gpu import one_rank
-from tools.rehearse import alone, check_can_be_rehearsed, main, predicted_step, rehearse, rehearse_for_real
-from tools.tape import Tape
+from tools.rehearse.__main__ import main
+from tools.rehearse.fake_gpu import one_rank
+from tools.rehearse.prediction import predicted_step
+from tools.rehearse.rank import alone, check_can_be_rehearsed, rehearse, rehearse_for_real
+from tools.rehearse.tape import Tape
 from training.load_config import load_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"

@@ -14,7 +14,7 @@ from parallel.pipeline.check import Fault, check, check_complete, check_exchange
 from parallel.pipeline.lower import Exchange, Message, Transfer, lower
 from parallel.pipeline.schedules import SCHEDULES, build_schedule
 from parallel.pipeline.simulate import Costs, simulate
-from tools.timeline import ascii_timeline
+from tools.timeline.text import ascii_timeline
 
 
 def built(name, p, v, m):

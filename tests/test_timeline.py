@@ -10,8 +10,10 @@ from parallel.pipeline.actions import Action, B, F, I, W
 from parallel.pipeline.chrome import from_chrome, measured_costs, to_chrome
 from parallel.pipeline.schedules import SCHEDULES, build_schedule
 from parallel.pipeline.simulate import Costs, Event, Timeline, simulate
-from tools.draw_timeline import draw, save, shade
-from tools.timeline import ascii_timeline, main, simulated_panels
+from tools.timeline.__main__ import main
+from tools.timeline.draw import draw, save, shade
+from tools.timeline.panels import simulated_panels
+from tools.timeline.text import ascii_timeline
 
 SCHEDULE = ["--stages", "2", "--micro-batches", "4"]
 

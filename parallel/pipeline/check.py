@@ -34,8 +34,9 @@ def check_complete(schedule: Schedule) -> None:
     if len(seen) < len(actions):
         twice = next(action for action in actions if actions.count(action) > 1)
         raise Fault(f"{twice} is there more than once")
+    microbatches = num_microbatches(schedule)
     for s in range(stages):
-        for m in range(num_microbatches(schedule)):
+        for m in range(microbatches):
             kinds = {kind for kind in (F, B, I, W) if Action(kind, s, m) in seen}
             if kinds not in ({F, B}, {F, I, W}):
                 has = ", ".join(sorted(kind.value for kind in kinds)) or "nothing"

@@ -14,7 +14,7 @@ from typing import Any
 from parallel.pipeline.actions import Kind
 from parallel.pipeline.chrome import NAMES
 from parallel.pipeline.simulate import Timeline
-from tools.draw_timeline import chunk_of_stage, shade
+from tools.timeline.draw import chunk_of_stage, shade
 
 WIDTH, HEIGHT = 1000, 100  # of a chart's box
 BINS = 500  # points of a line, at most: two for every three pixels of a wide screen

@@ -40,7 +40,7 @@ from plan.categories import (
     WEIGHTS,
 )
 from plan.traffic import Call
-from tools.fake_gpu import DEVICE, run_collective
+from tools.rehearse.fake_gpu import DEVICE, run_collective
 
 ROUNDING = 512  # bytes: CUDA's caching allocator hands out multiples of it
 KINDS = {  # operators of torch.distributed; the whole tensor of each is its largest
@@ -50,7 +50,7 @@ KINDS = {  # operators of torch.distributed; the whole tensor of each is its lar
     "send": "send",
     "recv_": "receive",
 }
-HOUSE = str(Path(__file__).parent.parent)
+HOUSE = str(Path(__file__).parent.parent.parent)
 FSDP = str(Path("torch", "distributed", "fsdp", "_fully_shard"))
 
 # A model is built on the meta device, where nothing takes memory, cut there by FSDP, and only then made. On the fake GPU, the

@@ -1,10 +1,10 @@
-"""Draws what tools/plan.py found: memory of every pipeline rank, and layouts by time and memory."""
+"""Draws what tools/plan found: memory of every pipeline rank, and layouts by time and memory."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from plan.hardware import GB
-from tools.draw_timeline import FONT, INK, MUTED, PAPER, TEXT_SIZE, WIDTH
+from tools.timeline.draw import FONT, INK, MUTED, PAPER, TEXT_SIZE, WIDTH
 
 if TYPE_CHECKING:  # it takes a second to import
     from matplotlib.figure import Figure

@@ -13,124 +13,18 @@ is split. Capitals are a rank's first stage (third, …), small letters its seco
 
 import argparse
 import json
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from errors import UserError
-from parallel.pipeline.actions import Schedule
-from parallel.pipeline.check import Fault, check_complete
-from parallel.pipeline.chrome import from_chrome, measured_costs, to_chrome
-from parallel.pipeline.schedules import SCHEDULES, build_schedule
-from parallel.pipeline.simulate import Costs, Stuck, Timeline, simulate
-from tools.draw_timeline import Panel, chunk_of_stage, draw, save
+from parallel.pipeline.chrome import to_chrome
+from parallel.pipeline.schedules import SCHEDULES
+from tools.timeline.draw import Panel, draw, save
+from tools.timeline.panels import simulated_panels, traced_panels
+from tools.timeline.text import print_panels
 
-UNIT_CHARACTERS = 3
 SUFFIXES = (".svg", ".png", ".json")
-
-
-def ascii_timeline(schedule: Schedule, costs: Costs, columns: int | None = None) -> list[str]:
-    """A line per rank, three characters for a unit of time; cut to `columns` characters, the last then being …"""
-    return ascii_lanes(simulate(schedule, costs), 1.0, columns)
-
-
-def ascii_lanes(timeline: Timeline, unit: float, columns: int | None = None) -> list[str]:
-    """The same of a timeline, three characters for every `unit` of its time."""
-    lines = []
-    for rank, lane in enumerate(timeline.ranks):
-        line = ""
-        chunks = chunk_of_stage(lane)
-        for action, start, end in lane:
-            first, after = (round((time - timeline.start) / unit * UNIT_CHARACTERS) for time in (start, end))
-            letter = action.kind.value.lower() if chunks[action.stage] % 2 else action.kind.value
-            label = f"{letter}{action.microbatch}"[: max(after - first, 0)]
-            rest = after - first - len(label)
-            line = line.ljust(first)[:first] + label + "─" * (rest - 1) + " " * (rest > 0)
-        name = f"rank {rank}".ljust(len(f"rank {len(timeline.ranks) - 1}"))
-        lines.append(f"{name} ▏{line.rstrip()}")
-    return [line if columns is None or len(line) <= columns else line[: columns - 1] + "…" for line in lines]
-
-
-def figures(timeline: Timeline, unit: str = "") -> str:
-    """Step time, bubble, and the activations held, in micro-batches of all of a rank's stages."""
-    held = [f"{timeline.peak_live(rank) / len(chunk_of_stage(lane)):.4g}" for rank, lane in enumerate(timeline.ranks)]
-    times = (
-        f"step time {timeline.step_time:.4g}{unit} · bubble {timeline.bubble:.4g}{unit} · idle {timeline.bubble_fraction:.1%}"
-    )
-    return f"{times} · holds at most {', '.join(held)} micro-batches"
-
-
-def simulated_panels(
-    names: Sequence[str],
-    num_ranks: int,
-    num_microbatches: int,
-    stages_per_rank: Sequence[int] = (),
-    costs: tuple[float, float, float] = (1.0, 1.0, 1.0),
-    communication: float = 0.0,
-) -> list[Panel]:
-    """A panel for each schedule, all of the same model on the same ranks.
-
-    `costs` are the F, I and W of a stage of the largest number of stages per rank; where a rank has fewer, each is longer.
-    """
-    per_rank = stages_per_rank or [stages_needed(name, num_ranks, num_microbatches) for name in names]
-    panels = []
-    for name, v in zip(names, per_rank, strict=True):
-        forward, input_grad, weight_grad = (cost * max(per_rank) / v for cost in costs)
-        stage_costs = Costs.equal(num_ranks * v, forward, input_grad, weight_grad, communication)
-        timeline = simulate(build_schedule(name, num_ranks, v, num_microbatches), stage_costs)
-        size = f"{num_ranks} ranks × {v} stage{'s' * (v > 1)}, {num_microbatches} micro-batches"
-        panels.append(Panel(f"{name}: {size}", timeline, figures(timeline)))
-    return panels
-
-
-def stages_needed(name: str, num_ranks: int, num_microbatches: int) -> int:
-    """The stages per rank that the schedule takes: one, or else two."""
-    try:
-        build_schedule(name, num_ranks, 1, num_microbatches)
-    except UserError as error:
-        if error.key != "parallel.stages_per_rank":
-            raise
-        return 2
-    return 1
-
-
-def read_trace(path: Path) -> Timeline:
-    """The timeline of a trace, or of a run's folder."""
-    file = path / "trace.json" if path.is_dir() else path
-    try:
-        trace = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        remedy = "give a trace.json, or the folder of a run with run.trace=true"
-        raise UserError("--trace", str(file), f"cannot be read ({error.strerror})", remedy) from None
-    except ValueError as error:
-        raise UserError("--trace", str(file), f"is no JSON: {error}", "trace again: it may have been cut off") from None
-    return from_chrome(trace, str(file))
-
-
-def traced_panels(path: Path, simulated: bool, communication: float = 0.0) -> list[Panel]:
-    """A measured step and, if `simulated`, its ranks' actions in the same order, each as long as its like were on average."""
-    measured = read_trace(path)
-    panels = [Panel("measured", measured, figures(measured, " ms"))]
-    if simulated:
-        schedule = [[event.action for event in lane] for lane in measured.ranks]
-        try:
-            check_complete(schedule)
-            timeline = simulate(schedule, measured_costs(measured, communication))
-        except (Fault, Stuck) as error:
-            raise UserError("--trace", str(path), f"is no whole step: {error}", "draw it without --simulated") from None
-        panels.append(Panel("simulated, from the mean times measured", timeline, figures(timeline, " ms")))
-    return panels
-
-
-def print_panels(panels: Sequence[Panel], unit: str) -> None:
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    lanes = [lane for panel in panels for lane in panel.timeline.ranks]
-    durations = sorted(end - start for lane in lanes for _, start, end in lane if end > start)
-    scale = durations[len(durations) // 4]  # short actions can still be read, and one very short does not stretch the rest
-    for panel in panels:
-        print("\n".join([panel.title, *ascii_lanes(panel.timeline, scale, columns), panel.caption, ""]))
-    print(f"{UNIT_CHARACTERS} characters: time {scale:.3g} {unit}".rstrip())
 
 
 def write(panels: Sequence[Panel], unit: str, out: Path) -> None:

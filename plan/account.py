@@ -10,14 +10,14 @@ from plan.categories import ACTIVATIONS, GATHERING, GRADIENTS, KINDS, REDUCING, 
 
 
 class Effect(NamedTuple):
-    """What a piece of work did to a ledger: how high it rose above where it began, what was there then, and what stayed."""
+    """What a piece of work did to an account: how high it rose above where it began, what was there then, and what stayed."""
 
     height: int
     at_height: dict[str, int]  # by category, above the beginning
     changes: dict[str, int]
 
 
-class Ledger:
+class Account:
     """`peak` bytes in `peak_action`: None between actions and after the last."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A GPU that is not there, and a world of which this process is the only rank: for tools/rehearse.py.
+"""A GPU that is not there, and a world of which this process is the only rank: for tools/rehearse.
 
 Tensors are on torch's meta device: they have shapes and dtypes and no memory. What the training code asks of a GPU is answered
 so that it takes the way it takes on one:

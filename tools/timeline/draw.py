@@ -1,4 +1,4 @@
-"""Draws timelines: a lane per rank, a box per action, idle time hatched. For tools/timeline.py and docs/draw_pipeline.py."""
+"""Draws timelines: a lane per rank, a box per action, idle time hatched. For tools/timeline and docs/draw_pipeline.py."""
 
 from collections.abc import Sequence
 from pathlib import Path

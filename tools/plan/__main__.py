@@ -12,6 +12,7 @@ How it is computed, and how far it was from what was measured: docs/planning.md.
 
 import argparse
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,9 @@ from plan.layout import Layout, world_of
 from plan.search import Found, Result, search, why_not
 from plan.summary import summarise
 from plan.time import StepTime
-from tools.draw_plan import draw_frontier, draw_memory
-from tools.draw_timeline import Panel, draw, save
-from tools.timeline import figures
+from tools.plan.draw import draw_frontier, draw_memory
+from tools.timeline.draw import Panel, draw, save
+from tools.timeline.panels import figures
 from training.load_config import load_config
 
 
@@ -97,7 +98,7 @@ def found_as_dict(one: Found) -> dict[str, Any]:
         "overrides": one.overrides(),
         "step_seconds": one.seconds,
         "mfu": one.time.mfu,
-        "bubble_fraction": one.time.timeline.bubble_fraction,
+        "bubble_fraction": one.bubble_fraction,
         "peak_memory_bytes": one.peak,
     }
 
@@ -175,4 +176,5 @@ def print_plan(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback, as it ends other programs
     sys.exit(main())

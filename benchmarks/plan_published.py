@@ -1,0 +1,154 @@
+"""The planner's MFU beside what other systems published: rows that its constants were not fitted on.
+
+    python -m benchmarks.plan_published
+
+The constants are those of plan/hardware.py for every row; only what a publication says of its own machines (the memory's rate,
+the network's) replaces theirs. A row of benchmarks/published_rows.py is planned as Lattice would run it: same dimensions,
+layout, batch, recomputation. Where the published system does other work, the column `apart` says so; the file of results has
+more of it, and every row's source and settings. No row is left out for being far off.
+
+A feed-forward without a gate, 4·D wide, is planned as a gated one of 8/3·D: the same operations, and the same bytes. MFU is in
+the publication's own convention, with Lattice's operations per token: attention `full` is the whole square, `causal` half of
+it. What is published as tokens a second is converted so, what is published as MFU is taken as it is.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import plan_megatron
+from benchmarks.published_rows import MEGATRON, ROWS, SC21, Row
+from plan.hardware import find_device
+from plan.search import Found
+from training.config import Config
+from training.load_config import load_config
+
+BASE = Path(__file__).parent.parent / "configs" / "llama3_70b.yaml"
+RESULTS = Path(__file__).parent / "results" / "plan_published.json"
+
+
+def plan(row: Row) -> Found:
+    if row.system is MEGATRON:
+        m, size = row.model, (row.tp, row.pp, row.gpus, row.batch)
+        return plan_megatron.best(plan_megatron.Row(row.model_name, m.num_heads, m.dim, m.num_layers, *size, 0.0))
+    rates: dict[str, Any] = dict(row.system.rates)
+    device = replace(find_device(row.system.device), **rates)
+    return Found(config_of(row), row.gpus, device, 0.0)
+
+
+def config_of(row: Row) -> Config:
+    """What no row says is llama3_70b.yaml's: sequence parallelism over tp, for instance."""
+    system, dp = row.system, row.gpus // (row.tp * row.pp)
+    replicas = dp if system.zero_stage == 0 else row.replicas
+    keys: dict[str, Any] = {f"model.{key}": value for key, value in row.model._asdict().items()}
+    keys |= {
+        "parallel.tp": row.tp,
+        "parallel.pp": row.pp,
+        "parallel.dp_replicate": replicas,
+        "parallel.dp_shard": dp // replicas,
+        "parallel.zero_stage": system.zero_stage,
+        "parallel.reduce_dtype": system.reduce_dtype,
+        "parallel.schedule": "1f1b" if row.stages == 1 else "interleaved_1f1b",
+        "parallel.stages_per_rank": row.stages,
+        "parallel.layers_per_stage": layers_of(row),
+        "parallel.sequence_parallel": system is not SC21,
+        "train.seq_len": row.seq_len or system.seq_len,
+        "train.global_batch_size": row.batch,
+        "train.micro_batch_size": row.micro_batch,
+        "train.activation_checkpointing": row.recomputed,
+    }
+    return load_config(str(BASE), [f"{key}={value}" for key, value in keys.items()])
+
+
+def layers_of(row: Row) -> str:
+    """Of each stage. Where the layers do not come out even, the ends, which have the embedding and the head, get one less."""
+    stages = row.pp * row.stages
+    each = (row.model.num_layers + 2) // stages
+    if row.model.num_layers % stages == 0:
+        return "null"
+    return str([each - 1] + [each] * (stages - 2) + [each - 1])
+
+
+def flops_per_token(config: Config, attention: str) -> float:
+    model, seq_len = config.model, config.train.seq_len
+    rest = 6.0 * model.num_layers * seq_len * model.attention_width if attention == "full" else 0.0
+    return model.flops_per_token(seq_len) + rest
+
+
+def compare(row: Row) -> dict[str, Any]:
+    one, system = plan(row), row.system
+    parallel, train = one.config.parallel, one.config.train
+    whole = one.device.peak_flops / flops_per_token(one.config, system.attention)  # tokens a second at 100%
+    published, predicted = row.tokens or row.mfu / 100 * whole, one.time.tokens_per_second / row.gpus
+    return {
+        "system": system.name,
+        "model": row.model_name,
+        "source": system.source,
+        "dimensions": row.model._asdict(),
+        "device": system.device,
+        "rates": system.rates,
+        "gpus": row.gpus,
+        "tp": row.tp,
+        "pp": row.pp,
+        "stages_per_rank": parallel.stages_per_rank,
+        "dp_shard": parallel.dp_shard,
+        "dp_replicate": parallel.dp_replicate,
+        "zero_stage": parallel.zero_stage,
+        "seq_len": train.seq_len,
+        "global_batch_size": train.global_batch_size,
+        "micro_batch_size": train.micro_batch_size,
+        "activation_checkpointing": train.activation_checkpointing,
+        "mfu_convention": f"{system.attention} attention; of {one.device.peak_flops / 1e12:.0f} TFLOP/s",
+        "given_as": "tokens" if row.tokens else "mfu",
+        "published_tokens_per_second_and_gpu": published,
+        "predicted_tokens_per_second_and_gpu": predicted,
+        "published_mfu": published / whole,
+        "predicted_mfu": predicted / whole,
+        "error_points": 100 * (predicted - published) / whole,
+        "apart": row.apart,
+        "differs": system.differs,
+        "unverified": system.unverified,
+    }
+
+
+def summary(table: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Of groups of rows: how many, the mean and largest distance in points, and the mean with its sign."""
+    alike = [row for row in table if not row["apart"]]
+    groups = {
+        "all": table,
+        "apart in nothing known": alike,
+        "    of these, H100": [row for row in alike if row["device"] == "h100"],
+        "    of these, A100": [row for row in alike if row["device"] == "a100"],
+        "    of these, every setting verified": [row for row in alike if not row["unverified"]],
+        "apart": [row for row in table if row["apart"]],
+    }
+    result = {}
+    for name, rows in groups.items():
+        points = [row["error_points"] for row in rows]
+        far = [abs(one) for one in points]
+        bias = sum(points) / len(points)
+        result[name] = {"rows": len(rows), "mean": sum(far) / len(far), "largest": max(far), "bias": bias}
+    return result
+
+
+def main() -> int:
+    table = [compare(row) for row in ROWS]
+    print("system            model    GPUs  tp pp  v  published  predicted   error  apart (*: not every setting is verified)")
+    for row in table:
+        print(
+            f"{row['system']:16s}{'*' if row['unverified'] else ' '} {row['model']:5s} {row['gpus']:7d} {row['tp']:3d} "
+            f"{row['pp']:2d} {row['stages_per_rank']:2d} {row['published_mfu']:10.1%} {row['predicted_mfu']:10.1%} "
+            f"{row['error_points']:+7.1f}  {row['apart']}"
+        )
+    groups = summary(table)
+    print(f"\n{'':36s}rows   mean  largest  with its sign")
+    for name, one in groups.items():
+        print(f"{name:36s}{one['rows']:4.0f} {one['mean']:6.2f} {one['largest']:8.2f} {one['bias']:+14.2f}")
+    RESULTS.write_text(json.dumps({"summary": groups, "rows": table}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

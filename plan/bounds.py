@@ -1,0 +1,120 @@
+"""Bytes that a layout needs at least: from sizes alone, for all layouts of a search.
+
+They are counted at the moment at which a pipeline rank begins the backward with most activations alive. Then there are
+
+    the rank's weights and moments, sharded; weights in the compute dtype, gathered: all, or with zero_stage 3 a block's
+    what its blocks keep of all micro-batches that the schedule has alive on it
+    what the backward of a block needs besides, the gradient that came in, and weight gradients that are put off
+    where forwards and backwards take turns for long: the gradients of the micro-batches before, and with zero_stage 2 and 3
+    the last of them that each stage reduced, whole, which FSDP holds until the stage's next
+
+Buffers of gathers, messages and the head come on top, and plan/memory.py counts them.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from parallel.pipeline.actions import Action, B, F, I, stage_ranks
+from parallel.pipeline.schedules import build_schedule
+from plan.layout import Layout, Sizes
+from plan.memory import block_backward
+
+GROWING = ("gpipe", "breadth_first")  # keep every micro-batch until all forwards are done
+ALWAYS_SPLIT = ("zb_h1", "zb_v")  # no backward is whole
+
+
+class Block:
+    """What a block needs of one micro-batch, in bytes; and numbers of parameters."""
+
+    def __init__(self, layout: Layout) -> None:
+        sizes = Sizes(layout)
+        self.part = sizes.part  # its input's gradient, or its output
+        self.kept = sizes.kept + sizes.part  # for backward, with its output
+        self.whole, _ = block_backward(layout, False)  # by which a backward rises above what is there when it begins
+        # An input gradient: the same; by which it ends above that; and what waits for the weight gradient in all.
+        self.split, left = block_backward(layout, True)
+        self.more, self.deferred = left - sizes.part, left + sizes.kept
+        self.numel = layout.block.numel
+        self.table = layout.vocabulary * layout.model.dim  # of the embedding, or the head
+
+
+class Alive(NamedTuple):
+    """Of a pipeline rank at that moment."""
+
+    rank: int  # the first of those that are alike
+    numel: int  # parameters
+    kept: int  # bytes that blocks keep
+    backward: int  # bytes that the backward has besides
+    unreduced: int  # numbers of the gradients that each stage reduced last
+
+
+def most_alive(
+    block: Block, schedule: str, pp: int, v: int, counts: list[int], numbers: list[int], m: int, steady: bool
+) -> list[Alive]:
+    """Ranks that differ.
+
+    Args:
+        counts: blocks of each stage.
+        numbers: parameters of each rank.
+        steady: forwards and backwards take turns for long.
+    """
+    blocks, fewest, unreduced = ([0] * pp for _ in range(3))
+    for s, (rank, count) in enumerate(zip(where(schedule, pp, v), counts, strict=True)):
+        blocks[rank] += count
+        fewest[rank] = min(count, fewest[rank] or count) or fewest[rank]  # of the rank's stages that have any
+        unreduced[rank] += block.numel if s and count else block.table
+    if schedule in GROWING:
+        live = [m * count for count in blocks]
+    else:
+        live = _live(schedule, pp, v, tuple(counts), min(m, 2 * pp) if m > 1 else 1)
+    found: dict[tuple[int, int, int, int], int] = {}
+    for rank in reversed(range(pp)):
+        # An input gradient leaves more at each block than it frees, and is highest at the last.
+        split = block.split + max(0, block.more) * (fewest[rank] - 1)
+        backward = split if schedule in ALWAYS_SPLIT else min(block.whole, split) if schedule == "dualpipe_v" else block.whole
+        if schedule == "zb_h1" and steady:  # weight gradients of `rank` micro-batches are still to come
+            backward += rank * blocks[rank] * block.deferred
+        found[numbers[rank], live[rank] * block.kept, block.part + backward if live[rank] else 0, unreduced[rank]] = rank
+    return [Alive(rank, *key) for key, rank in found.items()]
+
+
+def least_bytes(alive: Alive, layout: Layout, shard: int, zero: int, m: int, steady: bool) -> tuple[float, float]:
+    """Of a rank whose weights are sharded over `shard`: the bound; and what is kept alone, states and activations."""
+    e, master, reduce = layout.compute, layout.master, layout.reduce
+    states = alive.numel / shard * 3 * master + alive.numel * e * (zero < 3)
+    summed = alive.numel * reduce * (1.0 if zero < 2 and m > 1 else 1 / shard)
+    before = summed if steady else 0.0
+    kept = states + max(alive.kept + before, summed)
+    if not alive.kept:
+        return kept, kept
+    besides = alive.backward + (layout.block.numel * e if zero == 3 else 0)
+    if steady and zero >= 2:
+        besides += alive.unreduced * reduce
+    return states + max(alive.kept + besides + before, summed), kept
+
+
+@lru_cache(maxsize=1024)
+def where(schedule: str, pp: int, v: int) -> list[int]:
+    """The rank of each stage."""
+    return list(stage_ranks(build_schedule(schedule, pp, v, 2 * pp)))
+
+
+@lru_cache(maxsize=4096)
+def _live(schedule: str, pp: int, v: int, counts: tuple[int, ...], m: int) -> list[int]:
+    """The most micro-batches of blocks that each rank holds at once, by the schedule itself; with more than `m`, not fewer."""
+    most = []
+    for actions in _schedule(schedule, pp, v, m):
+        live = highest = 0
+        for kind, stage, _ in actions:
+            if kind is F:
+                live += counts[stage]
+                highest = max(highest, live)
+            elif kind in (B, I):
+                live -= counts[stage]
+        most.append(highest)
+    return most
+
+
+@lru_cache(maxsize=256)
+def _schedule(schedule: str, pp: int, v: int, m: int) -> list[list[Action]]:
+    return build_schedule(schedule, pp, v, m)

@@ -1,0 +1,127 @@
+"""One rank of a world, alone: its step with tensors that have shapes alone, or for real on the device that is here."""
+
+import multiprocessing
+import resource
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from errors import UserError
+from parallel.mesh import AXES, Mesh
+from parallel.pipeline.simulate import Event
+from parallel.pipeline.trace import ActionRecorder
+from plan.check import check_can_be_planned
+from plan.traffic import by_axis
+from tools.rehearse.fake_gpu import DEVICE, fake_gpu, one_rank
+from tools.rehearse.tape import Tape
+from training.build import build_stages
+from training.config import Config
+from training.step import TrainStep
+
+
+def rehearse(config: Config, world: int, rank: int, steps: int = 1) -> dict[str, Any]:
+    """Peak memory of `rank` of `world`, and the collectives of the last of `steps` steps. A process can be one rank of one
+    world only: call it through `alone`."""
+    began, cpu_began = time.perf_counter(), time.process_time()
+    shape = config.parallel.mesh_shape(world)
+    with one_rank(shape, rank, DEVICE) as mesh, fake_gpu(), Tape(mesh) as tape:
+        with patch("training.build.initialise", lambda stage, seed: None):
+            train = TrainStep(config, mesh, build_stages(config, mesh), bos_id=0)
+        train.record = tape.record
+        for step in range(steps):
+            tape.collectives.clear()
+            train(step, *rows(config, mesh))
+        report = {
+            "rank": rank,
+            "world": world,
+            "coordinates": dict(zip(AXES, (mesh.root.get_local_rank(axis) for axis in AXES), strict=True)),
+            "stages": sorted(train.stages),
+            "peak_memory_bytes": tape.peak,
+            "peak_in": "after the last action" if tape.peak_action is None else str(tape.peak_action),
+            "memory": tape.at_peak(),
+            "collectives": by_axis(tape.collectives),
+            "seconds": round(time.perf_counter() - began, 2),
+            "cpu_seconds": round(time.process_time() - cpu_began, 2),
+            "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+        del train
+    return report
+
+
+def rehearse_for_real(config: Config, world: int, rank: int) -> dict[str, Any]:
+    """The same on a device that is there: torch's own measure of memory (on a GPU), and how long each kind of action takes."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with one_rank(config.parallel.mesh_shape(world), rank, device) as mesh:
+        with patch("training.build.initialise", draw_on_device):
+            train = TrainStep(config, mesh, build_stages(config, mesh), bos_id=0)
+        batch = rows(config, mesh)
+        train(0, *batch)  # kernels are compiled, memory is allocated, the libraries choose
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        recorder = ActionRecorder(device)
+        train.record = recorder
+        began = _now(device)
+        train(1, *batch)
+        seconds = _now(device) - began
+        events = recorder.events(0.0)
+        return {
+            "rank": rank,
+            "world": world,
+            "stages": sorted(train.stages),
+            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+            "peak_memory_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
+            "action_seconds": mean_seconds(events),
+            "other_seconds": seconds - sum(event.end - event.start for event in events) / 1e3,
+            "step_seconds": seconds,
+        }
+
+
+def alone(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    """Calls it in a process of its own."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
+def check_can_be_rehearsed(config: Config) -> None:
+    """Raises UserError for what a fake GPU cannot show."""
+    check_can_be_planned(config)
+    if config.train.compile:
+        why = "runs a compiler's code, which a fake GPU does not show"
+        raise UserError("train.compile", True, why, "set train.compile=false, or give --real")
+
+
+def rows(config: Config, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random tokens and targets of one data-parallel rank."""
+    shape = (config.num_microbatches(mesh.dp_size) * config.train.micro_batch_size, config.train.seq_len)
+    tokens = torch.randint(0, config.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    return tokens, tokens.roll(-1, 1)
+
+
+@torch.no_grad()
+def draw_on_device(stage: torch.nn.Module, seed: int) -> None:
+    """Weights of the usual size. Those of a real run, the same on every layout, would take minutes to draw."""
+    for parameter in stage.parameters():
+        assert isinstance(parameter, DTensor)
+        local = parameter.to_local()
+        local.fill_(1.0) if parameter.ndim == 1 else local.normal_(0.0, 0.02)
+
+
+def _now(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def mean_seconds(events: list[Event]) -> dict[str, dict[str, float]]:
+    """{stage: {letter of the kind: mean seconds}}"""
+    durations: dict[tuple[int, str], list[float]] = {}
+    for action, start, end in events:
+        durations.setdefault((action.stage, action.kind.value), []).append((end - start) / 1e3)
+    table: dict[str, dict[str, float]] = {}
+    for (stage, kind), seconds in sorted(durations.items()):
+        table.setdefault(str(stage), {})[kind] = sum(seconds) / len(seconds)
+    return table

@@ -1,0 +1,83 @@
+"""Timelines with a title and their figures: of schedules, simulated; of a step, measured."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from errors import UserError
+from parallel.pipeline.check import Fault, check_complete
+from parallel.pipeline.chrome import from_chrome, measured_costs
+from parallel.pipeline.schedules import build_schedule
+from parallel.pipeline.simulate import Costs, Stuck, Timeline, simulate
+from tools.timeline.draw import Panel, chunk_of_stage
+
+
+def figures(timeline: Timeline, unit: str = "") -> str:
+    """Step time, bubble, and the activations held, in micro-batches of all of a rank's stages."""
+    held = [f"{timeline.peak_live(rank) / len(chunk_of_stage(lane)):.4g}" for rank, lane in enumerate(timeline.ranks)]
+    times = (
+        f"step time {timeline.step_time:.4g}{unit} · bubble {timeline.bubble:.4g}{unit} · idle {timeline.bubble_fraction:.1%}"
+    )
+    return f"{times} · holds at most {', '.join(held)} micro-batches"
+
+
+def simulated_panels(
+    names: Sequence[str],
+    num_ranks: int,
+    num_microbatches: int,
+    stages_per_rank: Sequence[int] = (),
+    costs: tuple[float, float, float] = (1.0, 1.0, 1.0),
+    communication: float = 0.0,
+) -> list[Panel]:
+    """A panel for each schedule, all of the same model on the same ranks.
+
+    `costs` are the F, I and W of a stage of the largest number of stages per rank; where a rank has fewer, each is longer.
+    """
+    per_rank = stages_per_rank or [stages_needed(name, num_ranks, num_microbatches) for name in names]
+    panels = []
+    for name, v in zip(names, per_rank, strict=True):
+        forward, input_grad, weight_grad = (cost * max(per_rank) / v for cost in costs)
+        stage_costs = Costs.equal(num_ranks * v, forward, input_grad, weight_grad, communication)
+        timeline = simulate(build_schedule(name, num_ranks, v, num_microbatches), stage_costs)
+        size = f"{num_ranks} ranks × {v} stage{'s' * (v > 1)}, {num_microbatches} micro-batches"
+        panels.append(Panel(f"{name}: {size}", timeline, figures(timeline)))
+    return panels
+
+
+def stages_needed(name: str, num_ranks: int, num_microbatches: int) -> int:
+    """The stages per rank that the schedule takes: one, or else two."""
+    try:
+        build_schedule(name, num_ranks, 1, num_microbatches)
+    except UserError as error:
+        if error.key != "parallel.stages_per_rank":
+            raise
+        return 2
+    return 1
+
+
+def read_trace(path: Path) -> Timeline:
+    """The timeline of a trace, or of a run's folder."""
+    file = path / "trace.json" if path.is_dir() else path
+    try:
+        trace = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        remedy = "give a trace.json, or the folder of a run with run.trace=true"
+        raise UserError("--trace", str(file), f"cannot be read ({error.strerror})", remedy) from None
+    except ValueError as error:
+        raise UserError("--trace", str(file), f"is no JSON: {error}", "trace again: it may have been cut off") from None
+    return from_chrome(trace, str(file))
+
+
+def traced_panels(path: Path, simulated: bool, communication: float = 0.0) -> list[Panel]:
+    """A measured step and, if `simulated`, its ranks' actions in the same order, each as long as its like were on average."""
+    measured = read_trace(path)
+    panels = [Panel("measured", measured, figures(measured, " ms"))]
+    if simulated:
+        schedule = [[event.action for event in lane] for lane in measured.ranks]
+        try:
+            check_complete(schedule)
+            timeline = simulate(schedule, measured_costs(measured, communication))
+        except (Fault, Stuck) as error:
+            raise UserError("--trace", str(path), f"is no whole step: {error}", "draw it without --simulated") from None
+        panels.append(Panel("simulated, from the mean times measured", timeline, figures(timeline, " ms")))
+    return panels
