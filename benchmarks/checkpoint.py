@@ -8,11 +8,9 @@ dd's speed. The first save of a run also makes the memory that it copies to; it 
 
 import argparse
 import contextlib
-import datetime
 import io
 import json
 import os
-import platform
 import statistics
 import subprocess
 import tempfile
@@ -23,6 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from benchmarks.about import about
 from parallel.mesh import build_mesh
 from training.build import build_stages
 from training.load_config import load_config
@@ -99,7 +98,7 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         result = measure(options.rounds, Path(folder))
-    result = {"date": datetime.date.today().isoformat(), "machine": platform.machine(), "torch": torch.__version__, **result}
+    result = {**about(), **result}
     options.json.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({key: value for key, value in result.items() if key != "rows"}, indent=1))
     dist.destroy_process_group()

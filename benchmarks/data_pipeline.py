@@ -14,19 +14,18 @@ import this module again (spawn), so torch is imported only where it is needed.
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 import psutil
 import sentencepiece
 
+from benchmarks.about import about
 from data.prepare import prepare
 from data.sampler import SampleOrder, count_windows
 from data.sources import STDLIB, documents
@@ -180,10 +179,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         result = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "platform": platform.platform(),
-            "python": platform.python_version(),
-            "cores": cores,
+            **about("sentencepiece"),
             "load_average_at_start": os.getloadavg()[0],
             "preparation": preparation_speed(folder, texts, tokenizer, cores, options.speed_megabytes, options.runs),
         }

@@ -10,10 +10,7 @@ model, the nearer the ratios are to one: it is what happens beside the products 
 """
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -24,6 +21,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from benchmarks.about import about
 from model.config import ModelConfig
 from model.initialise import initialise
 from model.transformer import Transformer
@@ -127,8 +125,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     start_distributed()
-    results: dict[str, Any] = {"date": str(datetime.date.today()), "platform": platform.platform(), "cpus": os.cpu_count()}
-    results |= {"torch": torch.__version__, "transformers": transformers.__version__, "sizes": {}}
+    results: dict[str, Any] = {**about("transformers"), "sizes": {}}
     for name, config in SIZES.items():
         results["sizes"][name] = measure(config, arguments.new_tokens, arguments.rounds)
         print(name, json.dumps(results["sizes"][name], indent=1), flush=True)

@@ -12,10 +12,8 @@ run is made without disturbance, and
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
-import platform
 import random
 import runpy
 import shutil
@@ -37,6 +35,7 @@ import yaml
 from safetensors.torch import load_file
 
 import training.save
+from benchmarks.about import about
 from training.checkpoint import complete_checkpoints, step_of
 from training.events import read_events
 from training.ledger import CAUSES, account
@@ -258,15 +257,14 @@ def main() -> None:
         alone, _ = run_under_torchrun(Path(folder) / "alone", raw, options.world, [])
         kills = plan(options.seed, options.kills, options.world)
         found = drill(Path(folder) / "drilled", raw, options.world, kills, alone)
-    about = {"date": datetime.date.today().isoformat(), "torch": torch.__version__, "machine": platform.machine()}
-    about |= {"processes": options.world, "seed": options.seed}
+    head = {**about(), "processes": options.world, "seed": options.seed}
     print(json.dumps(found, indent=1))
     # Outside the ledger: what torchrun needs before it starts the first process and after the last has ended.
     unaccounted = found["wall_clock_seconds"] - found["ledger_sum_seconds"]
     ok = found["kills"] >= options.kills and found["numbers_equal_bitwise"] and found["last_state_equal_bitwise"]
     if not ok or found["wrong"] or not 0 <= unaccounted < 0.1 * found["wall_clock_seconds"] + 30:
         sys.exit("the drill failed")
-    options.json.write_text(json.dumps(about | found, indent=1) + "\n")
+    options.json.write_text(json.dumps(head | found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

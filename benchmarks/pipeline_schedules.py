@@ -19,10 +19,8 @@ busy with something else wake a waiting rank late: all of this wants a quiet mac
 """
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import statistics
 import time
 from collections import Counter
@@ -34,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from benchmarks.about import about
 from parallel.data import ZeroStage, check_reduced, shard
 from parallel.mesh import Mesh, build_mesh
 from parallel.pipeline.actions import Action, F, I, Kind, W, splits_backward, stage_ranks
@@ -288,7 +287,7 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # in the ranks, which have yet to start
 
-    results: dict = {"date": str(datetime.date.today()), "platform": platform.platform(), "cpus": os.cpu_count()}
+    results: dict = about()
     results |= {"ranks": RANKS, "microbatches": MICROBATCHES, "rounds": arguments.rounds}
     results |= {"forward_seconds": SECONDS, "input_gradient_seconds": SECONDS, "weight_gradient_seconds": SECONDS}
     print(f"{RANKS} ranks, {MICROBATCHES} micro-batches, F = I = W = {SECONDS} s; medians of {arguments.rounds} rounds")

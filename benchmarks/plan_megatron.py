@@ -61,7 +61,7 @@ def best(row: Row) -> Found:
             try:
                 layout = Layout(config, row.gpus, 0)
                 if config.num_microbatches(layout.dp_shard) and layout.schedule:
-                    found.append(Found(config, row.gpus, device, 0.0))
+                    found.append(Found(config, row.gpus, device))
             except UserError:  # a schedule that does not take this number of micro-batches
                 continue
         for one in sorted(found, key=lambda one: one.seconds):

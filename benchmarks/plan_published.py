@@ -35,7 +35,7 @@ def plan(row: Row) -> Found:
         return plan_megatron.best(plan_megatron.Row(row.model_name, m.num_heads, m.dim, m.num_layers, *size, 0.0))
     rates: dict[str, Any] = dict(row.system.rates)
     device = replace(find_device(row.system.device), **rates)
-    return Found(config_of(row), row.gpus, device, 0.0)
+    return Found(config_of(row), row.gpus, device)
 
 
 def config_of(row: Row) -> Config:
@@ -71,16 +71,11 @@ def layers_of(row: Row) -> str:
     return str([each - 1] + [each] * (stages - 2) + [each - 1])
 
 
-def flops_per_token(config: Config, attention: str) -> float:
-    model, seq_len = config.model, config.train.seq_len
-    rest = 6.0 * model.num_layers * seq_len * model.attention_width if attention == "full" else 0.0
-    return model.flops_per_token(seq_len) + rest
-
-
 def compare(row: Row) -> dict[str, Any]:
     one, system = plan(row), row.system
     parallel, train = one.config.parallel, one.config.train
-    whole = one.device.peak_flops / flops_per_token(one.config, system.attention)  # tokens a second at 100%
+    flops = one.config.model.flops_per_token(train.seq_len, whole_attention=system.attention == "full")
+    whole = one.device.peak_flops / flops  # tokens a second at 100%
     published, predicted = row.tokens or row.mfu / 100 * whole, one.time.tokens_per_second / row.gpus
     return {
         "system": system.name,
@@ -118,11 +113,11 @@ def summary(table: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     alike = [row for row in table if not row["apart"]]
     groups = {
         "all": table,
-        "apart in nothing known": alike,
+        "comparable": alike,
         "    of these, H100": [row for row in alike if row["device"] == "h100"],
         "    of these, A100": [row for row in alike if row["device"] == "a100"],
         "    of these, every setting verified": [row for row in alike if not row["unverified"]],
-        "apart": [row for row in table if row["apart"]],
+        "not comparable": [row for row in table if row["apart"]],
     }
     result = {}
     for name, rows in groups.items():
@@ -135,7 +130,7 @@ def summary(table: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def main() -> int:
     table = [compare(row) for row in ROWS]
-    print("system            model    GPUs  tp pp  v  published  predicted   error  apart (*: not every setting is verified)")
+    print("system            model    GPUs  tp pp  v  published  predicted   error  apart in (*: settings not all verified)")
     for row in table:
         print(
             f"{row['system']:16s}{'*' if row['unverified'] else ' '} {row['model']:5s} {row['gpus']:7d} {row['tp']:3d} "
@@ -143,7 +138,7 @@ def main() -> int:
             f"{row['error_points']:+7.1f}  {row['apart']}"
         )
     groups = summary(table)
-    print(f"\n{'':36s}rows   mean  largest  with its sign")
+    print(f"\n{'':36s}rows   mean  largest  mean, signed")
     for name, one in groups.items():
         print(f"{name:36s}{one['rows']:4.0f} {one['mean']:6.2f} {one['largest']:8.2f} {one['bias']:+14.2f}")
     RESULTS.write_text(json.dumps({"summary": groups, "rows": table}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

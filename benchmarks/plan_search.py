@@ -5,10 +5,7 @@ about 0.26 GB are Python and torch. Aim: every row below a minute of CPU.
 """
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import resource
 import sys
 import time
@@ -17,6 +14,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.about import about
 from errors import UserError
 from plan.hardware import find_device
 from plan.search import search
@@ -92,7 +90,7 @@ def main() -> int:
             )
     slowest = max(found["cpu_seconds"] for found in table)
     print(f"slowest: {slowest:.1f} s of CPU (aim: {LIMIT:g})")
-    results: dict[str, Any] = {"date": str(datetime.date.today()), "platform": platform.platform(), "cpus": os.cpu_count()}
+    results: dict[str, Any] = about()
     arguments.json.write_text(json.dumps(results | {"rows": table, "slowest": slowest}, indent=1) + "\n", encoding="utf-8")
     return 0 if slowest <= LIMIT else 1
 

@@ -41,7 +41,7 @@ class System(NamedTuple):
     attention: str = "full"  # of its MFU: full, causal
     zero_stage: int = 3
     reduce_dtype: str = "float32"
-    unverified: str = ""  # settings or figures that no source at hand shows
+    unverified: str = ""  # settings or figures that were not compared with a source
     rates: dict[str, float] = {}  # noqa: RUF012  (of its machines, as published)
 
 
@@ -53,7 +53,7 @@ class Row(NamedTuple):
     model: Model
     gpus: int
     batch: int  # sequences
-    micro_batch: int
+    micro_batch: int  # 0, as `recomputed` empty: chosen as benchmarks/plan_megatron.py does
     recomputed: str  # none, selective, full
     mfu: float = 0.0  # percent, in the system's convention; or:
     tokens: float = 0.0  # a second and GPU
@@ -67,7 +67,7 @@ class Row(NamedTuple):
 
 PRODUCTS = "recomputes products"  # torchtitan's `selective`: every second of a block
 EAGER = "eager"  # norms, rotation and gate are several kernels each
-CAPPED = "500 W"  # the power limit, of 700: a lower clock under products
+CAPPED = "500 W"  # power limit; the data sheet's is 700 W: a lower clock under products
 UNFUSED = "unfused attention"  # the scores are written to memory
 CONTEXT = "context parallel"  # of 2; planned as twice the data parallelism
 BLOCKS = "recomputes some blocks"
@@ -157,7 +157,7 @@ LLAMA3 = System(
     "a production run: documents masked, all ranks wait for the slowest",
     attention="causal",
     zero_stage=1,
-    unverified="virtual stages (8, of one block), MFU's convention; no copy at hand",
+    unverified="virtual stages (8, of one block), MFU's convention; not compared with the paper",
 )
 MEGATRON = System(
     "Megatron-LM",
@@ -174,7 +174,7 @@ SC21 = System(
     "no flash attention; whole sequence on every tp rank",
     device="a100",
     zero_stage=0,
-    unverified="micro-batch, virtual stages; no copy at hand (it counts recomputed operations: 3/4 of its figure)",
+    unverified="micro-batch, virtual stages; not compared with the paper (it counts recomputed operations: 3/4 of its figure)",
 )
 KORTHIKANTI = System(
     "Megatron 2022",
@@ -183,7 +183,7 @@ KORTHIKANTI = System(
     "no flash attention, but its scores recomputed",
     device="a100",
     zero_stage=0,
-    unverified="no copy at hand",
+    unverified="not compared with the paper",
 )
 MEGASCALE = System(
     "MegaScale",
@@ -192,7 +192,7 @@ MEGASCALE = System(
     "attention and feed-forward side by side, sliding window, LAMB",
     device="a100",
     zero_stage=1,
-    unverified="layout; no copy at hand",
+    unverified="layout; not compared with the paper",
 )
 
 ROWS = [

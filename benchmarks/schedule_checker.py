@@ -5,14 +5,12 @@ Nothing here imports torch. Best of three, wall-clock seconds for all four ranks
 """
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import time
 from itertools import pairwise
 from pathlib import Path
 
+from benchmarks.about import about
 from parallel.pipeline.actions import splits_backward
 from parallel.pipeline.check import check
 from parallel.pipeline.schedules import SCHEDULES, build_schedule
@@ -45,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/schedule_checker.json")
     arguments = parser.parse_args()
-    results: dict = {"date": str(datetime.date.today()), "platform": platform.platform(), "cpus": os.cpu_count()}
+    results: dict = about()
     results |= {"ranks": RANKS, "actions_per_rank": ACTIONS, "seconds": {name: seconds(name) for name in SCHEDULES}}
     for name, found in results["seconds"].items():
         print(f"{name:18}" + "".join(f"{what} {value:6.3f} s   " for what, value in found.items()))

@@ -10,16 +10,15 @@ counted once) of all of them and of the one that they are forked from, sampled d
 """
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import resource
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from benchmarks.about import about
 
 ROOT = Path(__file__).parent.parent
 SIZES = {
@@ -178,7 +177,7 @@ def main() -> None:
     from tools.launch import share_cores
 
     share_cores()  # as `make train` does, for all three programs alike
-    results: dict = {"date": str(datetime.date.today()), "platform": platform.platform(), "cpus": os.cpu_count(), "sizes": {}}
+    results: dict = {**about("transformers"), "sizes": {}}
     for name, size in SIZES.items():
         rounds, peaks = [], []
         for _ in range(arguments.rounds):

@@ -116,7 +116,8 @@ class ZeroStage:
 
     def _reduce(self, module: nn.Module, over_shards: bool) -> None:
         for unit in self._units(module):
-            unit.set_requires_gradient_sync(over_shards, recurse=False)  # switches the replicas' all-reduce, once per step, too
+            # This also switches the all-reduce over replicas, which belongs to the last backward alone: switched off again.
+            unit.set_requires_gradient_sync(over_shards, recurse=False)
             unit.set_requires_all_reduce(False, recurse=False)
 
     def _complete(self, module: nn.Module) -> None:

@@ -13,7 +13,7 @@ time.py        seconds of each action, of a step, MFU
 exposure.py    seconds of communication, and of those the ones waited for
 bounds.py      bytes that a layout needs at least
 candidates.py  all layouts, by estimate and bound
-peaks.py       bytes that its pipeline ranks need, counted in a shortened step
+peaks.py       bytes that a layout's pipeline ranks need, counted in a shortened step
 search.py      those that fit, by their time
 summary.py     a job in numbers
 guide.py       the accounting that guides use

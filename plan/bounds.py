@@ -61,7 +61,8 @@ def most_alive(
     blocks, fewest, unreduced = ([0] * pp for _ in range(3))
     for s, (rank, count) in enumerate(zip(where(schedule, pp, v), counts, strict=True)):
         blocks[rank] += count
-        fewest[rank] = min(count, fewest[rank] or count) or fewest[rank]  # of the rank's stages that have any
+        if count:  # the fewest of the rank's stages that have any
+            fewest[rank] = min(count, fewest[rank]) if fewest[rank] else count
         unreduced[rank] += block.numel if s and count else block.table
     if schedule in GROWING:
         live = [m * count for count in blocks]

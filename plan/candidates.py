@@ -1,7 +1,7 @@
 """Every layout of a model on a number of GPUs, each with an estimate of its step's seconds and a bound on its bytes.
 
 The estimate is of the parts that `plan.time` simulates: the work of the slowest rank, the schedule's bubble by its paper's
-formula, what data parallelism has to wait for. The bound (plan/bounds.py) is of the rank that probably needs most.
+formula, what data parallelism has to wait for. The bound (plan/bounds.py) is the largest of its ranks'.
 """
 
 import itertools
@@ -139,9 +139,9 @@ def _data_parallel(stage: Stage, pipe: Pipeline, world: int, m: int, dp: int) ->
     }
     parts = [seconds_of[r] for r in ranks]
     numbers = [r.blocks * layout.block.numel + (r.first + r.last) * stage.block.table for r in ranks]
-    busiest = max(range(pipe.pp), key=lambda r: _sum(parts[r]))
+    busiest = max(range(pipe.pp), key=lambda r: parts[r].total)
     work, numel = stage.work * max(1, max(r.blocks for r in ranks)), numbers[busiest]
-    slowest = _sum(parts[busiest]) + numel * stage.summing
+    slowest = parts[busiest].total + numel * stage.summing
     step = m * slowest + _bubble(pipe.schedule, pipe.pp, pipe.stages_per_rank, work)
     step += 2 * (pipe.pp - 1) * stage.message_seconds(pipe.pp, world) + device.step_seconds
     units = max(1, ranks[busiest].blocks)
@@ -228,10 +228,6 @@ def _bubble(schedule: str, pp: int, v: int, work: Part) -> float:
     if schedule == "dualpipe_v":
         return (pp - 1) * max(0.0, f + i - w) / 2
     return (pp - 1) * (f + i + w) / v
-
-
-def _sum(part: Part) -> float:
-    return part.forward + part.input_grad + part.weight_grad
 
 
 def _tp_sizes(config: Config, world: int, device: Device) -> list[int]:

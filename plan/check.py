@@ -17,6 +17,7 @@ def check_can_be_planned(config: Config) -> None:
 def check_before_search(config: Config) -> None:
     """Raises UserError for what is wrong in every layout."""
     check_can_be_planned(config)
+    # What only a layout makes wrong is set to what is right on one rank; the size that this replaces is looked at below.
     parallel = replace(config.parallel, tp=1, pp=1, dp_shard=1, dp_replicate=1, schedule="1f1b", stages_per_rank=1,
                        layers_per_stage=None, zero_stage=2)  # fmt: skip
     alone = replace(config, parallel=parallel, train=replace(config.train, micro_batch_size=1),

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from parallel.pipeline.actions import F
 from parallel.pipeline.lower import result_of
-from plan.time import Part, StepTime
+from plan.time import StepTime
 
 
 class Seconds(NamedTuple):
@@ -22,12 +22,12 @@ def seconds_on_the_wire(time: StepTime, pp_rank: int) -> dict[str, Seconds]:
     for stage in layout.stages:
         for unit in layout.units(stage):
             cost = time.unit(unit)
-            tp_wire, tp_exposed = tp_wire + m * _sum(cost.wire), tp_exposed + m * _sum(cost.exposed)
+            tp_wire, tp_exposed = tp_wire + m * cost.wire.total, tp_exposed + m * cost.exposed.total
         gather, scatter, over_replicas = time.data_parallel(stage)
         gathers += gather * (2 * m if parallel.zero_stage == 3 else 1)
         reductions += scatter * (m if parallel.zero_stage >= 2 else 1)
         replicas += over_replicas
-        waits += m * _sum(time.waits(stage))
+        waits += m * time.waits(stage).total
     late = _late_start(time, pp_rank)
     tail = max(0.0, time.reductions[pp_rank] - time.timeline.ranks[pp_rank][-1].end)
     over_shards = tail if layout.dp_replicate == 1 else max(0.0, tail - replicas)
@@ -49,7 +49,3 @@ def _late_start(time: StepTime, pp_rank: int) -> float:
         if action.kind is F and action.microbatch == 0:
             late += end - start - time.costs.forward[action.stage]
     return max(0.0, late)
-
-
-def _sum(part: Part) -> float:
-    return part.forward + part.input_grad + part.weight_grad

@@ -51,10 +51,10 @@ class Device:
 # NVIDIA's data sheets (float64 and float32 on Tensor Cores where there are such, without TF32); memory as torch reports it:
 # 81,089 MiB on H100 80GB HBM3, 79.2 GiB on A100 80GB, 139.8 GiB on H200, 178.35 GiB on B200; the usual networks: 200 Gb/s
 # beside A100, 400 Gb/s beside H100, 800 Gb/s beside B200.
-# A100 reaches more of its peaks than H100 does. In the same measurement on both, products reach 85.9% and 80.1% ("maximum
-# achievable matmul FLOPS", github.com/stas00/ml-engineering, compute/accelerator); flash attention 2 reaches 57.5% and 33.2%
-# (heads of 64 and 128), copies 78.9% and 86.6% (github.com/Azure/AI-benchmarking-guide, Azure_Results). Its efficiencies are
-# those of H100 times these quotients; no run on A100 was fitted.
+# Products and attention reach more of A100's peaks than of H100's, copies less. In the same measurement on both, A100 first:
+# products 85.9% and 80.1% ("maximum achievable matmul FLOPS", github.com/stas00/ml-engineering, compute/accelerator); flash
+# attention 2, over heads of 64 and 128, 57.5% and 33.2%, copies 78.9% and 86.6% (github.com/Azure/AI-benchmarking-guide,
+# Azure_Results). A100's efficiencies are those of H100 times these quotients; no run on A100 was fitted.
 DEVICES = {
     "a100": Device(
         "a100", 312e12, 19.5e12, 19.5e12, 85.0e9, 2.04e12, 300e9, 25e9, 400,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from errors import UserError
 from model.config import ModelConfig
+from model.kernels.linear_cross_entropy import PIECE_BYTES
 from parallel.pipeline.actions import Action
 from parallel.placement import chunk_range
 from plan.categories import ATTENDED, GATED, NORMED, PRODUCTS, PROJECTED, STREAM
@@ -200,14 +201,11 @@ class Layout:
     def head_pieces(self) -> list[int]:
         """Tokens of the pieces in which the head forms its logits (model/kernels/linear_cross_entropy.py)."""
         widest = -(-self.model.vocab_size // self.tp)
-        piece_tokens = max(1, PIECE_BYTES // (widest * self.compute))
+        piece_tokens = max(1, PIECE_BYTES["cuda"] // (widest * self.compute))
         positions = self.config.train.seq_len // (self.tokens // self.local_tokens)
         height = max(1, -(-positions // max(1, -(-self.tokens // piece_tokens))))
         each = self.tokens // positions  # tokens of one position of every rank
         return [each * min(height, positions - at) for at in range(0, positions, height)]
-
-
-PIECE_BYTES = 1 << 30  # of logits at one time on a GPU
 
 
 class Sizes:

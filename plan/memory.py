@@ -37,8 +37,6 @@ from plan.categories import (
     TEMPORARY,
     WEIGHTS,
 )
-from plan.categories import GATHERED as GATHERED  # with those below, for who reads `at_peak`
-from plan.categories import SHARDED_GRADIENTS as SHARDED_GRADIENTS
 from plan.layout import Layout, Sizes, Unit
 from plan.sharded import Sharded
 

@@ -2,8 +2,8 @@
 
 All are estimated (plan/candidates.py), and those dropped whose bound says that they cannot fit. The others are taken in the
 order of their estimates: their memory is counted on every pipeline rank, those that fit are checked as a run would check them
-(both in a shortened step: plan/peaks.py), and their step is simulated, until enough fit or none is left. The frontier is looked
-for among all in the same way.
+(both in a shortened step: plan/peaks.py), and their step is simulated, until enough fit or none is left. The frontier
+adds the layouts that keep less than every faster one, examined in the same way.
 """
 
 from collections.abc import Iterator
@@ -30,8 +30,8 @@ class Found:
     config: Config
     world: int
     device: Device
-    estimate: float
     fullest: int = 0  # the pipeline rank that probably needs most
+    estimate: float = 0.0  # seconds, by which the search ordered it
 
     @cached_property
     def layout(self) -> Layout:
@@ -156,7 +156,7 @@ class Examiner:
         return self.known[id(candidate)]
 
     def _examine(self, candidate: Candidate) -> Found | None:
-        found = Found(candidate.config(), self.world, self.device, candidate.estimate, candidate.fullest)
+        found = Found(candidate.config(), self.world, self.device, candidate.fullest, candidate.estimate)
         try:
             if found.fits(self.room):
                 shortened(found.layout, CHECKED).config.validate(self.world)  # as a run would, before it starts
@@ -190,15 +190,10 @@ def _value(value: object) -> str:
 def why_not(best: Found, other: Found) -> str:
     """What the runner-up loses on."""
     a, b = best.time, other.time
-    work = [
-        sum(
-            sum((p.forward, p.input_grad, p.weight_grad))
-            for p in map(Part, t.costs.forward, t.costs.input_grad, t.costs.weight_grad)
-        )
-        * t.layout.num_microbatches
-        / t.layout.mesh_shape[0]
-        for t in (a, b)
-    ]
+    work = []  # of a rank, on average
+    for time in (a, b):
+        parts = map(Part, time.costs.forward, time.costs.input_grad, time.costs.weight_grad)
+        work.append(sum(part.total for part in parts) * time.layout.num_microbatches / time.layout.mesh_shape[0])
     pipeline = [t.timeline.step_time for t in (a, b)]
     idle = [one.bubble_fraction * seconds for one, seconds in zip((best, other), pipeline, strict=True)]
     tail = [one.seconds - seconds for one, seconds in zip((best, other), pipeline, strict=True)]

@@ -3,9 +3,9 @@
 from collections import Counter
 from typing import Any
 
-from parallel.pipeline.lower import lower
+from parallel.pipeline.lower import Program, lower
 from plan.check import assumptions
-from plan.exposure import Seconds, seconds_on_the_wire
+from plan.exposure import seconds_on_the_wire
 from plan.hardware import Device
 from plan.layout import Layout
 from plan.memory import Memory
@@ -45,10 +45,7 @@ def summarise(config: Config, world: int, device: Device, tokens: float = 0.0, p
     first = Layout(config, world, 0)
     time = StepTime(first, device)
     programs = lower(first.schedule)
-    ranks = [
-        _rank(layout, Memory(layout, programs[layout.pp_rank]), seconds_on_the_wire(time, layout.pp_rank))
-        for layout in map(first.at, range(first.mesh_shape[0]))
-    ]
+    ranks = [_rank(time, programs[rank], first.at(rank)) for rank in range(first.mesh_shape[0])]
     peaks = [rank["peak_memory_bytes"] for rank in ranks]
     power = world * device.watts
     plan: dict[str, Any] = {
@@ -82,8 +79,9 @@ def summarise(config: Config, world: int, device: Device, tokens: float = 0.0, p
     return plan
 
 
-def _rank(layout: Layout, memory: Memory, seconds: dict[str, Seconds]) -> dict[str, Any]:
+def _rank(time: StepTime, program: Program, layout: Layout) -> dict[str, Any]:
     """Of one pipeline position; its tp rank 0, which has the largest part of the vocabulary."""
+    memory, seconds = Memory(layout, program), seconds_on_the_wire(time, layout.pp_rank)
     calls = collectives(layout)
     traffic = by_axis(calls)
     for axis, row in traffic.items():
@@ -104,7 +102,7 @@ def _rank(layout: Layout, memory: Memory, seconds: dict[str, Seconds]) -> dict[s
         "peak_in": "after the last action" if memory.peak_action is None else str(memory.peak_action),
         "memory": dict(sorted(((k, v) for k, v in memory.at_peak.items() if v), key=lambda item: -item[1])),
         "activations": memory.activations,
-        "live_micro_batches": _peak_live(layout),
+        "live_micro_batches": time.timeline.peak_live(layout.pp_rank),
         "collectives": traffic,
     }
 
@@ -121,12 +119,3 @@ def _flops(layout: Layout) -> float:
     head = 6.0 * model.vocab_size * model.dim
     block = (model.flops_per_token(seq_len) - head) / model.num_layers
     return (names["block"] * block + names["head"] * head) / layout.tp * layout.tokens * layout.num_microbatches
-
-
-def _peak_live(layout: Layout) -> int:
-    """The most micro-batches of a stage that the rank holds activations of at once, from the schedule."""
-    live = most = 0
-    for action in layout.schedule[layout.pp_rank]:
-        live += {"F": 1, "I": 0}.get(action.kind.value, -1)
-        most = max(most, live)
-    return most

@@ -38,6 +38,10 @@ class Part:
         mine, theirs = (self.forward, self.input_grad, self.weight_grad), (other.forward, other.input_grad, other.weight_grad)
         return Part(*(a + b for a, b in zip(mine, theirs, strict=True)))
 
+    @property
+    def total(self) -> float:
+        return self.forward + self.input_grad + self.weight_grad
+
     def __mul__(self, times: float) -> "Part":
         return Part(self.forward * times, self.input_grad * times, self.weight_grad * times)
 
@@ -274,5 +278,4 @@ class StepTime:
     def mfu_full_attention(self) -> float:
         """The same with attention counted as the whole square, as Megatron-LM counts it."""
         model, seq_len = self.layout.model, self.layout.config.train.seq_len
-        full = model.flops_per_token(seq_len) + 6.0 * model.num_layers * seq_len * model.attention_width
-        return self.mfu * full / model.flops_per_token(seq_len)
+        return self.mfu * model.flops_per_token(seq_len, whole_attention=True) / model.flops_per_token(seq_len)

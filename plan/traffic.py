@@ -17,6 +17,10 @@ message holds. `wire_bytes` says what of it passes a rank's link. Collectives ov
 | between two stages       | pp           | T·D·e / tp (T·D·e): hidden states, their gradients   |                   |
 | once a step              | tp           | gradients that each tp rank knows in part            | shared k, v; q's  |
 |                          |              |                                                      | and k's norms     |
+|                          | loss         | 1 all-reduce of the target tokens (int64), 1 of the loss                 |
+|                          | pp           | 1 all-reduce of the loss                                                 |
+|                          | world        | 1 all-reduce of the gradients' squares (float64)                         |
+|                          | ends         | 1 all-reduce of a tied embedding's gradient that is on two ranks         |
 """
 
 from collections import Counter

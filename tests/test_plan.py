@@ -92,8 +92,33 @@ def test_rows_it_was_not_fitted_on_are_planned_as_recorded() -> None:
             assert plan_published.compare(row)["predicted_mfu"] == pytest.approx(found["predicted_mfu"], rel=1e-6)
 
 
+def test_the_page_has_the_recorded_figures() -> None:
+    page = (CONFIGS.parent / "docs" / "planning.md").read_text(encoding="utf-8")
+    found = json.loads(plan_published.RESULTS.read_text(encoding="utf-8"))["summary"]
+    labels = {
+        "all": "all",
+        "comparable": "comparable",
+        "of these, H100": "    of these, H100",
+        "of these, A100": "    of these, A100",
+        "of these, with every setting verified": "    of these, every setting verified",
+        "not comparable: they do other work, or on other machines": "not comparable",
+    }
+    assert sorted(labels.values()) == sorted(found)
+    for label, name in labels.items():
+        one = found[name]
+        row = f"| {label} | {one['rows']} | {one['mean']:.1f} | {one['largest']:.1f} | {one['bias']:+.1f} |"
+        assert row.replace("-", "−") in page.replace("-", "−"), row
+    searches = json.loads((plan_published.RESULTS.parent / "plan_search.json").read_text(encoding="utf-8"))["rows"]
+    seconds = {(row["gpus"], row["device"]): f"{row['cpu_seconds']:.0f}" for row in searches}
+    assert max(row["cpu_seconds"] for row in searches) == pytest.approx(float(seconds[512, "h100"]), abs=0.5)
+    slowest, large, hard = seconds[512, "h100"], seconds[16384, "h100"], seconds[64, "a100"]
+    text = " ".join(page.split())
+    assert f"405B on 512 GPUs, takes {slowest} seconds of a core; 405B on 16,384 takes {large}, 175B on 64 A100" in text
+    assert f"1536 micro-batches {hard} (" in text
+
+
 def test_a100_has_efficiencies_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: with those of H100, rows on A100 that are apart in nothing known are much farther off."""
+    """The control: with those of H100, comparable rows on A100 are much farther off."""
     rows = [row for row in QUICK_ROWS if row.system.device == "a100" and not row.apart]
     of_its_own = mean_error(rows)
     h100, a100 = find_device("h100"), find_device("a100")
@@ -131,7 +156,7 @@ def test_bounds_of_memory_are_bounds() -> None:
     assert len(by_schedule) == 7
     some = [one for found in by_schedule.values() for one in found[:: max(1, len(found) // 8)]]
     for one in some:
-        assert one.bound <= Found(one.config(), 16, device, 0.0).peak, one
+        assert one.bound <= Found(one.config(), 16, device).peak, one
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
@@ -146,7 +171,7 @@ def test_the_fullest_rank_counts_wherever_it_is(schedule: str) -> None:
         "model.num_layers=14",
     ]
     config = load_config(str(CONFIGS / "llama3_70b.yaml"), [*keys, f"parallel.stages_per_rank={v}", "parallel.zero_stage=2"])
-    found = Found(config, 8, find_device("h100"), 0.0)
+    found = Found(config, 8, find_device("h100"))
     peaks = summarise(config, 8, find_device("h100"))["peak_memory_bytes"]
     assert found.peak == max(peaks)
     assert not found.fits(max(peaks) - 1)

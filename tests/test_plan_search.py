@@ -103,7 +103,7 @@ def test_bounds_are_bounds_and_near_where_schedules_repeat_themselves() -> None:
     ratios = []
     for found in by_schedule.values():
         for one in found[:: max(1, len(found) // 8)]:
-            peak = Found(one.config(), 8, device, 0.0).peak
+            peak = Found(one.config(), 8, device).peak
             assert one.kept <= one.bound <= peak, one
             ratios.append(one.bound / peak)
     assert median(ratios) > 0.9

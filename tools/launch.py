@@ -1,9 +1,10 @@
 """Starts a run on this machine, on what it has: `python -m tools.launch CONFIG [section.key=value …]`. `make train` calls it.
 
-Without a GPU: 8 processes over gloo, one thread each, laid out as the file says. With GPUs: one process per GPU over NCCL, in
-bfloat16, with the axes as large as the GPUs allow. Overrides that you give come last, so they win. To start a run of your own
-layout, call torchrun yourself (README, "More GPUs, more machines"). This is torchrun's own launcher, but for one thing: its
-processes are forked from one that has imported everything, and share that memory and the seconds it took.
+Without a GPU: 8 processes over gloo, one thread each, laid out as the file says. With GPUs: one process for each of as many as
+are a power of two, at most 8, over NCCL, in bfloat16, with the axes as large as they allow. Overrides that you give come last,
+so they win. To start a run of your own layout, call torchrun yourself (README, "More GPUs, more machines"). This is torchrun's
+own launcher, but for one thing: its processes are forked from one that has imported everything, and share that memory and the
+time that it took.
 """
 
 import logging
@@ -78,7 +79,7 @@ def start_processes(processes: int, function: Callable[..., None], *arguments: o
     return 0
 
 
-def train(arguments: list[str]) -> None:
+def run_rank(arguments: list[str]) -> None:
     """A rank's life, as train.py begins it."""
     from training import signals
 
@@ -97,7 +98,7 @@ def main() -> None:
     processes, overrides = layout(num_gpus)
     arguments = [config, *overrides, *given]
     print(f"+ torchrun --standalone --nproc-per-node {processes} train.py", *arguments, flush=True)
-    sys.exit(start_processes(processes, train, arguments))
+    sys.exit(start_processes(processes, run_rank, arguments))
 
 
 if __name__ == "__main__":

@@ -10,18 +10,8 @@ import sys
 from pathlib import Path
 
 from errors import UserError
-from training.checkpoint import complete_checkpoints
-from training.manifest import MANIFEST, Damaged, verify
-
-
-def find(folder: Path) -> list[Path]:
-    """`folder` itself if it is a checkpoint, else those in it, or in its `checkpoints/`."""
-    if (folder / MANIFEST).is_file():
-        return [folder]
-    found = complete_checkpoints(folder) or complete_checkpoints(folder / "checkpoints")
-    if not found:
-        raise UserError("CHECKPOINT", str(folder), "holds no complete checkpoint", "give a run folder or a folder step-…")
-    return found
+from training.checkpoint import checkpoints_of
+from training.manifest import Damaged, verify
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,7 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
     options = parser.parse_args(arguments)
     try:
-        checkpoints = find(options.checkpoint)
+        checkpoints = checkpoints_of(options.checkpoint, "CHECKPOINT")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -296,6 +296,20 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if NAME.fullmatch(path.name) and (path / MANIFEST).is_file())
 
 
+def checkpoints_of(folder: Path, key: str) -> list[Path]:
+    """`folder` itself if it is a checkpoint, else the complete ones in it, or in its `checkpoints/`, oldest first.
+
+    Raises:
+        UserError: there are none; `key` is what the user gave the folder as.
+    """
+    if (folder / MANIFEST).is_file():
+        return [folder]
+    found = complete_checkpoints(folder) or complete_checkpoints(folder / "checkpoints")
+    if not found:
+        raise UserError(key, str(folder), "holds no complete checkpoint", "give a run folder or a folder step-…")
+    return found
+
+
 def step_of(checkpoint: Path) -> int:
     """After how many steps it was saved, by its name."""
     return int(checkpoint.name.removeprefix("step-"))

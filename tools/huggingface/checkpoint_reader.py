@@ -19,20 +19,15 @@ from torch import Tensor
 from errors import UserError
 from model.config import ModelConfig
 from tools.huggingface.tensor_files import DTYPES, file_opener
-from training.checkpoint import complete_checkpoints, read_trainer
-from training.manifest import MANIFEST, PLACES, TENSORS, Damaged, Manifest, read_manifest
+from training.checkpoint import checkpoints_of, read_trainer
+from training.manifest import PLACES, TENSORS, Damaged, Manifest, read_manifest
 
 WEIGHTS = "model."  # names of weights begin so; those of the optimizer's state with "optimizer."
 
 
 def newest(folder: Path) -> Path:
     """`folder` itself if it is a checkpoint, else the newest complete one in it, or in its `checkpoints/`."""
-    if (folder / MANIFEST).is_file():
-        return folder
-    complete = complete_checkpoints(folder) or complete_checkpoints(folder / "checkpoints")
-    if not complete:
-        raise UserError("--checkpoint", str(folder), "holds no complete checkpoint", "give a run folder or a folder step-…")
-    return complete[-1]
+    return checkpoints_of(folder, "--checkpoint")[-1]
 
 
 class CheckpointReader:

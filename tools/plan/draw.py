@@ -37,6 +37,7 @@ def draw_memory(plan: dict[str, Any]) -> "Figure":
     names = list(dict.fromkeys(name for rank in ranks for name in rank["memory"]))
     figure = Figure(figsize=(WIDTH, 1.6 + 0.34 * len(ranks)), facecolor=PAPER, layout="constrained")
     axes = figure.add_subplot()
+    assert len(names) <= len(COLOURS)
     for name, colour in zip(names, COLOURS, strict=False):
         sizes = [rank["memory"].get(name, 0) / GB for rank in ranks]
         left = [sum(rank["memory"].get(before, 0) for before in names[: names.index(name)]) / GB for rank in ranks]

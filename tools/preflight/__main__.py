@@ -2,8 +2,8 @@
 
     srun --ntasks-per-node=1 python -m tools.preflight --meet node1:10100 --ranks-per-node 8 CONFIG.yaml [section.key=value …]
 
-Each node looks at itself (node.py), all meet at the first one, those that are fit measure their links
-(links.py), and the first one compares and decides:
+Each node looks at itself (node.py), all meet at the first one, those that are fit measure their links (links.py), and the
+first one compares and decides (verdict.py):
 
     failed    a GPU is missing, in use, or reports errors; no room for a checkpoint; other code or packages than most nodes
               have; the node did not come in time, or its ranks could not talk

@@ -1,7 +1,7 @@
 """The report page's charts: SVG that stretches with the page, its labels in HTML so that a phone does not shrink them.
 
 Every chart is drawn in a box of 1000 × 100 units. What a reader points at is looked up in the chart's `data-chart`, by the
-page's script (page.py). Text is escaped here; nothing that comes from a run's files is trusted.
+page's script (assets/report.js). Text is escaped here; nothing that comes from a run's files is trusted.
 """
 
 import html

@@ -1,4 +1,4 @@
-"""Draws timelines: a lane per rank, a box per action, idle time hatched. For tools/timeline and docs/draw_pipeline.py."""
+"""Draws timelines: a lane per rank, a box per action, idle time hatched. Also for tools/plan, tools/report and docs."""
 
 from collections.abc import Sequence
 from pathlib import Path

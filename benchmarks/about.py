@@ -1,0 +1,18 @@
+"""Where and with what something was measured: the head of every file of results."""
+
+import datetime
+import os
+import platform
+from importlib.metadata import version
+from typing import Any
+
+
+def about(*packages: str) -> dict[str, Any]:
+    """The date, the machine, and the versions of Python, torch and `packages`."""
+    return {
+        "date": str(datetime.date.today()),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        **{package: version(package) for package in ("torch", *packages)},
+    }
