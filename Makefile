@@ -16,13 +16,15 @@ else
   dev := .venv/.dev
 endif
 
-.PHONY: help train data test test-slow test-slurm lint parity bench bench-gpu docs api exercises clean
+.PHONY: help train data test test-rest test-all test-slow test-slurm lint parity bench bench-gpu docs api exercises clean
 
 help:
 	@echo 'make train       prepare the embedded data set, train on it in 3D, let the model write a line'
 	@echo '                 (RUN=folder  CONFIG=file.yaml  ARGS="section.key=value …")'
-	@echo 'make test        every test this machine can run, but the slow ones'
-	@echo 'make test-slow   the slow ones: every layout, fifty kills'
+	@echo 'make test        a covering part of all tests: under 10 minutes on two cores'
+	@echo 'make test-rest   the tests marked thorough, which make test leaves out; .ci/run runs both'
+	@echo 'make test-all    make test, then make test-rest: under 30 minutes'
+	@echo 'make test-slow   what is too long for that: every layout, fifty kills'
 	@echo 'make test-slurm  the job script on a real Slurm, brought up here: Debian, as root'
 	@echo 'make lint        ruff and mypy'
 	@echo 'make data        train the tokenizer and prepare the data set alone'
@@ -50,9 +52,19 @@ prepared/laptop/index.json: | $(runtime)
 	$(PYTHON) -m tools.tokenizer --source python-stdlib --vocab-size 4096 --out prepared/laptop.model
 	$(PYTHON) -m tools.prepare --source python-stdlib --tokenizer prepared/laptop.model --out prepared/laptop
 
-# Two files at a time: many tests use one core, or wait for a process to die.
+# Every test is in exactly one of the three expressions below (tests/test_tiers.py). Two workers keep two cores busy: the ranks
+# of a test mostly wait for each other. They start with half of the tests each, and the first to end takes over some of the
+# other's, so that both end together and most files stay with one worker, which makes their fixtures once.
+workers := -n 2 --dist worksteal
+
 test: $(dev)
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadfile -m "not slow"
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(workers) -m "not thorough and not slow"
+
+test-rest: $(dev)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(workers) -m "thorough and not slow"
+
+test-all: test
+	$(MAKE) test-rest
 
 test-slow: $(dev) prepared/laptop/index.json
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m slow

@@ -36,7 +36,7 @@ def write_config(folder: Path, data: Path, **sections: dict[str, Any]) -> str:
             "vocab_size": tokenizer().vocab_size,
         },
         "parallel": {},
-        "train": {"steps": 6, "seq_len": 32, "global_batch_size": 8, "micro_batch_size": 1, "dtype": "float32"},
+        "train": {"steps": 6, "seq_len": 32, "global_batch_size": 8, "micro_batch_size": 2, "dtype": "float32"},
         "optimizer": {"lr": 3e-3, "warmup_steps": 2},
         "data": {"path": str(data)},
         "checkpoint": {},

@@ -30,6 +30,8 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.ranks import PRELOAD
+
 ROOT = Path(__file__).parent.parent
 LEFT_OUT = (".git", ".venv", "runs", "prepared", "wandb", "__pycache__", ".*_cache", "*.pyc", ".whl", "api")
 PYTHON = (".venv/bin/python", "python")
@@ -168,7 +170,7 @@ def as_python(command: str) -> tuple[list[str], str] | None:
 def run_python(arguments: list[str], program: str, folder: Path) -> tuple[int, str, str]:
     """In a process that has imported torch already. It sees this repository's modules, and works in `folder`."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "tools.parity.run"])  # no matter, if it runs already
+    context.set_forkserver_preload(PRELOAD)  # of no effect where the server runs already
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_run_python, args=(arguments, program, str(folder), theirs))
     process.start()

@@ -8,8 +8,8 @@ server process imports torch once, forks the ranks, and they serve one task afte
         results = ranks.run(function, 4, *arguments)    # function(*arguments) on 4 ranks; the list of what they returned
 
 `function` must be importable by name (not a lambda), arguments and results must pickle. When a rank fails or a task takes too
-long, the others wait in a collective for ever, so all are killed and new ones forked: one failure costs a fraction of a second
-and spoils nothing after it.
+long, the others wait in a collective forever, so all ranks of the task are killed, and the next task that needs them forks new
+ones. Ranks that had no part in it stay: what they have imported and cached would cost each new one a second.
 """
 
 import atexit
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 # The server imports these before it forks; what is missing here each rank imports for itself, slowly.
-PRELOAD = ["torch", "torch.distributed.fsdp", "torch._dynamo", "sympy", "tools.parity.run"]
+PRELOAD = ["torch", "torch.distributed.fsdp", "torch._dynamo", "sympy", "safetensors.torch", "tools.parity.run", "train"]
 _CACHED = type(functools.cache(lambda: None))  # functools has no public name for it
 GRACE_SECONDS = 3.0  # for other ranks to report too, after one has failed
 
@@ -53,8 +53,7 @@ class Ranks:
         # A fork server and not a fork of this process: autograd refuses to run in the fork of a process that has used it.
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
-        self._processes: list[Any] = []
-        self._pipes: list[Connection] = []
+        self._ranks: dict[int, tuple[Any, Connection]] = {}  # rank → its process and our end of its pipe
         atexit.register(self.close)
 
     def __enter__(self) -> "Ranks":
@@ -71,42 +70,44 @@ class Ranks:
         """
         if world > self.size:
             raise ValueError(f"a world of {world} from a pool of {self.size} ranks")
-        if not self._processes:
-            self._fork()
+        self._fork(world)
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
             task = pickle.dumps((function, arguments, world, str(Path(folder) / "store")))
-            for pipe in self._pipes[:world]:
-                pipe.send_bytes(task)
+            for rank in range(world):
+                self._ranks[rank][1].send_bytes(task)
             answers, failures = self._collect(world)
         if failures:
-            self.close()
+            self._kill(world)
             raise RankError("\n".join(f"rank {rank}: {failures[rank]}" for rank in sorted(failures)))
         return [answers[rank] for rank in range(world)]
 
     def close(self) -> None:
         """Kill this pool's processes; the next `run` forks new ones."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
-        for pipe in self._pipes:
-            pipe.close()
-        self._processes, self._pipes = [], []
+        self._kill(self.size)
 
-    def _fork(self) -> None:
-        for rank in range(self.size):
+    def _kill(self, world: int) -> None:
+        """Kill ranks 0 to `world` - 1."""
+        killed = [self._ranks.pop(rank) for rank in range(world) if rank in self._ranks]
+        for process, _ in killed:
+            process.kill()
+        for process, pipe in killed:
+            process.join()
+            pipe.close()
+
+    def _fork(self, world: int) -> None:
+        """Start what is missing of ranks 0 to `world` - 1."""
+        for rank in set(range(world)) - self._ranks.keys():
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(rank, theirs), name=f"rank-{rank}", daemon=True)
             process.start()
             theirs.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
+            self._ranks[rank] = process, ours
 
     def _collect(self, world: int) -> tuple[dict[int, Any], dict[int, str]]:
         """Every rank's answer, and every failed rank's reason."""
         answers: dict[int, Any] = {}
         failures: dict[int, str] = {}
-        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes[:world])}
+        waiting = {self._ranks[rank][1]: rank for rank in range(world)}
         deadline = time.monotonic() + self.timeout
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
@@ -119,8 +120,9 @@ class Ranks:
                 try:
                     succeeded, value = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionError):
-                    self._processes[rank].join(GRACE_SECONDS)
-                    succeeded, value = False, f"died with exit code {self._processes[rank].exitcode}"
+                    process, _ = self._ranks[rank]
+                    process.join(GRACE_SECONDS)
+                    succeeded, value = False, f"died with exit code {process.exitcode}"
                 if succeeded:
                     answers[rank] = value
                 else:
