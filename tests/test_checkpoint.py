@@ -67,7 +67,10 @@ def test_a_flipped_bit_in_any_file_is_found(saved: Path, tmp_path: Path) -> None
             shutil.rmtree(bad)
 
 
-@pytest.mark.parametrize("kinds", [("tensors", "manifest.json"), ("trainer.json", "tokenizer.model")])
+@pytest.mark.parametrize(
+    "kinds",
+    [("tensors", "manifest.json"), pytest.param(("trainer.json", "tokenizer.model"), marks=pytest.mark.thorough)],
+)
 def test_the_newest_good_one_is_used_and_it_is_said_once(
     ranks: Ranks, saved: Path, tmp_path: Path, kinds: tuple[str, str]
 ) -> None:
@@ -142,8 +145,8 @@ def train_with_a_fault(config: str, rank: int, step: int, where: str, kind: int)
     ("where", "kind", "rank"),
     [
         ("fingerprint", errno.ENOSPC, 1),
-        ("count_numbers", errno.EIO, 3),
-        ("write_durably", errno.ENOSPC, 0),
+        pytest.param("count_numbers", errno.EIO, 3, marks=pytest.mark.thorough),
+        pytest.param("write_durably", errno.ENOSPC, 0, marks=pytest.mark.thorough),
         ("write_manifest", errno.EROFS, 0),
     ],
 )
@@ -223,6 +226,7 @@ def test_what_is_saved_is_what_was_there_and_training_goes_on(ranks: Ranks, data
     assert all(torch.isfinite(tensor).all() for tensor in one_step.values())
 
 
+@pytest.mark.thorough  # without it test_twice_to_another_layout saves at once
 def test_saving_at_once_leaves_the_same(ranks: Ranks, saved: Path, data: Path, tmp_path: Path) -> None:
     """checkpoint.async_save=false: the same pieces, bit for bit. (Their order within a file is free.)"""
     sections = {"parallel": LAYOUT_3D, "checkpoint": {"interval": 2, "keep_last": 3, "async_save": False}}

@@ -27,14 +27,21 @@ def drilled(arguments: list[str], kill: Kill | None) -> str:
 
 
 KILLS = {
-    4: [Kill(1, "evaluation", 1, 0.0), Kill(2, "writing", 1, 0.0), Kill(3, "staging", 2, 0.0), Kill(0, "commit", 2, 2)],
+    4: [
+        Kill(1, "evaluation", 1, 0.0),
+        Kill(2, "writing", 1, 0.0),
+        Kill(3, "staging", 2, 0.0),
+        Kill(0, "commit", 2, 2),
+        Kill(3, "step", 2, 0.0),
+        Kill(0, "deletion", 1, 3),
+    ],
     8: [Kill(6, "step", 4, 0.0), Kill(0, "commit", 1, 1), Kill(0, "commit", 1, 5), Kill(0, "deletion", 1, 3)],
 }
 
 
-@pytest.mark.parametrize("world", LAYOUTS)
+@pytest.mark.parametrize("world", [4, pytest.param(8, marks=pytest.mark.thorough)])
 def test_killed_again_and_again(ranks: Ranks, data: Path, tmp_path: Path, world: int) -> None:
-    """In every phase, in 2D and in 3D: the same numbers as undisturbed, every checkpoint good, and the ledger adds up."""
+    """In every phase: the same numbers as undisturbed, every checkpoint good, and the ledger adds up. In 3D thoroughly."""
     runs = {}
     for name, kills in (("alone", []), ("drilled", KILLS[world])):
         folder = tmp_path / name
@@ -68,6 +75,7 @@ def test_killed_again_and_again(ranks: Ranks, data: Path, tmp_path: Path, world:
     assert last - first <= took
 
 
+@pytest.mark.thorough
 def test_torchrun_restarts_by_itself(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     """A killed rank, `torchrun --max-restarts`: nobody does anything, and the run ends as one that was left alone."""
     raw = small(Path(write_config(tmp_path, data)), 4, steps=6)
@@ -94,6 +102,7 @@ def test_the_checks_can_fail(ranks: Ranks, data: Path, tmp_path: Path) -> None:
 
 
 def test_a_plan_has_every_phase(tmp_path: Path) -> None:
+    assert {kill.phase for kill in KILLS[4]} == set(WHERE)
     kills = plan(0, 48, 4)
     assert {phase: sum(kill.phase == phase for kill in kills) for phase in WHERE} == dict.fromkeys(WHERE, 8)
     assert kills == plan(0, 48, 4) != plan(1, 48, 4)

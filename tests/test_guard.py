@@ -123,7 +123,7 @@ def run_with_bad_steps(arguments: list[str], rank: int, bad: set[int]) -> str:
         return train_run(arguments)
 
 
-@pytest.mark.parametrize("world", LAYOUTS)
+@pytest.mark.parametrize("world", [pytest.param(4, marks=pytest.mark.thorough), 8])
 def test_a_nan_in_one_ranks_gradient_skips_one_update(ranks: Ranks, data: Path, tmp_path: Path, world: int) -> None:
     """On all ranks: what they hold in common is compared before the save. It is counted, and the run resumes bitwise."""
     config = write_config(tmp_path, data, parallel=LAYOUTS[world], checkpoint={"interval": 3, "keep_last": 9})
@@ -174,7 +174,7 @@ def run_without(arguments: list[str], samples: tuple[int, int]) -> str:
         return train_run(arguments)
 
 
-@pytest.mark.parametrize(("world", "log_interval"), [(4, 1), (8, 2)])
+@pytest.mark.parametrize(("world", "log_interval"), [(4, 1), pytest.param(8, 2, marks=pytest.mark.thorough)])
 def test_bad_batches_are_left_out(ranks: Ranks, data: Path, tmp_path: Path, world: int, log_interval: int) -> None:
     """Steps 6 and 7 of 10 have bad batches; the run was saved after 4: it goes back there, and on as if they had never been."""
     kept = {"interval": 4, "keep_last": 9}

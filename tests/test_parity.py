@@ -1,6 +1,8 @@
 """Every split of the model computes what the unsharded model computes: the quick part of `python -m tools.parity`.
 
-The whole matrix, all layouts of 1 to 8 ranks, is `make test-slow`. test_controls.py shows that this comparison can fail.
+`make test` takes from it cases in which every value of every option occurs; `make test-rest` all others, so that every two
+values meet; the whole matrix, all layouts of 1 to 8 ranks, is `make test-slow`. test_controls.py shows that this comparison can
+fail.
 """
 
 from itertools import combinations
@@ -32,19 +34,48 @@ from training.build import build_stages
 from training.step import TrainStep
 
 QUICK, IMPOSSIBLE = parity.plan(parity.WORLDS, quick=True)
+PAIRS = {case: pairs_of(case) for case, _ in QUICK}
 
 
-@pytest.mark.parametrize("case", [case for case, _ in QUICK], ids=str)
+def values_of(case):
+    return {value for pair in PAIRS[case] for value in pair}
+
+
+def each_value_once():
+    """A few of the quick cases, in which every value of every option occurs: greedily the one with the most new values."""
+    left = set().union(*map(values_of, PAIRS))
+    chosen = []
+    while left:
+        chosen.append(max(PAIRS, key=lambda case: len(values_of(case) & left)))
+        left -= values_of(chosen[-1])
+    return chosen
+
+
+def thorough_but(kept, cases):
+    """`cases` as parameters; what is not among `kept` is thorough."""
+    return [case if case in kept else pytest.param(case, marks=pytest.mark.thorough) for case in cases]
+
+
+@pytest.mark.parametrize("case", thorough_but(each_value_once(), PAIRS), ids=str)
 def test_every_pair_of_options(ranks, case):
     row = check(ranks, case)
     assert not row.failures(), line(row, 0)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("layout", [(1, 1, 1, 1), (2, 1, 1, 2), (2, 1, 2, 2)])
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        ((1, 1, 1, 1), "float64"),
+        ((1, 1, 1, 1), "float32"),
+        ((2, 1, 1, 2), "float32"),
+        ((2, 1, 2, 2), "float64"),
+        pytest.param((2, 1, 1, 2), "float64", marks=pytest.mark.thorough),
+        pytest.param((2, 1, 2, 2), "float32", marks=pytest.mark.thorough),
+    ],
+)
 def test_twenty_steps(ranks, layout, dtype):
     """Loss and norm stay together over 20 optimizer steps with warmup, decay and clipping; copies stay bitwise the same."""
-    row = check(ranks, Case(layout, dtype=dtype), STEPS)
+    row = check(ranks, Case(layout, dtype=dtype, num_microbatches=2), STEPS)
     assert not row.failures(), line(row, STEPS)
 
 
@@ -54,15 +85,15 @@ def test_whole_matrix(world, tmp_path):
     assert parity.main(["--world", str(world), "--json", str(tmp_path / "parity.json")]) == 0
 
 
-def test_clipping_is_active_in_some_of_the_steps():
-    for stages in (1, 2, 4, 8):
-        norms = expected(Case((stages, 1, 1, 1)), STEPS).norms
-        assert min(norms) < OPTIMIZER.grad_clip < max(norms)
+@pytest.mark.parametrize("stages", [1, 2, *(pytest.param(stages, marks=pytest.mark.thorough) for stages in (4, 8))])
+def test_clipping_is_active_in_some_of_the_steps(stages):
+    norms = expected(Case((stages, 1, 1, 1)), STEPS).norms
+    assert min(norms) < OPTIMIZER.grad_clip < max(norms)
 
 
 def test_covering_array_covers():
     """Every pair of values meets in a case, but for the pairs that contradict each other."""
-    met = {pair for case, _ in QUICK for pair in pairs_of(case)}
+    met = set().union(*PAIRS.values())
     layouts = {case.layout for case, _ in QUICK}
     values = {"layout": layouts, **option_values()}
     wanted = {((a, x), (b, y)) for a, b in combinations(values, 2) for x in values[a] for y in values[b]}
@@ -75,6 +106,11 @@ def test_covering_array_covers():
                 name == "num_microbatches" and dp_replicate * dp_shard * value > 32
             )
         assert contradiction, (option, given, name, value)
+
+
+def test_every_value_is_in_make_test():
+    values = {"layout": {case.layout for case in PAIRS}, **option_values()}
+    assert set().union(*map(values_of, each_value_once())) == {(name, value) for name in values for value in values[name]}
 
 
 def test_schedules_at_every_depth():
@@ -91,18 +127,29 @@ def test_schedules_at_every_depth():
         assert {case.stages_per_rank for case in cases if case.schedule == schedule} == {1, 2, 4}
 
 
-# One row of each schedule and number of stages per rank, on three axes; the others are in the whole matrix.
-DEEP = {(c.schedule, c.stages_per_rank): c for c in schedule_cases((8,)) if c.layout in ((2, 1, 2, 2), (4, 1, 1, 2))}
+# Every schedule on four ranks in a row, over tp: in `make test` with up to two stages per rank and twice as many micro-batches
+# as ranks; thoroughly with every number of stages and four times as many. The others are in the whole matrix.
+ROWS = [case for case in schedule_cases((8,)) if case.layout == (4, 1, 1, 2)]
+DEEP = {case.schedule: case for case in ROWS if case.stages_per_rank <= 2 and case.num_microbatches == 8}
+DEEPER = [*DEEP.values(), *(case for case in ROWS if case.num_microbatches == 16)]
 
 
-@pytest.mark.parametrize("case", DEEP.values(), ids=str)
+def test_every_schedule_is_in_make_test():
+    assert DEEP.keys() == SCHEDULES.keys()
+
+
+@pytest.mark.parametrize("case", thorough_but(DEEP.values(), DEEPER), ids=str)
 def test_every_schedule(ranks, case):
     row = check(ranks, case)
     assert not row.failures(), line(row, 0)
 
 
+# Each kernel forward and backward, over tp and without, kept whole, recomputed and split: the cheapest that do.
+KERNELS_ONCE = [case for case in kernel_cases(parity.WORLDS) if case.layout[3] == 1 or not case.sequence_parallel]
+
+
 @pytest.mark.skipif(why_not_triton("cpu") is not None, reason="needs Triton")
-@pytest.mark.parametrize("case", kernel_cases(parity.WORLDS), ids=str)
+@pytest.mark.parametrize("case", thorough_but(KERNELS_ONCE, kernel_cases(parity.WORLDS)), ids=str)
 def test_triton_kernels(ranks, case):
     row = check(ranks, case)
     assert not row.failures(), line(row, 0)

@@ -126,6 +126,7 @@ def test_a_node_that_does_not_come_is_named(data: Path, tmp_path: Path) -> None:
     assert (status, answer) == (0, f"node0 {tmp_path}/run\n"), report
 
 
+@pytest.mark.thorough  # what is refused, and how it is told: tests/test_refusals.py
 def test_data_that_training_would_refuse(tmp_path: Path) -> None:
     (status, answer, report), other = preflight(tmp_path, tmp_path / "none", (0, 1), "--seconds", "300")
     assert (status, answer) == (2, "")

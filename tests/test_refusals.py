@@ -162,6 +162,7 @@ def _blind_rank_1(config: str) -> str:
         train.open_data = original
 
 
+@pytest.mark.thorough  # test_exit_status_and_one_message starts torchrun in `make test`
 def test_an_error_in_the_middle_of_a_run_ends_it(data: Path, tmp_path: Path) -> None:
     """A shard whose header is broken is found when it is first read: by some ranks, while others wait for them."""
     copy = tmp_path / "data"

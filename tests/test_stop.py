@@ -133,9 +133,13 @@ ASKED = [  # world, the rank that is asked, how, status.json's reason
     (4, 0, "time", "train.max_minutes are over"),
     (8, 5, "SIGTERM", "SIGTERM was received"),
 ]
+THOROUGH = [(2, "SIGTERM"), (1, "SIGUSR1")]  # rank and how: SIGTERM is tried on 8 ranks, SIGUSR1 during a save
 
 
-@pytest.mark.parametrize(("world", "rank", "how", "reason"), ASKED, ids=[f"{a[2]}-{a[0]}" for a in ASKED])
+@pytest.mark.parametrize(
+    ("world", "rank", "how", "reason"),
+    [pytest.param(*a, id=f"{a[2]}-{a[0]}", marks=pytest.mark.thorough if a[1:3] in THOROUGH else ()) for a in ASKED],
+)
 def test_all_stop_after_the_same_step_and_go_on(
     ranks: Ranks, data: Path, tmp_path: Path, whole: dict, world: int, rank: int, how: str, reason: str
 ) -> None:
@@ -184,7 +188,7 @@ def test_save_saves_once_and_goes_on(ranks: Ranks, data: Path, tmp_path: Path, w
 
 
 @pytest.mark.parametrize("call", [STEPS - 2, STEPS - 1], ids=["agreed", "too late"])
-@pytest.mark.parametrize("how", ["SIGTERM", "STOP"])
+@pytest.mark.parametrize("how", ["SIGTERM", pytest.param("STOP", marks=pytest.mark.thorough)])
 def test_a_run_that_makes_its_last_step_is_finished(ranks: Ranks, data: Path, tmp_path: Path, how: str, call: int) -> None:
     ranks.run(train_and_ask, 2, [config_of(tmp_path, data)], 0, how, "step", call)
     assert status(tmp_path) == {"state": "finished", "step": STEPS, "reason": "all steps done"}
