@@ -76,17 +76,18 @@ def section(name: str) -> Callable[[type[T]], type[T]]:
 
 def _explain(section: str, cls: Any, given: dict[str, Any], error: ValidationError) -> UserError:
     """The first thing wrong, in our words."""
-    found = error.errors(include_url=False)
-    key = str(found[0]["loc"][0])
+    found = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "unexpected_keyword_argument")
+    place = found[0]["loc"][0]
+    key = place if isinstance(place, str) else dataclasses.fields(cls)[place].name  # given by position
     # A value that fits none of several types has an error for each: the deepest is that of the type which was meant.
-    of_key = sorted((e for e in found if e["loc"][0] == found[0]["loc"][0]), key=lambda e: -len(e["loc"]))
+    of_key = sorted((e for e in found if e["loc"][0] == place), key=lambda e: (-len(e["loc"]), _is_of_type(e)))
     first = of_key[0]
     if first["type"] == "unexpected_keyword_argument":
         return no_such_key(section, key, given[key], {section: [field.name for field in dataclasses.fields(cls)]})
     if key not in given:
         return UserError(f"{section}.{key}", None, "is missing and has no default", "add it to the file")
     hint = typing.get_type_hints(cls)[key]
-    several = len(of_key) > 1 and len(of_key[1]["loc"]) == len(first["loc"])
+    several = _is_of_type(first) and len(of_key) > 1 and len(of_key[1]["loc"]) == len(first["loc"])
     why, remedy = _words(first, hint, several)
     if not several and first["input"] is not given[key]:
         inner = first["input"]
@@ -96,6 +97,10 @@ def _explain(section: str, cls: Any, given: dict[str, Any], error: ValidationErr
         remedy += f", for example {', '.join(map(str, examples))}"
     value = given[key]
     return UserError(f"{section}.{key}", list(value) if isinstance(value, tuple) else value, why, remedy)
+
+
+def _is_of_type(error: ErrorDetails) -> bool:
+    return error["type"].endswith(("_type", "literal_error"))
 
 
 def _words(error: ErrorDetails, hint: Any, several: bool) -> tuple[str, str]:
@@ -123,6 +128,8 @@ def _words(error: ErrorDetails, hint: Any, several: bool) -> tuple[str, str]:
                 return "is not text: it cannot be written in UTF-8", "use other characters"
             case "literal_error" | "value_error":
                 return "is not one of its values", f"choose one of {list(typing.get_args(hint))}"
+    if error["input"] is None:
+        return "has no value", f"give one of type {_describe(hint)}"
     return f"has the type {type(error['input']).__name__}", f"give a value of type {_describe(hint)}"
 
 

@@ -26,7 +26,7 @@ class ModelConfig:
     """
 
     dim: Width  # D: width of the residual stream
-    num_layers: Annotated[int, between(1, 10_000)]  # L
+    num_layers: Annotated[int, between(1, 4096)]  # L
     num_heads: Annotated[int, between(1, 2**16)]  # H: query heads
     num_kv_heads: Annotated[
         int, between(1, 2**16)

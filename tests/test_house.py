@@ -17,7 +17,8 @@ ROOT = Path(__file__).parent.parent
 ROOMS = ("benchmarks", "data", "docs", "model", "parallel", "plan", "tests", "tools", "training")
 MAX_LINES = 350
 
-# Which rooms a room may import beside itself; `errors` and `settings` may be imported everywhere. train.py, tools/, tests/, benchmarks/: all.
+# Which rooms a room may import beside itself; `errors` and `settings` may be imported everywhere.
+# train.py, tools/, tests/, benchmarks/: all.
 MAY_IMPORT = {
     "model": {"parallel"},
     "parallel": set(),

@@ -20,6 +20,7 @@ from parallel.pipeline.schedules import build_schedule
 from parallel.placement import chunk_range
 from settings import Count, PathText, Text, Whole, between, section
 
+MAX_FORWARDS = 2**16  # of a step, over all stages; the largest runs known have some thousands
 MAX_STEPS = 99_999_999  # a checkpoint's name has eight digits
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -144,10 +145,27 @@ class Config:
         parallel = self.parallel
         return build_schedule(parallel.schedule, parallel.pp, parallel.stages_per_rank, self.num_microbatches(dp_size))
 
+    def _check_sizes(self, dp: int) -> None:
+        """What would be as long as these products is not begun: a schedule has an action for each stage and micro-batch."""
+        parallel, train = self.parallel, self.train
+        stages, step = parallel.num_stages, dp * train.micro_batch_size
+        if stages * max(2 * parallel.pp, 128) > MAX_FORWARDS:
+            key = "parallel.pp" if parallel.pp > parallel.stages_per_rank else "parallel.stages_per_rank"
+            value = max(parallel.pp, parallel.stages_per_rank)
+            raise UserError(key, value, f"makes {stages:,} stages in all: too many", "use fewer")
+        microbatches = self.num_microbatches(dp)
+        if stages * microbatches > MAX_FORWARDS:
+            batch, sequences = train.global_batch_size, train.global_batch_size // train.seq_len
+            counts = f"global_batch_size counts sequences: are {batch:,} tokens meant?"
+            why = f"is {microbatches:,} micro-batches of each data-parallel rank in every step; {counts}"
+            meant = f"for so many tokens of train.seq_len={train.seq_len} give {max(step, sequences // step * step)}"
+            raise UserError("train.global_batch_size", batch, why, f"{meant}; else raise train.micro_batch_size")
+
     def validate(self, world_size: int) -> None:
         """Check everything that involves more than one section or the world's size; raises UserError."""
         model, parallel, train = self.model, self.parallel, self.train
         _, dp_replicate, dp_shard, tp = parallel.mesh_shape(world_size)
+        self._check_sizes(dp_replicate * dp_shard)
         if self.run.profiled_steps and not 1 <= self.run.profiled_steps[0] <= self.run.profiled_steps[-1] <= train.steps:
             why = f"the run's steps are 1 to {train.steps}, and stop is not profiled"
             raise UserError("run.profile", self.run.profile, why, f"start at 1 or later, stop at {train.steps + 1} or before")

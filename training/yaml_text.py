@@ -24,7 +24,8 @@ def parse(text: str) -> Any:
     except RecursionError:
         raise NotYaml("is nested too deeply") from None
     except yaml.YAMLError as error:
-        raise NotYaml(f"is not YAML: {' '.join(str(error).split())}") from None
+        said = str(error).replace('in "<unicode string>", ', "in ")
+        raise NotYaml(f"is not YAML: {' '.join(said.split())}") from None
     except (ValueError, OverflowError) as error:  # a number of thousands of digits
         raise NotYaml(f"holds a value that cannot be read: {str(error)[:100]}") from None
 
@@ -48,10 +49,11 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
-            if key.value in seen and isinstance(key, yaml.ScalarNode):
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands here twice", key.start_mark)
-            if isinstance(key, yaml.ScalarNode):
-                seen.add(key.value)
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
