@@ -4,6 +4,7 @@ from what is known to go wrong, and from noise.
 `make test` tries some of them, `make test-slow` many. Each prints a row: cases, refused, seconds.
 """
 
+import json
 import time
 from collections import Counter
 from pathlib import Path
@@ -14,6 +15,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from errors import UserError
+from tests.data_samples import prepared
+from tests.runs import train_run, write_config
+from tools.ranks import RankError, Ranks
 from tools.schema import schema
 from training.config import Config
 from training.load_config import KEYS, dump_config, load_config
@@ -229,3 +233,64 @@ def test_the_fuzz_would_find_a_traceback(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(Config, "validate", careless)
     with pytest.raises(ZeroDivisionError):
         drawn_overrides(tmp_path / "laptop.yaml", settings(long, max_examples=2000))
+
+
+# --- and a run --------------------------------------------------------------------------------------------------------
+
+# Not drawn for a run: what ends the process where it is tiny (hang_*), what needs a server, a GPU, a compiler or much memory,
+# and sizes, for which any small model is as good as another.
+NOT_RUN = {
+    "guard": ["hang_factor", "hang_seconds"],
+    "run": ["dir", "wandb", "wandb_project", "memory_history", "tensorboard"],
+    "data": ["path", "tokenizer"],
+    "train": ["compile", "deterministic", "max_minutes", "steps", "seq_len", "global_batch_size", "micro_batch_size"],
+    "model": ["kernels", "dim", "ffn_dim", "num_layers", "vocab_size", "attention_dim", "num_heads"],
+    "parallel": ["pp", "tp"],
+}
+RUN_NAMES = [(section, key) for section, key in NAMES if key not in NOT_RUN.get(section, [])]
+
+
+@st.composite
+def run_overrides(draw: st.DrawFn) -> list[str]:
+    names = draw(st.lists(st.sampled_from(RUN_NAMES), min_size=3, max_size=8, unique=True))
+    drawn = [(f"{section}.{key}", draw(fitting(PROPERTIES[section][key]))) for section, key in names]
+    return [f"{name}={dump(value).removesuffix(chr(10)).removesuffix('...')}" for name, value in drawn]
+
+
+def some_runs(ranks: Ranks, folder: Path, count: int) -> None:
+    """Each ends as a run that reaches its last step, in a message, or in the one error of a run that diverges."""
+    data = prepared(folder / "data")
+    ends: Counter[str] = Counter()
+    began = time.perf_counter()
+
+    @settings(short, max_examples=count, phases=[Phase.generate])
+    @given(run_overrides())
+    def run(overrides: list[str]) -> None:
+        here = folder / str(ends.total())
+        here.mkdir()
+        base = write_config(here, data, train={"steps": 3, "seq_len": 16, "global_batch_size": 4, "micro_batch_size": 2})
+        try:
+            message = ranks.run(train_run, 1, [base, *overrides])[0]
+        except RankError as error:
+            assert "FloatingPointError: " in str(error), overrides  # noqa: PT017
+            ends["diverged"] += 1
+            return
+        ends["refused" if message else "finished"] += 1
+        if message:
+            assert not (here / "run").exists()
+        else:
+            status = json.loads((here / "run" / "status.json").read_text())
+            assert (status["state"], status["step"]) == ("finished", 3)
+
+    run()
+    print(f"fuzz of the configuration, runs: {dict(ends)}, no failure, {time.perf_counter() - began:.1f} s")
+    assert ends["finished"]
+
+
+def test_what_is_valid_runs(ranks: Ranks, tmp_path: Path) -> None:
+    some_runs(ranks, tmp_path, 8)
+
+
+@pytest.mark.slow
+def test_what_is_valid_runs_a_hundred_times(ranks: Ranks, tmp_path: Path) -> None:
+    some_runs(ranks, tmp_path, 100)
