@@ -4,7 +4,12 @@ It may be raised anywhere, so it lives below every other module and imports noth
 message from one rank and exit status 2; it never becomes a traceback.
 """
 
+import reprlib
 from typing import Any
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxdict, _SHORT.maxset = 3, 64, 64, 16, 16
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 300
 
 
 class UserError(Exception):
@@ -18,5 +23,14 @@ class UserError(Exception):
     """
 
     def __init__(self, key: str, value: Any, why: str, remedy: str) -> None:
-        super().__init__(f"{key} = {value!r}: {why}\n  remedy: {remedy}")
+        shown = key if key.isprintable() and len(key) < 300 else short(key)
+        super().__init__(f"{shown} = {short(value)}: {why}\n  remedy: {remedy}")
         self.key, self.value, self.why, self.remedy = key, value, why, remedy
+
+
+def short(value: Any) -> str:
+    """repr(value), shortened: a message must stay one that can be read, whatever was given."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # Python does not write an int of thousands of digits
+        return f"<{type(value).__name__}>"

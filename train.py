@@ -7,6 +7,7 @@ configuration → mesh → data → model → optimizer → loop. Every rank run
 
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from plan.memory import Memory
 from training import checkpoint
 from training.build import build_stages
 from training.config import Config
+from training.guard import check_not_in_vain
 from training.join import start_distributed
 from training.load_config import load_config
 from training.memory_report import MemoryReports
@@ -45,6 +47,7 @@ from training.watchdog import Watchdog
 
 # Models are published with rows that no token uses (Qwen3: 151,936 for 151,669 tokens); more of them are a wrong tokenizer.
 MAX_PADDING = 1.01
+LONGEST_NAME = 200  # bytes, and more than the longest path that a run makes in its folder
 
 
 def main(arguments: list[str]) -> None:
@@ -128,6 +131,8 @@ def run(config: Config, device: str) -> None:
                     step, save_due = back.step, False
                     metrics.went_back(back)
                 continue
+            if step == config.train.steps:
+                check_not_in_vain(step, step - start.step, metrics.bad_in_a_row)
             save_due = save_due or is_due(config.checkpoint.interval, step, config)
             if save_due or stop.wants_save or is_due(config.guard.replica_interval, step, config):
                 with metrics.spending("saving"), watchdog.resting():
@@ -162,9 +167,18 @@ def open_train_and_heldout(config: Config) -> tuple[Mixture, Mixture]:
 def check_writable(config: Config) -> None:
     """The run folder is made later; what it will be made in must let us."""
     folder = Path(config.run.dir).absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if not (existing.is_dir() and os.access(existing, os.W_OK)):
-        raise UserError("run.dir", config.run.dir, f"{existing} is not a writable folder", "choose another, or its permissions")
+    remedy = "choose another, or its permissions"
+    try:
+        existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+        with tempfile.TemporaryFile(dir=existing):  # not os.access: to root /proc is writable
+            pass
+        names = [len(os.fsencode(name)) for name in (*folder.parts, "x" * LONGEST_NAME)]
+        limits = os.pathconf(existing, "PC_NAME_MAX"), os.pathconf(existing, "PC_PATH_MAX")
+    except OSError as error:
+        why = f"{existing} is not a writable folder ({error.strerror})"
+        raise UserError("run.dir", config.run.dir, why, remedy) from None
+    if max(names) > limits[0] or sum(names) + len(names) > limits[1]:
+        raise UserError("run.dir", config.run.dir, "is longer than the file system allows", "choose a shorter one")
 
 
 def is_due(interval: int, step: int, config: Config) -> bool:

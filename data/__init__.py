@@ -10,6 +10,6 @@
     loader.py       samples -> batches of one data-parallel rank, read ahead by a thread; its state is one number
     config.py       the `data` section of a run's YAML
 
-Imports nothing of Lattice but `errors`. Only loader.py imports torch, and only sources.py imports `datasets`
+Imports nothing of Lattice but `errors` and `settings`. Only loader.py imports torch, and only sources.py imports `datasets`
 (when it reads a table), so that a preparation worker starts in a fraction of a second.
 """

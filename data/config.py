@@ -1,9 +1,11 @@
 """The `data` section of a run's configuration."""
 
-from dataclasses import dataclass
+from typing import Annotated
+
+from settings import PathText, Share, Text, between, section
 
 
-@dataclass(frozen=True)
+@section("data")
 class DataConfig:
     """What a run reads.
 
@@ -15,7 +17,7 @@ class DataConfig:
     prefetch: batches read ahead by the loader's thread (>= 1).
     """
 
-    path: str | dict[str, float]
-    tokenizer: str = ""
+    path: PathText | dict[PathText, Share]
+    tokenizer: Text = ""
     document_mask: bool = False
-    prefetch: int = 2
+    prefetch: Annotated[int, between(1, 1000)] = 2

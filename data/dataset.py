@@ -190,7 +190,8 @@ def _read_index(folder: Path) -> dict:
     try:
         index = json.loads(path.read_text())
     except OSError as error:
-        why = "there is no prepared data there" if not path.exists() else f"its index cannot be read ({error.strerror})"
+        missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+        why = "there is no prepared data there" if missing else f"its index cannot be read ({error.strerror})"
         raise UserError("data.path", str(folder), why, "prepare it: `make data`, or `python -m tools.prepare`") from error
     except ValueError as error:
         raise UserError("data.path", str(path), f"its index is damaged: {error}", PREPARE) from error

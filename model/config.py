@@ -1,9 +1,11 @@
 """The model's dimensions (the section `model.` of a configuration file)."""
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from errors import UserError
+from settings import between, section
+
+Width = Annotated[int, between(1, 2**20)]
 
 
 class RopeScaling(NamedTuple):
@@ -15,7 +17,7 @@ class RopeScaling(NamedTuple):
     original_length: int
 
 
-@dataclass(frozen=True)
+@section("model")
 class ModelConfig:
     """Dimensions of a Llama-style decoder. Letters in shapes throughout the code: D, H, K, E, F, V as named here.
 
@@ -23,36 +25,41 @@ class ModelConfig:
     that have some (Qwen2, Phi) are of another model.
     """
 
-    dim: int  # D: width of the residual stream
-    num_layers: int  # L
-    num_heads: int  # H: query heads
-    num_kv_heads: int  # K: key/value heads; each serves H / K query heads (grouped-query attention)
-    ffn_dim: int  # F: inner width of the gated feed-forward
-    vocab_size: int  # V: must be the tokenizer's
-    attention_dim: int | None = None  # H·E: width of all query heads together; null: dim (Qwen3, Mistral Nemo: another)
+    dim: Width  # D: width of the residual stream
+    num_layers: Annotated[int, between(1, 4096)]  # L
+    num_heads: Annotated[int, between(1, 2**16)]  # H: query heads
+    num_kv_heads: Annotated[
+        int, between(1, 2**16)
+    ]  # K: key/value heads; each serves H / K query heads (grouped-query attention)
+    ffn_dim: Width  # F: inner width of the gated feed-forward
+    vocab_size: Annotated[int, between(1, 2**24)]  # V: must be the tokenizer's
+    attention_dim: Width | None = None  # H·E: width of all query heads together; null: dim (Qwen3, Mistral Nemo: another)
     qk_norm: bool = False  # RMSNorm of each head of q and k before rotation: one weight [E] for q and one for k (Qwen3)
-    norm_eps: float = 1e-5
-    rope_theta: float = 500_000.0
-    rope_scaling_factor: float = 1.0  # slow rotation turns so many times slower (Llama 3.1: 8, 3.2: 32); 1: as it is
-    rope_low_freq_factor: float = 1.0  # slow: fewer turns than this over rope_original_length positions
-    rope_high_freq_factor: float = 4.0  # fast, and left alone: more turns than this; between the two a mixture
-    rope_original_length: int = 8192  # sequence length of the training before
+    norm_eps: Annotated[float, between(1e-30, 1, example=1e-5)] = 1e-5
+    rope_theta: Annotated[float, between(1, 1e30, example=10000)] = 500_000.0
+    rope_scaling_factor: Annotated[float, between(1, 1e6, example=8)] = (
+        1.0  # slow rotation turns so many times slower (Llama 3.1: 8, 3.2: 32); 1: as it is
+    )
+    rope_low_freq_factor: Annotated[float, between(1e-6, 1e6)] = (
+        1.0  # slow: fewer turns than this over rope_original_length positions
+    )
+    rope_high_freq_factor: Annotated[float, between(1e-6, 1e6)] = (
+        4.0  # fast, and left alone: more turns than this; between the two a mixture
+    )
+    rope_original_length: Annotated[int, between(1, 2**31 - 1, example=8192)] = 8192  # sequence length of the training before
     tie_embeddings: bool = False  # the head uses the embedding's weight
-    z_loss: float = 0.0  # weight of log²(normaliser) in the loss that is minimised (PaLM: 1e-4); evaluation leaves it out
+    z_loss: Annotated[float, between(0, 1000, example=1e-4)] = (
+        0.0  # weight of log²(normaliser) in the loss that is minimised (PaLM: 1e-4); evaluation leaves it out
+    )
     kernels: Literal["auto", "triton", "torch"] = (
         "auto"  # auto: Triton on a GPU, PyTorch elsewhere; triton; torch (model/kernels/)
     )
-    init_std: float = 0.02  # standard deviation of every matrix; output projections get 1 / sqrt(2 L) of it
+    init_std: Annotated[float, between(0, 1000, example=0.02)] = (
+        0.02  # standard deviation of every matrix; output projections get 1 / sqrt(2 L) of it
+    )
 
     def __post_init__(self) -> None:
-        if self.z_loss < 0:
-            raise UserError("model.z_loss", self.z_loss, "a negative weight drives the normaliser away", "give 0 or more")
-        for key in ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "vocab_size"):
-            if getattr(self, key) < 1:
-                raise UserError(f"model.{key}", getattr(self, key), "must be at least 1", "give a positive number")
-        if self.attention_dim is not None and (
-            self.attention_dim < 1 or self.attention_dim % self.num_heads or self.head_dim % 2
-        ):
+        if self.attention_dim is not None and (self.attention_dim % self.num_heads or self.head_dim % 2):
             raise UserError(
                 "model.attention_dim",
                 self.attention_dim,
@@ -73,15 +80,9 @@ class ModelConfig:
                 f"model.num_heads={self.num_heads} query heads must divide evenly among them",
                 f"choose one of {[k for k in range(1, self.num_heads + 1) if self.num_heads % k == 0]}",
             )
-        if not self.rope_scaling_factor >= 1:
-            why = "slow rotation is made so many times slower"
-            raise UserError("model.rope_scaling_factor", self.rope_scaling_factor, why, "give 1 (not at all) or more")
-        if not 0 < self.rope_low_freq_factor < self.rope_high_freq_factor:
-            why = f"must be above 0 and below model.rope_high_freq_factor={self.rope_high_freq_factor}"
+        if not self.rope_low_freq_factor < self.rope_high_freq_factor:
+            why = f"must be below model.rope_high_freq_factor={self.rope_high_freq_factor}"
             raise UserError("model.rope_low_freq_factor", self.rope_low_freq_factor, why, "Llama 3.1 has 1 and 4")
-        if self.rope_original_length < 1:
-            why = "is a sequence length"
-            raise UserError("model.rope_original_length", self.rope_original_length, why, "Llama 3.1 has 8192")
 
     @property
     def attention_width(self) -> int:  # H·E

@@ -9,5 +9,5 @@
 weight.py is a weight in forward and backward, and the queue in which its gradient may wait; partial.py sums over
 tp what each tp rank knows only in part; placement.py says who holds what of a tensor; activation.py recomputes.
 
-Imports torch and nothing else of the house; `pipeline/` is handed modules and never imports the model.
+Imports torch, and of the house only `errors` and `settings`; `pipeline/` is handed modules and never imports the model.
 """

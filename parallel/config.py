@@ -1,29 +1,32 @@
 """How a run is split over its processes (the section `parallel.` of a configuration file)."""
 
-from dataclasses import dataclass
-from typing import Literal
+from itertools import accumulate
+from typing import Annotated, Literal
 
 from errors import UserError
 from parallel.pipeline.actions import stage_ranks
 from parallel.pipeline.balance import LayerCosts, balanced_split, even_split
 from parallel.pipeline.schedules import build_schedule
+from settings import LARGEST, Count, OneOf, Text, Whole, between, section
 
 
-@dataclass(frozen=True)
+@section("parallel")
 class ParallelConfig:
     """Sizes of the mesh axes and the options of each. tp · pp · dp_shard · dp_replicate is the number of processes."""
 
-    tp: int = 1  # tensor parallel: each matrix is cut tp ways; keep it inside a node
-    pp: int = 1  # pipeline parallel: the layers are cut into pp · stages_per_rank stages
-    dp_shard: int = -1  # data parallel, weights and optimizer sharded (FSDP); -1: what is left of the world
-    dp_replicate: int = 1  # data parallel, whole replicas of the sharded groups (hybrid sharding)
+    tp: Count = 1  # tensor parallel: each matrix is cut tp ways; keep it inside a node
+    pp: Count = 1  # pipeline parallel: the layers are cut into pp · stages_per_rank stages
+    dp_shard: Annotated[
+        int, between(-1, LARGEST)
+    ] = -1  # data parallel, weights and optimizer sharded (FSDP); -1: what is left of the world
+    dp_replicate: Count = 1  # data parallel, whole replicas of the sharded groups (hybrid sharding)
 
     sequence_parallel: bool = True  # between the matrices of a block, each tp rank keeps 1 / tp of the sequence
-    schedule: str = "1f1b"  # a name in parallel/pipeline/schedules.py
-    stages_per_rank: int = 1  # pipeline stages each rank holds
+    schedule: Text = "1f1b"  # a name in parallel/pipeline/schedules.py
+    stages_per_rank: Count = 1  # pipeline stages each rank holds
     # Blocks of each stage, first to last; null: as even as possible; auto: the slowest as fast as possible.
-    layers_per_stage: list[int] | Literal["auto"] | None = None
-    zero_stage: Literal[0, 1, 2, 3] = 1  # see the table in parallel/data.py
+    layers_per_stage: list[Whole] | Literal["auto"] | None = None
+    zero_stage: Annotated[Literal[0, 1, 2, 3], OneOf] = 1  # see the table in parallel/data.py
     # What FSDP gathers and reduces at once. block: one moves while another computes. stage: few messages, for blocks so small
     # that a message costs more than its bytes do.
     fsdp_unit: Literal["block", "stage"] = "block"
@@ -31,11 +34,8 @@ class ParallelConfig:
     cpu_offload: bool = False  # parameters, gradients and optimizer state live in host memory between uses
 
     def __post_init__(self) -> None:
-        for key in ("tp", "pp", "dp_replicate", "stages_per_rank"):
-            if getattr(self, key) < 1:
-                raise UserError(f"parallel.{key}", getattr(self, key), "must be at least 1", "give a positive number")
-        if self.dp_shard < 1 and self.dp_shard != -1:
-            raise UserError("parallel.dp_shard", self.dp_shard, "must be positive, or -1", "-1 takes what is left of the world")
+        if self.dp_shard == 0:
+            raise UserError("parallel.dp_shard", 0, "must be positive, or -1", "-1 takes what is left of the world")
         if isinstance(self.layers_per_stage, list) and len(self.layers_per_stage) != self.num_stages:
             raise UserError(
                 "parallel.layers_per_stage",
@@ -87,12 +87,12 @@ class ParallelConfig:
             if 0 in counts[1:-1]:
                 why = "a stage between the first and the last would have no parameters"
                 raise UserError("parallel.layers_per_stage", counts, why, "give every stage in between a layer")
-            if sum(counts) != num_layers or min(counts) < 0:
+            if sum(counts) != num_layers:
                 raise UserError(
                     "parallel.layers_per_stage",
                     counts,
                     f"adds up to {sum(counts)} layers, but model.num_layers={num_layers}",
-                    "give non-negative numbers that add up to model.num_layers",
+                    "give numbers that add up to model.num_layers",
                 )
         else:
             if num_layers < stages:
@@ -104,5 +104,4 @@ class ParallelConfig:
                 )
             balanced = self.layers_per_stage == "auto"
             counts = balanced_split(num_layers, costs, self.ranks_of_stages) if balanced else even_split(num_layers, stages)
-        ends = [sum(counts[: s + 1]) for s in range(stages)]
-        return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+        return [range(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]

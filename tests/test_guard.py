@@ -292,8 +292,20 @@ def test_a_save_that_was_due_before_a_rollback_is_not_made_after_it(ranks: Ranks
 
 
 def test_without_a_good_checkpoint_the_bad_one_stays(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path, data, guard={"max_bad_steps": 3}, checkpoint={"interval": 2})
-    assert ranks.run(run_with_bad_steps, 2, [config, "train.steps=2"], 1, {1, 2}) == ["", ""]
+    config = write_config(tmp_path, data, guard={"max_bad_steps": 3}, checkpoint={"interval": 4})
+    assert ranks.run(run_with_bad_steps, 2, [config, "train.steps=4"], 1, {3, 4}) == ["", ""]
     with pytest.raises(RankError, match="no checkpoint to go back to"):
         ranks.run(run_with_bad_steps, 2, [config], 1, {1})
-    assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
+    assert (tmp_path / "run" / "checkpoints" / "step-00000004").is_dir()
+
+
+@pytest.mark.parametrize(("bad", "said"), [({1, 2, 3}, "no update was made up"), ({2, 3}, "no update was made after step 1")])
+def test_a_run_that_learnt_nothing_is_not_finished(ranks: Ranks, data: Path, tmp_path: Path, bad: set[int], said: str) -> None:
+    """Too short for guard.max_bad_steps to end it."""
+    config = write_config(tmp_path, data, train={"steps": 3}, checkpoint={"interval": 3})
+    with pytest.raises(RankError, match=said):
+        ranks.run(run_with_bad_steps, 2, [config], 1, bad)
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("failed", 3)
+    assert said in status["reason"]
+    assert not (tmp_path / "run" / "checkpoints").exists()

@@ -35,7 +35,7 @@ WRONG = [
     ("model.num_kv_heads=3", "model.num_kv_heads", "choose one of [1, 2, 4]"),
     ("model.attention_dim=30", "model.attention_dim", "for example 512, or null for model.dim"),
     ("model.attention_dim=12", "model.attention_dim", "even width"),
-    ("model.rope_scaling_factor=0.5", "model.rope_scaling_factor", "give 1 (not at all) or more"),
+    ("model.rope_scaling_factor=0.5", "model.rope_scaling_factor", "give 1 or more"),
     ("model.rope_low_freq_factor=4", "model.rope_low_freq_factor", "below model.rope_high_freq_factor=4.0"),
     ("model.rope_original_length=0", "model.rope_original_length", "8192"),
     ("train.global_batch_size=7", "train.global_batch_size", "multiple"),
@@ -52,8 +52,12 @@ WRONG = [
     ("model.vocab_size=1000", "model.vocab_size", "set model.vocab_size=800"),
     ("train.seq_len=1000000", "train.seq_len", "tokens"),
     ("data.path=/nowhere", "data.path", "prepare"),
-    ("checkpoint.resume=/nowhere", "checkpoint.resume", "manifest.json"),
-    ("checkpoint.load_weights_only=/nowhere", "checkpoint.load_weights_only", "manifest.json"),
+    ("checkpoint.resume=/nowhere", "checkpoint.resume", "a run folder or a folder step-…"),
+    ("checkpoint.load_weights_only=/nowhere", "checkpoint.load_weights_only", "a run folder or a folder step-…"),
+    ("run.dir=/proc/run", "run.dir", "not a writable folder"),
+    (f"run.dir={'x' * 300}", "run.dir", "longer than the file system allows"),
+    (f"data.path={'x' * 300}", "data.path", "cannot be read"),
+    ("data.path={prepared/laptop: 0}", "data.path", "more than 0"),
 ]
 
 

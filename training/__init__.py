@@ -1,6 +1,7 @@
 """What a run needs besides the model and its layout.
 
     config.py      every key of a configuration file      load_config.py  YAML + overrides → Config, or one clear error
+    yaml_text.py   the YAML that it is written in
     join.py        how the processes of a start meet      build.py        model stages, sharded and initialised
     step.py        one optimizer step, on one screen      optimizer.py    AdamW, decay groups, learning rate
     gradient.py    the norm of all gradients              guard.py        which updates are made

@@ -72,13 +72,27 @@ def find_start(config: Config, data: Mixture, device: str) -> Start:
     if resume == "auto":
         path = _newest_good(config, device)
     else:
-        path = Path(resume) if resume != "none" else None
+        path = _named(resume, "checkpoint.resume", device) if resume != "none" else None
         if path is not None:
             _require_good(path, "checkpoint.resume", device)
-    first_weights = Path(config.checkpoint.load_weights_only) if config.checkpoint.load_weights_only else None
-    if path is None and first_weights is not None:
+    weights = config.checkpoint.load_weights_only
+    first_weights = _named(weights, "checkpoint.load_weights_only", device) if weights and path is None else None
+    if first_weights is not None:
         _require_good(first_weights, "checkpoint.load_weights_only", device)
     return from_rank_0(lambda: _start_from(path, first_weights, config, data), device)
+
+
+def _named(folder: str, key: str, device: str) -> Path:
+    """The checkpoint that `folder` is, or the newest of the run that it is, as the tools choose."""
+
+    def find() -> Path:
+        try:
+            return checkpoints_of(Path(folder), key)[-1]
+        except OSError as error:
+            remedy = "give a run folder or a folder step-… that can be read"
+            raise UserError(key, folder, error.strerror or str(error), remedy) from None
+
+    return from_rank_0(find, device)
 
 
 def find_before(last_step: int, config: Config, data: Mixture, begun: Start, device: str) -> Start:

@@ -5,7 +5,9 @@
 
 import re
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from data.config import DataConfig
 from errors import UserError
@@ -16,81 +18,90 @@ from parallel.pipeline.actions import Action, splits_backward
 from parallel.pipeline.check import Fault, check
 from parallel.pipeline.schedules import build_schedule
 from parallel.placement import chunk_range
+from settings import Count, PathText, Text, Whole, between, section
+
+MAX_FORWARDS = 2**16  # of a step, over all stages; the largest runs known have some thousands
+MAX_STEPS = 99_999_999  # a checkpoint's name has eight digits
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-@dataclass(frozen=True)
+@section("train")
 class TrainConfig:
     """How long, on how much at a time, and in which arithmetic."""
 
-    steps: int  # optimizer steps of the whole run
-    seq_len: int  # S: tokens of one sequence
-    global_batch_size: int  # sequences of one optimizer step, over all ranks
-    micro_batch_size: int  # sequences of one forward on one data-parallel rank
-    seed: int = 0
+    steps: Annotated[int, between(0, MAX_STEPS)]  # optimizer steps of the whole run
+    seq_len: Annotated[int, between(1, 2**27)]  # S: tokens of one sequence
+    global_batch_size: Count  # sequences of one optimizer step, over all ranks
+    micro_batch_size: Count  # sequences of one forward on one data-parallel rank
+    seed: Annotated[int, between(-(2**63), 2**63 - 1)] = 0
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"  # bfloat16 computes; master weights stay float32
     compile: bool = False  # torch.compile each block
     activation_checkpointing: Literal["none", "selective", "full"] = "none"  # see parallel/activation.py
     deterministic: bool = False  # bitwise repeatable on GPUs too, slower there; the CPU always is
-    eval_interval: int = 0  # evaluate on held-out text every so many steps and after the last; 0: never
-    eval_samples: int = 256  # held-out sequences of each evaluation
-    max_minutes: float = 0.0  # after so many since the process began the run stops, and saves (training/stop.py); 0: no limit
+    eval_interval: Whole = 0  # evaluate on held-out text every so many steps and after the last; 0: never
+    eval_samples: Count = 256  # held-out sequences of each evaluation
+    max_minutes: Annotated[float, between(0, 1e8)] = (
+        0.0  # after so many since the process began the run stops, and saves (training/stop.py); 0: no limit
+    )
 
 
-@dataclass(frozen=True)
+@section("optimizer")
 class OptimizerConfig:
     """AdamW (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101) and its learning-rate schedule."""
 
-    lr: float  # peak learning rate
-    weight_decay: float = 0.1  # of matrices; norm weights are not decayed
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    grad_clip: float = 1.0  # largest norm of all gradients together; 0: no clipping
-    warmup_steps: int = 0  # the learning rate rises linearly, from lr / warmup_steps
+    lr: Annotated[float, between(0, 1000, example=3e-4)]  # peak learning rate
+    weight_decay: Annotated[float, between(0, 1000)] = 0.1  # of matrices; norm weights are not decayed
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False, examples=[[0.9, 0.95]])] = (0.9, 0.95)
+    eps: Annotated[float, between(1e-30, 1, example=1e-8)] = 1e-8
+    grad_clip: Annotated[float, between(0, 1e30)] = 1.0  # largest norm of all gradients together; 0: no clipping
+    warmup_steps: Whole = 0  # the learning rate rises linearly, from lr / warmup_steps
     schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warmup, stable, decay
-    min_lr_ratio: float = 0.1  # the learning rate ends at this times lr
-    decay_steps: int = 0  # wsd only: how many last steps decay (linearly)
+    min_lr_ratio: Annotated[float, between(0, 1)] = 0.1  # the learning rate ends at this times lr
+    decay_steps: Whole = 0  # wsd only: how many last steps decay (linearly)
     # Weights and moments are stored in bfloat16, 6 bytes a parameter and not 12, and rounded stochastically
     # (model/kernels/adamw.py). So are reduced gradients, to nearest; zero_stage 2 and 3 add micro-batches in bfloat16.
     pure_bfloat16: bool = False
 
 
-@dataclass(frozen=True)
+@section("checkpoint")
 class CheckpointConfig:
     """Where a run starts from and how often it saves."""
 
-    interval: int = 0  # save every so many steps and after the last; 0: never
-    keep_last: int = 2  # older checkpoints are deleted,
-    keep_every: int = 0  # but for those of steps that this divides; 0: for none
+    interval: Whole = 0  # save every so many steps and after the last; 0: never
+    keep_last: Count = 2  # older checkpoints are deleted,
+    keep_every: Whole = 0  # but for those of steps that this divides; 0: for none
     async_save: bool = True  # training waits for a copy of what is saved alone, not until it is written
-    resume: str = "auto"  # auto: the newest of the run folder, if any; none; or a checkpoint's path
-    load_weights_only: str = ""  # start a fresh run from this checkpoint's weights: new optimizer, new data
+    resume: PathText = "auto"  # auto: the newest of the run folder, if any; none; or a checkpoint's path
+    load_weights_only: Text = ""  # start a fresh run from this checkpoint's weights: new optimizer, new data
 
 
-@dataclass(frozen=True)
+@section("guard")
 class GuardConfig:
     """What a run looks out for, and when it does something about it."""
 
-    spike_sigmas: float = 6.0  # no update where the loss is so far above the recent ones (guard.py); 0: no loss is too high
-    max_bad_steps: int = 5  # after so many steps in a row without update (seen when logged) back to a checkpoint; 0: never
-    replica_interval: int = 100  # compare what must be equal on several ranks every so many steps; before a save, always
+    spike_sigmas: Annotated[float, between(0, 1e30)] = (
+        6.0  # no update where the loss is so far above the recent ones (guard.py); 0: no loss is too high
+    )
+    max_bad_steps: Whole = 5  # after so many steps in a row without update (seen when logged) back to a checkpoint; 0: never
+    replica_interval: Whole = 100  # compare what must be equal on several ranks every so many steps; before a save, always
     # A rank that takes longer for a step than hang_factor times the usual, and than hang_seconds, says where it is and exits
     # (training/watchdog.py). hang_factor 0: it waits for ever, as under a debugger it should.
-    hang_factor: float = 10.0
-    hang_seconds: float = 120.0
+    hang_factor: Annotated[float, between(0, 1e6)] = 10.0
+    hang_seconds: Annotated[float, between(0, 1e8)] = 120.0
 
 
-@dataclass(frozen=True)
+@section("run")
 class RunConfig:
     """Where a run leaves what it has to say."""
 
-    dir: str  # the run folder
-    log_interval: int = 1  # steps between lines
+    dir: PathText  # the run folder
+    log_interval: Count = 1  # steps between lines
     trace: bool = False  # write what every rank did when in one step, the third of this start, to trace.json
-    profile: str = ""  # start:stop: profile these steps, counted as in metrics.jsonl, without `stop` (training/profile.py)
-    profile_ranks: list[int] = field(default_factory=lambda: [0])  # which ranks do, and which answer a file SNAPSHOT
+    profile: Text = ""  # start:stop: profile these steps, counted as in metrics.jsonl, without `stop` (training/profile.py)
+    profile_ranks: list[Whole] = field(default_factory=lambda: [0])  # which ranks do, and which answer a file SNAPSHOT
     memory_history: bool = False  # GPUs: memory snapshots know who allocated what; costs time (training/memory_report.py)
     wandb: Literal["disabled", "offline", "online"] = "disabled"
-    wandb_project: str = "lattice"
+    wandb_project: PathText = "lattice"
     tensorboard: bool = False  # also write event files to the run folder's tensorboard/
 
     def __post_init__(self) -> None:
@@ -134,25 +145,27 @@ class Config:
         parallel = self.parallel
         return build_schedule(parallel.schedule, parallel.pp, parallel.stages_per_rank, self.num_microbatches(dp_size))
 
+    def _check_sizes(self, dp: int) -> None:
+        """What would be as long as these products is not begun: a schedule has an action for each stage and micro-batch."""
+        parallel, train = self.parallel, self.train
+        stages, step = parallel.num_stages, dp * train.micro_batch_size
+        if stages * max(2 * parallel.pp, 128) > MAX_FORWARDS:
+            key = "parallel.pp" if parallel.pp > parallel.stages_per_rank else "parallel.stages_per_rank"
+            value = max(parallel.pp, parallel.stages_per_rank)
+            raise UserError(key, value, f"makes {stages:,} stages in all: too many", "use fewer")
+        microbatches = self.num_microbatches(dp)
+        if stages * microbatches > MAX_FORWARDS:
+            batch, sequences = train.global_batch_size, train.global_batch_size // train.seq_len
+            counts = f"global_batch_size counts sequences: are {batch:,} tokens meant?"
+            why = f"is {microbatches:,} micro-batches of each data-parallel rank in every step; {counts}"
+            meant = f"for so many tokens of train.seq_len={train.seq_len} give {max(step, sequences // step * step)}"
+            raise UserError("train.global_batch_size", batch, why, f"{meant}; else raise train.micro_batch_size")
+
     def validate(self, world_size: int) -> None:
         """Check everything that involves more than one section or the world's size; raises UserError."""
         model, parallel, train = self.model, self.parallel, self.train
         _, dp_replicate, dp_shard, tp = parallel.mesh_shape(world_size)
-        for key in ("seq_len", "global_batch_size", "micro_batch_size"):
-            _at_least(f"train.{key}", getattr(train, key), 1)
-        _at_least("train.eval_samples", train.eval_samples, 1)
-        for key in ("steps", "eval_interval", "max_minutes"):
-            _at_least(f"train.{key}", getattr(train, key), 0)
-        for key in ("lr", "weight_decay", "eps", "grad_clip", "warmup_steps", "min_lr_ratio"):
-            _at_least(f"optimizer.{key}", getattr(self.optimizer, key), 0)
-        if not all(0 <= beta < 1 for beta in self.optimizer.betas):
-            raise UserError("optimizer.betas", list(self.optimizer.betas), "each must be in [0, 1)", "for example [0.9, 0.95]")
-        _at_least("checkpoint.interval", self.checkpoint.interval, 0)
-        for key in ("spike_sigmas", "max_bad_steps", "replica_interval", "hang_factor", "hang_seconds"):
-            _at_least(f"guard.{key}", getattr(self.guard, key), 0)
-        _at_least("checkpoint.keep_last", self.checkpoint.keep_last, 1)
-        _at_least("checkpoint.keep_every", self.checkpoint.keep_every, 0)
-        _at_least("run.log_interval", self.run.log_interval, 1)
+        self._check_sizes(dp_replicate * dp_shard)
         if self.run.profiled_steps and not 1 <= self.run.profiled_steps[0] <= self.run.profiled_steps[-1] <= train.steps:
             why = f"the run's steps are 1 to {train.steps}, and stop is not profiled"
             raise UserError("run.profile", self.run.profile, why, f"start at 1 or later, stop at {train.steps + 1} or before")
@@ -226,11 +239,6 @@ class Config:
                 f"a compiled block forms its weight gradients in backward, and schedule {parallel.schedule} defers them",
                 "set train.compile=false, or choose a schedule that does not split backward (1f1b, interleaved_1f1b)",
             )
-
-
-def _at_least(key: str, value: float, least: int) -> None:
-    if value < least:
-        raise UserError(key, value, f"must be at least {least}", f"give {least} or more")
 
 
 def _tp_does_not_divide(tp: int, key: str, value: int) -> None:

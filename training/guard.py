@@ -57,3 +57,15 @@ class UpdateGuard:
         values = [math.nan] * WINDOW + [math.nan if value is None else value for value in recent_losses]
         self.recent.copy_(torch.tensor(values[-WINDOW:], dtype=torch.float64))
         self.bad_in_a_row.fill_(bad_in_a_row)
+
+
+def check_not_in_vain(last_step: int, made: int, bad_in_a_row: int) -> None:
+    """A run that reaches its last step has failed, and is not finished, if of the steps `made` since this start the last ones,
+    more than half, were without an update: what diverged must not pass for trained. Nothing more is saved.
+
+    Raises FloatingPointError on every rank.
+    """
+    if 2 * bad_in_a_row > made:
+        since = f"after step {last_step - bad_in_a_row} " if bad_in_a_row < made else ""
+        why = "loss or gradient were not finite, or the loss a spike"
+        raise FloatingPointError(f"no update was made {since}up to the last step, {last_step}: {why}; try another optimizer.lr")

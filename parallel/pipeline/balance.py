@@ -26,7 +26,7 @@ def stage_costs(layers_per_stage: Sequence[int], costs: LayerCosts) -> list[floa
 
 def even_split(num_layers: int, num_stages: int) -> list[int]:
     """As many layers for every stage; what is left goes to the earliest stages but the first, which has the embedding."""
-    surplus = sorted(range(num_stages), key=lambda s: (s == num_stages - 1, s == 0, s))[: num_layers % num_stages]
+    surplus = set(sorted(range(num_stages), key=lambda s: (s == num_stages - 1, s == 0, s))[: num_layers % num_stages])
     return [num_layers // num_stages + (s in surplus) for s in range(num_stages)]
 
 

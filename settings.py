@@ -1,0 +1,200 @@
+"""What a section of the configuration is made of: a frozen dataclass whose fields carry their bounds and that checks itself,
+however it is made: from a file, in Python, by `dataclasses.replace`.
+
+    @section("train")
+    class TrainConfig:
+        steps: Whole                                   # 0 or more
+        lr: Annotated[float, between(0, 1000)]         # bounds beside the type; NaN and infinity never pass
+        dtype: Literal["bfloat16", "float32"]          # one of these
+
+What does not fit is a UserError that names the key as it stands in the file (`train.steps`). pydantic reads the bounds, and
+makes configs/schema.json of them (tools/schema.py). Like errors.py this file may be imported anywhere.
+"""
+
+import dataclasses
+import difflib
+import functools
+import types
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar, dataclass_transform
+
+import pydantic.dataclasses
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from errors import UserError, short
+
+LARGEST = 2**31 - 1  # of a whole number, where nothing smaller is its bound: products of two still fit torch's 64 bits
+
+
+def between(least: float, most: float, example: Any = None) -> Any:
+    """Bounds of a field, both allowed. `example`: a usual value, for the message."""
+    return Field(ge=least, le=most, examples=None if example is None else [example])
+
+
+def _whole(value: Any) -> Any:
+    if type(value) is not int:  # to Python True and 1.0 equal 1, and would be taken for it
+        raise ValueError("is not one of its values")
+    return value
+
+
+Count = Annotated[int, between(1, LARGEST)]
+Whole = Annotated[int, between(0, LARGEST)]
+Share = Annotated[float, Field(gt=0, le=1e30)]
+# Text that goes to the file system, to logs and to the shell's tools: on one line, and without NUL.
+Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$")]
+PathText = Annotated[Text, Field(min_length=1)]
+OneOf = BeforeValidator(_whole)  # of a Literal of whole numbers: true is none
+
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def section(name: str) -> Callable[[type[T]], type[T]]:
+    """Makes a class the section `name`: a frozen dataclass that raises UserError where it is given what it may not hold."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        # strict: no text for a number, no 1 for true. (A whole number is a float too.)
+        config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+        built: Any = pydantic.dataclasses.dataclass(cls, frozen=True, config=config)
+        validate = built.__init__
+
+        @functools.wraps(validate)
+        def init(self: Any, *args: Any, **values: Any) -> None:
+            try:
+                validate(self, *args, **values)
+            except ValidationError as error:
+                positional = dict(zip((field.name for field in dataclasses.fields(built)), args, strict=False))
+                raise _explain(name, built, positional | values, error) from None
+
+        built.__init__ = init
+        return built
+
+    return decorate
+
+
+def _explain(section: str, cls: Any, given: dict[str, Any], error: ValidationError) -> UserError:
+    """The first thing wrong, in our words."""
+    found = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "unexpected_keyword_argument")
+    place = found[0]["loc"][0]
+    key = place if isinstance(place, str) else dataclasses.fields(cls)[place].name  # given by position
+    # A value that fits none of several types has an error for each: the deepest is that of the type which was meant.
+    of_key = sorted((e for e in found if e["loc"][0] == place), key=lambda e: (-len(e["loc"]), _is_of_type(e)))
+    first = of_key[0]
+    if first["type"] == "unexpected_keyword_argument":
+        return no_such_key(section, key, given[key], {section: [field.name for field in dataclasses.fields(cls)]})
+    if key not in given:
+        return UserError(f"{section}.{key}", None, "is missing and has no default", "add it to the file")
+    hint = typing.get_type_hints(cls)[key]
+    several = _is_of_type(first) and len(of_key) > 1 and len(of_key[1]["loc"]) == len(first["loc"])
+    why, remedy = _words(first, hint, several)
+    if not several and first["input"] is not given[key]:
+        inner = first["input"]
+        why = f"{short(inner)} in it {why}"
+    examples = cls.__pydantic_fields__[key].examples
+    if examples:
+        remedy += f", for example {', '.join(map(str, examples))}"
+    value = given[key]
+    return UserError(f"{section}.{key}", list(value) if isinstance(value, tuple) else value, why, remedy)
+
+
+def _is_of_type(error: ErrorDetails) -> bool:
+    return error["type"].endswith(("_type", "literal_error"))
+
+
+def _words(error: ErrorDetails, hint: Any, several: bool) -> tuple[str, str]:
+    """Why, and what would do."""
+    kind, limits = error["type"], error.get("ctx", {})
+    if not several:
+        match kind:
+            case "greater_than_equal":
+                return f"must be at least {limits['ge']:g}", f"give {limits['ge']:g} or more"
+            case "greater_than":
+                return f"must be above {limits['gt']:g}", f"give more than {limits['gt']:g}"
+            case "less_than_equal":
+                return f"must be at most {limits['le']:,}", f"give {limits['le']:,} or less"
+            case "less_than":
+                return f"must be below {limits['lt']:,}", f"give less than {limits['lt']:,}"
+            case "finite_number":
+                return "is not a finite number", "give a number"
+            case "string_too_short":
+                return "is empty", "give a name"
+            case "string_too_long":
+                return f"is longer than {limits['max_length']} characters", "give a shorter one"
+            case "string_pattern_mismatch":
+                return "has a line break or another control character in it", "leave it out"
+            case "string_unicode":
+                return "is not text: it cannot be written in UTF-8", "use other characters"
+            case "literal_error" | "value_error":
+                return "is not one of its values", f"choose one of {list(typing.get_args(hint))}"
+    if error["input"] is None:
+        return "has no value", f"give one of type {_describe(hint)}"
+    return f"has the type {type(error['input']).__name__}", f"give a value of type {_describe(hint)}"
+
+
+def _describe(hint: Any) -> str:
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return " | ".join(map(_describe, typing.get_args(hint)))
+    if hint is type(None):
+        return "null"
+    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")
+
+
+# What other projects call our keys.
+SYNONYMS = {
+    "learning_rate": "lr",
+    "max_lr": "lr",
+    "min_lr": "min_lr_ratio",
+    "clip_grad": "grad_clip",
+    "max_grad_norm": "grad_clip",
+    "warmup": "warmup_steps",
+    "lr_scheduler": "schedule",
+    "adam_epsilon": "eps",
+    "batch_size": "global_batch_size",
+    "mbs": "micro_batch_size",
+    "gradient_accumulation_steps": "micro_batch_size",
+    "sequence_length": "seq_len",
+    "max_position_embeddings": "seq_len",
+    "max_steps": "steps",
+    "num_steps": "steps",
+    "train_iters": "steps",
+    "precision": "dtype",
+    "recompute": "activation_checkpointing",
+    "hidden_size": "dim",
+    "d_model": "dim",
+    "num_hidden_layers": "num_layers",
+    "n_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "n_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "num_query_groups": "num_kv_heads",
+    "intermediate_size": "ffn_dim",
+    "ffn_hidden_size": "ffn_dim",
+    "rms_norm_eps": "norm_eps",
+    "initializer_range": "init_std",
+    "tie_word_embeddings": "tie_embeddings",
+    "tensor_parallel": "tp",
+    "pipeline_parallel": "pp",
+    "fsdp": "dp_shard",
+    "dp": "dp_shard",
+    "data_parallel": "dp_shard",
+    "zero": "zero_stage",
+    "save_interval": "interval",
+    "load": "resume",
+    "output_dir": "dir",
+    "dataset": "path",
+}
+
+
+def no_such_key(section: str, key: str, value: Any, known: dict[str, list[str]]) -> UserError:
+    """What to say of a key that does not exist; `known`: every section's keys that do."""
+    meant = SYNONYMS.get(key.lower().replace("-", "_"), key)
+    elsewhere = [f"{other}.{meant}" for other, keys in known.items() if meant in keys]
+    here = known[section]
+    if meant in here:
+        close = [f"{section}.{meant}"]
+    else:
+        close = elsewhere or [f"{section}.{name}" for name in difflib.get_close_matches(key, here, n=1)]
+    remedy = f"did you mean {close[0]}?" if close else f"choose from {', '.join(f'{section}.{name}' for name in here)}"
+    return UserError(f"{section}.{key}", value, "there is no such key", remedy)

@@ -1,0 +1,275 @@
+"""What a configuration may hold, key by key: bounds, text that is no YAML, keys that do not exist; and its JSON schema."""
+
+import dataclasses
+import json
+import math
+import os
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from errors import UserError
+from model.config import ModelConfig
+from tools import schema
+from training.config import Config
+from training.load_config import KEYS, SECTIONS, dump_config, load_config
+from training.yaml_text import MAX_CHARACTERS, dump, parse
+
+ROOT = Path(__file__).parent.parent
+LAPTOP = str(ROOT / "configs" / "laptop.yaml")
+
+
+def refusal(overrides: list[str], path: str = LAPTOP, world: int = 8) -> str:
+    with pytest.raises(UserError) as caught:
+        load_config(path, overrides).validate(world)
+    return str(caught.value)
+
+
+def written(folder: Path, text: str | bytes) -> str:
+    path = folder / "config.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(path)
+
+
+# --- bounds -----------------------------------------------------------------------------------------------------------
+
+HINTS = {f"{name}.{key}": hint for name, cls in SECTIONS.items() for key, hint in typing.get_type_hints(cls).items()}
+NUMBERS = [key for key, hint in HINTS.items() if hint in (int, float, int | None)]
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_every_number_has_bounds(key: str) -> None:
+    for value in (".nan", ".inf", "-.inf", "1e400", "0x" + "f" * 5000, "-" + "9" * 4000, "true", "[]"):
+        message = refusal([f"{key}={value}"])
+        assert message.startswith(f"{key} = ")
+        assert len(message) < 2000
+
+
+def test_a_number_without_bounds_would_be_found() -> None:
+    """The schema, from which the numbers of all depths are read, has a least and a most for each."""
+
+    def unbounded(node: Any, path: str) -> list[str]:
+        if isinstance(node, list):
+            return [found for i, item in enumerate(node) for found in unbounded(item, f"{path}.{i}")]
+        if not isinstance(node, dict):
+            return []
+        bounds = [{"minimum", "exclusiveMinimum"} & node.keys(), {"maximum", "exclusiveMaximum"} & node.keys()]
+        here = node.get("type") in ("integer", "number") and "enum" not in node and not all(bounds)
+        return [path] * here + [found for key, value in node.items() for found in unbounded(value, f"{path}.{key}")]
+
+    assert unbounded(schema.schema(), "") == []
+    assert unbounded({"a": [{"type": "number", "minimum": 0}]}, "") == [".a.0"], "the control"
+
+
+def test_a_section_made_in_python_checks_itself_too() -> None:
+    laptop = load_config(LAPTOP, []).model
+    for values in ({"norm_eps": math.nan}, {"init_std": -1.0}, {"z_loss": math.inf}, {"rope_theta": 0.0}):
+        with pytest.raises(UserError, match=rf"^model\.{next(iter(values))} = "):
+            dataclasses.replace(laptop, **values)
+    with pytest.raises(UserError, match=r"^model\.dim = 'wide': has the type str"):
+        ModelConfig("wide", 1, 1, 1, 1, 1)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"^model\.num_layers = None: is missing"):
+        ModelConfig(dim=2)  # type: ignore[call-arg]
+    with pytest.raises(UserError, match=r"^model\.width = 2: there is no such key"):
+        ModelConfig(width=2)  # type: ignore[call-arg]
+
+
+WRONG = [
+    ("optimizer.learning_rate=1", "did you mean optimizer.lr?"),
+    ("train.lr=1", "did you mean optimizer.lr?"),
+    ("model.hidden_size=1", "did you mean model.dim?"),
+    ("train.batch_size=1", "did you mean train.global_batch_size?"),
+    ("optimizer.weight_decy=1", "did you mean optimizer.weight_decay?"),
+    ("data.zzz=1", "choose from data.path, data.tokenizer"),
+    ("optimizer.betas=[0.9, 1]", "1 in it must be below 1"),
+    ("optimizer.betas=[0.9]", "for example [0.9, 0.95]"),
+    ("data.path={prepared/laptop: 0}", "0 in it must be above 0"),
+    ("data.path={1: 1}", "1 in it has the type int"),
+    ("data.path=''", "is empty"),
+    ("parallel.zero_stage=true", "choose one of [0, 1, 2, 3]"),
+    ("parallel.zero_stage=1.0", "choose one of [0, 1, 2, 3]"),
+    ("parallel.layers_per_stage=[1, a]", "'a' in it has the type str"),
+    ("parallel.layers_per_stage=[-1, 5]", "-1 in it must be at least 0"),
+    ("parallel.layers_per_stage=best", "list[int] | Literal['auto'] | null"),
+    ("parallel.dp_shard=0", "must be positive, or -1"),
+    ("model.dim=4e9", "give a value of type int"),
+    ("model.dim=4000000000", "must be at most 1,048,576"),
+    ("train.steps=100000000", "must be at most 99,999,999"),
+    ("train.steps='3'", "has the type str"),
+    ("train.steps=", "has no value"),
+    ("run.dir=''", "is empty"),
+    ('run.dir="a\\nb"', "has a line break"),
+    ('run.dir="a\\0b"', "has a line break or another control character"),
+    ("run.dir=a\0b", "is not a YAML value"),
+    ('run.dir="\\ud800"', "cannot be written in UTF-8"),
+    ("run.dir=\udcff", "is not a YAML value"),
+    (f"run.dir={'x' * 5000}", "longer than 4096 characters"),
+    (f"run.dir={'[' * 3000}", "nested too deeply"),
+    (f"train.steps={'9' * 5000}", "cannot be read"),
+    ("train.steps={a: 1, a: 2}", "'a' stands here twice"),
+    ("train.steps=!!python/object/apply:os.getcwd []", "is not a YAML value"),
+    ("train.steps={[1]: 2}", "unhashable"),
+    ("train.steps={a: &x [1], b: *x}", "an alias of a list or mapping"),
+    ("train.steps=&x [*x]", "an alias of a list or mapping"),
+]
+
+
+@pytest.mark.parametrize(("override", "said"), WRONG, ids=[override[:40] for override, _ in WRONG])
+def test_wrong_value(override: str, said: str) -> None:
+    message = refusal([override])
+    key, _, _ = override.partition("=")
+    assert message.startswith(f"{key} = ")
+    assert said in message
+    assert len(message) < 2000
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["train.global_batch_size=2000000"], "train.global_batch_size"),
+        (["train.global_batch_size=2000000001"], "train.global_batch_size"),
+        (["parallel.tp=1000000000"], "parallel.tp"),
+        (["parallel.pp=1000000000"], "parallel.pp"),
+        (["parallel.stages_per_rank=1000000000", "parallel.schedule=interleaved_1f1b"], "parallel.stages_per_rank"),
+        (["parallel.stages_per_rank=20000", "parallel.layers_per_stage=" + str([1] * 40000)], "parallel.stages_per_rank"),
+        (["model.num_heads=65536"], "model.num_heads"),
+        (["model.num_kv_heads=65536"], "model.num_kv_heads"),
+        (
+            ["model.num_layers=4096", "parallel.stages_per_rank=2000", "parallel.layers_per_stage=auto"],
+            "parallel.stages_per_rank",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0][:40],
+)
+def test_nothing_of_a_senseless_length_is_built(overrides: list[str], key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("training.config.build_schedule", lambda *_: pytest.fail("a schedule was built"))
+    monkeypatch.setattr("parallel.config.build_schedule", lambda *_: pytest.fail("a schedule was built"))
+    message = refusal(overrides)
+    assert message.split(" = ")[0] in (key, "parallel.tp"), message  # tp: the layout is not the world's
+    assert len(message) < 2000
+
+
+def test_tokens_taken_for_sequences() -> None:
+    message = refusal(["train.global_batch_size=2000000"])
+    assert "62,500 micro-batches" in message
+    assert "are 2,000,000 tokens meant?" in message
+    assert "train.seq_len=128 give 15616" in message
+    load_config(LAPTOP, ["train.global_batch_size=15616"]).validate(8)
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "must be a mapping"),
+        ("- 1", "must be a mapping"),
+        ("1: {}", "is no section"),
+        ("train: 3", "is no section"),
+        ("train:", "is no section"),
+        ("? [a]\n: {}", "unhashable"),
+        ("train: {steps: 1}\ntrain: {steps: 2}", "'train' stands here twice"),
+        ("train: {steps: 1, 'steps': 2}", "'steps' stands here twice"),
+        ("train: {1: 2}", "there is no such key"),
+        ("a: &a [x, x]\nb: &b [*a, *a]", "an alias of a list or mapping"),
+        ("a: {<<: {b: 1}}", "there is no such section"),
+        ("train: {steps: 1}\n---\ntrain: {steps: 1}", "expected a single document"),
+        ("[" * 3000, "nested too deeply"),
+        ("train: \x07", "special characters"),
+        (b"\xff\xfe\x00", "not a text file"),
+        ("# long\n" * (MAX_CHARACTERS // 7 + 1), "is longer than"),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_files_that_are_no_configuration(tmp_path: Path, text: str | bytes, said: str) -> None:
+    message = refusal([], written(tmp_path, text))
+    assert said in message
+    assert len(message) < 2000
+
+
+@pytest.mark.parametrize("path", ["", "/", "/nowhere/at.yaml", "/dev/zero", "a\0b", "x" * 5000, "/etc/hosts/x"])
+def test_paths_that_are_no_configuration(path: str) -> None:
+    assert refusal([], path).startswith("configuration file = ")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
+    path = written(tmp_path, "")
+    os.chmod(path, 0)
+    assert "Permission denied" in refusal([], path)
+
+
+def test_numbers_and_text() -> None:
+    config = load_config(LAPTOP, ["optimizer.lr=3e-4", "run.dir=2026-01-31", "run.profile=10:13", "optimizer.grad_clip=1"])
+    assert (config.optimizer.lr, config.run.dir, config.run.profile) == (3e-4, "2026-01-31", "10:13")
+    assert type(config.optimizer.grad_clip) is float
+    assert load_config(LAPTOP, ["train.steps=&n 7"]).train.steps == 7
+
+
+AMBIGUOUS = [
+    "1e5",
+    "1e-5",
+    "10:13",
+    "2026-01-31",
+    "0x10",
+    "0o7",
+    "1_0",
+    ".5",
+    "1.",
+    "+1",
+    "nan",
+    ".nan",
+    "yes",
+    "null",
+    "~",
+    "",
+    "=",
+    "<<",
+    "é",
+    "- x",
+]
+
+
+@pytest.mark.parametrize("text", AMBIGUOUS)
+def test_text_is_read_back_as_text(text: str) -> None:
+    assert parse(dump({"run": text, text: [text]})) == {"run": text, text: [text]}
+
+
+@pytest.mark.parametrize("number", [1e-5, 1 / 3, 1e300, 5e-324, 100, 1e22, -0.1, 3e-3])
+def test_numbers_are_read_back_exactly(number: float) -> None:
+    read = parse(dump({"a": number}))["a"]
+    assert read == number
+    assert type(read) is type(number)
+
+
+def test_dumped_configuration_is_read_back_to_the_same(tmp_path: Path) -> None:
+    config = load_config(LAPTOP, ["optimizer.lr=0.1234567890123456789", "run.dir='1e5'", "data.path={'1e5': 1, b: 0.3}"])
+    text = dump_config(config)
+    assert load_config(written(tmp_path, text), []) == config
+    assert yaml.safe_load(text)["run"]["dir"] == "1e5", "for those who read it with another YAML reader, it is text too"
+
+
+# --- the schema -------------------------------------------------------------------------------------------------------
+
+
+def test_the_schema_is_the_one_in_the_repository() -> None:
+    stored = (ROOT / "configs" / "schema.json").read_text(encoding="utf-8")
+    assert stored == schema.text(), "write it again: python -m tools.schema --out configs/schema.json"
+
+
+def test_the_schema_knows_every_key_and_its_comment() -> None:
+    definitions = json.loads(schema.text())["$defs"]
+    for section, cls in SECTIONS.items():
+        assert list(definitions[cls.__name__]["properties"]) == KEYS[section]
+    steps = definitions["TrainConfig"]["properties"]["steps"]
+    assert (steps["minimum"], steps["description"]) == (0, "optimizer steps of the whole run")
+    assert {field.name for field in dataclasses.fields(Config)} == set(KEYS)
+
+
+def test_configuration_files_name_the_schema() -> None:
+    for path in (ROOT / "configs").glob("*.yaml"):
+        assert "# yaml-language-server: $schema=schema.json\n" in path.read_text(encoding="utf-8"), path.name

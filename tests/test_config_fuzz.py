@@ -1,0 +1,296 @@
+"""Whatever a configuration says, it ends in one message or is one that can run: thousands of them, drawn from the JSON schema,
+from what is known to go wrong, and from noise.
+
+`make test` tries some of them, `make test-slow` many. Each prints a row: cases, refused, seconds.
+"""
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from errors import UserError
+from tests.data_samples import prepared
+from tests.runs import train_run, write_config
+from tools.ranks import RankError, Ranks
+from tools.schema import schema
+from training.config import Config
+from training.load_config import KEYS, dump_config, load_config
+from training.yaml_text import dump
+
+ROOT = Path(__file__).parent.parent
+LAPTOP = ROOT / "configs" / "laptop.yaml"
+MOST_SECONDS = 20  # of the processor, on one case: a quiet machine needs a tenth of one
+SCHEMA = schema()
+PROPERTIES: dict[str, dict[str, Any]] = {
+    section: SCHEMA["$defs"][SCHEMA["properties"][section]["$ref"].split("/")[-1]]["properties"] for section in KEYS
+}
+short = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+long = settings(short, max_examples=4000, derandomize=False, phases=[Phase.generate])
+
+
+# --- what is drawn ----------------------------------------------------------------------------------------------------
+
+
+def fitting(node: dict[str, Any]) -> st.SearchStrategy[Any]:
+    """Values that a part of the schema allows: small ones mostly, and the bounds."""
+    if "anyOf" in node:
+        return st.one_of([fitting(option) for option in node["anyOf"]])
+    if "enum" in node:
+        return st.sampled_from(node["enum"])
+    if "const" in node:
+        return st.just(node["const"])
+    least, most = node.get("minimum", node.get("exclusiveMinimum")), node.get("maximum", node.get("exclusiveMaximum"))
+    match node.get("type"):
+        case "integer":
+            return st.integers(least, min(most, least + 8)) | st.sampled_from([least, most]) | st.integers(least, most)
+        case "number":
+            within = {"exclude_min": "exclusiveMinimum" in node, "exclude_max": "exclusiveMaximum" in node}
+            return st.floats(least, most, **within) | st.floats(least, min(most, least + 1), **within)
+        case "boolean":
+            return st.booleans()
+        case "null":
+            return st.none()
+        case "string":
+            usual = st.sampled_from(["prepared/laptop", "none", "zb_v", "interleaved_1f1b", "2:3", "x" * node["maxLength"]])
+            characters = st.characters(codec="utf-8", exclude_categories=["Cc", "Zl", "Zp"])
+            return usual | st.text(characters, min_size=node.get("minLength", 0), max_size=9)
+        case "array":
+            if "prefixItems" in node:
+                return st.tuples(*map(fitting, node["prefixItems"])).map(list)
+            return st.lists(fitting(node["items"]), max_size=9)
+        case "object":
+            (values,) = node["patternProperties"].values()
+            return st.dictionaries(fitting({"type": "string", **node["propertyNames"]}), fitting(values), max_size=3)
+    raise AssertionError(f"the schema has a part that is not known here: {node}")
+
+
+INTEGERS = [-1, 0, 2**31, 2**63, 2**64, 10**30, 10**400]
+FLOATS = [float(text) for text in ["0.5", "-0.0", "5e-324", "1e308", "nan", "inf", "-inf"]]
+TEXTS = ["", "nan", "a\nb", "a\0b", "\x1b[31m", "\u2028", "../" * 500, "~", "%N", "/proc/1", "x" * 10000]
+OTHERS = [None, True, [], {}, [[]], [1] * 9999, [0] * 2, {"a": 0}, {"": 1}, {"a": {"b": []}}, {1: 2}, [None], ["auto"]]
+ODD = st.sampled_from([*INTEGERS, *FLOATS, *TEXTS, *OTHERS])
+JUNK = ODD | st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5) | st.integers(), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = [(section, key) for section, keys in KEYS.items() for key in keys]
+
+
+@st.composite
+def override(draw: st.DrawFn) -> str:
+    """`section.key=value`: often a value that the key allows."""
+    section, key = draw(st.sampled_from(NAMES))
+    value = draw(fitting(PROPERTIES[section][key])) if draw(st.integers(0, 3)) else draw(JUNK)
+    return f"{section}.{key}={dump(value).removesuffix(chr(10)).removesuffix('...')}"
+
+
+ALPHABET = [*"[]{}:,&*!|>'\"%@`#?-~=<. \n\t\0\r0123456789eExXaAn_", "\ud800", "é", "<<: ", "&a ", "*a", "!!"]
+RAW = st.text(st.sampled_from([letter for token in ALPHABET for letter in token]))
+SPLICES = b"&a [x]|*a|<<: |!!python/name:os.system|\t|\0|- |? |[[[[[[[[[[|{{{{{{{{{{|\n---\n|train:|steps: 1\n|\n\n\n".split(
+    b"|"
+)
+
+
+@st.composite
+def damaged_file(draw: st.DrawFn) -> bytes:
+    """configs/laptop.yaml with pieces cut out, doubled, or put in."""
+    text = LAPTOP.read_bytes()
+    for _ in range(draw(st.integers(1, 4))):
+        start = draw(st.integers(0, len(text)))
+        stop = draw(st.integers(start, min(len(text), start + 200)))
+        copies = st.sampled_from([b"", text[start:stop] * 2, text[start:stop] * 30, *SPLICES])
+        piece = draw(copies | st.binary(max_size=9))
+        text = text[:start] + piece + text[stop:]
+    return text
+
+
+# --- what must come of it ---------------------------------------------------------------------------------------------
+
+
+def outcome(path: Path, overrides: list[str], world: int) -> Config | None:
+    """The configuration, or None where it was refused as it should be: with one message that can be read."""
+    began = time.process_time()
+    error, config = None, None
+    try:
+        config = load_config(str(path), overrides)
+        config.validate(world)
+    except UserError as refused:
+        error = refused
+    assert time.process_time() - began < MOST_SECONDS
+    if error is None:
+        return config
+    message = str(error)
+    assert message.count("\n  remedy: ") == 1
+    assert all([error.key, error.why, error.remedy])
+    assert len(message) < 5000
+    assert "\x1b" not in message
+    return None
+
+
+def check_valid(config: Config, path: Path, world: int) -> None:
+    """What a run and the tools make of a configuration before anything is computed."""
+    written = path.with_name("dumped.yaml")
+    written.write_text(dump_config(config), encoding="utf-8")
+    assert repr(load_config(str(written), [])) == repr(config)
+    _, dp_replicate, dp_shard, _ = config.parallel.mesh_shape(world)
+    layers = config.split_layers()
+    assert [layer for stage in layers for layer in stage] == list(range(config.model.num_layers))
+    schedule = config.schedule(dp_replicate * dp_shard)
+    assert len(schedule) == config.parallel.pp
+    assert config.model.num_parameters > 0
+    assert config.model.flops_per_token(config.train.seq_len) > 0
+
+
+class Row:
+    """Counts what a test tried; printed at its end."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.count, self.began = name, Counter[str](), time.perf_counter()
+
+    def try_one(self, path: Path, overrides: list[str], world: int) -> None:
+        config = outcome(path, overrides, world)
+        self.count["refused" if config is None else "valid"] += 1
+        if config is not None:
+            check_valid(config, path, world)
+
+    def show(self) -> None:
+        seconds = time.perf_counter() - self.began
+        cases = f"{self.count.total()} cases, {self.count['refused']} refused, {self.count['valid']} valid"
+        print(f"fuzz of the configuration, {self.name}: {cases}, no failure, {seconds:.1f} s")
+        assert self.count["refused"]
+        assert self.count["valid"]
+
+
+def drawn_overrides(base: Path, effort: settings) -> None:
+    row = Row("keys")
+
+    @effort
+    @given(st.lists(override(), min_size=1, max_size=3), st.sampled_from([1, 2, 3, 8, 64]))
+    def run(overrides: list[str], world: int) -> None:
+        overrides = ["parallel.dp_shard=-1", *(["parallel.tp=1", "parallel.pp=1"] if world < 4 else []), *overrides]
+        row.try_one(base, overrides, world)
+
+    run()
+    row.show()
+
+
+def raw_overrides(base: Path, effort: settings) -> None:
+    row = Row("noise on the command line")
+
+    @effort
+    @given(st.sampled_from(NAMES), RAW, st.booleans())
+    def run(name: tuple[str, str], text: str, at_a_key: bool) -> None:
+        row.try_one(base, [f"{'.'.join(name)}={text}" if at_a_key else text], 8)
+
+    run()
+    row.show()
+
+
+def damaged_files(base: Path, effort: settings) -> None:
+    row = Row("damaged files")
+
+    @effort
+    @given(damaged_file())
+    def run(content: bytes) -> None:
+        path = base.with_name("damaged.yaml")
+        path.write_bytes(content)
+        row.try_one(path, [], 8)
+
+    run()
+    row.show()
+
+
+@pytest.mark.parametrize("kind", [drawn_overrides, raw_overrides, damaged_files])
+def test_one_message_or_a_configuration(kind: Any, tmp_path: Path) -> None:
+    (tmp_path / "laptop.yaml").write_bytes(LAPTOP.read_bytes())
+    kind(tmp_path / "laptop.yaml", short)
+    assert {path.name for path in tmp_path.iterdir()} <= {"laptop.yaml", "dumped.yaml", "damaged.yaml"}, "nothing is written"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [drawn_overrides, raw_overrides, damaged_files])
+def test_one_message_or_a_configuration_thousands_of_times(kind: Any, tmp_path: Path) -> None:
+    (tmp_path / "laptop.yaml").write_bytes(LAPTOP.read_bytes())
+    kind(tmp_path / "laptop.yaml", long)
+
+
+def test_the_fuzz_would_find_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: a check that divides by what nobody has checked."""
+    (tmp_path / "laptop.yaml").write_bytes(LAPTOP.read_bytes())
+    validate = Config.validate
+
+    def careless(self: Config, world: int) -> None:
+        _ = 1 / self.optimizer.grad_clip
+        validate(self, world)
+
+    monkeypatch.setattr(Config, "validate", careless)
+    with pytest.raises(ZeroDivisionError):
+        drawn_overrides(tmp_path / "laptop.yaml", settings(long, max_examples=2000))
+
+
+# --- and a run --------------------------------------------------------------------------------------------------------
+
+# Not drawn for a run: what ends the process where it is tiny (hang_*), what needs a server, a GPU, a compiler or much memory,
+# and sizes, for which any small model is as good as another.
+NOT_RUN = {
+    "guard": ["hang_factor", "hang_seconds"],
+    "run": ["dir", "wandb", "wandb_project", "memory_history", "tensorboard"],
+    "data": ["path", "tokenizer"],
+    "train": ["compile", "deterministic", "max_minutes", "steps", "seq_len", "global_batch_size", "micro_batch_size"],
+    "model": ["kernels", "dim", "ffn_dim", "num_layers", "vocab_size", "attention_dim", "num_heads"],
+    "parallel": ["pp", "tp"],
+}
+RUN_NAMES = [(section, key) for section, key in NAMES if key not in NOT_RUN.get(section, [])]
+
+
+@st.composite
+def run_overrides(draw: st.DrawFn) -> list[str]:
+    names = draw(st.lists(st.sampled_from(RUN_NAMES), min_size=3, max_size=8, unique=True))
+    drawn = [(f"{section}.{key}", draw(fitting(PROPERTIES[section][key]))) for section, key in names]
+    return [f"{name}={dump(value).removesuffix(chr(10)).removesuffix('...')}" for name, value in drawn]
+
+
+def some_runs(ranks: Ranks, folder: Path, count: int) -> None:
+    """Each ends as a run that reaches its last step, in a message, or in the one error of a run that diverges."""
+    data = prepared(folder / "data")
+    ends: Counter[str] = Counter()
+    began = time.perf_counter()
+
+    @settings(short, max_examples=count, phases=[Phase.generate])
+    @given(run_overrides())
+    def run(overrides: list[str]) -> None:
+        here = folder / str(ends.total())
+        here.mkdir()
+        base = write_config(here, data, train={"steps": 3, "seq_len": 16, "global_batch_size": 4, "micro_batch_size": 2})
+        try:
+            message = ranks.run(train_run, 1, [base, *overrides])[0]
+        except RankError as error:
+            assert "FloatingPointError: " in str(error), overrides  # noqa: PT017
+            ends["diverged"] += 1
+            return
+        ends["refused" if message else "finished"] += 1
+        if message:
+            assert not (here / "run").exists()
+        else:
+            status = json.loads((here / "run" / "status.json").read_text())
+            assert (status["state"], status["step"]) == ("finished", 3)
+
+    run()
+    print(f"fuzz of the configuration, runs: {dict(ends)}, no failure, {time.perf_counter() - began:.1f} s")
+    assert ends["finished"]
+
+
+def test_what_is_valid_runs(ranks: Ranks, tmp_path: Path) -> None:
+    some_runs(ranks, tmp_path, 8)
+
+
+@pytest.mark.slow
+def test_what_is_valid_runs_a_hundred_times(ranks: Ranks, tmp_path: Path) -> None:
+    some_runs(ranks, tmp_path, 100)

@@ -1,0 +1,64 @@
+"""The configuration's JSON schema: editors complete and check configuration files by it.
+
+    python -m tools.schema --out configs/schema.json
+
+A file's line `# yaml-language-server: $schema=schema.json` names it to them (VS Code, Neovim, JetBrains).
+Types, bounds and defaults are the sections' own; descriptions are the comments beside the fields.
+"""
+
+import argparse
+import dataclasses
+import inspect
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from training.config import Config
+
+
+def schema() -> dict[str, Any]:
+    """Of a whole file."""
+    whole = TypeAdapter(Config).json_schema()
+    sections = {field.name: field.type for field in dataclasses.fields(Config)}
+    for cls in sections.values():
+        properties = whole["$defs"][cls.__name__]["properties"]
+        for key, comment in comments(cls).items():
+            properties[key]["description"] = comment
+        for described in properties.values():
+            del described["title"]  # the key again, with a capital
+    whole["additionalProperties"] = False
+    whole["required"] = [name for name, cls in sections.items() if whole["$defs"][cls.__name__].get("required")]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **whole}
+
+
+def comments(cls: Any) -> dict[str, str]:
+    """Key → the comment behind it, or the lines of comment above it."""
+    found, above = {}, ""
+    keys = {field.name for field in dataclasses.fields(cls)}
+    for line in inspect.getsource(cls).splitlines():
+        field = re.match(r"    (\w+): [^#]*(?:# (.*))?$", line)
+        if field and field[1] in keys:
+            found[field[1]] = field[2] or above
+            above = ""
+        else:
+            comment = re.match(r"    # (.*)$", line)
+            above = f"{above} {comment[1]}".strip() if comment else ""
+    return {key: comment for key, comment in found.items() if comment}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write the JSON schema of configuration files.")
+    parser.add_argument("--out", type=Path, required=True, help="file to write")
+    parser.parse_args().out.write_text(text(), encoding="utf-8")
+
+
+def text() -> str:
+    """The file."""
+    return json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    main()
