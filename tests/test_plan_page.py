@@ -71,7 +71,7 @@ def test_published_rows(label: str, gpus: str) -> None:
     for one in recorded("plan_published")["rows"]:
         rows.setdefault((one["system"], one["model"], one["gpus"]), one)  # the first of several with other settings
     found = [rows[key] for key in PUBLISHED[label, gpus]]
-    cells = [", ".join(f"{one[key]:.1%}".replace(".0%", "%") for one in found) for key in ("published_mfu", "predicted_mfu")]
+    cells = [", ".join(f"{one[key]:.1%}" for one in found) for key in ("published_mfu", "predicted_mfu")]
     assert row(f"{label} | {gpus}")[:2] == cells
 
 
@@ -91,10 +91,10 @@ A100 = (
 )
 B7 = A100 + "model.num_layers=32 model.dim=4096 model.num_heads=32 model.num_kv_heads=32 model.ffn_dim=11008 "
 B13 = A100 + "model.num_layers=40 model.dim=5120 model.num_heads=40 model.num_kv_heads=40 model.ffn_dim=13824 "
-B70 = "train.seq_len=4096 train.global_batch_size=64 train.activation_checkpointing=selective parallel.tp=1 parallel.pp=1 "
-B175 = (
-    "train.seq_len=4096 train.global_batch_size=64 parallel.tp=8 parallel.pp=2 model.dim=12288 model.num_layers=96 "
-    "model.num_heads=96 model.num_kv_heads=96 model.ffn_dim=32768 model.vocab_size=51200 "
+B70 = A100 + "parallel.tp=1 parallel.pp=1 "
+B175 = A100 + (
+    "parallel.tp=8 parallel.pp=2 model.dim=12288 model.num_layers=96 model.num_heads=96 model.num_kv_heads=96 "
+    "model.ffn_dim=32768 train.activation_checkpointing=full "
 )
 GUIDES = {
     "7B, DDP": (
@@ -111,17 +111,31 @@ GUIDES = {
     "175B on 64: tp 8 × pp 2 × dp 4": (
         "llama3_70b",
         64,
-        B175 + "parallel.zero_stage=2 train.activation_checkpointing=full",
+        B175 + "parallel.zero_stage=2",
         "with ZeRO-2 and everything recomputed, {} GB; ",
     ),
 }
 
 
+def planned_gigabytes(name: str, world: int, keys: str) -> float:
+    return max(peaks(Layout(configuration(name, keys), world, 0))) / GB
+
+
 @pytest.mark.parametrize("label", GUIDES)
 def test_what_guides_say(label: str) -> None:
     name, world, keys, text = GUIDES[label]
-    gigabytes = max(peaks(Layout(configuration(name, keys), world, 0))) / GB
+    gigabytes = planned_gigabytes(name, world, keys)
     assert row(label)[1].startswith(text.format(f"{gigabytes:.0f}")), gigabytes
+
+
+def test_what_rows_say_besides() -> None:
+    first = planned_gigabytes("llama3_70b", 64, f"{B175} parallel.zero_stage=1")
+    assert row("175B on 64: tp 8 × pp 2 × dp 4")[1].endswith(f"; with ZeRO-1 {first:.0f} GB")
+    billions = configuration("llama3_70b", B70).model.num_parameters / 1e9
+    assert row("70B, FSDP")[1].endswith(f"16 × {billions:.1f} / 8 = {16 * billions / 8:.0f} GB")
+    layouts = [Layout(configuration("llama3_8b", f"{B7} parallel.zero_stage={zero}"), 8, 0) for zero in (2, 3)]
+    two, three = (StepTime(layout, find_device("a100")).step_seconds for layout in layouts)
+    assert row("7B, FSDP")[1].endswith(f"{three / two - 1:.0%} slower than ZeRO-2")
 
 
 # --- what the search prefers ------------------------------------------------------------------------------------------
