@@ -7,13 +7,14 @@ Prints the same in numbers.
 from docs import svg
 from docs.svg import INK, MUTED, PAPER, line, rectangle, text
 from parallel.pipeline.actions import Action
-from plan.hardware import GB
+from plan.hardware import GB, find_device
 from plan.layout import Layout
 from plan.memory import Memory
 from training.load_config import load_config
 
 WIDTH, HEIGHT = 960, 470
-GPU = 80e9
+GPU = find_device("h100")  # of 80 GB
+ROOM = GPU.memory_bytes - GPU.reserved_bytes  # for tensors
 TOP, BOTTOM, HIGHEST = 100, 350, 86e9  # pixels, and the bytes of the whole height
 GROUPS = {  # which of the planner's categories a box holds, and its colour
     "weights, optimizer, reduced gradients": ("#15803d", ("sharded weights", "optimizer state", "sharded gradients")),
@@ -47,8 +48,8 @@ def draw() -> str:
     scale = (BOTTOM - TOP) / HIGHEST
     parts = [
         text(24, 38, "Alive at the peak, GB", 20, weight=700),
-        text(24, 62, "at another moment on each rank; dashed: 80 GB, of which CUDA and NCCL want a part", 14, MUTED),
-        line(70, BOTTOM - GPU * scale, WIDTH - 30, BOTTOM - GPU * scale, svg.PP, 1.5, "6 4"),
+        text(24, 62, f"at another moment on each rank; dashed: {ROOM / GB:.0f} GB, what CUDA and NCCL leave of a GPU of 80 GB", 14, MUTED),
+        line(70, BOTTOM - ROOM * scale, WIDTH - 30, BOTTOM - ROOM * scale, svg.PP, 1.5, "6 4"),
         line(70, BOTTOM, WIDTH - 30, BOTTOM, MUTED),
     ]
     for gigabytes in range(0, 81, 20):

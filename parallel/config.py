@@ -58,13 +58,16 @@ class ParallelConfig:
         dp_shard = self.dp_shard if self.dp_shard != -1 else world_size // others
         if others * dp_shard != world_size or dp_shard == 0:
             given = f"tp={self.tp} · pp={self.pp} · dp_replicate={self.dp_replicate} · dp_shard={self.dp_shard}"
-            fits = f"a multiple of {others}" if self.dp_shard == -1 else f"exactly {others * self.dp_shard}"
-            raise UserError(
-                "parallel.dp_shard" if world_size % others == 0 else "parallel.tp",
-                self.dp_shard if world_size % others == 0 else self.tp,
-                f"{given} does not make the world of {world_size} processes",
-                f"start {fits} processes, or choose axes whose product is {world_size}",
-            )
+            search = f"`python -m tools.plan CONFIG --gpus {world_size} --search` lists what fits"
+            if world_size % others == 0:
+                key, value = "parallel.dp_shard", self.dp_shard
+                remedy = f"set parallel.dp_shard=-1, which takes the {world_size // others} that are left, or start exactly "
+                remedy += f"{others * dp_shard} processes; {search}"
+            else:
+                key, value = "parallel.tp", self.tp
+                fits = f"a multiple of {others}" if self.dp_shard == -1 else f"exactly {others * self.dp_shard}"
+                remedy = f"start {fits} processes, or choose axes whose product is {world_size}: {search}"
+            raise UserError(key, value, f"{given} does not make the world of {world_size} processes", remedy)
         if self.zero_stage == 0 and dp_shard != 1:
             raise UserError(
                 "parallel.zero_stage",

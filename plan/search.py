@@ -4,9 +4,14 @@ All are estimated (plan/candidates.py), and those dropped whose bound says that 
 order of their estimates: their memory is counted on every pipeline rank, those that fit are checked as a run would check them
 (both in a shortened step: plan/peaks.py), and their step is simulated, until enough fit or none is left. The frontier
 adds the layouts that keep less than every faster one, examined in the same way.
+
+Where nothing fits, the search says what is nearest: how many GPUs the weights and the optimizer need at least, which takes no
+time at all, or the layout that needs least.
 """
 
-from collections.abc import Iterator
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,6 +25,8 @@ from plan.time import StepTime
 from training.config import Config
 
 ENOUGH = 20  # that fit, twice what is shown: estimates may put neighbours in the wrong order
+ALIKE = 0.01  # of a step's seconds: two that differ by less may well be in the other order
+NEAREST = 20  # layouts with the lowest bounds, of which one that a run would start is the nearest
 SEARCHED = ("tp", "pp", "dp_shard", "dp_replicate", "schedule", "stages_per_rank", "layers_per_stage", "zero_stage")
 
 
@@ -79,14 +86,7 @@ class Found:
         return peaks(self.layout, [rank for rank in (self.fullest, 1, 0, pp - 1, pp // 2) if rank < pp])
 
     def describe(self) -> str:
-        p, t = self.config.parallel, self.config.train
-        stages = f"×{p.stages_per_rank}" if p.stages_per_rank > 1 else ""
-        cut = ", whole sequence" if p.tp > 1 and not p.sequence_parallel else ""
-        layers = "" if p.layers_per_stage is None else ", balanced" if p.layers_per_stage == "auto" else ", light ends"
-        return (
-            f"tp {p.tp} pp {p.pp} dp_shard {p.dp_shard} dp_replicate {p.dp_replicate} · {p.schedule}{stages}{layers} · "
-            f"micro-batch {t.micro_batch_size} · zero {p.zero_stage} · {t.activation_checkpointing} checkpointing{cut}"
-        )
+        return describe([self])
 
     def overrides(self) -> str:
         """What makes the searched configuration this one."""
@@ -101,6 +101,7 @@ class Result:
     """Of a search."""
 
     best: list[Found]  # that fit, fastest first
+    also: list[Found]  # further ones that were found to fit, slower than the best
     layouts: int  # that keep the configuration's rules
     counted: int  # whose memory was counted and not bounded
     frontier: list[Found]  # slower and slower, with less and less memory
@@ -115,6 +116,7 @@ def search(config: Config, world: int, device: Device, wanted: int = 10) -> Resu
     """
     check_before_search(config)
     room = device.memory_bytes - device.reserved_bytes
+    _check_states_fit(config, world, room)
     everything = list(candidates(config, world, device))
     if not everything:
         why = f"no layout of {world} GPUs cuts the batch, the layers and the heads into equal parts"
@@ -131,14 +133,37 @@ def search(config: Config, world: int, device: Device, wanted: int = 10) -> Resu
         if examine.refused is not None and not examine.too_large:
             raise examine.refused
         why = f"none of {len(everything):,} layouts fits {room / GB:.0f} GB a GPU ({len(examine.known):,} were counted exactly)"
-        raise UserError("--gpus", world, why, "take more GPUs, or larger ones")
+        nearest = examine.nearest(everything)
+        if nearest is not None:
+            why += f"; the nearest needs {nearest.peak / GB:.1f} GB: {nearest.describe()}"
+        remedy = "take more GPUs, or larger ones (--device), or a smaller model or train.seq_len"
+        if nearest is not None:
+            remedy += f"; to see where the nearest one's bytes are, plan it without --search: {nearest.overrides()}"
+        raise UserError("--gpus", world, why, remedy)
     on_frontier = [found for one in _lowest(possible) if (found := examine(one)) is not None]
     frontier: list[Found] = []
     for found in sorted([*fitting, *on_frontier], key=_order):
         if not frontier or found.peak < frontier[-1].peak:
             frontier.append(found)
-    best = sorted(fitting, key=_order)[:wanted]
-    return Result(best, len(everything), len(examine.known), frontier, space(config, world, device))
+    fitting.sort(key=_order)
+    best, also = fitting[:wanted], fitting[wanted:]
+    return Result(best, also, len(everything), len(examine.known), frontier, space(config, world, device))
+
+
+def _check_states_fit(config: Config, world: int, room: float) -> None:
+    """Raises UserError where no layout can fit, whatever it does: its states alone are too large."""
+    one = Layout(config, world, 0)
+    each = 3 * one.master + one.reduce  # weights, two moments; gradients, of which no rank holds less than its share
+    states = config.model.num_parameters * each
+    if states <= room * world:
+        return
+    why = (
+        f"weights, moments and gradients take {each} bytes a parameter, {states / GB:,.0f} GB: "
+        f"{states / world / GB:,.0f} GB on each GPU, however they are cut, and there are {room / GB:.0f}"
+    )
+    least = math.ceil(states / room)
+    remedy = f"take more than {least:,} GPUs, for activations come on top, or larger ones (--device)"
+    raise UserError("--gpus", world, why, remedy)
 
 
 class Examiner:
@@ -156,15 +181,28 @@ class Examiner:
         return self.known[id(candidate)]
 
     def _examine(self, candidate: Candidate) -> Found | None:
-        found = Found(candidate.config(), self.world, self.device, candidate.fullest, candidate.estimate)
-        try:
-            if found.fits(self.room):
-                shortened(found.layout, CHECKED).config.validate(self.world)  # as a run would, before it starts
-                return found
+        found = self._found(candidate)
+        if not found.fits(self.room):
             self.too_large += 1
+            return None
+        return found if self._valid(found) else None
+
+    def nearest(self, everything: list[Candidate]) -> Found | None:
+        """The valid layout with the lowest bound; bounds are a few percent below what is counted."""
+        lowest = heapq.nsmallest(NEAREST, everything, key=lambda candidate: candidate.bound)
+        return next(filter(self._valid, map(self._found, lowest)), None)
+
+    def _found(self, candidate: Candidate) -> Found:
+        return Found(candidate.config(), self.world, self.device, candidate.fullest, candidate.estimate)
+
+    def _valid(self, found: Found) -> bool:
+        """Whether a run with it would start."""
+        try:
+            shortened(found.layout, CHECKED).config.validate(self.world)
         except UserError as error:
             self.refused = error
-        return None
+            return False
+        return True
 
 
 def _order(found: Found) -> tuple[float, int]:
@@ -185,6 +223,47 @@ def _value(value: object) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(str, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def rows(found: Sequence[Found]) -> list[list[Found]]:
+    """Layouts in the order of their seconds, those that hardly differ together.
+
+    They compute the same (tp, pp, schedule, micro-batch, recomputation) and take at most 1% longer than the first. They may
+    differ in how layers and data-parallel ranks are cut, and in the ZeRO stage.
+    """
+    together: dict[tuple[object, ...], list[list[Found]]] = {}
+    ordered: list[list[Found]] = []
+    for one in found:
+        p, t = one.config.parallel, one.config.train
+        work = (p.tp, p.pp, p.schedule, p.sequence_parallel, t.micro_batch_size, t.activation_checkpointing)
+        alike = together.setdefault(work, [])
+        row = next((row for row in alike if one.seconds <= (1 + ALIKE) * row[0].seconds), None)
+        if row is None:
+            row = []
+            alike.append(row)
+            ordered.append(row)
+        row.append(one)
+    return ordered
+
+
+def describe(alike: Sequence[Found]) -> str:
+    """Layouts of one row in words: `zero 1/2` where some have the one and some the other."""
+    parallel, train = [one.config.parallel for one in alike], alike[0].config.train
+    p = parallel[0]
+    sizes = " ".join(f"{axis} {_each(getattr(q, axis) for q in parallel)}" for axis in ("tp", "pp", "dp_shard", "dp_replicate"))
+    stages = _each(q.stages_per_rank for q in parallel)
+    schedule = p.schedule if stages == "1" else f"{p.schedule}×{stages}"
+    cuts = {None: "even", "auto": "balanced"}
+    layers = _each("light ends" if isinstance(q.layers_per_stage, list) else cuts[q.layers_per_stage] for q in parallel)
+    cut = ", whole sequence" if p.tp > 1 and not p.sequence_parallel else ""
+    return (
+        f"{sizes} · {schedule}{'' if layers == 'even' else f', {layers}'} · micro-batch {train.micro_batch_size} · "
+        f"zero {_each(q.zero_stage for q in parallel)} · {train.activation_checkpointing} checkpointing{cut}"
+    )
+
+
+def _each(values: Iterable[object]) -> str:
+    return "/".join(map(str, dict.fromkeys(values)))
 
 
 def why_not(best: Found, other: Found) -> str:

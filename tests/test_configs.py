@@ -20,6 +20,10 @@ from errors import UserError
 from model.transformer import Transformer
 from parallel.data import shard
 from parallel.mesh import Mesh, build_mesh
+from plan.hardware import GB, find_device
+from plan.layout import Layout
+from plan.peaks import peaks
+from plan.search import search
 from tools.launch import layout
 from tools.ranks import PRELOAD
 from training.build import DTYPES
@@ -33,8 +37,8 @@ PARAMETERS = {  # as published with the models
     "llama3_70b": 70_553_706_496,
     "llama3_405b": 405_853_388_800,
 }
-GPU_BYTES = 80e9
-BUFFER_BYTES = 5e9  # what the arithmetic leaves out: the CUDA context, NCCL's buffers, fragmentation
+H100 = find_device("h100")
+ROOM = H100.memory_bytes - H100.reserved_bytes
 
 
 def read(path: Path) -> tuple[Config, int]:
@@ -172,45 +176,66 @@ def local_parameters_expected(config: Config, world: int, pp_rank: int) -> float
     return stage_parameters(config, pp_rank) / (tp * dp_shard)
 
 
-def peak_bytes(config: Config, world: int, pp_rank: int) -> float:
-    """The arithmetic in the files' comments: states, gathered weights and gradients, activations, logits."""
-    model, train = config.model, config.train
-    pp, _, dp_shard, tp = config.parallel.mesh_shape(world)
-    compute = {"bfloat16": 2, "float32": 4, "float64": 8}[train.dtype]
-    blocks = len(config.split_layers()[pp_rank])
-    embedding = model.vocab_size * model.dim
-
-    local = stage_parameters(config, pp_rank) / tp
-    states = 16 * local / dp_shard  # master weights, reduced gradients, two moments in float32
-    if config.parallel.zero_stage == 3:  # two blocks and the head at a time
-        block = (model.num_parameters - embedding * (1 if model.tie_embeddings else 2)) / model.num_layers
-        gathered = (compute + 4) * (2 * block + embedding) / tp
-    else:
-        gathered = (compute + (4 if config.parallel.zero_stage < 2 else 4 / dp_shard)) * local
-
-    kv, ffn = 2 * model.num_kv_heads / model.num_heads, model.ffn_dim / model.dim  # widths in units of dim
-    products = 5 if tp == 1 else 3  # row-parallel ones are computed again
-    kept = {"none": 6 + kv + 4 * ffn, "selective": products + kv + 2 * ffn, "full": 1}[train.activation_checkpointing]
-    tokens = train.seq_len * train.micro_batch_size
-    in_flight = min(pp - pp_rank, config.num_microbatches(world // (pp * tp)))  # 1F1B
-    activations = compute * kept * model.dim / tp * tokens * blocks * in_flight
-    logits = (2 * compute + 6) * tokens * model.vocab_size / tp if pp_rank == pp - 1 else 0
-    return states + gathered + activations + logits
+def peak(config: Config, world: int) -> int:
+    """Bytes on the pipeline rank that needs most, as planned."""
+    return max(peaks(Layout(config, world, 0)))
 
 
 def test_fits_80_gb(path: Path) -> None:
     config, world = read(path)
-    assert config.parallel.stages_per_rank == 1, "the arithmetic knows 1F1B alone"
-    peak = max(peak_bytes(config, world, pp_rank) for pp_rank in range(config.parallel.pp))
-    assert peak + BUFFER_BYTES < GPU_BYTES, f"{peak / 1e9:.1f} GB"
-    # A file that states its total states this one.
-    stated = re.search(r"together +([\d.]+)", path.read_text(encoding="utf-8"))
-    if stated:
-        assert peak / 1e9 == pytest.approx(float(stated[1]), abs=0.1)
+    assert peak(config, world) <= ROOM
 
 
-@pytest.mark.parametrize("override", ["train.activation_checkpointing=none", "parallel.zero_stage=1"])
-def test_the_arithmetic_can_refuse(override: str) -> None:
-    """The control: 8B on 8 GPUs needs what its comments say it needs."""
-    path = str(Path(__file__).parent.parent / "configs" / "llama3_8b.yaml")
-    assert peak_bytes(load_config(path, [override]), 8, 0) + BUFFER_BYTES > GPU_BYTES
+@pytest.mark.parametrize("override", ["parallel.zero_stage=1", "train.micro_batch_size=2"])
+def test_the_plan_can_refuse(override: str) -> None:
+    """The control: 8B on 8 GPUs has no room for whole gradients, nor for two sequences at a time."""
+    assert peak(load_config(str(CONFIGS[0].parent / "llama3_8b.yaml"), [override]), 8) > ROOM
+
+
+def test_the_8b_file_is_what_the_search_ranks_first() -> None:
+    config, world = read(CONFIGS[0].parent / "llama3_8b.yaml")
+    assert search(config, world, H100).best[0].config == config
+
+
+# --- what files and the README state ----------------------------------------------------------------------------------
+
+
+def test_the_readme_states_what_is_planned(path: Path) -> None:
+    """Its table: name, parameters, GPUs, layout, peak."""
+    readme = (path.parent.parent / "README.md").read_text(encoding="utf-8")
+    row = re.search(rf"^\| \[{path.stem}\]\(configs/{path.name}\) \|(.*)\|$", readme, re.MULTILINE)
+    assert row
+    parameters, gpus, layout, stated = (cell.strip() for cell in row[1].split("|"))
+    config, world = read(path)
+    digits = len(parameters.partition(".")[2]) - 1
+    numel = config.model.num_parameters
+    assert parameters == (f"{numel / 1e9:.{digits}f}B" if numel > 1e9 else f"{numel / 1e6:.{digits}f}M")
+    assert int(gpus.split()[0]) == world
+    pp, dp_replicate, dp_shard, tp = config.parallel.mesh_shape(world)
+    assert dp_replicate == 1
+    axes = [f"{axis} {size}" for axis, size in (("tp", tp), ("pp", pp), ("FSDP", dp_shard)) if size > 1]
+    assert layout == f"{' × '.join(axes)}, ZeRO-{config.parallel.zero_stage}"
+    assert stated == ("" if path.stem == "laptop" else f"{peak(config, world) / GB:.1f} GB")
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_tokens_and_checkpoints_are_as_the_comments_say(name: str) -> None:
+    path = CONFIGS[0].parent / f"{name}.yaml"
+    config, world = read(path)
+    text, train = path.read_text(encoding="utf-8"), config.train
+    batch = train.global_batch_size * train.seq_len
+    total = re.search(r"steps: \d+ # ([\d.e]+) tokens, 20 per parameter", text)
+    assert total
+    assert float(total[1]) == pytest.approx(train.steps * batch, rel=0.01)
+    assert float(total[1]) == pytest.approx(20 * config.model.num_parameters, rel=0.02)
+    stated = re.search(r"global_batch_size: \d+ # ([\d,]+) tokens(?:; (\d+) micro-batches)?", text)
+    assert stated
+    assert int(stated[1].replace(",", "")) == batch
+    if stated[2]:
+        assert int(stated[2]) == Layout(config, world, 0).num_microbatches
+    saved = 12 * config.model.num_parameters / 1e12  # weights and two moments, float32
+    for said in re.findall(r"([\d.]+) TB: 12 bytes per parameter", text):
+        assert float(said) == pytest.approx(saved, rel=0.01)
+    if name == "llama3_70b":
+        script = (path.parent.parent / "slurm" / "train_70b.sh").read_text(encoding="utf-8")
+        assert f"70B writes {saved:.2f} TB" in script

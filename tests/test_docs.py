@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.transcripts import ROOT, Command, commands, copy_tree, matches, run
+from tests.transcripts import COMMENT, ROOT, Command, commands, commands_in_comments, copy_tree, matches, run
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
@@ -18,6 +18,7 @@ TOUR = ["mesh", "tensor", "sequence", "pipeline", "data", "memory", "kernels", "
 DRAWN = ["mesh", "tensor", "sequence", "data", "memory", "checkpoints", "slurm", "extending"]  # the others by matplotlib
 # Commands that are parsed and not run, by page: how many, for which reasons.
 EXERCISE = "an exercise"  # tests/test_exercises.py runs them with answers
+FIGURE = re.compile(r"\d\s?(%|[kMGT]i?B\b|bytes\b|m?s\b|seconds\b)")
 NOT_RUN = {name: Counter({EXERCISE: 1}) for name in map("{}.md".format, TOUR)}
 NOT_RUN["README.md"] = Counter(
     {
@@ -41,6 +42,8 @@ README_RUN = ("tools.timeline --schedule", "tools.plan configs/llama3_70b.yaml  
 ALL = {page.name: commands(page) for page in PAGES}
 # tests/test_recipes.py runs those of the recipes, each in a copy that it has changed first.
 RUN = {str(c): c for name, found in ALL.items() for c in found if not c.not_run and name != "extending.md"}
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+RUN |= {str(c): c for file in CONFIGS for c in commands_in_comments(file)}
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +62,23 @@ def test_a_command_prints_what_the_page_shows(command: Command, copy: Path) -> N
         printed[command.text] = output
     if command.output is not None:
         assert matches(command.output, printed[command.text]), f"{command} printed\n{printed[command.text]}"
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_a_configuration_states_no_figure_that_nothing_prints(file: Path) -> None:
+    """Bytes, seconds and shares stand in what a command prints, above. The label of a GPU and what is saved are other figures:
+    tests/test_configs.py."""
+    assert file.stem == "laptop" or commands_in_comments(file)
+    for line in file.read_text(encoding="utf-8").splitlines():
+        prose = line.partition("#")[2].replace("GPUs of 80 GB", "")
+        if not line.startswith(COMMENT) and "bytes per parameter" not in line:
+            assert not FIGURE.search(prose), line
+
+
+def test_a_figure_is_found() -> None:
+    """The control."""
+    for text in ("would be 48 GB", "10.5% of a step", "39 kB", "takes 15.1 s", "1.5 ms", "6 bytes × 8"):
+        assert FIGURE.search(text), text
 
 
 def test_what_is_not_run_is_listed() -> None:

@@ -1,6 +1,8 @@
 """The planner's search looks at few layouts, and at few micro-batches of each: that neither changes what it finds."""
 
 import itertools
+import re
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -12,7 +14,8 @@ from plan.hardware import find_device
 from plan.layout import Layout
 from plan.memory import Memory, batch_bytes
 from plan.peaks import CHECKED, GROWING, peaks, shortened
-from plan.search import Found, search
+from plan.search import ALIKE, Found, Result, describe, rows, search
+from tools.plan.__main__ import describe_search
 from training.load_config import load_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -128,8 +131,88 @@ def test_of_a_hard_case_few_layouts_are_counted() -> None:
     assert sum(one.bound <= room for one in every) < 0.5 * sum(one.kept <= room for one in every)
 
 
-def test_a_hopeless_search_ends() -> None:
+def test_a_hopeless_search_says_what_is_nearest() -> None:
     """Rows of a million tokens."""
     config = load_config(str(CONFIGS / "llama3_8b.yaml"), ["train.seq_len=1048576"])
-    with pytest.raises(UserError, match=r"--gpus = 8: none of [\d,]+ layouts fits 77 GB a GPU \(\d were counted exactly\)"):
-        search(config, 8, find_device("h100"))
+    device = find_device("h100")
+    with pytest.raises(
+        UserError, match=r"--gpus = 8: none of [\d,]+ layouts fits 77 GB a GPU \(\d were counted exactly\)"
+    ) as e:
+        search(config, 8, device)
+    stated = re.search(r"the nearest needs ([\d.]+) GB", e.value.why)
+    assert stated
+    overrides = re.findall(r"(?:parallel|train)\.\S+=\S+", e.value.remedy)
+    nearest = Found(load_config(str(CONFIGS / "llama3_8b.yaml"), ["train.seq_len=1048576", *overrides]), 8, device)
+    nearest.config.validate(8)
+    assert nearest.peak / 1e9 == pytest.approx(float(stated[1]), abs=0.05)
+    assert nearest.peak > device.memory_bytes - device.reserved_bytes
+    assert nearest.describe() in e.value.why
+    # And nearly so: no other layout needs less than the bound that it is chosen by, which is close to what it needs.
+    assert 0.8 * nearest.peak < min(one.bound for one in candidates(config, 8, device)) <= nearest.peak
+
+
+def test_where_states_alone_do_not_fit_no_layout_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """405 billion parameters on 8 GPUs; on 86 their states fit, and nothing else."""
+    config, device = load_config(str(CONFIGS / "llama3_405b.yaml"), []), find_device("h100")
+    looked = []
+    monkeypatch.setattr("plan.search.candidates", lambda *_: looked.append(1) or [])
+    with pytest.raises(UserError, match=r"16 bytes a parameter, 6,494 GB: 812 GB on each GPU") as e:
+        search(config, 8, device)
+    assert "more than 85 GPUs" in e.value.remedy
+    assert not looked
+    with pytest.raises(UserError, match=r"no layout of 86 GPUs"):
+        search(config, 86, device)
+    assert looked
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+TEN = """
+14.550  74.23  tp 1 pp 1 dp_shard 8 dp_replicate 1 · 1f1b · micro-batch 1 · zero 2 · none checkpointing
+14.646  70.71  tp 1 pp 2 dp_shard 4 dp_replicate 1 · zb_v×2, balanced · micro-batch 1 · zero 2 · none checkpointing
+14.707  73.75  tp 1 pp 2 dp_shard 4 dp_replicate 1 · interleaved_1f1b×6, balanced · micro-batch 1 · zero 2 · none checkpointing
+14.711  74.64  tp 1 pp 2 dp_shard 4 dp_replicate 1 · interleaved_1f1b×7, balanced · micro-batch 1 · zero 2 · none checkpointing
+14.712  75.52  tp 1 pp 2 dp_shard 4 dp_replicate 1 · interleaved_1f1b×8, balanced · micro-batch 1 · zero 2 · none checkpointing
+14.720  74.02  tp 1 pp 2 dp_shard 4 dp_replicate 1 · interleaved_1f1b×5, balanced · micro-batch 1 · zero 2 · none checkpointing
+14.729  74.28  tp 1 pp 2 dp_shard 4 dp_replicate 1 · interleaved_1f1b×4, balanced · micro-batch 1 · zero 2 · none checkpointing
+14.735  74.54  tp 1 pp 2 dp_shard 4 dp_replicate 1 · interleaved_1f1b×3, balanced · micro-batch 1 · zero 2 · none checkpointing
+14.741  64.17  tp 2 pp 1 dp_shard 4 dp_replicate 1 · 1f1b · micro-batch 2 · zero 2 · none checkpointing
+14.741  75.16  tp 2 pp 1 dp_shard 4 dp_replicate 1 · 1f1b · micro-batch 2 · zero 1 · none checkpointing
+"""
+
+
+@pytest.fixture(scope="module")
+def eight() -> Result:
+    """8B on 8 H100."""
+    return search(load_config(str(CONFIGS / "llama3_8b.yaml"), []), 8, find_device("h100"))
+
+
+def test_the_ten_fastest(eight: Result) -> None:
+    """As they were when these rates were fitted: a change of the search itself does not change what it finds."""
+    assert TEN.strip().splitlines() == [f"{one.seconds:.3f}  {one.peak / 1e9:.2f}  {one.describe()}" for one in eight.best]
+
+
+def test_layouts_that_hardly_differ_are_one_row(eight: Result) -> None:
+    shown = rows([*eight.best, *eight.also])
+    assert [one for row in shown for one in row if one in eight.best[:2]] == eight.best[:2]
+    assert sorted(map(id, itertools.chain(*shown))) == sorted(map(id, [*eight.best, *eight.also]))  # each once
+    assert [row[0].seconds for row in shown] == sorted(row[0].seconds for row in shown)
+    for row in shown:
+        assert row[-1].seconds <= (1 + ALIKE) * row[0].seconds
+        assert len({(one.config.parallel.tp, one.config.parallel.pp, one.config.parallel.schedule) for one in row}) == 1
+    third = shown[2]
+    assert len(third) >= 6
+    assert "interleaved_1f1b×6/7/8/5/4/3" in describe(third)
+    text = describe_search(eight)
+    assert f"14.707-{third[-1].seconds:.3f}" in text
+    assert f"({len(third)} layouts)" in text
+    assert text.count("interleaved_1f1b×") < 6
+
+
+def test_what_differs_more_is_another_row(eight: Result) -> None:
+    """The control: the fastest beside itself with other checkpointing, or twice as slow."""
+    first = eight.best[0]
+    other = Found(replace(first.config, train=replace(first.config.train, activation_checkpointing="full")), 8, first.device)
+    slow = replace(first)
+    vars(slow)["_simulated"] = (2 * first.seconds, 0.0)
+    assert [len(row) for row in rows([first, first, other, slow])] == [2, 1, 1]

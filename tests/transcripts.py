@@ -28,6 +28,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from tools.ranks import PRELOAD
@@ -88,6 +89,20 @@ def commands(page: Path) -> list[Command]:
                 command[-1] = command[-1][: reason.start()]
             shown = None if output is None else "\n".join(output)
             found.append(Command(page.name, start + first, "\n".join(command), shown, reason[1] if reason else ""))
+    return found
+
+
+COMMENT = "#     "  # in a configuration's comments: a command after `$ `, or what it prints
+
+
+def commands_in_comments(file: Path) -> list[Command]:
+    """The same of a configuration: its comments show commands and what they print, indented by four."""
+    found: list[Command] = []
+    shown = [line.removeprefix(COMMENT) if line.startswith(COMMENT) else None for line in file.read_text("utf-8").splitlines()]
+    for i, line in enumerate(shown):
+        if line is not None and line.startswith("$ "):
+            output = takewhile(lambda row: row is not None and not row.startswith("$ "), shown[i + 1 :])
+            found.append(Command(file.name, i + 1, line.removeprefix("$ "), "\n".join(filter(None, output)), ""))
     return found
 
 

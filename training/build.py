@@ -73,13 +73,15 @@ def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bo
 
 
 def describe_stages(config: Config) -> str:
-    """How the blocks are split, for the log: `4 stages of 8 9 9 6 blocks: the slowest rank has 5% over the mean (even: 19%)`"""
+    """How the blocks are split, for the log: `4 stages of 8, 9, 9, 6 blocks: the slowest rank computes 5% more than the mean
+    (even split: 19%)`."""
     costs = layer_costs(config.model, config.train.seq_len, config.train.activation_checkpointing)
     split = [len(layers) for layers in config.split_layers()]
-    splits = (split, even_split(config.model.num_layers, len(split)))
-    over, even = (imbalance(s, costs, config.parallel.ranks_of_stages) - 1 for s in splits)
-    blocks = " ".join(map(str, split))
-    return f"{len(split)} stages of {blocks} blocks: the slowest rank has {over:.0%} over the mean (even split: {even:.0%})"
+    even = even_split(config.model.num_layers, len(split))
+    over, over_even = (imbalance(s, costs, config.parallel.ranks_of_stages) - 1 for s in (split, even))
+    blocks = f"{split[0]} blocks each" if len(set(split)) == 1 else f"{', '.join(map(str, split))} blocks"
+    beside = "" if split == even else f" (even split: {over_even:.0%})"
+    return f"{len(split)} stages of {blocks}: the slowest rank computes {over:.0%} more than the mean{beside}"
 
 
 def build_tied_embedding(config: Config, mesh: Mesh, stages: dict[int, Transformer]) -> TiedEmbedding:

@@ -168,9 +168,7 @@ class Metrics:
     def summarise(self, unigram_nats_per_token: float | None) -> None:
         """The last held-out loss beside that of a model that knows only how frequent each token is."""
         if self.writes and self.eval_loss is not None and unigram_nats_per_token is not None:
-            baseline, gain = unigram_nats_per_token, unigram_nats_per_token - self.eval_loss
-            by = f"{gain:.3f} below a unigram model's {baseline:.3f}"
-            say(f"held-out loss {self.eval_loss:.3f} nats per token, {by}", sys.stdout)
+            say(compare_to_unigram(self.eval_loss, unigram_nats_per_token), sys.stdout)
 
     def stopped(self, reason: str) -> None:
         """The run ends here on request, unless this happens to be its last step."""
@@ -199,6 +197,12 @@ class Metrics:
         append_event(self.folder, "end", state=state, step=self.step, reason=reason)
         write_status(self.folder, state, self.step, reason)
         self.trackers.close(failed=error is not None)  # last: wandb may wait for its server
+
+
+def compare_to_unigram(loss: float, unigram: float) -> str:
+    """A held-out loss in words; worse than a unigram model's early in training, or on text of another kind."""
+    side = "below" if loss <= unigram else "above"
+    return f"held-out loss {loss:.3f} nats per token, {abs(unigram - loss):.3f} {side} a unigram model's {unigram:.3f}"
 
 
 def describe_system(config: Config, mesh: Mesh) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from plan.check import check_can_be_planned
 from plan.guide import zero_table
 from plan.hardware import DEVICES, GB, find_device
 from plan.layout import Layout, world_of
-from plan.search import Found, Result, search, why_not
+from plan.search import ALIKE, Found, Result, rows, search, why_not
+from plan.search import describe as describe_row
 from plan.summary import summarise
 from plan.time import StepTime
 from tools.plan.draw import draw_frontier, draw_memory
@@ -80,17 +81,28 @@ def _seconds(row: dict[str, Any]) -> str:
 
 
 def describe_search(result: Result) -> str:
-    found = result.best
+    found = rows([*result.best, *result.also])[: len(result.best)]
     lines = [
-        f"{result.layouts:,} layouts, of which {result.counted:,} were counted exactly; the fastest that fit:",
-        "    step s     MFU    peak GB",
+        f"{result.layouts:,} layouts, of which {result.counted:,} were counted exactly; the fastest that fit, those that "
+        f"differ by less than {ALIKE:.0%} of a step in one row, the fastest first:",
+        "            step s           MFU      peak GB",
     ]
-    for i, one in enumerate(found):
-        lines.append(f"{i + 1:2d} {one.seconds:7.3f}  {one.time.mfu:6.1%}  {one.peak / GB:8.2f}  {one.describe()}")
+    for i, row in enumerate(found):
+        seconds = _range([one.seconds for one in row], 3)
+        mfu = _range([one.time.mfu * 100 for one in row], 1) + "%"
+        size = _range([one.peak / GB for one in row], 2)
+        number = f"  ({len(row)} layouts)" if len(row) > 1 else ""
+        lines.append(f"{i + 1:2d} {seconds:>15}  {mfu:>10}  {size:>11}  {describe_row(row)}{number}")
     if len(found) > 1:
-        lines.append(f"the second loses {why_not(found[0], found[1])}")
-    lines.append(f"the first: {found[0].overrides()}")
+        lines.append(f"the second loses {why_not(found[0][0], found[1][0])}")
+    lines.append(f"the first: {found[0][0].overrides()}")
     return "\n".join(lines + result.space)
+
+
+def _range(numbers: list[float], digits: int) -> str:
+    """`14.707-14.735`, or one number where there is no difference."""
+    ends = dict.fromkeys(f"{number:.{digits}f}" for number in (min(numbers), max(numbers)))
+    return "-".join(ends)
 
 
 def found_as_dict(one: Found) -> dict[str, Any]:

@@ -1,0 +1,57 @@
+"""What a run says of itself at its start and end, word for word."""
+
+from pathlib import Path
+
+import pytest
+
+from errors import UserError
+from training.build import describe_stages
+from training.load_config import load_config
+from training.metrics import compare_to_unigram
+
+LAPTOP = "2 stages of 2 blocks each: the slowest rank computes 33% more than the mean"
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "said"),
+    [
+        ("laptop", "", LAPTOP),
+        (
+            "llama3_8b",
+            "parallel.pp=4 parallel.layers_per_stage=auto",
+            "4 stages of 8, 9, 9, 6 blocks: the slowest rank computes 6% more than the mean (even split: 18%)",
+        ),
+        (
+            "llama3_70b",
+            "parallel.layers_per_stage=[20,20,21,19]",
+            "4 stages of 20, 20, 21, 19 blocks: the slowest rank computes 4% more than the mean (even split: 4%)",
+        ),
+    ],
+)
+def test_stages(name: str, overrides: str, said: str) -> None:
+    assert describe_stages(load_config(f"configs/{name}.yaml", overrides.split())) == said
+
+
+def test_the_readme_shows_the_same_line() -> None:
+    assert f"\n{LAPTOP}\n" in Path("README.md").read_text(encoding="utf-8")
+
+
+def test_the_loss_beside_a_unigram_models() -> None:
+    assert compare_to_unigram(4.8487, 6.352) == "held-out loss 4.849 nats per token, 1.503 below a unigram model's 6.352"
+    assert compare_to_unigram(6.412, 6.352) == "held-out loss 6.412 nats per token, 0.060 above a unigram model's 6.352"
+
+
+def test_a_world_that_the_axes_do_not_make() -> None:
+    """The remedies are the key that takes what is left, and the planner's search."""
+    config = load_config("configs/llama3_8b.yaml", [])
+    with pytest.raises(UserError) as refused:
+        config.validate(64)
+    assert refused.value.key == "parallel.dp_shard"
+    assert "parallel.dp_shard=-1, which takes the 64 that are left" in refused.value.remedy
+    assert "python -m tools.plan CONFIG --gpus 64 --search" in refused.value.remedy
+    load_config("configs/llama3_8b.yaml", ["parallel.dp_shard=-1"]).validate(64)  # it is one
+    with pytest.raises(UserError) as refused:
+        load_config("configs/llama3_70b.yaml", []).validate(12)
+    assert refused.value.key == "parallel.tp"
+    assert "a multiple of 32 processes" in refused.value.remedy
+    assert "--gpus 12 --search" in refused.value.remedy
