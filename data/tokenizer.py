@@ -28,6 +28,7 @@ class Codec(Protocol):
     vocab_size: int
     bos_id: int  # negative: none
     eos_id: int
+    adds_bos: bool  # whether a text to be continued begins with bos, by the tokenizer's own configuration
 
     def encode(self, texts: list[str]) -> list[np.ndarray]: ...
 
@@ -48,9 +49,9 @@ class Tokenizer:
 
     def __init__(self, files: dict[str, bytes], name: str = "tokenizer") -> None:
         self.files = files
-        self._codec: Codec = TokenizersCodec(files, name) if next(iter(files)) == JSON else SentencePieceCodec(self.model, name)
+        self._codec: Codec = TokenizersCodec(files, name) if next(iter(files)) == JSON else SentencePieceCodec(files, name)
         self.sha256, self.vocab_size = self._codec.sha256, self._codec.vocab_size
-        self.bos_id, self.eos_id = self._codec.bos_id, self._codec.eos_id
+        self.bos_id, self.eos_id, self.adds_bos = self._codec.bos_id, self._codec.eos_id, self._codec.adds_bos
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
