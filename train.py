@@ -148,7 +148,7 @@ def run(config: Config, device: str) -> None:
 
 
 def open_train_and_heldout(config: Config) -> tuple[Mixture, Mixture | None]:
-    """Both splits, long enough for the sequence length, with tokens that are the model's. Without evaluation no held-out one."""
+    """Both splits (only the first without evaluation), long enough for the sequence length, with the model's tokens."""
     data = open_data(config.data, "train")
     heldout = open_data(config.data, "heldout") if config.train.eval_interval else None
     if not data.vocab_size <= config.model.vocab_size <= data.vocab_size * MAX_PADDING:

@@ -42,7 +42,11 @@ class Report:
     def lines(self) -> list[str]:
         """For a person."""
         number = sum(map(len, self.left_out.values()))
-        found = [f"{self.files:,} {'file' if self.files == 1 else 'files'} read, {number:,} left out{':' * bool(number)}"] if self.files or number else []
+        found = (
+            [f"{self.files:,} {'file' if self.files == 1 else 'files'} read, {number:,} left out{':' * bool(number)}"]
+            if self.files or number
+            else []
+        )
         for reason, names in self.left_out.items():
             more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
             found.append(f"  {reason}: {', '.join(names[:NAMED])}{more}")

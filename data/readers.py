@@ -116,12 +116,15 @@ def text_column(row: dict[str, Any], asked: str | None) -> str | None:
     return texts[0] if len(texts) == 1 else None
 
 
-def row_texts(table: Iterator[tuple[str, dict[str, Any]]], name: str, asked: str | None) -> Iterator[tuple[str, str]]:
-    """(the text, its column) of every row. A null is an empty text, and so is a row without a column that other rows have."""
+def row_texts(
+    table: Iterator[tuple[str, dict[str, Any]]], name: str, asked: str | None, find: bool = True
+) -> Iterator[tuple[str, str]]:
+    """(the text, its column) of every row. A null is an empty text, and so is a row without a column that other rows have.
+    find: whether another column than `text` will do."""
     column, seen, number, row = None, False, 0, {}
     for number, (where, row) in enumerate(table, 1):
         column = column or text_column(row, asked)
-        if column is None or (number == ROWS_WITHOUT and not seen):
+        if column is None or not (find or column in (asked, "text")) or (number == ROWS_WITHOUT and not seen):
             raise no_column(name, row, asked)
         if column != "text" and asked is None and "text" in row:
             why = f"{where} has a column 'text', and the rows before it have none"

@@ -109,7 +109,8 @@ def _of_files(files: list[Path], folder: Path | None, text_field: str | None, re
     for file in files:
         name = file.name if folder is None else file.relative_to(folder).as_posix()
         if kind(file) in TABLES:
-            found = _of_table(file, name, text_field, report)
+            find = folder is None or kind(file) != ".json"  # in a folder, many are no tables
+            found = _of_table(file, name, text_field, report, find)
         else:
             found = (Document(f"{name}#{i}" if i else name, text) for i, text in enumerate(text_parts(file)))
         try:
@@ -117,7 +118,7 @@ def _of_files(files: list[Path], folder: Path | None, text_field: str | None, re
         except UserError:
             if folder is None or kind(file) != ".json":
                 raise
-            report.leave_out(name, "JSON, but no rows with one column of text")  # settings of some program
+            report.leave_out(name, f"JSON, but no rows with a column {text_field or 'text'!r}")
             continue
         if first is None:
             report.leave_out(name, "empty")
@@ -127,8 +128,8 @@ def _of_files(files: list[Path], folder: Path | None, text_field: str | None, re
         yield from found
 
 
-def _of_table(file: Path, name: str, text_field: str | None, report: Report) -> Iterator[Document]:
-    for text, column in row_texts(rows(file, text_field), str(file), text_field):
+def _of_table(file: Path, name: str, text_field: str | None, report: Report, find: bool) -> Iterator[Document]:
+    for text, column in row_texts(rows(file, text_field), str(file), text_field, find):
         if column != "text" and text_field is None:
             report.columns.setdefault(column, name)
         yield Document(text, text)

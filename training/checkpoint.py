@@ -74,10 +74,10 @@ def find_start(config: Config, data: Mixture, device: str) -> Start:
     else:
         path = Path(resume) if resume != "none" else None
         if path is not None:
-            _require_good(path, "checkpoint.resume", device)
+            require_good(path, "checkpoint.resume", device)
     first_weights = Path(config.checkpoint.load_weights_only) if config.checkpoint.load_weights_only else None
     if path is None and first_weights is not None:
-        _require_good(first_weights, "checkpoint.load_weights_only", device)
+        require_good(first_weights, "checkpoint.load_weights_only", device)
     return from_rank_0(lambda: _start_from(path, first_weights, config, data), device)
 
 
@@ -157,7 +157,7 @@ def _put_aside(path: Path, suffix: str) -> Path:
     return free
 
 
-def _require_good(path: Path, key: str, device: str) -> None:
+def require_good(path: Path, key: str, device: str) -> None:
     """Raises UserError, on every rank, where the checkpoint that `key` names is not what was saved."""
     problem = _damage(path)
 
