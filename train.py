@@ -122,6 +122,7 @@ def run(config: Config, device: str) -> None:
             memory.step_done(step)
             if is_due(config.train.eval_interval, step, config):
                 with metrics.spending("evaluation"):
+                    assert heldout_data is not None
                     metrics.evaluated(step, evaluate(train, heldout_data, stop, watchdog))
             metrics.flush()
             stop.meet()
@@ -147,19 +148,20 @@ def run(config: Config, device: str) -> None:
         if stop.agreed:
             metrics.stopped(stop.reason)
         else:
-            metrics.summarise(heldout_data.unigram_nats_per_token)
+            metrics.summarise(train_data.unigram_nats_per_token)
     loader.close()
 
 
-def open_train_and_heldout(config: Config) -> tuple[Mixture, Mixture]:
-    """Both splits, long enough for the sequence length, with tokens that are the model's."""
-    data, heldout = open_data(config.data, "train"), open_data(config.data, "heldout")
+def open_train_and_heldout(config: Config) -> tuple[Mixture, Mixture | None]:
+    """Both splits (only the first without evaluation), long enough for the sequence length, with the model's tokens."""
+    data = open_data(config.data, "train")
+    heldout = open_data(config.data, "heldout") if config.train.eval_interval else None
     if not data.vocab_size <= config.model.vocab_size <= data.vocab_size * MAX_PADDING:
         why = f"the data's tokenizer has {data.vocab_size} tokens"
         raise UserError("model.vocab_size", config.model.vocab_size, why, f"set model.vocab_size={data.vocab_size}")
     if not data.tokenizer_path.is_file():  # checkpoints take it along
         raise UserError("data.path", str(data.tokenizer_path), "the data's tokenizer is missing", "prepare the data again")
-    for split in (data, heldout):  # a split too short for one sequence says so here
+    for split in filter(None, (data, heldout)):  # a split too short for one sequence says so here
         next(heldout_batches(split, seq_len=config.train.seq_len, num_samples=1, dp_rank=0, dp_size=1, rows=1))
     return data, heldout
 

@@ -80,7 +80,10 @@ class TokenDataset:
                 raise UserError("data.path", str(path), why, REMEDY)
         if dataset.num_tokens == 0:
             why = f"its split {split!r} is empty"
-            raise UserError("data.path", str(folder), why, "prepare more documents, or another --heldout-fraction")
+            remedy = "prepare it again, with more text"
+            if split == "heldout":
+                remedy = "train without evaluation (train.eval_interval=0), or prepare it again with --heldout-fraction 0.05"
+            raise UserError("data.path", str(folder), why, remedy)
         return dataset
 
     @property

@@ -168,7 +168,10 @@ def _sample_order(data: Mixture, seq_len: int, *, seed: int, shuffle: bool) -> S
     for source, count in zip(data.sources, num_windows, strict=True):
         if count == 0:
             why = f"split {source.split!r} of {source.folder} has {source.num_tokens} tokens, a sample needs {seq_len + 1}"
-            raise UserError("train.seq_len", seq_len, why, f"at most {source.num_tokens - 1}, or more data")
+            remedy = f"set train.seq_len to at most {source.num_tokens - 1}, or prepare more text"
+            if source.split == "heldout":
+                remedy += ", or a larger --heldout-fraction; or train without evaluation: train.eval_interval=0"
+            raise UserError("train.seq_len", seq_len, why, remedy)
     return SampleOrder(num_windows, data.weights, seed=seed, shuffle=shuffle)
 
 

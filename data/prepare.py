@@ -20,7 +20,7 @@ import shutil
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -28,8 +28,10 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from data.files import Report
+from data.heldout import Part, Splitter
 from data.shards import FORMAT, VERSION, ShardWriter
-from data.sources import Document, documents, held_out
+from data.sources import Document, documents
 from data.tokenizer import Tokenizer
 from errors import UserError
 
@@ -51,18 +53,20 @@ def prepare(
     tokenizer: Tokenizer,
     out: Path,
     *,
-    text_field: str = "text",
+    text_field: str | None = None,
     split: str = "train",
     heldout_fraction: float = 0.05,
     shard_tokens: int = 1 << 27,
     workers: int = 1,
     overwrite: bool = False,
+    report: Report | None = None,
 ) -> dict:
     """Tokenizes `source` into the folder `out` and returns its index.
 
-    heldout_fraction: of the documents, chosen by the hash of their ids (sources.held_out).
+    heldout_fraction: of the documents, chosen by the hash of their ids, or of each of a few documents (heldout.py).
     shard_tokens: a shard is closed by the document with which it reaches this many tokens.
     workers: processes that tokenize; this process reads and writes beside them.
+    report: is told which files were read, and which were left out.
 
     Raises UserError for what the user can fix; nothing is left at `out` then.
     """
@@ -73,9 +77,9 @@ def prepare(
     try:
         writers = {name: _SplitWriter(partial, name, dtype, tokenizer.vocab_size, shard_tokens) for name in SPLITS}
         counts = {"documents": 0, "empty_documents": 0}
-        chunks = _chunks(documents(source, text_field, split), counts)
+        splitter = Splitter(_not_empty(documents(source, text_field, split, report), counts), heldout_fraction)
         with tqdm(desc=f"preparing {out.name}", unit=" tokens", unit_scale=True, disable=None) as bar:  # None: a terminal only
-            for encoded in _encode(chunks, tokenizer, dtype, heldout_fraction, workers):
+            for encoded in _encode(_chunks(splitter), tokenizer, dtype, workers):
                 for writer, part in zip(writers.values(), encoded, strict=True):
                     writer.append(part)
                     bar.update(len(part.tokens))
@@ -92,6 +96,7 @@ def prepare(
             "bos_id": tokenizer.bos_id,
             "eos_id": tokenizer.eos_id,
             "heldout_fraction": heldout_fraction,
+            **({"heldout": "the end of each document"} if splitter.cuts else {}),  # else whole documents (heldout.py)
             "empty_documents": counts["empty_documents"],  # left out: they hold nothing to learn
             "unigram_nats_per_token": unigram_nats_per_token(writers["train"].histogram, writers["heldout"].histogram),
             "splits": {name: writer.close() for name, writer in writers.items()},
@@ -132,16 +137,22 @@ def _check(tokenizer: Tokenizer, out: Path, heldout_fraction: float, shard_token
         raise UserError("--out", str(out), "the folder is not empty", "name another one, or give --overwrite")
 
 
-def _chunks(stream: Iterator[Document], counts: dict[str, int]) -> Iterator[list[Document]]:
-    """The non-empty documents in groups of at least CHUNK_CHARS characters; `counts` is brought up to date on the way."""
-    chunk, characters = [], 0
+def _not_empty(stream: Iterator[Document], counts: dict[str, int]) -> Iterator[Document]:
+    """The documents that have text; `counts` is brought up to date on the way."""
     for document in stream:
         counts["documents"] += 1
-        if not document.text:
+        if document.text:
+            yield document
+        else:
             counts["empty_documents"] += 1
-            continue
-        chunk.append(document)
-        characters += len(document.text)
+
+
+def _chunks(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    """In groups of at least CHUNK_CHARS characters."""
+    chunk, characters = [], 0
+    for part in parts:
+        chunk.append(part)
+        characters += len(part.text)
         if characters >= CHUNK_CHARS:
             yield chunk
             chunk, characters = [], 0
@@ -149,14 +160,11 @@ def _chunks(stream: Iterator[Document], counts: dict[str, int]) -> Iterator[list
         yield chunk
 
 
-def _encode(
-    chunks: Iterator[list[Document]], tokenizer: Tokenizer, dtype: np.dtype, heldout_fraction: float, workers: int
-) -> Iterator[list[Encoded]]:
+def _encode(chunks: Iterator[list[Part]], tokenizer: Tokenizer, dtype: np.dtype, workers: int) -> Iterator[list[Encoded]]:
     """Per chunk, in order, what its documents became: one Encoded for each of SPLITS."""
     # spawn: the same on Linux and macOS, and safe whatever threads this process has.
     context = multiprocessing.get_context("spawn")
-    arguments = (tokenizer.files, dtype.name, heldout_fraction)
-    with ProcessPoolExecutor(workers, context, _start_worker, arguments) as pool:
+    with ProcessPoolExecutor(workers, context, _start_worker, (tokenizer.files, dtype.name)) as pool:
         in_flight = deque()
         for chunk in chunks:
             in_flight.append(pool.submit(_encode_chunk, chunk))
@@ -166,21 +174,20 @@ def _encode(
             yield in_flight.popleft().result()
 
 
-def _start_worker(files: dict[str, bytes], dtype: str, heldout_fraction: float) -> None:
+def _start_worker(files: dict[str, bytes], dtype: str) -> None:
     """Runs once in each worker process; what it sets is that process's own."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     # A parent that was killed cannot stop its workers: they watch it.
     threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
-    global _worker_tokenizer, _worker_dtype, _worker_heldout_fraction
-    _worker_tokenizer, _worker_dtype, _worker_heldout_fraction = Tokenizer(files), np.dtype(dtype), heldout_fraction
+    global _worker_tokenizer, _worker_dtype
+    _worker_tokenizer, _worker_dtype = Tokenizer(files), np.dtype(dtype)
 
 
-def _encode_chunk(chunk: list[Document]) -> list[Encoded]:
+def _encode_chunk(chunk: list[Part]) -> list[Encoded]:
     tokenizer, dtype = _worker_tokenizer, _worker_dtype
-    out = [held_out(document.id, _worker_heldout_fraction) for document in chunk]
     result = []
     for side in (False, True):  # SPLITS
-        texts = [document.text for document, is_out in zip(chunk, out, strict=True) if is_out == side]
+        texts = [part.text for part in chunk if part.held_out == side]
         arrays = tokenizer.encode_arrays(texts) if texts else []
         bos, eos = np.array([tokenizer.bos_id] if tokenizer.bos_id >= 0 else [], dtype), np.array([tokenizer.eos_id], dtype)
         parts = [part for array in arrays for part in (bos, array.astype(dtype), eos)]

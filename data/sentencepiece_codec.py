@@ -11,11 +11,13 @@ A foreign model with a dummy prefix (Llama 2's) loses only U+2581, and what its 
 
 import hashlib
 import io
+import re
 from collections.abc import Iterable
 
 import numpy as np
 import sentencepiece
 
+from data.foreign_tokenizers import not_a_tokenizer
 from errors import UserError
 
 SPACE_MARK = "\u2581"  # SentencePiece writes a space as this character
@@ -36,7 +38,8 @@ class SentencePieceCodec:
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except (RuntimeError, ValueError) as error:
-            raise UserError("tokenizer", name, "this is not a SentencePiece model", remedy) from error
+            raise not_a_tokenizer(name, model, "this is not a SentencePiece model") from error
+        self.adds_bos = True  # as the documents it was trained for begin
         self.sha256 = hashlib.sha256(model).hexdigest()
         self.vocab_size: int = self._processor.get_piece_size()
         self.bos_id: int = self._processor.bos_id()
@@ -99,6 +102,17 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
     except (RuntimeError, ValueError) as error:
         if "sentences_.empty" in str(error):
             raise UserError("--source", "(read)", "there is no text to train on", "give another source") from error
-        why = " ".join(str(error).split("] ")[-1].split())
-        raise UserError("--vocab-size", vocab_size, why, "choose a size within that limit, or more text") from error
+        raise _refused_size(vocab_size, str(error)) from error
     return out.getvalue()
+
+
+def _refused_size(vocab_size: int, said: str) -> UserError:
+    """`said`: by SentencePiece, which advises options that it has and we have not."""
+    if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", said):
+        why = f"256 bytes, 4 special tokens and the characters of this text alone are {found[1]}"
+        return UserError("--vocab-size", vocab_size, why, f"give at least {found[1]}; thousands are usual")
+    if found := re.search(r"set it to a value <= (\d+)", said):
+        why = f"this text has no more than {found[1]} different pieces"
+        return UserError("--vocab-size", vocab_size, why, f"give at most {found[1]}, or more text")
+    why = " ".join(said.split("] ")[-1].split())
+    return UserError("--vocab-size", vocab_size, why, "choose another size, or give more text")

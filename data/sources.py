@@ -4,35 +4,42 @@ A source is named by a string:
 
     python-stdlib       the source code of the running Python's standard library, without its tests: about 11 MB of real
                         text that every machine has; a file is a document
-    a file or a glob    of text (a file is a document) or of tables (a row is a document): .jsonl, .json, .csv, .parquet,
-                        also compressed (.jsonl.gz, .jsonl.zst)
-    a folder            of text files, at any depth; or of tables, read as a Hugging Face data set with its splits
+    a file or a glob    of text (a file is a document) or of tables (a row is a document), compressed or not: readers.py has
+                        the endings; a file with another ending is read as text
+    a folder            of such files, mixed or not, at any depth; not hidden ones, and of tables those of --split, which their
+                        names tell (`test.jsonl`). What is left out is said (files.py)
     anything else       the name of a data set on the Hugging Face hub, streamed; NAME:CONFIG where it has configurations
 
-Tables are read by `datasets` in streaming mode. Text files are not: its text reader turns \\r\\n into \\n, and
-what we train on is what is in the file. A text file longer than `MAX_TEXT_CHARS` is cut at the ends of lines into
-documents of about that length, so that one file of any size is read in constant memory.
+What we train on is what is in the file: line ends stay as they are. A text file longer than `MAX_TEXT_CHARS` is cut at the ends
+of lines into documents of about that length, so that one file of any size is read in constant memory.
 """
 
 import glob
-import hashlib
 import itertools
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from data.files import Report, files_of_folder, files_of_glob
+from data.readers import (
+    ARCHIVES,
+    COMPRESSED,
+    MAX_TEXT_CHARS,
+    TABLES,
+    TEXTS,
+    kind,
+    reading,
+    row_texts,
+    rows,
+    text_parts,
+)
 from errors import UserError
 
-MAX_TEXT_CHARS = 1 << 20
+__all__ = ["MAX_TEXT_CHARS", "STDLIB", "Document", "documents"]
+
 STDLIB = "python-stdlib"
 STDLIB_EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"}
-TABLES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # suffix -> reader of `datasets`
-COMPRESSED = {".gz", ".zst", ".bz2", ".xz"}
-TEXTS = {
-    *(".txt", ".text", ".md", ".rst", ".tex", ".html", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".go"),
-    *(".java", ".js", ".ts", ".rs", ".rb", ".sh", ".sql", ".scala", ".kt", ".swift", ".lua", ".jl", ".r"),
-}
 
 
 class Document(NamedTuple):
@@ -43,103 +50,109 @@ class Document(NamedTuple):
     text: str
 
 
-def held_out(document_id: str, fraction: float) -> bool:
-    """Whether the document belongs to the held-out split: a pure function of its id, true for `fraction` of all ids."""
-    digest = hashlib.blake2b(document_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < fraction * 2**64
+def one_source(given: list[str]) -> str:
+    """The value of --source. Raises UserError where the shell made several of a pattern."""
+    if len(given) > 1:
+        why = "it names one source, and here are several; the shell may have put the files in the place of a pattern"
+        raise UserError(
+            "--source", " ".join(given)[:200], why, "put the pattern in quotes: 'corpus/*.jsonl'; or give the folder"
+        )
+    return given[0]
 
 
-def documents(source: str, text_field: str = "text", split: str = "train") -> Iterator[Document]:
+def documents(
+    source: str, text_field: str | None = None, split: str = "train", report: Report | None = None
+) -> Iterator[Document]:
     """The documents of `source`, in order.
 
-    text_field: the column of a table that holds the text.
-    split: which split of a Hugging Face data set (a folder of tables or a hub name); files have none.
+    text_field: the column of a table that holds the text; None: `text`, else the only one that holds text.
+    split: which split of a folder of tables or of a data set of the hub; files have none.
+    report: is told which files were read and which were left out.
 
-    Raises UserError, on the first `next`, for a source that does not exist or cannot be read.
+    Raises UserError, on the first `next`, for a source that does not exist, and later for a file that cannot be read whole.
     """
-    path = Path(source)
+    path, report = Path(source), report or Report()
+    with reading(path):
+        files, folder = _files(source, path, split, report)
+    if files is None:
+        yield from _of_hub(source, text_field, split, report)
+        return
+    yield from _of_files(files, folder, text_field, report)
+    if not report.files:
+        what = "the file is empty" if len(files) == 1 and files[0].stat().st_size == 0 else "there is no text in it"
+        raise UserError("--source", source, what, "give another one")
+
+
+def _files(source: str, path: Path, split: str, report: Report) -> tuple[list[Path] | None, Path | None]:
+    """The files of a source, in order, and the folder to which their names are relative, if any; no files: it is on the hub."""
     if source == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = [file for file in root.rglob("*.py") if not STDLIB_EXCLUDED & set(file.relative_to(root).parts[:-1])]
         # _sysconfigdata* is generated when Python is built and full of that machine's paths.
         files = [file for file in files if not file.name.startswith(("_sysconfigdata", "sitecustomize"))]
-        yield from _text_documents(_in_order(files, root), root)
-    elif path.is_dir():
-        suffixes = {_suffix(file) for file in path.rglob("*") if file.is_file()}
-        if suffixes & {".parquet", ".jsonl"}:
-            yield from _rows(source, text_field, path=source, split=split)
-        else:
-            files = [file for file in path.rglob("*") if _suffix(file) in TEXTS and file.is_file()]
-            yield from _text_documents(_in_order(files, path), path)
-    elif path.is_file() or any(map(Path.is_file, map(Path, glob.iglob(source, recursive=True)))):
-        files = [path] if path.is_file() else [Path(name) for name in glob.glob(source, recursive=True)]
-        files = _in_order([file for file in files if file.is_file()], Path())
-        # A glob may mix the two; neighbours of one kind are read together.
-        for reader, group in itertools.groupby(files, key=lambda file: TABLES.get(_suffix(file))):
-            if reader is None:
-                yield from _text_documents(list(group), Path())
-            else:
-                yield from _rows(source, text_field, path=reader, data_files=[str(f) for f in group], split="train")
-    elif glob.has_magic(source) or path.is_absolute() or source.startswith(".") or source.count("/") > 1 or _suffix(path):
+        return sorted(files, key=lambda file: file.relative_to(root).as_posix()), root
+    if path.is_dir():
+        return files_of_folder(path, split, report), path
+    if path.is_file():
+        if (ending := kind(path)) in ARCHIVES:
+            raise UserError("--source", source, f"it is an archive ({ending})", "unpack it, and give the folder")
+        return [path], None
+    if glob.has_magic(source) and (files := files_of_glob(source, report)):
+        return files, None
+    looks_local = path.is_absolute() or source.startswith(".") or source.count("/") > 1
+    if glob.has_magic(source) or looks_local or kind(path) in TABLES | TEXTS | ARCHIVES or path.suffix in COMPRESSED:
         raise UserError("--source", source, "there is no such file or folder", "check the path")
-    else:
-        name, _, configuration = source.partition(":")
-        yield from _rows(source, text_field, path=name, name=configuration or None, split=split)
+    return None, None
 
 
-def _suffix(path: Path) -> str:
-    """`.jsonl` of `a.jsonl` and of `a.jsonl.gz`; empty when it names no kind of file known here."""
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    compressed = bool(suffixes) and suffixes[-1] in COMPRESSED
-    kinds = suffixes[:-1] if compressed else suffixes
-    if kinds and (kinds[-1] in TABLES or (kinds[-1] in TEXTS and not compressed)):
-        return kinds[-1]
-    return ""
-
-
-def _in_order(files: list[Path], root: Path) -> list[Path]:
-    """Sorted by relative path as text: the same on every file system."""
-    return sorted(files, key=lambda file: file.relative_to(root).as_posix() if root != Path() else file.as_posix())
-
-
-def _text_documents(files: list[Path], root: Path) -> Iterator[Document]:
+def _of_files(files: list[Path], folder: Path | None, text_field: str | None, report: Report) -> Iterator[Document]:
     for file in files:
-        name = file.relative_to(root).as_posix() if root != Path() else file.name
+        name = file.name if folder is None else file.relative_to(folder).as_posix()
+        if kind(file) in TABLES:
+            find = folder is None or kind(file) != ".json"  # in a folder, many are no tables
+            found = _of_table(file, name, text_field, report, find)
+        else:
+            found = (Document(f"{name}#{i}" if i else name, text) for i, text in enumerate(text_parts(file)))
         try:
-            with file.open(encoding="utf-8", newline="") as stream:  # newline="": line ends as they are
-                for part in itertools.count():
-                    text = stream.read(MAX_TEXT_CHARS)
-                    if not text:
-                        break
-                    text += "" if text.endswith("\n") else stream.readline(MAX_TEXT_CHARS)
-                    yield Document(f"{name}#{part}" if part else name, text)
-        except UnicodeDecodeError as error:
-            why = f"it is not UTF-8 text (byte {error.start} of a block: {error.reason})"
-            raise UserError("--source", str(file), why, "convert the file to UTF-8, or leave it out") from error
-        except OSError as error:
-            raise UserError("--source", str(file), f"cannot be read ({error.strerror})", "check the file") from error
+            first = next(found, None)
+        except UserError:
+            if folder is None or kind(file) != ".json":
+                raise
+            report.leave_out(name, f"JSON, but no rows with a column {text_field or 'text'!r}")
+            continue
+        if first is None:
+            report.leave_out(name, "empty")
+            continue
+        report.files += 1
+        yield first
+        yield from found
 
 
-def _rows(source: str, text_field: str, **load_arguments) -> Iterator[Document]:
-    """One document per row of what `datasets.load_dataset(..., streaming=True)` gives. A null is an empty text."""
+def _of_table(file: Path, name: str, text_field: str | None, report: Report, find: bool) -> Iterator[Document]:
+    for text, column in row_texts(rows(file, text_field), str(file), text_field, find):
+        if column != "text" and text_field is None:
+            report.columns.setdefault(column, name)
+        yield Document(text, text)
+
+
+def _of_hub(source: str, text_field: str | None, split: str, report: Report) -> Iterator[Document]:
+    """One document per row of what `datasets.load_dataset(..., streaming=True)` gives."""
     import datasets  # takes a second, and a preparation worker, which imports this module, needs none of it
 
-    rows_read = 0
+    name, _, configuration = source.partition(":")
+    number = itertools.count()
+    read = 0
     try:
-        for row in datasets.load_dataset(**load_arguments, streaming=True):
-            if text_field not in row:
-                why = f"the rows of {source} have no such column"
-                raise UserError("--text-field", text_field, why, f"one of: {', '.join(row)}")
-            text = row[text_field]
-            if text is not None and not isinstance(text, str):
-                why = f"row {rows_read} of {source} holds {type(text).__name__}, not text"
-                raise UserError("--text-field", text_field, why, "name the column that holds the text")
-            rows_read += 1
-            yield Document(text or "", text or "")
+        table = datasets.load_dataset(name, configuration or None, streaming=True, split=split)
+        for text, column in row_texts(((f"row {next(number)}", row) for row in table), source, text_field):
+            if column != "text" and text_field is None:
+                report.columns.setdefault(column, source)
+            read += 1
+            yield Document(text, text)
     except (UserError, GeneratorExit):
         raise
     # `datasets` raises whatever the layer below did (HTTP, Arrow, fsspec, ValueError): all say that the source is bad.
     except Exception as error:
-        what = f"after {rows_read} rows: " if rows_read else "neither a file or folder here, nor readable as a data set: "
+        what = f"after {read} rows: " if read else "neither a file or folder here, nor readable as a data set: "
         reason = f"{what}{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise UserError("--source", source, reason, "check the name, --split, the format and the network") from error

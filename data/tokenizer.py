@@ -7,12 +7,14 @@ Where both lie in a folder (Llama 2, Mistral), it is the first: what the model w
 take along what decides the ids, and what Hugging Face's tools want to find beside it.
 """
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from data.foreign_tokenizers import no_tokenizer_in
 from data.sentencepiece_codec import SentencePieceCodec, train_sentencepiece
 from data.tokenizers_codec import TokenizersCodec
 from errors import UserError
@@ -28,6 +30,7 @@ class Codec(Protocol):
     vocab_size: int
     bos_id: int  # negative: none
     eos_id: int
+    adds_bos: bool  # whether a text that a model continues begins with bos, as far as the file says
 
     def encode(self, texts: list[str]) -> list[np.ndarray]: ...
 
@@ -36,6 +39,8 @@ class Codec(Protocol):
 
 class Tokenizer:
     """Text to ids in range(vocab_size), and back. eos closes a document, and bos opens it where there is one.
+
+    adds_bos: whether bos opens a prompt too: what tokenizer_config.json says (`add_bos_token`), else what the file itself does.
 
     A text that spells a special token (`<|end_of_text|>`, `</s>`) is text: no document can close itself.
 
@@ -51,6 +56,8 @@ class Tokenizer:
         self._codec: Codec = TokenizersCodec(files, name) if next(iter(files)) == JSON else SentencePieceCodec(self.model, name)
         self.sha256, self.vocab_size = self._codec.sha256, self._codec.vocab_size
         self.bos_id, self.eos_id = self._codec.bos_id, self._codec.eos_id
+        said = _add_bos_token(files)
+        self.adds_bos = self.bos_id >= 0 and (self._codec.adds_bos if said is None else said)
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
@@ -94,8 +101,7 @@ def tokenizer_files(path: Path) -> dict[str, Path]:
     if path.is_dir():
         found = [path / name for name in (MODEL, JSON) if (path / name).is_file()]
         if not found:
-            why = f"there is neither {MODEL} nor {JSON} in it"
-            raise UserError("tokenizer", str(path), why, "name a file, or train one: `python -m tools.tokenizer`")
+            raise no_tokenizer_in(path)
         path = found[0]
     try:
         with open(path, "rb") as file:
@@ -106,6 +112,16 @@ def tokenizer_files(path: Path) -> dict[str, Path]:
     name = JSON if is_json else MODEL
     beside = (*BESIDE, *([] if is_json else [JSON])) if path.name == name else ()
     return {name: path} | {other: path.with_name(other) for other in beside if path.with_name(other).is_file()}
+
+
+def _add_bos_token(files: dict[str, bytes]) -> bool | None:
+    """What tokenizer_config.json says of bos; None: nothing."""
+    try:
+        content = json.loads(files.get("tokenizer_config.json", b"{}"))
+    except ValueError:
+        return None
+    said = content.get("add_bos_token") if isinstance(content, dict) else None
+    return said if isinstance(said, bool) else None
 
 
 def clean(text: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from data.foreign_tokenizers import not_a_tokenizer
 from errors import UserError
 
 SAYS_ROLES = ("tokenizer_config.json", "special_tokens_map.json")
@@ -34,11 +35,10 @@ class TokenizersCodec:
         import tokenizers  # here, so that a machine that reads SentencePiece alone needs it not
 
         content = files["tokenizer.json"]
-        remedy = "give a tokenizer.json as Hugging Face's `tokenizers` library writes it, or a SentencePiece model"
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library raises nothing narrower
-            raise UserError("tokenizer", name, f"this is not a tokenizer.json that can be read: {error}", remedy) from error
+            raise not_a_tokenizer(name, content, f"this is not a tokenizer.json that can be read: {error}") from error
         self._tokenizer.no_truncation()  # some files carry what a training once asked for
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # special tokens in a text are text
@@ -52,6 +52,8 @@ class TokenizersCodec:
         if self.eos_id < 0:
             remedy = 'put its tokenizer_config.json beside it, with "eos_token"'
             raise UserError("tokenizer", name, "nothing says which token closes a document", remedy)
+        probe = self._tokenizer.encode("a").ids  # with what its post-processor adds
+        self.adds_bos = bool(probe) and probe[0] == self.bos_id
         self.sha256 = hashlib.sha256(content + f"\n{self.bos_id} {self.eos_id}".encode()).hexdigest()
 
     def _find(self, role: str, roles: dict[str, Any], names: tuple[str, ...], special: dict[str, int], file: str) -> int:

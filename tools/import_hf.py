@@ -1,8 +1,8 @@
 """A Hugging Face folder to a checkpoint: `python -m tools.import_hf --hf DIR --out DIR`
 
-DIR holds config.json, safetensors files (several: with their index) and a tokenizer, of Llama 2 to 3.2, of Mistral without a
-sliding window, or of a dense Qwen3. What would be another model here is refused, and named (huggingface/config.py). Weights
-keep their dtype, and pass through memory in files of at most 5 GB.
+DIR holds config.json, safetensors files (several: with their index) and a tokenizer (else: --tokenizer), of Llama 2 to 3.2, of
+Mistral without a sliding window, or of a dense Qwen3. What would be another model here is refused, and named
+(huggingface/config.py). Weights keep their dtype, and pass through memory in files of at most 5 GB.
 
 OUT is a checkpoint for checkpoint.load_weights_only, tools.generate, tools.verify and tools.export, with a model.yaml: the
 section `model` of its configuration. The exit status is 2 where something is refused.
@@ -25,6 +25,7 @@ from errors import UserError
 from model.config import ModelConfig
 from tools.huggingface.checkpoint_reader import WEIGHTS
 from tools.huggingface.config import CONFIG, HuggingFaceConfig, parameters
+from tools.huggingface.foreign import refuse_foreign
 from tools.huggingface.new_folder import new_folder, refuse_existing
 from tools.huggingface.tensor_files import DTYPES, FILE_BYTES, FolderTensors, Piece, check_tensors, write_files
 from training.checkpoint import FREE_MODEL_KEYS
@@ -33,15 +34,19 @@ from training.manifest import MANIFEST, PLACES, Manifest, fingerprint, write_dur
 ALWAYS_SAID = ("norm_eps", "rope_theta", "tie_embeddings")  # in model.yaml, also where they are what they are by default
 
 
-def import_hf(hf: Path, out: Path, file_bytes: int = FILE_BYTES) -> ModelConfig:
-    """Writes the checkpoint `out`, whole or not at all. Raises UserError for what the user can fix."""
+def import_hf(hf: Path, out: Path, file_bytes: int = FILE_BYTES, tokenizer_path: Path | None = None) -> ModelConfig:
+    """Writes the checkpoint `out`, whole or not at all. Raises UserError for what the user can fix.
+
+    tokenizer_path: a tokenizer's file or folder; None: the one in `hf`.
+    """
     refuse_existing(out)
+    refuse_foreign(hf, "--hf")
     config = HuggingFaceConfig(hf)
     tensors = FolderTensors(hf)
     check_tensors(hf, config.model, tensors)
-    tokenizer = Tokenizer.load(hf)
+    tokenizer = load_tokenizer(hf, tokenizer_path)
     if tokenizer.vocab_size > config.model.vocab_size:
-        why = f"the tokenizer beside it has {tokenizer.vocab_size} tokens"
+        why = f"the tokenizer has {tokenizer.vocab_size} tokens"
         raise UserError(f"{hf / CONFIG}: vocab_size", config.model.vocab_size, why, "give the two of one model")
 
     wanted = parameters(config.model)
@@ -56,6 +61,16 @@ def import_hf(hf: Path, out: Path, file_bytes: int = FILE_BYTES) -> ModelConfig:
         files = {path.name: fingerprint(path) for path in folder.iterdir()}
         write_manifest(folder, Manifest(files, {WEIGHTS + p.ours: (tensors.dtypes[p.theirs], p.shape) for p in wanted}))
     return config.model
+
+
+def load_tokenizer(hf: Path, named: Path | None) -> Tokenizer:
+    """The model's tokenizer. Raises UserError, naming --tokenizer."""
+    try:
+        return Tokenizer.load(named or hf)
+    except UserError as error:
+        why = error.why if named else f"{hf} has none that can be read: {error.why}"
+        remedy = error.remedy if named else "give the model's tokenizer, its file or folder: --tokenizer PATH"
+        raise UserError("--tokenizer", named and str(named), why, remedy) from error
 
 
 def _places(tensors: dict[str, Tensor]) -> dict[str, str]:
@@ -97,10 +112,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--hf", required=True, type=Path, metavar="DIR", help="the folder of Hugging Face's format")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="the checkpoint to write; it must not exist")
+    parser.add_argument("--tokenizer", type=Path, metavar="PATH", help="the model's tokenizer (default: the one in --hf)")
     options = parser.parse_args(arguments)
     out = options.out
     try:
-        model = import_hf(options.hf, out)
+        model = import_hf(options.hf, out, tokenizer_path=options.tokenizer)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,6 +1,7 @@
 """Text to token shards: `python -m tools.prepare --source NAME_OR_PATH --tokenizer FILE --out DIR`.
 
---source: `python-stdlib`, a file or a glob (.txt, .jsonl, .parquet, .py, …), a folder, or a data set of the Hugging Face hub.
+--source: `python-stdlib`, a file, a 'glob' or a folder of text (.txt, .md, .py, …) and tables (.jsonl, .csv, .parquet, …),
+also compressed (.gz, .bz2, .xz, .zst), or a data set of the Hugging Face hub; see data/sources.py. What is left out is said.
 Training reads DIR as `data.path`. See data/prepare.py for what is in it.
 """
 
@@ -10,7 +11,9 @@ import sys
 import time
 from pathlib import Path
 
+from data.files import Report
 from data.prepare import prepare
+from data.sources import one_source
 from data.tokenizer import Tokenizer
 from errors import UserError
 
@@ -19,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--source", required=True, help="where the text comes from")
+    parser.add_argument("--source", required=True, nargs="+", help="where the text comes from")
     parser.add_argument(
         "--tokenizer",
         required=True,
@@ -27,19 +30,22 @@ def main(arguments: list[str] | None = None) -> int:
         help="a SentencePiece model (tools.tokenizer trains one), a tokenizer.json, or a folder with either (a checkpoint)",
     )
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="the folder to write")
-    parser.add_argument("--text-field", default="text", help="the column that holds the text (default: %(default)s)")
+    parser.add_argument("--text-field", metavar="NAME", help="the column of the text (default: text, or the only one of text)")
     parser.add_argument("--split", default="train", help="which split of a Hugging Face data set (default: %(default)s)")
     parser.add_argument(
-        "--heldout-fraction", type=float, default=0.05, help="of the documents, not trained on (default: %(default)s)"
+        "--heldout-fraction",
+        type=float,
+        default=0.05,
+        help="not trained on: of the documents or, of a few, of each one's end (default: %(default)s; 0: none)",
     )
     parser.add_argument("--shard-tokens", type=int, default=1 << 27, help="tokens in a file (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: one per core, %(default)s)")
     parser.add_argument("--overwrite", action="store_true", help="replace the folder if it is there")
     options = parser.parse_args(arguments)
-    started = time.monotonic()
+    started, report = time.monotonic(), Report()
     try:
         index = prepare(
-            options.source,
+            one_source(options.source),
             Tokenizer.load(options.tokenizer),
             options.out,
             text_field=options.text_field,
@@ -48,6 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
             shard_tokens=options.shard_tokens,
             workers=options.workers,
             overwrite=options.overwrite,
+            report=report,
         )
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -58,10 +65,17 @@ def main(arguments: list[str] | None = None) -> int:
             f"{name:8} {split['tokens']:>14,} tokens  {split['documents']:>10,} documents  {len(split['shards']):>5} shards  "
             f"{split['utf8_bytes'] / max(split['tokens'], 1):.2f} bytes per token"
         )
+    if report.lines():
+        print("\n".join(report.lines()))
+    if index["empty_documents"]:
+        print(f"{index['empty_documents']:,} documents are empty, and were left out")
+    if "heldout" in index:
+        share = f"the last {index['heldout_fraction']:.3g} of each document's text"
+        print(f"there are too few documents to hold out whole ones: {share} is held out for evaluation")
     tokens = sum(split["tokens"] for split in index["splits"].values())
     print(f"{options.out} is complete: {tokens / seconds:,.0f} tokens/s in {seconds:.1f} s with {options.workers} workers")
     if index["splits"]["heldout"]["tokens"] == 0:
-        print("nothing was held out: evaluation needs more documents, or a larger --heldout-fraction")
+        print("nothing was held out: train with train.eval_interval=0, or prepare again with a larger --heldout-fraction")
     return 0
 
 

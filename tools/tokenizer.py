@@ -9,19 +9,21 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from data.sources import documents, held_out
+from data.heldout import Splitter
+from data.sources import documents, one_source
 from data.tokenizer import Tokenizer
 from errors import UserError
 
 
-def texts(source: str, text_field: str, split: str, heldout_fraction: float, max_characters: int) -> Iterator[str]:
-    """The training documents of `source` until `max_characters` characters are reached."""
+def texts(source: str, text_field: str | None, split: str, heldout_fraction: float, max_characters: int) -> Iterator[str]:
+    """What of `source` is trained on, until `max_characters` characters are reached."""
     characters = 0
-    for document in documents(source, text_field, split):
-        if held_out(document.id, heldout_fraction):
+    not_empty = (document for document in documents(source, text_field, split) if document.text)
+    for part in Splitter(not_empty, heldout_fraction):
+        if part.held_out:
             continue
-        yield document.text
-        characters += len(document.text)
+        yield part.text
+        characters += len(part.text)
         if characters >= max_characters:
             return
 
@@ -30,10 +32,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.tokenizer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--source", required=True, help="where the text comes from, as for tools.prepare")
+    parser.add_argument("--source", required=True, nargs="+", help="where the text comes from, as for tools.prepare")
     parser.add_argument("--vocab-size", required=True, type=int, help="the number of tokens, bytes included")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the model to write")
-    parser.add_argument("--text-field", default="text", help="the column that holds the text (default: %(default)s)")
+    parser.add_argument("--text-field", metavar="NAME", help="the column of the text (default: text, or the only one of text)")
     parser.add_argument("--split", default="train", help="which split of a Hugging Face data set (default: %(default)s)")
     parser.add_argument(
         "--heldout-fraction", type=float, default=0.05, help="as will be given to tools.prepare (default: %(default)s)"
@@ -43,7 +45,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        read = texts(options.source, options.text_field, options.split, options.heldout_fraction, options.max_characters)
+        read = texts(
+            one_source(options.source), options.text_field, options.split, options.heldout_fraction, options.max_characters
+        )
         tokenizer = Tokenizer.train(read, options.vocab_size)
         options.out.parent.mkdir(parents=True, exist_ok=True)
         partial = options.out.with_name(options.out.name + ".partial")

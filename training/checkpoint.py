@@ -74,11 +74,11 @@ def find_start(config: Config, data: Mixture, device: str) -> Start:
     else:
         path = _named(resume, "checkpoint.resume", device) if resume != "none" else None
         if path is not None:
-            _require_good(path, "checkpoint.resume", device)
+            require_good(path, "checkpoint.resume", device)
     weights = config.checkpoint.load_weights_only
     first_weights = _named(weights, "checkpoint.load_weights_only", device) if weights and path is None else None
     if first_weights is not None:
-        _require_good(first_weights, "checkpoint.load_weights_only", device)
+        require_good(first_weights, "checkpoint.load_weights_only", device)
     return from_rank_0(lambda: _start_from(path, first_weights, config, data), device)
 
 
@@ -171,7 +171,7 @@ def _put_aside(path: Path, suffix: str) -> Path:
     return free
 
 
-def _require_good(path: Path, key: str, device: str) -> None:
+def require_good(path: Path, key: str, device: str) -> None:
     """Raises UserError, on every rank, where the checkpoint that `key` names is not what was saved."""
     problem = _damage(path)
 

@@ -6,7 +6,8 @@ are done. On several processes the model is cut over all of them, whatever layou
 
     torchrun --nproc-per-node 2 -m tools.generate --checkpoint DIR --prompt TEXT
 
-Keys and values of earlier tokens are kept (model/cache.py): each new token costs one token's work.
+Keys and values of earlier tokens are kept (model/cache.py): each new token costs one token's work. Nothing is generated from a
+checkpoint that is not what was saved: its files are compared with their checksums first, as tools.verify does.
 """
 
 import argparse
@@ -47,7 +48,7 @@ def run(options: argparse.Namespace, device: str) -> None:
     """On every rank; rank 0 writes to standard output. Raises UserError on all of them alike."""
     prompts, sampling = from_rank_0(lambda: read_options(options), device)
     loaded = load_model(options.checkpoint, DTYPES[options.dtype], device)
-    encoded = together(lambda: [loaded.encode(prompt) for prompt in prompts], device)
+    encoded = together(lambda: [loaded.encode(prompt, options.bos) for prompt in prompts], device)
 
     def say(text: str) -> None:
         if dist.get_rank() == 0:
@@ -80,6 +81,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: the most likely token (default 0.8)")
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K most likely tokens (default: all)")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="from the fewest of probability P (default 1)")
+    parser.add_argument(
+        "--bos",
+        action=argparse.BooleanOptionalAction,
+        help="begin with the token that begins a document, or not (default: as the tokenizer's configuration says)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default 0)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="to compute in (default float32)")
     return parser.parse_args(arguments)

@@ -1,6 +1,7 @@
 """A trained model to compute with: whole, or cut over all processes, from a checkpoint of any layout or an exported folder.
 
-Each rank reads its own part of every tensor and nothing else, into the dtype that it computes in.
+Each rank reads its own part of every tensor and nothing else, into the dtype that it computes in. A checkpoint's files are
+compared with their checksums before, each by one rank. An exported folder has no checksums: its headers are checked.
 """
 
 import contextlib
@@ -24,8 +25,9 @@ from parallel.mesh import build_mesh
 from parallel.placement import chunk_range, local_region
 from tools.huggingface.checkpoint_reader import newest
 from tools.huggingface.config import CONFIG, HuggingFaceConfig, parameters, read_json
+from tools.huggingface.foreign import refuse_foreign
 from tools.huggingface.tensor_files import FolderTensors, check_tensors
-from training.checkpoint import read_trainer
+from training.checkpoint import read_trainer, require_good
 from training.voice import from_rank_0, together
 
 
@@ -37,13 +39,18 @@ class Loaded:
     tokenizer: Tokenizer
     stop: frozenset[int]  # tokens that end a text
 
-    def encode(self, prompt: str) -> list[int]:
-        """The tokens of a text that begins a document. Raises UserError where there are none, or one that the model lacks."""
-        bos = [self.tokenizer.bos_id] if self.tokenizer.bos_id >= 0 else []
-        tokens = bos + self.tokenizer.encode(prompt)
+    def encode(self, prompt: str, bos: bool | None = None) -> list[int]:
+        """The tokens of a text that begins a document. Raises UserError where there are none, or one that the model lacks.
+
+        bos: whether the first is bos; None: as the tokenizer's own configuration says.
+        """
+        if bos and self.tokenizer.bos_id < 0:
+            raise UserError("--bos", True, "this tokenizer has no token that begins a document", "leave it out")
+        first = [self.tokenizer.bos_id] if (self.tokenizer.adds_bos if bos is None else bos) else []
+        tokens = first + self.tokenizer.encode(prompt)
         vocab_size = self.model.config.vocab_size
         if not tokens:
-            raise UserError("--prompt", prompt, "has no tokens, and documents of this model begin with none", "give some text")
+            raise UserError("--prompt", prompt, "has no tokens, and none is put before it", "give some text, or --bos")
         if max(tokens) >= vocab_size:
             why = f"has the token {max(tokens)}, and the model knows {vocab_size}"
             raise UserError("--prompt", prompt, why, "put the tokenizer beside it that the model was trained with")
@@ -62,6 +69,8 @@ class Source(NamedTuple):
 def load_model(folder: Path, dtype: torch.dtype, device: str) -> Loaded:
     """Tensor parallelism over all ranks, each of which calls it. Raises AgreedError where there is nothing fit to load."""
     source = from_rank_0(lambda: find(folder, dist.get_world_size()), device)
+    if source.is_checkpoint:
+        require_good(source.folder, "--checkpoint", device)
     tokenizer = together(lambda: Tokenizer.load(source.folder), device)
     model = empty_model(source.config, dtype, device)
     weights: dict[str, DTensor] = {}
@@ -81,6 +90,7 @@ def find(folder: Path, tp: int) -> Source:
         with option_named():
             source = Source(folder, False, HuggingFaceConfig(folder).model, end_tokens(folder))
     else:
+        refuse_foreign(folder, "--checkpoint")
         path = newest(folder)
         source = Source(path, True, ModelConfig(**read_trainer(path, "--checkpoint")["model"]), frozenset())
     config = replace(source.config, kernels="auto")  # what trained it may not be what there is here

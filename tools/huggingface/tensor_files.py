@@ -53,6 +53,9 @@ class FolderTensors:
                     self._file_of[name] = path
                     self.shapes[name], self.dtypes[name] = tuple(piece.get_shape()), piece.get_dtype()
             except (SafetensorError, OSError) as error:
+                if path.is_file() and path.open("rb").read(23) == b"version https://git-lfs":
+                    why = "is a pointer of Git LFS, not the file"
+                    raise UserError("--hf", str(path), why, f"run `git lfs pull` in {folder}") from None
                 raise UserError("--hf", str(path), f"is no file of tensors: {error}", COPY_AGAIN) from None
         for name, path in (index or {}).items():
             if self._file_of.get(name) != path:

@@ -1,73 +1,35 @@
-"""Compiles every Triton kernel for GPUs that this machine need not have, and reads from the machine code what it will do.
+"""Compiling what Triton's launcher would launch, and reading from the machine code what it will do. It needs Triton."""
 
-    python -m tools.compile_kernels                                    all kernels, for A100, H100 and MI300X
-    python -m tools.compile_kernels --target sm_90 --only rms_norm     some of them
-    python -m tools.compile_kernels --specimens my_kernels.py          your own: a file with a list SPECIMENS
-    python -m tools.compile_kernels --json kernels.json                the table for programs
-
-What is compiled is what is launched: the operations are called (model/kernels/specimens.py), and Triton's own launcher decides
-on types, alignments and options; only the launch itself is left out. A kernel fails (exit status 1) by
-
-    spills      values do not fit the registers and go to memory: a stack, or accesses to local memory
-    narrow      a thread moves less than 16 bytes at a time of tensors whose alignment would allow 16
-    shared      more shared memory than a program can have (Triton finds out when it launches)
-    threads     more of them than a program can have (likewise)
-
-Columns: registers per thread (AMD: vector registers); stack in bytes per thread; local: loads and stores of spilled values;
-loads and stores of tensors in global memory, of 16 bytes + of fewer; shared memory in bytes per program.
-"""
-
-import argparse
-import importlib.util
 import json
 import linecache
-import os
 import re
 import runpy
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from errors import UserError
-
-if os.environ.get("TRITON_INTERPRET") == "1":
-    sys.exit("error: TRITON_INTERPRET=1 is set, and Triton interprets kernels instead of compiling them\n  remedy: unset it")
-if importlib.util.find_spec("triton") is None:
-    sys.exit("error: Triton is not installed\n  remedy: pip install triton")
 import triton  # before the kernels are imported: they are then compiled ones, GPU or no GPU (model/kernels/backend.py)
 
+from errors import UserError
+
 # isort: split
-import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 
-from model.kernels import backend, multi_tensor, specimens
+from model.kernels import backend, multi_tensor
 from model.kernels.specimens import Specimen
+from tools.compile_kernels.targets import TARGETS
 
 NVIDIA_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 WIDE = 16  # bytes: the most that a thread moves with one instruction
-
-
-@dataclass(frozen=True)
-class Target:
-    gpu: GPUTarget
-    shared: int  # bytes that one program can have
-
-
-TARGETS = {
-    "sm_80": Target(GPUTarget("cuda", 80, 32), 166_912),  # A100: 163 KiB
-    "sm_90": Target(GPUTarget("cuda", 90, 32), 232_448),  # H100, H200: 227 KiB
-    "gfx942": Target(GPUTarget("hip", "gfx942", 64), 65_536),  # MI300X: 64 KiB
-}
 
 
 @dataclass(frozen=True)
@@ -98,6 +60,12 @@ class Report:
     shared: int
     faults: list[str]
     triton: str = triton.__version__  # registers and widths depend on it
+
+
+def gpu_target(name: str) -> GPUTarget:
+    """As Triton calls it."""
+    target = TARGETS[name]
+    return GPUTarget(target.backend, target.arch, target.lanes)
 
 
 # --- what is launched -------------------------------------------------------------------------------------------------
@@ -132,7 +100,7 @@ class Launch:
 def launches_of(chosen: Sequence[Specimen], target: str) -> list[Launch]:
     """Every launch of the specimens; once, if compiled alike and alike in what is expected."""
     found: dict[tuple[Any, ...], Launch] = {}
-    gpu = TARGETS[target].gpu
+    gpu = gpu_target(target)
     for specimen in chosen:
 
         def keep(*, fn: Any, compile: dict[str, Any], specimen: Specimen = specimen, **_: Any) -> bool:
@@ -239,12 +207,13 @@ def amd_usage(assembly: str) -> Usage:
 
 
 def compile_launch(launch: Launch) -> Report:
-    target, specimen, kernel = TARGETS[launch.target], launch.specimen, launch.source.fn.fn
-    compiled = triton.compile(launch.source, target=target.gpu, options=launch.options)
-    nvidia = target.gpu.backend == "cuda"
+    gpu, specimen, kernel = gpu_target(launch.target), launch.specimen, launch.source.fn.fn
+    most_shared = TARGETS[launch.target].shared
+    compiled = triton.compile(launch.source, target=gpu, options=launch.options)
+    nvidia = gpu.backend == "cuda"
     assembly = compiled.asm["ptx" if nvidia else "amdgcn"]
     usage = nvidia_usage(compiled.asm["cubin"]) if nvidia else amd_usage(assembly)
-    threads, shared = compiled.metadata.num_warps * target.gpu.warp_size, compiled.metadata.shared
+    threads, shared = compiled.metadata.num_warps * gpu.warp_size, compiled.metadata.shared
 
     of_rows = row_accesses(compiled.asm["ttir"])
     of_tensors = [access for access in accesses(assembly) if access.places[0] not in of_rows and access.places[0][1] != MERGED]
@@ -258,8 +227,8 @@ def compile_launch(launch: Launch) -> Report:
         faults += [f"narrow: {text}" for text in sorted(narrow) if not any(part in text for part in specimen.narrow)]
     if usage.wide is not None and usage.wide < count[True, "load"] + count[True, "store"]:
         faults.append("narrow: the assembler divided accesses of 16 bytes")
-    if shared > target.shared:
-        faults.append(f"shared: {shared:,} bytes; a program can have {target.shared:,}")
+    if shared > most_shared:
+        faults.append(f"shared: {shared:,} bytes; a program can have {most_shared:,}")
     if threads > backend.MAX_THREADS:
         faults.append(f"threads: {threads:,}; a program can have {backend.MAX_THREADS:,}")
     return Report(
@@ -314,37 +283,3 @@ def specimens_in(path: Path) -> list[Specimen]:
     except (KeyError, OSError) as error:
         remedy = "give a Python file with a list SPECIMENS, such as model/kernels/specimens.py"
         raise UserError("--specimens", str(path), f"has none: {error}", remedy) from None
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.compile_kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--target", nargs="+", choices=TARGETS, default=[*TARGETS], help="GPUs (default: all)")
-    parser.add_argument("--only", metavar="TEXT", default="", help="specimens whose name contains it")
-    parser.add_argument("--specimens", type=Path, metavar="FILE", help="instead of model/kernels/specimens.py")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table, with each fault in full")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), metavar="N", help="at once (default: one a core)")
-    options = parser.parse_args(arguments)
-    try:
-        given = specimens.SPECIMENS if options.specimens is None else specimens_in(options.specimens)
-        chosen = [specimen for specimen in given if options.only in specimen.name]
-        if not chosen:
-            raise UserError("--only", options.only, "no specimen is called so", f"one of {', '.join(s.name for s in given)}")
-        torch.set_num_threads(1)  # processes are forked: there must be no threads
-        reports = compile_all([launch for name in options.target for launch in launches_of(chosen, name)], options.processes)
-        if options.json is not None:
-            options.json.write_text(json.dumps([asdict(report) for report in reports], indent=1) + "\n", encoding="utf-8")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"compiled by Triton {triton.__version__}", table(reports), sep="\n\n")
-    failed = [report for report in reports if report.faults]
-    for report in failed:
-        print(f"\n{report.kernel} ({report.specimen}) on {report.target}", *report.faults, sep="\n    ")
-    print(f"\n{len(reports)} kernels compiled, {len(failed)} with faults")
-    return int(bool(failed))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,183 @@
+"""Which files of a folder or a glob are read, and why the others are not.
+
+Every file that is found is either read or left out for a reason that the `Report` has: nothing is dropped in silence.
+"""
+
+import glob
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from data.readers import ARCHIVES, TABLES, TEXTS, kind
+from errors import UserError
+
+# Words in the name of a table's file or folder that say which split it is, as on the Hugging Face hub.
+SPLIT_WORDS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+SPLIT_WORD = re.compile(rf"(?<![a-z])({'|'.join(SPLIT_WORDS)})(?![a-z])")
+NAMED = 5  # names that a report spells out for each reason
+
+
+class Report:
+    """What became of the files of a source: filled while its documents are read.
+
+    files: how many gave documents. columns: those that texts came from, if not from `text`, and an example of a file of each.
+    left_out: reason → names.
+    """
+
+    def __init__(self) -> None:
+        self.files = 0
+        self.columns: dict[str, str] = {}
+        self.left_out: dict[str, list[str]] = {}
+
+    def leave_out(self, name: str, reason: str) -> None:
+        self.left_out.setdefault(reason, []).append(name)
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        number = sum(map(len, self.left_out.values()))
+        found = (
+            [f"{self.files:,} {'file' if self.files == 1 else 'files'} read, {number:,} left out{':' * bool(number)}"]
+            if self.files or number
+            else []
+        )
+        for reason, names in self.left_out.items():
+            more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+            found.append(f"  {reason}: {', '.join(names[:NAMED])}{more}")
+        return found + [f"the text is in the column {column!r} of {name}" for column, name in self.columns.items()]
+
+
+def files_of_folder(folder: Path, split: str, report: Report) -> list[Path]:
+    """Its files of text and its tables of that split, at any depth, sorted by their relative paths: the same on every file
+    system. Links are followed, but nothing is read twice. Raises UserError where there are none."""
+    found = dict(sorted((file.relative_to(folder).as_posix(), file) for file in _walk(folder, report)))
+    if not found:
+        reasons = "; ".join(f"{reason}: {', '.join(names[:NAMED])}" for reason, names in report.left_out.items())
+        why = f"nothing in it can be read ({reasons})" if reasons else "the folder is empty"
+        raise UserError("--source", str(folder), why, "give a folder with files of text or tables")
+    has_tables = any(kind(file) in TABLES for file in found.values())
+    chosen, splits, endings = [], set(), set()
+    for name, file in found.items():
+        ending = kind(file)
+        if name == "README.md" and has_tables and (configurations := _card(file)) is not None:
+            if len(configurations) > 1:
+                why = f"its README.md says that it is several data sets: {', '.join(configurations)}"
+                raise UserError("--source", str(folder), why, f"give the files of one, as a glob: '{folder}/…/*.parquet'")
+            report.leave_out(name, "describes the data set")
+        elif ending in ARCHIVES:
+            report.leave_out(name, f"an archive ({ending}): unpack it")
+        elif ending not in TEXTS | TABLES:
+            report.leave_out(name, f"no known kind of file ({ending or 'no ending'})")
+            endings.add(file.suffix)
+        elif (its := split_of(name) if ending in TABLES else "train") != split:
+            report.leave_out(name, f"of the split {its!r} (--split {its})")
+            splits.add(its)
+        else:
+            chosen.append(file)
+    if not chosen and splits:
+        why = f"no file of {folder} is of this split"
+        raise UserError("--split", split, why, f"one of: {', '.join(sorted(splits))}; the names of files say which they are")
+    if not chosen:
+        why = "none of its files is of a known kind: " + "; ".join(
+            f"{', '.join(names[:NAMED])}: {reason}" for reason, names in report.left_out.items()
+        )
+        ending = min(endings, default="")
+        remedy = f"if they are text, give them as a glob, which reads any file: --source '{folder}/**/*{ending}'"
+        raise UserError("--source", str(folder), why, remedy if endings else "unpack them, or give a folder with text")
+    return chosen
+
+
+def files_of_glob(pattern: str, report: Report) -> list[Path]:
+    """The files that it matches, each once, sorted by path; folders among them are not entered."""
+    names = sorted({Path(name).as_posix() for name in glob.iglob(pattern, recursive=True)})
+    chosen = []
+    for name in names:
+        file = Path(name)
+        if file.is_dir():
+            if "**" not in pattern:
+                report.leave_out(name, "a folder (give the folder itself, or ** for all below it)")
+        elif not file.is_file():
+            report.leave_out(name, "a link that leads nowhere" if file.is_symlink() else "no file")
+        elif kind(file) in ARCHIVES:
+            report.leave_out(name, f"an archive ({kind(file)}): unpack it")
+        else:
+            chosen.append(file)
+    if names and not chosen:
+        reasons = "; ".join(f"{', '.join(found[:NAMED])}: {reason}" for reason, found in report.left_out.items())
+        raise UserError("--source", pattern, f"it matches no file that can be read ({reasons})", "give another pattern")
+    return chosen
+
+
+def split_of(name: str) -> str:
+    """Which split the file of this relative path belongs to, by the first word in it that says so; `train` where none does."""
+    word = SPLIT_WORD.search(name.lower())
+    return SPLIT_WORDS[word[1]] if word else "train"
+
+
+def _walk(folder: Path, report: Report) -> Iterator[Path]:
+    """Every file that is not hidden; first what is there, then what links lead to that is not there anyway."""
+    entered: set[tuple[int, int]] = set()
+    seen: set[tuple[int, int]] = set()
+    links = [folder]
+    while links:
+        link = links.pop(0)
+        name = link.relative_to(folder).as_posix()
+        if link != folder and not link.exists():
+            report.leave_out(name, "a link that leads nowhere")
+        elif _identity(link) in entered | seen:
+            report.leave_out(name, "a link to what is read anyway")
+        elif link.is_dir():
+            for file in _walk_without_links(link, folder, entered, links, report):
+                if link == folder or _identity(file) not in seen:
+                    seen.add(_identity(file))
+                    yield file
+        else:
+            seen.add(_identity(link))
+            yield link
+
+
+def _walk_without_links(
+    top: Path, folder: Path, entered: set[tuple[int, int]], links: list[Path], report: Report
+) -> Iterator[Path]:
+    def refuse(error: OSError) -> None:
+        raise error  # os.walk would go on in silence
+
+    for path, folders, files in os.walk(top, onerror=refuse):
+        here = Path(path)
+        entered.add(_identity(here))
+        shown = [name for name in sorted([*folders, *files]) if not name.startswith(".")]
+        for name in sorted({*folders, *files} - {*shown}):
+            slash = "/" if name in folders else ""
+            report.leave_out((here / name).relative_to(folder).as_posix() + slash, "hidden")
+        links += [here / name for name in shown if (here / name).is_symlink()]
+        real = [name for name in shown if not (here / name).is_symlink()]
+        folders[:] = [name for name in real if name in set(folders) and _identity(here / name) not in entered]
+        for name in real:
+            if (here / name).is_file():
+                yield here / name
+            elif not (here / name).is_dir():
+                report.leave_out((here / name).relative_to(folder).as_posix(), "neither a file nor a folder")
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_dev, status.st_ino
+
+
+def _card(readme: Path) -> list[str] | None:
+    """The data sets that a README.md describes, as on the Hugging Face hub; None: it is text like any other."""
+    try:
+        parts = readme.read_text(encoding="utf-8").split("---", 2)
+        content = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError):
+        return None
+    if not isinstance(content, dict):
+        return None
+    listed = content.get("configs")
+    return [str(entry.get("config_name")) for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []

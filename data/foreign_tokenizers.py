@@ -1,0 +1,60 @@
+"""Tokenizers in formats that are not read here, known by their content: no good file is called damaged."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from errors import UserError
+
+GIVE_JSON = "give the tokenizer.json of the same model, which its folder in Hugging Face's format has"
+CONVERT = 'python -c "from transformers import AutoTokenizer as A; A.from_pretrained({0!r}).save_pretrained({1!r})"'
+
+
+def not_a_tokenizer(name: str, content: bytes, otherwise: str) -> UserError:
+    """For a file that neither library reads. otherwise: what is said of one that is of no format known here."""
+    why, remedy = _known(content) or (
+        otherwise,
+        "give a SentencePiece model, such as `python -m tools.tokenizer` writes, or a tokenizer.json",
+    )
+    return UserError("tokenizer", name, why, remedy)
+
+
+def no_tokenizer_in(folder: Path) -> UserError:
+    """For a folder with neither tokenizer.model nor tokenizer.json."""
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    versions = [name for name in names if re.fullmatch(r"tokenizer\.model\.v\d+", name)]  # Mistral's, of SentencePiece
+    if versions:
+        why, remedy = f"its tokenizer has another name ({versions[-1]})", f"name the file: {folder / versions[-1]}"
+    elif "tekken.json" in names:
+        why, remedy = "it has only a tekken.json, Mistral's own format, which is not supported", GIVE_JSON
+    elif {"vocab.json", "merges.txt"} <= set(names):
+        why = "it has vocab.json and merges.txt, an older format, which is not read here"
+        remedy = f"with transformers installed, make a tokenizer.json: `{CONVERT.format(str(folder), str(folder))}`"
+    else:
+        why = "there is neither tokenizer.model nor tokenizer.json in it"
+        remedy = "name the tokenizer's file, or copy it there; or train one: `python -m tools.tokenizer`"
+    return UserError("tokenizer", str(folder), why, remedy)
+
+
+def _known(content: bytes) -> tuple[str, str] | None:
+    """What such a content is, and what to give instead."""
+    if content.startswith(b"version https://git-lfs"):
+        return "this is a pointer of Git LFS, not the file", "run `git lfs pull` in its folder"
+    if content.startswith(b"GGUF"):
+        return "this is a GGUF model, which is not supported", GIVE_JSON
+    if re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n[A-Za-z0-9+/]+=* \d+\r?\n", content):
+        return "this is a vocabulary for tiktoken (Llama 3's own tokenizer.model), which is not supported", GIVE_JSON
+    try:
+        found: Any = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict):
+        return None
+    if isinstance(found.get("vocab"), list) and isinstance(found.get("config"), dict):
+        return "this is Mistral's tekken format, which is not supported", GIVE_JSON
+    if "tokenizer_class" in found or "architectures" in found:
+        return "this describes a tokenizer or a model, and is none", "give the tokenizer.json beside it"
+    if found and all(type(value) is int for value in found.values()):
+        return "this is a vocabulary without its merges (vocab.json)", GIVE_JSON
+    return None

@@ -1,0 +1,297 @@
+"""Every file of a source is read, or named with the reason; what is wrong with one is said with its name, line and remedy."""
+
+import bz2
+import gzip
+import importlib
+import json
+import lzma
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from data.files import Report, split_of
+from data.sources import documents, one_source
+from errors import UserError
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda content: pyarrow.compress(content, codec="zstd", asbytes=True),
+}
+
+
+def write(folder: Path, files: dict[str, str | bytes]) -> Path:
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return folder
+
+
+def read(source: Path | str, **options) -> tuple[list[str], dict[str, list[str]]]:
+    """The texts, and what was left out."""
+    report = Report()
+    return [document.text for document in documents(str(source), report=report, **options)], report.left_out
+
+
+def refusal(source: Path | str, **options) -> UserError:
+    with pytest.raises(UserError) as raised:
+        read(source, **options)
+    return raised.value
+
+
+def row(text: object) -> str:
+    return json.dumps({"text": text}) + "\n"
+
+
+# --- which files ------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_of_mixed_kinds_is_read_whole_and_the_rest_is_named(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {
+            "a.jsonl": row("json"),
+            "b.txt": "text",
+            "c.txt.gz": gzip.compress(b"compressed"),
+            "d/e.csv": "text,n\ncsv,1\n",
+            "d/looks_like.txt/f.md": "in a folder named like a file",
+            "empty.txt": "",
+            ".hidden/x.txt": "not to be read",
+            "d/.also_hidden.txt": "not to be read",
+            "image.png": b"\x89PNG",
+            "README": "no ending",
+            "all.zip": b"PK",
+            "package.json": '{"name": "a program", "version": "1"}',
+        },
+    )
+    os.symlink(tmp_path, tmp_path / "d" / "loop")
+    os.symlink("b.txt", tmp_path / "link.txt")
+    os.symlink("nowhere", tmp_path / "broken.txt")
+    texts, left_out = read(tmp_path)
+    assert texts == ["json", "text", "compressed", "csv", "in a folder named like a file"]
+    assert {reason: sorted(names) for reason, names in left_out.items()} == {
+        "hidden": [".hidden/", "d/.also_hidden.txt"],
+        "a link to what is read anyway": ["d/loop", "link.txt"],
+        "a link that leads nowhere": ["broken.txt"],
+        "an archive (.zip): unpack it": ["all.zip"],
+        "no known kind of file (.png)": ["image.png"],
+        "no known kind of file (no ending)": ["README"],
+        "empty": ["empty.txt"],
+        "JSON, but no rows with a column 'text'": ["package.json"],
+    }
+
+
+def test_links_to_what_is_elsewhere_are_followed_once(tmp_path: Path) -> None:
+    write(tmp_path, {"elsewhere/a.txt": "a", "elsewhere/b.txt": "b", "corpus/c.txt": "c"})
+    for name in ("first", "second"):
+        os.symlink(tmp_path / "elsewhere", tmp_path / "corpus" / name)
+    texts, left_out = read(tmp_path / "corpus")
+    assert texts == ["c", "a", "b"]
+    assert left_out == {"a link to what is read anyway": ["second"]}
+
+
+def test_the_report_for_a_person(tmp_path: Path) -> None:
+    write(tmp_path, {"a.csv": "id,body\n1,words\n", **{f"{i}.bin": "" for i in range(9)}})
+    report = Report()
+    assert [document.text for document in documents(str(tmp_path), report=report)] == ["words"]
+    assert report.lines() == [
+        "1 file read, 9 left out:",
+        "  no known kind of file (.bin): 0.bin, 1.bin, 2.bin, 3.bin, 4.bin and 4 more",
+        "the text is in the column 'body' of a.csv",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("files", "why"),
+    [
+        ({}, "the folder is empty"),
+        ({".git/a.txt": "x"}, "nothing in it can be read (hidden: .git/)"),
+        ({"a.xyz": "text", "b.zip": "PK"}, "none of its files is of a known kind"),
+        ({"a.txt": "", "b.jsonl": ""}, "there is no text in it"),
+    ],
+    ids=["empty folder", "hidden", "unknown endings", "empty files"],
+)
+def test_a_folder_without_text_is_refused_for_its_own_reason(tmp_path: Path, files: dict, why: str) -> None:
+    write(tmp_path, files)
+    error = refusal(tmp_path)
+    assert error.why.startswith(why)
+    if "a.xyz" in files:  # the remedy works
+        pattern = error.remedy.split("--source '")[1].rstrip("'")
+        assert read(pattern)[0] == ["text"]
+
+
+def test_an_empty_file_is_called_empty_and_an_archive_an_archive(tmp_path: Path) -> None:
+    write(tmp_path, {"a.txt": "", "b.tar.gz": b"", "c.jsonl": "\n \n"})
+    assert refusal(tmp_path / "a.txt").why == "the file is empty"
+    assert refusal(tmp_path / "b.tar.gz").why == "it is an archive (.tar)"
+    assert refusal(tmp_path / "c.jsonl").why == "there is no text in it"
+
+
+def test_a_glob_reads_each_file_once_and_names_folders(tmp_path: Path) -> None:
+    write(tmp_path, {"a/b.txt": "b", "c.txt": "c", "d.unknown": "d", "e.zip": "PK"})
+    texts, left_out = read(f"{tmp_path}/*")
+    assert texts == ["c", "d"]
+    assert list(left_out.values()) == [[f"{tmp_path}/a"], [f"{tmp_path}/e.zip"]]
+    assert read(f"{tmp_path}/**/**/*.txt")[0] == ["b", "c"]
+    assert "matches no file that can be read" in refusal(f"{tmp_path}/*.zip").why
+
+
+def test_tables_of_a_folder_have_splits_by_their_names(tmp_path: Path) -> None:
+    write(tmp_path, {"data/train-00000-of-00002.jsonl": row("a"), "data/test-0.jsonl": row("b"), "latest.jsonl": row("c")})
+    assert read(tmp_path) == (["a", "c"], {"of the split 'test' (--split test)": ["data/test-0.jsonl"]})
+    assert read(tmp_path, split="test")[0] == ["b"]
+    error = refusal(tmp_path, split="validation")
+    assert (error.key, error.remedy.split(";")[0]) == ("--split", "one of: test, train")
+    assert [split_of(name) for name in ("dev/x.csv", "eval.csv", "valid2.csv", "contest.csv")] == [
+        "validation", "test", "validation", "train",
+    ]  # fmt: skip
+
+
+def test_a_data_set_s_card_is_not_text(tmp_path: Path) -> None:
+    write(tmp_path, {"README.md": "---\nconfigs:\n- config_name: en\n---\n# Data", "a.jsonl": row("a")})
+    assert read(tmp_path) == (["a"], {"describes the data set": ["README.md"]})
+    write(tmp_path, {"README.md": "---\nconfigs:\n- config_name: en\n- config_name: fr\n---\n"})
+    assert "several data sets: en, fr" in refusal(tmp_path).why
+    write(tmp_path, {"README.md": "# Notes\n"})
+    assert read(tmp_path)[0] == ["# Notes\n", "a"]
+
+
+def test_several_sources_say_that_the_shell_expanded_a_pattern() -> None:
+    assert one_source(["a"]) == "a"
+    with pytest.raises(UserError, match="quotes"):
+        one_source(["a.txt", "b.txt"])
+
+
+# --- what is in them --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv"])
+def test_compressed_files_are_read_and_damaged_ones_refused(tmp_path: Path, ending: str, name: str) -> None:
+    content = {"a.txt": "first\r\nsecond\n" * 999, "a.jsonl": row("x" * 99) * 99, "a.csv": "text\n" + "words\n" * 999}[name]
+    file = write(tmp_path, {name + ending: COMPRESS[ending](content.encode())}) / (name + ending)
+    write(tmp_path, {name: content})
+    assert read(file)[0] == read(tmp_path / name)[0]
+    for damaged in (file.read_bytes()[:-9], b"junk" * 99):
+        file.write_bytes(damaged)
+        error = refusal(file)
+        assert error.value == str(file)
+        assert error.why.startswith("it is damaged or cut short")
+
+
+def test_a_python_without_a_compression_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    file = write(tmp_path, {"a.txt.xz": lzma.compress(b"x")}) / "a.txt.xz"
+    monkeypatch.setattr(importlib, "import_module", missing)
+    assert refusal(file).why == "this Python was built without xz"
+
+
+BAD_LINES = {
+    "malformed": (b'{"text": \n', "line 3: it is not JSON"),
+    "Latin-1": ('{"text": "naïve"}\n'.encode("latin-1"), "line 3: it is not UTF-8"),
+    "lone surrogate": (b'{"text": "\\ud83d alone"}\n', r"line 3: 'text' has the lone surrogate \ud83d"),
+    "list": (b"[1]\n", "line 3: a row is an object"),
+    "nested": (b"[" * 100_000 + b"\n", "line 3: it is nested too deeply"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LINES)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
+def test_a_bad_line_of_json_is_named(tmp_path: Path, case: str, name: str) -> None:
+    bad, why = BAD_LINES[case]
+    content = row("fine").encode() + b"\r\n" + bad + row("fine").encode()
+    write(tmp_path, {name: gzip.compress(content) if name.endswith("gz") else content})
+    error = refusal(tmp_path)
+    assert error.value == str(tmp_path / name)
+    assert error.why.startswith(why)
+
+
+def test_json_in_its_forms(tmp_path: Path) -> None:
+    rows = [{"text": "a"}, {"text": None}, {"other": 1}, {"text": "nul \0 and \u2028 and 🐍"}]
+    expected = ["a", "", "", rows[3]["text"]]
+    lines = "\r\n".join(json.dumps(row) for row in rows)
+    write(tmp_path, {"a.jsonl": b"\xef\xbb\xbf" + lines.encode(), "b.json": lines, "c.ndjson": lines})
+    write(tmp_path, {"d.json": json.dumps(rows, indent=1), "e.json": json.dumps({"text": "one"}, indent=1)})
+    for name in ("a.jsonl", "b.json", "c.ndjson", "d.json"):
+        assert read(tmp_path / name)[0] == expected
+    assert read(tmp_path / "e.json")[0] == ["one"]
+    assert len(read(write(tmp_path, {"long.jsonl": row("x" * 5_000_000)}) / "long.jsonl")[0][0]) == 5_000_000
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_csv_is_read_exactly(tmp_path: Path, separator: str) -> None:
+    rows = [["1", "NA"], ["2", 'two\r\nlines, "quoted"; and\ttabs'], ["3", ""]]
+    lines = ["id,text", *(f'{number},"{text.replace(chr(34), chr(34) * 2)}"' for number, text in rows)]
+    content = "\r\n\r\n".join(line.replace(",", separator, 1) for line in lines)
+    write(tmp_path, {"a.csv": b"\xef\xbb\xbf" + content.encode()})
+    assert read(tmp_path / "a.csv")[0] == [text for _, text in rows]
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("text,n\na,1\nb\n", "line 3: it has 1 fields, and the first line names 2 columns"),
+        ('text,n\na,1\n"open,1\n', "line 3: unexpected end of data"),
+        ("text,n\na,1\nnaïve,2\n".encode("latin-1"), "line 3: it is not UTF-8"),
+    ],
+    ids=["ragged", "quote", "Latin-1"],
+)
+def test_a_bad_line_of_csv_is_named(tmp_path: Path, content: str | bytes, why: str) -> None:
+    write(tmp_path, {"a.csv": content})
+    assert refusal(tmp_path / "a.csv").why.startswith(why)
+
+
+def test_the_column_of_the_text_is_found_or_asked_for(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {"one.csv": "number,body\n1,words\n", "two.csv": "title,body\na,words\n", "late.jsonl": '{"b": "x"}\n' + row("y")},
+    )
+    assert read(tmp_path / "one.csv")[0] == ["words"]
+    error = refusal(tmp_path / "two.csv")
+    assert (error.key, error.remedy) == ("--text-field", "give --text-field one of: title, body; or leave that file out")
+    assert read(tmp_path / "two.csv", text_field="body")[0] == ["words"]
+    assert "line 2 has a column 'text'" in refusal(tmp_path / "late.jsonl").why
+    assert refusal(tmp_path / "one.csv", text_field="text").key == "--text-field"
+
+
+def test_parquet_without_text_or_damaged_is_refused(tmp_path: Path) -> None:
+    table = pyarrow.Table.from_pylist([{"n": 1, "title": "a", "body": "b"}])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert "title, body" in refusal(tmp_path / "a.parquet").remedy
+    assert read(tmp_path / "a.parquet", text_field="body")[0] == ["b"]
+    assert "holds int, not text" in refusal(tmp_path / "a.parquet", text_field="n").why
+    assert "no such column" in refusal(tmp_path / "a.parquet", text_field="text").why
+    (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-20])
+    assert refusal(tmp_path / "b.parquet").why.startswith("it is damaged or cut short")
+
+
+def test_a_file_that_vanishes_is_named(tmp_path: Path) -> None:
+    write(tmp_path, {"a.txt": "a", "b.txt": "b"})
+    stream = documents(str(tmp_path))
+    next(stream)
+    (tmp_path / "b.txt").unlink()
+    with pytest.raises(UserError, match="No such file") as raised:
+        next(stream)
+    assert raised.value.value == str(tmp_path / "b.txt")
+
+
+@pytest.mark.parametrize(("encoding", "line"), [("latin-1", "line 2: it is not UTF-8"), ("utf-16", "it is UTF-16")])
+def test_text_in_another_encoding_is_refused_and_the_remedy_works(tmp_path: Path, encoding: str, line: str) -> None:
+    text = "ein Satz\nnaïve\n"
+    file = write(tmp_path, {"a text.txt": text.encode(encoding)}) / "a text.txt"
+    error = refusal(tmp_path)
+    assert error.value == str(file)
+    assert error.why.startswith(line)
+    subprocess.run(error.remedy.split("`")[1], shell=True, check=True)
+    assert read(tmp_path)[0] == [text]
+    file.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert read(file)[0] == [text]  # without the mark
