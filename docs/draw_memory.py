@@ -15,6 +15,7 @@ from training.load_config import load_config
 WIDTH, HEIGHT = 960, 470
 GPU = find_device("h100")  # of 80 GB
 ROOM = GPU.memory_bytes - GPU.reserved_bytes  # for tensors
+ROOM_SAID = f"at another moment on each rank; dashed: {ROOM / GB:.0f} GB, what CUDA and NCCL leave of a GPU of 80 GB"
 TOP, BOTTOM, HIGHEST = 100, 350, 86e9  # pixels, and the bytes of the whole height
 GROUPS = {  # which of the planner's categories a box holds, and its colour
     "weights, optimizer, reduced gradients": ("#15803d", ("sharded weights", "optimizer state", "sharded gradients")),
@@ -48,7 +49,7 @@ def draw() -> str:
     scale = (BOTTOM - TOP) / HIGHEST
     parts = [
         text(24, 38, "Alive at the peak, GB", 20, weight=700),
-        text(24, 62, f"at another moment on each rank; dashed: {ROOM / GB:.0f} GB, what CUDA and NCCL leave of a GPU of 80 GB", 14, MUTED),
+        text(24, 62, ROOM_SAID, 14, MUTED),
         line(70, BOTTOM - ROOM * scale, WIDTH - 30, BOTTOM - ROOM * scale, svg.PP, 1.5, "6 4"),
         line(70, BOTTOM, WIDTH - 30, BOTTOM, MUTED),
     ]

@@ -251,14 +251,14 @@ def describe(alike: Sequence[Found]) -> str:
     parallel, train = [one.config.parallel for one in alike], alike[0].config.train
     p = parallel[0]
     sizes = " ".join(f"{axis} {_each(getattr(q, axis) for q in parallel)}" for axis in ("tp", "pp", "dp_shard", "dp_replicate"))
-    stages = _each(q.stages_per_rank for q in parallel)
+    stages = _each(sorted(q.stages_per_rank for q in parallel))
     schedule = p.schedule if stages == "1" else f"{p.schedule}×{stages}"
     cuts = {None: "even", "auto": "balanced"}
     layers = _each("light ends" if isinstance(q.layers_per_stage, list) else cuts[q.layers_per_stage] for q in parallel)
     cut = ", whole sequence" if p.tp > 1 and not p.sequence_parallel else ""
     return (
         f"{sizes} · {schedule}{'' if layers == 'even' else f', {layers}'} · micro-batch {train.micro_batch_size} · "
-        f"zero {_each(q.zero_stage for q in parallel)} · {train.activation_checkpointing} checkpointing{cut}"
+        f"zero {_each(sorted(q.zero_stage for q in parallel))} · {train.activation_checkpointing} checkpointing{cut}"
     )
 
 

@@ -83,6 +83,19 @@ def test_how_far_comparable_rows_are() -> None:
     assert "the farthest is a fifth off" in TEXT
 
 
+def test_what_follows() -> None:
+    """Points between published and planned, in the list below the table."""
+    of: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for one in recorded("plan_published")["rows"]:
+        of.setdefault((one["system"], one["model"]), []).append(one)
+    eager, compiled = (one["published_mfu"] for one in of["torchtitan", "8B"][:2])
+    assert f"torchtitan's 8B: {100 * (compiled - eager):.0f} points between eager and compiled" in TEXT
+    points = {key: max(100 * (one["published_mfu"] - one["predicted_mfu"]) for one in rows) for key, rows in of.items()}
+    assert f"attention made for Hopper (NeMo's 8B, {points['NeMo', '8B']:.0f} points)" in TEXT
+    large = [points["Megatron 2022", model] for model in ("530B", "1T")]
+    assert f"(Megatron's 530B and 1T, {large[0]:.0f} and {large[1]:.0f} points)" in TEXT
+
+
 # --- what guides say of 8 A100 ----------------------------------------------------------------------------------------
 
 A100 = (

@@ -202,7 +202,7 @@ def test_layouts_that_hardly_differ_are_one_row(eight: Result) -> None:
         assert len({(one.config.parallel.tp, one.config.parallel.pp, one.config.parallel.schedule) for one in row}) == 1
     third = shown[2]
     assert len(third) >= 6
-    assert "interleaved_1f1b×6/7/8/5/4/3" in describe(third)
+    assert "interleaved_1f1b×3/4/5/6/7/8" in describe(third)
     text = describe_search(eight)
     assert f"14.707-{third[-1].seconds:.3f}" in text
     assert f"({len(third)} layouts)" in text
