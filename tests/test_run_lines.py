@@ -1,5 +1,8 @@
 """What a run says of itself at its start and end, word for word."""
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,3 +58,33 @@ def test_a_world_that_the_axes_do_not_make() -> None:
     assert refused.value.key == "parallel.tp"
     assert "a multiple of 32 processes" in refused.value.remedy
     assert "--gpus 12 --search" in refused.value.remedy
+
+
+# --- commands that are left before their end --------------------------------------------------------------------------
+
+LEFT = "from tools.command import run_command\nimport os, sys, time\n"
+
+
+def leave(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", LEFT + program], capture_output=True, text=True, timeout=300)
+
+
+def test_ctrl_c_leaves_no_traceback_and_what_must_be_done_is() -> None:
+    program = "def main():\n    try: raise KeyboardInterrupt\n    finally: print('cleaned up', flush=True)\nrun_command(main)"
+    done = leave(program)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "cleaned up\n", "")
+
+
+def test_only_the_pipe_of_standard_output_may_break_quietly() -> None:
+    reader_gone = "read, write = os.pipe(); os.close(read); os.dup2(write, 1)\n"
+    done = leave(reader_gone + "run_command(lambda: print('x' * 100_000) or 0)")
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+    done = leave("def main(): raise BrokenPipeError('of another process')\nrun_command(main)")
+    assert done.returncode == 1
+    assert "of another process" in done.stderr
+
+
+def test_every_command_ends_so() -> None:
+    for name in ("verify", "tokenizer", "plot", "profile", "report", "timeline", "rehearse", "parity", "plan"):
+        file = next(file for file in (Path(f"tools/{name}.py"), Path(f"tools/{name}/__main__.py")) if file.exists())
+        assert file.read_text(encoding="utf-8").endswith('if __name__ == "__main__":\n    run_command(main)\n'), name

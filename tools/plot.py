@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from data.dataset import open_data
 from errors import UserError
+from tools.command import run_command
 from training.load_config import load_config
 
 BLUE, ORANGE, GREY = "#2563eb", "#ea580c", "#6b7280"
@@ -95,4 +96,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from errors import UserError
+from tools.command import run_command
 from training.profile_summary import REMEDY, describe, read_trace, summarise
 
 
@@ -38,4 +39,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

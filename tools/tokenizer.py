@@ -1,5 +1,7 @@
 """Trains a tokenizer: `python -m tools.tokenizer --source … --vocab-size N --out FILE`.
 
+    python -m tools.tokenizer --source 'corpus/*.jsonl' --vocab-size 32000 --out prepared/corpus.model
+
 SentencePiece BPE that can spell every text exactly (data/sentencepiece_codec.py). It sees the training documents only, never
 the held-out ones, and at most --max-characters of them from the start of the source: give a source that is mixed, not sorted.
 """
@@ -13,6 +15,7 @@ from data.heldout import Splitter
 from data.sources import documents, one_source
 from data.tokenizer import Tokenizer
 from errors import UserError
+from tools.command import run_command
 
 
 def texts(source: str, text_field: str | None, split: str, heldout_fraction: float, max_characters: int) -> Iterator[str]:
@@ -61,4 +64,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

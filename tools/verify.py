@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from errors import UserError
+from tools.command import run_command
 from training.checkpoint import checkpoints_of
 from training.manifest import Damaged, verify
 
@@ -18,7 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="runs/laptop, or runs/laptop/checkpoints/step-…")
     options = parser.parse_args(arguments)
     try:
         checkpoints = checkpoints_of(options.checkpoint, "CHECKPOINT")
@@ -37,4 +38,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -9,13 +9,13 @@ status is 1 if any is out of bounds (row.py). On two cores, over gloo, the whole
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from model.kernels.backend import why_not_triton
+from tools.command import run_command
 from tools.parity.cases import (
     QUICK_LAYOUTS,
     STEPS,
@@ -91,4 +91,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

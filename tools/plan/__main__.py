@@ -2,7 +2,7 @@
 
     python -m tools.plan configs/llama3_70b.yaml                                    256 H100, as its first line says
     python -m tools.plan configs/llama3_70b.yaml parallel.dp_shard=2 --device h200  another layout, another device
-    python -m tools.plan configs/llama3_405b.yaml --gpus 16384 --search             the best ten of all layouts that fit
+    python -m tools.plan configs/llama3_405b.yaml --gpus 16384 --search             the fastest of all layouts that fit
     python -m tools.plan configs/llama3_8b.yaml --tokens 15e12 --price 2.5          days, energy and cost of the whole run
     python -m tools.plan configs/llama3_8b.yaml --guide 4                           ZeRO's stages under the usual accounting
 
@@ -12,7 +12,6 @@ How it is computed, and how far it was from what was measured: docs/planning.md.
 
 import argparse
 import json
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from plan.search import ALIKE, Found, Result, rows, search, why_not
 from plan.search import describe as describe_row
 from plan.summary import summarise
 from plan.time import StepTime
+from tools.command import run_command
 from tools.plan.draw import draw_frontier, draw_memory
 from tools.timeline.draw import Panel, draw, save
 from tools.timeline.panels import figures
@@ -120,7 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m tools.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", metavar="CONFIG", help="a configuration file")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as train.py takes them")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="as train.py takes them")
     parser.add_argument("--gpus", type=int, metavar="N", help="size of the world (default: its axes, or the file's first line)")
     parser.add_argument("--device", default="h100", metavar="NAME", help=f"{', '.join(DEVICES)}, or a JSON file of rates")
     parser.add_argument("--search", action="store_true", help="try all layouts, whatever the configuration says of them")
@@ -188,5 +188,4 @@ def print_plan(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback, as it ends other programs
-    sys.exit(main())
+    run_command(main)

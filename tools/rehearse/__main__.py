@@ -19,6 +19,7 @@ from typing import Any
 from errors import UserError
 from plan.hardware import GB, find_device
 from plan.layout import world_of
+from tools.command import run_command
 from tools.rehearse.prediction import predicted_step
 from tools.rehearse.rank import alone, check_can_be_rehearsed, rehearse, rehearse_for_real
 from training.config import Config
@@ -56,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m tools.rehearse", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", metavar="CONFIG", help="a configuration file")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as train.py takes them")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="as train.py takes them")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--rank", type=int, metavar="R", help="this rank of the world (default: 0)")
     which.add_argument("--stages", action="store_true", help="the first rank of every pipeline position, one after the other")
@@ -97,4 +98,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError
+from tools.command import run_command
 from tools.report.page import page
 from tools.report.run import read_run
 from tools.report.tables import MEANING
@@ -77,4 +78,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

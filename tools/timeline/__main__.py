@@ -20,6 +20,7 @@ from pathlib import Path
 from errors import UserError
 from parallel.pipeline.chrome import to_chrome
 from parallel.pipeline.schedules import SCHEDULES
+from tools.command import run_command
 from tools.timeline.draw import Panel, draw, save
 from tools.timeline.panels import simulated_panels, traced_panels
 from tools.timeline.text import print_panels
@@ -115,4 +116,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)
