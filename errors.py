@@ -4,12 +4,9 @@ It may be raised anywhere, so it lives below every other module and imports noth
 message from one rank and exit status 2; it never becomes a traceback.
 """
 
-import reprlib
 from typing import Any
 
-_SHORT = reprlib.Repr()
-_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxdict, _SHORT.maxset = 3, 64, 64, 16, 16
-_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 300
+LONGEST = 600  # characters of a value in a message
 
 
 class UserError(Exception):
@@ -23,7 +20,7 @@ class UserError(Exception):
     """
 
     def __init__(self, key: str, value: Any, why: str, remedy: str) -> None:
-        shown = key if key.isprintable() and len(key) < 300 else short(key)
+        shown = key if key.isprintable() and len(key) < LONGEST else short(key)
         super().__init__(f"{shown} = {short(value)}: {why}\n  remedy: {remedy}")
         self.key, self.value, self.why, self.remedy = key, value, why, remedy
 
@@ -31,6 +28,7 @@ class UserError(Exception):
 def short(value: Any) -> str:
     """repr(value), shortened: a message must stay one that can be read, whatever was given."""
     try:
-        return _SHORT.repr(value)
-    except ValueError:  # Python does not write an int of thousands of digits
+        text = repr(value)
+    except (ValueError, RecursionError):  # Python does not write an int of thousands of digits
         return f"<{type(value).__name__}>"
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 100]} … {text[-90:]}"

@@ -13,7 +13,7 @@ makes configs/schema.json of them (tools/schema.py). Like errors.py this file ma
 
 import dataclasses
 import difflib
-import functools
+import inspect
 import types
 import typing
 from collections.abc import Callable
@@ -60,7 +60,6 @@ def section(name: str) -> Callable[[type[T]], type[T]]:
         built: Any = pydantic.dataclasses.dataclass(cls, frozen=True, config=config)
         validate = built.__init__
 
-        @functools.wraps(validate)
         def init(self: Any, *args: Any, **values: Any) -> None:
             try:
                 validate(self, *args, **values)
@@ -68,6 +67,9 @@ def section(name: str) -> Callable[[type[T]], type[T]]:
                 positional = dict(zip((field.name for field in dataclasses.fields(built)), args, strict=False))
                 raise _explain(name, built, positional | values, error) from None
 
+        fields = inspect.signature(built)
+        itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        init.__signature__ = fields.replace(parameters=[itself, *fields.parameters.values()])  # type: ignore[attr-defined]
         built.__init__ = init
         return built
 

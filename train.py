@@ -27,7 +27,7 @@ from parallel.mesh import build_mesh
 from plan.layout import Layout
 from plan.memory import Memory
 from training import checkpoint
-from training.build import build_stages
+from training.build import build_stages, check_fits
 from training.config import Config
 from training.guard import check_not_in_vain
 from training.join import start_distributed
@@ -66,6 +66,7 @@ def read_config(arguments: list[str], device: str) -> Config:
     config = load_config(arguments[0], arguments[1:])
     config.validate(dist.get_world_size())
     check_kernels(config.model.kernels, device)
+    check_fits(config, device)
     return config
 
 

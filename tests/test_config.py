@@ -131,6 +131,8 @@ def test_wrong_value(override: str, said: str) -> None:
     [
         (["train.global_batch_size=2000000"], "train.global_batch_size"),
         (["train.global_batch_size=2000000001"], "train.global_batch_size"),
+        (["train.global_batch_size=100000000", "train.micro_batch_size=50000000"], "train.micro_batch_size"),
+        (["train.global_batch_size=2000000", "train.micro_batch_size=100000", "train.seq_len=512"], "train.global_batch_size"),
         (["parallel.tp=1000000000"], "parallel.tp"),
         (["parallel.pp=1000000000"], "parallel.pp"),
         (["parallel.stages_per_rank=1000000000", "parallel.schedule=interleaved_1f1b"], "parallel.stages_per_rank"),

@@ -5,6 +5,7 @@ from what is known to go wrong, and from noise.
 """
 
 import json
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -266,8 +267,7 @@ def some_runs(ranks: Ranks, folder: Path, count: int) -> None:
     @settings(short, max_examples=count, phases=[Phase.generate])
     @given(run_overrides())
     def run(overrides: list[str]) -> None:
-        here = folder / str(ends.total())
-        here.mkdir()
+        here = Path(tempfile.mkdtemp(dir=folder))
         base = write_config(here, data, train={"steps": 3, "seq_len": 16, "global_batch_size": 4, "micro_batch_size": 2})
         try:
             message = ranks.run(train_run, 1, [base, *overrides])[0]

@@ -7,6 +7,7 @@ Before a run      tokenizer, prepare     text → tokens → token shards
                   timeline               a schedule, drawn
                   preflight              are the nodes fit?
                   launch                 torchrun's launcher, with everything imported once
+For its editors   schema                 what a configuration file may hold, for completion and checks
 While and after   report, plot, profile  a run as a page, as a picture; what a trace says
                   verify                 is a checkpoint whole?
                   generate               text from the model

@@ -1,8 +1,11 @@
 """From a configuration and a mesh to this rank's model: meta device → checkpointing → compile → FSDP → memory → weights."""
 
+import os
+
 import torch
 import torch.distributed as dist
 
+from errors import UserError
 from model.cost import layer_costs
 from model.initialise import initialise
 from model.transformer import Transformer
@@ -25,6 +28,23 @@ def build_stages(config: Config, mesh: Mesh) -> dict[int, Transformer]:
         if rank == mesh.pp_rank:
             stages[s] = build_stage(config, mesh, split[s], first=s == 0, last=s == len(split) - 1)
     return stages
+
+
+def check_fits(config: Config, device: str) -> None:
+    """Raises UserError where weights and optimizer states are more than a rank's share of the memory: what is certain, before
+    anything is allocated. (What else a step needs, `tools.plan` says.)"""
+    parallel, optimizer = config.parallel, config.optimizer
+    per_parameter = 6 if optimizer.pure_bfloat16 else 3 * max(4, DTYPES[config.train.dtype].itemsize)
+    world = dist.get_world_size()
+    needed = config.model.num_parameters * per_parameter * parallel.dp_replicate / world
+    if device == "cuda" and not parallel.cpu_offload:
+        memory = torch.cuda.get_device_properties().total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if needed > memory:
+        why = f"weights and optimizer states are {needed / 1e9:,.1f} GB of each rank, which has {memory / 1e9:,.1f} GB"
+        remedy = "use more processes (parallel.dp_shard, tp, pp) or a smaller model; `python -m tools.plan` says what fits"
+        raise UserError("model", f"{config.model.num_parameters:,} parameters", why, remedy)
 
 
 def describe_places(config: Config, mesh: Mesh, ranks_per_node: int) -> str:

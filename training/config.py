@@ -21,6 +21,7 @@ from parallel.placement import chunk_range
 from settings import Count, PathText, Text, Whole, between, section
 
 MAX_FORWARDS = 2**16  # of a step, over all stages; the largest runs known have some thousands
+MAX_TOKENS = 2**26  # of a micro-batch; four times as many, of a rank in a step, are 2 GB before anything is computed
 MAX_STEPS = 99_999_999  # a checkpoint's name has eight digits
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -30,7 +31,7 @@ class TrainConfig:
     """How long, on how much at a time, and in which arithmetic."""
 
     steps: Annotated[int, between(0, MAX_STEPS)]  # optimizer steps of the whole run
-    seq_len: Annotated[int, between(1, 2**27)]  # S: tokens of one sequence
+    seq_len: Annotated[int, between(1, MAX_TOKENS)]  # S: tokens of one sequence
     global_batch_size: Count  # sequences of one optimizer step, over all ranks
     micro_batch_size: Count  # sequences of one forward on one data-parallel rank
     seed: Annotated[int, between(-(2**63), 2**63 - 1)] = 0
@@ -153,11 +154,16 @@ class Config:
             key = "parallel.pp" if parallel.pp > parallel.stages_per_rank else "parallel.stages_per_rank"
             value = max(parallel.pp, parallel.stages_per_rank)
             raise UserError(key, value, f"makes {stages:,} stages in all: too many", "use fewer")
+        if train.micro_batch_size * train.seq_len > MAX_TOKENS:
+            why = f"is {train.micro_batch_size * train.seq_len:,} tokens: it counts sequences, of train.seq_len={train.seq_len}"
+            raise UserError("train.micro_batch_size", train.micro_batch_size, why, "give fewer, often 1 to 16")
         microbatches = self.num_microbatches(dp)
-        if stages * microbatches > MAX_FORWARDS:
-            batch, sequences = train.global_batch_size, train.global_batch_size // train.seq_len
-            counts = f"global_batch_size counts sequences: are {batch:,} tokens meant?"
-            why = f"is {microbatches:,} micro-batches of each data-parallel rank in every step; {counts}"
+        batch = train.global_batch_size
+        if stages * microbatches > MAX_FORWARDS or batch * train.seq_len > dp * 4 * MAX_TOKENS:
+            sequences = batch // train.seq_len
+            why = (
+                f"it counts sequences ({microbatches:,} micro-batches of each data-parallel rank): are {batch:,} tokens meant?"
+            )
             meant = f"for so many tokens of train.seq_len={train.seq_len} give {max(step, sequences // step * step)}"
             raise UserError("train.global_batch_size", batch, why, f"{meant}; else raise train.micro_batch_size")
 

@@ -23,7 +23,7 @@ def load_config(path: str, overrides: list[str]) -> Config:
     for override in overrides:
         name, equals, text = override.partition("=")
         section, dot, key = name.partition(".")
-        if not (equals and dot and key):
+        if not (equals and section and dot and key):
             raise UserError("command line", override, "is not section.key=value", "write for example train.steps=100")
         try:
             raw.setdefault(section, {})[key] = parse(text)
@@ -68,7 +68,7 @@ def _build(raw: dict[str, dict[str, Any]]) -> Config:
         if section not in SECTIONS:
             close = difflib.get_close_matches(section, SECTIONS, n=1)
             remedy = f"did you mean {close[0]}?" if close else f"choose from {', '.join(SECTIONS)}"
-            raise UserError(section, given, "there is no such section", remedy)
+            raise UserError(section or "''", given, "there is no such section", remedy)
         for key, value in given.items():
             if key not in KEYS[section]:
                 raise no_such_key(section, str(key), value, KEYS)

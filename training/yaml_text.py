@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-MAX_CHARACTERS = 2**18  # of a file; the largest configuration anyone wrote has some thousands
+MAX_CHARACTERS = 2**17  # of a file; the largest configuration anyone wrote has some thousands
 
 
 class NotYaml(ValueError):

@@ -105,7 +105,7 @@ def _scalars(step: Tensor, norm: Tensor, applied: Tensor, rates: Rates) -> Tenso
     t = step.double()
     factor = (rates.max_norm / norm).clamp(max=1.0) if rates.max_norm else torch.ones_like(norm)
     # 1 − βᵗ with no loss of digits where βᵗ is near 1. β − 1 is exact for β ≥ 1/2.
-    one, two = (-torch.expm1(t * (math.log1p(beta - 1.0) if beta else -math.inf)) for beta in rates.betas)
+    one, two = (-torch.expm1(t * (math.log1p(beta - 1.0) if beta - 1.0 > -1.0 else -math.inf)) for beta in rates.betas)
     return torch.stack((applied.double(), factor, rates.lr / one, two.rsqrt(), t))
 
 
