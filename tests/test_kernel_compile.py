@@ -1,6 +1,6 @@
 """Every Triton kernel, compiled for GPUs that are not here: no spills, accesses of 16 bytes, and limits kept.
 
-tools/compile_kernels.py is run as a user runs it, in a process of its own: this one's kernels are interpreted.
+tools/compile_kernels is run as a user runs it, in a process of its own: this one's kernels are interpreted.
 """
 
 import ast
