@@ -72,7 +72,7 @@ def test_one_file_is_prepared_and_trains(ranks: Ranks, tmp_path: Path, capsys: p
     source.write_text(LINES)
     (tmp_path / "t.model").write_bytes(tokenizer().model)
     assert prepare_command.main(["--source", str(source), "--tokenizer", str(tmp_path / "t.model"), "--out", str(out)]) == 0
-    assert "the last 0.05 of each document's text is held out" in capsys.readouterr().out
+    assert "the last 5% of each document's text is held out" in capsys.readouterr().out
     (trained,), (held,) = split_texts(out, "train"), split_texts(out, "heldout")
     assert trained + held == LINES
     assert (trained, held) == (LINES[: cut(LINES, 0.05)], LINES[cut(LINES, 0.05) :])

@@ -28,6 +28,17 @@ def texts(source: str, text_field: str | None, split: str, heldout_fraction: flo
             return
 
 
+def check(options: argparse.Namespace) -> None:
+    """Before anything is read. Raises UserError."""
+    if not 0 <= options.heldout_fraction < 1:
+        why = "it is a fraction of the documents"
+        raise UserError("--heldout-fraction", options.heldout_fraction, why, "0 <= fraction < 1")
+    if options.max_characters < 1:
+        raise UserError("--max-characters", options.max_characters, "there is nothing to learn from", "at least 1")
+    if options.out.is_dir():
+        raise UserError("--out", str(options.out), "it is a folder", f"name a file: {options.out / 'tokenizer.model'}")
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.tokenizer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -45,6 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
+        check(options)
         read = texts(
             one_source(options.source), options.text_field, options.split, options.heldout_fraction, options.max_characters
         )
@@ -53,6 +65,10 @@ def main(arguments: list[str] | None = None) -> int:
         partial = options.out.with_name(options.out.name + ".partial")
         partial.write_bytes(tokenizer.model)
         partial.replace(options.out)
+    except OSError as error:  # what reading the source raises is a UserError
+        print(f"error: --out = {str(options.out)!r}: cannot be written ({error.strerror})", file=sys.stderr)
+        print("  remedy: make room, or name a file where you may write", file=sys.stderr)
+        return 2
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
