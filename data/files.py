@@ -1,6 +1,7 @@
 """Which files of a folder or a glob are read, and why the others are not.
 
-Every file that is found is either read or left out for a reason that the `Report` has: nothing is dropped in silence.
+Every file that is found is either read or left out for a reason that the `Report` has: nothing is
+dropped in silence.
 """
 
 import glob
@@ -27,7 +28,8 @@ NAMED = 5  # names that a report spells out for each reason
 class Report:
     """What became of the files of a source: filled while its documents are read.
 
-    files: how many gave documents. columns: those that texts came from, if not from `text`, and an example of a file of each.
+    files: how many gave documents.
+    columns: those that texts came from, if not from `text`, and an example of a file of each.
     left_out: reason → names.
     """
 
@@ -54,8 +56,9 @@ class Report:
 
 
 def files_of_folder(folder: Path, split: str, report: Report) -> list[Path]:
-    """Its files of text and its tables of that split, at any depth, sorted by their relative paths: the same on every file
-    system. Links are followed, but nothing is read twice. Raises UserError where there are none."""
+    """Its files of text and its tables of that split, at any depth, sorted by their relative paths:
+    the same on every file system. Links are followed, but nothing is read twice. Raises UserError
+    where there are none."""
     found = dict(sorted((file.relative_to(folder).as_posix(), file) for file in _walk(folder, report)))
     if not found:
         reasons = "; ".join(f"{reason}: {', '.join(names[:NAMED])}" for reason, names in report.left_out.items())
@@ -115,13 +118,15 @@ def files_of_glob(pattern: str, report: Report) -> list[Path]:
 
 
 def split_of(name: str) -> str:
-    """Which split the file of this relative path belongs to, by the first word in it that says so; `train` where none does."""
+    """Which split the file of this relative path belongs to, by the first word in it that says so;
+    `train` where none does."""
     word = SPLIT_WORD.search(name.lower())
     return SPLIT_WORDS[word[1]] if word else "train"
 
 
 def _walk(folder: Path, report: Report) -> Iterator[Path]:
-    """Every file that is not hidden; first what is there, then what links lead to that is not there anyway."""
+    """Every file that is not hidden; first what is there, then what links lead to that is not there
+    anyway."""
     entered: set[tuple[int, int]] = set()
     seen: set[tuple[int, int]] = set()
     links = [folder]
@@ -171,7 +176,8 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def _card(readme: Path) -> list[str] | None:
-    """The data sets that a README.md describes, as on the Hugging Face hub; None: it is text like any other."""
+    """The data sets that a README.md describes, as on the Hugging Face hub; None: it is text like
+    any other."""
     try:
         parts = readme.read_text(encoding="utf-8").split("---", 2)
         content = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None

@@ -63,7 +63,8 @@ def prepare(
 ) -> dict:
     """Tokenizes `source` into the folder `out` and returns its index.
 
-    heldout_fraction: of the documents, chosen by the hash of their ids, or of each of a few documents (heldout.py).
+    heldout_fraction: of the documents, chosen by the hash of their ids, or of each of a few
+        documents (heldout.py).
     shard_tokens: a shard is closed by the document with which it reaches this many tokens.
     workers: processes that tokenize; this process reads and writes beside them.
     report: is told which files were read, and which were left out.

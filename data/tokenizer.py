@@ -40,7 +40,8 @@ class Codec(Protocol):
 class Tokenizer:
     """Text to ids in range(vocab_size), and back. eos closes a document, and bos opens it where there is one.
 
-    adds_bos: whether bos opens a prompt too: what tokenizer_config.json says (`add_bos_token`), else what the file itself does.
+    adds_bos: whether bos opens a prompt too: what tokenizer_config.json says (`add_bos_token`),
+    else what the file itself does.
 
     A text that spells a special token (`<|end_of_text|>`, `</s>`) is text: no document can close itself.
 

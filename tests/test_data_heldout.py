@@ -1,4 +1,5 @@
-"""What is held out is a pure function of ids, or of texts where there are few; one file trains; evaluation can be off."""
+"""What is held out is a pure function of ids, or of texts where there are few; one file trains;
+evaluation can be off."""
 
 import json
 from pathlib import Path

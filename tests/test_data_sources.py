@@ -1,4 +1,5 @@
-"""Every file of a source is read, or named with the reason; what is wrong with one is said with its name, line and remedy."""
+"""Every file of a source is read, or named with the reason; what is wrong with one is said with its
+name, line and remedy."""
 
 import bz2
 import gzip

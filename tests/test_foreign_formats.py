@@ -1,4 +1,5 @@
-"""Tokenizers and models in formats that are not read are called what they are; a tokenizer may lie beside a model's folder."""
+"""Tokenizers and models in formats that are not read are called what they are; a tokenizer may lie
+beside a model's folder."""
 
 import base64
 import json

@@ -1,8 +1,9 @@
 """Text to token shards: `python -m tools.prepare --source NAME_OR_PATH --tokenizer FILE --out DIR`.
 
---source: `python-stdlib`, a file, a 'glob' or a folder of text (.txt, .md, .py, …) and tables (.jsonl, .csv, .parquet, …),
-also compressed (.gz, .bz2, .xz, .zst), or a data set of the Hugging Face hub; see data/sources.py. What is left out is said.
-Training reads DIR as `data.path`. See data/prepare.py for what is in it.
+--source: `python-stdlib`, a file, a 'glob' or a folder of text (.txt, .md, .py, …) and tables
+(.jsonl, .csv, .parquet, …), also compressed (.gz, .bz2, .xz, .zst), or a data set of the Hugging
+Face hub; see data/sources.py. What is left out is said. Training reads DIR as `data.path`. See
+data/prepare.py for what is in it.
 """
 
 import argparse

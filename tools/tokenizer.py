@@ -5,6 +5,7 @@ the held-out ones, and at most --max-characters of them from the start of the so
 """
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--max-characters", type=int, default=100_000_000, help="enough to learn from; held in memory (default: %(default)s)"
     )
     options = parser.parse_args(arguments)
+    partial = options.out.with_name(options.out.name + ".partial")
     try:
         check(options)
         read = texts(
@@ -62,12 +64,13 @@ def main(arguments: list[str] | None = None) -> int:
         )
         tokenizer = Tokenizer.train(read, options.vocab_size)
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        partial = options.out.with_name(options.out.name + ".partial")
         partial.write_bytes(tokenizer.model)
         partial.replace(options.out)
     except OSError as error:  # what reading the source raises is a UserError
         print(f"error: --out = {str(options.out)!r}: cannot be written ({error.strerror})", file=sys.stderr)
         print("  remedy: make room, or name a file where you may write", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         return 2
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
