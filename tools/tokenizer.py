@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--max-characters", type=int, default=100_000_000, help="enough to learn from; held in memory (default: %(default)s)"
     )
     options = parser.parse_args(arguments)
-    partial = options.out.with_name(options.out.name + ".partial")
+    partial = options.out.parent / f"{options.out.name}.partial"
     try:
         check(options)
         read = texts(
