@@ -7,6 +7,8 @@ dropped in silence.
 import glob
 import os
 import re
+import shlex
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,7 +67,7 @@ def files_of_folder(folder: Path, split: str, report: Report) -> list[Path]:
         why = f"nothing in it can be read ({reasons})" if reasons else "the folder is empty"
         raise UserError("--source", str(folder), why, "give a folder with files of text or tables")
     has_tables = any(kind(file) in TABLES for file in found.values())
-    chosen, splits, endings = [], set(), set()
+    chosen, splits, unknown = [], set(), Counter[str]()
     for name, file in found.items():
         ending = kind(file)
         if name == "README.md" and has_tables and (configurations := _card(file)) is not None:
@@ -77,7 +79,7 @@ def files_of_folder(folder: Path, split: str, report: Report) -> list[Path]:
             report.leave_out(name, f"an archive ({ending}): unpack it")
         elif ending not in TEXTS | TABLES:
             report.leave_out(name, f"no known kind of file ({ending or 'no ending'})")
-            endings.add(file.suffix)
+            unknown[file.suffix] += 1
         elif (its := split_of(name) if ending in TABLES else "train") != split:
             report.leave_out(name, f"of the split {its!r} (--split {its})")
             splits.add(its)
@@ -90,9 +92,11 @@ def files_of_folder(folder: Path, split: str, report: Report) -> list[Path]:
         why = "none of its files is of a known kind: " + "; ".join(
             f"{', '.join(names[:NAMED])}: {reason}" for reason, names in report.left_out.items()
         )
-        ending = min(endings, default="")
-        remedy = f"if they are text, give them as a glob, which reads any file: --source '{folder}/**/*{ending}'"
-        raise UserError("--source", str(folder), why, remedy if endings else "unpack them, or give a folder with text")
+        remedy = "unpack them, or give a folder with text"
+        for ending, _ in unknown.most_common(1):
+            pattern = shlex.quote(f"{glob.escape(str(folder))}/**/*{ending}")
+            remedy = f"if they are text, give them as a glob, which reads any file: --source {pattern}"
+        raise UserError("--source", str(folder), why, remedy)
     return chosen
 
 
