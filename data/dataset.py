@@ -63,7 +63,7 @@ class TokenDataset:
         """
         folder = Path(folder)
         index = _read_index(folder)
-        if tokenizer and (sha256 := Tokenizer.load(tokenizer).sha256) != index["tokenizer_sha256"]:
+        if tokenizer and (sha256 := Tokenizer.load(tokenizer, "data.tokenizer").sha256) != index["tokenizer_sha256"]:
             why = f"{folder} was made with another tokenizer (sha256 {index['tokenizer_sha256'][:12]}…, this is {sha256[:12]}…)"
             raise UserError("data.tokenizer", str(tokenizer), why, f"leave it empty, or give {folder}")
         try:

@@ -1,11 +1,14 @@
 """Which files of a folder or a glob are read, and why the others are not.
 
-Every file that is found is either read or left out for a reason that the `Report` has: nothing is dropped in silence.
+Every file that is found is either read or left out for a reason that the `Report` has: nothing is
+dropped in silence.
 """
 
 import glob
 import os
 import re
+import shlex
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,7 +30,8 @@ NAMED = 5  # names that a report spells out for each reason
 class Report:
     """What became of the files of a source: filled while its documents are read.
 
-    files: how many gave documents. columns: those that texts came from, if not from `text`, and an example of a file of each.
+    files: how many gave documents.
+    columns: those that texts came from, if not from `text`, and an example of a file of each.
     left_out: reason → names.
     """
 
@@ -54,15 +58,16 @@ class Report:
 
 
 def files_of_folder(folder: Path, split: str, report: Report) -> list[Path]:
-    """Its files of text and its tables of that split, at any depth, sorted by their relative paths: the same on every file
-    system. Links are followed, but nothing is read twice. Raises UserError where there are none."""
+    """Its files of text and its tables of that split, at any depth, sorted by their relative paths:
+    the same on every file system. Links are followed, but nothing is read twice. Raises UserError
+    where there are none."""
     found = dict(sorted((file.relative_to(folder).as_posix(), file) for file in _walk(folder, report)))
     if not found:
         reasons = "; ".join(f"{reason}: {', '.join(names[:NAMED])}" for reason, names in report.left_out.items())
         why = f"nothing in it can be read ({reasons})" if reasons else "the folder is empty"
         raise UserError("--source", str(folder), why, "give a folder with files of text or tables")
     has_tables = any(kind(file) in TABLES for file in found.values())
-    chosen, splits, endings = [], set(), set()
+    chosen, splits, unknown = [], set(), Counter[str]()
     for name, file in found.items():
         ending = kind(file)
         if name == "README.md" and has_tables and (configurations := _card(file)) is not None:
@@ -74,7 +79,7 @@ def files_of_folder(folder: Path, split: str, report: Report) -> list[Path]:
             report.leave_out(name, f"an archive ({ending}): unpack it")
         elif ending not in TEXTS | TABLES:
             report.leave_out(name, f"no known kind of file ({ending or 'no ending'})")
-            endings.add(file.suffix)
+            unknown[file.suffix] += 1
         elif (its := split_of(name) if ending in TABLES else "train") != split:
             report.leave_out(name, f"of the split {its!r} (--split {its})")
             splits.add(its)
@@ -87,9 +92,11 @@ def files_of_folder(folder: Path, split: str, report: Report) -> list[Path]:
         why = "none of its files is of a known kind: " + "; ".join(
             f"{', '.join(names[:NAMED])}: {reason}" for reason, names in report.left_out.items()
         )
-        ending = min(endings, default="")
-        remedy = f"if they are text, give them as a glob, which reads any file: --source '{folder}/**/*{ending}'"
-        raise UserError("--source", str(folder), why, remedy if endings else "unpack them, or give a folder with text")
+        remedy = "unpack them, or give a folder with text"
+        for ending, _ in unknown.most_common(1):
+            pattern = shlex.quote(f"{glob.escape(str(folder))}/**/*{ending}")
+            remedy = f"if they are text, give them as a glob, which reads any file: --source {pattern}"
+        raise UserError("--source", str(folder), why, remedy)
     return chosen
 
 
@@ -115,13 +122,15 @@ def files_of_glob(pattern: str, report: Report) -> list[Path]:
 
 
 def split_of(name: str) -> str:
-    """Which split the file of this relative path belongs to, by the first word in it that says so; `train` where none does."""
+    """Which split the file of this relative path belongs to, by the first word in it that says so;
+    `train` where none does."""
     word = SPLIT_WORD.search(name.lower())
     return SPLIT_WORDS[word[1]] if word else "train"
 
 
 def _walk(folder: Path, report: Report) -> Iterator[Path]:
-    """Every file that is not hidden; first what is there, then what links lead to that is not there anyway."""
+    """Every file that is not hidden; first what is there, then what links lead to that is not there
+    anyway."""
     entered: set[tuple[int, int]] = set()
     seen: set[tuple[int, int]] = set()
     links = [folder]
@@ -171,7 +180,8 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def _card(readme: Path) -> list[str] | None:
-    """The data sets that a README.md describes, as on the Hugging Face hub; None: it is text like any other."""
+    """The data sets that a README.md describes, as on the Hugging Face hub; None: it is text like
+    any other."""
     try:
         parts = readme.read_text(encoding="utf-8").split("---", 2)
         content = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None

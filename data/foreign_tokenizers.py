@@ -1,4 +1,5 @@
-"""Tokenizers in formats that are not read here, known by their content: no good file is called damaged."""
+"""Tokenizers in formats that are not read here, known by their content: no good file is called
+damaged."""
 
 import json
 import re
@@ -12,7 +13,8 @@ CONVERT = 'python -c "from transformers import AutoTokenizer as A; A.from_pretra
 
 
 def not_a_tokenizer(name: str, content: bytes, otherwise: str) -> UserError:
-    """For a file that neither library reads. otherwise: what is said of one that is of no format known here."""
+    """For a file that neither library reads. otherwise: what is said of one that is of no format
+    known here."""
     why, remedy = _known(content) or (
         otherwise,
         "give a SentencePiece model, such as `python -m tools.tokenizer` writes, or a tokenizer.json",

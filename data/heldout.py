@@ -1,11 +1,12 @@
 """Which text is held out for evaluation, and never trained on.
 
-A document is held out as a whole where its id's hash says so: a pure function of the id, so equal ids are on one side whatever
-their order, their number and the files they come from.
+A document is held out as a whole where its id's hash says so: a pure function of the id, so equal
+ids are on one side whatever their order, their number and the files they come from.
 
-That needs documents to choose from. One file is often one document, and all of it would be trained on, or none. So where there
-are fewer than `FEW` documents, or the hash leaves one of the two splits without any, every document is cut in two instead,
-and its end is held out: a pure function of its text (`cut`). Each part is then a document of its own.
+That needs documents to choose from. One file is often one document, and all of it would be trained
+on, or none. So where there are fewer than `FEW` documents, or the hash leaves one of the two splits
+without any, every document is cut in two instead, and its end is held out: a pure function of its
+text (`cut`). Each part is then a document of its own.
 """
 
 import hashlib
@@ -28,14 +29,16 @@ class Part(NamedTuple):
 
 
 def held_out(document_id: str, fraction: float) -> bool:
-    """Whether the document belongs to the held-out split: a pure function of its id, true for `fraction` of all ids."""
+    """Whether the document belongs to the held-out split: a pure function of its id, true for
+    `fraction` of all ids."""
     digest = hashlib.blake2b(document_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
 def cut(text: str, fraction: float) -> int:
-    """Where the held-out end of `text` begins: after (1 - fraction) of its characters, or at the start of the line (else the
-    word) that is there, if that is near. Both parts have text, unless there is one character or none: that is trained on."""
+    """Where the held-out end of `text` begins: after (1 - fraction) of its characters, or at the
+    start of the line (else the word) that is there, if that is near. Both parts have text, unless
+    there is one character or none: that is trained on."""
     at = max(len(text) - max(round(len(text) * fraction), 1), 1)
     for separator in ("\n", " "):
         if found := text.rfind(separator, max(at - CUT_WITHIN, 0), at) + 1:
@@ -44,7 +47,8 @@ def cut(text: str, fraction: float) -> int:
 
 
 class Splitter:
-    """Yields the parts of `documents`, in their order; a document that was cut is two, the held-out one last.
+    """Yields the parts of `documents`, in their order; a document that was cut is two, the held-out
+    one last.
 
     cuts: whether documents are cut; False until the first part was yielded.
     """

@@ -63,7 +63,8 @@ def prepare(
 ) -> dict:
     """Tokenizes `source` into the folder `out` and returns its index.
 
-    heldout_fraction: of the documents, chosen by the hash of their ids, or of each of a few documents (heldout.py).
+    heldout_fraction: of the documents, chosen by the hash of their ids, or of each of a few
+        documents (heldout.py).
     shard_tokens: a shard is closed by the document with which it reaches this many tokens.
     workers: processes that tokenize; this process reads and writes beside them.
     report: is told which files were read, and which were left out.
@@ -73,8 +74,8 @@ def prepare(
     _check(tokenizer, out, heldout_fraction, shard_tokens, workers, overwrite)
     dtype = np.dtype("uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32")
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
-    partial.mkdir(parents=True)
     try:
+        partial.mkdir(parents=True)
         writers = {name: _SplitWriter(partial, name, dtype, tokenizer.vocab_size, shard_tokens) for name in SPLITS}
         counts = {"documents": 0, "empty_documents": 0}
         splitter = Splitter(_not_empty(documents(source, text_field, split, report), counts), heldout_fraction)
@@ -105,6 +106,9 @@ def prepare(
             (partial / name).write_bytes(content)
         (partial / "index.json").write_text(json.dumps(index, indent=1) + "\n")
         _put_in_place(partial, out)
+    except OSError as error:  # what reading the source raises is a UserError
+        remedy = "make room, or name a folder where you may write"
+        raise UserError("--out", str(out), f"cannot be written ({error.strerror or error})", remedy) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return index

@@ -7,7 +7,8 @@
     .parquet              by pyarrow, one column
     .gz .bz2 .xz .zst     after any of these but .parquet
 
-Whatever is wrong with a file is a UserError that names it, and the line or row. Nothing is repaired and nothing left out.
+Whatever is wrong with a file is a UserError that names it, and the line or row. Nothing is repaired
+and nothing left out.
 """
 
 import contextlib
@@ -39,7 +40,8 @@ ON_LINE = "correct or remove that line"
 
 
 def kind(path: Path) -> str:
-    """`.jsonl` of `a.jsonl` and of `a.jsonl.gz`, `.zip` of `a.zip`, `.tar` of `a.tar.gz`; in lower case."""
+    """`.jsonl` of `a.jsonl` and of `a.jsonl.gz`, `.zip` of `a.zip`, `.tar` of `a.tar.gz`; in lower
+    case."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in COMPRESSED:
         suffixes.pop()
@@ -54,7 +56,8 @@ def text_parts(file: Path) -> Iterator[str]:
 
 
 def rows(file: Path, column: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where it is (`line 3`), and the row, for each of a table. `column`: the only one that is needed of a parquet file."""
+    """Where it is (`line 3`), and the row, for each of a table. `column`: the only one that is
+    needed of a parquet file."""
     with reading(file):
         match kind(file):
             case ".parquet":
@@ -109,7 +112,8 @@ def open_binary(file: Path) -> BinaryIO:
 
 
 def text_column(row: dict[str, Any], asked: str | None) -> str | None:
-    """The column of the text: the one asked for; else `text`; else the only one that holds text in this row. None: no such."""
+    """The column of the text: the one asked for; else `text`; else the only one that holds text in
+    this row. None: no such."""
     if asked is not None or "text" in row:
         return asked or "text"
     texts = [name for name, value in row.items() if isinstance(value, str) and not _is_number(value)]
@@ -119,8 +123,11 @@ def text_column(row: dict[str, Any], asked: str | None) -> str | None:
 def row_texts(
     table: Iterator[tuple[str, dict[str, Any]]], name: str, asked: str | None, find: bool = True
 ) -> Iterator[tuple[str, str]]:
-    """(the text, its column) of every row. A null is an empty text, and so is a row without a column that other rows have.
-    find: whether another column than `text` will do."""
+    """(the text, its column) of every row. A null is an empty text, and so is a row without a
+    column that other rows have.
+
+    find: whether another column than `text` will do.
+    """
     column, seen, number, row = None, False, 0, {}
     for number, (where, row) in enumerate(table, 1):
         column = column or text_column(row, asked)

@@ -10,8 +10,9 @@ A source is named by a string:
                         names tell (`test.jsonl`). What is left out is said (files.py)
     anything else       the name of a data set on the Hugging Face hub, streamed; NAME:CONFIG where it has configurations
 
-What we train on is what is in the file: line ends stay as they are. A text file longer than `MAX_TEXT_CHARS` is cut at the ends
-of lines into documents of about that length, so that one file of any size is read in constant memory.
+What we train on is what is in the file: line ends stay as they are. A text file longer than
+`MAX_TEXT_CHARS` is cut at the ends of lines into documents of about that length, so that one file
+of any size is read in constant memory.
 """
 
 import glob
@@ -65,11 +66,12 @@ def documents(
 ) -> Iterator[Document]:
     """The documents of `source`, in order.
 
-    text_field: the column of a table that holds the text; None: `text`, else the only one that holds text.
+    text_field: the column of a table that holds the text; None: `text`, else the only one of text.
     split: which split of a folder of tables or of a data set of the hub; files have none.
     report: is told which files were read and which were left out.
 
-    Raises UserError, on the first `next`, for a source that does not exist, and later for a file that cannot be read whole.
+    Raises UserError, on the first `next`, for a source that does not exist, and later for a file
+    that cannot be read whole.
     """
     path, report = Path(source), report or Report()
     with reading(path):
@@ -84,7 +86,8 @@ def documents(
 
 
 def _files(source: str, path: Path, split: str, report: Report) -> tuple[list[Path] | None, Path | None]:
-    """The files of a source, in order, and the folder to which their names are relative, if any; no files: it is on the hub."""
+    """The files of a source, in order, and the folder to which their names are relative, if any; no
+    files: it is on the hub."""
     if source == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = [file for file in root.rglob("*.py") if not STDLIB_EXCLUDED & set(file.relative_to(root).parts[:-1])]

@@ -40,7 +40,8 @@ class Codec(Protocol):
 class Tokenizer:
     """Text to ids in range(vocab_size), and back. eos closes a document, and bos opens it where there is one.
 
-    adds_bos: whether bos opens a prompt too: what tokenizer_config.json says (`add_bos_token`), else what the file itself does.
+    adds_bos: whether bos opens a prompt too: what tokenizer_config.json says (`add_bos_token`),
+    else what the file itself does.
 
     A text that spells a special token (`<|end_of_text|>`, `</s>`) is text: no document can close itself.
 
@@ -60,9 +61,13 @@ class Tokenizer:
         self.adds_bos = self.bos_id >= 0 and (self._codec.adds_bos if said is None else said)
 
     @classmethod
-    def load(cls, path: str | Path) -> "Tokenizer":
-        """The tokenizer stored at `path`: a file, or a folder that holds one. Raises UserError when there is none."""
-        return cls({name: file.read_bytes() for name, file in tokenizer_files(Path(path)).items()}, str(path))
+    def load(cls, path: str | Path, key: str = "tokenizer") -> "Tokenizer":
+        """The tokenizer stored at `path`: a file, or a folder that holds one.
+        Raises UserError, naming `key`, when there is none."""
+        try:
+            return cls({name: file.read_bytes() for name, file in tokenizer_files(Path(path)).items()}, str(path))
+        except UserError as error:
+            raise UserError(key, error.value, error.why, error.remedy) from error
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":

@@ -19,6 +19,7 @@ from data.prepare import prepare
 from data.sources import MAX_TEXT_CHARS, STDLIB, documents
 from errors import UserError
 from tests.data_samples import MANY, SOURCE, prepared, tokenizer
+from tools import tokenizer as tokenizer_command
 
 ROOT = Path(__file__).parent.parent
 TEXTS = ["first\r\ntext", "  zweiter\tText\n", "\u2581 третий", "四" * 50]
@@ -225,6 +226,23 @@ def test_bad_options_are_refused(tmp_path, option: str, value: float, key: str) 
     with pytest.raises(UserError) as raised:
         prepare(SOURCE, tokenizer(), tmp_path / "out", **{option: value})
     assert raised.value.key == key
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="Not a directory") as raised:
+        prepare(SOURCE, tokenizer(), tmp_path / "file" / "out")
+    assert raised.value.key == "--out"
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--heldout-fraction", "1"), ("--max-characters", "0"), ("--out", "."), ("--vocab-size", "0")]
+)
+def test_the_tokenizer_s_command_refuses_what_makes_no_sense(tmp_path, capsys, option: str, value: str) -> None:
+    (tmp_path / "a.txt").write_text("some text\n" * 9)
+    arguments = {"--source": str(tmp_path), "--vocab-size": "300", "--out": str(tmp_path / "out.model")} | {option: value}
+    assert tokenizer_command.main([word for pair in arguments.items() for word in pair]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {option} = ")
 
 
 def run(*command: str) -> subprocess.CompletedProcess:

@@ -1,4 +1,5 @@
-"""Every file of a source is read, or named with the reason; what is wrong with one is said with its name, line and remedy."""
+"""Every file of a source is read, or named with the reason; what is wrong with one is said with its
+name, line and remedy."""
 
 import bz2
 import gzip
@@ -6,6 +7,7 @@ import importlib
 import json
 import lzma
 import os
+import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -113,18 +115,19 @@ def test_the_report_for_a_person(tmp_path: Path) -> None:
     [
         ({}, "the folder is empty"),
         ({".git/a.txt": "x"}, "nothing in it can be read (hidden: .git/)"),
-        ({"a.xyz": "text", "b.zip": "PK"}, "none of its files is of a known kind"),
+        ({"c.xyz": "text", "d.xyz": "text", "b.png": "", "b.zip": "PK"}, "none of its files is of a known kind"),
         ({"a.txt": "", "b.jsonl": ""}, "there is no text in it"),
     ],
     ids=["empty folder", "hidden", "unknown endings", "empty files"],
 )
 def test_a_folder_without_text_is_refused_for_its_own_reason(tmp_path: Path, files: dict, why: str) -> None:
-    write(tmp_path, files)
-    error = refusal(tmp_path)
+    folder = tmp_path / "a [folder]"
+    folder.mkdir()
+    error = refusal(write(folder, files))
     assert error.why.startswith(why)
-    if "a.xyz" in files:  # the remedy works
-        pattern = error.remedy.split("--source '")[1].rstrip("'")
-        assert read(pattern)[0] == ["text"]
+    if "c.xyz" in files:  # the remedy works
+        _, pattern = shlex.split(error.remedy.split(": ", 1)[1])
+        assert read(pattern)[0] == ["text"] * 2
 
 
 def test_an_empty_file_is_called_empty_and_an_archive_an_archive(tmp_path: Path) -> None:

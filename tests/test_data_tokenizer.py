@@ -1,6 +1,7 @@
 """The tokenizer gives back every text exactly."""
 
 import random
+import re
 
 import pytest
 import sentencepiece
@@ -111,6 +112,9 @@ def test_training_refuses(texts: list[str], size: int, key: str) -> None:
     with pytest.raises(UserError) as raised:
         Tokenizer.train(texts, size)
     assert raised.value.key == key
+    assert "character_coverage" not in str(raised.value)  # SentencePiece's options are not ours
+    if found := re.search(r"at (?:least|most) (\d+)", raised.value.remedy):  # the remedy works
+        assert Tokenizer.train(texts, int(found[1])).vocab_size == int(found[1])
 
 
 def test_loading_refuses_what_is_no_model(tmp_path) -> None:

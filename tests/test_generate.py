@@ -133,6 +133,32 @@ def test_a_damaged_hugging_face_folder_is_refused(ranks, foreign, tmp_path, dama
     assert messages[0].startswith(f"--checkpoint = '{folder / damage}'")
 
 
+def test_nothing_is_generated_from_a_damaged_checkpoint(ranks, saved, tmp_path):
+    """A byte of a weight's: what tools.verify finds, after which no token comes; on every rank alike."""
+    folder = tmp_path / "run"
+    shutil.copytree(newest(saved / "run"), folder)
+    arguments = ["--checkpoint", str(folder), "--prompt", "x", "--max-new-tokens", "1"]
+    assert ranks.run(written, 2, arguments)[0].startswith("x")
+    file = max(folder.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    messages = ranks.run(written, 2, arguments)
+    assert messages == [messages[0]] * 2
+    assert f"its file {file.name} was changed (its sha256 differs)" in messages[0]
+
+
+def test_bos_begins_a_prompt_unless_told_otherwise(ranks, saved):
+    (loaded,) = ranks.run(first_tokens, 1, newest(saved / "run"))
+    bos, first = tokenizer().bos_id, tokenizer().encode("x")[0]
+    assert loaded == [bos, bos, first]
+
+
+def first_tokens(folder):
+    loaded = load_model(folder, torch.float32, "cpu")
+    return [loaded.encode("x", bos)[0] for bos in (None, True, False)]
+
+
 def test_more_ranks_than_heads_are_refused(ranks, saved):
     messages = ranks.run(written, 8, ["--checkpoint", str(saved / "run"), "--prompt", "x"])
     assert messages == [messages[0]] * 8

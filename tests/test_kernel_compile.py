@@ -1,6 +1,6 @@
 """Every Triton kernel, compiled for GPUs that are not here: no spills, accesses of 16 bytes, and limits kept.
 
-tools/compile_kernels.py is run as a user runs it, in a process of its own: this one's kernels are interpreted.
+tools/compile_kernels is run as a user runs it, in a process of its own: this one's kernels are interpreted.
 """
 
 import ast
@@ -136,3 +136,22 @@ def test_faults_are_found(tmp_path: Path) -> None:
     assert {(r["wide_loads"], r["narrow_loads"]) for r in reports if r["specimen"] == "sound" and r["target"] == "sm_90"} == {
         (2, 0)
     }
+
+
+def test_help_and_refusals_need_no_triton(tmp_path: Path) -> None:
+    """As on a machine without it: `import triton` fails there, and the command explains itself all the same."""
+    code = "import sys; sys.modules['triton'] = None\n"
+    code += "from tools.compile_kernels.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+    def run(*options: str, **more: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-c", code, *options]
+        return subprocess.run(command, cwd=ROOT, env=environment | more, capture_output=True, text=True)
+
+    helped, refused, interpreted = run("--help"), run(), run(TRITON_INTERPRET="1")
+    assert (helped.returncode, helped.stderr) == (0, "")
+    assert "--target" in helped.stdout
+    assert refused.returncode == interpreted.returncode == 2
+    assert "pip install triton" in refused.stderr
+    assert "unset TRITON_INTERPRET" in interpreted.stderr
+    assert "Traceback" not in refused.stderr + interpreted.stderr

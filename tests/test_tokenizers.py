@@ -63,6 +63,29 @@ def folder(tmp_path: Path) -> Path:
     return write(tmp_path / "llama3", CONFIG)
 
 
+def test_bos_begins_a_prompt_as_the_tokenizer_s_configuration_says(tmp_path: Path) -> None:
+    """add_bos_token, else what the post-processor adds; transformers does the same. Our SentencePiece: as training did."""
+    processed, plain = json.loads(llama3()), json.loads(llama3())
+    plain["post_processor"] = None
+    cases = {  # tokenizer.json, add_bos_token → whether bos begins
+        "processor": (processed, None, True),
+        "no processor": (plain, None, False),
+        "told not to": (processed, False, False),
+        "told to": (plain, True, True),
+    }
+    for name, (content, told, expected) in cases.items():
+        folder = write(tmp_path / name, CONFIG | ({} if told is None else {"add_bos_token": told}))
+        (folder / JSON).write_text(json.dumps(content))
+        found = Tokenizer.load(folder)
+        assert found.adds_bos == expected, name
+        assert found.bos_id >= 0
+        assert found.encode("a") == Tokenizer({JSON: llama3()}).encode("a")  # never part of a text
+    assert tokenizer().adds_bos
+    told = (json.dumps({"add_bos_token": False})).encode()
+    assert not Tokenizer({MODEL: tokenizer().model, "tokenizer_config.json": told}).adds_bos
+    assert Tokenizer({MODEL: tokenizer().model, "tokenizer_config.json": told}).sha256 == tokenizer().sha256
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_text_is_kept(folder: Path, name: str) -> None:
     loaded, text = Tokenizer.load(folder), HOSTILE[name]

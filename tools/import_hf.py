@@ -1,8 +1,9 @@
 """A Hugging Face folder to a checkpoint: `python -m tools.import_hf --hf DIR --out DIR`
 
-DIR holds config.json, safetensors files (several: with their index) and a tokenizer (else: --tokenizer), of Llama 2 to 3.2, of
-Mistral without a sliding window, or of a dense Qwen3. What would be another model here is refused, and named
-(huggingface/config.py). Weights keep their dtype, and pass through memory in files of at most 5 GB.
+DIR holds config.json, safetensors files (several: with their index) and a tokenizer (else:
+--tokenizer), of Llama 2 to 3.2, of Mistral without a sliding window, or of a dense Qwen3. What
+would be another model here is refused, and named (huggingface/config.py). Weights keep their dtype,
+and pass through memory in files of at most 5 GB.
 
 OUT is a checkpoint for checkpoint.load_weights_only, tools.generate, tools.verify and tools.export, with a model.yaml: the
 section `model` of its configuration. The exit status is 2 where something is refused.

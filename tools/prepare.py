@@ -1,8 +1,9 @@
 """Text to token shards: `python -m tools.prepare --source NAME_OR_PATH --tokenizer FILE --out DIR`.
 
---source: `python-stdlib`, a file, a 'glob' or a folder of text (.txt, .md, .py, …) and tables (.jsonl, .csv, .parquet, …),
-also compressed (.gz, .bz2, .xz, .zst), or a data set of the Hugging Face hub; see data/sources.py. What is left out is said.
-Training reads DIR as `data.path`. See data/prepare.py for what is in it.
+--source: `python-stdlib`, a file, a 'glob' or a folder of text (.txt, .md, .py, …) and tables
+(.jsonl, .csv, .parquet, …), also compressed (.gz, .bz2, .xz, .zst), or a data set of the Hugging
+Face hub; see data/sources.py. What is left out is said. Training reads DIR as `data.path`. See
+data/prepare.py for what is in it.
 """
 
 import argparse
@@ -46,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         index = prepare(
             one_source(options.source),
-            Tokenizer.load(options.tokenizer),
+            Tokenizer.load(options.tokenizer, "--tokenizer"),
             options.out,
             text_field=options.text_field,
             split=options.split,
@@ -70,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     if index["empty_documents"]:
         print(f"{index['empty_documents']:,} documents are empty, and were left out")
     if "heldout" in index:
-        share = f"the last {index['heldout_fraction']:.3g} of each document's text"
+        share = f"the last {100 * index['heldout_fraction']:.3g}% of each document's text"
         print(f"there are too few documents to hold out whole ones: {share} is held out for evaluation")
     tokens = sum(split["tokens"] for split in index["splits"].values())
     print(f"{options.out} is complete: {tokens / seconds:,.0f} tokens/s in {seconds:.1f} s with {options.workers} workers")

@@ -7,6 +7,7 @@ the held-out ones, and at most --max-characters of them from the start of the so
 """
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,17 @@ def texts(source: str, text_field: str | None, split: str, heldout_fraction: flo
             return
 
 
+def check(options: argparse.Namespace) -> None:
+    """Before anything is read. Raises UserError."""
+    if not 0 <= options.heldout_fraction < 1:
+        why = "it is a fraction of the documents"
+        raise UserError("--heldout-fraction", options.heldout_fraction, why, "0 <= fraction < 1")
+    if options.max_characters < 1:
+        raise UserError("--max-characters", options.max_characters, "there is nothing to learn from", "at least 1")
+    if options.out.is_dir():
+        raise UserError("--out", str(options.out), "it is a folder", f"name a file: {options.out / 'tokenizer.model'}")
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.tokenizer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -47,15 +59,22 @@ def main(arguments: list[str] | None = None) -> int:
         "--max-characters", type=int, default=100_000_000, help="enough to learn from; held in memory (default: %(default)s)"
     )
     options = parser.parse_args(arguments)
+    partial = options.out.parent / f"{options.out.name}.partial"
     try:
+        check(options)
         read = texts(
             one_source(options.source), options.text_field, options.split, options.heldout_fraction, options.max_characters
         )
         tokenizer = Tokenizer.train(read, options.vocab_size)
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        partial = options.out.with_name(options.out.name + ".partial")
         partial.write_bytes(tokenizer.model)
         partial.replace(options.out)
+    except OSError as error:  # what reading the source raises is a UserError
+        print(f"error: --out = {str(options.out)!r}: cannot be written ({error.strerror})", file=sys.stderr)
+        print("  remedy: make room, or name a file where you may write", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        return 2
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,6 +1,6 @@
 """One call of every operation with Triton kernels for each way it is compiled, in sizes met in training.
 
-tools/compile_kernels.py compiles what these calls launch. Tensors are not filled, since nothing computes with them. A kernel is
+tools/compile_kernels compiles what these calls launch. Tensors are not filled, since nothing computes with them. A kernel is
 compiled anew for other dtypes, other blocks (by the width of a row) and other alignments: addresses, strides and sizes that are
 multiples of 16. So rows of odd width stand here too, where accesses of 16 bytes are impossible.
 """

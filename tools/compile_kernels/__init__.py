@@ -1,4 +1,4 @@
-"""What becomes of the Triton kernels on GPUs that need not be there: `python -m tools.compile_kernels`.
+"""Triton kernels compiled for GPUs that need not be there: `python -m tools.compile_kernels`.
 
 __main__.py      the command
 compiler.py      kernels to machine code, and what that says

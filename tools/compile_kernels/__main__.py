@@ -18,7 +18,6 @@ loads and stores of tensors in global memory, of 16 bytes + of fewer; shared mem
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import sys
@@ -34,10 +33,12 @@ def check_triton() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         why = "Triton interprets kernels then, instead of compiling them"
         raise UserError("TRITON_INTERPRET", "1", why, "unset TRITON_INTERPRET")
-    if importlib.util.find_spec("triton") is None:
+    try:
+        import triton  # noqa: F401 - the compiler imports it
+    except ImportError:
         raise UserError(
             "triton", None, "it is not installed, and it is what compiles kernels", "pip install triton (Linux only)"
-        )
+        ) from None
 
 
 def main(arguments: list[str] | None = None) -> int:

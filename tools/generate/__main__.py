@@ -6,8 +6,9 @@ are done. On several processes the model is cut over all of them, whatever layou
 
     torchrun --nproc-per-node 2 -m tools.generate --checkpoint DIR --prompt TEXT
 
-Keys and values of earlier tokens are kept (model/cache.py): each new token costs one token's work. Nothing is generated from a
-checkpoint that is not what was saved: its files are compared with their checksums first, as tools.verify does.
+Keys and values of earlier tokens are kept (model/cache.py): each new token costs one token's work.
+Nothing is generated from a checkpoint that is not what was saved: its files are compared with their
+checksums first, as tools.verify does.
 """
 
 import argparse

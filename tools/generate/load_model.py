@@ -1,7 +1,8 @@
 """A trained model to compute with: whole, or cut over all processes, from a checkpoint of any layout or an exported folder.
 
-Each rank reads its own part of every tensor and nothing else, into the dtype that it computes in. A checkpoint's files are
-compared with their checksums before, each by one rank. An exported folder has no checksums: its headers are checked.
+Each rank reads its own part of every tensor and nothing else, into the dtype that it computes in. A
+checkpoint's files are compared with their checksums before, each by one rank. An exported folder
+has no checksums: its headers are checked.
 """
 
 import contextlib
@@ -40,7 +41,8 @@ class Loaded:
     stop: frozenset[int]  # tokens that end a text
 
     def encode(self, prompt: str, bos: bool | None = None) -> list[int]:
-        """The tokens of a text that begins a document. Raises UserError where there are none, or one that the model lacks.
+        """The tokens of a text that begins a document. Raises UserError where there are none, or
+        one that the model lacks.
 
         bos: whether the first is bos; None: as the tokenizer's own configuration says.
         """

@@ -10,7 +10,8 @@ SAFETENSORS = "give a folder with the same model's config.json and *.safetensors
 
 
 def refuse_foreign(folder: Path, key: str) -> None:
-    """Raises UserError, naming `key`, where `folder` is no folder, or holds weights only in a format that is not read here."""
+    """Raises UserError, naming `key`, where `folder` is no folder, or holds weights only in a
+    format that is not read here."""
     if folder.is_file():
         with folder.open("rb") as file:
             is_gguf = file.read(4) == b"GGUF" or folder.suffix == ".gguf"
