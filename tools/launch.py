@@ -1,4 +1,4 @@
-"""Starts a run on this machine: `python -m tools.launch [--nproc-per-node N] CONFIG [section.key=value …]`. `make train` calls it.
+"""Starts a run on this machine, as `make train` does: `python -m tools.launch [--nproc-per-node N] CONFIG [section.key=value …]`
 
 With --nproc-per-node: N processes, laid out as the file and the overrides say, as torchrun would start them. Without it, on
 what there is. Without a GPU: 8 processes over gloo, one thread each, laid out as the file says. With GPUs: one process for each
@@ -157,6 +157,7 @@ def start_processes(processes: int, function: Callable[..., None], *arguments: o
             if pid == 0:
                 _become_rank(rank, processes, folder / "store", group, function, arguments)
             ranks[pid] = rank
+        gc.unfreeze()
         return _wait(ranks, awaited)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

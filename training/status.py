@@ -35,8 +35,8 @@ def read_status(folder: Path) -> dict[str, Any]:
 
 
 def record_failure(folder: Path, reason: str) -> str:
-    """The launcher's word on the start that it began, of which a rank has ended badly. What rank 0 has written is better, unless
-    it is only that it lost that rank. Returns the reason that stands."""
+    """The launcher's word on the start that it began, of which a rank has ended badly. What rank 0 has written is better,
+    unless it is only that it lost that rank. Returns the reason that stands."""
     last = _last_start(folder)
     launched = time.time() - (time.monotonic() - signals.STARTED)
     if last is None or last["began"] < launched - 1:
