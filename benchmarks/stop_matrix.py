@@ -1,9 +1,9 @@
 """Asking a real run to stop, every way: `python -m benchmarks.stop_matrix`
 
-Ctrl-C (SIGINT), SIGTERM and SIGHUP; to our launcher, to its process group as a terminal does it, to one rank, to torchrun; while
-the run starts, in a step, while a checkpoint is written, in an evaluation. Of each: seconds until all processes are gone, steps
-that were made and are not in the newest checkpoint, lines printed after the signal (and of these, how many are torchrun's own),
-and the exit status. Seconds are of this machine, and hold a step, a save and Python's end.
+Ctrl-C (SIGINT), SIGTERM and SIGHUP; to our launcher, to its process group as a terminal does it, to one rank, to torchrun;
+while the run starts, in a step, while a checkpoint is written, in an evaluation. Of each: seconds until all processes are gone,
+steps that were made and are not in the newest checkpoint, lines printed after the signal (and of these, how many are torchrun's
+own), and the exit status. Seconds are of this machine, and hold a step, a save and Python's end.
 """
 
 import argparse
@@ -30,7 +30,9 @@ TARGETS = ("launcher", "group", "one rank", "torchrun")
 PHASES = ("start-up", "step", "save", "evaluation")
 WORLD = 2
 PATIENCE_SECONDS = 600
-OUR_LINES = re.compile(r"saved step-|stopped after step|SIG\w+ was received|step +\d+/|\+ torchrun|[\d,]+ parameters on|all 2 ranks|starting ")
+OUR_LINES = re.compile(
+    r"saved step-|stopped after step|SIG\w+ was received|step +\d+/|\+ torchrun|[\d,]+ parameters on|all 2 ranks|starting "
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,13 @@ class Stop:
 def stop(number: str, target: str, phase: str, config: str, folder: Path) -> Stop:
     """Start `config` in `folder`/run, ask it to stop in `phase`, wait until it is gone."""
     run, log = folder / "run", folder / "log"
-    overrides = [f"run.dir={run}", "run.log_interval=1", "train.steps=1000000", "checkpoint.interval=0", "train.eval_interval=0"]
+    overrides = [
+        f"run.dir={run}",
+        "run.log_interval=1",
+        "train.steps=1000000",
+        "checkpoint.interval=0",
+        "train.eval_interval=0",
+    ]
     overrides += {
         "save": ["checkpoint.interval=2"],
         "evaluation": ["train.eval_interval=2", "train.eval_samples=1000000000"],

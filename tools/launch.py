@@ -23,6 +23,7 @@ if __name__ == "__main__":  # first of all: the other imports take seconds
     signals.leave_on_request()
 
 import argparse
+import contextlib
 import ctypes
 import gc
 import os
@@ -157,6 +158,8 @@ def start_processes(processes: int, function: Callable[..., None], *arguments: o
             if pid == 0:
                 _become_rank(rank, processes, folder / "store", group, function, arguments)
             ranks[pid] = rank
+            with contextlib.suppress(OSError):
+                os.setpgid(pid, group or pid)  # the rank does so too: whoever comes first
         gc.unfreeze()
         return _wait(ranks, awaited)
     finally:
