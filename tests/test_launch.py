@@ -214,7 +214,7 @@ def test_ranks_save_when_the_launcher_is_killed(data: Path, tmp_path: Path) -> N
     with running(tmp_path, "--nproc-per-node", "2", write_config(tmp_path, data)) as launcher:
         ranks = psutil.Process(launcher.pid).children()
         launcher.kill()
-        gone, alive = psutil.wait_procs(ranks, timeout=300)
+        _, alive = psutil.wait_procs(ranks, timeout=300)
         assert not alive
     assert status(tmp_path)["state"] == "requeue"
     assert (tmp_path / "run" / "checkpoints" / "latest").exists()

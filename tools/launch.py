@@ -1,4 +1,6 @@
-"""Starts a run on this machine, as `make train` does: `python -m tools.launch [--nproc-per-node N] CONFIG [section.key=value …]`
+"""Starts a run on this machine; `make train` calls it.
+
+    python -m tools.launch [--nproc-per-node N] CONFIG [section.key=value …]
 
 With --nproc-per-node: N processes, laid out as the file and the overrides say, as torchrun would start them. Without it, on
 what there is. Without a GPU: 8 processes over gloo, one thread each, laid out as the file says. With GPUs: one process for each

@@ -8,6 +8,7 @@ begun (`fail`) is one message too, as far as a rank can know what the others say
 import contextlib
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from errors import RunFailed, UserError
 from training.signals import Signals
 
+GLOO = re.compile(r"\[[^\]]*gloo/transport/[^\]]*\] ")  # its source file and line, before what it says
 LOST = "lost connection to another rank"
 LAUNCHER_SECONDS = 3.0  # in which a launcher notices that a rank has died, and tells the others
 
@@ -83,19 +85,16 @@ class LostConnection(RuntimeError):
 
 
 def lost_connection(error: BaseException) -> bool:
-    """Whether a rank failed only because another one did. gloo says so in its own words and with its own file's name."""
-    return isinstance(error, LostConnection | dist.DistNetworkError) or (
-        isinstance(error, RuntimeError) and "gloo/transport/" in str(error)
-    )
+    """Whether a rank failed only because another one did. gloo says so in its own words, behind its own file's name."""
+    return isinstance(error, LostConnection | dist.DistNetworkError) or bool(GLOO.search(str(error)))
 
 
 def describe(error: BaseException) -> str:
     """Why a run failed, in one line. How far it came is in the error's note (metrics.py)."""
     when = getattr(error, "__notes__", ["while the run started"])[0]
-    said = " ".join(str(error).partition("\n")[0].split())
+    said = GLOO.sub("", " ".join(str(error).partition("\n")[0].split()))
     if lost_connection(error):
-        detail = said.rpartition("] ")[2] if said.startswith("[") else said  # without gloo's source file and line
-        return f"{LOST} {when}; the log of the first rank that failed says why ({detail})"
+        return f"{LOST} {when}; the log of the first rank that failed says why ({said.partition('. ')[0]})"
     if isinstance(error, RunFailed | UserError):
         return str(error)
     return f"{type(error).__name__} {when}: {said}"
@@ -108,12 +107,7 @@ def fail(error: Exception, signals: Signals) -> NoReturn:
     said = describe(error)
     asked = bool(signals.heard)
     signals.hush()
-    if isinstance(error, RunFailed):
-        if rank == 0:
-            _last_words(f"error: {said}")
-        with contextlib.suppress(RuntimeError):
-            dist.barrier()  # a rank that left early would make torchrun end rank 0 in mid-sentence
-    elif lost_connection(error):
+    if lost_connection(error):
         patience = time.monotonic() + LAUNCHER_SECONDS
         while not signals.heard and time.monotonic() < patience:
             time.sleep(0.05)
@@ -121,6 +115,11 @@ def fail(error: Exception, signals: Signals) -> NoReturn:
             say(f"rank 0 leaves after {signals.names()}, and nothing is saved: {said}")
         elif not signals.heard:
             _last_words(f"rank {rank}: {said}")
+    elif isinstance(error, RunFailed):
+        if rank == 0:
+            _last_words(f"error: {said}")
+        with contextlib.suppress(RuntimeError):
+            dist.barrier()  # a rank that left early would make torchrun end rank 0 in mid-sentence
     else:
         traceback.print_exception(error)
         _last_words(f"rank {rank} failed: {said}")
