@@ -1,7 +1,7 @@
-"""The one exception that means "the user can fix this": a wrong key, a layout that does not fit, a damaged file.
+"""Exceptions that become one message from one rank, never a traceback (`training/voice.py`): UserError, which the user can fix,
+and RunFailed, which ends a run that had begun.
 
-It may be raised anywhere, so it lives below every other module and imports nothing. `training/voice.py` turns it into one
-message from one rank and exit status 2; it never becomes a traceback.
+They may be raised anywhere, so they live below every other module, and this one imports nothing.
 """
 
 from typing import Any
@@ -10,7 +10,8 @@ LONGEST = 600  # characters of a value in a message
 
 
 class UserError(Exception):
-    """Something the user gave does not work, said so that it can be fixed at once.
+    """Something the user gave does not work, said so that it can be fixed at once: a wrong key, a layout that does not fit, a
+    damaged file. Exit status 2.
 
     Args:
         key: what to change: a configuration key (`parallel.tp`), a command-line option or a file's path.
@@ -23,6 +24,10 @@ class UserError(Exception):
         shown = key if key.isprintable() and len(key) < LONGEST else short(key)
         super().__init__(f"{shown} = {short(value)}: {why}\n  remedy: {remedy}")
         self.key, self.value, self.why, self.remedy = key, value, why, remedy
+
+
+class RunFailed(Exception):
+    """The run cannot go on, and every rank knows it and raises this alike: one message, from rank 0, and exit status 1."""
 
 
 def short(value: Any) -> str:

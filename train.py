@@ -11,10 +11,10 @@ import tempfile
 import time
 from pathlib import Path
 
-if __name__ == "__main__":  # first of all: the other imports take seconds, in which a signal must not kill
-    from training import signals
+from training.signals import Signals
 
-    signals.hold()
+if __name__ == "__main__":  # first of all: the other imports take seconds, in which a signal must not kill
+    listening = Signals(speaks=os.environ.get("RANK", "0") == "0").listen()
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,7 @@ from training.save import Saver
 from training.step import TrainStep
 from training.stop import StopRequests
 from training.trace import StepTrace
-from training.voice import refuse, together
+from training.voice import fail, refuse, together
 from training.watchdog import Watchdog
 
 # Models are published with rows that no token uses (Qwen3: 151,936 for 151,669 tokens); more of them are a wrong tokenizer.
@@ -50,13 +50,16 @@ MAX_PADDING = 1.01
 LONGEST_NAME = 200  # bytes, and more than the longest path that a run makes in its folder
 
 
-def main(arguments: list[str]) -> None:
-    device = start_distributed()
+def main(arguments: list[str], signals: Signals, store: dist.Store | None = None) -> None:
+    """A rank's life. `store`: where it finds the others, if the launcher that torchrun describes has none."""
+    device = start_distributed(signals, store)
     try:
         config = together(lambda: read_config(arguments, device), device)
-        run(config, device)
+        run(config, device, signals)
     except UserError as error:
         refuse(error)
+    except Exception as error:
+        fail(error, signals)
     dist.destroy_process_group()
 
 
@@ -70,7 +73,7 @@ def read_config(arguments: list[str], device: str) -> Config:
     return config
 
 
-def run(config: Config, device: str) -> None:
+def run(config: Config, device: str, signals: Signals) -> None:
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, and reads it at its first use
         torch.use_deterministic_algorithms(True)
@@ -99,7 +102,7 @@ def run(config: Config, device: str) -> None:
     rollback = Rollback(config, train_data, start)
 
     with (
-        StopRequests(config) as stop,
+        StopRequests(config, signals) as stop,
         Metrics(config, mesh, start) as metrics,
         Watchdog(config) as watchdog,
         StepProfile(config, mesh, watchdog) as profile,
@@ -142,8 +145,9 @@ def run(config: Config, device: str) -> None:
                     good = not train.guard.bad_in_a_row or step == config.train.steps
                     if stop.wants_save or (save_due and good):
                         saver.save(step, metrics.tokens, loader.state())
-                        stop.saved()
                         save_due = False
+                        stop.saved()
+                        stop.meet()  # what was asked during the save is known to all before the next step begins
         with watchdog.resting():
             saver.close()
         if stop.agreed:
@@ -212,4 +216,4 @@ def evaluate(train: TrainStep, heldout: Mixture, stop: StopRequests, watchdog: W
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1:], listening)

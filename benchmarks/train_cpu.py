@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks.about import about
 
@@ -40,7 +41,7 @@ def cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def measure_ours(config_path: str, overrides: list[str], warmup: int, steps: int) -> dict | None:
+def measure_ours(store: Any, config_path: str, overrides: list[str], warmup: int, steps: int) -> dict | None:
     """Inside a process (or one of 8): CPU seconds per token summed over the processes, on rank 0."""
     import torch
     import torch.distributed as dist
@@ -51,7 +52,7 @@ def measure_ours(config_path: str, overrides: list[str], warmup: int, steps: int
     from training.load_config import load_config
     from training.step import TrainStep
 
-    start_distributed()
+    start_distributed(store=store)
     config = load_config(config_path, overrides)
     config.validate(dist.get_world_size())
     mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
@@ -131,12 +132,18 @@ def start(program: str, processes: int, size: dict, extra: list[str], steps: int
     return json.loads(output.strip().splitlines()[-1]), peak
 
 
-def inside(program: str, config_path: str, overrides: list[str], steps: int) -> None:
+def inside(store: Any, signals: Any, program: str, config_path: str, overrides: list[str], steps: int) -> None:
     """In each process."""
     import torch
 
+    from training.join import share_cores
+
     torch.set_num_threads(1)
-    result = (measure_ours if program == "ours" else measure_hugging_face)(config_path, overrides, 3, steps)
+    if program == "ours":
+        result = measure_ours(store, config_path, overrides, 3, steps)
+    else:
+        share_cores(1)  # as ours does
+        result = measure_hugging_face(config_path, overrides, 3, steps)
     if result is not None:
         print(json.dumps(result), flush=True)
 
@@ -166,17 +173,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.inside:
         what = (arguments.inside, arguments.config, arguments.overrides, arguments.steps)
-        if arguments.processes == 1:
-            inside(*what)
-        else:
-            from tools.launch import start_processes  # as `make train` starts them
+        from tools.launch import start_processes  # as `make train` starts them
 
-            sys.exit(start_processes(arguments.processes, inside, *what))
-        return
+        sys.exit(start_processes(arguments.processes, inside, *what).status())
 
-    from tools.launch import share_cores
-
-    share_cores()  # as `make train` does, for all three programs alike
     results: dict = {**about("transformers"), "sizes": {}}
     for name, size in SIZES.items():
         rounds, peaks = [], []

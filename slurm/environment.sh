@@ -7,7 +7,8 @@
 # --- the network --------------------------------------------------------------------------------------------------------------
 
 # Which Ethernet interface the processes meet on (and gloo talks on). NCCL and gloo take the one of the default route, which may
-# be slow or not reach every node. `ip -brief address` lists them; a prefix is enough.
+# be slow, not reach every node, or be reachable from outside: nobody asks who connects there, so name a private one.
+# `ip -brief address` lists them; a prefix is enough.
 # export NCCL_SOCKET_IFNAME=eth0
 # export GLOO_SOCKET_IFNAME=eth0
 

@@ -121,7 +121,9 @@ on_nodes() {
     bash -c 'trap "" USR1; exec "${@//%N/$SLURMD_NODENAME}"' "$@"
 }
 
-# The processes meet at a port of the first node. A restart must not meet what may be left of the start before it, nor another
+# The processes meet at a port of the first node. Whoever can reach it can run code as you: torchrun listens on all interfaces,
+# and unpickles what it finds there. Run only where the nodes' network is private; docs/slurm.md, "Who can reach the ports", has
+# a line for the firewall, and the preflight warns of addresses that are reachable from outside. A restart must not meet what may be left of the start before it, nor another
 # job on that node: the port follows from the job and from how often it was restarted.
 port=$((20000 + (SLURM_JOB_ID * 10 + restart) % 10000))
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste --serial --delimiters=,)

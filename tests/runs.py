@@ -18,6 +18,7 @@ from tests.data_samples import tokenizer
 from training import checkpoint
 from training.build import build_stages
 from training.load_config import load_config
+from training.signals import Signals
 from training.step import TrainStep
 from training.voice import together
 
@@ -53,7 +54,9 @@ def train_run(arguments: list[str]) -> str:
     """What `train.py` does, inside a process group that is there already; the message of a UserError, or the empty string."""
     warnings.simplefilter("ignore")
     try:
-        train.run(together(lambda: train.read_config(arguments, "cpu"), "cpu"), "cpu")
+        config = together(lambda: train.read_config(arguments, "cpu"), "cpu")
+        with Signals(speaks=dist.get_rank() == 0) as signals:
+            train.run(config, "cpu", signals)
     except UserError as error:
         return str(error)
     return ""

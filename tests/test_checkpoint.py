@@ -168,7 +168,7 @@ def test_a_last_save_that_fails_is_no_success(ranks: Ranks, data: Path, tmp_path
     with pytest.raises(RankError, match="step 6 was not saved"):
         ranks.run(train_with_a_fault, 2, config, 1, 6, "fingerprint", errno.ENOSPC)
     status = json.loads((tmp_path / "run" / "status.json").read_text())
-    assert (status["state"], "SaveFailed" in status["reason"]) == ("failed", True)
+    assert (status["state"], "step 6 was not saved" in status["reason"]) == ("failed", True)
 
 
 def test_a_full_disk(ranks: Ranks, data: Path, tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """The ranks of one start find each other, whatever earlier starts left in the store."""
 
+import signal
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from unittest.mock import patch
@@ -15,9 +17,10 @@ from training.join import join
 WORLD = 4
 
 
-def join_as(store: dist.TCPStore, rank: int, world: int) -> dist.Store:
-    """`join` over a connection of the rank's own."""
-    return join(dist.TCPStore("127.0.0.1", store.port, timeout=timedelta(seconds=60)), rank, world)
+def join_as(store: dist.TCPStore, rank: int, world: int, heard: Sequence[int] = ()) -> dist.Store:
+    """`join` over a connection of the rank's own, with these signals in hand."""
+    own = dist.TCPStore("127.0.0.1", store.port, timeout=timedelta(seconds=60))
+    return join(own, rank, world, dict.fromkeys(heard, time.monotonic()))
 
 
 def joined(store: dist.TCPStore) -> list[dist.Store]:
@@ -41,9 +44,8 @@ def test_a_start_sees_nothing_of_the_one_before(store: dist.TCPStore) -> None:
 
 def test_a_start_that_was_not_complete(store: dist.TCPStore) -> None:
     """Rank 0 and rank 1 died while they waited for the others, rank 3 never asked: the next start is complete all the same."""
-    with patch.object(signals, "pending", lambda: ["SIGTERM"]), patch.object(signals, "PATIENCE_SECONDS", 0.3):
-        with ThreadPoolExecutor(2) as pool:
-            dead = [pool.submit(join_as, store, rank, WORLD) for rank in (0, 1)]
+    with patch.object(signals, "PATIENCE_SECONDS", 0.3), ThreadPoolExecutor(2) as pool:
+        dead = [pool.submit(join_as, store, rank, WORLD, [signal.SIGTERM]) for rank in (0, 1)]
         assert isinstance(dead[0].exception(), SystemExit)
         assert "not all ranks came" in str(dead[0].exception())
     stores = joined(store)

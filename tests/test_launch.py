@@ -1,32 +1,73 @@
-"""`python -m tools.launch`, which `make train` calls: its processes are torchrun's, and fail as they do."""
+"""`python -m tools.launch`, which `make train` calls: nobody outside can reach it, a stop loses nothing, and it leaves nothing.
 
+The whole matrix of requests to stop, `python -m benchmarks.stop_matrix`, takes minutes: a part of it is tried here.
+"""
+
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
+from benchmarks.stop_matrix import PHASES, SIGNALS, TARGETS, stop
 from tests.runs import LAYOUT_3D, write_config
+from training.events import read_events
 
 ROOT = Path(__file__).parent.parent
+ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_") and key != "OMP_NUM_THREADS"}
 
 
-def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_launcher(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tools.launch", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
+@contextlib.contextmanager
+def running(folder: Path, *arguments: str) -> Iterator[subprocess.Popen]:
+    """A launcher whose ranks are in their steps; what it says is in `folder`/log, and temporary files in `folder`/tmp."""
+    (folder / "tmp").mkdir(exist_ok=True)
+    with open(folder / "log", "w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tools.launch", *arguments, "train.steps=1000000", "run.log_interval=1"],
+            cwd=ROOT,
+            stdout=log,
+            stderr=log,
+            env={**ENVIRONMENT, "TMPDIR": str(folder / "tmp")},
+        )
+    ranks: list[psutil.Process] = []
+    try:
+        deadline = time.monotonic() + 300
+        while "\nstep " not in (folder / "log").read_text():
+            assert process.poll() is None, (folder / "log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        ranks = psutil.Process(process.pid).children()
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for rank in ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.kill()
+
+
 def test_it_trains_and_it_refuses(data: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, data, parallel=LAYOUT_3D)
-    done = launch(config, "train.steps=2")
+    done = run_launcher(config, "train.steps=2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("+ torchrun --standalone --nproc-per-node 8 train.py")
     assert "88,352 parameters on 8 ranks = pp 2 × dp_replicate 1 × dp_shard 2 × tp 2" in done.stdout
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
+    assert done.stderr == ""
 
-    done = launch(config, "parallel.tp=3", f"run.dir={tmp_path / 'refused'}")
+    done = run_launcher("--nproc-per-node", "2", config, "parallel.tp=3", f"run.dir={tmp_path / 'refused'}")
     assert done.returncode == 2
     assert done.stderr.count("error: ") == 1
     assert "parallel.tp = 3" in done.stderr
@@ -34,21 +75,202 @@ def test_it_trains_and_it_refuses(data: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "refused").exists()
 
 
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux's scheduling, and glibc's")
-def test_ranks_share_the_cores() -> None:
-    """Through the server that forks them."""
-    program = "from tools.launch import start_processes; from tests.test_launch import say_settings as say; "
-    done = subprocess.run(
-        [sys.executable, "-c", f"{program}raise SystemExit(start_processes(1, say))"],
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's /proc to see what processes listen on")
+def test_it_listens_on_loopback_only_and_leaves_nothing(data: Path, tmp_path: Path) -> None:
+    with running(tmp_path, "--nproc-per-node", "2", write_config(tmp_path, data)) as launcher:
+        processes = [psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(recursive=True)]
+        assert len(processes) == 3
+        listening = [[c.laddr.ip for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN] for p in processes]
+        assert listening[0] == [], "the launcher itself"
+        assert all(listening[1:]), "gloo's"
+        assert {address for each in listening for address in each} <= {"127.0.0.1", "::1"}
+        (folder,) = (tmp_path / "tmp").iterdir()
+        assert folder.stat().st_mode & 0o777 == 0o700
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(300) == 128 + signal.SIGTERM
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+# --- requests to stop -------------------------------------------------------------------------------------------------
+
+COVERING = {
+    ("SIGINT", "launcher", "start-up"),
+    ("SIGHUP", "group", "step"),
+    ("SIGTERM", "launcher", "save"),
+    ("SIGINT", "one rank", "evaluation"),
+    ("SIGINT", "torchrun", "step"),
+}
+ALL = [(number, target, phase) for target in TARGETS for phase in PHASES for number in SIGNALS]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc says when ranks listen")
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id="-".join(c), marks=[] if c in COVERING else [pytest.mark.slow]) for c in ALL]
+)
+def test_a_request_to_stop(data: Path, tmp_path: Path, case: tuple[str, str, str]) -> None:
+    """All was saved, it was said once, and what would come after a finished run does not come."""
+    number, target, phase = case
+    found = stop(number, target, phase, write_config(tmp_path, data), tmp_path)
+    log = (tmp_path / "log").read_text()
+    assert (found.state, found.steps_lost, found.announced) == ("requeue", 0, 1), log
+    if phase != "start-up":
+        assert found.steps_made > 0
+    if target != "torchrun":
+        assert found.exit_status == 128 + signal.Signals[number]
+        assert found.not_ours == 0, log
+    saved = log.count("saved step-")
+    assert saved == {"start-up": 0, "save": 2}.get(phase, 1)
+
+
+def test_a_second_request_ends_it_at_once(data: Path, tmp_path: Path) -> None:
+    """Ranks that stand still cannot hold it up."""
+    with running(tmp_path, "--nproc-per-node", "2", write_config(tmp_path, data)) as launcher:
+        ranks = psutil.Process(launcher.pid).children()
+        for rank in ranks:
+            rank.suspend()
+        launcher.send_signal(signal.SIGINT)
+        time.sleep(1.5)
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(60) == 128 + signal.SIGINT
+        assert not any(rank.is_running() for rank in ranks)
+    assert (tmp_path / "log").read_text().count("SIGINT again: leaving now, without saving") == 1
+    assert status(tmp_path)["reason"] == "SIGINT was received twice"
+
+
+def test_it_hears_no_hang_up_under_nohup(data: Path, tmp_path: Path) -> None:
+    heard = "from training.signals import requests; print(*(number.name for number in requests()))"
+    command = ["sh", "-c", f"trap '' HUP; exec {sys.executable} -c '{heard}'"]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout == "SIGTERM SIGUSR1 SIGINT\n"
+
+
+def test_during_its_imports_it_leaves_with_one_line() -> None:
+    """At any moment from its first line on: Python's own start is all that comes before."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tools.launch", "missing.yaml"],
         cwd=ROOT,
-        capture_output=True,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=300,
-        env={key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")},
     )
-    assert done.stdout.split() == [str(os.SCHED_BATCH), "1", str(2**25), str(2**30)], done.stderr
+    blocked_by_us = 1 << (signal.SIGUSR1 - 1)
+    try:
+        while not int(_status_line(process.pid, "SigCgt:"), 16) & blocked_by_us:
+            time.sleep(0.001)
+        process.send_signal(signal.SIGINT)
+        out, said = process.communicate(timeout=100)
+    finally:
+        process.kill()
+        process.wait()
+    assert (process.returncode, said, out) == (130, "SIGINT was received: nothing was started\n", "")
 
 
-def say_settings() -> None:
-    names = ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
-    print(os.sched_getscheduler(0), *(os.environ[name] for name in names))
+def _status_line(pid: int, name: str) -> str:
+    return next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith(name)).split()[1]
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+def status(folder: Path) -> dict:
+    return json.loads((folder / "run" / "status.json").read_text())
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_is_named_once_and_last(data: Path, tmp_path: Path, victim: int) -> None:
+    config = write_config(tmp_path, data)
+    with running(tmp_path, "--nproc-per-node", "2", config) as launcher:
+        ranks = sorted(psutil.Process(launcher.pid).children(), key=lambda rank: rank.pid)
+        ranks[victim].kill()
+        assert launcher.wait(300) == 1
+        assert not any(rank.is_running() for rank in ranks)
+    why = f"rank {victim} was killed by signal 9 (SIGKILL)"
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert lines[-1] == f"{why}; the others were stopped"
+    assert all(line.startswith("step ") for line in lines[5:-1]), "nobody else says anything"
+    assert (status(tmp_path)["state"], status(tmp_path)["reason"]) == ("failed", why)
+    assert status(tmp_path)["step"] > 0
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_the_next_start_notes_that_an_end_is_missing(data: Path, tmp_path: Path) -> None:
+    """Where the launcher was killed too, or was torchrun, and rank 0 with it."""
+    config = write_config(tmp_path, data)
+    with running(tmp_path, "--nproc-per-node", "2", config) as launcher:
+        ranks = psutil.Process(launcher.pid).children()
+        for process in (launcher, *ranks):
+            process.kill()
+        psutil.wait_procs(ranks, timeout=60)
+    assert not (tmp_path / "run" / "status.json").exists()
+    assert len(list((tmp_path / "tmp").iterdir())) == 1, "what was killed cannot tidy up"
+    with running(tmp_path, "--nproc-per-node", "2", config):
+        assert len(list((tmp_path / "tmp").iterdir())) == 1, "the next one of ours does"
+    assert "the start before was last heard of at step" in (tmp_path / "log").read_text()
+    (end,) = (event for event in read_events(tmp_path / "run") if event["event"] == "end")
+    assert (end["state"], "left no word of its end" in end["reason"]) == ("failed", True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux's prctl")
+def test_ranks_save_when_the_launcher_is_killed(data: Path, tmp_path: Path) -> None:
+    with running(tmp_path, "--nproc-per-node", "2", write_config(tmp_path, data)) as launcher:
+        ranks = psutil.Process(launcher.pid).children()
+        launcher.kill()
+        _, alive = psutil.wait_procs(ranks, timeout=300)
+        assert not alive
+    assert status(tmp_path)["state"] == "requeue"
+    assert (tmp_path / "run" / "checkpoints" / "latest").exists()
+
+
+# --- speed ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux's scheduling")
+@pytest.mark.parametrize("program", ["tools.launch", "torch.distributed.run"])
+def test_ranks_share_the_cores(tmp_path: Path, program: str) -> None:
+    """However they are started: each sets it for itself."""
+    script = tmp_path / "say.py"
+    script.write_text(
+        "import os, sys, torch\n"
+        "from training.join import start_distributed\n"
+        "def say(store=None, *_):\n"
+        "    start_distributed(store=store)\n"
+        "    line = (os.sched_getscheduler(0), torch.get_num_threads(), os.environ['GLOO_SOCKET_IFNAME'])\n"
+        "    os.write(1, (' '.join(map(str, line)) + chr(10)).encode())\n"
+        "if __name__ == '__main__' and 'RANK' in os.environ:\n"
+        "    say()\n"
+        "elif __name__ == '__main__':\n"
+        "    from tools.launch import start_processes\n"
+        "    raise SystemExit(start_processes(2, say).status())\n"
+    )
+    command = [str(script)]
+    if program != "tools.launch":
+        command = ["-m", program, "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert done.stdout.splitlines() == [f"{os.SCHED_BATCH} 1 lo"] * 2, done.stderr
+
+
+def test_memory_is_kept_by_the_allocator() -> None:
+    """Page faults of a process that frees and takes 8 MiB again and again: with the system's settings, every time."""
+    program = (
+        "import resource, sys, torch\n"
+        "from training.join import share_cores\n"
+        "if sys.argv[1] == 'shared':\n"
+        "    share_cores(1)\n"
+        "torch.ones(2**21).sum()\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "for _ in range(50):\n"
+        "    a = [torch.ones(2**21) for _ in range(4)]\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)\n"
+    )
+    faults = [
+        int(
+            subprocess.run(
+                [sys.executable, "-c", program, how], cwd=ROOT, capture_output=True, check=True, env=ENVIRONMENT
+            ).stdout
+        )
+        for how in ("as it is", "shared")
+    ]
+    if not Path("/lib/ld-musl-x86_64.so.1").exists() and sys.platform == "linux":
+        assert faults[1] < faults[0] / 3, faults

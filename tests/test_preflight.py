@@ -4,6 +4,7 @@ On a real Slurm: tests/slurm_scenarios.py.
 """
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from tests.runs import write_config
 from tests.slurm_cluster import free_ports
 from tools.preflight.links import rounds
-from tools.preflight.node import judge_gpus
+from tools.preflight.node import addresses, judge_addresses, judge_gpus
 from tools.preflight.verdict import choose, odd_ones, slow_ones
 
 ROOT = Path(__file__).parent.parent
@@ -79,6 +80,25 @@ def test_missing_gpus_foreign_processes_and_unlike_settings() -> None:
     rows[1][6] = "Disabled"
     assert judge_gpus(rows, [], 7)["warnings"] == ["several settings of ECC: {'Enabled': 6, 'Disabled': 1}"]
     assert judge_gpus([], [], 8)["problems"] == ["0 of 8 GPUs are visible"]
+
+
+def test_an_address_that_is_reachable_from_outside() -> None:
+    private = [("lo", "127.0.0.1"), ("eth0", "10.1.2.3"), ("ib0", "192.168.7.1"), ("eth0", "fe80::1"), ("eth1", "fd00::7")]
+    assert judge_addresses(private) == []
+    (warning,) = judge_addresses([*private, ("eth1", "8.8.8.8"), ("eth1", "2600:1f18::7")])
+    assert warning.startswith("8.8.8.8 (eth1), 2600:1f18::7 (eth1) can be reached from outside")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="how Linux names addresses")
+def test_this_machines_addresses_are_found() -> None:
+    found = addresses()
+    assert ("lo", "127.0.0.1") in found
+    try:  # the one that it would send from
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            asking.connect(("192.0.2.1", 9))  # sends nothing
+            assert asking.getsockname()[0] in [address for _, address in found]
+    except OSError:
+        pass  # no network
 
 
 def preflight(folder: Path, data: Path, nodes: tuple[int, ...], *options: str, **sections: dict) -> list[tuple[int, str, str]]:

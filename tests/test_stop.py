@@ -21,7 +21,9 @@ from tests.runs import losses, train_run, write_config
 from tools.ranks import RankError, Ranks
 from training import signals, stop
 from training.load_config import load_config
+from training.signals import Signals
 from training.stop import StopRequests
+from training.voice import LostConnection, fail
 
 ROOT = Path(__file__).parent.parent
 STEPS = 6
@@ -106,7 +108,7 @@ WHERE = {"step": (train.TrainStep, "__call__"), "evaluation": (train.TrainStep, 
 def train_and_ask(arguments: list[str], rank: int, how: str, where: str, call: int) -> dict[str, Any]:
     """A run in which `rank` is asked to stop when it is at `where` for the `call`th time; how often this rank was where."""
     mine = dist.get_rank() == rank
-    before_it = [signal.getsignal(n) for n in signals.SIGNALS], signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    before_it = [signal.getsignal(n) for n in signals.requests()], signal.pthread_sigmask(signal.SIG_BLOCK, [])
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(train, "StopRequests", Known))
         stack.enter_context(patch.object(stop, "LOOK_SECONDS", 0.0))
@@ -117,7 +119,7 @@ def train_and_ask(arguments: list[str], rank: int, how: str, where: str, call: i
             action = (lambda: ask(how)) if name == where and mine else (lambda: None)
             counts[name] = stack.enter_context(before(*place, call, action))
         assert train_run(arguments) == ""
-    after_it = [signal.getsignal(n) for n in signals.SIGNALS], signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    after_it = [signal.getsignal(n) for n in signals.requests()], signal.pthread_sigmask(signal.SIG_BLOCK, [])
     assert after_it == before_it
     assert "signals" not in [thread.name for thread in threading.enumerate()]
     return {name: len(calls) for name, calls in counts.items()}
@@ -129,6 +131,8 @@ ASKED = [  # world, the rank that is asked, how, status.json's reason
     (4, 2, "SIGTERM", "SIGTERM was received"),
     (4, 1, "SIGUSR1", "SIGUSR1 was received"),
     (4, 3, "SIGTERM twice", "SIGTERM was received"),
+    (4, 2, "SIGINT", "SIGINT was received"),
+    (4, 1, "SIGHUP", "SIGHUP was received"),
     (4, 0, "STOP", "the file STOP was found"),
     (4, 0, "time", "train.max_minutes are over"),
     (8, 5, "SIGTERM", "SIGTERM was received"),
@@ -170,9 +174,9 @@ def test_an_evaluation_is_abandoned(ranks: Ranks, data: Path, tmp_path: Path, wh
 def test_asked_during_a_save(ranks: Ranks, data: Path, tmp_path: Path, whole: dict) -> None:
     arguments = [config_of(tmp_path, data), *LAYOUTS[4], "checkpoint.interval=3"]
     counts = ranks.run(train_and_ask, 4, arguments, 1, "SIGUSR1", "save", 0)
-    assert [count["step"] for count in counts] == [5] * 4
-    assert saved_steps(tmp_path) == [3, 5]
-    assert status(tmp_path)["step"] == 5
+    assert [count["step"] for count in counts] == [4] * 4, "one step follows the save"
+    assert saved_steps(tmp_path) == [3, 4]
+    assert status(tmp_path)["step"] == 4
     assert ranks.run(train_run, 4, arguments) == [""] * 4
     assert losses(tmp_path) == whole[4]
 
@@ -222,11 +226,11 @@ def test_a_refused_run_leaves_the_file(ranks: Ranks, data: Path, tmp_path: Path)
 # --- while processes start --------------------------------------------------------------------------------------------
 
 
-def holds_signals(process: subprocess.Popen[str]) -> bool:
-    """Whether signals are kept waiting, as from the first lines of train.py on."""
+def listens(process: subprocess.Popen[str]) -> bool:
+    """Whether signals are noted, as from the first lines of train.py on."""
     lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-    blocked = int(next(line for line in lines if line.startswith("SigBlk:")).split()[1], 16)
-    return blocked == sum(1 << (number - 1) for number in signals.SIGNALS)  # these alone: threads are born with all blocked
+    caught = int(next(line for line in lines if line.startswith("SigCgt:")).split()[1], 16)
+    return all(caught >> (number - 1) & 1 for number in (signal.SIGTERM, signal.SIGUSR1))
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc to know when a process is ready")
@@ -250,7 +254,7 @@ def test_a_signal_during_the_imports(data: Path, tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        while not holds_signals(processes[1]):
+        while not listens(processes[1]):
             assert processes[1].poll() is None
             time.sleep(0.002)
         processes[1].send_signal(signal.SIGTERM)
@@ -280,7 +284,10 @@ def lose_a_peer(arguments: list[str], folder: str, where: str, call: int) -> Non
             heard.touch()
 
         with patch.object(train, "StopRequests", Known), before(train.TrainStep, "__call__", 2, signalled):
-            train_run(arguments)
+            try:
+                train_run(arguments)
+            except Exception as error:
+                fail(error, Known.last.signals)
     else:
 
         def die() -> None:
@@ -303,21 +310,27 @@ def test_a_dead_peer(data: Path, tmp_path: Path, where: str, call: int) -> None:
     assert saved_steps(tmp_path) == [2]
     said = (tmp_path / "said").read_text()
     assert said.count("rank 0 leaves after SIGTERM, and nothing is saved: ") == 1
+    assert said.count("SIGTERM was received (once more: leave now, without saving): all ranks stop after") == 1
     assert "Traceback" not in said
     assert status(tmp_path)["state"] == "failed"
+    assert "lost connection to another rank after step" in status(tmp_path)["reason"]
 
 
 def meet_a_silent_peer(arguments: list[str]) -> None:
     """Rank 1 posts no more once it has signalled rank 0, which waits for it."""
     pids: list[Any] = [None, None]
     dist.all_gather_object(pids, os.getpid())
-    with patch.object(signals, "PATIENCE_SECONDS", 1), StopRequests(load_config(arguments[0], [])) as requests:
-        while True:
-            requests.meet()
-            if dist.get_rank() == 1:
-                time.sleep(1)
-                os.kill(pids[0], signal.SIGTERM)
-                time.sleep(1000)
+    with Signals(speaks=False) as heard, patch.object(signals, "PATIENCE_SECONDS", 1):
+        try:
+            with StopRequests(load_config(arguments[0], []), heard) as requests:
+                while True:
+                    requests.meet()
+                    if dist.get_rank() == 1:
+                        time.sleep(1)
+                        os.kill(pids[0], signal.SIGTERM)
+                        time.sleep(1000)
+        except LostConnection as error:
+            fail(error, heard)
 
 
 def test_a_silent_peer(data: Path, tmp_path: Path) -> None:
@@ -329,7 +342,7 @@ def wait_for_ever(arguments: list[str]) -> None:
     """Rank 0 is in a collective that rank 1 never enters."""
     pids: list[Any] = [None, None]
     dist.all_gather_object(pids, os.getpid())
-    with patch.object(signals, "SAME_REQUEST_SECONDS", 0.1), StopRequests(load_config(arguments[0], [])):
+    with patch.object(signals, "SAME_REQUEST_SECONDS", 0.1), Signals(speaks=False):
         dist.barrier()
         if dist.get_rank() == 0:
             dist.barrier()

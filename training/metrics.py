@@ -1,6 +1,5 @@
 """What a run measures of itself: a record per logged step, which goes where trackers.py says; and how it ended."""
 
-import json
 import os
 import platform
 import resource
@@ -22,9 +21,10 @@ from training.config import Config
 from training.events import append_event
 from training.ledger import Ledger
 from training.load_config import dump_config
+from training.status import record_missing_end, write_status, write_whole
 from training.step import StepResult
 from training.trackers import Trackers
-from training.voice import say
+from training.voice import describe, say
 
 # Dense bf16 peak in FLOP/s by name of the device, without sparsity (the vendors' data sheets). mfu is null for others.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "MI300X": 1307e12}
@@ -57,14 +57,15 @@ class Metrics:
         self.trackers: Trackers | None = None
         if self.writes:
             self.folder.mkdir(parents=True, exist_ok=True)
+            about = record_missing_end(self.folder)
             self.ledger = Ledger(self.folder, start.step, dist.get_world_size())
-            _write_whole(self.folder / "config.yaml", dump_config(config))
+            write_whole(self.folder / "config.yaml", dump_config(config))
             (self.folder / "status.json").unlink(missing_ok=True)
             system = describe_system(config, mesh)
             append_event(self.folder, "system", **system)
             self.trackers = Trackers(config, start.step, system)
             ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-            about = [f"{config.model.num_parameters:,} parameters on {mesh.describe()}"]
+            about += [f"{config.model.num_parameters:,} parameters on {mesh.describe()}"]
             about.append(describe_places(config, mesh, ranks_per_node))
             if config.parallel.num_stages > 1:
                 about.append(describe_stages(config))
@@ -181,10 +182,12 @@ class Metrics:
         """Say how the run ended, in status.json. Finished means that every rank is."""
         if error is None:
             dist.barrier()
+        else:
+            error.add_note(f"after step {self.step}")
         if self.ledger is None or self.trackers is None:
             return
         if error is not None:
-            state, reason = "failed", f"{type(error).__name__}: {error}"
+            state, reason = "failed", describe(error)
         elif self.stop_reason and self.step < self.config.train.steps:
             state, reason = "requeue", self.stop_reason
             where = f"after step {self.step}/{self.config.train.steps}"
@@ -194,8 +197,8 @@ class Metrics:
             say(f"finished after {self.step} steps; run folder {self.folder}", sys.stdout)
         self._count("end" if error is None else "steps")  # of a step that failed, nobody knows how far it came
         self.ledger.write(self.step)
-        append_event(self.folder, "end", state=state, step=self.step, reason=reason)
-        write_status(self.folder, state, self.step, reason)
+        if not (self.folder / "status.json").exists():  # else the watchdog was first
+            write_status(self.folder, state, self.step, reason)
         self.trackers.close(failed=error is not None)  # last: wandb may wait for its server
 
 
@@ -215,20 +218,6 @@ def describe_system(config: Config, mesh: Mesh) -> dict[str, Any]:
         "layout": mesh.describe(),
         "parameters": config.model.num_parameters,
     }
-
-
-def write_status(folder: Path, state: str, step: int, reason: str) -> None:
-    """status.json: how the last start ended, one of finished, requeue, failed. Called on rank 0."""
-    _write_whole(folder / "status.json", json.dumps({"state": state, "step": step, "reason": reason}) + "\n")
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """All of a file or nothing of it; a warning where that cannot be."""
-    try:
-        path.with_suffix(".partial").write_text(text, encoding="utf-8")
-        os.replace(path.with_suffix(".partial"), path)
-    except OSError as failure:
-        say(f"warning: {path} cannot be written: {failure}")
 
 
 def _peak_memory_bytes(device: str) -> int:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from errors import RunFailed
 from parallel.mesh import Mesh
 from training.checkpoint import local_tensors
 from training.step import TrainStep
@@ -25,8 +26,8 @@ HASHED_AT_ONCE = 1 << 24  # numbers; the products take 8 bytes each
 ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2⁶⁴ / golden ratio, as int64 (Knuth, The Art of Computer Programming, section 6.4)
 
 
-class ReplicasDiffer(RuntimeError):
-    """Raised on every rank alike; says which ranks hold other numbers than their copies."""
+class ReplicasDiffer(RunFailed):
+    """Says which ranks hold other numbers than their copies."""
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from data.dataset import Mixture
 from data.loader import BatchLoader
+from errors import RunFailed
 from training import checkpoint
 from training.checkpoint import Start
 from training.config import Config
@@ -25,6 +26,10 @@ from training.step import TrainStep
 from training.voice import say
 
 MOST_TO_THE_SAME = 3  # rollbacks
+
+
+class Diverged(RunFailed):
+    """Steps stay bad, and going back does not help, or cannot be done."""
 
 
 class Rollback:
@@ -51,18 +56,18 @@ class Rollback:
     def go_back(self, step: int, bad_in_a_row: int, train: TrainStep, saver: Saver, loader: BatchLoader) -> Start:
         """Load the newest good checkpoint from before, and let the loader go on behind it without the bad steps' samples.
 
-        Raises FloatingPointError where there is none, or where the run has come back to it MOST_TO_THE_SAME times.
+        Raises Diverged where there is none, or where the run has come back to it MOST_TO_THE_SAME times.
         """
         saver.wait()
         why = f"the updates of {bad_in_a_row} steps up to {step} were skipped (guard.max_bad_steps)"
         # What was saved while steps were bad (on request) is no better than what there is now.
         start = checkpoint.find_before(step - bad_in_a_row, self.config, self.data, self.start, train.mesh.device)
         if start.path is None or start.weights_only:
-            raise FloatingPointError(f"{why}, and there is no checkpoint to go back to; set checkpoint.interval, or another lr")
+            raise Diverged(f"{why}, and there is no checkpoint to go back to; set checkpoint.interval, or another lr")
         self.times[start.step] += 1
         if self.times[start.step] > MOST_TO_THE_SAME:
             remedy = "begin from an earlier one in another run.dir (checkpoint.resume=PATH), with another lr or other data"
-            raise FloatingPointError(f"{why}; the run was {MOST_TO_THE_SAME} times back at {start.path} already: {remedy}")
+            raise Diverged(f"{why}; the run was {MOST_TO_THE_SAME} times back at {start.path} already: {remedy}")
         begun = self.first_samples[-min(bad_in_a_row, len(self.first_samples))]  # the row may have begun before this start
         bad = (begun, loader.next_sample)
         checkpoint.load(train, start)

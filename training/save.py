@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from data.tokenizer import tokenizer_files
+from errors import RunFailed
 from model.initialise import canonical_name
 from parallel.placement import as_dtensor_like
 from training.checkpoint import FREE_MODEL_KEYS, checkpoint_folder, complete_checkpoints, local_tensors, step_of
@@ -51,7 +52,7 @@ from training.voice import say
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float64: "F64"}  # as safetensors calls them
 
 
-class SaveFailed(Exception):
+class SaveFailed(RunFailed):
     """A save that some rank could not finish; every rank raises it alike."""
 
 

@@ -1,7 +1,8 @@
-"""SIGTERM, and SIGUSR1, which Slurm can send some time before a job's limit. What is made of them is in stop.py.
+"""Signals that ask a run to stop: noted from a process's first line to its last. What a run does about them is in stop.py.
 
-    train.py │ hold   imports, data, weights │ Signals entered: steps, evaluations, saves │ left: the end
-             │ the system keeps them waiting │ heard at once                              │ kept waiting again
+    SIGTERM, SIGUSR1   Slurm, a launcher, `kill`
+    SIGINT             Ctrl-C       ┐ not where they were ignored at the start, as for a shell's background job
+    SIGHUP             hang-up      ┘ or under nohup
 
 train.py imports this before anything else; so nothing is imported here that takes time.
 """
@@ -12,45 +13,62 @@ import threading
 import time
 
 STARTED = time.monotonic()  # this process, as good as
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-# Slurm signals every process of a job, and torchrun passes its own on to its ranks: what arrives together is one request.
-SAME_REQUEST_SECONDS = 5.0
+# One request reaches a process several times: from Slurm, which signals every process of a job, and from torchrun, which passes
+# its own on. What comes later than this after the first is a second request.
+SAME_REQUEST_SECONDS = 1.0
 PATIENCE_SECONDS = 20  # for other ranks, with a signal in hand: torchrun and Slurm kill after 30
+WHAT_HAPPENS = "all ranks stop after the step under way and at most one more, save, and leave"
+AGAIN = "again: leaving now, without saving"
 
 
-def hold() -> None:
-    """Keep signals waiting from now on, until `Signals` listens: none kills the process while it starts, and none is lost."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+def requests() -> tuple[signal.Signals, ...]:
+    """The signals that ask this process to stop."""
+    always = (signal.SIGTERM, signal.SIGUSR1)  # the Slurm script ignores SIGUSR1 for torchrun, not for its ranks
+    unless_ignored = (signal.SIGINT, signal.SIGHUP)
+    return (*always, *(number for number in unless_ignored if signal.getsignal(number) is not signal.SIG_IGN))
 
 
-def pending() -> list[str]:
-    """Names of the signals that came and are kept waiting."""
-    return [signal.Signals(number).name for number in signal.sigpending() if number in SIGNALS]
+def leave_on_request() -> None:
+    """Before there is anything to save: one line and status 128 + the number, where Python would raise KeyboardInterrupt."""
+
+    def leave(number: int, _: object) -> None:
+        _write(f"{signal.Signals(number).name} was received: nothing was started")
+        os._exit(128 + number)
+
+    for number in requests():
+        signal.signal(number, leave)
 
 
 class Signals:
-    """While entered, notes which signals came; the same one again, later than together, ends the process at once, with status
-    128 + its number. Only the main thread may enter.
+    """Between `listen` and `close`, notes which signals came; the same one as a second request ends the process at once, with
+    status 128 + its number. Only the main thread may call them; as a context manager it calls both.
 
     A thread of its own listens: the main one may wait in a collective that will never end, where Python runs no handler.
+
+    Args:
+        speaks: whether this process says what was received, and what happens now: rank 0 does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, speaks: bool) -> None:
+        self.speaks = speaks
         self.heard: dict[int, float] = {}  # signal → when it came first
+        self._said = threading.Lock()
 
-    def __enter__(self) -> "Signals":
-        self.heard = {number: time.monotonic() for number in signal.sigpending() if number in SIGNALS}
+    def listen(self) -> "Signals":
+        self._requests = requests()
         self._ear, self._mouth = os.pipe()
         os.set_blocking(self._mouth, False)
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
         # The system's side of a signal writes its number here at once, whatever Python is doing; a handler need do nothing.
         self._old_mouth = signal.set_wakeup_fd(self._mouth, warn_on_full_buffer=False)
-        self._old_handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
-        self._old_mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        self._old_handlers = {number: signal.signal(number, lambda *_: None) for number in self._requests}
+        for number in self._requests:
+            signal.siginterrupt(number, False)  # native code that waits in the system is not disturbed
+        self._old_mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._requests)  # tools/launch.py forks with them blocked
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
         """As it was before."""
         signal.pthread_sigmask(signal.SIG_SETMASK, self._old_mask)
         for number, handler in self._old_handlers.items():
@@ -60,11 +78,36 @@ class Signals:
         self._thread.join()
         os.close(self._ear)
 
+    def __enter__(self) -> "Signals":
+        return self.listen()
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def names(self) -> str:
+        return " and ".join(signal.Signals(number).name for number in list(self.heard))  # copied: it may grow
+
+    def announce(self, why: str) -> None:
+        """Say why the run stops and what happens now: once, whoever learns of it first."""
+        if self._said.acquire(blocking=False) and self.speaks:
+            _write(f"{why}: {WHAT_HAPPENS}")
+
+    def hush(self) -> None:
+        """Announce nothing from now on: the run has failed, and what comes is the launcher ending it."""
+        self._said.acquire(blocking=False)
+
     def _listen(self) -> None:
         while number := os.read(self._ear, 1):
-            if number[0] not in SIGNALS:
+            if number[0] not in self._requests:
                 continue
-            now = time.monotonic()
+            now, name = time.monotonic(), signal.Signals(number[0]).name
             if now - self.heard.setdefault(number[0], now) > SAME_REQUEST_SECONDS:
-                os.write(2, f"{signal.Signals(number[0]).name} again: leaving at once\n".encode())
+                if self.speaks:
+                    _write(f"{name} {AGAIN}")
                 os._exit(128 + number[0])
+            self.announce(f"{name} was received (once more: leave now, without saving)")
+
+
+def _write(line: str) -> None:
+    """Past Python's buffers: another thread may hold their lock."""
+    os.write(2, f"{line}\n".encode())

@@ -2,6 +2,7 @@
 
     asked by               seen by              obeyed
     SIGTERM, SIGUSR1       any rank             save, leave
+    SIGINT, SIGHUP         any rank             save, leave
     train.max_minutes      rank 0's clock       save, leave
     file STOP in run.dir   rank 0, each second  save, leave; the file is removed
     file SAVE in run.dir   rank 0, each second  save, go on; the file is removed
@@ -18,19 +19,17 @@ Nothing waits for a device, and for another rank's host only where that is a who
     asked                   agreed
     while the run starts    before its first step: no step is made, nothing is saved
     in a step               after the step that follows
-    in a save               after the two steps that follow
+    in a save               after the step that follows
     in an evaluation        after the batch that follows; the evaluation is abandoned
 
 The process group is one of its own, over gloo: collectives of a save in the background, or of a step, that met these in another
-order on another rank would wait for ever.
+order on another rank would wait forever.
 
-Where a peer is dead, or does not post while this rank holds a signal, the rank leaves with status 1 and one line, and saves
-nothing: torchrun sends SIGTERM to the survivors of a rank that died. Without a signal such an error is one like any other.
+Where a peer is dead, or does not post while this rank holds a signal, the rank saves nothing and leaves with status 1
+(voice.py's `fail`): torchrun sends SIGTERM to the survivors of a rank that died.
 """
 
-import os
 import signal
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -41,9 +40,8 @@ import torch.distributed as dist
 
 from training import signals
 from training.config import Config
-from training.save import SaveFailed
 from training.signals import Signals
-from training.voice import say
+from training.voice import LostConnection
 
 # Who may ask for a stop, the most urgent last: ranks that were asked differently agree on that one. → status.json's reason
 REASONS = {
@@ -51,19 +49,26 @@ REASONS = {
     "time": "train.max_minutes are over",
     "STOP": "the file STOP was found",
     "SIGUSR1": "SIGUSR1 was received",
+    "SIGHUP": "SIGHUP was received",
+    "SIGINT": "SIGINT was received",
     "SIGTERM": "SIGTERM was received",
 }
 LOOK_SECONDS = 1.0  # between two looks for files
 
 
 class StopRequests:
-    """What is asked of this run, agreed on by all ranks. Every rank enters, and calls `meet` at the same boundaries."""
+    """What is asked of this run, agreed on by all ranks. Every rank enters, and calls `meet` at the same boundaries.
 
-    def __init__(self, config: Config) -> None:
+    Args:
+        config: of the run.
+        signals: that this process has heard, from its first line on.
+    """
+
+    def __init__(self, config: Config, signals: Signals) -> None:
         self.folder, self.max_seconds = Path(config.run.dir), config.train.max_minutes * 60
         self.reason = ""  # why the run stops, once agreed
         self.save_agreed = False  # and not done yet
-        self.signals = Signals()
+        self.signals = signals
         self._group = dist.new_group(backend="gloo")
         self._looks_next = 0.0
 
@@ -83,6 +88,8 @@ class StopRequests:
         self.reason = self.reason or list(REASONS.values())[reason]
         self.save_agreed = self.save_agreed or bool(save)
         self._post()
+        if self.agreed:  # perhaps only another rank was asked
+            self.signals.announce(self.reason)
         return self.agreed
 
     def saved(self) -> None:
@@ -92,7 +99,6 @@ class StopRequests:
         self.save_agreed = False
 
     def __enter__(self) -> "StopRequests":
-        self.signals.__enter__()
         self._post()
         self.meet()
         return self
@@ -102,13 +108,6 @@ class StopRequests:
             self._wait()  # for what was posted last
             if dist.get_rank() == 0:
                 (self.folder / "STOP").unlink(missing_ok=True)  # else the next start would stop at once
-        elif self.signals.heard and isinstance(error, RuntimeError | SaveFailed):
-            names = " and ".join(signal.Signals(number).name for number in self.signals.heard)
-            why = str(error).partition("\n")[0]
-            say(f"rank {dist.get_rank()} leaves after {names}, and nothing is saved: {why}")
-            sys.stdout.flush()
-            os._exit(1)  # not sys.exit: its clean-up would wait for the other ranks
-        self.signals.__exit__()
 
     def _post(self) -> None:
         asked = [signal.Signals(number).name for number in list(self.signals.heard)]  # copied: it may grow
@@ -126,7 +125,7 @@ class StopRequests:
         self._work = dist.all_reduce(self._posted, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def _wait(self) -> None:
-        """Until every rank has posted: as long as that takes (one may be compiling), but with a signal in hand not for ever."""
+        """Until every rank has posted: as long as that takes (one may be compiling), but with a signal in hand not forever."""
         patience = signals.PATIENCE_SECONDS
         while not self._work.is_completed():
             try:
@@ -134,5 +133,5 @@ class StopRequests:
             except RuntimeError:
                 patience -= bool(self.signals.heard)
                 if not patience:
-                    raise RuntimeError(f"the other ranks were not heard of for {signals.PATIENCE_SECONDS} s") from None
+                    raise LostConnection(f"nothing was heard of the other ranks for {signals.PATIENCE_SECONDS} s") from None
         self._work.wait()  # raises what went wrong

@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from training.config import Config
 from training.events import append_event
+from training.status import write_status
 from training.voice import say
 
 LOOK_SECONDS = 1.0  # between two looks at the clock
@@ -104,6 +105,8 @@ class Watchdog:
         say(said)
         if rank == 0:
             append_event(self.folder, "hang", step=self._step, where=where)
+            hung = f"step {self._step + 1} was not done after {self._limit:.0f} s: rank 0 {where}; hang/ has every rank"
+            write_status(self.folder, "failed", self._step, hung)
         time.sleep(GRACE_SECONDS)
         os._exit(1)  # not sys.exit: its clean-up would wait for the other ranks
 

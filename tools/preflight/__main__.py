@@ -8,7 +8,7 @@ first one compares and decides (verdict.py):
     failed    a GPU is missing, in use, or reports errors; no room for a checkpoint; other code or packages than most nodes
               have; the node did not come in time, or its ranks could not talk
     slow      links below three quarters of the median of the job
-    warned    a clock is off, little room
+    warned    a clock is off, little room, an address that is reachable from outside
 
 --spare-nodes of them are left out: the failed first, then the slow, then the last. The report goes to standard error. To
 standard output goes the answer, one line: the nodes to train on, with commas, and the run folder. The exit status is 0; 1 where

@@ -1,10 +1,14 @@
-"""What a node can say about itself, for the preflight: GPUs, room on disk, code and packages."""
+"""What a node can say about itself, for the preflight: GPUs, room on disk, addresses, code and packages."""
 
 import csv
+import fcntl
 import hashlib
 import io
+import ipaddress
 import platform
 import shutil
+import socket
+import struct
 import subprocess
 from collections import Counter
 from importlib import metadata
@@ -14,6 +18,7 @@ from typing import Any
 from training.config import Config
 
 ROOT = Path(__file__).parent.parent.parent
+SIOCGIFADDR = 0x8915  # of Linux's sockios.h: an interface's address
 SMI_SECONDS = 15  # a sick GPU makes nvidia-smi wait for ever
 IDLE_BYTES = 2 * 2**30  # the driver itself keeps some hundred MiB
 GPU_FIELDS = (
@@ -35,6 +40,7 @@ def look_at_node(name: str, config: Config, device: str, ranks_per_node: int) ->
     if device == "cuda":
         report |= look_at_gpus(ranks_per_node)
     report["free_bytes"] = _look_at_disk(config, report)
+    report["warnings"] += judge_addresses(addresses())
     report["code"] = {
         str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in sorted(_sources())
     }
@@ -42,6 +48,34 @@ def look_at_node(name: str, config: Config, device: str, ranks_per_node: int) ->
         package.metadata["Name"]: package.version for package in metadata.distributions()
     }
     return report
+
+
+def addresses() -> list[tuple[str, str]]:
+    """Interface and address, of each interface of this node: its first of IPv4, and all of IPv6 (Linux only)."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # it has none
+                continue
+            found.append((name, socket.inet_ntoa(answer[20:24])))
+    try:
+        rows = Path("/proc/net/if_inet6").read_text().split("\n")
+    except OSError:
+        return found
+    return found + [(row.split()[-1], str(ipaddress.IPv6Address(int(row.split()[0], 16)))) for row in rows if row]
+
+
+def judge_addresses(found: list[tuple[str, str]]) -> list[str]:
+    """A warning where somebody outside may reach torchrun's port, which listens on all of them."""
+    public = [f"{address} ({name})" for name, address in found if ipaddress.ip_address(address).is_global]
+    if not public:
+        return []
+    return [
+        f"{', '.join(public)} can be reached from outside, unless a firewall forbids it; whoever reaches the port of torchrun"
+        " can run code as you (docs/slurm.md)"
+    ]
 
 
 def look_at_gpus(expected: int) -> dict[str, Any]:

@@ -1,0 +1,88 @@
+"""Tokens per second by way of starting: `python -m benchmarks.launchers [--rounds N]`, ten minutes on two quiet cores
+
+The same training, of 8 processes (tp 2 × pp 2 × dp_shard 2) started by torchrun and by our launcher, and of one process started
+by itself. They take turns, several rounds; ratios are taken within a round, and their medians kept. torchrun should be as fast
+as ours, for each rank makes its own settings (training/join.py); and 8 processes on two cores should be faster than one process,
+which uses one of them: every process computes with one thread. Absolute numbers are this machine's.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.about import about
+
+ROOT = Path(__file__).parent.parent
+MANY, ONE = ["parallel.tp=2", "parallel.pp=2", "parallel.dp_shard=2"], ["parallel.tp=1", "parallel.pp=1", "parallel.dp_shard=1"]
+WAYS = {
+    "torchrun": (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8", "train.py"], MANY),
+    "ours": (["-m", "tools.launch", "--nproc-per-node", "8"], MANY),
+    "one process": (["train.py"], ONE),
+}
+SIZES: dict[str, tuple[int, int, list[str]]] = {  # steps to warm up, steps that are timed, overrides
+    "hidden 128, 4 layers, sequence 128": (
+        2,
+        8,
+        ["model.dim=128", "model.num_layers=4", "train.seq_len=128", "train.global_batch_size=32", "train.micro_batch_size=8"],
+    ),
+    "hidden 512, 8 layers, sequence 256": (
+        1,
+        2,
+        [
+            *("model.dim=512", "model.num_layers=8", "model.num_heads=8", "model.num_kv_heads=4", "model.ffn_dim=1536"),
+            *("train.seq_len=256", "train.global_batch_size=16", "train.micro_batch_size=4"),
+        ],
+    ),
+}
+RATIOS = {"torchrun_over_ours": ("torchrun", "ours"), "eight_over_one": ("ours", "one process")}
+
+
+def tokens_per_second(way: str, size: str) -> float:
+    """Of one run."""
+    program, parallel = WAYS[way]
+    warmup, timed, overrides = SIZES[size]
+    with tempfile.TemporaryDirectory(prefix="launchers-") as folder:
+        overrides = [*overrides, *parallel, f"run.dir={folder}/run", f"train.steps={warmup + timed}", "run.log_interval=1"]
+        overrides += ["checkpoint.interval=0", "train.eval_interval=0"]
+        done = subprocess.run(
+            [sys.executable, *program, "configs/laptop.yaml", *overrides],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        if done.returncode:
+            raise SystemExit(f"{way} failed:\n{done.stdout}{done.stderr}")
+        lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()][warmup:]
+    tokens = lines[0]["tokens"] / lines[0]["step"]  # of a step
+    return len(lines) * tokens / sum(line["step_seconds"] for line in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/launchers.json")
+    options = parser.parse_args()
+    results: dict = {**about(), "rounds": options.rounds, "sizes": {}}
+    for size in SIZES:
+        rounds: list[dict[str, float]] = []
+        for number in range(options.rounds):
+            ways = list(WAYS) if number % 2 == 0 else list(reversed(WAYS))
+            rounds.append({way: tokens_per_second(way, size) for way in ways})
+        speeds = {way: statistics.median(each[way] for each in rounds) for way in WAYS}
+        ratios = {name: [each[a] / each[b] for each in rounds] for name, (a, b) in RATIOS.items()}
+        results["sizes"][size] = {
+            "tokens_per_second": speeds,
+            **{name: {"median": statistics.median(v), "min": min(v), "max": max(v)} for name, v in ratios.items()},
+        }
+        print(size, json.dumps(results["sizes"][size], indent=1), flush=True)
+    options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

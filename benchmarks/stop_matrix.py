@@ -1,0 +1,212 @@
+"""Asking a real run to stop, every way: `python -m benchmarks.stop_matrix`
+
+Ctrl-C (SIGINT), SIGTERM and SIGHUP; to our launcher, to its process group as a terminal does it, to one rank, to torchrun;
+while the run starts, in a step, while a checkpoint is written, in an evaluation. Of each: seconds until all processes are gone,
+steps that were made and are not in the newest checkpoint, lines printed after the signal (and of these, how many are torchrun's
+own), and the exit status. Seconds are of this machine, and hold a step, a save and Python's end.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.about import about
+
+ROOT = Path(__file__).parent.parent
+SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
+TARGETS = ("launcher", "group", "one rank", "torchrun")
+PHASES = ("start-up", "step", "save", "evaluation")
+WORLD = 2
+PATIENCE_SECONDS = 600
+OUR_LINES = re.compile(
+    r"saved step-|stopped after step|SIG\w+ was received|step +\d+/|\+ torchrun|[\d,]+ parameters on|all 2 ranks|starting "
+)
+
+
+@dataclass(frozen=True)
+class Stop:
+    """What came of one request."""
+
+    signal: str
+    target: str
+    phase: str
+    seconds: float  # until all processes were gone
+    steps_made: int
+    steps_lost: int  # made, but not in the newest checkpoint
+    lines: int  # printed after the signal
+    not_ours: int  # of them
+    announced: int  # of them, those that say what was received and what happens now
+    exit_status: int
+    state: str  # of status.json
+
+
+def stop(number: str, target: str, phase: str, config: str, folder: Path) -> Stop:
+    """Start `config` in `folder`/run, ask it to stop in `phase`, wait until it is gone."""
+    run, log = folder / "run", folder / "log"
+    overrides = [
+        f"run.dir={run}",
+        "run.log_interval=1",
+        "train.steps=1000000",
+        "checkpoint.interval=0",
+        "train.eval_interval=0",
+    ]
+    overrides += {
+        "save": ["checkpoint.interval=2"],
+        "evaluation": ["train.eval_interval=2", "train.eval_samples=1000000000"],
+    }.get(phase, [])
+    program = ["-m", "tools.launch", "--nproc-per-node", str(WORLD)]
+    if target == "torchrun":
+        program = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD), "train.py"]
+    with open(log, "w") as output:
+        running = subprocess.Popen(
+            [sys.executable, *program, config, *overrides],
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_hear_all,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    try:
+        _wait_for(PHASES_BEGIN[phase], run, log, running)
+        before, asked = log.read_text(), time.monotonic()
+        everyone = [running, *_ranks(running.pid)]
+        if target == "group":
+            os.killpg(running.pid, signal.Signals[number])
+        else:
+            victim = everyone[-1] if target == "one rank" else running
+            os.kill(victim.pid, signal.Signals[number])
+        status = running.wait(PATIENCE_SECONDS)
+        psutil.wait_procs(everyone[1:], timeout=PATIENCE_SECONDS)
+        seconds = time.monotonic() - asked
+    finally:
+        for process in _ranks(running.pid):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        running.kill()
+        running.wait()
+    said = log.read_text()[len(before) :].splitlines()
+    made = _last_step(run)
+    latest = run / "checkpoints" / "latest"
+    saved = int(latest.read_text()[5:]) if latest.exists() else 0
+    ended = run / "status.json"
+    return Stop(
+        number,
+        target,
+        phase,
+        round(seconds, 1),
+        made,
+        made - saved,
+        len(said),
+        sum(not OUR_LINES.match(line) for line in said),
+        sum("all ranks stop after" in line for line in said),
+        status if status >= 0 else 128 - status,
+        json.loads(ended.read_text())["state"] if ended.exists() else "",
+    )
+
+
+def _hear_all() -> None:
+    """In the child: a script in the background, as this may be, ignores Ctrl-C."""
+    for name in SIGNALS:
+        signal.signal(signal.Signals[name], signal.SIG_DFL)
+
+
+def _ranks(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _last_step(run: Path) -> int:
+    try:
+        return json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    except (OSError, IndexError):
+        return 0
+
+
+def _wait_for(begun: Callable[[Path, str, int], bool], run: Path, log: Path, running: subprocess.Popen) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not begun(run, log.read_text(), running.pid):
+        if running.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"the run did not come so far:\n{log.read_text()}")
+        time.sleep(0.002)
+
+
+def _imports(run: Path, said: str, pid: int) -> bool:
+    """Every rank listens, and the run folder is not there yet."""
+    listening = sum(_catches(process.pid) for process in _ranks(pid))
+    return listening >= WORLD
+
+
+def _catches(pid: int) -> bool:
+    """Whether a process has a handler for SIGUSR1, as those that listen have (Linux)."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    caught = int(next(line for line in lines if line.startswith("SigCgt:")).split()[1], 16)
+    return bool(caught >> (signal.SIGUSR1 - 1) & 1)
+
+
+def _in_evaluation(run: Path, said: str, pid: int) -> bool:
+    """The second step is followed by an evaluation that never ends; nothing else tells from outside that it has begun."""
+    if not re.search(r"^step +1/", said, re.MULTILINE):
+        return False
+    time.sleep(2)
+    return True
+
+
+PHASES_BEGIN: dict[str, Callable[[Path, str, int], bool]] = {
+    "start-up": _imports,
+    "step": lambda run, said, pid: bool(re.search(r"^step +3/", said, re.MULTILINE)),
+    "save": lambda run, said, pid: any((run / "checkpoints").glob("step-*.partial")),
+    "evaluation": _in_evaluation,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/stop_matrix.json")
+    options = parser.parse_args()
+    config = ROOT / "configs/laptop.yaml"
+    rows = []
+    print("signal   target    phase        seconds  made  lost  lines  not ours  status  state")
+    for target in TARGETS:
+        for phase in PHASES:
+            for number in SIGNALS:
+                with tempfile.TemporaryDirectory(prefix="stop-") as folder:
+                    row = stop(number, target, phase, _small(config, Path(folder)), Path(folder))
+                rows.append(asdict(row))
+                text = f"{row.signal:8} {row.target:9} {row.phase:11} {row.seconds:8.1f} {row.steps_made:5} {row.steps_lost:5}"
+                print(f"{text} {row.lines:6} {row.not_ours:9} {row.exit_status:7}  {row.state}", flush=True)
+    options.json.write_text(json.dumps({**about(), "world": WORLD, "rows": rows}, indent=1) + "\n")
+
+
+def _small(config: Path, folder: Path) -> str:
+    """The laptop's configuration for two ranks, with steps of a moment."""
+    import yaml
+
+    raw = yaml.safe_load(config.read_text())
+    raw["model"] |= {"dim": 32, "num_layers": 2, "ffn_dim": 64}
+    raw["parallel"] = {"dp_shard": WORLD}
+    raw["train"] |= {"seq_len": 32, "global_batch_size": 8, "micro_batch_size": 2}
+    raw["data"]["path"] = str(ROOT / raw["data"]["path"])
+    (folder / "config.yaml").write_text(yaml.safe_dump(raw))
+    return str(folder / "config.yaml")
+
+
+if __name__ == "__main__":
+    main()
