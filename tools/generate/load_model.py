@@ -25,7 +25,8 @@ from parallel.placement import chunk_range, local_region
 from tools.huggingface.checkpoint_reader import newest
 from tools.huggingface.config import CONFIG, HuggingFaceConfig, parameters, read_json
 from tools.huggingface.tensor_files import FolderTensors, check_tensors
-from training.checkpoint import read_trainer
+from training.checkpoint import require_good
+from training.trainer_state import read_trainer
 from training.voice import from_rank_0, together
 
 
@@ -62,6 +63,8 @@ class Source(NamedTuple):
 def load_model(folder: Path, dtype: torch.dtype, device: str) -> Loaded:
     """Tensor parallelism over all ranks, each of which calls it. Raises AgreedError where there is nothing fit to load."""
     source = from_rank_0(lambda: find(folder, dist.get_world_size()), device)
+    if source.is_checkpoint:
+        require_good(source.folder, "--checkpoint", device)
     tokenizer = together(lambda: Tokenizer.load(source.folder), device)
     model = empty_model(source.config, dtype, device)
     weights: dict[str, DTensor] = {}
@@ -82,7 +85,7 @@ def find(folder: Path, tp: int) -> Source:
             source = Source(folder, False, HuggingFaceConfig(folder).model, end_tokens(folder))
     else:
         path = newest(folder)
-        source = Source(path, True, ModelConfig(**read_trainer(path, "--checkpoint")["model"]), frozenset())
+        source = Source(path, True, read_trainer(path, "--checkpoint").model_config_saved, frozenset())
     config = replace(source.config, kernels="auto")  # what trained it may not be what there is here
     if not fits(config, tp):
         why = f"its {config.num_heads} query and {config.num_kv_heads} key/value heads cannot be shared by so many"
