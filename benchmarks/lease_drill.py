@@ -192,10 +192,10 @@ def one_round(folder: Path, config: Path, seed: int, most: int, events: int) -> 
     return drill.counts, drill.check()
 
 
-def tiny(path: Path, data: Path) -> Path:
+def tiny(path: Path, data: Path, vocab_size: int) -> Path:
     """A run of one process that saves all the time, and keeps everything."""
     raw = yaml.safe_load((ROOT / "configs/laptop.yaml").read_text())
-    raw["model"] |= {"dim": 16, "ffn_dim": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
+    raw["model"] |= {"dim": 16, "ffn_dim": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "vocab_size": vocab_size}
     raw["parallel"] = {}
     raw["train"] |= {"steps": STEPS, "seq_len": 32, "global_batch_size": 2, "micro_batch_size": 2, "eval_interval": 0}
     raw["optimizer"] |= {"warmup_steps": 2}
@@ -221,7 +221,7 @@ def main() -> None:
     began = time.monotonic()
     for number in range(options.rounds):
         with tempfile.TemporaryDirectory(prefix="lease-drill-") as name:
-            config = tiny(Path(name) / "config.yaml", data)
+            config = tiny(Path(name) / "config.yaml", data, vocab_size=4096)
             found, problems = one_round(Path(name), config, options.seed + number, 2 + number % 2, options.events)
         counts += found
         wrong += [f"round {number}: {problem}" for problem in problems]

@@ -65,8 +65,14 @@ class Lease:
 
     @property
     def work(self) -> Path:
-        """The work folder, made when it is needed."""
+        """The work folder. `make_work` makes it when it is needed."""
         return self.checkpoints / f"partial-{self._token}"
+
+    def make_work(self) -> Path:
+        if not self.work.exists():
+            self._require()
+            self.work.mkdir(parents=True, exist_ok=True)
+        return self.work
 
     def check(self) -> None:
         """Before anything else is written: ends the process if another run has taken over. Rarely looks; see the top. Other
@@ -78,8 +84,8 @@ class Lease:
     def move(self, source: Path, target: Path) -> None:
         """Rename into or out of the work folder; ends the process if another run has taken over."""
         assert self.work in (*source.parents, *target.parents)
-        self.work.mkdir(parents=True, exist_ok=True)
-        self._require()
+        self.make_work()
+        self._require()  # after the work folder is made: what is made later than a newcomer's sweep would be no fence
         try:
             os.replace(source, target)
         except FileNotFoundError:

@@ -77,8 +77,7 @@ def name_latest(lease: Lease, but: Path | None = None) -> None:
         if named is not None:
             lease.move(latest, lease.work / LATEST)
     elif named != complete[-1]:
-        lease.work.mkdir(parents=True, exist_ok=True)
-        write_durably(lease.work / LATEST, complete[-1])
+        write_durably(lease.make_work() / LATEST, complete[-1])
         lease.move(lease.work / LATEST, latest)
 
 

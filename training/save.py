@@ -209,8 +209,8 @@ class Saver:
     def _prepare(self, name: str) -> Path:
         """Rank 0: an empty folder of that name in the work folder, which has nothing else."""
         shutil.rmtree(self.lease.work, ignore_errors=True)
-        partial = self.lease.work / name
-        partial.mkdir(parents=True)
+        partial = self.lease.make_work() / name
+        partial.mkdir()
         return partial
 
     def _commit(self, partial: Path, final: Path, manifest: Manifest, deletes: bool) -> None:
