@@ -291,5 +291,3 @@ def test_a_job_does_not_requeue_itself_for_ever(cluster: Cluster, tmp_path: Path
         cluster.start_now(job, restarts)
     cluster.wait_until_ended(job, "FAILED")
     assert "gives up: 3 starts in a row made no checkpoint" in cluster.log(job)
-
-

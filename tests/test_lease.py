@@ -212,7 +212,9 @@ def test_what_was_being_put_aside_is_not_swept_away(tmp_path: Path) -> None:
 @pytest.mark.parametrize("most", [2, 3])
 def test_starts_that_are_paused_and_killed(data: Path, tmp_path: Path, most: int) -> None:
     """The short form of benchmarks/lease_drill.py."""
-    counts, wrong = one_round(tmp_path, tiny(tmp_path / "config.yaml", data, tokenizer().vocab_size), seed=most, most=most, events=12)
+    counts, wrong = one_round(
+        tmp_path, tiny(tmp_path / "config.yaml", data, tokenizer().vocab_size), seed=most, most=most, events=12
+    )
     assert wrong == []
     assert counts["starts"] > 1
 
