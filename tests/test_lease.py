@@ -131,9 +131,9 @@ def test_a_holder_elsewhere_is_watched(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_lease_that_cannot_be_read_is_one_too(tmp_path: Path, content: str) -> None:
     path = hold(tmp_path / "run")
     path.write_text(content)
-    with quick(0.5), patch.object(time, "sleep", lambda _: os.utime(path)):
-        with pytest.raises(UserError, match="cannot be named yet"):
-            Lease(tmp_path / "run", "cpu")._try_to_take()
+    renewed = patch.object(time, "sleep", lambda _: os.utime(path))
+    with quick(0.5), renewed, pytest.raises(UserError, match="cannot be named yet"):
+        Lease(tmp_path / "run", "cpu")._try_to_take()
     with quick(0.5), Lease(tmp_path / "run", "cpu"):
         assert newest_lease(tmp_path / "run" / "lease").number == 4
 
