@@ -23,7 +23,7 @@ from data.dataset import Mixture, open_data
 from data.loader import BatchLoader, heldout_batches
 from errors import UserError
 from model.kernels.backend import check_kernels
-from parallel.mesh import build_mesh
+from parallel.mesh import Mesh, build_mesh
 from plan.layout import Layout
 from plan.memory import Memory
 from training import checkpoint
@@ -31,6 +31,7 @@ from training.build import build_stages, check_fits
 from training.config import Config
 from training.guard import check_not_in_vain
 from training.join import start_distributed
+from training.lease import Lease
 from training.load_config import load_config
 from training.memory_report import MemoryReports
 from training.metrics import Metrics
@@ -82,7 +83,14 @@ def run(config: Config, device: str, signals: Signals) -> None:
     # What the user may have got wrong is found before anything is built or written.
     train_data, heldout_data = together(lambda: open_train_and_heldout(config), device)
     together(lambda: check_writable(config), device)
-    start = checkpoint.find_start(config, train_data, device)
+    with Lease(config.run.dir, device) as lease:  # no other run writes to the folder
+        train_and_save(config, mesh, train_data, heldout_data, lease, signals)
+
+
+def train_and_save(
+    config: Config, mesh: Mesh, train_data: Mixture, heldout_data: Mixture, lease: Lease, signals: Signals
+) -> None:
+    start = checkpoint.find_start(config, train_data, lease)
     loader = BatchLoader(
         train_data,
         seq_len=config.train.seq_len,
@@ -97,9 +105,9 @@ def run(config: Config, device: str, signals: Signals) -> None:
 
     train = TrainStep(config, mesh, build_stages(config, mesh), train_data.bos_id)
     checkpoint.load(train, start)
-    saver = Saver(train, train_data.tokenizer_path)
+    saver = Saver(train, train_data.tokenizer_path, lease)
     trace = StepTrace(config, mesh, start.step)
-    rollback = Rollback(config, train_data, start)
+    rollback = Rollback(config, train_data, start, lease)
 
     with (
         StopRequests(config, signals) as stop,
@@ -128,6 +136,7 @@ def run(config: Config, device: str, signals: Signals) -> None:
                 with metrics.spending("evaluation"):
                     assert heldout_data is not None
                     metrics.evaluated(step, evaluate(train, heldout_data, stop, watchdog))
+            lease.check()
             metrics.flush()
             stop.meet()
             if rollback.is_due(metrics.bad_in_a_row) and not stop.agreed:

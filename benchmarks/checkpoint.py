@@ -24,6 +24,7 @@ import torch.distributed as dist
 from benchmarks.about import about
 from parallel.mesh import build_mesh
 from training.build import build_stages
+from training.lease import Lease
 from training.load_config import load_config
 from training.save import Saver
 from training.step import TrainStep
@@ -46,10 +47,15 @@ def dd(path: Path, size: int) -> float:
 
 
 def measure(rounds: int, folder: Path) -> dict:
+    with Lease(folder / "run", "cpu") as lease:
+        return measure_saves(rounds, folder, lease)
+
+
+def measure_saves(rounds: int, folder: Path, lease: Lease) -> dict:
     config = load_config(str(ROOT / "configs/laptop.yaml"), [*OVERRIDES, *ALONE, f"run.dir={folder / 'run'}"])
     mesh = build_mesh((1, 1, 1, 1), "cpu")
     train = TrainStep(config, mesh, build_stages(config, mesh))
-    saver = Saver(train, ROOT / "README.md")
+    saver = Saver(train, ROOT / "README.md", lease)
     source = [tensor.to_local() for tensor in saver.tensors.values()]
     target = [torch.empty_like(tensor).fill_(0) for tensor in source]
     size = sum(tensor.nbytes for tensor in source)

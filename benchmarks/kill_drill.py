@@ -36,10 +36,10 @@ from safetensors.torch import load_file
 
 import training.save
 from benchmarks.about import about
-from training.checkpoint import complete_checkpoints, step_of
 from training.events import read_events
 from training.ledger import CAUSES, account
 from training.manifest import Damaged, verify
+from training.run_folder import complete_checkpoints, step_of
 from training.save import Saver
 from training.step import TrainStep
 
@@ -52,7 +52,7 @@ WHERE: dict[str, tuple[type, str]] = {  # phase → what is called when it begin
     "commit": (Saver, "_commit"),
     "deletion": (Saver, "_commit"),
 }
-OPERATIONS = ("write_manifest", "_sync_folder", "write_durably")  # of a commit, beside os.replace
+OPERATIONS = ("write_manifest", "sync_folder", "name_latest")  # of a commit, beside os.replace
 LAYOUTS = {4: {"tp": 2, "pp": 2, "dp_shard": 1}, 8: {"tp": 2, "pp": 2, "dp_shard": 2}}
 
 

@@ -112,13 +112,20 @@ python=${python:-python3}
 
 # `on_nodes SRUN_OPTION… -- COMMAND…`: one task on each node. The shell becomes srun, so it must be a subshell. --cpus-per-task
 # again: since Slurm 22.05, srun does not take it over from sbatch. torchrun would die of USR1, so it is ignored; ranks inherit
-# that, and then listen themselves (training/signals.py). %N in the command is the node's name.
+# that, and then listen themselves (training/signals.py). Where NODE_LOGS names a folder, each node writes to NODE.log in it, and
+# torchrun below NODE/ (PET_LOG_DIR is its --log-dir). The node opens these files itself: in a name that srun is given it would
+# expand every %, also those of the run folder's name.
 on_nodes() {
   local options=()
   while [ "$1" != -- ]; do options+=("$1") && shift; done
   # shellcheck disable=SC2016 # the node expands it
-  exec srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" "${options[@]}" "${inside[@]}" \
-    bash -c 'trap "" USR1; exec "${@//%N/$SLURMD_NODENAME}"' "$@"
+  exec srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" "${options[@]}" "${inside[@]}" bash -c '
+    trap "" USR1
+    if [ -n "${NODE_LOGS:-}" ]; then
+      export PET_LOG_DIR=$NODE_LOGS/$SLURMD_NODENAME
+      exec >>"$NODE_LOGS/$SLURMD_NODENAME.log" 2>&1
+    fi
+    exec "$@"' "$@"
 }
 
 # The processes meet at a port of the first node. Whoever can reach it can run code as you: torchrun listens on all interfaces,
@@ -151,22 +158,11 @@ num_nodes=$((SLURM_JOB_NUM_NODES - spare_nodes))
 logs=$run_dir/logs/$SLURM_JOB_ID.$restart
 mkdir -p "$logs"
 
-# Two jobs must not write to one run folder: an array without %1, or a job submitted twice.
-until (set -o noclobber && echo "$SLURM_JOB_ID" >"$run_dir/job") 2>/dev/null; do
-  owner=$(cat "$run_dir/job")
-  if [ "$owner" = "$SLURM_JOB_ID" ]; then break; fi
-  if [ -n "$(squeue --noheader --jobs "$owner" --states RUNNING 2>/dev/null)" ]; then
-    say "job $owner is running in $run_dir: cancel it, choose another run.dir, or give an array %1"
-    exit 1
-  fi
-  rm -f "$run_dir/job"
-done
-
 # --- again --------------------------------------------------------------------------------------------------------------------
 
 newest_checkpoint() { cat "$run_dir/checkpoints/latest" 2>/dev/null || true; }
 newest_at_start=$(newest_checkpoint)
-fruitless=$run_dir/logs/fruitless
+fruitless=$run_dir/logs/$SLURM_JOB_ID.fruitless
 if [ "$restart" = 0 ]; then echo 0 >"$fruitless"; fi
 
 # Back to the queue, where more steps are to do. A link of an array that is not the last leaves them to the next one.
@@ -202,12 +198,11 @@ export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='${rank}: '
 for node in ${nodes//,/ }; do touch "$logs/$node.log"; done
 
 status=0
-on_nodes --nodes="$num_nodes" --ntasks="$num_nodes" --nodelist="$nodes" --kill-on-bad-exit=1 \
-  --output="$logs/%N.log" --open-mode=append -- \
+NODE_LOGS=$logs on_nodes --nodes="$num_nodes" --ntasks="$num_nodes" --nodelist="$nodes" --kill-on-bad-exit=1 -- \
   "$python" -m torch.distributed.run \
   --nnodes="$num_nodes" --nproc-per-node="$gpus_per_node" --max-restarts="$max_restarts" \
   --rdzv-backend=c10d --rdzv-endpoint="$first_node:$port" --rdzv-id="$SLURM_JOB_ID.$restart" \
-  --log-dir="$logs/%N" --redirects=3 --tee=0:3 \
+  --redirects=3 --tee=0:3 \
   train.py "$@" &
 training=$!
 {

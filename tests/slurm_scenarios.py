@@ -247,6 +247,28 @@ def test_what_training_would_refuse(cluster: Cluster, data: Path, tmp_path: Path
     assert not (run.folder / "run").exists()
 
 
+def test_two_jobs_do_not_write_to_one_run_folder(cluster: Cluster, data: Path, tmp_path: Path) -> None:
+    """The second is refused, once, and the first goes on. In the folder's name and in an override is what srun would expand."""
+    odd = str(tmp_path / "100%N and %j")
+    first = Run(cluster, tmp_path / "it", data, train={"steps": 4000}, run={"dir": odd, "wandb_project": "%N"})
+    first.submit(nodes="n3", ranks=2)
+    metrics = Path(odd) / "metrics.jsonl"
+    wait_for(metrics.exists, "the first job's first step")
+    second = cluster.sbatch(
+        *["--nodes", "1", "--nodelist", "n4", "--gpus-per-node", "2", "--cpus-per-task", "2"], SCRIPT, first.config, **VARIABLES
+    )
+    cluster.wait_until_ended(second, "FAILED")
+    assert cluster.job(second)["ExitCode"] == "2:0"
+    log = cluster.log(second)
+    assert "error: run.dir = " in log
+    assert re.search(rf"process \d+ on host \S+ of Slurm job {first.job}, since .*, and renewed its lease", log)
+    assert cluster.job(first.job)["JobState"] == "RUNNING"
+    assert (Path(odd) / "logs" / f"{first.job}.0" / "n3.log").exists()
+    assert "wandb_project: '%N'" in (Path(odd) / "config.yaml").read_text()
+    cluster.run("scancel", first.job)
+    cluster.wait_until_ended(first.job, "CANCELLED")
+
+
 # --- what is the script's alone, with a stand-in for Python: no rank is ever started -----------------------------------------
 
 
@@ -269,15 +291,3 @@ def test_a_job_does_not_requeue_itself_for_ever(cluster: Cluster, tmp_path: Path
         cluster.start_now(job, restarts)
     cluster.wait_until_ended(job, "FAILED")
     assert "gives up: 3 starts in a row made no checkpoint" in cluster.log(job)
-
-
-def test_two_jobs_do_not_write_to_one_run_folder(cluster: Cluster, tmp_path: Path) -> None:
-    variables = VARIABLES | {"PYTHON": stand_in_for_python(tmp_path, "exec sleep 600")}
-    size = ["--nodes", "1", "--gpus-per-node", "1", "--cpus-per-task", "1"]
-    first = cluster.sbatch(*size, "--nodelist", "n3", SCRIPT, **variables)
-    wait_for(lambda: (tmp_path / "run" / "job").exists(), "the first job's mark")
-    second = cluster.sbatch(*size, "--nodelist", "n4", SCRIPT, **variables)
-    cluster.wait_until_ended(second, "FAILED")
-    assert f"job {first} is running in {tmp_path}/run" in cluster.log(second)
-    cluster.run("scancel", first)
-    cluster.wait_until_ended(first, "CANCELLED")

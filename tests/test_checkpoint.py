@@ -25,6 +25,7 @@ from tools.ranks import RankError, Ranks
 from training import manifest
 from training.build import build_stages
 from training.events import read_events
+from training.lease import Lease
 from training.load_config import load_config
 from training.manifest import MANIFEST, Damaged, Manifest, read_manifest
 from training.save import SaveFailed, Saver
@@ -112,7 +113,7 @@ def test_keeping(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     """The last two, every fourth step's, and nothing that a killed run left half done."""
     config = write_config(tmp_path, data, checkpoint={"interval": 1, "keep_last": 2, "keep_every": 4})
     checkpoints = tmp_path / "run" / "checkpoints"
-    for left in ("step-00000003.partial", "step-00000002.deleting"):
+    for left in ("partial-00000001-0000/step-00000003", "partial-00000001-0000/step-00000002"):
         (checkpoints / left).mkdir(parents=True)
     assert ranks.run(train_run, 2, [config]) == ["", ""]
     assert names(checkpoints) == ["latest", "step-00000004", "step-00000005", "step-00000006"]
@@ -145,7 +146,7 @@ def train_with_a_fault(config: str, rank: int, step: int, where: str, kind: int)
     ("where", "kind", "rank"),
     [
         ("fingerprint", errno.ENOSPC, 1),
-        pytest.param("count_numbers", errno.EIO, 3, marks=pytest.mark.thorough),
+        pytest.param("cover", errno.EIO, 3, marks=pytest.mark.thorough),
         pytest.param("write_durably", errno.ENOSPC, 0, marks=pytest.mark.thorough),
         ("write_manifest", errno.EROFS, 0),
     ],
@@ -203,8 +204,8 @@ def saved_while_training(config_path: str) -> tuple[bool, float]:
         go.wait()
         return honest(self, *arguments)
 
-    with patch.object(Saver, "_write_partial", later):
-        saver = Saver(train, Path(__file__))
+    with patch.object(Saver, "_write_partial", later), Lease(config.run.dir, "cpu") as lease:
+        saver = Saver(train, Path(__file__), lease)
         saver.save(1, 0, {"next_sample": 0, "skipped": []})
         before = {name: tensor.to_local().clone() for name, tensor in saver.tensors.items()}
         train(1, tokens, tokens)
@@ -297,7 +298,7 @@ def test_verify_says_what_is_wrong(saved: Path, tmp_path: Path, capsys: pytest.C
     assert verify.main([str(tmp_path / "run")]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [": good" in line for line in lines] == [True, False, True]
-    assert "trainer.json is missing or truncated" in lines[1]
+    assert "'trainer.json' is missing or truncated" in lines[1]
     assert verify.main([str(tmp_path / "nothing")]) == 2
     command = [sys.executable, "-m", "tools.verify", str(checkpoints / "step-00000006")]
     assert subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, check=False).returncode == 0

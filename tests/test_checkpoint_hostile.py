@@ -1,17 +1,26 @@
 """Checkpoints that somebody meant harm with: whoever writes a manifest can make its checksums right."""
 
+import contextlib
+import io
+import json
+import math
 import os
 import pickle
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from errors import UserError
 from tests.runs import copy_of, train_run
+from tools import export, verify
+from tools.generate.load_model import load_model
 from tools.ranks import Ranks
 from training import manifest
 from training.manifest import Damaged, Manifest, read_manifest, write_manifest
+from training.trainer_state import verify_checkpoint
 
 HOSTILE = [
     "pickle for tensors",
@@ -23,7 +32,20 @@ HOSTILE = [
     "a shard and its entry lost",
     "truncated",
     "a piece outside of its tensor",
+    "a piece twice and another not at all",
+    "an endless shape",
+    "a header that is too long",
+    "too many steps",
+    "a step of another kind",
+    "a sample that is no number",
+    "no model",
 ]
+TRAINERS = {  # what is put where
+    "too many steps": ("step", 10**15),
+    "a step of another kind": ("step", True),
+    "a sample that is no number": ("data", {"checksum": "x", "next_sample": "x", "skipped": []}),
+    "no model": ("model", {"dim": 10**30}),
+}
 
 
 class Exploding:
@@ -66,11 +88,59 @@ def hostile(folder: Path, manifest_of: Manifest, how: str, harm: Path) -> None:
     elif how == "truncated":
         victim.write_bytes(victim.read_bytes()[:-8])
         files[victim.name] = manifest.fingerprint(victim)
+    elif how == "a piece twice and another not at all":  # their numbers add up
+        victim = folder / shards[-1]  # the first one's are first
+        place_everything_first(victim)
+        files[victim.name] = manifest.fingerprint(victim)
+    elif how == "an endless shape":
+        name = next(iter(tensors))
+        tensors[name] = tensors[name][0], (math.inf, 4)
+    elif how == "a header that is too long":
+        victim.write_bytes((1 << 30).to_bytes(8, "little") + victim.read_bytes()[8:])
+        files[victim.name] = manifest.fingerprint(victim)
+    elif how in TRAINERS:
+        key, value = TRAINERS[how]
+        path = folder / "trainer.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+        files[path.name] = manifest.fingerprint(path)
     else:
         assert how == "a piece outside of its tensor"
         name = next(name for name in load_file(victim))
         tensors[name] = tensors[name][0], tuple(n // 2 for n in tensors[name][1])
     write_manifest(folder, Manifest(files, tensors))
+
+
+def refused_by_tools(checkpoint: Path, out: Path) -> list[str]:
+    """What `tools.verify` and `tools.export` say."""
+    said = []
+    for main, arguments, status in (
+        (verify.main, [str(checkpoint)], 1),
+        (export.main, ["--checkpoint", str(checkpoint), "--out", str(out)], 2),
+    ):
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+            assert main(arguments) == status
+        said.append(text.getvalue())
+    return said
+
+
+def refused_by_generate(checkpoint: Path) -> str:
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+        try:
+            load_model(checkpoint, torch.float32, "cpu")
+        except UserError as error:
+            print(f"error: {error}")
+    return text.getvalue()
+
+
+def place_everything_first(file: Path) -> None:
+    """The pieces of a file say that they begin where their tensors begin."""
+    with safe_open(file, framework="pt") as opened:
+        places = json.loads(opened.metadata()[manifest.PLACES])
+    moved = {name: {"saved_offsets": [0] * len(place["saved_offsets"])} for name, place in places.items()}
+    assert moved != places
+    save_file(load_file(file), file, metadata={manifest.PLACES: json.dumps(moved)})
 
 
 @pytest.mark.parametrize("how", HOSTILE)
@@ -80,7 +150,11 @@ def test_a_hostile_checkpoint_is_refused(ranks: Ranks, saved: Path, tmp_path: Pa
     bad = checkpoints / "step-00000006"
     hostile(bad, read_manifest(bad), how, tmp_path / "harm")
     with pytest.raises(Damaged):
-        manifest.verify(bad)
+        verify_checkpoint(bad)
+    said = [*refused_by_tools(bad, tmp_path / "out"), *ranks.run(refused_by_generate, 1, bad)]
+    for text in said:
+        assert "Traceback" not in text
+        assert text.count("is no good checkpoint: ") + text.count("damaged: ") == 1, text
     other = f"run.dir={tmp_path / 'other'}"
     messages = ranks.run(train_run, 2, [config, f"checkpoint.resume={bad}", other, "parallel.pp=1"])
     assert all(message.startswith("checkpoint.resume = ") for message in messages), messages

@@ -25,7 +25,8 @@ from tools.huggingface.new_folder import new_folder, refuse_existing
 from tools.huggingface.tensor_files import FILE_BYTES, SINGLE, Piece, write_files, write_index
 from tools.huggingface.tokenizer import huggingface_files
 from training.build import DTYPES
-from training.manifest import Damaged, verify
+from training.manifest import Damaged
+from training.trainer_state import verify_checkpoint
 
 
 def export(
@@ -44,18 +45,18 @@ def export(
     for key, value in (("--file-bytes", file_bytes), ("--max-length", max_length)):
         if value is not None and value < 1:
             raise UserError(key, value, "must be at least 1", "leave it out, or give a larger number")
+    try:
+        verify_checkpoint(checkpoint)
+    except Damaged as damaged:
+        why = f"is no good checkpoint: {damaged}"
+        raise UserError("--checkpoint", str(checkpoint), why, "give another folder step-…") from None
     reader = CheckpointReader(checkpoint)
     tokenizer = Tokenizer.load(checkpoint)
     wanted = parameters(reader.model)
     if {p.ours: p.shape for p in wanted} != reader.weights():
         why = "its tensors are not those of the model in its trainer.json"
         raise UserError("--checkpoint", str(checkpoint), why, "give another folder step-…")
-    try:
-        verify(checkpoint)
-    except Damaged as damaged:
-        why = f"is no good checkpoint: {damaged}"
-        raise UserError("--checkpoint", str(checkpoint), why, "give another folder step-…") from None
-    max_length = max_length or reader.trainer["seq_len"]
+    max_length = max_length or reader.trainer.seq_len
     bos_id = tokenizer.bos_id if tokenizer.bos_id >= 0 else None
     config = config_json(reader.model, dtype=dtype, max_length=max_length, bos_id=bos_id, eos_id=tokenizer.eos_id)
 

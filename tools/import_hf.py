@@ -29,8 +29,8 @@ from tools.huggingface.config import CONFIG, HuggingFaceConfig, parameters
 from tools.huggingface.foreign import refuse_foreign
 from tools.huggingface.new_folder import new_folder, refuse_existing
 from tools.huggingface.tensor_files import DTYPES, FILE_BYTES, FolderTensors, Piece, check_tensors, write_files
-from training.checkpoint import FREE_MODEL_KEYS
 from training.manifest import MANIFEST, PLACES, Manifest, fingerprint, write_durably, write_manifest
+from training.trainer_state import FREE_MODEL_KEYS, model_entries
 
 ALWAYS_SAID = ("norm_eps", "rope_theta", "tie_embeddings")  # in model.yaml, also where they are what they are by default
 
@@ -81,7 +81,6 @@ def _places(tensors: dict[str, Tensor]) -> dict[str, str]:
 
 def trainer(config: HuggingFaceConfig) -> dict[str, Any]:
     """The trainer.json of a model that no run of ours has trained: nothing of it can be resumed but the weights."""
-    model = {key: value for key, value in dataclasses.asdict(config.model).items() if key not in FREE_MODEL_KEYS}
     return {
         "step": 0,
         "updates": 0,
@@ -90,7 +89,7 @@ def trainer(config: HuggingFaceConfig) -> dict[str, Any]:
         "seq_len": config.max_length,
         "recent_losses": [],
         "bad_in_a_row": 0,
-        "model": model,
+        "model": model_entries(config.model),
         "data": {"checksum": "imported", "next_sample": 0, "skipped": []},
     }
 

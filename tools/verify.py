@@ -1,8 +1,8 @@
 """Whether a checkpoint is what was saved: `python -m tools.verify CHECKPOINT`
 
-Reads every file of it, compares each with the checksum in manifest.json, and counts the numbers of every tensor. CHECKPOINT
-is a folder step-…, or a run folder: then all its checkpoints. Nothing is unpickled, and no weights are loaded. The exit status
-is 1 if any is damaged.
+Reads every file of it, compares each with the checksum in manifest.json, and looks whether the pieces of every tensor make it
+up, and whether trainer.json says what it should. CHECKPOINT is a folder step-…, or a run folder: then all its checkpoints.
+Nothing is unpickled, and no weights are loaded. The exit status is 1 if any is damaged.
 """
 
 import argparse
@@ -11,8 +11,9 @@ from pathlib import Path
 
 from errors import UserError
 from tools.command import run_command
-from training.checkpoint import checkpoints_of
-from training.manifest import Damaged, verify
+from training.manifest import Damaged
+from training.run_folder import checkpoints_of
+from training.trainer_state import verify_checkpoint
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     damaged = 0
     for path in checkpoints:
         try:
-            manifest = verify(path)
+            manifest = verify_checkpoint(path)
             print(f"{path}: good, {len(manifest.tensors)} tensors in {len(manifest.files)} files, {manifest.num_bytes:,} bytes")
         except Damaged as problem:
             damaged += 1

@@ -7,16 +7,13 @@
     checkpoints/latest           the name of the newest
 
 Tensors are stored under their global names and shapes, so any layout loads what any other saved. Before a checkpoint is used
-every file of it is read and compared with its checksum, each by one of the ranks. A damaged one is put aside under a name that
-ends in `.damaged`, and with checkpoint.resume=auto the one before it is used. One that a run went back behind (rollback.py) is
-put aside as `.abandoned`. Both stay until a person deletes them. Nothing is pickled.
+every file of it is read and compared with its checksum, each by one of the ranks. A damaged one is put aside, and with
+checkpoint.resume=auto the one before it is used; so is one that a run went back behind (rollback.py). run_folder.py has their
+names. Nothing is pickled.
 """
 
 import dataclasses
-import json
 import math
-import os
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,18 +33,21 @@ from data.loader import check_state
 from errors import UserError
 from model.initialise import canonical_name
 from training.config import Config
+from training.lease import Lease
 from training.manifest import MANIFEST, Damaged, Manifest, check_file, check_sizes, check_whole, read_manifest
 from training.progress import byte_bar
+from training.run_folder import (
+    checkpoint_folder,
+    checkpoints_of,
+    complete_checkpoints,
+    put_aside,
+    put_incomplete_aside,
+    step_of,
+)
 from training.step import TrainStep
+from training.tiling import Point, random_point
+from training.trainer_state import FREE_MODEL_KEYS, TrainerState, parse_trainer, read_trainer
 from training.voice import from_rank_0, say, together
-
-NAME = re.compile(r"step-(\d{8})")
-# Dimensions alone decide whether weights fit; how they began, what is minimised and what computes it do not.
-FREE_MODEL_KEYS = {"init_std", "z_loss", "kernels"}
-
-
-def checkpoint_folder(config: Config) -> Path:
-    return Path(config.run.dir) / "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,13 @@ class Start:
     bad_in_a_row: int = 0  # steps up to this one whose updates were skipped
 
 
-def find_start(config: Config, data: Mixture, device: str) -> Start:
+def find_start(config: Config, data: Mixture, lease: Lease) -> Start:
     """What `checkpoint.resume` and `checkpoint.load_weights_only` ask for, the same on every rank, checked against the
     configuration and the data. A checkpoint to resume from wins over one that only gives the first weights."""
-    resume = config.checkpoint.resume
+    resume, device = config.checkpoint.resume, lease.device
+    from_rank_0(lambda: put_incomplete_aside(lease), device)
     if resume == "auto":
-        path = _newest_good(config, device)
+        path = _newest_good(config, lease)
     else:
         path = _named(resume, "checkpoint.resume", device) if resume != "none" else None
         if path is not None:
@@ -95,21 +96,22 @@ def _named(folder: str, key: str, device: str) -> Path:
     return from_rank_0(find, device)
 
 
-def find_before(last_step: int, config: Config, data: Mixture, begun: Start, device: str) -> Start:
+def find_before(last_step: int, config: Config, data: Mixture, begun: Start, lease: Lease) -> Start:
     """For a run in the middle: its newest good checkpoint of `last_step` or before; while there is none, what it was resumed
     from, if that is as early. Later ones are put aside, once there is one. An empty Start: there is none."""
-    path = _newest_good(config, device, last_step)
+    device = lease.device
+    path = _newest_good(config, lease, last_step)
     if path is None and not begun.weights_only and begun.step <= last_step:
         path = from_rank_0(lambda: begun.path if begun.path and (begun.path / MANIFEST).exists() else None, device)
     if path is None:
         return Start()
 
-    def put_aside() -> None:
-        for later in complete_checkpoints(checkpoint_folder(config)):
+    def abandon() -> None:
+        for later in reversed(complete_checkpoints(checkpoint_folder(config))):
             if step_of(later) > last_step:
-                say(f"warning: {_put_aside(later, '.abandoned')} is not used again")
+                say(f"warning: {put_aside(lease, later, '.abandoned')} is not used again")
 
-    from_rank_0(put_aside, device)
+    from_rank_0(abandon, device)
     return from_rank_0(lambda: _start_from(path, None, config, data), device)
 
 
@@ -120,21 +122,24 @@ def _start_from(path: Path | None, first_weights: Path | None, config: Config, d
         trainer = read_trainer(path, "checkpoint.resume")
         _check_model(path, trainer, config)
         for name, value in (("seq_len", config.train.seq_len), ("seed", config.train.seed)):
-            if trainer[name] != value:
-                why = f"the checkpoint {path} counts its samples in the order of train.{name}={trainer[name]}"
+            saved = getattr(trainer, name)
+            if saved != value:
+                why = f"the checkpoint {path} counts its samples in the order of train.{name}={saved}"
                 remedy = "use the checkpoint's, or start a new run from its weights: checkpoint.load_weights_only"
                 raise UserError(f"train.{name}", value, why, remedy)
-        check_state(trainer["data"], data)
-        skipped = tuple((begin, end) for begin, end in trainer["data"]["skipped"])
+        check_state(trainer.data.model_dump(), data)
+        if trainer.step > config.train.steps:
+            why = f"the checkpoint {path} was saved after {trainer.step} steps already"
+            raise UserError("train.steps", config.train.steps, why, f"give {trainer.step} or more, or another run.dir")
         start = Start(
             path,
-            step=trainer["step"],
-            updates=trainer["updates"],
-            tokens=trainer["tokens"],
-            next_sample=trainer["data"]["next_sample"],
-            skipped=skipped,
-            recent_losses=tuple(trainer["recent_losses"]),
-            bad_in_a_row=trainer["bad_in_a_row"],
+            step=trainer.step,
+            updates=trainer.updates,
+            tokens=trainer.tokens,
+            next_sample=trainer.data.next_sample,
+            skipped=tuple(trainer.data.skipped),
+            recent_losses=tuple(trainer.recent_losses),
+            bad_in_a_row=trainer.bad_in_a_row,
         )
     later = [c for c in complete_checkpoints(checkpoint_folder(config)) if step_of(c) > start.step]
     if later:
@@ -146,11 +151,11 @@ def _start_from(path: Path | None, first_weights: Path | None, config: Config, d
     return start
 
 
-def _newest_good(config: Config, device: str, last_step: float = math.inf) -> Path | None:
+def _newest_good(config: Config, lease: Lease, last_step: float = math.inf) -> Path | None:
     """The newest checkpoint of the run folder, up to `last_step`, that is what was saved; those that are not are put aside, and
     it is said."""
     folder = checkpoint_folder(config)
-    for path in reversed(from_rank_0(lambda: complete_checkpoints(folder), device)):
+    for path in reversed(from_rank_0(lambda: complete_checkpoints(folder), lease.device)):
         if step_of(path) > last_step:
             continue
         problem = _damage(path)
@@ -158,17 +163,9 @@ def _newest_good(config: Config, device: str, last_step: float = math.inf) -> Pa
             return path
         if dist.get_rank() == 0:
             say(f"warning: {path} is damaged: {problem}. It is put aside, and not used")
-            _put_aside(path, ".damaged")
+            put_aside(lease, path, ".damaged")
         dist.barrier()
     return None
-
-
-def _put_aside(path: Path, suffix: str) -> Path:
-    """Give a checkpoint a name that does not count as one; the new name."""
-    names = [path.with_suffix(suffix), *(path.with_suffix(f"{suffix}-{number}") for number in range(2, 1000))]
-    free = next(name for name in names if not name.exists())
-    os.replace(path, free)
-    return free
 
 
 def require_good(path: Path, key: str, device: str) -> None:
@@ -185,65 +182,44 @@ def require_good(path: Path, key: str, device: str) -> None:
 def _damage(path: Path) -> str | None:
     """What is wrong with a checkpoint, the same on every rank; None: nothing. Each rank reads its share of the files."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    read: list[Any] = [None]
+    read: list[tuple[Manifest, Point] | str] = [""]
     if rank == 0:
         try:
             manifest = read_manifest(path)
             check_sizes(path, manifest)
-            read = [manifest]
+            parse_trainer(path)
+            read = [(manifest, random_point())]
         except Damaged as damaged:
             read = [str(damaged)]
     dist.broadcast_object_list(read, src=0)
     if isinstance(read[0], str):
         return read[0]
-    manifest = read[0]
-    assert isinstance(manifest, Manifest)
-    counts: Counter[str] = Counter()
+    manifest, point = read[0]
+    covered: Counter[str] = Counter()
     problem = None
     mine = sorted(manifest.files)[rank::world]
     try:
         with byte_bar(f"checking {path.name}", sum(manifest.files[name][0] for name in mine), shown=rank == 0) as bar:
             for name in mine:
-                counts += check_file(path, manifest, name, bar.update)
+                covered += check_file(path, manifest, name, point, bar.update)
     except Damaged as damaged:
         problem = str(damaged)
     everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, (counts, problem))
+    dist.all_gather_object(everyone, (covered, problem))
     for _, theirs in everyone:
         if theirs is not None:
             return str(theirs)
     try:
-        check_whole(manifest, sum((theirs for theirs, _ in everyone), Counter()))
+        check_whole(manifest, sum((theirs for theirs, _ in everyone), Counter()), point)
     except Damaged as damaged:
         return str(damaged)
     return None
 
 
-def read_trainer(path: Path, key: str) -> dict[str, Any]:
-    """A checkpoint's trainer.json, once its files have the sizes that they should. `key`, for the message, chose it."""
-    try:
-        check_sizes(path, read_manifest(path))
-        trainer = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
-        integers = ("step", "updates", "bad_in_a_row", "tokens", "seed", "seq_len")
-        kinds: dict[str, type] = dict.fromkeys(integers, int) | {"model": dict, "data": dict}
-        recent = trainer["recent_losses"]
-        if not (
-            all(isinstance(trainer[name], kind) for name, kind in kinds.items())
-            and isinstance(recent, list)
-            and all(loss is None or isinstance(loss, float) for loss in recent)
-        ):
-            raise Damaged("its trainer.json does not say what it should")
-    except Damaged as damaged:
-        raise UserError(key, str(path), f"is no good checkpoint: {damaged}", "give another folder step-…") from None
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(key, str(path), "has no readable trainer.json", "give another folder step-…") from None
-    return trainer
-
-
-def _check_model(path: Path, trainer: dict[str, Any], config: Config) -> None:
+def _check_model(path: Path, trainer: TrainerState, config: Config) -> None:
     # A field that did not exist when the checkpoint was written is what it is where nobody sets it.
     fields = dataclasses.fields(config.model)
-    saved = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING} | trainer["model"]
+    saved = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING} | trainer.model
     for name, value in dataclasses.asdict(config.model).items():
         if name not in FREE_MODEL_KEYS and saved.get(name) != value:
             why = f"the checkpoint {path} has model.{name}={saved.get(name)!r}"
@@ -303,27 +279,3 @@ def local_tensors(train: TrainStep) -> Iterator[tuple[str, DTensor]]:
         yield f"model.{name}", tensor
     for name, moment in train.optimizer.moments():
         yield f"optimizer.{name}", moment
-
-
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints that were committed, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if NAME.fullmatch(path.name) and (path / MANIFEST).is_file())
-
-
-def checkpoints_of(folder: Path, key: str) -> list[Path]:
-    """`folder` itself if it is a checkpoint, else the complete ones in it, or in its `checkpoints/`, oldest first.
-
-    Raises:
-        UserError: there are none; `key` is what the user gave the folder as.
-    """
-    if (folder / MANIFEST).is_file():
-        return [folder]
-    found = complete_checkpoints(folder) or complete_checkpoints(folder / "checkpoints")
-    if not found:
-        raise UserError(key, str(folder), "holds no complete checkpoint", "give a run folder or a folder step-…")
-    return found
-
-
-def step_of(checkpoint: Path) -> int:
-    """After how many steps it was saved, by its name."""
-    return int(checkpoint.name.removeprefix("step-"))

@@ -6,8 +6,9 @@
                     sha256    of all that, in this file
 
 Files hold pieces of tensors, under the tensor's name with the piece's place in it. A reader that takes shapes from what it
-finds would not miss a lost piece; here the pieces of a tensor must add up to its shape. Nothing is unpickled: tensors are in
-the safetensors format, everything else is JSON, and names of files are names, never paths.
+finds would not miss a lost piece; here the pieces of a tensor must tile its shape, each number in exactly one (tiling.py).
+Nothing is unpickled: tensors are in the safetensors format, everything else is JSON that must fit a schema (schema.py), and
+names of files are names, never paths.
 """
 
 import hashlib
@@ -18,11 +19,14 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NamedTuple
 
+from pydantic import Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from training.progress import byte_bar
+from training.schema import MAX_JSON_BYTES, Count, Name, Strict, first_problem, load_json
+from training.tiling import FIELD, MAX_DIMS, MAX_NUMBERS, Point, random_point, value_at
 
 FORMAT, VERSION = "lattice-checkpoint", 2
 MANIFEST = "manifest.json"
@@ -64,93 +68,139 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     write_durably(folder / MANIFEST, json.dumps(content, indent=1))
 
 
+class _File(Strict):
+    bytes: Count
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class _Tensor(Strict):
+    dtype: Literal["F64", "F32", "F16", "BF16"]
+    shape: Annotated[list[Count], Field(max_length=MAX_DIMS)]
+
+
+class _Content(Strict):
+    format: str
+    version: int
+    files: dict[Name, _File]
+    tensors: dict[Name, _Tensor]
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Raises Damaged where it is missing, changed, of another format, or names something that is not a file of this folder."""
     try:
-        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if (folder / MANIFEST).stat().st_size > MAX_JSON_BYTES:
+            raise ValueError
+        content = load_json((folder / MANIFEST).read_text(encoding="utf-8"))
         said = content.pop("sha256")
         format_and_version = content["format"], content["version"]
-        files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in content["files"].items()}
-        tensors = {name: (str(e["dtype"]), tuple(map(int, e["shape"]))) for name, e in content["tensors"].items()}
+        digest = _digest(content)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise Damaged(f"no readable {MANIFEST}") from None
     if format_and_version != (FORMAT, VERSION):
-        raise Damaged(f"saved as {format_and_version}, and this version reads {(FORMAT, VERSION)}")
-    if said != _digest(content):
+        raise Damaged(f"saved as {ascii(format_and_version)[:100]}, and this version reads {(FORMAT, VERSION)}")
+    if said != digest:
         raise Damaged(f"{MANIFEST} was changed (its sha256 differs)")
-    for name in files:
-        if Path(name).name != name or name in (".", ".."):
+    try:
+        checked = _Content.model_validate(content)
+    except ValidationError as error:
+        raise Damaged(f"{MANIFEST} does not say what it should ({first_problem(error)})") from None
+    for name in checked.files:
+        if Path(name).name != name or name in (".", "..", MANIFEST):
             raise Damaged(f"{MANIFEST} names {name!r}, which is no file of this folder")
-    for name, (_, shape) in tensors.items():
-        if any(n < 0 for n in shape):
-            raise Damaged(f"{MANIFEST} gives {name} the shape {shape}")
+    for name, tensor in checked.tensors.items():
+        if math.prod(tensor.shape) >= MAX_NUMBERS:
+            raise Damaged(f"{MANIFEST} gives {name!r} the shape {tensor.shape}")
     # The reader of tensors takes every such file that it finds.
-    strangers = {path.name for path in folder.iterdir() if path.name.endswith(TENSORS)} - files.keys()
+    strangers = {path.name for path in folder.iterdir() if path.name.endswith(TENSORS)} - checked.files.keys()
     if strangers:
-        raise Damaged(f"{sorted(strangers)[0]} does not belong to it")
-    return Manifest(files, tensors)
+        raise Damaged(f"{sorted(strangers)[0]!r} does not belong to it")
+    files = {name: (file.bytes, file.sha256) for name, file in checked.files.items()}
+    return Manifest(files, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in checked.tensors.items()})
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
     """Raises Damaged where a file is missing or has another length. Cheap: reads no file."""
     for name, (size, _) in manifest.files.items():
         file = folder / name
-        if not file.is_file() or file.stat().st_size != size:
-            raise Damaged(f"its file {name} is missing or truncated")
+        try:
+            good = file.is_file() and file.stat().st_size == size
+        except OSError:  # a name too long, a disk that cannot be read
+            good = False
+        if not good:
+            raise Damaged(f"its file {name!r} is missing or truncated")
 
 
 def check_file(
-    folder: Path, manifest: Manifest, name: str, advance: Callable[[int], object] = lambda size: None
+    folder: Path, manifest: Manifest, name: str, point: Point, advance: Callable[[int], object] = lambda size: None
 ) -> Counter[str]:
-    """Read a file whole. Raises Damaged where it is not what was saved; else how many numbers of which tensors it holds.
+    """Read a file whole. Raises Damaged where it is not what was saved; else what it holds of which tensors.
     `advance` as for `fingerprint`."""
     try:
         found = fingerprint(folder / name, advance)
     except OSError as error:
-        raise Damaged(f"its file {name} cannot be read ({error.strerror})") from None
+        raise Damaged(f"its file {name!r} cannot be read ({error.strerror})") from None
     if found != manifest.files[name]:
-        raise Damaged(f"its file {name} was changed (its sha256 differs)")
-    return count_numbers(folder / name, manifest) if name.endswith(TENSORS) else Counter()
+        raise Damaged(f"its file {name!r} was changed (its sha256 differs)")
+    return cover(folder / name, manifest, point) if name.endswith(TENSORS) else Counter()
 
 
-def count_numbers(path: Path, manifest: Manifest) -> Counter[str]:
-    """How many numbers of which tensors a safetensors file holds, each piece inside its tensor; else Damaged."""
-    counts: Counter[str] = Counter()
+class Piece(NamedTuple):
+    """A part of a tensor, in some file."""
+
+    name: str  # of the tensor
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def read_pieces(path: Path, manifest: Manifest) -> list[Piece]:
+    """What a safetensors file holds, each piece inside its tensor; else Damaged. Reads the header only."""
     try:
         with safe_open(path, framework="pt") as file:
-            places = json.loads((file.metadata() or {}).get(PLACES, "{}"))
-            for name in file.keys():  # noqa: SIM118 - not a dictionary
-                piece = file.get_slice(name)
+            places = load_json((file.metadata() or {}).get(PLACES, "{}"))
+            names = file.keys()
+            slices = {name: file.get_slice(name) for name in names}
+            pieces = []
+            for name, piece in slices.items():
                 dtype, shape = manifest.tensors[name]
-                size = piece.get_shape()
-                offsets = places[name]["saved_offsets"]
-                inside = len(shape) == len(size) == len(offsets) and all(
-                    0 <= offset <= offset + n <= whole for offset, n, whole in zip(offsets, size, shape, strict=True)
+                sizes, offsets = tuple(piece.get_shape()), places[name]["saved_offsets"]
+                inside = len(shape) == len(sizes) == len(offsets) and all(
+                    type(offset) is int and 0 <= offset <= offset + n <= whole
+                    for offset, n, whole in zip(offsets, sizes, shape, strict=True)
                 )
                 if not inside or piece.get_dtype() != dtype:
-                    raise Damaged(f"its file {path.name} has a piece of {name} that does not fit it")
-                counts[name] += math.prod(size)
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"its file {path.name} is no file of tensors of this checkpoint: {error}") from None
-    return counts
+                    raise Damaged(f"its file {path.name!r} has a piece of {name!r} that does not fit it")
+                pieces.append(Piece(name, tuple(offsets), sizes))
+            return pieces
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(f"its file {path.name!r} is no file of tensors of this checkpoint: {ascii(error)[:200]}") from None
 
 
-def check_whole(manifest: Manifest, counts: Counter[str]) -> None:
-    """Raises Damaged unless the pieces in all files make up every tensor."""
+def cover(path: Path, manifest: Manifest, point: Point) -> Counter[str]:
+    """Tensor → the sum of its pieces' polynomials at `point` (tiling.py), for a safetensors file; Damaged as `read_pieces`.
+    What several files cover is the sum of what each does."""
+    covered: Counter[str] = Counter()
+    for piece in read_pieces(path, manifest):
+        covered[piece.name] += value_at(point, piece.offsets, piece.sizes)
+    return covered
+
+
+def check_whole(manifest: Manifest, covered: Counter[str], point: Point) -> None:
+    """Raises Damaged unless the pieces in all files tile every tensor."""
     for name, (_, shape) in manifest.tensors.items():
-        if counts[name] != math.prod(shape):
-            raise Damaged(f"{counts[name]:,} of {math.prod(shape):,} numbers of {name} are in its files")
+        if (covered[name] - value_at(point, [0] * len(shape), shape)) % FIELD:
+            raise Damaged(f"the pieces of {name!r} in its files do not make up its shape {shape}: some overlap, or are missing")
 
 
 def verify(folder: Path) -> Manifest:
     """Everything above, in one process. Raises Damaged."""
     manifest = read_manifest(folder)
     check_sizes(folder, manifest)
-    counts: Counter[str] = Counter()
+    covered: Counter[str] = Counter()
+    point = random_point()
     with byte_bar(f"checking {folder.name}", manifest.num_bytes) as bar:
         for name in manifest.files:
-            counts += check_file(folder, manifest, name, bar.update)
-    check_whole(manifest, counts)
+            covered.update(check_file(folder, manifest, name, point, bar.update))
+    check_whole(manifest, covered, point)
     return manifest
 
 

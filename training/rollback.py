@@ -21,6 +21,7 @@ from training import checkpoint
 from training.checkpoint import Start
 from training.config import Config
 from training.events import append_event
+from training.lease import Lease
 from training.save import Saver
 from training.step import TrainStep
 from training.voice import say
@@ -37,10 +38,11 @@ class Rollback:
 
     Args:
         start: where this run began: what it goes back to while it has no checkpoint of its own.
+        lease: of the run folder.
     """
 
-    def __init__(self, config: Config, data: Mixture, start: Start) -> None:
-        self.config, self.data, self.start = config, data, start
+    def __init__(self, config: Config, data: Mixture, start: Start, lease: Lease) -> None:
+        self.config, self.data, self.start, self.lease = config, data, start, lease
         # The host hears of bad steps every run.log_interval steps.
         self.first_samples: deque[int] = deque(maxlen=config.guard.max_bad_steps + config.run.log_interval)
         self.times: Counter[int] = Counter()  # how often the run went back to each step
@@ -61,7 +63,7 @@ class Rollback:
         saver.wait()
         why = f"the updates of {bad_in_a_row} steps up to {step} were skipped (guard.max_bad_steps)"
         # What was saved while steps were bad (on request) is no better than what there is now.
-        start = checkpoint.find_before(step - bad_in_a_row, self.config, self.data, self.start, train.mesh.device)
+        start = checkpoint.find_before(step - bad_in_a_row, self.config, self.data, self.start, self.lease)
         if start.path is None or start.weights_only:
             raise Diverged(f"{why}, and there is no checkpoint to go back to; set checkpoint.interval, or another lr")
         self.times[start.step] += 1

@@ -1,10 +1,13 @@
 """Saving while training goes on.
 
     training     step 40 ─ copy ─ step 41 ─ step 42 ─ step 43 …             the copy is all that training waits for
-    a thread of each rank     └─ write ─ hash ─ agree ─ commit              (rank 0 alone commits)
+    a thread of each rank     └─ write ─ hash ─ agree ─ commit              (only rank 0 commits)
 
-    step-00000040.partial  ──rename──►  step-00000040      a name without a suffix is complete, and was agreed on by all ranks
-    step-00000020          ──rename──►  step-00000020.deleting  ──►  gone
+    partial-…/step-00000040  ──rename──►  step-00000040    a name without a suffix is complete, and was agreed on by all ranks
+    step-00000020            ──rename──►  partial-…/step-00000020  ──►  gone
+
+Each rename goes into or out of the work folder of this run's lease, so a run that was displaced commits and deletes nothing
+(lease.py). "saved" is said of what was found again under its name, with the manifest that all ranks agreed on.
 
 The threads talk over a process group of their own, for two collectives of one group that meet in another order on another
 rank wait for ever. What fails on one rank (a full disk, a folder that became read-only) is known to all before anything is
@@ -14,14 +17,12 @@ before.
 
 import json
 import math
-import os
 import shutil
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +36,26 @@ from data.tokenizer import tokenizer_files
 from errors import RunFailed
 from model.initialise import canonical_name
 from parallel.placement import as_dtensor_like
-from training.checkpoint import FREE_MODEL_KEYS, checkpoint_folder, complete_checkpoints, local_tensors, step_of
+from training.checkpoint import local_tensors
 from training.events import append_event
+from training.lease import Lease
 from training.manifest import (
+    MANIFEST,
     TENSORS,
+    Damaged,
     Manifest,
+    check_sizes,
     check_whole,
-    count_numbers,
+    cover,
     fingerprint,
+    read_manifest,
     write_durably,
     write_manifest,
 )
+from training.run_folder import checkpoint_folder, complete_checkpoints, name_latest, put_aside, step_of, sync_folder
 from training.step import TrainStep
+from training.tiling import random_point
+from training.trainer_state import FILE, model_entries
 from training.voice import say
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float64: "F64"}  # as safetensors calls them
@@ -62,10 +71,11 @@ class Saver:
     Args:
         train: whose weights and moments are saved.
         tokenizer: the file of a tokenizer, which a checkpoint takes along with what belongs to it.
+        lease: of the run folder.
     """
 
-    def __init__(self, train: TrainStep, tokenizer: Path) -> None:
-        self.train, self.tokenizer = train, tokenizer
+    def __init__(self, train: TrainStep, tokenizer: Path, lease: Lease) -> None:
+        self.train, self.tokenizer, self.lease = train, tokenizer, lease
         self.folder = checkpoint_folder(train.config)
         self.group = dist.new_group(backend="gloo")
         model = train.config.model
@@ -87,7 +97,7 @@ class Saver:
             "seq_len": config.train.seq_len,
             "recent_losses": self.train.guard.recent_losses(),
             "bad_in_a_row": int(self.train.guard.bad_in_a_row.item()),
-            "model": {key: value for key, value in asdict(config.model).items() if key not in FREE_MODEL_KEYS},
+            "model": model_entries(config.model),
             "data": data_state,
         }
         copied = self._copy()  # last: what is above waits for the device
@@ -127,11 +137,12 @@ class Saver:
         """In the thread: everything after the copy. Says how it went, on rank 0."""
         began = time.perf_counter()
         final = self.folder / f"step-{step:08d}"
-        partial = final.with_suffix(".partial")
+        partial: Path | None = None
         record: dict[str, Any] = {"step": step}
         try:
             copied()
             self._agree(self._require_finite)
+            partial = self._agree(lambda: self._prepare(final.name) if self._is_first else None)[0]
             manifest = self._write_partial(partial, trainer)
             good = trainer["bad_in_a_row"] == 0  # else it may be worse than those before it
             self._agree(lambda: self._commit(partial, final, manifest, deletes=good) if self._is_first else None)
@@ -146,8 +157,9 @@ class Saver:
             left = [path.name for path in complete_checkpoints(self.folder)] if self.folder.is_dir() else []
             said = f"warning: {self.failed}; the newest is {left[-1] if left else 'none'}, and the next save will try again"
         if self._is_first:
-            if self.failed:
+            if self.failed and partial is not None:
                 shutil.rmtree(partial, ignore_errors=True)
+            self.lease.check()
             say(said, sys.stderr if self.failed else sys.stdout)
             append_event(self.folder.parent, "checkpoint", **record)
 
@@ -158,70 +170,70 @@ class Saver:
                 raise FloatingPointError(f"{name} is not finite")
 
     def _write_partial(self, partial: Path, trainer: dict[str, Any]) -> Manifest:
-        """All files but the manifest, under the name that is not yet one. Collective over the threads."""
-        if self._is_first:
-            self._agree(lambda: self._prepare(partial))
-        else:
-            self._agree(lambda: None)
+        """All files but the manifest, in the work folder. Collective over the threads."""
         tensors = {name: as_dtensor_like(copy, self.tensors[name]) for name, copy in self.copies.items()}
         writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
         self._agree(lambda: dcp.save(tensors, storage_writer=writer, process_group=self.group))
         mine = {name: (DTYPES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
 
+        point = self._agree(random_point)[0]
+
         def describe() -> tuple[dict[str, tuple[int, str]], Counter[str]]:
             """The files that this rank wrote, and what they hold."""
             paths = list(partial.glob(f"shard-{dist.get_rank() + 1:05d}-*{TENSORS}"))
-            counts: Counter[str] = Counter()
+            covered: Counter[str] = Counter()
             for path in paths:
-                counts += count_numbers(path, Manifest({}, mine))
-            return {path.name: fingerprint(path) for path in paths}, counts
+                covered += cover(path, Manifest({}, mine), point)
+            return {path.name: fingerprint(path) for path in paths}, covered
 
         files: dict[str, tuple[int, str]] = {}
-        counts: Counter[str] = Counter()
+        covered: Counter[str] = Counter()
         shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
-        for (theirs, their_counts), their_shapes in zip(self._agree(describe), self._agree(lambda: mine), strict=True):
+        for (theirs, they_cover), their_shapes in zip(self._agree(describe), self._agree(lambda: mine), strict=True):
             files |= theirs
-            counts += their_counts
+            covered += they_cover
             shapes |= their_shapes
         manifest = Manifest(files, shapes)
-        check_whole(manifest, counts)
+        check_whole(manifest, covered, point)
 
         def add_small_files() -> None:
             """Rank 0: the tokenizer, and how far training has come."""
             tokenizer = tokenizer_files(self.tokenizer)
             for name, path in tokenizer.items():
                 shutil.copyfile(path, partial / name)
-            write_durably(partial / "trainer.json", json.dumps(trainer, indent=1))
-            manifest.files.update({name: fingerprint(partial / name) for name in (*tokenizer, "trainer.json")})
+            write_durably(partial / FILE, json.dumps(trainer, indent=1))
+            manifest.files.update({name: fingerprint(partial / name) for name in (*tokenizer, FILE)})
 
         self._agree(add_small_files if self._is_first else lambda: None)
         return manifest
 
-    def _prepare(self, partial: Path) -> None:
-        """Rank 0: an empty folder, and none of those that a killed run left in the middle of something."""
-        for suffix in (".partial", ".deleting"):
-            for path in self.folder.glob(f"step-*{suffix}"):
-                shutil.rmtree(path)
-        partial.mkdir(parents=True)
+    def _prepare(self, name: str) -> Path:
+        """Rank 0: an empty folder of that name in the work folder, which has nothing else."""
+        shutil.rmtree(self.lease.work, ignore_errors=True)
+        partial = self.lease.make_work() / name
+        partial.mkdir()
+        return partial
 
     def _commit(self, partial: Path, final: Path, manifest: Manifest, deletes: bool) -> None:
         """Rank 0: from here on it is a checkpoint. deletes: it takes the place of the oldest."""
         write_manifest(partial, manifest)
-        _sync_folder(partial)
-        if final.exists():  # the step this run started from, saved once more: the same
-            shutil.rmtree(partial)
-        else:
-            os.replace(partial, final)
-        _sync_folder(self.folder)
-        write_durably(self.folder / "latest.partial", final.name)
-        os.replace(self.folder / "latest.partial", self.folder / "latest")
+        sync_folder(partial)
+        if final.exists():  # only what somebody else put there: a start takes incomplete and later ones away
+            suffix = ".abandoned" if (final / MANIFEST).exists() else ".damaged"
+            say(f"warning: {final} was in the way; it is put aside as {put_aside(self.lease, final, suffix).name}")
+        self.lease.move(partial, final)
+        sync_folder(self.folder)
+        name_latest(self.lease)
+        if read_manifest(final) != manifest:
+            raise Damaged(f"{final} is not what was written")
+        check_sizes(final, manifest)
         if not deletes:
             return
         keep = self.train.config.checkpoint
         for old in complete_checkpoints(self.folder)[: -keep.keep_last]:  # none is newer than this one (`find_start`)
             if not keep.keep_every or step_of(old) % keep.keep_every:
-                going = old.with_suffix(".deleting")
-                os.replace(old, going)  # a name that counts must not lose its files one by one
+                going = self.lease.work / old.name
+                self.lease.move(old, going)
                 shutil.rmtree(going)
 
     @property
@@ -247,12 +259,3 @@ class Saver:
 
 def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".rstrip(": ")
-
-
-def _sync_folder(folder: Path) -> None:
-    """Names, too, are durable only when their folder is."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -28,7 +28,8 @@ from tools.huggingface.checkpoint_reader import newest
 from tools.huggingface.config import CONFIG, HuggingFaceConfig, parameters, read_json
 from tools.huggingface.foreign import refuse_foreign
 from tools.huggingface.tensor_files import FolderTensors, check_tensors
-from training.checkpoint import read_trainer, require_good
+from training.checkpoint import require_good
+from training.trainer_state import read_trainer
 from training.voice import from_rank_0, together
 
 
@@ -94,7 +95,7 @@ def find(folder: Path, tp: int) -> Source:
     else:
         refuse_foreign(folder, "--checkpoint")
         path = newest(folder)
-        source = Source(path, True, ModelConfig(**read_trainer(path, "--checkpoint")["model"]), frozenset())
+        source = Source(path, True, read_trainer(path, "--checkpoint").model_config_saved, frozenset())
     config = replace(source.config, kernels="auto")  # what trained it may not be what there is here
     if not fits(config, tp):
         why = f"its {config.num_heads} query and {config.num_kv_heads} key/value heads cannot be shared by so many"

@@ -1,0 +1,258 @@
+"""One writer per run folder, whoever is paused, killed or started twice."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from benchmarks.lease_drill import one_round, tiny
+from errors import UserError
+from tests.data_samples import tokenizer
+from tests.runs import copy_of, losses, train_run, write_config
+from tools.ranks import RankError, Ranks
+from training import lease
+from training.lease import Lease
+from training.lease_holder import Holder, newest_lease
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def hold(run: Path, age: float = 0.0, **about: object) -> Path:
+    """A lease of somebody else, renewed `age` seconds ago; where it is."""
+    holder = Holder.this_process("00000003-0000").model_copy(update={"host": "n17", **about})
+    path = run / "lease" / "00000003.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(holder.model_dump_json())
+    os.utime(path, (time.time() - age,) * 2)
+    return path
+
+
+ELSEWHERE = {"machine": "another"}
+DEAD = {"pid": 999_999_999}
+
+
+class Ended(Exception):
+    pass
+
+
+@contextmanager
+def quick(seconds: float) -> Iterator[None]:
+    """Leases expire after so long, and a run that ends raises Ended."""
+
+    def refuse(error: UserError) -> None:
+        raise Ended(str(error))
+
+    with patch.multiple(lease, EXPIRE_SECONDS=seconds, refuse=refuse):
+        yield
+
+
+# --- taking it --------------------------------------------------------------------------------------------------------
+
+
+def test_it_is_taken_renewed_and_released(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with patch.object(lease, "RENEW_SECONDS", 0.01), Lease(run, "cpu"):
+        path = run / "lease" / "00000001.json"
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+        os.utime(path, (1000, 1000))
+        while path.stat().st_mtime == 1000:
+            time.sleep(0.01)
+        (run / "metrics.jsonl").touch()
+    assert path.stat().st_mtime == 0
+    with Lease(run, "cpu"):
+        assert [path.name for path in (run / "lease").iterdir()] == ["00000002.json"]
+
+
+def test_a_run_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="for example"), Lease(tmp_path / "a" / "run", "cpu"):
+        raise UserError("train.steps", -1, "for example", "another")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_living_holder_is_named_and_nothing_is_written(tmp_path: Path) -> None:
+    path = hold(tmp_path / "run", age=3)
+    with pytest.raises(UserError) as refusal, Lease(tmp_path / "run", "cpu"):
+        pass
+    said = str(refusal.value)
+    assert f"process {os.getpid()} on host n17, since 20" in said
+    assert "renewed its lease" in said
+    assert "3 s ago" in said
+    assert str(path) in said
+    assert [file.name for file in (tmp_path / "run").rglob("*") if file.is_file()] == [path.name]
+
+
+@pytest.mark.parametrize(
+    ("about", "environment"),
+    [
+        (DEAD, {}),
+        ({"process_began": "1"}, {}),
+        (ELSEWHERE | {"job": "77", "restart": 1}, {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "2"}),
+    ],
+    ids=["a dead process", "another process of that number", "the same Slurm job, requeued"],
+)
+def test_it_is_taken_over_at_once(tmp_path: Path, about: dict, environment: dict) -> None:
+    hold(tmp_path / "run", **about)
+    with patch.dict(os.environ, environment), patch.object(time, "sleep", side_effect=AssertionError("it waits")):
+        Lease(tmp_path / "run", "cpu")._try_to_take()
+    assert newest_lease(tmp_path / "run" / "lease").number == 4
+
+
+@pytest.mark.parametrize("environment", [{"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"}, {"SLURM_JOB_ID": "78"}, {}])
+def test_another_job_is_not_the_same(tmp_path: Path, environment: dict) -> None:
+    hold(tmp_path / "run", job="77", restart=1)
+    with patch.dict(os.environ, environment), pytest.raises(UserError, match="of Slurm job 77"):
+        Lease(tmp_path / "run", "cpu")._try_to_take()
+
+
+def test_a_holder_elsewhere_is_watched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It may be dead: who renews within the time is not, and who does not is displaced."""
+    with quick(1.0):
+        silent = hold(tmp_path / "silent", age=0.5, **ELSEWHERE)
+        with Lease(tmp_path / "silent", "cpu"):
+            assert not silent.exists()
+        path = hold(tmp_path / "renewed", age=0.5, **ELSEWHERE)
+        with patch.object(time, "sleep", lambda _: os.utime(path)), pytest.raises(UserError, match="host n17"):
+            Lease(tmp_path / "renewed", "cpu")._try_to_take()
+    assert "this run waits until that renews its lease" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"token": 3}', "\x00" * 100, '{"host": "\\u001b[2J"}'])
+def test_a_lease_that_cannot_be_read_is_one_too(tmp_path: Path, content: str) -> None:
+    path = hold(tmp_path / "run")
+    path.write_text(content)
+    renewed = patch.object(time, "sleep", lambda _: os.utime(path))
+    with quick(0.5), renewed, pytest.raises(UserError, match="cannot be named yet"):
+        Lease(tmp_path / "run", "cpu")._try_to_take()
+    with quick(0.5), Lease(tmp_path / "run", "cpu"):
+        assert newest_lease(tmp_path / "run" / "lease").number == 4
+
+
+# --- the fence --------------------------------------------------------------------------------------------------------
+
+
+def paused(run: Path) -> Lease:
+    """A run with something to commit and something to delete, that has been silent for long."""
+    first = Lease(run, "cpu").__enter__()
+    first._closed.set()
+    first._thread.join()
+    (first.work / "step-00000040").mkdir(parents=True)
+    (run / "checkpoints" / "step-00000020").mkdir()
+    os.utime(first._path, (1000, 1000))
+    return first
+
+
+MOVES = {
+    "commit": lambda run: (run.work / "step-00000040", run.checkpoints / "step-00000040"),
+    "delete": lambda run: (run.checkpoints / "step-00000020", run.work / "step-00000020"),
+}
+
+
+@pytest.mark.parametrize("what", MOVES)
+@pytest.mark.parametrize("when", ["before its check", "between check and rename"])
+def test_a_displaced_run_changes_nothing(tmp_path: Path, what: str, when: str) -> None:
+    with quick(60.0):
+        first = paused(tmp_path / "run")
+        source, target = MOVES[what](first)
+
+        def take_over() -> None:
+            with Lease(tmp_path / "run", "cpu"):
+                (tmp_path / "run" / "metrics.jsonl").touch()
+
+        if when == "before its check":
+            take_over()
+            with pytest.raises(Ended, match="was displaced by process"):
+                first.move(source, target)
+        else:
+            require = first._require
+            checks = iter([take_over, require])  # the check is over when the other takes the lease
+            with patch.object(first, "_require", lambda: next(checks)()), pytest.raises(Ended, match="was displaced by"):
+                first.move(source, target)
+    assert sorted(path.name for path in first.checkpoints.iterdir()) == ["step-00000020"]
+
+
+def test_the_fence_test_can_fail(tmp_path: Path) -> None:
+    """Without the newcomer's sweep the same rename succeeds."""
+    with quick(60.0), patch.object(Lease, "_clear", lambda self: None):
+        first = paused(tmp_path / "run")
+        with Lease(tmp_path / "run", "cpu"), patch.object(first, "_require", lambda: None):
+            first.move(*MOVES["commit"](first))
+    assert (tmp_path / "run" / "checkpoints" / "step-00000040").exists()
+
+
+def test_a_run_whose_lease_was_deleted_ends(tmp_path: Path) -> None:
+    with quick(60.0), Lease(tmp_path / "run", "cpu") as held:
+        held._path.unlink()
+        held._looked = 0.0
+        with pytest.raises(Ended, match="the lease of this run was deleted"):
+            held.check()
+        held._path.touch()
+
+
+def test_what_was_being_put_aside_is_not_swept_away(tmp_path: Path) -> None:
+    with quick(60.0):
+        first = paused(tmp_path / "run")
+        (first.work / "partial-00000001-9" / "step-00000060.damaged").mkdir(parents=True)
+        (first.work / "step-00000020.abandoned-2").mkdir()
+        with Lease(tmp_path / "run", "cpu"):
+            left = sorted(path.name for path in first.checkpoints.iterdir())
+    assert left == ["step-00000020", "step-00000020.abandoned-2", "step-00000060.damaged"]
+
+
+@pytest.mark.parametrize("most", [2, 3])
+def test_starts_that_are_paused_and_killed(data: Path, tmp_path: Path, most: int) -> None:
+    """The short form of benchmarks/lease_drill.py."""
+    counts, wrong = one_round(
+        tmp_path, tiny(tmp_path / "config.yaml", data, tokenizer().vocab_size), seed=most, most=most, events=12
+    )
+    assert wrong == []
+    assert counts["starts"] > 1
+
+
+# --- in a run ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_start_is_refused_on_every_rank(ranks: Ranks, saved: Path, tmp_path: Path) -> None:
+    config, _ = copy_of(saved, tmp_path)
+    before = losses(tmp_path)
+    (tmp_path / "run" / "lease" / "00000001.json").unlink()
+    (tmp_path / "run" / "lease").rmdir()
+    hold(tmp_path / "run")
+    messages = ranks.run(train_run, 4, [config, "train.steps=9", "parallel.pp=1"])
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("run.dir = ")
+    assert losses(tmp_path) == before
+
+
+def test_a_run_that_is_displaced_ends_with_status_2(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, data, checkpoint={"interval": 2})
+    with pytest.raises(RankError, match="rank 0: died with exit code 2"):
+        ranks.run(train_until_displaced, 2, [config])
+    assert sorted(losses(tmp_path)) == [1, 2, 3], "nothing was written after it"
+    assert not (tmp_path / "run" / "status.json").exists()
+
+
+def train_until_displaced(arguments: list[str]) -> str:
+    """Another start takes the folder over in step 4, unnoticed until the line of that step is written."""
+    import train
+
+    honest = train.learning_rate
+
+    def displaced(step: int, *about: object) -> float:
+        if step == 3 and dist.get_rank() == 0:
+            run = Path(arguments[0]).parent / "run"
+            (run / "lease" / "00000002.json").write_text(Holder.this_process("00000002-0").model_dump_json())
+        return honest(step, *about)
+
+    with patch.object(train, "learning_rate", displaced), patch.object(lease, "TRUST_SECONDS", 0.0):
+        return train_run(arguments)
