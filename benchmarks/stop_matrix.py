@@ -172,7 +172,7 @@ def _in_evaluation(run: Path, said: str, pid: int) -> bool:
 PHASES_BEGIN: dict[str, Callable[[Path, str, int], bool]] = {
     "start-up": _imports,
     "step": lambda run, said, pid: bool(re.search(r"^step +3/", said, re.MULTILINE)),
-    "save": lambda run, said, pid: any((run / "checkpoints").glob("step-*.partial")),
+    "save": lambda run, said, pid: any((run / "checkpoints").glob("partial-*")),
     "evaluation": _in_evaluation,
 }
 
