@@ -310,7 +310,6 @@ def test_a_dead_peer(data: Path, tmp_path: Path, where: str, call: int) -> None:
     assert saved_steps(tmp_path) == [2]
     said = (tmp_path / "said").read_text()
     assert said.count("rank 0 leaves after SIGTERM, and nothing is saved: ") == 1
-    assert said.count("SIGTERM was received (once more: leave now, without saving): all ranks stop after") == 1
     assert "Traceback" not in said
     assert status(tmp_path)["state"] == "failed"
     assert "lost connection to another rank after step" in status(tmp_path)["reason"]
@@ -326,7 +325,6 @@ def meet_a_silent_peer(arguments: list[str]) -> None:
                 while True:
                     requests.meet()
                     if dist.get_rank() == 1:
-                        time.sleep(1)
                         os.kill(pids[0], signal.SIGTERM)
                         time.sleep(1000)
         except LostConnection as error:

@@ -72,10 +72,10 @@ def refuse(error: UserError) -> NoReturn:
     """Say it and leave with status 2: what all ranks agreed on, once, and nobody leaves before it is said; what one rank met
     alone, in the middle of the run, at once, so that the launcher ends the others instead of letting them wait for it."""
     if not isinstance(error, AgreedError):
-        _last_words(f"error on rank {dist.get_rank()}: {error}")
+        say(f"error on rank {dist.get_rank()}: {error}")
         os._exit(2)  # not sys.exit: its clean-up would wait for the other ranks
     if dist.get_rank() == 0:
-        _last_words(f"error: {error}")
+        say(f"error: {error}")
     dist.barrier()  # a rank that left early would make torchrun end rank 0 in mid-sentence
     sys.exit(2)
 
