@@ -164,6 +164,7 @@ def test_a_checkpoint_that_is_not_found_again_is_not_called_saved(ranks: Ranks, 
     assert said.count("warning: the checkpoint of step 4 was not saved: ") == 1
     events = [event for event in read_events(tmp_path / "run") if event["event"] == "checkpoint"]
     assert [event["step"] for event in events if "failed" not in event] == [2, 6]
+    assert names(tmp_path / "run" / "checkpoints")[2:] == ["step-00000004.damaged", "step-00000006"]
 
 
 def train_with_a_thief(config: str) -> tuple[str, str]:
