@@ -24,7 +24,7 @@ help:
 	@echo 'make test        a covering part of all tests: under 10 minutes on two cores'
 	@echo 'make test-rest   the tests marked thorough, which make test leaves out; .ci/run runs both'
 	@echo 'make test-all    make test, then make test-rest: under 30 minutes'
-	@echo 'make test-slow   what is too long for that: every layout, fifty kills'
+	@echo 'make test-slow   what is too long for that: every layout, fifty kills, starts in one folder'
 	@echo 'make test-slurm  the job script on a real Slurm, brought up here: Debian, as root'
 	@echo 'make lint        ruff and mypy'
 	@echo 'make data        train the tokenizer and prepare the data set alone'
@@ -69,6 +69,7 @@ test-all: test
 test-slow: $(dev) prepared/laptop/index.json
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m slow
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.kill_drill
+	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.lease_drill
 
 test-slurm: $(dev)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -v tests/slurm_scenarios.py

@@ -109,6 +109,7 @@ def train_and_save(
     trace = StepTrace(config, mesh, start.step)
     rollback = Rollback(config, train_data, start, lease)
 
+    lease.check()  # loading may have taken hours; from here on metrics are written
     with (
         StopRequests(config, signals) as stop,
         Metrics(config, mesh, start) as metrics,
@@ -159,6 +160,7 @@ def train_and_save(
                         stop.meet()  # what was asked during the save is known to all before the next step begins
         with watchdog.resting():
             saver.close()
+        lease.check()
         if stop.agreed:
             metrics.stopped(stop.reason)
         else:

@@ -209,7 +209,7 @@ def tiny(path: Path, data: Path, vocab_size: int) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--events", type=int, default=25, help="of each round")
+    parser.add_argument("--events", type=int, default=12, help="of each round")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/lease_drill.json")
     options = parser.parse_args()

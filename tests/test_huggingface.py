@@ -107,7 +107,7 @@ def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 def our_logits(checkpoint: str, tokens: Tensor, changes: dict[str, Any]) -> Tensor:
     """On one rank: logits [B, S, V] of tokens [B, S] by the checkpoint's weights, in float32."""
     reader = CheckpointReader(Path(checkpoint))
-    config = ModelConfig(**(reader.trainer["model"] | changes))
+    config = ModelConfig(**(reader.trainer.model | changes))
     mesh = build_mesh((1, 1, 1, 1), "cpu")
     model = Transformer(config, range(config.num_layers), True, True, mesh.tp, False).to_empty(device="cpu")
     positions = torch.arange(tokens.shape[1]).unsqueeze(1)

@@ -256,3 +256,19 @@ def train_until_displaced(arguments: list[str]) -> str:
 
     with patch.object(train, "learning_rate", displaced), patch.object(lease, "TRUST_SECONDS", 0.0):
         return train_run(arguments)
+
+
+def test_a_run_folder_has_the_permissions_of_the_umask(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, data, train={"steps": 1}, checkpoint={"interval": 1})
+    assert ranks.run(train_with_umask, 1, [config]) == [""]
+    paths = [tmp_path / "run", *(tmp_path / "run").rglob("*")]
+    assert len(paths) > 8
+    assert [str(path) for path in paths if path.stat().st_mode & 0o077] == []
+
+
+def train_with_umask(arguments: list[str]) -> str:
+    before = os.umask(0o077)
+    try:
+        return train_run(arguments)
+    finally:
+        os.umask(before)

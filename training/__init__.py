@@ -8,7 +8,11 @@
 
     checkpoint.py  where a run starts; load               save.py         save while training goes on
     manifest.py    what a checkpoint consists of          rollback.py     back, and past the batches that spoiled it
+    tiling.py      whether pieces make up a tensor        trainer_state.py  trainer.json; schema.py: JSON from outside
     replicas.py    copies that must be equal are compared
+
+    lease.py       one writer per run folder              lease_holder.py   who it is, and whether it is alive
+    run_folder.py  which checkpoints there are, `latest`
 
     stop.py        signals, time, files: all ranks stop   signals.py      hears them, from the first line of train.py on
     watchdog.py    a step that stands still               voice.py        errors: one message from one rank

@@ -223,10 +223,14 @@ class Saver:
             say(f"warning: {final} was in the way; it is put aside as {put_aside(self.lease, final, suffix).name}")
         self.lease.move(partial, final)
         sync_folder(self.folder)
+        try:
+            check_sizes(final, read_manifest(final))
+            if read_manifest(final) != manifest:
+                raise Damaged("it is not what was written")
+        except Damaged:
+            put_aside(self.lease, final, ".damaged")
+            raise
         name_latest(self.lease)
-        if read_manifest(final) != manifest:
-            raise Damaged(f"{final} is not what was written")
-        check_sizes(final, manifest)
         if not deletes:
             return
         keep = self.train.config.checkpoint

@@ -1,0 +1,74 @@
+"""What a run calls saved is there: whatever is in the way of a checkpoint, and whatever happens to it."""
+
+import json
+import shutil
+from pathlib import Path
+from unittest.mock import patch
+
+import training.save
+from tests.runs import copy_of, write_config
+from tests.test_checkpoint import heard, names
+from tools.ranks import Ranks
+from training import manifest
+from training.events import read_events
+from training.manifest import MANIFEST, Manifest
+
+
+def test_what_is_in_the_way_is_put_aside(ranks: Ranks, saved: Path, tmp_path: Path) -> None:
+    """The newest has lost its manifest: the run goes back to the one before, and what it then calls saved is there."""
+    config, checkpoints = copy_of(saved, tmp_path)
+    (checkpoints / "step-00000006" / MANIFEST).unlink()
+    (refusal, said), *_ = ranks.run(heard, 4, [config, "parallel.pp=1"])
+    assert (refusal, said.count("step-00000006 has no manifest.json: it is put aside")) == ("", 1)
+    assert names(checkpoints) == ["latest", "step-00000002", "step-00000004", "step-00000006", "step-00000006.damaged"]
+    assert (checkpoints / "latest").read_text() == "step-00000006"
+    manifest.verify(checkpoints / "step-00000006")
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
+
+
+def test_what_comes_in_the_way_meanwhile_is_put_aside(ranks: Ranks, saved: Path, tmp_path: Path) -> None:
+    """Somebody copies folders into a run: one without a manifest, and a whole one. Neither is what the run says it saved."""
+    config, checkpoints = copy_of(saved, tmp_path)
+    shutil.move(checkpoints, tmp_path / "others")
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "others" / "step-00000002" / MANIFEST).unlink()
+    (refusal, said), *_ = ranks.run(train_with_strangers, 1, config, tmp_path / "others")
+    assert (refusal, said.count("was in the way; it is put aside")) == ("", 2)
+    assert names(checkpoints)[1:] == [
+        *["step-00000002", "step-00000002.damaged", "step-00000004", "step-00000004.abandoned", "step-00000006"]
+    ]
+    assert len(list((checkpoints / "step-00000004").glob("*.safetensors"))) == 1, "of one rank, and not of eight"
+
+
+def train_with_strangers(config: str, others: Path) -> tuple[str, str]:
+    honest = training.save.write_manifest
+
+    def after_a_copy(folder: Path, about: Manifest) -> None:
+        honest(folder, about)
+        if folder.name != "step-00000006":
+            shutil.copytree(others / folder.name, folder.parent.parent / folder.name)
+
+    with patch.object(training.save, "write_manifest", after_a_copy):
+        return heard([config, "parallel.pp=1", "parallel.tp=1"])
+
+
+def test_a_checkpoint_that_is_not_found_again_is_not_called_saved(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, data, checkpoint={"interval": 2})
+    (_, said), _ = ranks.run(train_with_a_thief, 2, config)
+    assert said.count("warning: the checkpoint of step 4 was not saved: ") == 1
+    events = [event for event in read_events(tmp_path / "run") if event["event"] == "checkpoint"]
+    assert [event["step"] for event in events if "failed" not in event] == [2, 6]
+    assert names(tmp_path / "run" / "checkpoints")[2:] == ["step-00000004.damaged", "step-00000006"]
+
+
+def train_with_a_thief(config: str) -> tuple[str, str]:
+    """A file of step 4 vanishes as soon as it is committed."""
+    honest = training.save.sync_folder
+
+    def steal(folder: Path) -> None:
+        honest(folder)
+        for file in (folder / "step-00000004").glob("trainer.json"):
+            file.unlink()
+
+    with patch.object(training.save, "sync_folder", steal):
+        return heard([config])
