@@ -102,6 +102,23 @@ def test_a_named_checkpoint_must_be_good(ranks: Ranks, saved: Path, tmp_path: Pa
         assert all(message.startswith(f"{key} = ") and "sha256 differs" in message for message in messages)
 
 
+def test_a_run_folder_stands_for_its_newest_checkpoint(ranks: Ranks, saved: Path, tmp_path: Path) -> None:
+    """As it does for the tools."""
+    config, checkpoints = copy_of(saved, tmp_path)
+    for number, (named, steps) in enumerate(
+        (
+            (f"resume={checkpoints.parent}", [7]),
+            (f"resume={checkpoints}", [7]),
+            (f"load_weights_only={checkpoints.parent}", [1]),
+        )
+    ):
+        folder = tmp_path / f"other-{number}"
+        overrides = [f"checkpoint.{named}", f"run.dir={folder}", f"train.steps={steps[-1]}"]
+        assert ranks.run(train_run, 4, [config, *overrides]) == [""] * 4
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == steps
+
+
 def test_manifests_that_are_none(tmp_path: Path) -> None:
     for content in ("", "[]", "{}", '{"files": 3}', "[" * 100_000, json.dumps({"format": "x", "version": 1, "files": {}})):
         (tmp_path / MANIFEST).write_text(content)
