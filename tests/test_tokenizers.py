@@ -64,7 +64,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_bos_begins_a_prompt_as_the_tokenizer_s_configuration_says(tmp_path: Path) -> None:
-    """add_bos_token, else what the post-processor adds; transformers does the same. Our SentencePiece: as training did."""
+    """add_bos_token, else what the post-processor adds (transformers 5 looks only at the latter); ours: as training did."""
     processed, plain = json.loads(llama3()), json.loads(llama3())
     plain["post_processor"] = None
     cases = {  # tokenizer.json, add_bos_token → whether bos begins

@@ -52,14 +52,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=os.cpu_count(), metavar="N", help="at once (default: one a core)")
     options = parser.parse_args(arguments)
     try:
-        check_triton()
-        from tools.compile_kernels import compiler  # it imports Triton
+        check_triton()  # imports Triton before any kernel is imported, which are then compiled ones
+        import torch
 
-        given = compiler.specimens.SPECIMENS if options.specimens is None else compiler.specimens_in(options.specimens)
+        from model.kernels import specimens
+        from tools.compile_kernels import compiler
+
+        given = specimens.SPECIMENS if options.specimens is None else compiler.specimens_in(options.specimens)
         chosen = [specimen for specimen in given if options.only in specimen.name]
         if not chosen:
             raise UserError("--only", options.only, "no specimen is called so", f"one of {', '.join(s.name for s in given)}")
-        compiler.torch.set_num_threads(1)  # processes are forked: there must be no threads
+        torch.set_num_threads(1)  # processes are forked: there must be no threads
         reports = compiler.compile_all(
             [launch for name in options.target for launch in compiler.launches_of(chosen, name)], options.processes
         )
