@@ -26,7 +26,8 @@ LAYOUT_3D = {"tp": 2, "pp": 2}  # and dp_shard 2, on 8 ranks
 
 
 def write_config(folder: Path, data: Path, **sections: dict[str, Any]) -> str:
-    """A small run's configuration file in `folder`: 4 layers, batches of 8 sequences of 32 tokens, run folder `folder`/run."""
+    """A small run's configuration file in `folder`: 4 layers, batches of 8 sequences of 32 tokens, micro-batches of 2; its run
+    folder is `folder`/run."""
     raw: dict[str, dict[str, Any]] = {
         "model": {
             "dim": 32,

@@ -49,7 +49,7 @@ def cells(report: str) -> dict[str, list[str]]:
 
 def test_out_of_memory(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     """bfloat16, ZeRO-1, two micro-batches done: weights are whole, and gradients whole in float32, known to FSDP alone."""
-    overrides = ["train.dtype=bfloat16", "model.num_layers=2", "parallel.dp_shard=2"]
+    overrides = ["train.dtype=bfloat16", "model.num_layers=2", "parallel.dp_shard=2", "train.micro_batch_size=1"]
     arguments = [write_config(tmp_path, data), *overrides]
     assert ranks.run(run_out_of_memory, 2, arguments, 4) == [True, True]
     config = load_config(arguments[0], overrides)

@@ -21,6 +21,7 @@ def trace_of(ranks, folder, data, *overrides):
 
 def test_every_action_of_every_rank_is_there_in_order(ranks, tmp_path):
     overrides = ["parallel.pp=2", "parallel.tp=2", "parallel.schedule=zb_v", "parallel.stages_per_rank=2", "run.trace=true"]
+    overrides.append("train.micro_batch_size=1")
     trace = trace_of(ranks, tmp_path, prepared(tmp_path), *overrides)
     schedule = build_schedule("zb_v", 2, 2, 4)  # 8 sequences, two data-parallel ranks, micro-batches of 1
     names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
