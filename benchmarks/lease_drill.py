@@ -53,6 +53,7 @@ def start(arguments: list[str], log: Path, seed: int, pauses: bool) -> None:
     import train
     import training.save
     from training import lease
+    from training.signals import Signals
 
     torch.set_num_threads(1)
     with open(log, "wb", buffering=0) as file:
@@ -80,7 +81,7 @@ def start(arguments: list[str], log: Path, seed: int, pauses: bool) -> None:
         patch.object(training.save, "write_manifest", noted),
         patch.object(train, "learning_rate", slow),
     ):
-        train.main(arguments)
+        train.main(arguments, Signals(speaks=True).listen())
     sys.stdout.flush()
 
 
