@@ -19,6 +19,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from errors import RunFailed
+
 WINDOW = 128  # losses
 
 
@@ -63,9 +65,9 @@ def check_not_in_vain(last_step: int, made: int, bad_in_a_row: int) -> None:
     """A run that reaches its last step has failed, and is not finished, if of the steps `made` since this start the last ones,
     more than half, were without an update: what diverged must not pass for trained. Nothing more is saved.
 
-    Raises FloatingPointError on every rank.
+    Raises RunFailed on every rank.
     """
     if 2 * bad_in_a_row > made:
         since = f"after step {last_step - bad_in_a_row} " if bad_in_a_row < made else ""
         why = "loss or gradient were not finite, or the loss a spike"
-        raise FloatingPointError(f"no update was made {since}up to the last step, {last_step}: {why}; try another optimizer.lr")
+        raise RunFailed(f"no update was made {since}up to the last step, {last_step}: {why}; try another optimizer.lr")
