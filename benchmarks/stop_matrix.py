@@ -147,11 +147,11 @@ def _wait_for(begun: Callable[[Path, str, int], bool], run: Path, log: Path, run
 
 def _imports(run: Path, said: str, pid: int) -> bool:
     """Every rank listens, and the run folder is not there yet."""
-    listening = sum(_catches(process.pid) for process in _ranks(pid))
+    listening = sum(catches(process.pid) for process in _ranks(pid))
     return listening >= WORLD
 
 
-def _catches(pid: int) -> bool:
+def catches(pid: int) -> bool:
     """Whether a process has a handler for SIGUSR1, as those that listen have (Linux)."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()

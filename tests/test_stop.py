@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 import train
+from benchmarks.stop_matrix import catches
 from tests.runs import losses, train_run, write_config
 from tools.ranks import RankError, Ranks
 from training import signals, stop
@@ -226,13 +227,6 @@ def test_a_refused_run_leaves_the_file(ranks: Ranks, data: Path, tmp_path: Path)
 # --- while processes start --------------------------------------------------------------------------------------------
 
 
-def listens(process: subprocess.Popen[str]) -> bool:
-    """Whether signals are noted, as from the first lines of train.py on."""
-    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-    caught = int(next(line for line in lines if line.startswith("SigCgt:")).split()[1], 16)
-    return all(caught >> (number - 1) & 1 for number in (signal.SIGTERM, signal.SIGUSR1))
-
-
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc to know when a process is ready")
 def test_a_signal_during_the_imports(data: Path, tmp_path: Path) -> None:
     """The real program: two processes, of which one is signalled long before torch is imported; both end well."""
@@ -254,7 +248,7 @@ def test_a_signal_during_the_imports(data: Path, tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        while not listens(processes[1]):
+        while not catches(processes[1].pid):
             assert processes[1].poll() is None
             time.sleep(0.002)
         processes[1].send_signal(signal.SIGTERM)
