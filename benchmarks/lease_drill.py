@@ -12,6 +12,7 @@ the displaced one then goes on where it was. At the end a last start finishes th
 """
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -147,8 +148,9 @@ class Round:
 
     @staticmethod
     def _send(process: Any, number: int) -> None:
-        if process.is_alive():
-            os.kill(process.pid, number)
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            if process.is_alive():
+                os.kill(process.pid, number)
 
     def check(self) -> list[str]:
         """What is wrong with what is left."""
