@@ -149,7 +149,7 @@ def test_all_stop_after_the_same_step_and_go_on(
     ranks: Ranks, data: Path, tmp_path: Path, whole: dict, world: int, rank: int, how: str, reason: str
 ) -> None:
     """Asked in the second step, agreed after the third."""
-    arguments = [config_of(tmp_path, data), *LAYOUTS[world], "train.max_minutes=1e9"]
+    arguments = [config_of(tmp_path, data), *LAYOUTS[world], "train.max_minutes=1e6"]
     counts = ranks.run(train_and_ask, world, arguments, rank, how, "step", 1)
     assert counts == [{"step": 3, "evaluation": 0, "save": 1}] * world
     assert saved_steps(tmp_path) == [3]
