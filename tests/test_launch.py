@@ -193,6 +193,24 @@ def test_a_killed_rank_is_named_once_and_last(data: Path, tmp_path: Path, victim
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
+def test_a_rank_that_waits_for_a_dead_one_is_silent_and_leaves() -> None:
+    """While they start; it does not say that all ranks will save."""
+    script = """
+import os, signal
+import tools.launch as launch
+from training.join import start_distributed
+
+def rank(store, heard):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    start_distributed(heard, store)
+
+print(launch.start_processes(2, rank).why())
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (done.stdout, done.stderr) == ("rank 1 was killed by signal 9 (SIGKILL)\n", "")
+
+
 def test_the_next_start_notes_that_an_end_is_missing(data: Path, tmp_path: Path) -> None:
     """Where the launcher was killed too, or was torchrun, and rank 0 with it."""
     config = write_config(tmp_path, data)

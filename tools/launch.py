@@ -50,8 +50,8 @@ from training.signals import Signals
 from training.status import read_status, record_failure
 
 MAX_PROCESSES = 8  # the smallest world in which tensor, pipeline and data parallelism all have two ranks
-NOTICE_SECONDS = 2.0  # after a failure, until the others are asked to leave: they notice, and rank 0 writes it down
-TERM_SECONDS = 30.0  # after that, until they are killed
+NOTICE_SECONDS = 2.0  # after a failure, until the others are told to leave: they notice, and rank 0 writes it down
+KILL_SECONDS = 15.0  # after that, until they are killed
 PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 
 
@@ -171,7 +171,7 @@ def start_processes(processes: int, function: Callable[..., None], *arguments: o
 def _wait(ranks: dict[int, int], awaited: set[signal.Signals]) -> Ending:
     """Until all ranks have ended. Signals wait for this loop (they are blocked), so none is lost and none interrupts it."""
     ending, group = Ending(), next(iter(ranks))
-    asked_at, asked_to_leave = 0.0, False
+    asked_at, told_to_leave = 0.0, False
     while ranks:
         number = signal.sigwait(awaited)
         if number == signal.SIGCHLD:
@@ -183,10 +183,10 @@ def _wait(ranks: dict[int, int], awaited: set[signal.Signals]) -> Ending:
             if failed and ending.failure is None:
                 ending.failure = min(failed, key=lambda one: one[1])  # of several, one that was killed
                 signal.setitimer(signal.ITIMER_REAL, NOTICE_SECONDS)
-        elif number == signal.SIGALRM and not asked_to_leave:
-            asked_to_leave = True
-            _send(ranks, signal.SIGTERM)
-            signal.setitimer(signal.ITIMER_REAL, TERM_SECONDS)
+        elif number == signal.SIGALRM and not told_to_leave:
+            told_to_leave = True
+            _send(ranks, signals.ABANDON)
+            signal.setitimer(signal.ITIMER_REAL, KILL_SECONDS)
         elif number == signal.SIGALRM:
             os.killpg(group, signal.SIGKILL)
         elif not ending.received:

@@ -4,6 +4,9 @@
     SIGINT             Ctrl-C       ┐ not where they were ignored at the start, as for a shell's background job
     SIGHUP             hang-up      ┘ or under nohup
 
+Our launcher also tells the ranks that are left when another has failed (ABANDON): that is no request, for nothing can be
+saved without the one that is gone.
+
 train.py imports this before anything else; so nothing is imported here that takes time.
 """
 
@@ -18,6 +21,8 @@ STARTED = time.monotonic()  # this process, as good as
 SAME_REQUEST_SECONDS = 1.0
 PATIENCE_SECONDS = 20  # for other ranks, with a signal in hand: torchrun and Slurm kill after 30
 WHAT_HAPPENS = "all ranks stop after the step under way and at most one more, save, and leave"
+ABANDON = signal.SIGUSR2
+ABANDON_SECONDS = 5.0  # then, until this process ends: rank 0 may be writing down how far the run came
 AGAIN = "again: leaving now, without saving"
 
 
@@ -52,6 +57,7 @@ class Signals:
     def __init__(self, speaks: bool) -> None:
         self.speaks = speaks
         self.heard: dict[int, float] = {}  # signal → when it came first
+        self.abandoned = False  # by the launcher, for another rank has failed
         self._said = threading.Lock()
 
     def listen(self) -> "Signals":
@@ -62,8 +68,8 @@ class Signals:
         self._thread.start()
         # The system's side of a signal writes its number here at once, whatever Python is doing; a handler need do nothing.
         self._old_mouth = signal.set_wakeup_fd(self._mouth, warn_on_full_buffer=False)
-        self._old_handlers = {number: signal.signal(number, lambda *_: None) for number in self._requests}
-        for number in self._requests:
+        self._old_handlers = {number: signal.signal(number, lambda *_: None) for number in (*self._requests, ABANDON)}
+        for number in self._old_handlers:
             signal.siginterrupt(number, False)  # native code that waits in the system is not disturbed
         self._old_mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._requests)  # tools/launch.py forks with them blocked
         return self
@@ -98,6 +104,12 @@ class Signals:
 
     def _listen(self) -> None:
         while number := os.read(self._ear, 1):
+            if number[0] == ABANDON and not self.abandoned:
+                self.abandoned = True
+                self.hush()
+                leaving = threading.Timer(ABANDON_SECONDS, os._exit, [1])
+                leaving.daemon = True
+                leaving.start()
             if number[0] not in self._requests:
                 continue
             now, name = time.monotonic(), signal.Signals(number[0]).name

@@ -109,11 +109,11 @@ def fail(error: Exception, signals: Signals) -> NoReturn:
     signals.hush()
     if lost_connection(error):
         patience = time.monotonic() + LAUNCHER_SECONDS
-        while not signals.heard and time.monotonic() < patience:
+        while not (signals.heard or signals.abandoned) and time.monotonic() < patience:
             time.sleep(0.05)
         if asked and rank == 0:
             say(f"rank 0 leaves after {signals.names()}, and nothing is saved: {said}")
-        elif not signals.heard:
+        elif not (signals.heard or signals.abandoned):
             _last_words(f"rank {rank}: {said}")
     elif isinstance(error, RunFailed):
         if rank == 0:
