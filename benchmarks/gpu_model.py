@@ -137,10 +137,10 @@ def lattice(size: Size, variant: Variant) -> Step:
             activation_checkpointing=variant.checkpointing,
         ),
         optimizer=OptimizerConfig(lr=1e-4, pure_bfloat16=variant.bfloat16),
-        data=DataConfig(path=""),
+        data=DataConfig(path="-"),
         checkpoint=CheckpointConfig(),
         guard=GuardConfig(),
-        run=RunConfig(dir=""),
+        run=RunConfig(dir="-"),
     )
     config.validate(1)
     mesh = build_mesh(config.parallel.mesh_shape(1), DEVICE)

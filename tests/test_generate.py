@@ -145,7 +145,7 @@ def test_nothing_is_generated_from_a_damaged_checkpoint(ranks, saved, tmp_path):
     file.write_bytes(content)
     messages = ranks.run(written, 2, arguments)
     assert messages == [messages[0]] * 2
-    assert f"its file {file.name} was changed (its sha256 differs)" in messages[0]
+    assert f"its file {file.name!r} was changed (its sha256 differs)" in messages[0]
 
 
 def test_bos_begins_a_prompt_unless_told_otherwise(ranks, saved):

@@ -169,7 +169,7 @@ def test_bfloat16_follows_float32(ranks: Ranks, data: Path, tmp_path: Path, step
 def test_bfloat16_with_split_backwards(ranks: Ranks, data: Path, tmp_path: Path, zero_stage: int) -> None:
     """Gradients in bfloat16 that are formed after backward reach the float32 sums as those formed in it: losses and norms agree
     to the rounding that another split of the layers has too."""
-    config = write_config(tmp_path, data, train={"steps": 3, "dtype": "bfloat16"})
+    config = write_config(tmp_path, data, train={"steps": 3, "dtype": "bfloat16", "micro_batch_size": 1})
     layout = ["parallel.pp=2", "parallel.dp_replicate=2", f"parallel.zero_stage={zero_stage}", "parallel.tp=2"]
     found = []
     for schedule, stages_per_rank in (("1f1b", 1), ("zb_h1", 1), ("zb_v", 2), ("dualpipe_v", 2)):
@@ -209,7 +209,7 @@ def test_compiled_agrees(ranks: Ranks, data: Path, tmp_path: Path, mode: str, co
 
 
 def test_weights_that_were_ruined_are_not_saved(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path, data, checkpoint={"interval": 2}, optimizer={"lr": 1e30, "warmup_steps": 0})
+    config = write_config(tmp_path, data, checkpoint={"interval": 2}, optimizer={"lr": 1e3, "weight_decay": 1e3, "warmup_steps": 0})
     with pytest.raises(RankError, match="no checkpoint to go back to"):
         run(ranks, 2, config, "parallel.tp=2")
     assert not (tmp_path / "run" / "checkpoints").exists()
