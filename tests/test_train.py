@@ -209,7 +209,8 @@ def test_compiled_agrees(ranks: Ranks, data: Path, tmp_path: Path, mode: str, co
 
 
 def test_weights_that_were_ruined_are_not_saved(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path, data, checkpoint={"interval": 2}, optimizer={"lr": 1e3, "weight_decay": 1e3, "warmup_steps": 0})
+    ruinous = {"lr": 1e3, "weight_decay": 1e3, "warmup_steps": 0}
+    config = write_config(tmp_path, data, checkpoint={"interval": 2}, optimizer=ruinous)
     with pytest.raises(RankError, match="no checkpoint to go back to"):
         run(ranks, 2, config, "parallel.tp=2")
     assert not (tmp_path / "run" / "checkpoints").exists()
