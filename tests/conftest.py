@@ -7,6 +7,7 @@ def test_it(ranks):
 """
 
 import os
+import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +22,12 @@ if find_spec("triton") is not None and not torch.cuda.is_available():
 
 from tests.data_samples import prepared
 from tests.runs import LAYOUT_3D, train_run, write_config
+
+# Checkpoints are synced to the disk again and again, and a slow disk would make the tests slow: where memory can hold files
+# (a session leaves some hundred megabytes), they are held there. PYTEST_DEBUG_TEMPROOT is pytest's own.
+MEMORY = Path("/dev/shm")
+if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
