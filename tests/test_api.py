@@ -31,6 +31,7 @@ def build(packages: list[str], out: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.thorough
 def test_a_package_s_documentation_builds(tmp_path: Path) -> None:
     """One that needs torch alone, as a sample; a docstring is in it."""
     build(["errors", "parallel"], tmp_path)

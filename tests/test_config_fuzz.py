@@ -222,6 +222,7 @@ def test_one_message_or_a_configuration_thousands_of_times(kind: Any, tmp_path: 
     kind(tmp_path / "laptop.yaml", long)
 
 
+@pytest.mark.thorough
 def test_the_fuzz_would_find_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: a check that divides by what nobody has checked."""
     (tmp_path / "laptop.yaml").write_bytes(LAPTOP.read_bytes())

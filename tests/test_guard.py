@@ -123,7 +123,7 @@ def run_with_bad_steps(arguments: list[str], rank: int, bad: set[int]) -> str:
         return train_run(arguments)
 
 
-@pytest.mark.parametrize("world", [pytest.param(4, marks=pytest.mark.thorough), 8])
+@pytest.mark.parametrize("world", [4, pytest.param(8, marks=pytest.mark.thorough)])
 def test_a_nan_in_one_ranks_gradient_skips_one_update(ranks: Ranks, data: Path, tmp_path: Path, world: int) -> None:
     """On all ranks: what they hold in common is compared before the save. It is counted, and the run resumes bitwise."""
     config = write_config(tmp_path, data, parallel=LAYOUTS[world], checkpoint={"interval": 3, "keep_last": 9})
@@ -260,6 +260,7 @@ def test_what_is_not_finite_is_not_saved(ranks: Ranks, data: Path, tmp_path: Pat
     assert found == ["latest", "step-00000002"]
 
 
+@pytest.mark.thorough
 def test_what_was_saved_among_bad_steps_is_not_gone_back_to(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     """A run ends with two bad steps, and is saved; it goes on with a third: back to before the first."""
     bounds = {"guard": {"max_bad_steps": 3}, "checkpoint": {"interval": 2, "keep_last": 1}}

@@ -91,9 +91,7 @@ def kernels(target: str) -> list[dict[str, Any]]:
         return compiled(Path(folder), "--target", target)[1]
 
 
-EACH_TARGET = pytest.mark.parametrize(
-    "target", ["sm_90", *(pytest.param(target, marks=pytest.mark.thorough) for target in TARGETS if target != "sm_90")]
-)
+EACH_TARGET = pytest.mark.parametrize("target", [pytest.param(target, marks=pytest.mark.thorough) for target in TARGETS])
 
 
 @EACH_TARGET

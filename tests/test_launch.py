@@ -99,15 +99,19 @@ COVERING = {
     ("SIGHUP", "group", "step"),
     ("SIGTERM", "launcher", "save"),
     ("SIGINT", "one rank", "evaluation"),
-    ("SIGINT", "torchrun", "step"),
 }
+THOROUGH = {("SIGINT", "torchrun", "step"), ("SIGTERM", "torchrun", "save"), ("SIGHUP", "torchrun", "evaluation")}
+
+
+def tier(case: tuple[str, str, str]) -> list[pytest.MarkDecorator]:
+    return [] if case in COVERING else [pytest.mark.thorough if case in THOROUGH else pytest.mark.slow]
+
+
 ALL = [(number, target, phase) for target in TARGETS for phase in PHASES for number in SIGNALS]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc says when ranks listen")
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, id="-".join(c), marks=[] if c in COVERING else [pytest.mark.slow]) for c in ALL]
-)
+@pytest.mark.parametrize("case", [pytest.param(c, id="-".join(c), marks=tier(c)) for c in ALL])
 def test_a_request_to_stop(data: Path, tmp_path: Path, case: tuple[str, str, str]) -> None:
     """All was saved, it was said once, and what would come after a finished run does not come."""
     number, target, phase = case
@@ -243,7 +247,7 @@ def test_ranks_save_when_the_launcher_is_killed(data: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux's scheduling")
-@pytest.mark.parametrize("program", ["tools.launch", "torch.distributed.run"])
+@pytest.mark.parametrize("program", ["tools.launch", pytest.param("torch.distributed.run", marks=pytest.mark.thorough)])
 def test_ranks_share_the_cores(tmp_path: Path, program: str) -> None:
     """However they are started: each sets it for itself."""
     script = tmp_path / "say.py"

@@ -209,7 +209,7 @@ def test_what_was_being_put_aside_is_not_swept_away(tmp_path: Path) -> None:
     assert left == ["step-00000020", "step-00000020.abandoned-2", "step-00000060.damaged"]
 
 
-@pytest.mark.parametrize("most", [2, 3])
+@pytest.mark.parametrize("most", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_starts_that_are_paused_and_killed(data: Path, tmp_path: Path, most: int) -> None:
     """The short form of benchmarks/lease_drill.py."""
     counts, wrong = one_round(

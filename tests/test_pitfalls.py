@@ -221,6 +221,7 @@ def trained(case, steps):
     return 0.0, 0.0, parts(named)
 
 
+@pytest.mark.thorough
 def test_gate_and_up_permuted_by_resharding(ranks):
     """The trained global gate and up are the same tensors whether one rank or eight held them, row for row. A fused [gate; up]
     cut naively would come back interleaved."""

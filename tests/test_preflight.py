@@ -137,6 +137,7 @@ def test_two_nodes_meet_and_measure(data: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.thorough
 def test_a_node_that_does_not_come_is_named(data: Path, tmp_path: Path) -> None:
     [(status, answer, report)] = preflight(tmp_path, data, (0,), "--seconds", "30", "--node-names", "node0,far")
     assert (status, answer) == (1, "")

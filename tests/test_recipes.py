@@ -49,6 +49,7 @@ def test_a_recipe_fits_the_repository_as_it_is(recipe: Recipe, tmp_path: Path) -
         edit.apply(tmp_path)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_a_recipe_proves_what_the_page_says(recipe: Recipe, printed: dict[str, tuple[int, str, str]]) -> None:
     mine = commands_of(recipe)
@@ -59,6 +60,7 @@ def test_a_recipe_proves_what_the_page_says(recipe: Recipe, printed: dict[str, t
         assert matches(command.output or "", output), f"{command} printed\n{output}"
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_the_cluster_s_scripts_pass_shellcheck(changed: Path) -> None:
     scripts = ["slurm/train_70b.sh", "slurm/environment.sh"]

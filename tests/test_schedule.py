@@ -100,7 +100,7 @@ def test_gpipe_and_1f1b(p, costs):
             assert live == ([m] * p if name == "gpipe" else [min(m, p - r) for r in range(p)])
 
 
-@pytest.mark.parametrize("p", DEPTHS)
+@pytest.mark.parametrize("p", [*DEPTHS[:-1], pytest.param(DEPTHS[-1], marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("v", [1, 2, 3, 4, 8])
 def test_interleaved_1f1b_and_breadth_first(p, v):
     """Bubble (p − 1)(F + B) of stages a v-th of the size: a fraction (p − 1) / (v m) of the work (Narayanan et al., 2.2)."""

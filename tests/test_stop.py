@@ -138,7 +138,8 @@ ASKED = [  # world, the rank that is asked, how, status.json's reason
     (4, 0, "time", "train.max_minutes are over"),
     (8, 5, "SIGTERM", "SIGTERM was received"),
 ]
-THOROUGH = [(2, "SIGTERM"), (1, "SIGUSR1")]  # rank and how: SIGTERM is tried on 8 ranks, SIGUSR1 during a save
+# Rank and how: SIGTERM is tried on 8 ranks, SIGUSR1 during a save, SIGHUP as SIGINT.
+THOROUGH = [(2, "SIGTERM"), (1, "SIGUSR1"), (3, "SIGTERM twice"), (1, "SIGHUP")]
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ def test_resume_is_bitwise(ranks: Ranks, data: Path, tmp_path: Path, tied: bool)
     assert losses(other)[1] != whole[4], "new data and no moments"
 
 
+@pytest.mark.thorough
 def test_any_layout_loads_what_another_saved(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     """Weights and moments of (pp 2, dp 2, tp 2), bit for bit, under other layouts; with a vocabulary that tp does not divide,
     tied embeddings, an uneven split, and norms of heads that are shorter than dp_shard."""
@@ -165,7 +166,7 @@ def test_bfloat16_follows_float32(ranks: Ranks, data: Path, tmp_path: Path, step
         assert max(abs(rounded[s] / exact[s] - 1) for s in exact) < 0.02
 
 
-@pytest.mark.parametrize("zero_stage", [2, *(pytest.param(stage, marks=pytest.mark.thorough) for stage in (1, 3))])
+@pytest.mark.parametrize("zero_stage", [pytest.param(stage, marks=pytest.mark.thorough) for stage in (1, 2, 3)])
 def test_bfloat16_with_split_backwards(ranks: Ranks, data: Path, tmp_path: Path, zero_stage: int) -> None:
     """Gradients in bfloat16 that are formed after backward reach the float32 sums as those formed in it: losses and norms agree
     to the rounding that another split of the layers has too."""
@@ -192,7 +193,7 @@ def train_traced(arguments: list[str]) -> str:
 @pytest.mark.parametrize(
     ("mode", "compiled_run"),
     [
-        ("selective", train_traced),
+        pytest.param("selective", train_traced, marks=pytest.mark.thorough),
         *(pytest.param(mode, train_run, marks=pytest.mark.thorough) for mode in ("none", "selective", "full")),
     ],
 )
