@@ -260,6 +260,7 @@ def test_saving_at_once_leaves_the_same(ranks: Ranks, saved: Path, data: Path, t
             assert all(torch.equal(pieces[name], others[name]) for name in pieces)
 
 
+@pytest.mark.thorough
 def test_twice_to_another_layout(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     """(2, 2, 2) → one rank → (1, 4, 2), in the middle of the data: the same tensors at each load, nearly the same losses."""
     saves = {"interval": 2, "keep_last": 3, "async_save": False}  # it is there when the run dies

@@ -283,6 +283,7 @@ def test_a_step_does_not_forget_the_mask_for_want_of_a_bos(ranks):
     ranks.run(step_without_bos, 1)
 
 
+@pytest.mark.thorough
 def test_a_run_masks_in_training_and_evaluation(ranks, tmp_path: Path):
     """Lines of code as documents, through all of train.py: on two ranks as on one, and unlike a run without the mask."""
     lines = [text for file in sorted(Path(SOURCE).glob("*.py")) for text in file.read_text().splitlines() if text.strip()]

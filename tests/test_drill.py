@@ -39,7 +39,8 @@ KILLS = {
 }
 
 
-@pytest.mark.parametrize("world", [4, pytest.param(8, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("world", [4, 8])
 def test_killed_again_and_again(ranks: Ranks, data: Path, tmp_path: Path, world: int) -> None:
     """In every phase: the same numbers as undisturbed, every checkpoint good, and the ledger adds up. In 3D thoroughly."""
     runs = {}

@@ -180,7 +180,7 @@ def status(folder: Path) -> dict:
     return json.loads((folder / "run" / "status.json").read_text())
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_killed_rank_is_named_once_and_last(data: Path, tmp_path: Path, victim: int) -> None:
     config = write_config(tmp_path, data)
     with running(tmp_path, "--nproc-per-node", "2", config) as launcher:

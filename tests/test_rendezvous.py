@@ -115,6 +115,7 @@ def exchange_opposite_ways(together):
         return received.mean().item()
 
 
+@pytest.mark.thorough
 def test_the_network_can_stand_still():
     """The control: what a network with buffers forgives, this one does not."""
     with Ranks(2) as pool:

@@ -46,11 +46,35 @@ def differing(case: Case, rank: int, name: str) -> str:
     ("case", "rank", "name", "said"),
     [
         (Case((1, 1, 1, 2)), 1, "norm.weight", "ranks 0, 1, copies over tp, hold different numbers"),
-        (Case((1, 1, 1, 4)), 2, "norm.weight", "rank 2 holds other numbers than its copies over tp (0, 1, 2, 3)"),
-        (Case((1, 1, 1, 8), num_kv_heads=4), 5, "attention.key.weight", "rank 5 holds other numbers"),
+        pytest.param(
+            Case((1, 1, 1, 4)),
+            2,
+            "norm.weight",
+            "rank 2 holds other numbers than its copies over tp (0, 1, 2, 3)",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            Case((1, 1, 1, 8), num_kv_heads=4),
+            5,
+            "attention.key.weight",
+            "rank 5 holds other numbers",
+            marks=pytest.mark.thorough,
+        ),
         (Case((1, 2, 1, 1)), 0, "down.weight", "ranks 0, 1, copies over dp_replicate, hold different numbers"),
-        (Case((1, 4, 1, 1), zero_stage=0), 3, "embedding.weight.exp_avg_sq", "rank 3 holds other numbers"),
-        (Case((1, 4, 2, 1), zero_stage=3), 4, "query.weight.exp_avg", "over dp_replicate (0, 2, 4, 6)"),
+        pytest.param(
+            Case((1, 4, 1, 1), zero_stage=0),
+            3,
+            "embedding.weight.exp_avg_sq",
+            "rank 3 holds other numbers",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            Case((1, 4, 2, 1), zero_stage=3),
+            4,
+            "query.weight.exp_avg",
+            "over dp_replicate (0, 2, 4, 6)",
+            marks=pytest.mark.thorough,
+        ),
         (Case((2, 2, 1, 2), zero_stage=2), 6, "up.weight", "ranks 4, 6, copies over dp_replicate, hold different numbers"),
     ],
     ids=str,
@@ -97,6 +121,7 @@ def run_with_a_bit_flipped(config: str) -> str:
         return train_run([config])
 
 
+@pytest.mark.thorough
 def test_a_run_ends_before_it_saves_what_differs(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, data, parallel={"tp": 2}, checkpoint={"interval": 2})
     with pytest.raises(RankError, match="copies over tp, hold different numbers"):

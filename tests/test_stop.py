@@ -228,6 +228,7 @@ def test_a_refused_run_leaves_the_file(ranks: Ranks, data: Path, tmp_path: Path)
 # --- while processes start --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc to know when a process is ready")
 def test_a_signal_during_the_imports(data: Path, tmp_path: Path) -> None:
     """The real program: two processes, of which one is signalled long before torch is imported; both end well."""

@@ -109,6 +109,7 @@ def test_any_layout_loads_what_another_saved(ranks: Ranks, data: Path, tmp_path:
     assert "model.head.weight" not in names, "a tied weight is saved once"
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_older_than_a_field_of_the_model(ranks: Ranks, saved: Path, tmp_path: Path) -> None:
     """The field is then what it was in effect: its default. Anything else is another model."""
     config, checkpoints = copy_of(saved, tmp_path)
@@ -209,6 +210,7 @@ def test_compiled_agrees(ranks: Ranks, data: Path, tmp_path: Path, mode: str, co
     assert all(math.isclose(compiled[s], eager[s], rel_tol=1e-5) for s in eager)
 
 
+@pytest.mark.thorough
 def test_weights_that_were_ruined_are_not_saved(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     ruinous = {"lr": 1e3, "weight_decay": 1e3, "warmup_steps": 0}
     config = write_config(tmp_path, data, checkpoint={"interval": 2}, optimizer=ruinous)
