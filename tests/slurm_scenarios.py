@@ -20,7 +20,7 @@ from tests.runs import LAYOUT_3D, losses, write_config
 from tests.slurm_cluster import ROOT, Cluster, install, wait_for
 
 SCRIPT = "slurm/train_70b.sh"
-STEPS = 40  # enough that a test can see one and act before the last
+STEPS = 160  # enough that the run is still going when the last of its disturbances comes, on a fast machine too
 SECRET = "not-to-be-seen-0123456789"
 VARIABLES = {"PYTHON": sys.executable, "DEVICE": "cpu", "PREFLIGHT_SECONDS": "300", "WANDB_API_KEY": SECRET}
 
