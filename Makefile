@@ -21,7 +21,7 @@ endif
 help:
 	@echo 'make train       prepare the embedded data set, train on it in 3D, let the model write a line'
 	@echo '                 (RUN=folder  CONFIG=file.yaml  ARGS="section.key=value …")'
-	@echo 'make test        a covering part of all tests: under 10 minutes on two cores'
+	@echo 'make test        a covering part of all tests: about 10 minutes on two cores'
 	@echo 'make test-rest   the tests marked thorough, which make test leaves out; .ci/run runs both'
 	@echo 'make test-all    make test, then make test-rest: under 30 minutes'
 	@echo 'make test-slow   what is too long for that: every layout, fifty kills, starts in one folder'
