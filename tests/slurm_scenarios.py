@@ -149,7 +149,7 @@ def test_a_rank_is_killed(cluster: Cluster, disturbed: Run) -> None:
     rank, pid = max(cluster.ranks("n2").items())
     os.kill(pid, signal.SIGKILL)
     logs = disturbed.folder / "run" / "logs" / f"{disturbed.job}.1"
-    wait_for(lambda: list(logs.glob("n1/*/attempt_1/0/stdout.log")), "the second try")
+    wait_for(lambda: list(logs.glob(f"n2/*/attempt_1/{rank % 4}/stdout.log")), "the second try")
     wait_for(lambda: cluster.ranks("n2").get(rank, pid) != pid, "the killed rank's successor")
     disturbed.wait_for_step(disturbed.step + 1)
     disturbed.killed_rank = rank
