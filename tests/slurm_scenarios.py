@@ -226,7 +226,7 @@ def other_code_on_n2(cluster: Cluster, tmp_path: Path) -> Iterator[None]:
 
 
 def test_a_preflight_that_fails_on_one_node(cluster: Cluster, data: Path, tmp_path: Path, other_code_on_n2: None) -> None:
-    run = Run(cluster, tmp_path / "it", data, train={"steps": 2}).submit()
+    run = Run(cluster, tmp_path / "it", data, train={"steps": 2, "micro_batch_size": 1}).submit()
     cluster.wait_until_ended(run.job, "FAILED")
     assert cluster.job(run.job)["ExitCode"] == "1:0"
     assert "FAILED   n2: other code than most nodes: errors.py" in run.log
@@ -250,7 +250,7 @@ def test_what_training_would_refuse(cluster: Cluster, data: Path, tmp_path: Path
 def test_two_jobs_do_not_write_to_one_run_folder(cluster: Cluster, data: Path, tmp_path: Path) -> None:
     """The second is refused, once, and the first goes on. In the folder's name and in an override is what srun would expand."""
     odd = str(tmp_path / "100%N and %j")
-    first = Run(cluster, tmp_path / "it", data, train={"steps": 4000}, run={"dir": odd, "wandb_project": "%N"})
+    first = Run(cluster, tmp_path / "it", data, train={"steps": 4000, "micro_batch_size": 1}, run={"dir": odd, "wandb_project": "%N"})
     first.submit(nodes="n3", ranks=2)
     metrics = Path(odd) / "metrics.jsonl"
     wait_for(metrics.exists, "the first job's first step")
