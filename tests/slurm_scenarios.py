@@ -250,7 +250,9 @@ def test_what_training_would_refuse(cluster: Cluster, data: Path, tmp_path: Path
 def test_two_jobs_do_not_write_to_one_run_folder(cluster: Cluster, data: Path, tmp_path: Path) -> None:
     """The second is refused, once, and the first goes on. In the folder's name and in an override is what srun would expand."""
     odd = str(tmp_path / "100%N and %j")
-    first = Run(cluster, tmp_path / "it", data, train={"steps": 4000, "micro_batch_size": 1}, run={"dir": odd, "wandb_project": "%N"})
+    first = Run(
+        cluster, tmp_path / "it", data, train={"steps": 4000, "micro_batch_size": 1}, run={"dir": odd, "wandb_project": "%N"}
+    )
     first.submit(nodes="n3", ranks=2)
     metrics = Path(odd) / "metrics.jsonl"
     wait_for(metrics.exists, "the first job's first step")
