@@ -7,7 +7,7 @@ however it is made: from a file, in Python, by `dataclasses.replace`.
         lr: Annotated[float, between(0, 1000)]         # bounds beside the type; NaN and infinity never pass
         dtype: Literal["bfloat16", "float32"]          # one of these
 
-What does not fit is a UserError that names the key as it stands in the file (`train.steps`). pydantic reads the bounds, and
+What does not fit raises a UserError that names the key as the file has it (`train.steps`). pydantic reads the bounds, and
 makes configs/schema.json of them (tools/schema.py). Like errors.py this file may be imported anywhere.
 """
 

@@ -224,8 +224,9 @@ class Saver:
         self.lease.move(partial, final)
         sync_folder(self.folder)
         try:
-            check_sizes(final, read_manifest(final))
-            if read_manifest(final) != manifest:
+            found = read_manifest(final)
+            check_sizes(final, found)
+            if found != manifest:
                 raise Damaged("it is not what was written")
         except Damaged:
             put_aside(self.lease, final, ".damaged")
