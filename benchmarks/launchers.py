@@ -1,10 +1,15 @@
-"""Tokens per second by way of starting: `python -m benchmarks.launchers [--rounds N]`, ten minutes on two quiet cores
+"""Tokens per second by way of starting: `python -m benchmarks.launchers [--rounds N]`
 
 The same training, of 8 processes (tp 2 × pp 2 × dp_shard 2) started by torchrun and by our launcher,
-and of one process started by itself. They take turns, several rounds; ratios are taken within a
-round, and their medians kept. torchrun should be as fast as ours, for each rank makes its own
-settings (training/join.py); and 8 processes on two cores should be faster than one process, which
-uses one of them: every process computes with one thread. Absolute numbers are this machine's.
+and of one process started by itself: about 15 minutes on two quiet cores. They take turns, several
+rounds; ratios are taken within a round, and their medians kept. Every process computes with one
+thread, so 8 processes on two cores should be faster than one, which uses one of them.
+
+Each rank makes its own settings (training/join.py), however it was started. What a rank cannot give
+itself is shared memory and a common session: our launcher forks the ranks, so what they imported is
+in the caches once for all of them, and Linux shares the cores between processes, where torchrun makes
+each rank a session, between which Linux shares them first (/proc/sys/kernel/sched_autogroup_enabled).
+Absolute numbers are this machine's.
 """
 
 import argparse
@@ -28,19 +33,23 @@ WAYS = {
 SIZES: dict[str, tuple[int, int, list[str]]] = {  # steps to warm up, steps that are timed, overrides
     "hidden 128, 4 layers, sequence 128": (
         2,
-        8,
+        24,
         ["model.dim=128", "model.num_layers=4", "train.seq_len=128", "train.global_batch_size=32", "train.micro_batch_size=8"],
     ),
     "hidden 512, 8 layers, sequence 256": (
         1,
-        2,
+        4,
         [
             *("model.dim=512", "model.num_layers=8", "model.num_heads=8", "model.num_kv_heads=4", "model.ffn_dim=1536"),
             *("train.seq_len=256", "train.global_batch_size=16", "train.micro_batch_size=4"),
         ],
     ),
 }
-RATIOS = {"torchrun_over_ours": ("torchrun", "ours"), "eight_over_one": ("ours", "one process")}
+RATIOS = {
+    "torchrun_over_ours": ("torchrun", "ours"),
+    "ours_over_one": ("ours", "one process"),
+    "torchrun_over_one": ("torchrun", "one process"),
+}
 
 
 def tokens_per_second(way: str, size: str) -> float:
@@ -64,12 +73,18 @@ def tokens_per_second(way: str, size: str) -> float:
     return len(lines) * tokens / sum(line["step_seconds"] for line in lines)
 
 
+def sessions() -> bool | None:
+    """Whether the kernel shares the cores between sessions first; None where it does not say."""
+    setting = Path("/proc/sys/kernel/sched_autogroup_enabled")
+    return setting.read_text().strip() == "1" if setting.exists() else None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/launchers.json")
     options = parser.parse_args()
-    results: dict = {**about(), "rounds": options.rounds, "sizes": {}}
+    results: dict = {**about(), "sched_autogroup_enabled": sessions(), "rounds": options.rounds, "sizes": {}}
     for size in SIZES:
         rounds: list[dict[str, float]] = []
         for number in range(options.rounds):
