@@ -33,7 +33,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from benchmarks.gpu_timing import (
     DEVICE,
@@ -56,6 +55,7 @@ from model.kernels.backend import why_not_triton
 from model.transformer import Transformer
 from parallel.config import ParallelConfig
 from parallel.mesh import build_mesh
+from parallel.parameter import Constant, weights_of
 from training.build import build_stages
 from training.config import CheckpointConfig, Config, GuardConfig, OptimizerConfig, RunConfig, TrainConfig
 from training.join import start_distributed
@@ -159,10 +159,9 @@ def lattice(size: Size, variant: Variant) -> Step:
 def draw_on_device(stage: Transformer, seed: int) -> None:
     """In place of model/initialise.py: as large, and alike in every program of ours."""
     torch.manual_seed(seed)
-    for parameter in stage.parameters():
-        assert isinstance(parameter, DTensor)
-        local = parameter.to_local()
-        local.normal_(std=stage.config.init_std) if local.ndim > 1 else local.fill_(1.0)
+    for each in weights_of(stage):
+        local, initial = each.sharded.to_local(), each.weight.initial
+        local.fill_(initial.value) if isinstance(initial, Constant) else local.normal_(std=initial.std)
 
 
 @contextlib.contextmanager

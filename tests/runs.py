@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import yaml
-from torch.distributed.tensor import DTensor
 
 import train
 from errors import UserError
@@ -79,11 +78,8 @@ def global_state(arguments: list[str], path: str) -> dict[str, torch.Tensor]:
     step = TrainStep(config, mesh, build_stages(config, mesh))
     checkpoint.load(step, checkpoint.Start(Path(path), step=1))
     mine: dict[str, torch.Tensor] = {}
-    tensors = [(f"model.{n}", p.detach()) for n, p in step.named_parameters]
-    tensors += [(f"optimizer.{n}", m) for n, m in step.optimizer.moments()]
-    for name, tensor in tensors:
-        assert isinstance(tensor, DTensor)
-        mine[name] = tensor.full_tensor().clone()
+    for held in checkpoint.held_tensors(step):
+        mine[held.name] = held.tensor.full_tensor().clone()
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return {n: t for part in everyone for n, t in part.items()}

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from errors import UserError
 from model.config import ModelConfig
-from model.initialise import canonical_name
 from model.transformer import Batch, Transformer
 from parallel.mesh import build_mesh
+from parallel.parameter import weights_of
 from tests.data_samples import tokenizer
 from tests.runs import LAYOUT_3D, train_run, write_config
 from tools import export, import_hf
@@ -112,8 +112,8 @@ def our_logits(checkpoint: str, tokens: Tensor, changes: dict[str, Any]) -> Tens
     model = Transformer(config, range(config.num_layers), True, True, mesh.tp, False).to_empty(device="cpu")
     positions = torch.arange(tokens.shape[1]).unsqueeze(1)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.to_local().copy_(reader.weight(canonical_name(name, config)))
+        for weight in weights_of(model):
+            weight.sharded.to_local().copy_(reader.weight(weight.global_name))
         return model(None, Batch(tokens.T, None, positions)).transpose(0, 1).clone()
 
 

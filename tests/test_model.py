@@ -1,6 +1,7 @@
 """The model: its size, its first weights, what may see what, and how exactly positions are told apart."""
 
 import math
+import re
 from itertools import pairwise
 
 import pytest
@@ -8,11 +9,12 @@ import torch
 import torch.distributed as dist
 
 from model.config import ModelConfig, RopeScaling
-from model.initialise import draw_rows, standard_deviation
+from model.initialise import draw_rows
 from model.kernels.rotary import rotate
 from model.rotary import rotary_angles
 from model.transformer import Batch
 from parallel.mesh import build_mesh
+from parallel.parameter import Constant, Normal, weights_of
 from tools.parity.cases import BATCH, SEQ_LEN, Case
 from tools.parity.reference import Rotary
 from tools.parity.reference import rotate as reference_rotate
@@ -88,13 +90,27 @@ def test_rows_are_the_same_whoever_draws_them():
     assert not torch.equal(whole, draw_rows("x", shape, range(300), 1.0, seed=2))
 
 
-def test_standard_deviation_falls_with_depth_where_the_residual_is_written():
-    small = ModelConfig(dim=512, num_layers=8, num_heads=8, num_kv_heads=8, ffn_dim=1024, vocab_size=1000)
-    for name in ("blocks.3.attention.output.weight", "blocks.3.feed_forward.down.weight"):
-        assert standard_deviation(name, small) == pytest.approx(0.02 / 4)
-    for name in ("embedding.weight", "head.weight", "blocks.3.attention.query.weight", "blocks.3.feed_forward.up.weight"):
-        assert standard_deviation(name, small) == 0.02
-    drawn = draw_rows("x", torch.Size((512, 512)), range(512), 0.005, seed=0)
+def initial_weights(case):
+    config = case.config()
+    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    (stage,) = build_stages(config, mesh).values()
+    return {each.name: each.weight.initial for each in weights_of(stage)}
+
+
+def test_initial_weights_are_smaller_where_the_residual_is_written(ranks):
+    case = Case((1, 1, 1, 1))
+    model = case.config().model
+    (found,) = ranks.run(initial_weights, 1, case)
+    for name, initial in found.items():
+        if name.endswith("norm.weight"):
+            assert initial == Constant(1.0), name
+        else:
+            writes = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
+            assert initial == Normal(model.init_std / math.sqrt(2 * model.num_layers) if writes else model.init_std), name
+
+
+def test_draws_have_their_standard_deviation_and_no_mean():
+    drawn = draw_rows("x", (512, 512), range(512), 0.005, seed=0)
     assert drawn.std().item() == pytest.approx(0.005, rel=0.01)
     assert drawn.mean().abs().item() < 5 * 0.005 / 512
 
@@ -210,3 +226,16 @@ def test_attention_follows_the_key_value_head_of_its_group(ranks):
         with torch.no_grad():
             expected = reference_model(case.config().model, torch.float64, seed=0)(tokens)
         assert (logits - expected).abs().max() < 1e-12 * expected.abs().max()
+
+
+def weight_that_says_nothing(case):
+    config = case.config()
+    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    (stage,) = build_stages(config, mesh).values()
+    stage.norm.register_parameter("bias", torch.nn.Parameter(torch.zeros(1)))
+    with pytest.raises(AssertionError, match=re.escape("['norm.bias']")):
+        weights_of(stage)
+
+
+def test_a_parameter_must_say_what_it_is(ranks):
+    ranks.run(weight_that_says_nothing, 1, Case((1, 1, 1, 1)))

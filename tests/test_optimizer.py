@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from errors import UserError
-from model.initialise import canonical_name, draw_rows
+from model.initialise import draw_rows
 from model.kernels.adamw import Rates, adamw
 from model.kernels.backend import INTERPRETED
 from parallel.mesh import build_mesh
@@ -18,6 +18,7 @@ from tools.parity.cases import Case
 from tools.parity.reference import warmup_cosine
 from tools.parity.run import assemble, global_batch, parts
 from training.build import build_stages
+from training.checkpoint import held_tensors
 from training.config import OptimizerConfig
 from training.optimizer import learning_rate
 from training.step import TrainStep
@@ -94,14 +95,14 @@ def weights_with_a_bad_step(case, kernels, bad_steps):
     def poison():
         honest()
         if dist.get_rank() == 0:
-            step.named_parameters[0][1].grad.to_local().view(-1)[0] = math.nan
+            step.weights[0].gradient.to_local().view(-1)[0] = math.nan
 
     norms = [step(0, *rows).grad_norm]
     step.partial.sum_over_tp = poison
     norms += [step(1, *rows).grad_norm for _ in range(bad_steps)]
     step.partial.sum_over_tp = honest
     norms.append(step(1, *rows).grad_norm)
-    return [norm.item() for norm in norms], parts(step.named_parameters)
+    return [norm.item() for norm in norms], parts((each.name, each.parameter) for each in step.weights)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -188,19 +189,18 @@ def rounded_updates(case, resume):
     for update in range(3):
         if resume and update == 2:
             before, step = step, TrainStep(config, mesh, build_stages(config, mesh))
-            old, new = ([*s.named_parameters, *s.optimizer.moments()] for s in (before, step))
-            for (_, a), (_, b) in zip(old, new, strict=True):
-                b.detach().to_local().copy_(a.detach().to_local())
+            for old, new in zip(held_tensors(before), held_tensors(step), strict=True):
+                new.tensor.to_local().copy_(old.tensor.to_local())
             step.optimizer.set_step(update)
-        for name, p in step.named_parameters:
+        for each in step.weights:
+            p = each.parameter
             p.grad = torch.empty_like(p)
             region = local_region(p)
-            gradient = draw_rows(canonical_name(name, config.model), (*p.shape, 1)[:2], region[0], 0.01, update)
+            gradient = draw_rows(each.global_name, (*p.shape, 1)[:2], region[0], 0.01, update)
             mine = gradient[:, region[1].start : region[1].stop] if p.ndim == 2 else gradient[:, 0]
             p.grad.to_local().copy_(mine)
         step.optimizer.step(1e-3, torch.ones((), dtype=torch.float64), 1.0)
-    tensors = [*step.named_parameters, *step.optimizer.moments()]
-    tensors = [(canonical_name(name, config.model), t) for name, t in tensors]
+    tensors = [(held.name, held.tensor) for held in held_tensors(step)]
     return {name: t.shape for name, t in tensors}, parts(tensors)
 
 

@@ -15,7 +15,7 @@ from tools.parity.cases import Case
 from tools.parity.run import global_batch
 from tools.ranks import RankError, Ranks
 from training.build import build_stages
-from training.checkpoint import local_tensors
+from training.checkpoint import held_tensors
 from training.replicas import ReplicasDiffer, check_replicas, hash_of
 from training.step import TrainStep
 
@@ -34,7 +34,7 @@ def differing(case: Case, rank: int, name: str) -> str:
     step(0, tokens, targets)
     check_replicas(step)
     if dist.get_rank() == rank:
-        flip(next(t.to_local() for n, t in local_tensors(step) if name in n and t.to_local().numel()))
+        flip(next(h.tensor.to_local() for h in held_tensors(step) if name in h.name and h.tensor.to_local().numel()))
     try:
         check_replicas(step)
     except ReplicasDiffer as found:
@@ -114,7 +114,7 @@ def run_with_a_bit_flipped(config: str) -> str:
     def check(step: TrainStep) -> None:
         calls.append(None)
         if len(calls) == 2 and dist.get_rank() == 1:
-            flip(next(t.to_local() for n, t in local_tensors(step) if "norm.weight" in n))
+            flip(next(held.tensor.to_local() for held in held_tensors(step) if "norm.weight" in held.name))
         honest(step)
 
     with patch.object(train, "check_replicas", check):

@@ -31,7 +31,6 @@ from tqdm import tqdm
 from data.dataset import Mixture
 from data.loader import check_state
 from errors import UserError
-from model.initialise import canonical_name
 from training.config import Config
 from training.lease import Lease
 from training.manifest import MANIFEST, Damaged, Manifest, check_file, check_sizes, check_whole, read_manifest
@@ -233,13 +232,12 @@ def load(train: TrainStep, start: Start) -> None:
         return
     wanted: dict[str, DTensor] = {}
     second_copies = []  # a tied weight that this rank holds twice is read once
-    for name, tensor in local_tensors(train):
-        if start.weights_only and not name.startswith("model."):
+    for held in held_tensors(train):
+        if start.weights_only and not held.is_weight:
             continue
-        canonical = canonical_name(name, train.config.model)
-        if canonical in wanted:
-            second_copies.append((wanted[canonical], tensor))
-        wanted.setdefault(canonical, tensor)
+        if held.name in wanted:
+            second_copies.append((wanted[held.name], held.tensor))
+        wanted.setdefault(held.name, held.tensor)
 
     size = sum(tensor.to_local().nbytes for tensor in wanted.values())
 
@@ -271,11 +269,19 @@ class _ShownPlanner(DefaultLoadPlanner):
         self.bar.update(tensor.nbytes)
 
 
-def local_tensors(train: TrainStep) -> Iterator[tuple[str, DTensor]]:
-    """Names and sharded tensors of all that this rank holds, sharing memory with the model and the optimizer."""
-    for name, parameter in train.named_parameters:
-        tensor = parameter.detach()
-        assert isinstance(tensor, DTensor)
-        yield f"model.{name}", tensor
-    for name, moment in train.optimizer.moments():
-        yield f"optimizer.{name}", moment
+@dataclass(frozen=True)
+class Held:
+    """A sharded tensor of this rank's; it shares memory with the model or the optimizer."""
+
+    name: str  # of the global tensor in a checkpoint
+    tensor: DTensor
+    is_weight: bool  # else a moment
+    is_copy: bool  # a second one of the same global tensor
+
+
+def held_tensors(train: TrainStep) -> Iterator[Held]:
+    """All that this rank holds and a checkpoint keeps."""
+    for weight in train.weights:
+        yield Held(f"model.{weight.global_name}", weight.sharded, True, weight.is_copy)
+    for weight, key, moment in train.optimizer.moments():
+        yield Held(f"optimizer.{weight.global_name}.{key}", moment, False, weight.is_copy)

@@ -143,7 +143,7 @@ def held_bytes(train: TrainStep) -> dict[str, int]:
                     total += storage.nbytes()  # 0 where FSDP has freed it
         return total
 
-    sharded = [parameter for _, parameter in train.named_parameters]
+    sharded = [weight.parameter for weight in train.weights]
     present = [parameter for stage in train.stages.values() for parameter in stage.parameters()]  # gathered or sharded
     return {
         WEIGHTS: count(sharded),

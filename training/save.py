@@ -34,9 +34,8 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from data.tokenizer import tokenizer_files
 from errors import RunFailed
-from model.initialise import canonical_name
 from parallel.placement import as_dtensor_like
-from training.checkpoint import local_tensors
+from training.checkpoint import held_tensors
 from training.events import append_event
 from training.lease import Lease
 from training.manifest import (
@@ -78,8 +77,7 @@ class Saver:
         self.train, self.tokenizer, self.lease = train, tokenizer, lease
         self.folder = checkpoint_folder(train.config)
         self.group = dist.new_group(backend="gloo")
-        model = train.config.model
-        self.tensors = {n: t for n, t in local_tensors(train) if canonical_name(n, model) == n}
+        self.tensors = {held.name: held.tensor for held in held_tensors(train) if not held.is_copy}
         self.copies: dict[str, Tensor] = {}  # of the local tensors, on the host; made at the first save
         self.thread: threading.Thread | None = None
         self.failed: str | None = None  # why the last save did

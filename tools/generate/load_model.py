@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from data.tokenizer import Tokenizer
 from errors import UserError
 from model.config import ModelConfig
-from model.initialise import canonical_name
 from model.transformer import Transformer
 from parallel.mesh import build_mesh
+from parallel.parameter import weights_of
 from parallel.placement import chunk_range, local_region
 from tools.huggingface.checkpoint_reader import newest
 from tools.huggingface.config import CONFIG, HuggingFaceConfig, parameters, read_json
@@ -76,14 +76,12 @@ def load_model(folder: Path, dtype: torch.dtype, device: str) -> Loaded:
         require_good(source.folder, "--checkpoint", device)
     tokenizer = together(lambda: Tokenizer.load(source.folder), device)
     model = empty_model(source.config, dtype, device)
-    weights: dict[str, DTensor] = {}
-    for name, parameter in model.named_parameters():
-        weights.setdefault(canonical_name(name, source.config), parameter.detach())
+    held = weights_of(model)
+    weights = {weight.name: weight.sharded for weight in held if not weight.is_copy}
     read = read_checkpoint if source.is_checkpoint else read_exported
     together(lambda: read(source, weights), device)
-    for name, parameter in model.named_parameters():
-        if canonical_name(name, source.config) != name:  # the head of tied embeddings is a copy
-            parameter.to_local().copy_(weights[canonical_name(name, source.config)].to_local())
+    for copy in filter(lambda weight: weight.is_copy, held):  # the head of tied embeddings
+        copy.sharded.to_local().copy_(weights[copy.global_name].to_local())
     return Loaded(model, tokenizer, source.stop | {tokenizer.eos_id})
 
 

@@ -8,10 +8,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from errors import UserError
 from parallel.mesh import AXES, Mesh
+from parallel.parameter import Constant, weights_of
 from parallel.pipeline.simulate import Event
 from parallel.pipeline.trace import ActionRecorder
 from plan.check import check_can_be_planned
@@ -104,10 +104,9 @@ def rows(config: Config, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
 @torch.no_grad()
 def draw_on_device(stage: torch.nn.Module, seed: int) -> None:
     """Weights of the usual size. Those of a real run, the same on every layout, would take minutes to draw."""
-    for parameter in stage.parameters():
-        assert isinstance(parameter, DTensor)
-        local = parameter.to_local()
-        local.fill_(1.0) if parameter.ndim == 1 else local.normal_(0.0, 0.02)
+    for each in weights_of(stage):
+        local, initial = each.sharded.to_local(), each.weight.initial
+        local.fill_(initial.value) if isinstance(initial, Constant) else local.normal_(0.0, initial.std)
 
 
 def _now(device: str) -> float:

@@ -56,7 +56,7 @@ FSDP = str(Path("torch", "distributed", "fsdp", "_fully_shard"))
 # A model is built on the meta device, where nothing takes memory, cut there by FSDP, and only then made. On the fake GPU, the
 # meta device too, what FSDP has cut counts as the weights; the uncut model and the weights made of it do not count.
 NOT_YET_THERE = {
-    ("placement.py", "parallel_parameter"),
+    ("parameter.py", "add_weight"),
     ("build.py", "build_stage"),
     ("_fully_shard.py", "FSDPModule._apply"),
 }
