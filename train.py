@@ -78,7 +78,7 @@ def run(config: Config, device: str, signals: Signals) -> None:
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, and reads it at its first use
         torch.use_deterministic_algorithms(True)
-    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), device)
+    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), device)
 
     # What the user may have got wrong is found before anything is built or written.
     train_data, heldout_data = together(lambda: open_train_and_heldout(config), device)

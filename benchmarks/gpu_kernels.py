@@ -49,6 +49,7 @@ from benchmarks.gpu_timing import (
     peak_bytes,
 )
 from model.kernels.backend import why_not_triton
+from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
 from training.join import start_distributed
 
@@ -60,7 +61,7 @@ EXPECTED_SECONDS = {"compile": 10}  # of a row; others take one
 
 def list_cases(sizes: Sizes) -> list[Case]:
     """What matters most comes first: time may not suffice for all."""
-    group = build_mesh((1, 1, 1, 1), DEVICE).tp.get_group()
+    group = build_mesh(MeshSizes(), DEVICE).tp.get_group()
     elements = sizes.norm_tokens * sizes.widths[0]
     narrow, *wider = sizes.widths
     return [

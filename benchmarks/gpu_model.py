@@ -143,7 +143,7 @@ def lattice(size: Size, variant: Variant) -> Step:
         run=RunConfig(dir="-"),
     )
     config.validate(1)
-    mesh = build_mesh(config.parallel.mesh_shape(1), DEVICE)
+    mesh = build_mesh(config.parallel.mesh_sizes(1), DEVICE)
     with patch("training.build.initialise", draw_on_device), compiler():
         train = TrainStep(config, mesh, build_stages(config, mesh))
     steps = itertools.count()

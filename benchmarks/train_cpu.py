@@ -55,7 +55,7 @@ def measure_ours(store: Any, config_path: str, overrides: list[str], warmup: int
     start_distributed(store=store)
     config = load_config(config_path, overrides)
     config.validate(dist.get_world_size())
-    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     step = TrainStep(config, mesh, build_stages(config, mesh))
     batches = random_batches(config.model.vocab_size, config.train.global_batch_size, config.train.seq_len, warmup + steps)
     mine = [batch.chunk(mesh.dp_size)[mesh.dp_rank] for batch in batches]

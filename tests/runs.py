@@ -74,7 +74,7 @@ def global_state(arguments: list[str], path: str) -> dict[str, torch.Tensor]:
     """Rank 0: every global tensor, weights and moments, as this layout holds it after loading the checkpoint `path`."""
     warnings.simplefilter("ignore")
     config = load_config(arguments[0], arguments[1:])
-    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     step = TrainStep(config, mesh, build_stages(config, mesh))
     checkpoint.load(step, checkpoint.Start(Path(path), step=1))
     mine: dict[str, torch.Tensor] = {}

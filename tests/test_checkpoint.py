@@ -210,7 +210,7 @@ def test_a_full_disk(ranks: Ranks, data: Path, tmp_path: Path) -> None:
 def saved_while_training(config_path: str) -> tuple[bool, float]:
     """Save, make a step while nothing is written yet, then let it be written."""
     config = load_config(config_path, [])
-    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     train = TrainStep(config, mesh, build_stages(config, mesh))
     tokens = torch.arange(8 * 32).view(8, 32).chunk(mesh.dp_size)[mesh.dp_rank] % config.model.vocab_size
     train(0, tokens, tokens)

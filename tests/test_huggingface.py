@@ -14,6 +14,7 @@ from torch import Tensor
 from errors import UserError
 from model.config import ModelConfig
 from model.transformer import Batch, Transformer
+from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
 from parallel.parameter import weights_of
 from tests.data_samples import tokenizer
@@ -108,7 +109,7 @@ def our_logits(checkpoint: str, tokens: Tensor, changes: dict[str, Any]) -> Tens
     """On one rank: logits [B, S, V] of tokens [B, S] by the checkpoint's weights, in float32."""
     reader = CheckpointReader(Path(checkpoint))
     config = ModelConfig(**(reader.trainer.model | changes))
-    mesh = build_mesh((1, 1, 1, 1), "cpu")
+    mesh = build_mesh(MeshSizes(), "cpu")
     model = Transformer(config, range(config.num_layers), True, True, mesh.tp, False).to_empty(device="cpu")
     positions = torch.arange(tokens.shape[1]).unsqueeze(1)
     with torch.no_grad():

@@ -13,6 +13,7 @@ from model.initialise import draw_rows
 from model.kernels.rotary import rotate
 from model.rotary import rotary_angles
 from model.transformer import Batch
+from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
 from parallel.parameter import Constant, Normal, weights_of
 from tools.parity.cases import BATCH, SEQ_LEN, Case
@@ -52,19 +53,28 @@ def test_parameters_of_qwen3():
 
 @pytest.mark.parametrize("options", [{}, {"tie_embeddings": True}, {"attention_dim": 64, "qk_norm": True}], ids=str)
 def test_num_parameters_counts_what_there_is(options):
-    config = Case((1, 1, 1, 1), **options).config().model
+    config = Case(MeshSizes(), **options).config().model
     reference = reference_model(config, torch.float32, seed=0)
     assert config.num_parameters == sum(p.numel() for p in reference.parameters())
 
 
 def first_weights(case):
     config = case.config()
-    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     return parts(named for stage in build_stages(config, mesh).values() for named in stage.named_parameters())
 
 
 @pytest.mark.parametrize(
-    "layout", [(1, 1, 1, 2), (1, 1, 2, 1), (2, 1, 1, 1), (1, 2, 2, 2), (2, 1, 2, 2), (1, 1, 8, 1), (1, 1, 1, 8)]
+    "layout",
+    [
+        MeshSizes(tp=2),
+        MeshSizes(dp_shard=2),
+        MeshSizes(pp=2),
+        MeshSizes(dp_replicate=2, dp_shard=2, tp=2),
+        MeshSizes(pp=2, dp_shard=2, tp=2),
+        MeshSizes(dp_shard=8),
+        MeshSizes(tp=8),
+    ],
 )
 def test_every_layout_starts_from_the_same_bits(ranks, layout):
     """Global weights assembled from a layout's parts, against one process that draws each whole tensor."""
@@ -92,13 +102,13 @@ def test_rows_are_the_same_whoever_draws_them():
 
 def initial_weights(case):
     config = case.config()
-    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     (stage,) = build_stages(config, mesh).values()
     return {each.name: each.weight.initial for each in weights_of(stage)}
 
 
 def test_initial_weights_are_smaller_where_the_residual_is_written(ranks):
-    case = Case((1, 1, 1, 1))
+    case = Case(MeshSizes())
     model = case.config().model
     (found,) = ranks.run(initial_weights, 1, case)
     for name, initial in found.items():
@@ -118,13 +128,13 @@ def test_draws_have_their_standard_deviation_and_no_mean():
 def logits_of(case, tokens):
     """Logits [S, B, V/tp] of whole sequences [B, S] on this tp rank."""
     config = case.config()
-    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     (stage,) = build_stages(config, mesh).values()
     with torch.no_grad():
         return stage(None, Batch(tokens.T.contiguous(), None, torch.arange(tokens.shape[1]).unsqueeze(1)))
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 1, 1), (1, 1, 1, 4)])
+@pytest.mark.parametrize("layout", [MeshSizes(), MeshSizes(tp=4)], ids=str)
 def test_logits_are_the_references(ranks, layout):
     case = Case(layout)
     tokens, _ = global_batch(case.vocab_size, 0)
@@ -135,7 +145,7 @@ def test_logits_are_the_references(ranks, layout):
     assert (logits - expected).abs().max() < 1e-12 * expected.abs().max()
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 1, 1), (1, 1, 1, 2)])
+@pytest.mark.parametrize("layout", [MeshSizes(), MeshSizes(tp=2)], ids=str)
 def test_no_position_sees_the_future(ranks, layout):
     """A change of token 9 changes logits from position 9 on, and no bit of those before."""
     case = Case(layout)
@@ -220,7 +230,7 @@ def test_angles_are_exact_enough_to_tell_positions_apart():
 def test_attention_follows_the_key_value_head_of_its_group(ranks):
     """Grouped-query attention on more tp ranks than key/value heads: each rank slices the head that its queries belong to."""
     for kv, tp in ((2, 4), (2, 8), (1, 8)):
-        case = Case((1, 1, 1, tp), num_kv_heads=kv)
+        case = Case(MeshSizes(tp=tp), num_kv_heads=kv)
         tokens, _ = global_batch(case.vocab_size, 1)
         logits = torch.cat(ranks.run(logits_of, tp, case, tokens), dim=-1).transpose(0, 1)
         with torch.no_grad():
@@ -230,7 +240,7 @@ def test_attention_follows_the_key_value_head_of_its_group(ranks):
 
 def weight_that_says_nothing(case):
     config = case.config()
-    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     (stage,) = build_stages(config, mesh).values()
     stage.norm.register_parameter("bias", torch.nn.Parameter(torch.zeros(1)))
     with pytest.raises(AssertionError, match=re.escape("['norm.bias']")):
@@ -238,4 +248,4 @@ def weight_that_says_nothing(case):
 
 
 def test_a_parameter_must_say_what_it_is(ranks):
-    ranks.run(weight_that_says_nothing, 1, Case((1, 1, 1, 1)))
+    ranks.run(weight_that_says_nothing, 1, Case(MeshSizes()))

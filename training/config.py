@@ -170,8 +170,9 @@ class Config:
     def validate(self, world_size: int) -> None:
         """Check everything that involves more than one section or the world's size; raises UserError."""
         model, parallel, train = self.model, self.parallel, self.train
-        _, dp_replicate, dp_shard, tp = parallel.mesh_shape(world_size)
-        self._check_sizes(dp_replicate * dp_shard)
+        sizes = parallel.mesh_sizes(world_size)
+        dp, tp = sizes.dp, sizes.tp
+        self._check_sizes(dp)
         if self.run.profiled_steps and not 1 <= self.run.profiled_steps[0] <= self.run.profiled_steps[-1] <= train.steps:
             why = f"the run's steps are 1 to {train.steps}, and stop is not profiled"
             raise UserError("run.profile", self.run.profile, why, f"start at 1 or later, stop at {train.steps + 1} or before")
@@ -179,7 +180,6 @@ class Config:
             if not 0 <= rank < world_size:
                 why = f"the world has ranks 0 to {world_size - 1}, and not {rank}"
                 raise UserError("run.profile_ranks", self.run.profile_ranks, why, "choose from these")
-        dp = dp_replicate * dp_shard
         step = dp * train.micro_batch_size
         if train.global_batch_size % step:
             raise UserError(
@@ -189,7 +189,7 @@ class Config:
                 f"for example {max(step, train.global_batch_size // step * step)}",
             )
         sums_microbatches = self.num_microbatches(dp) > 1 and parallel.zero_stage < 2
-        if parallel.reduce_dtype == train.dtype == "bfloat16" and (sums_microbatches or dp_replicate > 1):
+        if parallel.reduce_dtype == train.dtype == "bfloat16" and (sums_microbatches or sizes.dp_replicate > 1):
             raise UserError(
                 "parallel.reduce_dtype",
                 "bfloat16",

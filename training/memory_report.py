@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parallel.data import fsdp_modules
-from parallel.mesh import AXES
 from training.step import TrainStep
 from training.stop import LOOK_SECONDS
 from training.voice import say
@@ -103,7 +102,7 @@ class MemoryReports:
 
     def report(self, why: str) -> str:
         mesh = self.train.mesh
-        place = ", ".join(f"{axis} {mesh.root.get_local_rank(axis)}" for axis in AXES)
+        place = ", ".join(f"{axis} {index}" for axis, index in mesh.coordinates().items())
         stages = ", ".join(map(str, sorted(self.train.stages)))
         lines = [f"rank {dist.get_rank()} of {mesh.root.size()} ({place}), stage {stages}", why, ""]
         planned: Planned | None = None

@@ -26,7 +26,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Work
 from torch.profiler import ProfilerActivity, record_function
 
-from parallel.mesh import AXES, Mesh
+from parallel.axes import AXES
+from parallel.mesh import Mesh
 from training.config import Config
 from training.profile_summary import describe, mark_name, read_trace, summarise
 from training.voice import say
@@ -97,7 +98,7 @@ class StepProfile:
         self.profiler = torch.profiler.profile(activities=activities, record_shapes=True)
         about = {
             "rank": dist.get_rank(),
-            "coordinates": {axis: self.mesh.root.get_local_rank(axis) for axis in AXES},
+            "coordinates": self.mesh.coordinates(),
             "axes": axes_of_groups(self.mesh),
         }
         self.profiler.preset_metadata_json("lattice", json.dumps(about))

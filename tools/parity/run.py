@@ -61,7 +61,7 @@ def run_on_ranks(case: Case, steps: int, sabotage: Sabotage | None = None) -> Ru
     """On each rank: one forward and backward, then `steps` optimizer steps from the same weights."""
     with sabotage() if sabotage is not None else contextlib.nullcontext():
         config = case.config()
-        mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+        mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
         stages = build_stages(config, mesh)
         step = TrainStep(config, mesh, stages, BOS)
 

@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel.mesh import AXES, Mesh
+from parallel.axes import AXES
+from parallel.mesh import Mesh
 from parallel.pipeline.actions import Action, F
 from plan.categories import (
     ACTIVATIONS,
