@@ -24,10 +24,10 @@ import torch.distributed as dist
 from benchmarks.about import about
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
+from runtime.lease import Lease
+from runtime.save import Saver
 from training.build import build_stages
-from training.lease import Lease
 from training.load_config import load_config
-from training.save import Saver
 from training.step import TrainStep
 
 ROOT = Path(__file__).parent.parent

@@ -7,7 +7,7 @@ model's width with as many layers as fit (four micro-batches alone would be opti
 the 1-billion model whole. All programs do the same: forward and backward of every micro-batch, the gradients' norm, clipping,
 AdamW. Nothing else is in a step: no data loading, no logging.
 
-    MFU = tokens per second · ModelConfig.flops_per_token(S) / dense bf16 peak of the device (training/metrics.py)
+    MFU = tokens per second · ModelConfig.flops_per_token(S) / dense bf16 peak of the device (runtime/metrics.py)
     aim: at least 62 % at the 8-billion model's width, where that is 613 of 989 TFLOP/s
 
 What computes in bfloat16, and what is stored:
@@ -56,10 +56,10 @@ from model.transformer import Transformer
 from parallel.config import ParallelConfig
 from parallel.mesh import build_mesh
 from parallel.parameter import Constant, weights_of
+from runtime.init_distributed import init_distributed
+from runtime.metrics import PEAK_FLOPS
 from training.build import build_stages
 from training.config import CheckpointConfig, Config, GuardConfig, OptimizerConfig, RunConfig, TrainConfig
-from training.join import start_distributed
-from training.metrics import PEAK_FLOPS
 from training.step import TrainStep
 
 MFU_AIM = 0.62
@@ -306,7 +306,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{key}: {layers} layers, {count:,} parameters, {size.model.flops_per_token(size.seq_len):.3e} FLOP a token")
     print(f"MFU = tokens/s · FLOP a token / {f'{peak_flops:.3e} FLOP/s' if peak_flops else 'a peak that is not known'}")
     print(f"\n{'':52}{'ms a step':>11}{'tokens/s':>12}{'MFU':>8}{'GiB':>8}{'loss':>9}")
-    start_distributed()
+    init_distributed()
     rows = []
     try:
         for key, variant in ROWS:

@@ -3,7 +3,7 @@
 The same training, of 8 processes (tp 2 × pp 2 × dp_shard 2) started by torchrun and by our launcher,
 and of one process started by itself. They take turns, several rounds; ratios are taken within a
 round, and their medians kept. torchrun should be as fast as ours, for each rank makes its own
-settings (training/join.py); and 8 processes on two cores should be faster than one process, which
+settings (runtime/init_distributed.py); and 8 processes on two cores should be faster than one process, which
 uses one of them: every process computes with one thread. Absolute numbers are this machine's.
 """
 

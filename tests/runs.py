@@ -13,13 +13,13 @@ import yaml
 import train
 from errors import UserError
 from parallel.mesh import build_mesh
+from runtime import checkpoint
+from runtime.messages import on_all_ranks
+from runtime.signals import Signals
 from tests.data_samples import tokenizer
-from training import checkpoint
 from training.build import build_stages
 from training.load_config import load_config
-from training.signals import Signals
 from training.step import TrainStep
-from training.voice import together
 
 LAYOUT_3D = {"tp": 2, "pp": 2}  # and dp_shard 2, on 8 ranks
 
@@ -54,7 +54,7 @@ def train_run(arguments: list[str]) -> str:
     """What `train.py` does, inside a process group that is there already; the message of a UserError, or the empty string."""
     warnings.simplefilter("ignore")
     try:
-        config = together(lambda: train.read_config(arguments, "cpu"), "cpu")
+        config = on_all_ranks(lambda: train.read_config(arguments, "cpu"), "cpu")
         with Signals(speaks=dist.get_rank() == 0) as signals:
             train.run(config, "cpu", signals)
     except UserError as error:

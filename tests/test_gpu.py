@@ -95,9 +95,9 @@ from parallel.mesh import build_mesh
 from training.build import build_stages
 from training.load_config import load_config
 from training.step import TrainStep
-from training.join import start_distributed
+from runtime.init_distributed import init_distributed
 
-start_distributed()
+init_distributed()
 config = load_config(sys.argv[1], sys.argv[2:])
 config.validate(1)
 mesh = build_mesh(config.parallel.mesh_sizes(1), "cuda")

@@ -14,7 +14,7 @@ import pytest
 from training.config import Config
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("benchmarks", "data", "docs", "model", "parallel", "plan", "tests", "tools", "training")
+ROOMS = ("benchmarks", "data", "docs", "model", "parallel", "plan", "runtime", "tests", "tools", "training")
 MAX_LINES = 350
 
 # Which rooms a room may import beside itself; `errors` and `settings` may be imported everywhere.
@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "parallel": set(),
     "data": set(),
     "training": {"model", "parallel", "data"},
+    "runtime": {"training", "model", "parallel", "data"},
     "plan": {"model", "parallel", "training"},
     "errors": set(),
     "settings": set(),

@@ -17,6 +17,7 @@ from model.transformer import Batch, Transformer
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
 from parallel.parameter import weights_of
+from runtime.manifest import verify
 from tests.data_samples import tokenizer
 from tests.runs import LAYOUT_3D, train_run, write_config
 from tools import export, import_hf
@@ -24,7 +25,6 @@ from tools.huggingface.checkpoint_reader import CheckpointReader, newest
 from tools.huggingface.config import HuggingFaceConfig, parameters
 from tools.huggingface.tensor_files import INDEX, SINGLE, FolderTensors
 from tools.ranks import Ranks
-from training.manifest import verify
 
 VOCAB = tokenizer().vocab_size
 SMALL = {

@@ -16,11 +16,11 @@ from parallel.pipeline.runner import PipelineRunner
 from plan import categories
 from plan import memory as planner
 from plan.layout import Layout
+from runtime import memory_report
+from runtime.memory_report import MemoryReports, table
 from tests.runs import train_run, write_config
 from tools.ranks import Ranks
-from training import memory_report
 from training.load_config import load_config
-from training.memory_report import MemoryReports, table
 
 
 def run_out_of_memory(arguments: list[str], actions: int) -> bool:

@@ -14,12 +14,12 @@ from model.kernels.backend import INTERPRETED
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
 from parallel.placement import local_region
+from runtime.checkpoint import held_tensors
 from tests.counting import Listener
 from tools.parity.cases import Case
 from tools.parity.reference import warmup_cosine
 from tools.parity.run import assemble, global_batch, parts
 from training.build import build_stages
-from training.checkpoint import held_tensors
 from training.config import OptimizerConfig
 from training.optimizer import learning_rate
 from training.step import TrainStep

@@ -11,13 +11,13 @@ import torch.distributed as dist
 import train
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
+from runtime.checkpoint import held_tensors
+from runtime.replicas import ReplicasDiffer, check_replicas, hash_of
 from tests.runs import train_run, write_config
 from tools.parity.cases import Case
 from tools.parity.run import global_batch
 from tools.ranks import RankError, Ranks
 from training.build import build_stages
-from training.checkpoint import held_tensors
-from training.replicas import ReplicasDiffer, check_replicas, hash_of
 from training.step import TrainStep
 
 

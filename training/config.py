@@ -42,7 +42,7 @@ class TrainConfig:
     eval_interval: Whole = 0  # evaluate on held-out text every so many steps and after the last; 0: never
     eval_samples: Count = 256  # held-out sequences of each evaluation
     max_minutes: Annotated[float, between(0, 1e8)] = (
-        0.0  # after so many since the process began the run stops, and saves (training/stop.py); 0: no limit
+        0.0  # after so many since the process began the run stops, and saves (runtime/stop.py); 0: no limit
     )
 
 
@@ -86,7 +86,7 @@ class GuardConfig:
     max_bad_steps: Whole = 5  # after so many steps in a row without update (seen when logged) back to a checkpoint; 0: never
     replica_interval: Whole = 100  # compare what must be equal on several ranks every so many steps; before a save, always
     # A rank that takes longer for a step than hang_factor times the usual, and than hang_seconds, says where it is and exits
-    # (training/watchdog.py). hang_factor 0: it waits for ever, as under a debugger it should.
+    # (runtime/watchdog.py). hang_factor 0: it waits for ever, as under a debugger it should.
     hang_factor: Annotated[float, between(0, 1e6)] = 10.0
     hang_seconds: Annotated[float, between(0, 1e8)] = 120.0
 
@@ -98,9 +98,9 @@ class RunConfig:
     dir: PathText  # the run folder
     log_interval: Count = 1  # steps between lines
     trace: bool = False  # write what every rank did when in one step, the third of this start, to trace.json
-    profile: Text = ""  # start:stop: profile these steps, counted as in metrics.jsonl, without `stop` (training/profile.py)
+    profile: Text = ""  # start:stop: profile these steps, counted as in metrics.jsonl, without `stop` (runtime/profile.py)
     profile_ranks: list[Whole] = field(default_factory=lambda: [0])  # which ranks do, and which answer a file SNAPSHOT
-    memory_history: bool = False  # GPUs: memory snapshots know who allocated what; costs time (training/memory_report.py)
+    memory_history: bool = False  # GPUs: memory snapshots know who allocated what; costs time (runtime/memory_report.py)
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     wandb_project: PathText = "lattice"
     tensorboard: bool = False  # also write event files to the run folder's tensorboard/

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from model.kernels.adamw import Place, Rates, adamw
+from model.kernels.adamw import Location, Rates, adamw
 from parallel.parameter import NamedWeight
 from parallel.placement import as_dtensor_like, local_region
 from training.config import Config, OptimizerConfig
@@ -35,7 +35,7 @@ class ShardedAdamW:
         self.state = {key: [torch.zeros_like(p) for p in self.local] for key in self.state_names}
         self.updates = torch.zeros((), dtype=torch.float32, device=self.local[0].device)  # made so far
         self.decays = [config.optimizer.weight_decay if each.weight.decays else 0.0 for each in weights]
-        self.places = [_place(each, config.train.seed) for each in weights]
+        self.locations = [_location(each, config.train.seed) for each in weights]
 
     def step(self, lr: float, norm: Tensor, max_norm: float) -> None:
         """Update every parameter with its gradient times min(1, max_norm / norm), and drop the gradients.
@@ -47,7 +47,7 @@ class ShardedAdamW:
         gradients = [each.gradient.to_local() for each in self.weights]
         rates = Rates(lr, self.config.betas, self.config.eps, max_norm)
         first, second = (self.state[key] for key in self.state_names)
-        adamw(self.local, gradients, first, second, self.decays, self.places, self.updates, norm, rates, kernels)
+        adamw(self.local, gradients, first, second, self.decays, self.locations, self.updates, norm, rates, kernels)
         for each in self.weights:
             each.parameter.grad = None
 
@@ -79,7 +79,7 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     return config.lr * (floor + (1 - floor) * min(1.0, left / config.decay_steps))
 
 
-def _place(each: NamedWeight, seed: int) -> Place:
+def _location(each: NamedWeight, seed: int) -> Location:
     """Where this rank's part lies in the global tensor. Beside the first dimension one other may be cut."""
     region, shape = local_region(each.sharded), each.weight.shape
     cut = [dim for dim in range(1, len(shape)) if len(region[dim]) < shape[dim]]
@@ -88,4 +88,4 @@ def _place(each: NamedWeight, seed: int) -> Place:
     inner = math.prod(shape[2:])  # of them, those that follow each other whatever is cut
     columns = region[1] if len(shape) > 1 else range(1)
     key = int.from_bytes(hashlib.sha256(f"{seed}:{each.global_name}:rounding".encode()).digest()[:4], "little")
-    return Place(key, region[0].start * row + columns.start * inner, max(1, len(columns) * inner), row)
+    return Location(key, region[0].start * row + columns.start * inner, max(1, len(columns) * inner), row)

@@ -24,13 +24,13 @@ from model.transformer import Transformer
 from parallel.mesh import build_mesh
 from parallel.parameter import weights_of
 from parallel.placement import chunk_range, local_region
+from runtime.checkpoint import require_good
+from runtime.messages import from_rank_0, on_all_ranks
+from runtime.trainer_state import read_trainer
 from tools.huggingface.checkpoint_reader import newest
 from tools.huggingface.config import CONFIG, HuggingFaceConfig, parameters, read_json
 from tools.huggingface.foreign import refuse_foreign
 from tools.huggingface.tensor_files import FolderTensors, check_tensors
-from training.checkpoint import require_good
-from training.trainer_state import read_trainer
-from training.voice import from_rank_0, together
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ def load_model(folder: Path, dtype: torch.dtype, device: str) -> Loaded:
     source = from_rank_0(lambda: find(folder, dist.get_world_size()), device)
     if source.is_checkpoint:
         require_good(source.folder, "--checkpoint", device)
-    tokenizer = together(lambda: Tokenizer.load(source.folder), device)
+    tokenizer = on_all_ranks(lambda: Tokenizer.load(source.folder), device)
     model = empty_model(source.config, dtype, device)
     held = weights_of(model)
     weights = {weight.name: weight.sharded for weight in held if not weight.is_copy}
     read = read_checkpoint if source.is_checkpoint else read_exported
-    together(lambda: read(source, weights), device)
+    on_all_ranks(lambda: read(source, weights), device)
     for copy in filter(lambda weight: weight.is_copy, held):  # the head of tied embeddings
         copy.sharded.to_local().copy_(weights[copy.global_name].to_local())
     return Loaded(model, tokenizer, source.stop | {tokenizer.eos_id})

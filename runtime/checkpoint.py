@@ -31,11 +31,11 @@ from tqdm import tqdm
 from data.dataset import Mixture
 from data.loader import check_state
 from errors import UserError
-from training.config import Config
-from training.lease import Lease
-from training.manifest import MANIFEST, Damaged, Manifest, check_file, check_sizes, check_whole, read_manifest
-from training.progress import byte_bar
-from training.run_folder import (
+from runtime.lease import Lease
+from runtime.manifest import MANIFEST, Damaged, Manifest, check_file, check_sizes, check_whole, read_manifest
+from runtime.messages import from_rank_0, log, on_all_ranks
+from runtime.progress import byte_bar
+from runtime.run_folder import (
     checkpoint_folder,
     checkpoints_of,
     complete_checkpoints,
@@ -43,10 +43,10 @@ from training.run_folder import (
     put_incomplete_aside,
     step_of,
 )
+from runtime.tiling import Point, random_point
+from runtime.trainer_state import FREE_MODEL_KEYS, TrainerState, parse_trainer, read_trainer
+from training.config import Config
 from training.step import TrainStep
-from training.tiling import Point, random_point
-from training.trainer_state import FREE_MODEL_KEYS, TrainerState, parse_trainer, read_trainer
-from training.voice import from_rank_0, say, together
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def find_before(last_step: int, config: Config, data: Mixture, begun: Start, lea
     def abandon() -> None:
         for later in reversed(complete_checkpoints(checkpoint_folder(config))):
             if step_of(later) > last_step:
-                say(f"warning: {put_aside(lease, later, '.abandoned')} is not used again")
+                log(f"warning: {put_aside(lease, later, '.abandoned')} is not used again")
 
     from_rank_0(abandon, device)
     return from_rank_0(lambda: _start_from(path, None, config, data), device)
@@ -161,7 +161,7 @@ def _newest_good(config: Config, lease: Lease, last_step: float = math.inf) -> P
         if problem is None:
             return path
         if dist.get_rank() == 0:
-            say(f"warning: {path} is damaged: {problem}. It is put aside, and not used")
+            log(f"warning: {path} is damaged: {problem}. It is put aside, and not used")
             put_aside(lease, path, ".damaged")
         dist.barrier()
     return None
@@ -249,7 +249,7 @@ def load(train: TrainStep, start: Start) -> None:
             first = next(iter(error.failures.values()))[0]
             raise UserError("checkpoint", str(path), f"cannot be read: {first}", "choose another checkpoint") from None
 
-    together(read, train.mesh.device)
+    on_all_ranks(read, train.mesh.device)
     for source, copy in second_copies:
         copy.copy_(source)
     if not start.weights_only:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from errors import RunFailed
 from parallel.mesh import Mesh
-from training.checkpoint import held_tensors
+from runtime.checkpoint import held_tensors
 from training.step import TrainStep
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

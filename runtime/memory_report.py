@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parallel.data import fsdp_modules
+from runtime.messages import log
+from runtime.stop import LOOK_SECONDS
 from training.step import TrainStep
-from training.stop import LOOK_SECONDS
-from training.voice import say
 
 # As plan/memory.py calls them.
 WEIGHTS, MOMENTS = "sharded weights", "optimizer state"
@@ -98,7 +98,7 @@ class MemoryReports:
             said = f"what it holds is in {path}"
         except Exception as failure:
             said = f"{path} cannot be written: {type(failure).__name__}: {failure}"
-        say(f"rank {rank}: {why.partition(chr(10))[0]}; {said}")
+        log(f"rank {rank}: {why.partition(chr(10))[0]}; {said}")
 
     def report(self, why: str) -> str:
         mesh = self.train.mesh
