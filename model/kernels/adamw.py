@@ -20,8 +20,8 @@ below 2⁻⁹ of the weight would be lost every time, and with β₂ = 0.999 v w
 
 A float32 is rounded by adding 16 random bits below what bfloat16 keeps, and cutting them off. The bits are no stream that a
 rank draws from, but a hash of what is rounded: of the seed and the parameter's name (`Location.key`), of t, and of the
-element's index in the global tensor. So every layout, every replica and the copies of a tied weight round alike, and a resumed run goes
-on with the same bits. p and m take the halves of one hash, v a half of the hash of that.
+element's index in the global tensor. So every layout, every replica and the copies of a tied weight round alike, and a resumed
+run goes on with the same bits. p and m take the halves of one hash, v a half of the hash of that.
 
 The hash is lowbias32 (Wellons 2018, https://nullprogram.com/blog/2018/07/31/). Indices count modulo 2³²: in a tensor of more
 elements, those 2³² apart round with the same bits, and each of them still without bias.
