@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from benchmarks.about import about
+from parallel.axes import MeshSizes
 from parallel.data import ZeroStage, check_reduced, shard
 from parallel.mesh import Mesh, build_mesh
 from parallel.parameter import Constant, Weight, add_weight
@@ -222,7 +223,7 @@ def run_rounds(case: Case, rounds: int, beside: bool) -> list[tuple[float, list[
     Returns:
         Of each round, the seconds and events of our step, and the seconds of torch's (or 0).
     """
-    mesh = build_mesh((RANKS, 1, 1, 1), "cpu")
+    mesh = build_mesh(MeshSizes(pp=RANKS), "cpu")
     ours = OurSteps(case, mesh)
     theirs = TheirSteps(case, mesh) if beside else None
 

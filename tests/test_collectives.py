@@ -65,7 +65,7 @@ def test_block_on_one_rank_is_silent(ranks, sequence_parallel):
 
 def loss_of(vocab):
     """Collectives and largest tensor of the loss over `vocab` columns, both passes."""
-    mesh = build_mesh((1, 1, 1, dist.get_world_size()), "cpu")
+    mesh = build_mesh(MeshSizes(tp=dist.get_world_size()), "cpu")
     columns = chunk_range(vocab, mesh.tp.size(), mesh.tp.get_local_rank())
     torch.manual_seed(0)
     logits = torch.randn(S, B, vocab, dtype=torch.float64)[..., columns.start : columns.stop].contiguous().requires_grad_()

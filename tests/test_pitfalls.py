@@ -76,7 +76,7 @@ def test_rank_without_a_target(ranks):
     """A whole data-parallel rank of padding: no division by its zero, and the others' loss."""
     tokens, targets = global_batch(251, 3)
     targets[: BATCH // 2] = IGNORE
-    alone, split = (ranks.run(one_pass, w, Case((1, 1, w, 1)), (tokens, targets))[0] for w in (1, 2))
+    alone, split = (ranks.run(one_pass, w, Case(MeshSizes(dp_shard=w)), (tokens, targets))[0] for w in (1, 2))
     assert math.isfinite(split[0])
     assert split[:2] == pytest.approx(alone[:2], rel=1e-13)
 
@@ -108,7 +108,7 @@ def test_replicated_weights_counted_tp_times_in_the_norm(ranks, layout):
 @pytest.mark.parametrize("pp", [2, 4])
 def test_norm_local_to_a_stage(ranks, pp):
     """Every stage has the whole model's norm, to the bit: else stages would clip differently."""
-    case = Case((pp, 1, 1, 1))
+    case = Case(MeshSizes(pp=pp))
     norms = {norm for _, norm, _ in ranks.run(one_pass, pp, case)}
     assert len(norms) == 1
     assert norms.pop() == pytest.approx(expected(case, 0).norm, rel=1e-13)
@@ -116,7 +116,7 @@ def test_norm_local_to_a_stage(ranks, pp):
 
 def norm_of_the_same(dtype):
     """The norm of one set of fixed numbers, cut over all ranks in turn by rows, by columns, and not at all."""
-    mesh = build_mesh((1, 1, 1, dist.get_world_size()), "cpu")
+    mesh = build_mesh(MeshSizes(tp=dist.get_world_size()), "cpu")
     generator = torch.Generator().manual_seed(0)
     numbers = (torch.randn(1024, 512, generator=generator) * torch.logspace(-3, 3, 512)).to(dtype)
     norms = []
@@ -187,7 +187,7 @@ def test_padded_vocabulary_rows_win_probability(ranks):
 
 
 def loss_of_equal_logits(vocab):
-    mesh = build_mesh((1, 1, 1, dist.get_world_size()), "cpu")
+    mesh = build_mesh(MeshSizes(tp=dist.get_world_size()), "cpu")
     columns = chunk_range(vocab, mesh.tp.size(), mesh.tp.get_local_rank())
     logits = torch.full((3, 2, len(columns)), 7.0, dtype=torch.float64)
     targets = torch.tensor([[0, vocab - 1], [5, IGNORE], [vocab // 2, 1]])

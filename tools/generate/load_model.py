@@ -21,6 +21,7 @@ from data.tokenizer import Tokenizer
 from errors import UserError
 from model.config import ModelConfig
 from model.transformer import Transformer
+from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
 from parallel.parameter import weights_of
 from parallel.placement import chunk_range, local_region
@@ -129,7 +130,7 @@ def fits(config: ModelConfig, tp: int) -> bool:
 
 def empty_model(config: ModelConfig, dtype: torch.dtype, device: str) -> Transformer:
     """The model in one stage, cut over all ranks, its weights not yet filled."""
-    mesh = build_mesh((1, 1, 1, dist.get_world_size()), device)
+    mesh = build_mesh(MeshSizes(tp=dist.get_world_size()), device)
     layers = range(config.num_layers)
     model = Transformer(config, layers, first=True, last=True, tp=mesh.tp, sequence_parallel=False).to(dtype)
     return model.to_empty(device=device).requires_grad_(False)
