@@ -24,8 +24,6 @@ from data.loader import BatchLoader, heldout_batches
 from errors import UserError
 from model.kernels.backend import check_kernels
 from parallel.mesh import Mesh, build_mesh
-from plan.layout import Layout
-from plan.memory import Memory
 from runtime import checkpoint
 from runtime.init_distributed import init_distributed
 from runtime.lease import Lease
@@ -115,7 +113,7 @@ def train_and_save(
         Metrics(config, mesh, start) as metrics,
         Watchdog(config) as watchdog,
         StepProfile(config, mesh, watchdog) as profile,
-        MemoryReports(train, lambda: Memory(Layout.of_rank(config, mesh.root.size(), dist.get_rank())), start.step) as memory,
+        MemoryReports(train, start.step) as memory,
     ):
         step = start.step  # steps made
         save_due = False  # stays while steps are bad
