@@ -148,7 +148,7 @@ def option_values() -> dict[str, Sequence[object]]:
         "activation_checkpointing": get_args(get_type_hints(TrainConfig)["activation_checkpointing"]),
         "cpu_offload": (False, True),
         "document_mask": (False, True),
-        "num_microbatches": MeshSizes(dp_replicate=2, dp_shard=4, tp=8),
+        "num_microbatches": (1, 2, 4, 8),
     }
 
 
