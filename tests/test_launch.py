@@ -256,6 +256,7 @@ def test_ranks_share_the_cores(tmp_path: Path, program: str) -> None:
         "from runtime.init_distributed import init_distributed\n"
         "def say(store=None, *_):\n"
         "    init_distributed(store=store)\n"
+        "    torch.distributed.barrier()\n"  # who leaves before the other has its connections breaks them
         "    line = (os.sched_getscheduler(0), torch.get_num_threads(), os.environ['GLOO_SOCKET_IFNAME'])\n"
         "    os.write(1, (' '.join(map(str, line)) + chr(10)).encode())\n"
         "if __name__ == '__main__' and 'RANK' in os.environ:\n"
