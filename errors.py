@@ -1,5 +1,5 @@
-"""Exceptions that become one message from one rank, never a traceback (`training/voice.py`): UserError, which the user can fix,
-and RunFailed, which ends a run that had begun.
+"""Exceptions that become one message from one rank, never a traceback (`runtime/messages.py`): UserError, which the user can
+fix, and RunFailed, which ends a run that had begun.
 
 They may be raised anywhere, so they live below every other module, and this one imports nothing.
 """

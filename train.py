@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from training.signals import Signals
+from runtime.signals import Signals
 
 if __name__ == "__main__":  # first of all: the other imports take seconds, in which a signal must not kill
     listening = Signals(speaks=os.environ.get("RANK", "0") == "0").listen()
@@ -24,27 +24,25 @@ from data.loader import BatchLoader, heldout_batches
 from errors import UserError
 from model.kernels.backend import check_kernels
 from parallel.mesh import Mesh, build_mesh
-from plan.layout import Layout
-from plan.memory import Memory
-from training import checkpoint
+from runtime import checkpoint
+from runtime.init_distributed import init_distributed
+from runtime.lease import Lease
+from runtime.memory_report import MemoryReports
+from runtime.messages import fail, on_all_ranks, refuse
+from runtime.metrics import Metrics
+from runtime.profile import StepProfile
+from runtime.replicas import check_replicas
+from runtime.rollback import Rollback
+from runtime.save import Saver
+from runtime.stop import StopRequests
+from runtime.trace import StepTrace
+from runtime.watchdog import Watchdog
 from training.build import build_stages, check_fits
 from training.config import Config
 from training.guard import check_not_in_vain
-from training.join import start_distributed
-from training.lease import Lease
 from training.load_config import load_config
-from training.memory_report import MemoryReports
-from training.metrics import Metrics
 from training.optimizer import learning_rate
-from training.profile import StepProfile
-from training.replicas import check_replicas
-from training.rollback import Rollback
-from training.save import Saver
 from training.step import TrainStep
-from training.stop import StopRequests
-from training.trace import StepTrace
-from training.voice import fail, refuse, together
-from training.watchdog import Watchdog
 
 # Models are published with rows that no token uses (Qwen3: 151,936 for 151,669 tokens); more of them are a wrong tokenizer.
 MAX_PADDING = 1.01
@@ -53,9 +51,9 @@ LONGEST_NAME = 200  # bytes, and more than the longest path that a run makes in 
 
 def main(arguments: list[str], signals: Signals, store: dist.Store | None = None) -> None:
     """A rank's life. `store`: where it finds the others, if the launcher that torchrun describes has none."""
-    device = start_distributed(signals, store)
+    device = init_distributed(signals, store)
     try:
-        config = together(lambda: read_config(arguments, device), device)
+        config = on_all_ranks(lambda: read_config(arguments, device), device)
         run(config, device, signals)
     except UserError as error:
         refuse(error)
@@ -78,11 +76,11 @@ def run(config: Config, device: str, signals: Signals) -> None:
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, and reads it at its first use
         torch.use_deterministic_algorithms(True)
-    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), device)
+    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), device)
 
     # What the user may have got wrong is found before anything is built or written.
-    train_data, heldout_data = together(lambda: open_train_and_heldout(config), device)
-    together(lambda: check_writable(config), device)
+    train_data, heldout_data = on_all_ranks(lambda: open_train_and_heldout(config), device)
+    on_all_ranks(lambda: check_writable(config), device)
     with Lease(config.run.dir, device) as lease:  # no other run writes to the folder
         train_and_save(config, mesh, train_data, heldout_data, lease, signals)
 
@@ -115,7 +113,7 @@ def train_and_save(
         Metrics(config, mesh, start) as metrics,
         Watchdog(config) as watchdog,
         StepProfile(config, mesh, watchdog) as profile,
-        MemoryReports(train, lambda: Memory(Layout.of_rank(config, mesh.root.size(), dist.get_rank())), start.step) as memory,
+        MemoryReports(train, start.step) as memory,
     ):
         step = start.step  # steps made
         save_due = False  # stays while steps are bad
@@ -139,7 +137,7 @@ def train_and_save(
                     metrics.evaluated(step, evaluate(train, heldout_data, stop, watchdog))
             lease.check()
             metrics.flush()
-            stop.meet()
+            stop.agree()
             if rollback.is_due(metrics.bad_in_a_row) and not stop.agreed:
                 with metrics.spending("rollback"), watchdog.resting():
                     back = rollback.go_back(step, metrics.bad_in_a_row, train, saver, loader)
@@ -157,7 +155,7 @@ def train_and_save(
                         saver.save(step, metrics.tokens, loader.state())
                         save_due = False
                         stop.saved()
-                        stop.meet()  # what was asked during the save is known to all before the next step begins
+                        stop.agree()  # what was asked during the save is known to all before the next step begins
         with watchdog.resting():
             saver.close()
         lease.check()
@@ -219,7 +217,7 @@ def evaluate(train: TrainStep, heldout: Mixture, stop: StopRequests, watchdog: W
         dp_size=mesh.dp_size,
         rows=size * microbatches,
     ):
-        if stop.meet():
+        if stop.agree():
             return None
         total += torch.stack([value.double() for value in train.evaluate(tokens, targets)])
         watchdog.beat()

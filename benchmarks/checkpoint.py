@@ -22,11 +22,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.about import about
+from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
+from runtime.lease import Lease
+from runtime.save import Saver
 from training.build import build_stages
-from training.lease import Lease
 from training.load_config import load_config
-from training.save import Saver
 from training.step import TrainStep
 
 ROOT = Path(__file__).parent.parent
@@ -53,7 +54,7 @@ def measure(rounds: int, folder: Path) -> dict:
 
 def measure_saves(rounds: int, folder: Path, lease: Lease) -> dict:
     config = load_config(str(ROOT / "configs/laptop.yaml"), [*OVERRIDES, *ALONE, f"run.dir={folder / 'run'}"])
-    mesh = build_mesh((1, 1, 1, 1), "cpu")
+    mesh = build_mesh(MeshSizes(), "cpu")
     train = TrainStep(config, mesh, build_stages(config, mesh))
     saver = Saver(train, ROOT / "README.md", lease)
     source = [tensor.to_local() for tensor in saver.tensors.values()]

@@ -25,11 +25,11 @@ from benchmarks.about import about
 from model.config import ModelConfig
 from model.initialise import initialise
 from model.transformer import Transformer
+from runtime.init_distributed import init_distributed
 from tools.generate.load_model import empty_model
 from tools.generate.loop import generate
 from tools.generate.sampling import Sampling
 from tools.huggingface.config import parameters
-from training.join import start_distributed
 
 ROOT = Path(__file__).parent.parent
 SIZES = {
@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/generate.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    start_distributed()
+    init_distributed()
     results: dict[str, Any] = {**about("transformers"), "sizes": {}}
     for name, config in SIZES.items():
         results["sizes"][name] = measure(config, arguments.new_tokens, arguments.rounds)

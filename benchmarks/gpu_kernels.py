@@ -49,8 +49,9 @@ from benchmarks.gpu_timing import (
     peak_bytes,
 )
 from model.kernels.backend import why_not_triton
+from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
-from training.join import start_distributed
+from runtime.init_distributed import init_distributed
 
 BANDWIDTH_AIM, PRODUCTS_AIM, MEMORY_AIM = 0.85, 1.1, 1 / 8
 COLUMNS = ("triton", "torch", "compile", "liger")
@@ -60,7 +61,7 @@ EXPECTED_SECONDS = {"compile": 10}  # of a row; others take one
 
 def list_cases(sizes: Sizes) -> list[Case]:
     """What matters most comes first: time may not suffice for all."""
-    group = build_mesh((1, 1, 1, 1), DEVICE).tp.get_group()
+    group = build_mesh(MeshSizes(), DEVICE).tp.get_group()
     elements = sizes.norm_tokens * sizes.widths[0]
     narrow, *wider = sizes.widths
     return [
@@ -194,7 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
     report.results["copy"] = {"bytes": 2 * sizes.copy_bytes, "milliseconds": times, "bytes_per_second": bandwidth}
     print(f"a copy of {sizes.copy_bytes:,} bytes: {bandwidth / 1e9:.0f} GB/s, read and written\n")
     print(f"{'median milliseconds':40}" + "".join(f"{name:>10}" for name in COLUMNS) + "    triton's rate and aim")
-    start_distributed()
+    init_distributed()
     right = True
     try:
         for case in list_cases(sizes):

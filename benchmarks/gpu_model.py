@@ -7,7 +7,7 @@ model's width with as many layers as fit (four micro-batches alone would be opti
 the 1-billion model whole. All programs do the same: forward and backward of every micro-batch, the gradients' norm, clipping,
 AdamW. Nothing else is in a step: no data loading, no logging.
 
-    MFU = tokens per second · ModelConfig.flops_per_token(S) / dense bf16 peak of the device (training/metrics.py)
+    MFU = tokens per second · ModelConfig.flops_per_token(S) / dense bf16 peak of the device (runtime/metrics.py)
     aim: at least 62 % at the 8-billion model's width, where that is 613 of 989 TFLOP/s
 
 What computes in bfloat16, and what is stored:
@@ -33,7 +33,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from benchmarks.gpu_timing import (
     DEVICE,
@@ -56,10 +55,11 @@ from model.kernels.backend import why_not_triton
 from model.transformer import Transformer
 from parallel.config import ParallelConfig
 from parallel.mesh import build_mesh
+from parallel.parameter import Constant, weights_of
+from runtime.init_distributed import init_distributed
+from runtime.metrics import PEAK_FLOPS
 from training.build import build_stages
 from training.config import CheckpointConfig, Config, GuardConfig, OptimizerConfig, RunConfig, TrainConfig
-from training.join import start_distributed
-from training.metrics import PEAK_FLOPS
 from training.step import TrainStep
 
 MFU_AIM = 0.62
@@ -143,7 +143,7 @@ def lattice(size: Size, variant: Variant) -> Step:
         run=RunConfig(dir="-"),
     )
     config.validate(1)
-    mesh = build_mesh(config.parallel.mesh_shape(1), DEVICE)
+    mesh = build_mesh(config.parallel.mesh_sizes(1), DEVICE)
     with patch("training.build.initialise", draw_on_device), compiler():
         train = TrainStep(config, mesh, build_stages(config, mesh))
     steps = itertools.count()
@@ -159,10 +159,9 @@ def lattice(size: Size, variant: Variant) -> Step:
 def draw_on_device(stage: Transformer, seed: int) -> None:
     """In place of model/initialise.py: as large, and alike in every program of ours."""
     torch.manual_seed(seed)
-    for parameter in stage.parameters():
-        assert isinstance(parameter, DTensor)
-        local = parameter.to_local()
-        local.normal_(std=stage.config.init_std) if local.ndim > 1 else local.fill_(1.0)
+    for each in weights_of(stage):
+        local, initial = each.sharded.to_local(), each.weight.initial
+        local.fill_(initial.value) if isinstance(initial, Constant) else local.normal_(std=initial.std)
 
 
 @contextlib.contextmanager
@@ -307,7 +306,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{key}: {layers} layers, {count:,} parameters, {size.model.flops_per_token(size.seq_len):.3e} FLOP a token")
     print(f"MFU = tokens/s · FLOP a token / {f'{peak_flops:.3e} FLOP/s' if peak_flops else 'a peak that is not known'}")
     print(f"\n{'':52}{'ms a step':>11}{'tokens/s':>12}{'MFU':>8}{'GiB':>8}{'loss':>9}")
-    start_distributed()
+    init_distributed()
     rows = []
     try:
         for key, variant in ROWS:

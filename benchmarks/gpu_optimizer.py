@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.gpu_operations import Case, Sizes, draw
 from benchmarks.gpu_timing import DEVICE, Check, Work, compiled, poisoned_memory
-from model.kernels.adamw import Place, Rates, adamw
+from model.kernels.adamw import Location, Rates, adamw
 from model.kernels.gradient_norm import square_sum
 
 RATES = Rates(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, max_norm=1.0)
@@ -61,13 +61,13 @@ class Update:
         self.p, self.m, self.g = ([draw(*shape, dtype=dtype, scale=s) for shape in shapes] for s in (0.02, 1e-4, 1e-3))
         self.v = [draw(*shape, dtype=dtype, scale=1e-4).square_() for shape in shapes]
         self.decays = [DECAY if len(shape) > 1 else 0.0 for shape in shapes]
-        self.places = [Place(i, 0, shape[-1], shape[-1]) for i, shape in enumerate(shapes)]
+        self.locations = [Location(i, 0, shape[-1], shape[-1]) for i, shape in enumerate(shapes)]
         self.updates = torch.tensor(9.0, device=DEVICE)
         self.norm = torch.tensor(NORM, dtype=torch.float64, device=DEVICE)
 
     def update(self, kernels: str) -> None:
         lists = self.p, self.g, self.m, self.v
-        adamw(*lists, self.decays, self.places, self.updates, self.norm, RATES, kernels)
+        adamw(*lists, self.decays, self.locations, self.updates, self.norm, RATES, kernels)
 
     def work(self, implementation: str, name_of_pass: str) -> Work:
         if implementation == "compile":

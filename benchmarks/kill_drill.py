@@ -34,13 +34,13 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-import training.save
+import runtime.save
 from benchmarks.about import about
-from training.events import read_events
-from training.ledger import CAUSES, account
-from training.manifest import Damaged, verify
-from training.run_folder import complete_checkpoints, step_of
-from training.save import Saver
+from runtime.events import read_events
+from runtime.ledger import CAUSES, account
+from runtime.manifest import Damaged, verify
+from runtime.run_folder import complete_checkpoints, step_of
+from runtime.save import Saver
 from training.step import TrainStep
 
 ROOT = Path(__file__).parent.parent
@@ -126,7 +126,7 @@ def _dying_in_commit(when: float) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for name in OPERATIONS:
-            stack.enter_context(patch.object(training.save, name, counted(getattr(training.save, name))))
+            stack.enter_context(patch.object(runtime.save, name, counted(getattr(runtime.save, name))))
         stack.enter_context(patch.object(os, "replace", counted(os.replace)))
         yield
     die()  # there were fewer

@@ -5,7 +5,7 @@ and of one process started by itself: about 15 minutes on two quiet cores. They 
 rounds; ratios are taken within a round, and their medians kept. Every process computes with one
 thread, so 8 processes on two cores should be faster than one, which uses one of them.
 
-Each rank makes its own settings (training/join.py), however it was started. What a rank cannot give
+Each rank makes its own settings (runtime/init_distributed.py), however it was started. What a rank cannot give
 itself is shared memory and a common session: our launcher forks the ranks, so what they imported is
 in the caches once for all of them, and Linux shares the cores between processes, where torchrun makes
 each rank a session, between which Linux shares them first (/proc/sys/kernel/sched_autogroup_enabled).

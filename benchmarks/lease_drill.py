@@ -32,8 +32,8 @@ from unittest.mock import patch
 import yaml
 
 from benchmarks.about import about
-from training.manifest import MANIFEST, Manifest, read_manifest, verify
-from training.run_folder import complete_checkpoints
+from runtime.manifest import MANIFEST, Manifest, read_manifest, verify
+from runtime.run_folder import complete_checkpoints
 
 ROOT = Path(__file__).parent.parent
 PRELOAD = ["train", "torch._dynamo"]
@@ -51,17 +51,17 @@ def start(arguments: list[str], log: Path, seed: int, pauses: bool) -> None:
     """train.py, with what it says in `log`, and what it is about to commit in LOG.STEP.json."""
     import torch
 
+    import runtime.save
     import train
-    import training.save
-    from training import lease
-    from training.signals import Signals
+    from runtime import lease
+    from runtime.signals import Signals
 
     torch.set_num_threads(1)
     with open(log, "wb", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     draw = random.Random(seed)
-    rename, write_manifest, learning_rate = os.replace, training.save.write_manifest, train.learning_rate
+    rename, write_manifest, learning_rate = os.replace, runtime.save.write_manifest, train.learning_rate
 
     def paused(source: Any, target: Any) -> None:
         if pauses and "checkpoints" in str(source) and draw.random() < PAUSED_RENAMES:
@@ -79,7 +79,7 @@ def start(arguments: list[str], log: Path, seed: int, pauses: bool) -> None:
     with (
         patch.multiple(lease, RENEW_SECONDS=RENEW, TRUST_SECONDS=TRUST, EXPIRE_SECONDS=EXPIRE),
         patch.object(os, "replace", paused),
-        patch.object(training.save, "write_manifest", noted),
+        patch.object(runtime.save, "write_manifest", noted),
         patch.object(train, "learning_rate", slow),
     ):
         train.main(arguments, Signals(speaks=True).listen())

@@ -33,8 +33,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from benchmarks.about import about
+from parallel.axes import MeshSizes
 from parallel.data import ZeroStage, check_reduced, shard
 from parallel.mesh import Mesh, build_mesh
+from parallel.parameter import Constant, Weight, add_weight
 from parallel.pipeline.actions import Action, F, I, Kind, W, splits_backward, stage_ranks
 from parallel.pipeline.lower import lower
 from parallel.pipeline.runner import PipelineRunner
@@ -42,7 +44,6 @@ from parallel.pipeline.schedules import build_schedule
 from parallel.pipeline.simulate import Costs, Event, Timeline, simulate
 from parallel.pipeline.trace import ActionRecorder
 from parallel.pipeline.transfer import Transfers
-from parallel.placement import parallel_parameter
 from parallel.weight import Destination, WeightGradientQueue, local_weight
 from tools.ranks import Ranks
 
@@ -67,9 +68,11 @@ class WaitingStage(nn.Module):
     """y [S, B, D] = x · weight, a number (where it is a `loss`, the sum of that), with `seconds` of waiting in the forward and
     in each of the two gradients."""
 
-    def __init__(self, weight: nn.Parameter, seconds: float, loss: bool = False) -> None:
+    weight: nn.Parameter  # [1], given by the caller
+
+    def __init__(self, seconds: float, loss: bool = False) -> None:
         super().__init__()
-        self.weight, self.seconds, self.loss = weight, seconds, loss  # weight [1]
+        self.seconds, self.loss = seconds, loss
         self.weight_gradient_queue: WeightGradientQueue | None = None
         self.waited: Counter[Kind] = Counter()
 
@@ -173,7 +176,9 @@ class OurSteps:
 
     @staticmethod
     def _stage(seconds: float, mesh: Mesh, loss: bool) -> WaitingStage:
-        stage = WaitingStage(parallel_parameter((1,), mesh.tp, Replicate()), seconds, loss)
+        stage = WaitingStage(seconds, loss)
+        one = Weight(shape=(1,), placement=Replicate(), initial=Constant(1.0), decays=False, gradient_is_partial=False)
+        add_weight(stage, one, mesh.tp)
         shard(stage, [], mesh.fsdp, compute_dtype=torch.float32, reduce_dtype=torch.float32, cpu_offload=False)
         nn.init.ones_(stage.to_empty(device=mesh.device).weight)
         return stage
@@ -194,8 +199,10 @@ class TheirSteps:
 
         where = stage_ranks(case.schedule)  # theirs are placed alike
         mine = [s for s, rank in enumerate(where) if rank == mesh.pp_rank]
-        self.stages = {s: WaitingStage(nn.Parameter(torch.ones(1)), case.stage_seconds) for s in mine}
-        self.parameters = [stage.weight for stage in self.stages.values()]
+        self.stages = {s: WaitingStage(case.stage_seconds) for s in mine}
+        self.parameters = [nn.Parameter(torch.ones(1)) for _ in mine]
+        for stage, weight in zip(self.stages.values(), self.parameters, strict=True):
+            stage.weight = weight
         x, cpu, group = torch.ones(HIDDEN_SHAPE, requires_grad=True), torch.device("cpu"), mesh.pp.get_group()
         stages: Any = [pipelining.PipelineStage(self.stages[s], s, len(where), cpu, x, x, group=group) for s in mine]
         schedule_class = getattr(pipelining, PAIRS[case.name][1])
@@ -216,7 +223,7 @@ def run_rounds(case: Case, rounds: int, beside: bool) -> list[tuple[float, list[
     Returns:
         Of each round, the seconds and events of our step, and the seconds of torch's (or 0).
     """
-    mesh = build_mesh((RANKS, 1, 1, 1), "cpu")
+    mesh = build_mesh(MeshSizes(pp=RANKS), "cpu")
     ours = OurSteps(case, mesh)
     theirs = TheirSteps(case, mesh) if beside else None
 

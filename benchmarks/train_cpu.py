@@ -47,15 +47,15 @@ def measure_ours(store: Any, config_path: str, overrides: list[str], warmup: int
     import torch.distributed as dist
 
     from parallel.mesh import build_mesh
+    from runtime.init_distributed import init_distributed
     from training.build import build_stages
-    from training.join import start_distributed
     from training.load_config import load_config
     from training.step import TrainStep
 
-    start_distributed(store=store)
+    init_distributed(store=store)
     config = load_config(config_path, overrides)
     config.validate(dist.get_world_size())
-    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     step = TrainStep(config, mesh, build_stages(config, mesh))
     batches = random_batches(config.model.vocab_size, config.train.global_batch_size, config.train.seq_len, warmup + steps)
     mine = [batch.chunk(mesh.dp_size)[mesh.dp_rank] for batch in batches]
@@ -136,7 +136,7 @@ def inside(store: Any, signals: Any, program: str, config_path: str, overrides: 
     """In each process."""
     import torch
 
-    from training.join import share_cores
+    from runtime.init_distributed import share_cores
 
     torch.set_num_threads(1)
     if program == "ours":

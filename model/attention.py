@@ -13,6 +13,7 @@ from model.cache import LayerCache
 from model.config import ModelConfig
 from model.kernels.rotary import rotate
 from model.norm import RMSNorm
+from parallel.parameter import Normal
 from parallel.tensor import ColumnParallelLinear, RowParallelLinear, column_parallel
 
 
@@ -28,10 +29,11 @@ class Attention(nn.Module):
         self.group, self.sequence_parallel = tp.get_group(), sequence_parallel
         self.head_dim, self.kernels = config.head_dim, config.kernels
         q_dim, kv_dim = config.attention_width, config.num_kv_heads * config.head_dim
-        self.query = ColumnParallelLinear(config.dim, q_dim, tp)
-        self.key = ColumnParallelLinear(config.dim, kv_dim, tp, shards=config.num_kv_heads)
-        self.value = ColumnParallelLinear(config.dim, kv_dim, tp, shards=config.num_kv_heads)
-        self.output = RowParallelLinear(q_dim, config.dim, tp, sequence_parallel)
+        initial = Normal(config.init_std)
+        self.query = ColumnParallelLinear(config.dim, q_dim, tp, initial)
+        self.key = ColumnParallelLinear(config.dim, kv_dim, tp, initial, shards=config.num_kv_heads)
+        self.value = ColumnParallelLinear(config.dim, kv_dim, tp, initial, shards=config.num_kv_heads)
+        self.output = RowParallelLinear(q_dim, config.dim, tp, sequence_parallel, Normal(config.residual_init_std))
         # One weight for all heads, of which each tp rank has some.
         self.query_norm = RMSNorm(config, config.head_dim, tp, gradient_is_partial=True) if config.qk_norm else None
         self.key_norm = RMSNorm(config, config.head_dim, tp, gradient_is_partial=True) if config.qk_norm else None

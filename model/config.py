@@ -1,5 +1,6 @@
 """The model's dimensions (the section `model.` of a configuration file)."""
 
+import math
 from typing import Annotated, Literal, NamedTuple
 
 from errors import UserError
@@ -91,6 +92,12 @@ class ModelConfig:
     @property
     def head_dim(self) -> int:  # E
         return self.attention_width // self.num_heads
+
+    @property
+    def residual_init_std(self) -> float:
+        """Standard deviation of the matrices that write into the residual stream: 2 L independent terms are added to it, and
+        their sum should not grow with depth (GPT-2, Radford et al. 2019, section 2.3)."""
+        return self.init_std / math.sqrt(2 * self.num_layers)
 
     @property
     def rope_scaling(self) -> RopeScaling | None:

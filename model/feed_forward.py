@@ -5,6 +5,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from model.config import ModelConfig
 from model.kernels.swiglu import swiglu
+from parallel.parameter import Normal
 from parallel.tensor import ColumnParallelLinear, RowParallelLinear, column_parallel
 
 
@@ -16,9 +17,9 @@ class FeedForward(nn.Module):
         super().__init__()
         self.kernels = config.kernels
         self.group, self.sequence_parallel = tp.get_group(), sequence_parallel
-        self.gate = ColumnParallelLinear(config.dim, config.ffn_dim, tp)
-        self.up = ColumnParallelLinear(config.dim, config.ffn_dim, tp)
-        self.down = RowParallelLinear(config.ffn_dim, config.dim, tp, sequence_parallel)
+        self.gate = ColumnParallelLinear(config.dim, config.ffn_dim, tp, Normal(config.init_std))
+        self.up = ColumnParallelLinear(config.dim, config.ffn_dim, tp, Normal(config.init_std))
+        self.down = RowParallelLinear(config.ffn_dim, config.dim, tp, sequence_parallel, Normal(config.residual_init_std))
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = column_parallel(x, [self.gate, self.up], self.group, self.sequence_parallel)  # [S, B, F/tp] each

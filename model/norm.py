@@ -6,7 +6,7 @@ from torch.distributed.tensor import Replicate
 
 from model.config import ModelConfig
 from model.kernels.rms_norm import add_rms_norm, rms_norm
-from parallel.placement import parallel_parameter
+from parallel.parameter import Constant, Weight, add_weight
 from parallel.weight import WeightGradientQueue, local_weight
 
 
@@ -18,13 +18,20 @@ class RMSNorm(nn.Module):
     gradient. Norms of heads, of width E: each tp rank has other heads, and its gradient is a partial sum either way.
     """
 
+    weight: nn.Parameter
     weight_gradient_queue: WeightGradientQueue | None = None
 
     def __init__(self, config: ModelConfig, width: int, tp: DeviceMesh, gradient_is_partial: bool) -> None:
         super().__init__()
         self.eps, self.kernels = config.norm_eps, config.kernels
-        self.gradient_is_partial = gradient_is_partial
-        self.weight = parallel_parameter((width,), tp, Replicate())
+        weight = Weight(
+            shape=(width,),
+            placement=Replicate(),
+            initial=Constant(1.0),
+            decays=False,
+            gradient_is_partial=gradient_is_partial,
+        )
+        add_weight(self, weight, tp)
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, local_weight(self.weight, self.weight_gradient_queue), self.eps, self.kernels)

@@ -19,6 +19,7 @@ from model.feed_forward import FeedForward
 from model.kernels.linear_cross_entropy import linear_cross_entropy
 from model.norm import RMSNorm
 from model.rotary import rotary_angles
+from parallel.parameter import Normal
 from parallel.placement import chunk_range
 from parallel.tensor import ColumnParallelLinear, VocabParallelEmbedding, column_parallel
 
@@ -54,8 +55,8 @@ class Block(nn.Module):
 class Head(ColumnParallelLinear):
     """Projection onto the vocabulary, and the loss: weight [V, D], rows cut over tp, unevenly where tp does not divide V."""
 
-    def __init__(self, config: ModelConfig, tp: DeviceMesh, sequence_parallel: bool) -> None:
-        super().__init__(config.dim, config.vocab_size, tp)
+    def __init__(self, config: ModelConfig, tp: DeviceMesh, sequence_parallel: bool, copy_of: str | None) -> None:
+        super().__init__(config.dim, config.vocab_size, tp, Normal(config.init_std), copy_of=copy_of)
         self.group, self.sequence_parallel = tp.get_group(), sequence_parallel
         self.vocab_size, self.z_loss, self.kernels = config.vocab_size, config.z_loss, config.kernels
         self.first_row = chunk_range(config.vocab_size, tp.size(), tp.get_local_rank()).start
@@ -95,10 +96,14 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.first, self.last = config, first, last
-        self.embedding = VocabParallelEmbedding(config.vocab_size, config.dim, tp, sequence_parallel) if first else None
+        self.embedding = None
+        if first:
+            initial = Normal(config.init_std)
+            self.embedding = VocabParallelEmbedding(config.vocab_size, config.dim, tp, sequence_parallel, initial)
         self.blocks = nn.ModuleDict({str(layer): Block(config, tp, sequence_parallel) for layer in layers})
         self.norm = RMSNorm(config, config.dim, tp, sequence_parallel) if last else None
-        self.head = Head(config, tp, sequence_parallel) if last else None
+        tied_to = "embedding.weight" if config.tie_embeddings else None
+        self.head = Head(config, tp, sequence_parallel, copy_of=tied_to) if last else None
 
     def forward(self, hidden: Tensor | None, batch: Batch) -> Tensor:
         """hidden [S/tp, B, D] of the stage before (None on the first) → hidden for the next, or the scaled loss at the end."""

@@ -4,6 +4,7 @@ from itertools import accumulate
 from typing import Annotated, Literal
 
 from errors import UserError
+from parallel.axes import MeshSizes
 from parallel.pipeline.actions import stage_ranks
 from parallel.pipeline.balance import LayerCosts, balanced_split, even_split
 from parallel.pipeline.schedules import build_schedule
@@ -48,8 +49,8 @@ class ParallelConfig:
     def num_stages(self) -> int:
         return self.pp * self.stages_per_rank
 
-    def mesh_shape(self, world_size: int) -> tuple[int, int, int, int]:
-        """(pp, dp_replicate, dp_shard, tp) for `world_size` processes, with dp_shard = -1 filled in.
+    def mesh_sizes(self, world_size: int) -> MeshSizes:
+        """The mesh of `world_size` processes, with dp_shard = -1 filled in.
 
         Raises:
             UserError: the axes do not multiply to the world, or zero_stage 0 meets sharded data parallelism.
@@ -75,7 +76,7 @@ class ParallelConfig:
                 f"stage 0 keeps whole replicas, but dp_shard is {dp_shard}",
                 f"set parallel.dp_shard=1 parallel.dp_replicate={self.dp_replicate * dp_shard}, or zero_stage 1 to 3",
             )
-        return self.pp, self.dp_replicate, dp_shard, self.tp
+        return MeshSizes(pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=dp_shard, tp=self.tp)
 
     @property
     def ranks_of_stages(self) -> list[int]:

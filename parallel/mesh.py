@@ -1,13 +1,4 @@
-"""One DeviceMesh for everything, and the names and order of its axes.
-
-    rank = ((pp · dp_replicate_size + dp_replicate) · dp_shard_size + dp_shard) · tp_size + tp
-
-The innermost axis changes fastest, so neighbours in rank share it: tensor parallelism talks most, several times per block,
-and gets the fastest links (inside a node); pipeline stages talk least and sit farthest apart. This is the order of
-Megatron-LM (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, section 3).
-
-A size-1 axis is not a special case: one process is the mesh (1, 1, 1, 1).
-"""
+"""One DeviceMesh for everything: the axes of axes.py, and views of them."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,20 +6,32 @@ from functools import cached_property
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+from parallel.axes import AXES, MeshSizes
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The mesh and its named views. Views, not axes, are what the code asks for, so that a new axis changes this file alone.
+    """The mesh and its named views. The code asks for views, which a new axis may join, and not for axes.
 
-    `loss` is every rank that sees other tokens, over which the loss is summed (dp_replicate × dp_shard). `fsdp` is the
-    two-dimensional view that FSDP2 shards over in its last and replicates over in its first axis.
+    | view   | which ranks                  | what for                                                                  |
+    |--------|------------------------------|---------------------------------------------------------------------------|
+    | batch  | dp_replicate × dp_shard      | each reads other rows of the global batch                                 |
+    | loss   | dp_replicate × dp_shard      | each computes the loss of other tokens: it is summed over them            |
+    | fsdp   | (dp_replicate, dp_shard)     | FSDP2 shards over the last, and replicates over the first                 |
+    | pp, tp | of one axis                  | stages; parts of a layer                                                  |
     """
 
     device: str  # "cuda" or "cpu"
     root: DeviceMesh  # axes AXES
-    loss: DeviceMesh
+    batch: DeviceMesh
+
+    @property
+    def sizes(self) -> MeshSizes:
+        return MeshSizes(*self.root.shape)
+
+    @property
+    def loss(self) -> DeviceMesh:
+        return self.batch  # no axis cuts sequences
 
     @cached_property  # slicing a DeviceMesh builds a new one, every time
     def pp(self) -> DeviceMesh:
@@ -49,25 +52,28 @@ class Mesh:
     @property
     def dp_rank(self) -> int:
         """Which share of each global batch this rank reads: 0 … dp_size − 1."""
-        return self.loss.get_local_rank()
+        return self.batch.get_local_rank()
 
     @property
     def dp_size(self) -> int:
-        return self.loss.size()
+        return self.batch.size()
 
     def describe(self) -> str:
         """The rank order, for the log: `8 ranks = pp 2 × dp_replicate 1 × dp_shard 2 × tp 2 (tp fastest)`."""
-        sizes = " × ".join(f"{name} {size}" for name, size in zip(AXES, self.root.shape, strict=True))
-        return f"{self.root.size()} ranks = {sizes} (tp fastest)"
+        return f"{self.root.size()} ranks = {self.sizes} (tp fastest)"
+
+    def coordinates(self) -> dict[str, int]:
+        """Of this rank on each axis."""
+        return {axis: self.root.get_local_rank(axis) for axis in AXES}
 
 
-def build_mesh(shape: tuple[int, int, int, int], device: str) -> Mesh:
-    """Create the mesh of sizes (pp, dp_replicate, dp_shard, tp) over all processes; every rank calls it.
+def build_mesh(sizes: MeshSizes, device: str) -> Mesh:
+    """Create the mesh over all processes; every rank calls it.
 
-    Needs an initialised default process group whose size is the product of `shape`.
+    Needs an initialised default process group of `sizes.world` ranks.
     """
-    root = init_device_mesh(device, shape, mesh_dim_names=AXES)
-    return Mesh(device, root, loss=root["dp_replicate", "dp_shard"]._flatten("loss"))
+    root = init_device_mesh(device, tuple(sizes.by_axis().values()), mesh_dim_names=AXES)
+    return Mesh(device, root, batch=root["dp_replicate", "dp_shard"]._flatten("batch"))
 
 
 def to_device(x: Tensor, device: str) -> Tensor:

@@ -7,8 +7,8 @@
 | shared key/value heads (fewer than tp)   | the query heads it has                                  |
 | another norm's, without                  | everything: the same on all ranks, to be summed by none |
 
-All but the last must be summed, and that one must not: both mistakes are silent. A module that holds such a weight says so
-in its attribute `gradient_is_partial`.
+All but the last must be summed, and that one must not: both mistakes are silent. So every weight says which it is where it is
+made (`gradient_is_partial`, parameter.py).
 
 The sum is taken after the data-parallel reduction, over what FSDP left of each gradient, in the optimizer's dtype, and all of
 them travel together: one all-reduce per step (as Megatron-LM does after backward; Korthikanti et al. 2022, section 4.2.2).
@@ -18,17 +18,16 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
+
+from parallel.parameter import NamedWeight
 
 
 class PartialGradients:
     """The weights of this rank's stages whose gradients are partial sums over tp."""
 
-    def __init__(self, stages: Iterable[nn.Module], group: ProcessGroup) -> None:
-        modules = [module for stage in stages for module in stage.modules()]
-        self.weights = [module.weight for module in modules if getattr(module, "gradient_is_partial", False)]
+    def __init__(self, weights: Iterable[NamedWeight], group: ProcessGroup) -> None:
+        self.weights = [each for each in weights if each.weight.gradient_is_partial]
         self.group = group
 
     @torch.no_grad()
@@ -36,11 +35,7 @@ class PartialGradients:
         """After the last backward, in place."""
         if self.group.size() == 1 or not self.weights:
             return
-        gradients = []
-        for weight in self.weights:
-            assert isinstance(weight, nn.Parameter)
-            assert isinstance(weight.grad, DTensor)
-            gradients.append(weight.grad.to_local())
+        gradients = [each.gradient.to_local() for each in self.weights]
         together = torch.cat([gradient.flatten() for gradient in gradients])
         if not together.numel():
             return  # FSDP has cut a few short norms over more ranks than they have numbers: all of this tp group have none

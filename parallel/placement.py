@@ -1,9 +1,7 @@
 """Which part of a global tensor a rank holds."""
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 def chunk_range(size: int, chunks: int, index: int) -> range:
@@ -13,16 +11,6 @@ def chunk_range(size: int, chunks: int, index: int) -> range:
     """
     width = -(-size // chunks)
     return range(min(index * width, size), min((index + 1) * width, size))
-
-
-def parallel_parameter(shape: tuple[int, ...], tp: DeviceMesh, placement: Placement) -> nn.Parameter:
-    """A parameter of global `shape` on the meta device, placed on the tp axis; where tp does not divide, cut unevenly."""
-    local_shape = list(shape)
-    if isinstance(placement, Shard):
-        local_shape[placement.dim] = len(chunk_range(shape[placement.dim], tp.size(), tp.get_local_rank()))
-    local = torch.empty(local_shape, device="meta")
-    stride = torch.empty(shape, device="meta").stride()
-    return nn.Parameter(DTensor.from_local(local, tp, [placement], run_check=False, shape=torch.Size(shape), stride=stride))
 
 
 def local_region(tensor: DTensor) -> tuple[range, ...]:

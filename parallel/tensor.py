@@ -29,7 +29,8 @@ from parallel.collectives import (
     start_all_reduce_,
     start_reduce_scatter,
 )
-from parallel.placement import chunk_range, parallel_parameter
+from parallel.parameter import Normal, Weight, add_weight
+from parallel.placement import chunk_range
 from parallel.weight import (
     Destination,
     EmbeddingGradient,
@@ -146,16 +147,33 @@ class ColumnParallelLinear(nn.Module):
     served: a partial sum (parallel/partial.py).
     """
 
+    weight: nn.Parameter
     weight_gradient_queue: WeightGradientQueue | None = None  # set by `share_queue` where a schedule splits backward
 
-    def __init__(self, in_features: int, out_features: int, tp: DeviceMesh, shards: int | None = None) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        tp: DeviceMesh,
+        initial: Normal,
+        shards: int | None = None,
+        copy_of: str | None = None,
+    ) -> None:
         super().__init__()
         ranks = tp.size()
         self.shards = min(shards or ranks, ranks)
-        self.gradient_is_partial = self.shards < ranks
+        shared = self.shards < ranks
         width, index = out_features // self.shards, tp.get_local_rank() * self.shards // ranks
-        self.rows = slice(index * width, (index + 1) * width) if self.gradient_is_partial else None
-        self.weight = parallel_parameter((out_features, in_features), tp, Replicate() if self.gradient_is_partial else Shard(0))
+        self.rows = slice(index * width, (index + 1) * width) if shared else None
+        weight = Weight(
+            shape=(out_features, in_features),
+            placement=Replicate() if shared else Shard(0),
+            initial=initial,
+            decays=True,
+            gradient_is_partial=shared,
+            copy_of=copy_of,
+        )
+        add_weight(self, weight, tp)
 
     def local_weight(self) -> Tensor:
         """[out / shards, in]"""
@@ -176,12 +194,15 @@ def column_parallel(
 class RowParallelLinear(nn.Module):
     """weight [out, in], input columns cut over tp: x [S, B, in/tp] → [S/tp, B, out], summed over tp on the way."""
 
+    weight: nn.Parameter
     weight_gradient_queue: WeightGradientQueue | None = None
 
-    def __init__(self, in_features: int, out_features: int, tp: DeviceMesh, sequence_parallel: bool) -> None:
+    def __init__(self, in_features: int, out_features: int, tp: DeviceMesh, sequence_parallel: bool, initial: Normal) -> None:
         super().__init__()
         self.group, self.sequence_parallel = tp.get_group(), sequence_parallel
-        self.weight = parallel_parameter((out_features, in_features), tp, Shard(1))
+        shape = (out_features, in_features)
+        weight = Weight(shape=shape, placement=Shard(1), initial=initial, decays=True, gradient_is_partial=False)
+        add_weight(self, weight, tp)
 
     def forward(self, x: Tensor) -> Tensor:
         queue = self.weight_gradient_queue
@@ -217,13 +238,16 @@ class VocabParallelEmbedding(nn.Module):
     Each rank looks up the tokens whose rows it holds and puts zeros elsewhere; the sum over tp is the embedding.
     """
 
+    weight: nn.Parameter
     weight_gradient_queue: WeightGradientQueue | None = None
 
-    def __init__(self, vocab_size: int, dim: int, tp: DeviceMesh, sequence_parallel: bool) -> None:
+    def __init__(self, vocab_size: int, dim: int, tp: DeviceMesh, sequence_parallel: bool, initial: Normal) -> None:
         super().__init__()
         self.group, self.sequence_parallel = tp.get_group(), sequence_parallel
         self.rows = chunk_range(vocab_size, tp.size(), tp.get_local_rank())
-        self.weight = parallel_parameter((vocab_size, dim), tp, Shard(0))
+        shape = (vocab_size, dim)
+        weight = Weight(shape=shape, placement=Shard(0), initial=initial, decays=True, gradient_is_partial=False)
+        add_weight(self, weight, tp)
 
     def forward(self, tokens: Tensor) -> Tensor:
         queue = self.weight_gradient_queue

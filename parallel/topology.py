@@ -1,26 +1,26 @@
 """Which axes of the mesh lie inside a node, and what it costs where tensor parallelism does not.
 
-torchrun gives a node consecutive ranks, so a node of N ranks holds N neighbours of the mesh's order (mesh.py). With tp 8, pp 4,
+torchrun gives a node consecutive ranks, so a node of N ranks holds N neighbours of the mesh's order (axes.py). With tp 8, pp 4,
 dp_shard 8 and 8 ranks per node:
 
     inside a node of 8 ranks: tp 8; between nodes: pp 4, dp_shard 8
 """
 
-from parallel.mesh import AXES
+from parallel.axes import MeshSizes
 
 # What one GPU of a DGX H100 sends a second: over NVLink inside its node, by its own 400 Gb/s adapter out of it (data sheet).
 INSIDE_BYTES_PER_SECOND, BETWEEN_BYTES_PER_SECOND = 450e9, 50e9
 
 
-def describe_nodes(shape: tuple[int, int, int, int], ranks_per_node: int) -> str:
+def describe_nodes(sizes: MeshSizes, ranks_per_node: int) -> str:
     """One line: how much of each axis is inside a node and how much between nodes; axes of size 1 are left out.
 
     Args:
-        shape: sizes of the mesh's axes AXES, outermost first.
+        sizes: of the mesh.
         ranks_per_node: processes of every node (torchrun's LOCAL_WORLD_SIZE).
     """
     inside, between, room = [], [], ranks_per_node
-    for name, size in reversed(list(zip(AXES, shape, strict=True))):  # innermost first
+    for name, size in reversed(sizes.by_axis().items()):  # innermost first
         if size == 1:
             continue
         if room % size == 0:

@@ -9,6 +9,7 @@ from pathlib import Path
 from errors import UserError
 from model.config import ModelConfig
 from model.kernels.linear_cross_entropy import PIECE_BYTES
+from parallel.axes import MeshSizes
 from parallel.pipeline.actions import Action
 from parallel.placement import chunk_range
 from plan.categories import ATTENDED, GATED, NORMED, PRODUCTS, PROJECTED, STREAM
@@ -61,13 +62,12 @@ class Layout:
 
     @classmethod
     def of_rank(cls, config: Config, world: int, rank: int) -> "Layout":
-        """Inverts the order of ranks in parallel/mesh.py."""
-        _, dp_replicate, dp_shard, tp = config.parallel.mesh_shape(world)
-        return cls(config, world, rank // (dp_replicate * dp_shard * tp), rank % tp, rank // tp % dp_shard)
+        at = config.parallel.mesh_sizes(world).coordinates(rank)
+        return cls(config, world, at["pp"], at["tp"], at["dp_shard"])
 
     @cached_property
-    def mesh_shape(self) -> tuple[int, int, int, int]:
-        return self.config.parallel.mesh_shape(self.world)
+    def sizes(self) -> MeshSizes:
+        return self.config.parallel.mesh_sizes(self.world)
 
     @property
     def model(self) -> ModelConfig:
@@ -75,15 +75,15 @@ class Layout:
 
     @property
     def tp(self) -> int:
-        return self.mesh_shape[3]
+        return self.sizes.tp
 
     @property
     def dp_shard(self) -> int:
-        return self.mesh_shape[2]
+        return self.sizes.dp_shard
 
     @property
     def dp_replicate(self) -> int:
-        return self.mesh_shape[1]
+        return self.sizes.dp_replicate
 
     # --- widths, in bytes ---
 
@@ -189,7 +189,7 @@ class Layout:
     def at(self, pp_rank: int) -> "Layout":
         """The same on another pipeline rank; what is alike on all is not computed again."""
         other = replace(self, pp_rank=pp_rank)
-        alike = {"where": self.where, "_split": self._split, "schedule": self.schedule, "mesh_shape": self.mesh_shape}
+        alike = {"where": self.where, "_split": self._split, "schedule": self.schedule, "sizes": self.sizes}
         other.__dict__.update(alike, num_microbatches=self.num_microbatches)
         return other
 

@@ -272,7 +272,7 @@ def why_not(best: Found, other: Found) -> str:
     work = []  # of a rank, on average
     for time in (a, b):
         parts = map(Part, time.costs.forward, time.costs.input_grad, time.costs.weight_grad)
-        work.append(sum(part.total for part in parts) * time.layout.num_microbatches / time.layout.mesh_shape[0])
+        work.append(sum(part.total for part in parts) * time.layout.num_microbatches / time.layout.sizes.pp)
     pipeline = [t.timeline.step_time for t in (a, b)]
     idle = [one.bubble_fraction * seconds for one, seconds in zip((best, other), pipeline, strict=True)]
     tail = [one.seconds - seconds for one, seconds in zip((best, other), pipeline, strict=True)]

@@ -45,13 +45,13 @@ def summarise(config: Config, world: int, device: Device, tokens: float = 0.0, p
     first = Layout(config, world, 0)
     time = StepTime(first, device)
     programs = lower(first.schedule)
-    ranks = [_rank(time, programs[rank], first.at(rank)) for rank in range(first.mesh_shape[0])]
+    ranks = [_rank(time, programs[rank], first.at(rank)) for rank in range(first.sizes.pp)]
     peaks = [rank["peak_memory_bytes"] for rank in ranks]
     power = world * device.watts
     plan: dict[str, Any] = {
         "parameters": config.model.num_parameters,
         "world": world,
-        "mesh": dict(zip(("pp", "dp_replicate", "dp_shard", "tp"), first.mesh_shape, strict=True)),
+        "mesh": first.sizes.by_axis(),
         "micro_batches": first.num_microbatches,
         "device": device.name,
         "peak_flops": device.peak_flops,
@@ -108,8 +108,7 @@ def _rank(time: StepTime, program: Program, layout: Layout) -> dict[str, Any]:
 
 
 def _ranks(layout: Layout, call: Call) -> int:
-    sizes = {"tp": layout.tp, "dp_shard": layout.dp_shard, "dp_replicate": layout.dp_replicate, "pp": layout.mesh_shape[0]}
-    return {**sizes, "loss": layout.dp_shard * layout.dp_replicate, "ends": 2}.get(call.axis, layout.world)
+    return {**layout.sizes.by_axis(), "loss": layout.sizes.dp, "ends": 2}.get(call.axis, layout.world)
 
 
 def _flops(layout: Layout) -> float:

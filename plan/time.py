@@ -192,7 +192,7 @@ class StepTime:
     def costs(self) -> Costs:
         layout, parallel = self.layout, self.layout.config.parallel
         parts, weights_at = [], []
-        busy = [0.0] * layout.mesh_shape[0]  # each rank's link, with gathers of stages before
+        busy = [0.0] * layout.sizes.pp  # each rank's link, with gathers of stages before
         for stage, rank in enumerate(layout.where):
             part, cast = self.stages[stage] + self.waits(stage), self.casts[stage]
             if parallel.zero_stage == 3:
@@ -213,7 +213,7 @@ class StepTime:
     @cached_property
     def message_seconds(self) -> float:
         """A hidden state on its way to another rank."""
-        pp, device = self.layout.mesh_shape[0], self.device
+        pp, device = self.layout.sizes.pp, self.device
         if pp == 1:
             return 0.0
         rate = device.network_bytes_per_second * device.network_efficiency
@@ -254,7 +254,7 @@ class StepTime:
     @cached_property
     def optimizer_seconds(self) -> float:
         """AdamW and the norm, on the rank that has most."""
-        ranks = [0.0] * self.layout.mesh_shape[0]
+        ranks = [0.0] * self.layout.sizes.pp
         for stage, rank in enumerate(self.layout.where):
             ranks[rank] += sum(unit.numel for unit in self.layout.units(stage)) / self.layout.dp_shard
         return self.memory(max(ranks) * 8 * self.layout.master)

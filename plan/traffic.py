@@ -123,7 +123,7 @@ def _once_a_step(layout: Layout) -> Counter[Call]:
     """The loss, the gradient norm, and gradients that are summed after the last backward."""
     calls: Counter[Call] = Counter()
     loss, world, ends = axis_names(layout)
-    pp, model = layout.mesh_shape[0], layout.model
+    pp, model = layout.sizes.pp, layout.model
 
     def add(axis: str, size: int, number: int) -> None:
         if size > 1:
@@ -155,13 +155,12 @@ def _once_a_step(layout: Layout) -> Counter[Call]:
 
 def axis_names(layout: Layout) -> tuple[str, str, str | None]:
     """By which axis `loss`, `world`, and the pair of the first and last stage's ranks go: the innermost with the same ranks."""
-    pp, dp_replicate, dp_shard, tp = layout.mesh_shape
-    sizes = {"tp": tp, "dp_shard": dp_shard, "dp_replicate": dp_replicate, "pp": pp}
-    loss = "dp_shard" if dp_replicate == 1 else "dp_replicate" if dp_shard == 1 else "loss"
-    alone = [axis for axis, size in sizes.items() if size == layout.world]
-    world = alone[0] if alone else "loss" if dp_replicate * dp_shard == layout.world else "world"
+    sizes = layout.sizes
+    loss = "dp_shard" if sizes.dp_replicate == 1 else "dp_replicate" if sizes.dp_shard == 1 else "loss"
+    alone = [axis for axis, size in reversed(sizes.by_axis().items()) if size == layout.world]
+    world = alone[0] if alone else "loss" if sizes.dp == layout.world else "world"
     where = layout.where
-    ends = None if where[0] == where[-1] else "pp" if pp == 2 else "ends"
+    ends = None if where[0] == where[-1] else "pp" if sizes.pp == 2 else "ends"
     return loss, world, ends
 
 

@@ -112,7 +112,7 @@ python=${python:-python3}
 
 # `on_nodes SRUN_OPTION… -- COMMAND…`: one task on each node. The shell becomes srun, so it must be a subshell. --cpus-per-task
 # again: since Slurm 22.05, srun does not take it over from sbatch. torchrun would die of USR1, so it is ignored; ranks inherit
-# that, and then listen themselves (training/signals.py). Where NODE_LOGS names a folder, each node writes to NODE.log in it, and
+# that, and then listen themselves (runtime/signals.py). Where NODE_LOGS names a folder, each node writes to NODE.log in it, and
 # torchrun below NODE/ (PET_LOG_DIR is its --log-dir). The node opens these files itself: in a name that srun is given it would
 # expand every %, also those of the run folder's name.
 on_nodes() {

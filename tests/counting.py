@@ -9,7 +9,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from parallel.mesh import AXES, Mesh
+from parallel.axes import AXES
+from parallel.mesh import Mesh
 
 KINDS = {  # c10d's operator → what it is; the whole tensor of each is its largest
     "_allgather_base_": "all_gather",

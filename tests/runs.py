@@ -9,18 +9,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import yaml
-from torch.distributed.tensor import DTensor
 
 import train
 from errors import UserError
 from parallel.mesh import build_mesh
+from runtime import checkpoint
+from runtime.messages import on_all_ranks
+from runtime.signals import Signals
 from tests.data_samples import tokenizer
-from training import checkpoint
 from training.build import build_stages
 from training.load_config import load_config
-from training.signals import Signals
 from training.step import TrainStep
-from training.voice import together
 
 LAYOUT_3D = {"tp": 2, "pp": 2}  # and dp_shard 2, on 8 ranks
 
@@ -55,7 +54,7 @@ def train_run(arguments: list[str]) -> str:
     """What `train.py` does, inside a process group that is there already; the message of a UserError, or the empty string."""
     warnings.simplefilter("ignore")
     try:
-        config = together(lambda: train.read_config(arguments, "cpu"), "cpu")
+        config = on_all_ranks(lambda: train.read_config(arguments, "cpu"), "cpu")
         with Signals(speaks=dist.get_rank() == 0) as signals:
             train.run(config, "cpu", signals)
     except UserError as error:
@@ -75,15 +74,12 @@ def global_state(arguments: list[str], path: str) -> dict[str, torch.Tensor]:
     """Rank 0: every global tensor, weights and moments, as this layout holds it after loading the checkpoint `path`."""
     warnings.simplefilter("ignore")
     config = load_config(arguments[0], arguments[1:])
-    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     step = TrainStep(config, mesh, build_stages(config, mesh))
     checkpoint.load(step, checkpoint.Start(Path(path), step=1))
     mine: dict[str, torch.Tensor] = {}
-    tensors = [(f"model.{n}", p.detach()) for n, p in step.named_parameters]
-    tensors += [(f"optimizer.{n}", m) for n, m in step.optimizer.moments()]
-    for name, tensor in tensors:
-        assert isinstance(tensor, DTensor)
-        mine[name] = tensor.full_tensor().clone()
+    for held in checkpoint.held_tensors(step):
+        mine[held.name] = held.tensor.full_tensor().clone()
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return {n: t for part in everyone for n, t in part.items()}

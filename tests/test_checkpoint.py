@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-import training.save
+import runtime.save
 from parallel.mesh import build_mesh
+from runtime import manifest
+from runtime.events import read_events
+from runtime.lease import Lease
+from runtime.manifest import MANIFEST, Damaged, Manifest, read_manifest
+from runtime.save import SaveFailed, Saver
 from tests.runs import LAYOUT_3D, copy_of, fresh, global_state, losses, train_run, write_config
 from tools import verify
 from tools.ranks import RankError, Ranks
-from training import manifest
 from training.build import build_stages
-from training.events import read_events
-from training.lease import Lease
 from training.load_config import load_config
-from training.manifest import MANIFEST, Damaged, Manifest, read_manifest
-from training.save import SaveFailed, Saver
 from training.step import TrainStep
 
 
@@ -147,7 +147,7 @@ def heard(arguments: list[str]) -> tuple[str, str]:
 
 def train_with_a_fault(config: str, rank: int, step: int, where: str, kind: int) -> tuple[str, str]:
     """A run in which one rank cannot write one checkpoint."""
-    honest = getattr(training.save, where)
+    honest = getattr(runtime.save, where)
 
     def faulty(*arguments: object, **options: object) -> object:
         about = " ".join(map(str, arguments))
@@ -155,7 +155,7 @@ def train_with_a_fault(config: str, rank: int, step: int, where: str, kind: int)
             raise OSError(kind, os.strerror(kind))
         return honest(*arguments, **options)
 
-    with patch.object(training.save, where, faulty):
+    with patch.object(runtime.save, where, faulty):
         return heard([config])
 
 
@@ -210,7 +210,7 @@ def test_a_full_disk(ranks: Ranks, data: Path, tmp_path: Path) -> None:
 def saved_while_training(config_path: str) -> tuple[bool, float]:
     """Save, make a step while nothing is written yet, then let it be written."""
     config = load_config(config_path, [])
-    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     train = TrainStep(config, mesh, build_stages(config, mesh))
     tokens = torch.arange(8 * 32).view(8, 32).chunk(mesh.dp_size)[mesh.dp_rank] % config.model.vocab_size
     train(0, tokens, tokens)

@@ -5,13 +5,13 @@ import shutil
 from pathlib import Path
 from unittest.mock import patch
 
-import training.save
+import runtime.save
+from runtime import manifest
+from runtime.events import read_events
+from runtime.manifest import MANIFEST, Manifest
 from tests.runs import copy_of, write_config
 from tests.test_checkpoint import heard, names
 from tools.ranks import Ranks
-from training import manifest
-from training.events import read_events
-from training.manifest import MANIFEST, Manifest
 
 
 def test_what_is_in_the_way_is_put_aside(ranks: Ranks, saved: Path, tmp_path: Path) -> None:
@@ -41,14 +41,14 @@ def test_what_comes_in_the_way_meanwhile_is_put_aside(ranks: Ranks, saved: Path,
 
 
 def train_with_strangers(config: str, others: Path) -> tuple[str, str]:
-    honest = training.save.write_manifest
+    honest = runtime.save.write_manifest
 
     def after_a_copy(folder: Path, about: Manifest) -> None:
         honest(folder, about)
         if folder.name != "step-00000006":
             shutil.copytree(others / folder.name, folder.parent.parent / folder.name)
 
-    with patch.object(training.save, "write_manifest", after_a_copy):
+    with patch.object(runtime.save, "write_manifest", after_a_copy):
         return heard([config, "parallel.pp=1", "parallel.tp=1"])
 
 
@@ -63,12 +63,12 @@ def test_a_checkpoint_that_is_not_found_again_is_not_called_saved(ranks: Ranks, 
 
 def train_with_a_thief(config: str) -> tuple[str, str]:
     """A file of step 4 vanishes as soon as it is committed."""
-    honest = training.save.sync_folder
+    honest = runtime.save.sync_folder
 
     def steal(folder: Path) -> None:
         honest(folder)
         for file in (folder / "step-00000004").glob("trainer.json"):
             file.unlink()
 
-    with patch.object(training.save, "sync_folder", steal):
+    with patch.object(runtime.save, "sync_folder", steal):
         return heard([config])

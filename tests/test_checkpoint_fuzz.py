@@ -21,13 +21,13 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from errors import UserError
+from runtime import manifest
+from runtime.manifest import MANIFEST, Damaged, fingerprint
+from runtime.trainer_state import FILE, TrainerState, parse_trainer, verify_checkpoint
 from tests.runs import train_run, write_config
 from tools import verify
 from tools.huggingface.checkpoint_reader import CheckpointReader
 from tools.ranks import Ranks
-from training import manifest
-from training.manifest import MANIFEST, Damaged, fingerprint
-from training.trainer_state import FILE, TrainerState, parse_trainer, verify_checkpoint
 
 ODD_NUMBERS = [-1, 0, 1, 2, 2**31, 2**63 - 1, 2**63, 10**15, 10**400, -0.0, 0.5, 1e308, float("inf"), float("nan"), True]
 ODD_WORDS = ["", "x", "..", "../a", "/etc/passwd", "a" * 300, "\ud800", "\x00", "\x1b[2J", "F32", MANIFEST, FILE]

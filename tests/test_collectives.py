@@ -9,6 +9,7 @@ import torch.distributed as dist
 from model.kernels.cross_entropy import IGNORE, vocab_parallel_cross_entropy
 from model.rotary import rotary_angles
 from model.transformer import Block
+from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
 from parallel.placement import chunk_range
 from tests.counting import Listener
@@ -23,7 +24,7 @@ S, B, DOUBLE = 8, 2, 8  # sequence, micro-batch, bytes of a float64
 def one_block(case):
     """Collectives of one block's forward and backward, without data parallelism around it."""
     config = case.config()
-    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     torch.manual_seed(0)
     block = Block(config.model, mesh.tp, case.sequence_parallel).to(torch.float64).to_empty(device="cpu")
     with torch.no_grad():
@@ -43,7 +44,7 @@ def one_block(case):
 def test_block_with_sequence_parallelism(ranks, tp):
     """Attention and feed-forward each: all-gather in, reduce-scatter out; backward the mirror image, and x gathered again."""
     size = S * B * 32 * DOUBLE
-    for forward, backward in ranks.run(one_block, tp, Case((1, 1, 1, tp))):
+    for forward, backward in ranks.run(one_block, tp, Case(MeshSizes(tp=tp))):
         assert forward == {"all_gather": (2, 2 * size), "reduce_scatter": (2, 2 * size)}
         assert backward == {"all_gather": (4, 4 * size), "reduce_scatter": (2, 2 * size)}
 
@@ -52,19 +53,19 @@ def test_block_with_sequence_parallelism(ranks, tp):
 def test_block_without_sequence_parallelism(ranks, tp):
     """One all-reduce out of attention and of feed-forward; one of each one's input gradient."""
     size = S * B * 32 * DOUBLE
-    for forward, backward in ranks.run(one_block, tp, Case((1, 1, 1, tp), sequence_parallel=False)):
+    for forward, backward in ranks.run(one_block, tp, Case(MeshSizes(tp=tp), sequence_parallel=False)):
         assert forward == {"all_reduce": (2, 2 * size)}
         assert backward == {"all_reduce": (2, 2 * size)}
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_block_on_one_rank_is_silent(ranks, sequence_parallel):
-    assert ranks.run(one_block, 1, Case((1, 1, 1, 1), sequence_parallel=sequence_parallel)) == [({}, {})]
+    assert ranks.run(one_block, 1, Case(MeshSizes(), sequence_parallel=sequence_parallel)) == [({}, {})]
 
 
 def loss_of(vocab):
     """Collectives and largest tensor of the loss over `vocab` columns, both passes."""
-    mesh = build_mesh((1, 1, 1, dist.get_world_size()), "cpu")
+    mesh = build_mesh(MeshSizes(tp=dist.get_world_size()), "cpu")
     columns = chunk_range(vocab, mesh.tp.size(), mesh.tp.get_local_rank())
     torch.manual_seed(0)
     logits = torch.randn(S, B, vocab, dtype=torch.float64)[..., columns.start : columns.stop].contiguous().requires_grad_()
@@ -94,7 +95,7 @@ def test_loss_talks_about_tokens_not_logits(ranks, tp):
 def one_step(case):
     """One training step after a first: what each axis carried, and the bytes of this rank's unsharded weights by unit."""
     config = case.config()
-    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     stages = build_stages(config, mesh)
     step = TrainStep(config, mesh, stages)
     tokens, targets = (t.chunk(mesh.dp_size)[mesh.dp_rank] for t in global_batch(case.vocab_size, 0))
@@ -117,7 +118,9 @@ M = 4  # micro-batches
 def test_zero_stage_is_what_the_table_says(ranks, schedule, zero_stage, gathers, scatters):
     """The table of parallel/data.py: how often a unit's weights are gathered and its gradients reduce-scattered in a step.
     A backward in two parts gathers and reduces as often as a whole one."""
-    case = Case((1, 2, 2, 1), schedule=schedule, zero_stage=zero_stage, vocab_size=256, num_microbatches=M)
+    case = Case(
+        MeshSizes(dp_replicate=2, dp_shard=2), schedule=schedule, zero_stage=zero_stage, vocab_size=256, num_microbatches=M
+    )
     for axes, units in ranks.run(one_step, 4, case):
         count, size = len(units), sum(units)
         assert count == 4  # embedding, two blocks, norm and head
@@ -132,7 +135,14 @@ def test_zero_stage_is_what_the_table_says(ranks, schedule, zero_stage, gathers,
 @pytest.mark.parametrize(("zero_stage", "gathers", "scatters"), [(1, 1, 1), (3, 2 * M, M)])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_a_stage_as_one_unit_moves_the_same_bytes_at_once(ranks, schedule, zero_stage, gathers, scatters):
-    case = Case((1, 2, 2, 1), schedule=schedule, zero_stage=zero_stage, fsdp_unit="stage", vocab_size=256, num_microbatches=M)
+    case = Case(
+        MeshSizes(dp_replicate=2, dp_shard=2),
+        schedule=schedule,
+        zero_stage=zero_stage,
+        fsdp_unit="stage",
+        vocab_size=256,
+        num_microbatches=M,
+    )
     for axes, units in ranks.run(one_step, 4, case):
         size = sum(units)
         assert axes["dp_shard"] == {"all_gather": (gathers, gathers * size), "reduce_scatter": (scatters, scatters * size)}
@@ -141,7 +151,7 @@ def test_a_stage_as_one_unit_moves_the_same_bytes_at_once(ranks, schedule, zero_
 
 def test_zero_stage_0_only_reduces_gradients(ranks):
     """Whole replicas: no weight is gathered, and gradients are all-reduced once per step."""
-    case = Case((2, 2, 1, 1), zero_stage=0, num_microbatches=M)
+    case = Case(MeshSizes(pp=2, dp_replicate=2), zero_stage=0, num_microbatches=M)
     for axes, units in ranks.run(one_step, 4, case):
         assert axes["dp_shard"] == {}
         assert axes["dp_replicate"] == {"all_reduce": (len(units), sum(units))}
@@ -150,7 +160,7 @@ def test_zero_stage_0_only_reduces_gradients(ranks):
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_pipeline_sends_one_message_per_boundary_and_microbatch(ranks, sequence_parallel):
     """Down: hidden states [S/tp, B, D]; up: their gradients. The first and the last rank have one neighbour, the others two."""
-    case = Case((4, 1, 1, 2), sequence_parallel=sequence_parallel, num_microbatches=M)
+    case = Case(MeshSizes(pp=4, tp=2), sequence_parallel=sequence_parallel, num_microbatches=M)
     message = SEQ_LEN // (2 if sequence_parallel else 1) * (BATCH // M) * 32 * DOUBLE
     for rank, (axes, _) in enumerate(ranks.run(one_step, 8, case)):
         neighbours = 1 if rank // 2 in (0, 3) else 2
@@ -162,7 +172,7 @@ def test_pipeline_sends_one_message_per_boundary_and_microbatch(ranks, sequence_
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_whole_step_over_tp(ranks, schedule):
     """Beside the blocks': embedding and head, the loss, and once per step the partial gradients of the norms."""
-    case = Case((1, 2, 1, 2), schedule=schedule, num_microbatches=M)
+    case = Case(MeshSizes(dp_replicate=2, tp=2), schedule=schedule, num_microbatches=M)
     hidden = SEQ_LEN * BATCH // 2 // M * 32 * DOUBLE
     tokens = SEQ_LEN * BATCH // 2 // M * DOUBLE
     blocks, norms = 2, 5
@@ -181,7 +191,7 @@ def test_whole_step_over_tp(ranks, schedule):
 def test_other_schedules_send_one_message_too(ranks, schedule, stages_per_rank):
     """Two ranks: interleaved stages are on ranks 0, 1, 0, 1, with three boundaries between ranks; those of a V, on 0, 1, 1, 0,
     have two, for what is between two stages of one rank does not travel."""
-    case = Case((2, 1, 1, 1), schedule=schedule, stages_per_rank=stages_per_rank, num_microbatches=M)
+    case = Case(MeshSizes(pp=2), schedule=schedule, stages_per_rank=stages_per_rank, num_microbatches=M)
     message = SEQ_LEN * (BATCH // M) * 32 * DOUBLE
     boundaries = {"interleaved_1f1b": 3, "zb_h1": 1, "zb_v": 2}[schedule]
     sends = 0
@@ -195,7 +205,7 @@ def test_other_schedules_send_one_message_too(ranks, schedule, stages_per_rank):
 
 def test_tied_embedding_is_summed_over_the_pair_once(ranks):
     """[V / (tp · dp_shard), D] between the first and the last stage; the ranks between have nothing to do with it."""
-    case = Case((4, 1, 2, 1), tie_embeddings=True, vocab_size=256, num_microbatches=M)
+    case = Case(MeshSizes(pp=4, dp_shard=2), tie_embeddings=True, vocab_size=256, num_microbatches=M)
     for rank, (axes, _) in enumerate(ranks.run(one_step, 8, case)):
         first_or_last = rank // 2 in (0, 3)
         assert axes["other"] == ({"all_reduce": (1, 256 // 2 * 32 * DOUBLE)} if first_or_last else {})

@@ -140,10 +140,9 @@ def check_valid(config: Config, path: Path, world: int) -> None:
     written = path.with_name("dumped.yaml")
     written.write_text(dump_config(config), encoding="utf-8")
     assert repr(load_config(str(written), [])) == repr(config)
-    _, dp_replicate, dp_shard, _ = config.parallel.mesh_shape(world)
     layers = config.split_layers()
     assert [layer for stage in layers for layer in stage] == list(range(config.model.num_layers))
-    schedule = config.schedule(dp_replicate * dp_shard)
+    schedule = config.schedule(config.parallel.mesh_sizes(world).dp)
     assert len(schedule) == config.parallel.pp
     assert config.model.num_parameters > 0
     assert config.model.flops_per_token(config.train.seq_len) > 0

@@ -111,7 +111,7 @@ def parameters_by_name(path: Path) -> dict[str, int]:
     """Global sizes of all stages' parameters, as rank 0 of the world builds them."""
     config, world = read(path)
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-    mesh = build_mesh(config.parallel.mesh_shape(world), "cpu")
+    mesh = build_mesh(config.parallel.mesh_sizes(world), "cpu")
     sizes: dict[str, int] = {}
     for stage in range(config.parallel.num_stages):
         for name, parameter in transformer(config, stage, mesh).named_parameters():
@@ -125,7 +125,7 @@ def local_parameters(path: Path, rank: int) -> int:
     """Numbers that `rank` of the world keeps of its stages once tp and FSDP have cut them."""
     config, world = read(path)
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-    mesh = build_mesh(config.parallel.mesh_shape(world), "cpu")
+    mesh = build_mesh(config.parallel.mesh_sizes(world), "cpu")
     count = 0
     for s in range(config.parallel.num_stages):
         if config.parallel.ranks_of_stages[s] != mesh.pp_rank:
@@ -172,8 +172,8 @@ def stage_parameters(config: Config, pp_rank: int) -> int:
 
 
 def local_parameters_expected(config: Config, world: int, pp_rank: int) -> float:
-    _, _, dp_shard, tp = config.parallel.mesh_shape(world)
-    return stage_parameters(config, pp_rank) / (tp * dp_shard)
+    sizes = config.parallel.mesh_sizes(world)
+    return stage_parameters(config, pp_rank) / (sizes.tp * sizes.dp_shard)
 
 
 def peak(config: Config, world: int) -> int:
@@ -211,9 +211,9 @@ def test_the_readme_states_what_is_planned(path: Path) -> None:
     numel = config.model.num_parameters
     assert parameters == (f"{numel / 1e9:.{digits}f}B" if numel > 1e9 else f"{numel / 1e6:.{digits}f}M")
     assert int(gpus.split()[0]) == world
-    pp, dp_replicate, dp_shard, tp = config.parallel.mesh_shape(world)
-    assert dp_replicate == 1
-    axes = [f"{axis} {size}" for axis, size in (("tp", tp), ("pp", pp), ("FSDP", dp_shard)) if size > 1]
+    sizes = config.parallel.mesh_sizes(world)
+    assert sizes.dp_replicate == 1
+    axes = [f"{axis} {size}" for axis, size in (("tp", sizes.tp), ("pp", sizes.pp), ("FSDP", sizes.dp_shard)) if size > 1]
     assert layout == f"{' × '.join(axes)}, ZeRO-{config.parallel.zero_stage}"
     assert stated == ("" if path.stem == "laptop" else f"{peak(config, world) / GB:.1f} GB")
 

@@ -18,7 +18,9 @@ import parallel.pipeline.runner
 import training.step
 from model.kernels.cross_entropy import IGNORE
 from model.norm import RMSNorm
+from parallel.axes import MeshSizes
 from parallel.data import ZeroStage
+from parallel.parameter import NamedWeight
 from parallel.partial import PartialGradients
 from parallel.pipeline.runner import PipelineRunner
 from parallel.pipeline.tied import TiedEmbedding
@@ -27,9 +29,9 @@ from parallel.weight import Destination
 from tools.parity.cases import Case
 from tools.parity.run import check
 
-TP = Case((1, 1, 1, 2))
-SHARED_KV = Case((1, 1, 1, 4), num_kv_heads=2, sequence_parallel=False)
-DP = Case((1, 1, 2, 1))
+TP = Case(MeshSizes(tp=2))
+SHARED_KV = Case(MeshSizes(tp=4), num_kv_heads=2, sequence_parallel=False)
+DP = Case(MeshSizes(dp_shard=2))
 
 
 @contextlib.contextmanager
@@ -44,9 +46,8 @@ def norm_gradients_summed_in_vain():
     """Without sequence parallelism every tp rank has the whole gradient of a norm: a sum counts it tp times."""
     build = RMSNorm.__init__
 
-    def all_partial(self, *arguments, **options):
-        build(self, *arguments, **options)
-        self.gradient_is_partial = True
+    def all_partial(self, config, width, tp, gradient_is_partial):
+        build(self, config, width, tp, gradient_is_partial=True)
 
     with patch.object(RMSNorm, "__init__", all_partial):
         yield
@@ -185,7 +186,7 @@ def tied_gradients_not_combined():
 
 @contextlib.contextmanager
 def tied_embedding_counted_twice():
-    with patch.object(training.step, "canonical_name", lambda name, config: name):
+    with patch.object(NamedWeight, "is_copy", False):
         yield
 
 
@@ -217,23 +218,23 @@ def name_of(value: object) -> str:
     [
         (partial_gradients_not_summed, TP, {"gradient", "spread"}, "norm.weight"),
         (partial_gradients_not_summed, SHARED_KV, {"gradient", "spread"}, "attention."),
-        (norm_gradients_summed_in_vain, Case((1, 1, 1, 2), sequence_parallel=False), {"gradient"}, "norm.weight"),
-        (head_norm_gradients_not_summed, Case((1, 1, 1, 2), qk_norm=True), {"gradient", "spread"}, "attention."),
+        (norm_gradients_summed_in_vain, Case(MeshSizes(tp=2), sequence_parallel=False), {"gradient"}, "norm.weight"),
+        (head_norm_gradients_not_summed, Case(MeshSizes(tp=2), qk_norm=True), {"gradient", "spread"}, "attention."),
         (head_norm_gradients_not_summed, replace(SHARED_KV, qk_norm=True), {"gradient", "spread"}, "attention."),
         (gradients_averaged, DP, {"gradient", "norm"}, ""),
         (mean_per_rank, DP, {"gradient", "loss", "norm"}, ""),
-        (mean_per_microbatch, Case((1, 1, 1, 1)), {"gradient", "loss", "norm"}, ""),
+        (mean_per_microbatch, Case(MeshSizes()), {"gradient", "loss", "norm"}, ""),
         (last_backward_forgotten, DP, {"crash"}, ""),
-        (last_backward_forgotten, Case((1, 1, 1, 1)), {"crash"}, ""),
-        (last_backward_forgotten, Case((2, 1, 1, 1), schedule="zb_h1"), {"crash"}, ""),
-        (weight_gradients_not_reduced, Case((2, 1, 1, 1), schedule="zb_h1"), {"crash"}, ""),
-        (weight_gradients_overwrite, Case((2, 1, 1, 1), schedule="zb_h1"), {"gradient", "norm"}, ".weight"),
-        (weight_gradients_of_another_microbatch, Case((2, 1, 1, 1), schedule="zb_h1"), {"gradient", "norm"}, ".weight"),
-        (tied_gradients_not_combined, Case((1, 1, 1, 1), tie_embeddings=True), {"gradient", "spread"}, "embedding.weight"),
-        (tied_gradients_not_combined, Case((2, 1, 1, 1), tie_embeddings=True), {"gradient", "spread"}, "embedding.weight"),
+        (last_backward_forgotten, Case(MeshSizes()), {"crash"}, ""),
+        (last_backward_forgotten, Case(MeshSizes(pp=2), schedule="zb_h1"), {"crash"}, ""),
+        (weight_gradients_not_reduced, Case(MeshSizes(pp=2), schedule="zb_h1"), {"crash"}, ""),
+        (weight_gradients_overwrite, Case(MeshSizes(pp=2), schedule="zb_h1"), {"gradient", "norm"}, ".weight"),
+        (weight_gradients_of_another_microbatch, Case(MeshSizes(pp=2), schedule="zb_h1"), {"gradient", "norm"}, ".weight"),
+        (tied_gradients_not_combined, Case(MeshSizes(), tie_embeddings=True), {"gradient", "spread"}, "embedding.weight"),
+        (tied_gradients_not_combined, Case(MeshSizes(pp=2), tie_embeddings=True), {"gradient", "spread"}, "embedding.weight"),
         (
             tied_gradients_not_combined,
-            Case((2, 1, 1, 1), tie_embeddings=True, schedule="zb_v", stages_per_rank=2),
+            Case(MeshSizes(pp=2), tie_embeddings=True, schedule="zb_v", stages_per_rank=2),
             {"gradient", "spread"},
             "embedding.weight",
         ),
@@ -251,9 +252,9 @@ def test_planted_bug_is_found(ranks, bug, case, where, parameter):
     ("bug", "case"),
     [
         (replicas_counted_in_the_norm, TP),
-        (replicas_counted_in_the_norm, Case((1, 2, 1, 1))),
-        (tied_embedding_counted_twice, Case((1, 1, 1, 1), tie_embeddings=True)),
-        (tied_embedding_counted_twice, Case((2, 1, 1, 1), tie_embeddings=True)),
+        (replicas_counted_in_the_norm, Case(MeshSizes(dp_replicate=2))),
+        (tied_embedding_counted_twice, Case(MeshSizes(), tie_embeddings=True)),
+        (tied_embedding_counted_twice, Case(MeshSizes(pp=2), tie_embeddings=True)),
     ],
     ids=name_of,
 )
@@ -263,7 +264,7 @@ def test_planted_bug_in_the_norm_is_found_there_alone(ranks, bug, case):
 
 
 def test_norm_of_one_stage_is_found(ranks):
-    assert set(check(ranks, Case((2, 1, 1, 1)), sabotage=norm_of_one_stage).failures()) == {"norm", "spread"}
+    assert set(check(ranks, Case(MeshSizes(pp=2)), sabotage=norm_of_one_stage).failures()) == {"norm", "spread"}
 
 
 def test_wrong_norm_shows_in_the_steps_too(ranks):
@@ -289,4 +290,4 @@ def test_loss_off_by_log_tp_is_off_by_log_tp(ranks):
 
 def test_without_a_bug_nothing_is_found(ranks):
     """The planting itself does no harm, and the pool has recovered from the failures before."""
-    assert check(ranks, Case((2, 1, 1, 2), tie_embeddings=True), steps=2, sabotage=nothing_wrong).failures() == []
+    assert check(ranks, Case(MeshSizes(pp=2, tp=2), tie_embeddings=True), steps=2, sabotage=nothing_wrong).failures() == []

@@ -35,7 +35,7 @@ NOT_RUN["extending.md"] += {"needs Slurm": 1}
 NOT_RUN["huggingface.md"] = Counter(
     {"needs `make train`": 1, "needs that run": 1, "needs those weights": 2, "needs them too": 2}
 )
-NOT_RUN["profiling.md"] = Counter({"trains for a minute": 1, "needs that run": 2})
+NOT_RUN["profiling.md"] = Counter({"trains for a minute": 1, "needs that run": 3})
 NOT_RUN["planning.md"] = Counter({"takes a while": 4, "takes half a minute": 1, "takes a minute": 1})
 README_RUN = ("tools.timeline --schedule", "tools.plan configs/llama3_70b.yaml   ")
 

@@ -25,6 +25,7 @@ from model.document import attention_bounds, document_mask, find_documents
 from model.initialise import initialise
 from model.transformer import Batch, Transformer
 from parallel.activation import wrap_blocks
+from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
 from tests.data_samples import SOURCE, prepared, tokenizer
 from tests.flash import flash_attention_stands_in
@@ -91,7 +92,7 @@ def test_a_mask_is_made_where_flash_attention_does_not_take_documents():
 def small_model(case, checkpointing="none", compile=False):
     """The unsharded Transformer of a case, in this process; compiled blocks are traced, and run as traced."""
     config = case.config().model
-    mesh = build_mesh((1, 1, 1, 1), "cpu")
+    mesh = build_mesh(MeshSizes(), "cpu")
     model = Transformer(config, range(config.num_layers), True, True, mesh.tp, False).to(torch.float64)
     with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
         wrap_blocks(model.blocks.values(), checkpointing, compile, config.dim, 1)
@@ -119,7 +120,7 @@ def gradients(model, outputs):
 
 def packed_alone_and_plain(name):
     """Logits [S, B, V] and gradients of a window: packed, of each document alone, and with every sequence as one document."""
-    model, tokens = small_model(Case((1, 1, 1, 1), num_kv_heads=2)), window(name)
+    model, tokens = small_model(Case(MeshSizes(), num_kv_heads=2)), window(name)
     alone = [torch.cat([model(None, plain(row[a:b].unsqueeze(0))) for a, b in documents_of(row)]) for row in tokens]
     found = []
     for outputs in (model(None, packed(tokens)), torch.cat(alone, dim=1), model(None, plain(tokens))):
@@ -152,7 +153,7 @@ def test_a_packed_window_is_its_documents_alone(ranks, name):
 
 def logits_of(tokens):
     with torch.no_grad():
-        return small_model(Case((1, 1, 1, 1)))(None, packed(tokens))
+        return small_model(Case(MeshSizes()))(None, packed(tokens))
 
 
 @pytest.mark.parametrize(("row", "column"), [(0, 1), (0, 5), (1, 3), (1, 9)])
@@ -180,8 +181,14 @@ def documents_forgotten():
 @pytest.mark.parametrize(
     "case",
     [
-        Case((2, 1, 1, 2), document_mask=True),
-        Case((2, 1, 1, 2), document_mask=True, schedule="zb_h1", activation_checkpointing="full", sequence_parallel=False),
+        Case(MeshSizes(pp=2, tp=2), document_mask=True),
+        Case(
+            MeshSizes(pp=2, tp=2),
+            document_mask=True,
+            schedule="zb_h1",
+            activation_checkpointing="full",
+            sequence_parallel=False,
+        ),
     ],
     ids=str,
 )
@@ -192,7 +199,7 @@ def test_layouts_agree(ranks, case):
 
 
 def test_forgotten_documents_are_found(ranks):
-    row = check(ranks, Case((2, 1, 1, 2), document_mask=True), sabotage=documents_forgotten)
+    row = check(ranks, Case(MeshSizes(pp=2, tp=2), document_mask=True), sabotage=documents_forgotten)
     assert {"loss", "gradient", "norm"} <= set(row.failures()), row.crash
 
 
@@ -223,7 +230,7 @@ def test_flash_attention_is_told_the_documents(name, kv_heads):
 
 def by_boundaries(name, checkpointing, compile):
     """As `packed_alone_and_plain`: by mask and by boundaries, and the stand-in's calls."""
-    model, tokens = small_model(Case((1, 1, 1, 1), num_kv_heads=2), checkpointing, compile), window(name)
+    model, tokens = small_model(Case(MeshSizes(), num_kv_heads=2), checkpointing, compile), window(name)
     by_mask = model(None, packed(tokens))
     found = [(by_mask.detach(), gradients(model, by_mask))]
     with flash_attention_stands_in() as calls:
@@ -274,9 +281,9 @@ def test_data_without_bos_is_refused(tmp_path: Path):
 
 
 def step_without_bos():
-    config = Case((1, 1, 1, 1), document_mask=True).config()
+    config = Case(MeshSizes(), document_mask=True).config()
     with pytest.raises(AssertionError):
-        TrainStep(config, build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu"), {})
+        TrainStep(config, build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu"), {})
 
 
 def test_a_step_does_not_forget_the_mask_for_want_of_a_bos(ranks):

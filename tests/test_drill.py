@@ -10,12 +10,12 @@ import yaml
 
 import tools.ranks
 from benchmarks.kill_drill import LAYOUTS, WHERE, Kill, check_folder, drill, last_state, numbers, plan, planted, small
+from runtime import signals
+from runtime.events import append_event, read_events
+from runtime.ledger import CAUSES, Ledger, account
 from tests.runs import train_run, write_config
 from tools.ranks import RankError, Ranks
 from tools.report import __main__ as report
-from training import signals
-from training.events import append_event, read_events
-from training.ledger import CAUSES, Ledger, account
 
 
 def drilled(arguments: list[str], kill: Kill | None) -> str:
@@ -135,7 +135,7 @@ def test_the_ledger_of_a_told_story() -> None:
 
 def test_the_ledger_counts_every_second_once(tmp_path: Path) -> None:
     clock = [1000.0]
-    with patch("training.ledger.time.monotonic", lambda: clock[0]), patch.object(signals, "STARTED", 990.0):
+    with patch("runtime.ledger.time.monotonic", lambda: clock[0]), patch.object(signals, "STARTED", 990.0):
         ledger = Ledger(tmp_path, 3, 8)
         ledger.spent("start")
         clock[0] += 7

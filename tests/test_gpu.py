@@ -95,12 +95,12 @@ from parallel.mesh import build_mesh
 from training.build import build_stages
 from training.load_config import load_config
 from training.step import TrainStep
-from training.join import start_distributed
+from runtime.init_distributed import init_distributed
 
-start_distributed()
+init_distributed()
 config = load_config(sys.argv[1], sys.argv[2:])
 config.validate(1)
-mesh = build_mesh(config.parallel.mesh_shape(1), "cuda")
+mesh = build_mesh(config.parallel.mesh_sizes(1), "cuda")
 train = TrainStep(config, mesh, build_stages(config, mesh), bos_id=1)
 tokens = torch.randint(config.model.vocab_size, (config.train.global_batch_size, config.train.seq_len))
 train(0, tokens, tokens)  # compiles kernels, makes memory

@@ -15,9 +15,9 @@ import torch.distributed as dist
 import train
 import training.guard
 import training.step
+from runtime.events import read_events
 from tests.runs import fresh, losses, train_run, write_config
 from tools.ranks import RankError, Ranks
-from training.events import read_events
 from training.guard import WINDOW, UpdateGuard
 from training.step import TrainStep
 

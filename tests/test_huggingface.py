@@ -13,9 +13,11 @@ from torch import Tensor
 
 from errors import UserError
 from model.config import ModelConfig
-from model.initialise import canonical_name
 from model.transformer import Batch, Transformer
+from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
+from parallel.parameter import weights_of
+from runtime.manifest import verify
 from tests.data_samples import tokenizer
 from tests.runs import LAYOUT_3D, train_run, write_config
 from tools import export, import_hf
@@ -23,7 +25,6 @@ from tools.huggingface.checkpoint_reader import CheckpointReader, newest
 from tools.huggingface.config import HuggingFaceConfig, parameters
 from tools.huggingface.tensor_files import INDEX, SINGLE, FolderTensors
 from tools.ranks import Ranks
-from training.manifest import verify
 
 VOCAB = tokenizer().vocab_size
 SMALL = {
@@ -108,12 +109,12 @@ def our_logits(checkpoint: str, tokens: Tensor, changes: dict[str, Any]) -> Tens
     """On one rank: logits [B, S, V] of tokens [B, S] by the checkpoint's weights, in float32."""
     reader = CheckpointReader(Path(checkpoint))
     config = ModelConfig(**(reader.trainer.model | changes))
-    mesh = build_mesh((1, 1, 1, 1), "cpu")
+    mesh = build_mesh(MeshSizes(), "cpu")
     model = Transformer(config, range(config.num_layers), True, True, mesh.tp, False).to_empty(device="cpu")
     positions = torch.arange(tokens.shape[1]).unsqueeze(1)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.to_local().copy_(reader.weight(canonical_name(name, config)))
+        for weight in weights_of(model):
+            weight.sharded.to_local().copy_(reader.weight(weight.global_name))
         return model(None, Batch(tokens.T, None, positions)).transpose(0, 1).clone()
 
 

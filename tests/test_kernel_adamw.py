@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from model.kernels.adamw import BLOCK, Place, Rates, adamw, lowbias32, random_bits, stochastic
+from model.kernels.adamw import BLOCK, Location, Rates, adamw, lowbias32, random_bits, stochastic
 from model.kernels.backend import INTERPRETED, why_not_triton
 from model.kernels.gradient_norm import BLOCK as NORM_BLOCK
 from model.kernels.gradient_norm import square_sum
@@ -17,7 +17,7 @@ KERNELS = ["torch", pytest.param("triton", marks=triton)]
 SIZES = (1, 13, BLOCK, 0, BLOCK + 1, 997, 7, 5)
 DECAYS = [0.1, 0.0] * 4
 RATES = Rates(lr=3e-3, betas=(0.9, 0.95), eps=1e-8, max_norm=1.0)
-BFLOAT16_PLACES = [Place(key=i + 1, first=0, width=max(1, n), global_width=max(1, n)) for i, n in enumerate(SIZES)]
+BFLOAT16_LOCATIONS = [Location(key=i + 1, first=0, width=max(1, n), global_width=max(1, n)) for i, n in enumerate(SIZES)]
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ class State:
     def update(self, gradients, norm, kernels, rates=RATES):
         copies = [g.clone() for g in gradients]
         norm = torch.tensor(norm, dtype=torch.float64)
-        adamw(self.p, copies, self.m, self.v, DECAYS, BFLOAT16_PLACES, self.step, norm, rates, kernels)
+        adamw(self.p, copies, self.m, self.v, DECAYS, BFLOAT16_LOCATIONS, self.step, norm, rates, kernels)
 
     def tensors(self):
         return [*self.p, *self.m, *self.v, self.step]
@@ -144,7 +144,7 @@ def test_gradients_may_start_anywhere_and_have_any_strides(dtype):
     assert not prepare([views], [], BLOCK).aligned
     norm = torch.tensor(norm_of(gradients), dtype=torch.float64)
     for state, theirs in ((aligned, gradients), (odd, views), (strided, wide)):
-        adamw(state.p, theirs, state.m, state.v, DECAYS, BFLOAT16_PLACES, state.step, norm, RATES, "triton")
+        adamw(state.p, theirs, state.m, state.v, DECAYS, BFLOAT16_LOCATIONS, state.step, norm, RATES, "triton")
     for other in (odd, strided):
         assert all(torch.equal(a, b) for a, b in zip(aligned.tensors(), other.tensors(), strict=True))
 
@@ -203,7 +203,7 @@ def test_every_input_bit_turns_every_output_bit_half_of_the_time():
 
 def test_rounding_is_to_a_neighbour_and_right_on_average():
     count = 1 << 16
-    bits = random_bits(Place(9, 0, count, count), torch.Size([count]), torch.tensor(3)) & 0xFFFF
+    bits = random_bits(Location(9, 0, count, count), torch.Size([count]), torch.tensor(3)) & 0xFFFF
     for value in (0.95, -0.95, 1e-20, 3.14159e7, 1.0 + 2**-20):
         x = torch.full((count,), value)
         rounded = stochastic(x, bits).double()
@@ -235,10 +235,10 @@ def test_kernel_and_reference_round_with_the_same_bits():
     assert all(torch.equal(a, b) for a, b in zip(states[0].tensors(), states[1].tensors(), strict=True))
 
 
-def one_bfloat16_update(p, v, place, kernels, rates=RATES, step=0.0):
+def one_bfloat16_update(p, v, location, kernels, rates=RATES, step=0.0):
     m, g = torch.zeros_like(p), torch.zeros_like(p)
     count = torch.tensor(step)
-    adamw([p], [g], [m], [v], [0.1], [place], count, torch.ones((), dtype=torch.float64), rates, kernels)
+    adamw([p], [g], [m], [v], [0.1], [location], count, torch.ones((), dtype=torch.float64), rates, kernels)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -246,7 +246,7 @@ def test_small_changes_are_not_lost(kernels):
     """0.95 lies a fifth of the way between two bfloat16: rounded to nearest, all would be a fifth of a unit too small."""
     count = 4 * BLOCK
     p, v = torch.ones(count).bfloat16(), torch.ones(count).bfloat16()
-    one_bfloat16_update(p, v, Place(1, 0, count, count), kernels)
+    one_bfloat16_update(p, v, Location(1, 0, count, count), kernels)
     ulp = 2**-8
     bound = 5 * 0.4 * ulp / math.sqrt(count)  # five standard deviations
     assert abs(v.double().mean().item() - 0.95) < bound < abs(torch.tensor(0.95).bfloat16().item() - 0.95) / 5
@@ -267,22 +267,22 @@ def test_a_part_rounds_as_the_whole_does(kernels, cuts):
     first = 3_000_000_000
     whole = torch.linspace(0.5, 1.5, ROWS * COLUMNS).view(ROWS, COLUMNS).bfloat16()
     p, v = whole.clone(), whole.clone()
-    one_bfloat16_update(p, v, Place(5, first, COLUMNS, COLUMNS), "torch")
+    one_bfloat16_update(p, v, Location(5, first, COLUMNS, COLUMNS), "torch")
     region = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
     my_p, my_v = whole[region].clone(), whole[region].clone()
-    place = Place(5, first + rows.start * COLUMNS + columns.start, len(columns), COLUMNS)
-    one_bfloat16_update(my_p, my_v, place, kernels)
+    location = Location(5, first + rows.start * COLUMNS + columns.start, len(columns), COLUMNS)
+    one_bfloat16_update(my_p, my_v, location, kernels)
     assert torch.equal(my_p, p[region])
     assert torch.equal(my_v, v[region])
-    if len(columns) > 1:  # the control: without its place, a part rounds differently
+    if len(columns) > 1:  # the control: without its location, a part rounds differently
         lost_p, lost_v = whole[region].clone(), whole[region].clone()
-        one_bfloat16_update(lost_p, lost_v, Place(5, first + 1, len(columns), len(columns)), kernels)
+        one_bfloat16_update(lost_p, lost_v, Location(5, first + 1, len(columns), len(columns)), kernels)
         assert not torch.equal(lost_v, v[region])
 
 
 def test_bits_differ_from_step_to_step_and_from_tensor_to_tensor():
     shape = torch.Size([1 << 12])
-    draws = [random_bits(Place(key, 0, 1 << 12, 1 << 12), shape, torch.tensor(t)) for key in (1, 2) for t in (1, 2)]
+    draws = [random_bits(Location(key, 0, 1 << 12, 1 << 12), shape, torch.tensor(t)) for key in (1, 2) for t in (1, 2)]
     draws += [draws[0] >> 16, lowbias32(draws[0])]  # what m and v take
     low = torch.stack([(draw & 0xFFFF).double() for draw in draws])
     assert (torch.corrcoef(low) - torch.eye(len(draws))).abs().max() < 0.08  # five standard deviations
@@ -333,7 +333,7 @@ def test_operations_keep_what_they_promise(dtype):
     p, m, g = ([torch.randn(3).to(dtype), torch.randn(5, 2).to(dtype)] for _ in range(3))
     v = [t.abs() for t in m]
     scalars = torch.tensor([1.0, 0.5, 1e-3, 2.0, 3.0], dtype=torch.float64)
-    places = [7, 0, 3, 3, 8, 4, 2, 6] if dtype == torch.bfloat16 else []
-    arguments = p, g, m, v, scalars, [1e-4, 0.0], 0.9, 0.95, 1e-8, places
+    locations = [7, 0, 3, 3, 8, 4, 2, 6] if dtype == torch.bfloat16 else []
+    arguments = p, g, m, v, scalars, [1e-4, 0.0], 0.9, 0.95, 1e-8, locations
     torch.library.opcheck(torch.ops.lattice.adamw.default, arguments)
     torch.library.opcheck(torch.ops.lattice.square_sum.default, (g, [1, 2]))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from model.kernels import adamw as adamw_file
 from model.kernels import backend, gradient_norm
-from model.kernels.adamw import Place, Rates, adamw
+from model.kernels.adamw import Location, Rates, adamw
 from model.kernels.cross_entropy import gradient_over_logits_, merge, statistics
 from model.kernels.gradient_norm import square_sum
 from model.kernels.rms_norm import add_rms_norm, rms_norm
@@ -108,9 +108,9 @@ def test_cross_entropy(tokens: int, width: int) -> None:
 def test_adamw(dtype: torch.dtype, per_parameter: int, fields: int, scalars: int) -> None:
     sizes = [5000, 3]
     p, g, m, v = ([torch.rand(size).to(dtype) for size in sizes] for _ in range(4))
-    places = [Place(1, 0, size, size) for size in sizes]
+    locations = [Location(1, 0, size, size) for size in sizes]
     norm, rates = torch.ones((), dtype=torch.float64), Rates(1e-3, (0.9, 0.95), 1e-8, 1.0)
-    (found,) = launches_of(lambda: adamw(p, g, m, v, [0.1, 0.0], places, torch.zeros(()), norm, rates, "triton"))
+    (found,) = launches_of(lambda: adamw(p, g, m, v, [0.1, 0.0], locations, torch.zeros(()), norm, rates, "triton"))
     blocks = sum(backend.cdiv(size, adamw_file.BLOCK) for size in sizes)
     assert moved(found) == per_parameter * sum(sizes) + 8 * blocks + 8 * fields * len(sizes) + 8 * scalars
     assert found.loaded_again == 0

@@ -19,6 +19,7 @@ from model.kernels.swiglu import swiglu
 from model.rotary import rotary_angles
 from model.transformer import Block
 from parallel.activation import wrap_blocks
+from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
 from tests.counting import Listener
 from tools.parity.cases import Case
@@ -31,7 +32,7 @@ S, B = 8, 2
 def block_gradients(case, mode, compile):
     """Output and gradients of a block, and how often each of our operations ran."""
     config = case.config()
-    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     torch.manual_seed(0)
     block = Block(config.model, mesh.tp, case.sequence_parallel).to(torch.float64).to_empty(device="cpu")
     with torch.no_grad():
@@ -56,9 +57,9 @@ def run_alone(ranks, *arguments):
 
 @needs_triton
 def test_a_compiled_block_has_them_as_operations(ranks):
-    expected, _ = run_alone(ranks, Case((1, 1, 1, 1)), "none", False)
+    expected, _ = run_alone(ranks, Case(MeshSizes()), "none", False)
     for mode in ("none", "selective"):
-        found, _ = run_alone(ranks, Case((1, 1, 1, 1), kernels="triton"), mode, True)
+        found, _ = run_alone(ranks, Case(MeshSizes(), kernels="triton"), mode, True)
         for a, b in zip(found, expected, strict=True):
             assert (a - b).abs().max() <= 1e-12 * b.abs().max()
 
@@ -68,10 +69,10 @@ def test_what_runs_again_under_activation_checkpointing(ranks):
     """Forward kernels once; again where their outputs were not kept. The backward ones once in any case."""
     forward = {"rms_norm": 1, "add_rms_norm": 1, "swiglu": 1}
     backward = {"rms_norm_backward": 2, "swiglu_backward": 1}
-    expected, once = run_alone(ranks, Case((1, 1, 1, 1), kernels="triton"), "none", False)
+    expected, once = run_alone(ranks, Case(MeshSizes(), kernels="triton"), "none", False)
     assert once == {**forward, **backward, "rotate": 2}  # the rotation's backward is a rotation
     for mode in ("selective", "full"):
-        found, operations = run_alone(ranks, Case((1, 1, 1, 1), kernels="triton"), mode, False)
+        found, operations = run_alone(ranks, Case(MeshSizes(), kernels="triton"), mode, False)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         assert operations == {**dict.fromkeys(forward, 2), **backward, "rotate": 3}
 

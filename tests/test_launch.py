@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from benchmarks.stop_matrix import PHASES, SIGNALS, TARGETS, stop
+from runtime.events import read_events
 from tests.runs import LAYOUT_3D, write_config
-from training.events import read_events
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_") and key != "OMP_NUM_THREADS"}
@@ -143,7 +143,7 @@ def test_a_second_request_ends_it_at_once(data: Path, tmp_path: Path) -> None:
 
 
 def test_it_hears_no_hang_up_under_nohup(data: Path, tmp_path: Path) -> None:
-    heard = "from training.signals import requests; print(*(number.name for number in requests()))"
+    heard = "from runtime.signals import requests; print(*(number.name for number in requests()))"
     command = ["sh", "-c", f"trap '' HUP; exec {sys.executable} -c '{heard}'"]
     assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout == "SIGTERM SIGUSR1 SIGINT\n"
 
@@ -202,12 +202,12 @@ def test_a_rank_that_waits_for_a_dead_one_is_silent_and_leaves() -> None:
     script = """
 import os, signal
 import tools.launch as launch
-from training.join import start_distributed
+from runtime.init_distributed import init_distributed
 
 def rank(store, heard):
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
-    start_distributed(heard, store)
+    init_distributed(heard, store)
 
 print(launch.start_processes(2, rank).why())
 """
@@ -253,9 +253,10 @@ def test_ranks_share_the_cores(tmp_path: Path, program: str) -> None:
     script = tmp_path / "say.py"
     script.write_text(
         "import os, sys, torch\n"
-        "from training.join import start_distributed\n"
+        "from runtime.init_distributed import init_distributed\n"
         "def say(store=None, *_):\n"
-        "    start_distributed(store=store)\n"
+        "    init_distributed(store=store)\n"
+        "    torch.distributed.barrier()\n"  # who leaves before the other has its connections breaks them
         "    line = (os.sched_getscheduler(0), torch.get_num_threads(), os.environ['GLOO_SOCKET_IFNAME'])\n"
         "    os.write(1, (' '.join(map(str, line)) + chr(10)).encode())\n"
         "if __name__ == '__main__' and 'RANK' in os.environ:\n"
@@ -279,7 +280,7 @@ def test_memory_is_kept_by_the_allocator() -> None:
     """Page faults where the memory of activations is given back, out of order, and taken again."""
     program = (
         "import resource, sys, torch\n"
-        "from training.join import share_cores\n"
+        "from runtime.init_distributed import share_cores\n"
         "if sys.argv[1] == 'kept':\n"
         "    share_cores(1)\n"
         "def step():\n"

@@ -11,6 +11,7 @@ from model.kernels import linear_cross_entropy as module
 from model.kernels.backend import cdiv, why_not_triton
 from model.kernels.cross_entropy import IGNORE, vocab_parallel_cross_entropy
 from model.kernels.linear_cross_entropy import linear_cross_entropy
+from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
 from parallel.placement import chunk_range
 from parallel.weight import Matmul
@@ -43,7 +44,7 @@ def expected(vocab, dtype, z_loss):
 
 def in_pieces(vocab, dtype, sequence_parallel, z_loss, kernels, sizes):
     """For each size of a piece's logits in bytes: this rank's loss, dx and dw, heights of the pieces, and what travelled."""
-    mesh = build_mesh((1, 1, 1, dist.get_world_size()), "cpu")
+    mesh = build_mesh(MeshSizes(tp=dist.get_world_size()), "cpu")
     tp, rank = mesh.tp.size(), mesh.tp.get_local_rank()
     x, weight, targets = operands(vocab, dtype)
     rows = chunk_range(vocab, tp, rank)
@@ -138,7 +139,7 @@ def test_what_travels_and_what_is_held(ranks, sequence_parallel):
 
 def whole_logits(vocab, kernels):
     """Loss and gradients through VocabParallelCrossEntropy, of logits that exist."""
-    mesh = build_mesh((1, 1, 1, dist.get_world_size()), "cpu")
+    mesh = build_mesh(MeshSizes(tp=dist.get_world_size()), "cpu")
     rows = chunk_range(vocab, mesh.tp.size(), mesh.tp.get_local_rank())
     x, weight, targets = operands(vocab, torch.float64)
     weight = weight[rows.start : rows.stop].clone().requires_grad_()

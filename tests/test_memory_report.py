@@ -1,4 +1,4 @@
-"""Memory reports: where there is none left, and on request; what is held beside what was planned."""
+"""Memory reports: where there is none left, and on request; and beside what was planned."""
 
 import contextlib
 import json
@@ -11,16 +11,17 @@ from unittest.mock import patch
 import pytest
 import torch
 
+import tools.plan.__main__
 import train
 from parallel.pipeline.runner import PipelineRunner
 from plan import categories
 from plan import memory as planner
 from plan.layout import Layout
+from runtime import memory_report
+from runtime.memory_report import MemoryReports, table
 from tests.runs import train_run, write_config
 from tools.ranks import Ranks
-from training import memory_report
 from training.load_config import load_config
-from training.memory_report import MemoryReports, table
 
 
 def run_out_of_memory(arguments: list[str], actions: int) -> bool:
@@ -47,19 +48,23 @@ def cells(report: str) -> dict[str, list[str]]:
     return {row[0].strip() or row[1].strip(): [cell.strip() for cell in row[1:] if cell.endswith("MB")] for row in rows}
 
 
-def test_out_of_memory(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+def test_out_of_memory(ranks: Ranks, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """bfloat16, ZeRO-1, two micro-batches done: weights are whole, and gradients whole in float32, known to FSDP alone."""
     overrides = ["train.dtype=bfloat16", "model.num_layers=2", "parallel.dp_shard=2", "train.micro_batch_size=1"]
     arguments = [write_config(tmp_path, data), *overrides]
     assert ranks.run(run_out_of_memory, 2, arguments, 4) == [True, True]
     config = load_config(arguments[0], overrides)
     for rank in range(2):
-        report = (tmp_path / "run" / "memory" / f"step-00000002-rank-{rank:05d}.txt").read_text()
+        written = tmp_path / "run" / "memory" / f"step-00000002-rank-{rank:05d}.txt"
+        report = written.read_text()
         assert report.startswith(
             f"rank {rank} of 2 (pp 0, dp_replicate 0, dp_shard {rank}, tp 0), stage 0\nout of memory in step 2: "
         )
         assert "Tried to allocate 2.00 GiB." in report
-        found, plan = cells(report), planner.Memory(Layout.of_rank(config, 2, rank))
+        assert "planned" not in report.partition("What was planned")[0]
+        capsys.readouterr()
+        assert tools.plan.__main__.main([str(tmp_path / "run/config.yaml"), "--beside", str(written.with_suffix(".json"))]) == 0
+        found, plan = cells(capsys.readouterr().out), planner.Memory(Layout.of_rank(config, 2, rank))
         for category in ("sharded weights", "optimizer state", "gathered weights"):
             assert found[category] == [f"{plan.at_peak[category] / 1e6:,.3f} MB"] * 2, category
         whole = sum(unit.numel for unit in plan.units[0]) * 4
@@ -91,8 +96,8 @@ def train_with_requests(arguments: list[str]) -> str:
 def test_on_request(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     assert ranks.run(train_with_requests, 1, [write_config(tmp_path, data, train={"steps": 5})]) == [""]
     assert not (tmp_path / "run" / "profile").exists()
-    [report] = (tmp_path / "run" / "memory").iterdir()
-    assert report.name == "step-00000003-rank-00000.txt"
+    numbers, report = sorted((tmp_path / "run" / "memory").iterdir())
+    assert (numbers.name, report.name) == ("step-00000003-rank-00000.json", "step-00000003-rank-00000.txt")
     assert "asked for after step 3" in report.read_text()
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
 
@@ -106,9 +111,7 @@ def test_categories_are_the_planners() -> None:
 
 
 def test_the_table_adds_up() -> None:
-    plan = SimpleNamespace(
-        at_peak={"sharded weights": 4_000_000, "activations": 5_000_000, "temporary": 500_000}, peak_action=None
-    )
+    plan = {"sharded weights": 4_000_000, "activations": 5_000_000, "temporary": 500_000}
     rows = [line.split() for line in table({"sharded weights": 4_000_000, "whole gradients": 2_000_000}, 7_500_000, plan)]
     assert rows[1:] == [
         ["sharded", "weights", "4.000", "MB", "4.000", "MB"],
@@ -118,22 +121,26 @@ def test_the_table_adds_up() -> None:
         ["temporary", "0.500", "MB"],
         ["together", "7.500", "MB", "9.500", "MB"],
     ]
-    assert "planned" not in "\n".join(table({"sharded weights": 1}, 2, None))
+    assert "planned" not in "\n".join(table({"sharded weights": 1}, 2))
 
 
 class PretendedMesh:
     device = "cuda"
-    root = SimpleNamespace(get_local_rank=lambda axis: 0, size=lambda: 1)
+    root = SimpleNamespace(size=lambda: 1)
+
+    @staticmethod
+    def coordinates() -> dict[str, int]:
+        return {"pp": 0, "tp": 0}
 
 
-def report_of_a_gpu(folder: str, plan: Any) -> None:
+def report_of_a_gpu(folder: str) -> None:
     """The parts of a report that ask torch.cuda, with its answers made up; out of memory in step 8."""
     run = SimpleNamespace(dir=folder, memory_history=True, profile_ranks=[0])
     pretended: Any = SimpleNamespace(
         mesh=PretendedMesh,
-        config=SimpleNamespace(run=run, parallel=SimpleNamespace(cpu_offload=plan is None)),
+        config=SimpleNamespace(run=run),
         stages={},
-        named_parameters=[],
+        weights=[],
         optimizer=SimpleNamespace(state={"exp_avg": [torch.ones(1_000_000)]}),
     )
     answers = {"memory_allocated": 8_000_000, "memory_reserved": 9_000_000, "mem_get_info": (1_000_000, 80_000_000)}
@@ -143,28 +150,55 @@ def report_of_a_gpu(folder: str, plan: Any) -> None:
         history = stack.enter_context(patch.object(torch.cuda.memory, "_record_memory_history"))
         stack.enter_context(patch.object(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"snapshot")))
         stack.enter_context(contextlib.suppress(torch.OutOfMemoryError))
-        with MemoryReports(pretended, plan, step=7):
+        with MemoryReports(pretended, step=7):
             assert history.call_args.kwargs == {"max_entries": 100_000, "stacks": "python"}
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-def no_plan() -> Any:
-    raise ValueError("a schedule of another kind")
-
-
-@pytest.mark.parametrize(
-    ("plan", "said"),
-    [
-        (no_plan, "cannot plan this configuration: ValueError: a schedule of another kind"),
-        (None, "does not know parallel.cpu_offload"),
-    ],
-)
-def test_a_gpus_report_where_there_is_no_plan(ranks: Ranks, tmp_path: Path, plan: Any, said: str) -> None:
-    ranks.run(report_of_a_gpu, 1, str(tmp_path), plan)
+def test_a_gpus_report(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(report_of_a_gpu, 1, str(tmp_path))
     report = (tmp_path / "memory" / "step-00000008-rank-00000.txt").read_text()
-    assert said in report
     assert "The device has 80 MB: 1 MB are free, torch has reserved 9 MB." in report
     assert "torch's own table" in report
     assert cells(report)["together"] == ["8.000 MB"]
     assert cells(report)["optimizer state"] == ["0.000 MB"], "what is on the host does not count"
     assert (tmp_path / "memory" / "step-00000008-rank-00000.pickle").read_bytes() == b"snapshot"
+
+
+REPORT = {
+    "why": "asked for",
+    "rank": 0,
+    "world": 1,
+    "coordinates": {"tp": 0},
+    "stages": [0],
+    "device": "cpu",
+    "held_bytes": {"sharded weights": 1},
+    "total_bytes": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "is no memory report"),
+        ("[" * 100_000, "is no memory report"),
+        (json.dumps(REPORT | {"rank": -1}), "rank: Input should be greater than or equal to 0"),
+        (json.dumps(REPORT | {"held_bytes": {"x": float("nan")}}), "NaN is no number of JSON"),
+        (json.dumps(REPORT | {"rank": 1}), "is no rank of a world of 1"),
+        (json.dumps(REPORT | {"world": 3, "rank": 1}), "must be a multiple"),
+    ],
+)
+def test_a_report_that_is_none(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, why: str) -> None:
+    (tmp_path / "report.json").write_text(text)
+    config = write_config(tmp_path, data)
+    assert tools.plan.__main__.main([config, "--beside", str(tmp_path / "report.json")]) == 2
+    said = capsys.readouterr().err
+    assert why in said
+    assert len(said.splitlines()) <= 2
+
+
+def test_a_run_that_cannot_be_planned(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "report.json").write_text(json.dumps(REPORT))
+    arguments = [write_config(tmp_path, data), "parallel.cpu_offload=true", "--beside", str(tmp_path / "report.json")]
+    assert tools.plan.__main__.main(arguments) == 2
+    assert "parallel.cpu_offload" in capsys.readouterr().err

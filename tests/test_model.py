@@ -1,6 +1,7 @@
 """The model: its size, its first weights, what may see what, and how exactly positions are told apart."""
 
 import math
+import re
 from itertools import pairwise
 
 import pytest
@@ -8,11 +9,13 @@ import torch
 import torch.distributed as dist
 
 from model.config import ModelConfig, RopeScaling
-from model.initialise import draw_rows, standard_deviation
+from model.initialise import draw_rows
 from model.kernels.rotary import rotate
 from model.rotary import rotary_angles
 from model.transformer import Batch
+from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
+from parallel.parameter import Constant, Normal, weights_of
 from tools.parity.cases import BATCH, SEQ_LEN, Case
 from tools.parity.reference import Rotary
 from tools.parity.reference import rotate as reference_rotate
@@ -50,19 +53,28 @@ def test_parameters_of_qwen3():
 
 @pytest.mark.parametrize("options", [{}, {"tie_embeddings": True}, {"attention_dim": 64, "qk_norm": True}], ids=str)
 def test_num_parameters_counts_what_there_is(options):
-    config = Case((1, 1, 1, 1), **options).config().model
+    config = Case(MeshSizes(), **options).config().model
     reference = reference_model(config, torch.float32, seed=0)
     assert config.num_parameters == sum(p.numel() for p in reference.parameters())
 
 
 def first_weights(case):
     config = case.config()
-    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     return parts(named for stage in build_stages(config, mesh).values() for named in stage.named_parameters())
 
 
 @pytest.mark.parametrize(
-    "layout", [(1, 1, 1, 2), (1, 1, 2, 1), (2, 1, 1, 1), (1, 2, 2, 2), (2, 1, 2, 2), (1, 1, 8, 1), (1, 1, 1, 8)]
+    "layout",
+    [
+        MeshSizes(tp=2),
+        MeshSizes(dp_shard=2),
+        MeshSizes(pp=2),
+        MeshSizes(dp_replicate=2, dp_shard=2, tp=2),
+        MeshSizes(pp=2, dp_shard=2, tp=2),
+        MeshSizes(dp_shard=8),
+        MeshSizes(tp=8),
+    ],
 )
 def test_every_layout_starts_from_the_same_bits(ranks, layout):
     """Global weights assembled from a layout's parts, against one process that draws each whole tensor."""
@@ -88,13 +100,27 @@ def test_rows_are_the_same_whoever_draws_them():
     assert not torch.equal(whole, draw_rows("x", shape, range(300), 1.0, seed=2))
 
 
-def test_standard_deviation_falls_with_depth_where_the_residual_is_written():
-    small = ModelConfig(dim=512, num_layers=8, num_heads=8, num_kv_heads=8, ffn_dim=1024, vocab_size=1000)
-    for name in ("blocks.3.attention.output.weight", "blocks.3.feed_forward.down.weight"):
-        assert standard_deviation(name, small) == pytest.approx(0.02 / 4)
-    for name in ("embedding.weight", "head.weight", "blocks.3.attention.query.weight", "blocks.3.feed_forward.up.weight"):
-        assert standard_deviation(name, small) == 0.02
-    drawn = draw_rows("x", torch.Size((512, 512)), range(512), 0.005, seed=0)
+def initial_weights(case):
+    config = case.config()
+    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
+    (stage,) = build_stages(config, mesh).values()
+    return {each.name: each.weight.initial for each in weights_of(stage)}
+
+
+def test_initial_weights_are_smaller_where_the_residual_is_written(ranks):
+    case = Case(MeshSizes())
+    model = case.config().model
+    (found,) = ranks.run(initial_weights, 1, case)
+    for name, initial in found.items():
+        if name.endswith("norm.weight"):
+            assert initial == Constant(1.0), name
+        else:
+            writes = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
+            assert initial == Normal(model.init_std / math.sqrt(2 * model.num_layers) if writes else model.init_std), name
+
+
+def test_draws_have_their_standard_deviation_and_no_mean():
+    drawn = draw_rows("x", (512, 512), range(512), 0.005, seed=0)
     assert drawn.std().item() == pytest.approx(0.005, rel=0.01)
     assert drawn.mean().abs().item() < 5 * 0.005 / 512
 
@@ -102,13 +128,13 @@ def test_standard_deviation_falls_with_depth_where_the_residual_is_written():
 def logits_of(case, tokens):
     """Logits [S, B, V/tp] of whole sequences [B, S] on this tp rank."""
     config = case.config()
-    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     (stage,) = build_stages(config, mesh).values()
     with torch.no_grad():
         return stage(None, Batch(tokens.T.contiguous(), None, torch.arange(tokens.shape[1]).unsqueeze(1)))
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 1, 1), (1, 1, 1, 4)])
+@pytest.mark.parametrize("layout", [MeshSizes(), MeshSizes(tp=4)], ids=str)
 def test_logits_are_the_references(ranks, layout):
     case = Case(layout)
     tokens, _ = global_batch(case.vocab_size, 0)
@@ -119,7 +145,7 @@ def test_logits_are_the_references(ranks, layout):
     assert (logits - expected).abs().max() < 1e-12 * expected.abs().max()
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 1, 1), (1, 1, 1, 2)])
+@pytest.mark.parametrize("layout", [MeshSizes(), MeshSizes(tp=2)], ids=str)
 def test_no_position_sees_the_future(ranks, layout):
     """A change of token 9 changes logits from position 9 on, and no bit of those before."""
     case = Case(layout)
@@ -204,9 +230,22 @@ def test_angles_are_exact_enough_to_tell_positions_apart():
 def test_attention_follows_the_key_value_head_of_its_group(ranks):
     """Grouped-query attention on more tp ranks than key/value heads: each rank slices the head that its queries belong to."""
     for kv, tp in ((2, 4), (2, 8), (1, 8)):
-        case = Case((1, 1, 1, tp), num_kv_heads=kv)
+        case = Case(MeshSizes(tp=tp), num_kv_heads=kv)
         tokens, _ = global_batch(case.vocab_size, 1)
         logits = torch.cat(ranks.run(logits_of, tp, case, tokens), dim=-1).transpose(0, 1)
         with torch.no_grad():
             expected = reference_model(case.config().model, torch.float64, seed=0)(tokens)
         assert (logits - expected).abs().max() < 1e-12 * expected.abs().max()
+
+
+def weight_that_says_nothing(case):
+    config = case.config()
+    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
+    (stage,) = build_stages(config, mesh).values()
+    stage.norm.register_parameter("bias", torch.nn.Parameter(torch.zeros(1)))
+    with pytest.raises(AssertionError, match=re.escape("['norm.bias']")):
+        weights_of(stage)
+
+
+def test_a_parameter_must_say_what_it_is(ranks):
+    ranks.run(weight_that_says_nothing, 1, Case(MeshSizes()))

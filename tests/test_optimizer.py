@@ -8,11 +8,13 @@ import torch
 import torch.distributed as dist
 
 from errors import UserError
-from model.initialise import canonical_name, draw_rows
+from model.initialise import draw_rows
 from model.kernels.adamw import Rates, adamw
 from model.kernels.backend import INTERPRETED
+from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
 from parallel.placement import local_region
+from runtime.checkpoint import held_tensors
 from tests.counting import Listener
 from tools.parity.cases import Case
 from tools.parity.reference import warmup_cosine
@@ -50,7 +52,7 @@ def test_wsd_is_flat_then_falls_linearly():
 def updated_without_gradient(case):
     """Weights without a gradient move by decay alone: the ratio of each after one update to before it."""
     config = case.config()
-    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     stages = build_stages(config, mesh)
     step = TrainStep(config, mesh, stages)
     named = [named for stage in stages.values() for named in stage.named_parameters()]
@@ -63,7 +65,7 @@ def updated_without_gradient(case):
 
 def test_decay_is_of_matrices_only(ranks):
     lr, decay = 3e-3 / 5, 0.1
-    for ratios in ranks.run(updated_without_gradient, 2, Case((1, 1, 2, 1))):
+    for ratios in ranks.run(updated_without_gradient, 2, Case(MeshSizes(dp_shard=2))):
         assert any(name.endswith("norm.weight") for name in ratios)
         for name, ratio in ratios.items():
             expected = 1.0 if name.endswith("norm.weight") else 1.0 - lr * decay
@@ -85,7 +87,7 @@ def test_clipping_limits_the_norm_and_never_enlarges(size, limit, expected, kern
 def weights_with_a_bad_step(case, kernels, bad_steps):
     """Weights after two updates; `bad_steps` between them have a gradient that is not a number, on one rank alone."""
     config = case.config()
-    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     step = TrainStep(config, mesh, build_stages(config, mesh))
     step.optimizer.kernels = kernels
     rows = [t.chunk(mesh.dp_size)[mesh.dp_rank] for t in global_batch(case.vocab_size, 0)]
@@ -94,19 +96,19 @@ def weights_with_a_bad_step(case, kernels, bad_steps):
     def poison():
         honest()
         if dist.get_rank() == 0:
-            step.named_parameters[0][1].grad.to_local().view(-1)[0] = math.nan
+            step.weights[0].gradient.to_local().view(-1)[0] = math.nan
 
     norms = [step(0, *rows).grad_norm]
     step.partial.sum_over_tp = poison
     norms += [step(1, *rows).grad_norm for _ in range(bad_steps)]
     step.partial.sum_over_tp = honest
     norms.append(step(1, *rows).grad_norm)
-    return [norm.item() for norm in norms], parts(step.named_parameters)
+    return [norm.item() for norm in norms], parts((each.name, each.parameter) for each in step.weights)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_every_rank_skips_a_step_whose_norm_is_no_number(ranks, kernels):
-    case = Case((2, 1, 2, 1))
+    case = Case(MeshSizes(pp=2, dp_shard=2))
     disturbed, honest = (ranks.run(weights_with_a_bad_step, 4, case, kernels, bad_steps) for bad_steps in (1, 0))
     for (norms, mine), (expected_norms, expected) in zip(disturbed, honest, strict=True):
         assert math.isnan(norms[1])
@@ -118,7 +120,7 @@ def test_every_rank_skips_a_step_whose_norm_is_no_number(ranks, kernels):
 def reported(case):
     """Loss and norm of two steps as this rank reports them, exactly."""
     config = case.config()
-    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     step = TrainStep(config, mesh, build_stages(config, mesh))
     results = []
     for index in range(2):
@@ -131,13 +133,13 @@ def reported(case):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_rank_reports_the_same_bits(ranks, dtype):
     """Else ranks clip differently, and replicas drift apart."""
-    results = ranks.run(reported, 8, Case((2, 1, 2, 2), dtype=dtype))
+    results = ranks.run(reported, 8, Case(MeshSizes(pp=2, dp_shard=2, tp=2), dtype=dtype))
     assert all(result == results[0] for result in results)
 
 
 def operations_of_a_step(case):
     config = case.config()
-    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     step = TrainStep(config, mesh, build_stages(config, mesh))
     rows = [t.chunk(mesh.dp_size)[mesh.dp_rank] for t in global_batch(case.vocab_size, 0)]
     step(0, *rows)
@@ -154,7 +156,7 @@ WAITS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_the_host_waits_for_nothing_in_a_step(ranks, zero_stage):
     """No operation reads a number back from the device: loss and norm stay there until the logger asks."""
-    case = Case((2, 1, 2, 2), zero_stage=zero_stage, tie_embeddings=True)
+    case = Case(MeshSizes(pp=2, dp_shard=2, tp=2), zero_stage=zero_stage, tie_embeddings=True)
     for step, control in ranks.run(operations_of_a_step, 8, case):
         assert not [name for name in WAITS if name in step]
         assert "aten::_local_scalar_dense" in control, "the listener would see a wait if there were one"
@@ -162,7 +164,7 @@ def test_the_host_waits_for_nothing_in_a_step(ranks, zero_stage):
 
 def weights_after(case, steps):
     config = case.config()
-    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     stages = build_stages(config, mesh)
     step = TrainStep(config, mesh, stages)
     for index in range(steps):
@@ -172,7 +174,7 @@ def weights_after(case, steps):
 
 def test_a_step_is_repeatable_bit_for_bit(ranks):
     """Resuming bitwise rests on this: the same run twice is the same run."""
-    case = Case((2, 1, 1, 2), dtype="float32")
+    case = Case(MeshSizes(pp=2, tp=2), dtype="float32")
     first, second = (ranks.run(weights_after, 4, case, 3) for _ in range(2))
     for mine, again in zip(first, second, strict=True):
         assert all(torch.equal(a, b) for (_, _, a), (_, _, b) in zip(mine, again, strict=True))
@@ -183,24 +185,23 @@ def rounded_updates(case, resume):
     config = case.config()
     config = replace(config, optimizer=replace(config.optimizer, pure_bfloat16=True))
     config.validate(dist.get_world_size())
-    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     step = TrainStep(config, mesh, build_stages(config, mesh))
     for update in range(3):
         if resume and update == 2:
             before, step = step, TrainStep(config, mesh, build_stages(config, mesh))
-            old, new = ([*s.named_parameters, *s.optimizer.moments()] for s in (before, step))
-            for (_, a), (_, b) in zip(old, new, strict=True):
-                b.detach().to_local().copy_(a.detach().to_local())
+            for old, new in zip(held_tensors(before), held_tensors(step), strict=True):
+                new.tensor.to_local().copy_(old.tensor.to_local())
             step.optimizer.set_step(update)
-        for name, p in step.named_parameters:
+        for each in step.weights:
+            p = each.parameter
             p.grad = torch.empty_like(p)
             region = local_region(p)
-            gradient = draw_rows(canonical_name(name, config.model), (*p.shape, 1)[:2], region[0], 0.01, update)
+            gradient = draw_rows(each.global_name, (*p.shape, 1)[:2], region[0], 0.01, update)
             mine = gradient[:, region[1].start : region[1].stop] if p.ndim == 2 else gradient[:, 0]
             p.grad.to_local().copy_(mine)
         step.optimizer.step(1e-3, torch.ones((), dtype=torch.float64), 1.0)
-    tensors = [*step.named_parameters, *step.optimizer.moments()]
-    tensors = [(canonical_name(name, config.model), t) for name, t in tensors]
+    tensors = [(held.name, held.tensor) for held in held_tensors(step)]
     return {name: t.shape for name, t in tensors}, parts(tensors)
 
 
@@ -208,7 +209,11 @@ def test_stochastic_rounding_depends_on_no_layout(ranks):
     """The same gradients, given; then every layout has the same weights and moments to the bit, every copy of a number too, and
     so has a run that was resumed."""
     found = []
-    for layout, resume in (((2, 1, 1, 1), False), ((2, 2, 1, 1), True), ((2, 1, 2, 2), False)):
+    for layout, resume in (
+        (MeshSizes(pp=2), False),
+        (MeshSizes(pp=2, dp_replicate=2), True),
+        (MeshSizes(pp=2, dp_shard=2, tp=2), False),
+    ):
         case = Case(layout, tie_embeddings=True, dtype="bfloat16")
         runs = ranks.run(rounded_updates, case.world, case, resume)
         shapes = {name: shape for shapes_of_rank, _ in runs for name, shape in shapes_of_rank.items()}
@@ -222,6 +227,6 @@ def test_stochastic_rounding_depends_on_no_layout(ranks):
 
 
 def test_pure_bfloat16_is_for_bfloat16():
-    config = Case((1, 1, 1, 1), dtype="float32").config()
+    config = Case(MeshSizes(), dtype="float32").config()
     with pytest.raises(UserError, match=r"optimizer\.pure_bfloat16 = True: train\.dtype=float32"):
         replace(config, optimizer=replace(config.optimizer, pure_bfloat16=True)).validate(1)

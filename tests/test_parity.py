@@ -5,6 +5,7 @@ values meet; the whole matrix, all layouts of 1 to 8 ranks, is `make test-slow`.
 fail.
 """
 
+import math
 from itertools import combinations
 from typing import get_args, get_type_hints
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from model.kernels.backend import why_not_triton
+from parallel.axes import AXES, MeshSizes
 from parallel.config import ParallelConfig
 from parallel.mesh import build_mesh
 from parallel.pipeline.schedules import SCHEDULES
@@ -21,7 +23,6 @@ from tools.parity.cases import (
     OPTIMIZER,
     STEPS,
     Case,
-    base_layouts,
     covering_cases,
     kernel_cases,
     option_values,
@@ -65,12 +66,12 @@ def test_every_pair_of_options(ranks, case):
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [
-        ((1, 1, 1, 1), "float64"),
-        pytest.param((1, 1, 1, 1), "float32", marks=pytest.mark.thorough),
-        ((2, 1, 1, 2), "float32"),
-        pytest.param((2, 1, 2, 2), "float64", marks=pytest.mark.thorough),
-        pytest.param((2, 1, 1, 2), "float64", marks=pytest.mark.thorough),
-        pytest.param((2, 1, 2, 2), "float32", marks=pytest.mark.thorough),
+        (MeshSizes(), "float64"),
+        pytest.param(MeshSizes(), "float32", marks=pytest.mark.thorough),
+        (MeshSizes(pp=2, tp=2), "float32"),
+        pytest.param(MeshSizes(pp=2, dp_shard=2, tp=2), "float64", marks=pytest.mark.thorough),
+        pytest.param(MeshSizes(pp=2, tp=2), "float64", marks=pytest.mark.thorough),
+        pytest.param(MeshSizes(pp=2, dp_shard=2, tp=2), "float32", marks=pytest.mark.thorough),
     ],
 )
 def test_twenty_steps(ranks, layout, dtype):
@@ -87,7 +88,7 @@ def test_whole_matrix(world, tmp_path):
 
 @pytest.mark.parametrize("stages", [1, 2, *(pytest.param(stages, marks=pytest.mark.thorough) for stages in (4, 8))])
 def test_clipping_is_active_in_some_of_the_steps(stages):
-    norms = expected(Case((stages, 1, 1, 1)), STEPS).norms
+    norms = expected(Case(MeshSizes(pp=stages)), STEPS).norms
     assert min(norms) < OPTIMIZER.grad_clip < max(norms)
 
 
@@ -101,9 +102,8 @@ def test_covering_array_covers():
     for (option, given), (name, value) in IMPOSSIBLE:
         contradiction = (option, name) == ("pipeline", "num_microbatches") and given[0] == "dualpipe_v" and value == 1
         if option == "layout":
-            _, dp_replicate, dp_shard, _ = given
-            contradiction = (name == "zero_stage" and value == 0 and dp_shard > 1) or (
-                name == "num_microbatches" and dp_replicate * dp_shard * value > 32
+            contradiction = (name == "zero_stage" and value == 0 and given.dp_shard > 1) or (
+                name == "num_microbatches" and given.dp * value > 32
             )
         assert contradiction, (option, given, name, value)
 
@@ -119,17 +119,17 @@ def test_schedules_at_every_depth():
     assert {case.schedule for case in cases} == set(SCHEDULES)
     for schedule in SCHEDULES:
         mine = [case for case in cases if case.schedule == schedule]
-        assert {case.layout[0] for case in mine} == {2, 4, 8}
-        assert {case.num_microbatches / case.layout[0] for case in mine} >= {2, 4}
+        assert {case.layout.pp for case in mine} == {2, 4, 8}
+        assert {case.num_microbatches / case.layout.pp for case in mine} >= {2, 4}
         if schedule != "dualpipe_v":
-            assert any(case.num_microbatches < case.layout[0] for case in mine)
+            assert any(case.num_microbatches < case.layout.pp for case in mine)
     for schedule in ("interleaved_1f1b", "breadth_first"):
         assert {case.stages_per_rank for case in cases if case.schedule == schedule} == {1, 2, 4}
 
 
 # Every schedule on four ranks in a row, over tp: in `make test` with up to two stages per rank and twice as many micro-batches
 # as ranks; thoroughly with every number of stages and four times as many. The others are in the whole matrix.
-ROWS = [case for case in schedule_cases((8,)) if case.layout == (4, 1, 1, 2)]
+ROWS = [case for case in schedule_cases((8,)) if case.layout == MeshSizes(pp=4, tp=2)]
 DEEP = {case.schedule: case for case in ROWS if case.stages_per_rank <= 2 and case.num_microbatches == 8}
 DEEPER = [*DEEP.values(), *(case for case in ROWS if case.num_microbatches == 16)]
 
@@ -145,7 +145,7 @@ def test_every_schedule(ranks, case):
 
 
 # Each kernel forward and backward, over tp and without, kept whole, recomputed and split: the cheapest that do.
-KERNELS_ONCE = [case for case in kernel_cases(parity.WORLDS) if case.layout[3] == 1 or not case.sequence_parallel]
+KERNELS_ONCE = [case for case in kernel_cases(parity.WORLDS) if case.layout.tp == 1 or not case.sequence_parallel]
 
 
 @pytest.mark.skipif(why_not_triton("cpu") is not None, reason="needs Triton")
@@ -157,13 +157,13 @@ def test_triton_kernels(ranks, case):
 
 def test_heads_narrower_than_dp_shard(ranks):
     """Their norms' two numbers are cut over four ranks: two of them, and their tp groups, have none."""
-    case = Case((1, 1, 4, 2), attention_dim=16, qk_norm=True, sequence_parallel=False)
+    case = Case(MeshSizes(dp_shard=4, tp=2), attention_dim=16, qk_norm=True, sequence_parallel=False)
     row = check(ranks, case, steps=3)
     assert not row.failures(), line(row, 3)
 
 
 def test_covering_array_is_the_same_every_time():
-    assert covering_cases([(1, 1, 1, 2), (2, 1, 1, 1)]) == covering_cases([(1, 1, 1, 2), (2, 1, 1, 1)])
+    assert covering_cases([MeshSizes(tp=2), MeshSizes(pp=2)]) == covering_cases([MeshSizes(tp=2), MeshSizes(pp=2)])
 
 
 def test_every_option_of_the_code_is_combined():
@@ -172,15 +172,16 @@ def test_every_option_of_the_code_is_combined():
     assert set(options["zero_stage"]) == set(get_args(get_type_hints(ParallelConfig)["zero_stage"]))
 
 
-def test_base_layouts_are_all_layouts():
-    # The number of ordered ways to write 2^k as a product of four factors is C(k + 3, 3).
-    assert [len(base_layouts(world)) for world in parity.WORLDS] == [1, 4, 10, 20]
+def test_all_layouts_of_a_world():
+    # The number of ordered ways to write 2^k as a product of n factors, one for each axis, is C(k + n − 1, n − 1).
+    n = len(AXES)
+    assert [len(MeshSizes.all_of(2**k)) for k in range(4)] == [math.comb(k + n - 1, n - 1) for k in range(4)]
 
 
 def full_tensors(case):
     """Gradients gathered by DTensor itself, and this rank's parts of them."""
     config = case.config()
-    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     stages = build_stages(config, mesh)
     step = TrainStep(config, mesh, stages)
     tokens = torch.arange(32 * 16).view(32, 16) * 7 % case.vocab_size
@@ -193,7 +194,7 @@ def full_tensors(case):
 @pytest.mark.thorough
 def test_full_tensor_gathers_uneven_shards_too(ranks):
     """`DTensor.full_tensor` is what tools use; 251 rows over tp 2 and then dp_shard 4 leave uneven parts everywhere."""
-    results = ranks.run(full_tensors, 8, Case((1, 1, 4, 2)))
+    results = ranks.run(full_tensors, 8, Case(MeshSizes(dp_shard=4, tp=2)))
     gathered = results[0][0]
     whole, spread = assemble([mine for _, mine in results], {name: tensor.shape for name, tensor in gathered.items()})
     assert spread == 0
@@ -203,7 +204,7 @@ def test_full_tensor_gathers_uneven_shards_too(ranks):
 
 
 def test_missing_parts_are_found(ranks):
-    case = Case((1, 1, 1, 2))
+    case = Case(MeshSizes(tp=2))
     runs = ranks.run(run_on_ranks, 2, case, 0)
     whole, _ = assemble([runs[0].gradients], {name: g.shape for name, g in expected(case, 0).gradients.items()})
     assert whole["embedding.weight"].isnan().any()

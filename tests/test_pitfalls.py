@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from model.kernels.cross_entropy import IGNORE, vocab_parallel_cross_entropy
 from model.transformer import Batch
+from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
 from parallel.placement import chunk_range
 from tools.parity.cases import BATCH, SEQ_LEN, Case
@@ -24,7 +25,7 @@ from training.step import TrainStep
 def prepare(case):
     """This rank's mesh, step and named parameters for a case."""
     config = case.config()
-    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     stages = build_stages(config, mesh)
     named = [named for stage in stages.values() for named in stage.named_parameters()]
     return mesh, TrainStep(config, mesh, stages), named
@@ -55,7 +56,13 @@ def test_loss_scaled_per_rank_or_per_microbatch(ranks):
     targets[: BATCH // 2] = IGNORE
     targets[0, 5] = 17
     seen = []
-    for layout, m in (((1, 1, 1, 1), 1), ((1, 1, 1, 1), 8), ((1, 1, 2, 1), 2), ((1, 2, 1, 1), 4), ((1, 1, 4, 1), 4)):
+    for layout, m in (
+        (MeshSizes(), 1),
+        (MeshSizes(), 8),
+        (MeshSizes(dp_shard=2), 2),
+        (MeshSizes(dp_replicate=2), 4),
+        (MeshSizes(dp_shard=4), 4),
+    ):
         case = Case(layout, num_microbatches=m)
         results = ranks.run(one_pass, case.world, case, (tokens, targets))
         seen.append((results[0][0], gradients(results, case)))
@@ -69,7 +76,7 @@ def test_rank_without_a_target(ranks):
     """A whole data-parallel rank of padding: no division by its zero, and the others' loss."""
     tokens, targets = global_batch(251, 3)
     targets[: BATCH // 2] = IGNORE
-    alone, split = (ranks.run(one_pass, w, Case((1, 1, w, 1)), (tokens, targets))[0] for w in (1, 2))
+    alone, split = (ranks.run(one_pass, w, Case(MeshSizes(dp_shard=w)), (tokens, targets))[0] for w in (1, 2))
     assert math.isfinite(split[0])
     assert split[:2] == pytest.approx(alone[:2], rel=1e-13)
 
@@ -78,7 +85,7 @@ def test_rank_without_a_target(ranks):
 def test_sequence_parallel_norm_gradients_averaged_or_never_reduced(ranks, sequence_parallel):
     """Each norm's gradient is the whole one on every tp rank: neither 1/tp of it, nor one rank's part, nor tp times it."""
     for tp in (2, 4):
-        case = Case((1, 1, 1, tp), sequence_parallel=sequence_parallel)
+        case = Case(MeshSizes(tp=tp), sequence_parallel=sequence_parallel)
         whole = gradients(ranks.run(one_pass, tp, case), case)
         norms = [name for name in whole if name.endswith("norm.weight")]
         assert len(norms) == 5
@@ -86,10 +93,14 @@ def test_sequence_parallel_norm_gradients_averaged_or_never_reduced(ranks, seque
             assert error_of(whole[name], expected(case, 0).gradients[name]) < 1e-12, name
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 1, 2), (1, 1, 1, 8), (1, 2, 1, 2), (1, 2, 2, 2)])
+@pytest.mark.parametrize(
+    "layout",
+    [MeshSizes(tp=2), MeshSizes(tp=8), MeshSizes(dp_replicate=2, tp=2), MeshSizes(dp_replicate=2, dp_shard=2, tp=2)],
+    ids=str,
+)
 def test_replicated_weights_counted_tp_times_in_the_norm(ranks, layout):
     """Norm weights, and here key and value weights with fewer heads than tp, are on every tp rank and count once."""
-    case = Case(layout, num_kv_heads=1 if layout[3] == 8 else 4)
+    case = Case(layout, num_kv_heads=1 if layout.tp == 8 else 4)
     for _, norm, _ in ranks.run(one_pass, case.world, case):
         assert norm == pytest.approx(expected(case, 0).norm, rel=1e-13)
 
@@ -97,7 +108,7 @@ def test_replicated_weights_counted_tp_times_in_the_norm(ranks, layout):
 @pytest.mark.parametrize("pp", [2, 4])
 def test_norm_local_to_a_stage(ranks, pp):
     """Every stage has the whole model's norm, to the bit: else stages would clip differently."""
-    case = Case((pp, 1, 1, 1))
+    case = Case(MeshSizes(pp=pp))
     norms = {norm for _, norm, _ in ranks.run(one_pass, pp, case)}
     assert len(norms) == 1
     assert norms.pop() == pytest.approx(expected(case, 0).norm, rel=1e-13)
@@ -105,7 +116,7 @@ def test_norm_local_to_a_stage(ranks, pp):
 
 def norm_of_the_same(dtype):
     """The norm of one set of fixed numbers, cut over all ranks in turn by rows, by columns, and not at all."""
-    mesh = build_mesh((1, 1, 1, dist.get_world_size()), "cpu")
+    mesh = build_mesh(MeshSizes(tp=dist.get_world_size()), "cpu")
     generator = torch.Generator().manual_seed(0)
     numbers = (torch.randn(1024, 512, generator=generator) * torch.logspace(-3, 3, 512)).to(dtype)
     norms = []
@@ -127,7 +138,7 @@ def test_norm_that_depends_on_the_partition(ranks, dtype):
             assert norms == pytest.approx([truth] * 3, rel=1e-12)
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 1, 1), (2, 1, 1, 1), (2, 1, 2, 1), (4, 1, 1, 2)])
+@pytest.mark.parametrize("layout", [MeshSizes(), MeshSizes(pp=2), MeshSizes(pp=2, dp_shard=2), MeshSizes(pp=4, tp=2)], ids=str)
 def test_tied_embeddings_counted_twice_or_never_combined(ranks, layout):
     """The gradient of the one tensor is the sum of its two uses; both copies have it; the norm counts it once."""
     case = Case(layout, tie_embeddings=True)
@@ -146,7 +157,7 @@ def tied_copies_after(case, steps):
     return 0.0, 0.0, parts(pair for pair in named if pair[0] in ("embedding.weight", "head.weight"))
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 1, 1), (2, 1, 2, 2)])
+@pytest.mark.parametrize("layout", [MeshSizes(), MeshSizes(pp=2, dp_shard=2, tp=2)], ids=str)
 def test_tied_copies_drift_apart(ranks, layout):
     """After updates, decay and clipping they are still equal bit for bit."""
     case = Case(layout, tie_embeddings=True, dtype="float32")
@@ -169,14 +180,14 @@ def probabilities(case):
 
 def test_padded_vocabulary_rows_win_probability(ranks):
     """251 rows on 4 ranks: nobody pads, so there is no column beyond the vocabulary for softmax to give anything to."""
-    case = Case((1, 1, 1, 4), vocab_size=251)
+    case = Case(MeshSizes(tp=4), vocab_size=251)
     results = ranks.run(probabilities, 4, case)
     assert [logits.shape[-1] for logits, _, _ in results] == [63, 63, 63, 62]
     assert all(head == embedding == (251, 32) for _, head, embedding in results)
 
 
 def loss_of_equal_logits(vocab):
-    mesh = build_mesh((1, 1, 1, dist.get_world_size()), "cpu")
+    mesh = build_mesh(MeshSizes(tp=dist.get_world_size()), "cpu")
     columns = chunk_range(vocab, mesh.tp.size(), mesh.tp.get_local_rank())
     logits = torch.full((3, 2, len(columns)), 7.0, dtype=torch.float64)
     targets = torch.tensor([[0, vocab - 1], [5, IGNORE], [vocab // 2, 1]])
@@ -210,7 +221,7 @@ def gradients_around_an_evaluation(case):
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_accumulated_gradients_wiped_when_a_stage_is_used_again(ranks, zero_stage):
     """Setting a stage up for something else, here an evaluation, neither loses gradients nor leaves anything in them."""
-    for same in ranks.run(gradients_around_an_evaluation, 4, Case((2, 1, 2, 1), zero_stage=zero_stage)):
+    for same in ranks.run(gradients_around_an_evaluation, 4, Case(MeshSizes(pp=2, dp_shard=2), zero_stage=zero_stage)):
         assert all(same)
 
 
@@ -227,10 +238,10 @@ def test_gate_and_up_permuted_by_resharding(ranks):
     cut naively would come back interleaved."""
     names = [f"blocks.{layer}.feed_forward.{matrix}.weight" for layer in range(2) for matrix in ("gate", "up", "down")]
     whole = {}
-    for layout in ((1, 1, 1, 1), (1, 1, 1, 4), (1, 1, 2, 2), (1, 1, 1, 8)):
+    for layout in (MeshSizes(), MeshSizes(tp=4), MeshSizes(dp_shard=2, tp=2), MeshSizes(tp=8)):
         case = Case(layout)
         whole[layout] = gradients(ranks.run(trained, case.world, case, 3), case)
-    alone = whole.pop((1, 1, 1, 1))
+    alone = whole.pop(MeshSizes())
     for split in whole.values():
         for name in names:
             assert split[name].shape == ((48, 32) if "down" not in name else (32, 48))

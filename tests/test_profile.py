@@ -12,17 +12,18 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Work
 
 from errors import UserError
-from parallel.mesh import AXES, build_mesh
+from parallel.axes import AXES, MeshSizes
+from parallel.mesh import build_mesh
 from plan.layout import Layout
 from plan.traffic import by_axis, collectives
+from runtime.profile import StepProfile
+from runtime.profile_summary import Event, describe, length, self_times, subtract, summarise, union
+from runtime.watchdog import Watchdog
 from tests.runs import LAYOUT_3D, train_run, write_config
 from tools import profile as tool
 from tools.ranks import Ranks
 from training.config import Config
 from training.load_config import dump_config, load_config
-from training.profile import StepProfile
-from training.profile_summary import Event, describe, length, self_times, subtract, summarise, union
-from training.watchdog import Watchdog
 
 # --- intervals --------------------------------------------------------------------------------------------------------
 
@@ -224,7 +225,7 @@ def test_what_a_run_leaves(profiled: Path) -> None:
     for rank in PROFILED:
         found = json.loads((profiled / "profile" / f"summary-rank-{rank:05d}.json").read_text())
         assert (found["rank"], found["device"], found["steps"]) == (rank, "cpu", [2])
-        assert found["coordinates"] == dict(zip(AXES, [(0, 0, 0, 0), (1, 0, 0, 1)][PROFILED.index(rank)], strict=True))
+        assert found["coordinates"] == {**dict.fromkeys(AXES, 0), **[{}, {"pp": 1, "tp": 1}][PROFILED.index(rank)]}
         parts = [found[key] for key in ("compute", "exposed", "idle")]
         assert sum(parts) == pytest.approx(found["step_seconds"])
         assert min(parts) > 0
@@ -254,7 +255,7 @@ def test_the_tool_says_it_again(profiled: Path, capsys: pytest.CaptureFixture[st
 def profile_a_loop(config: str, visited: list[int]) -> None:
     """The loop alone, on steps `visited`."""
     resolved = load_config(config, ["run.profile=2:5"])
-    with Watchdog(resolved) as watchdog, StepProfile(resolved, build_mesh((1, 1, 1, 1), "cpu"), watchdog) as profile:
+    with Watchdog(resolved) as watchdog, StepProfile(resolved, build_mesh(MeshSizes(), "cpu"), watchdog) as profile:
         for step in visited:
             with profile.around(step):
                 torch.ones(3) + 1

@@ -8,6 +8,7 @@ import torch
 
 from errors import UserError
 from model.config import ModelConfig
+from parallel.axes import MeshSizes
 from parallel.pipeline.actions import Action, B, F
 from plan.hardware import find_device
 from plan.layout import world_of
@@ -71,7 +72,7 @@ def test_a_second_step_needs_no_more_and_talks_as_much() -> None:
 
 def tape_of_tensors() -> dict[str, object]:
     """What a tape counts of a few tensors, in an order that is known."""
-    with one_rank((1, 1, 1, 1), 0, "meta") as mesh, Tape(mesh) as tape:
+    with one_rank(MeshSizes(), 0, "meta") as mesh, Tape(mesh) as tape:
         with tape.record(Action(F, 0, 0)):
             kept = torch.empty(1024, device="meta")
             view = kept[100:]  # of the same storage

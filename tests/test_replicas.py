@@ -9,14 +9,15 @@ import torch
 import torch.distributed as dist
 
 import train
+from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
+from runtime.checkpoint import held_tensors
+from runtime.replicas import ReplicasDiffer, check_replicas, hash_of
 from tests.runs import train_run, write_config
 from tools.parity.cases import Case
 from tools.parity.run import global_batch
 from tools.ranks import RankError, Ranks
 from training.build import build_stages
-from training.checkpoint import local_tensors
-from training.replicas import ReplicasDiffer, check_replicas, hash_of
 from training.step import TrainStep
 
 
@@ -28,13 +29,13 @@ def flip(tensor: torch.Tensor) -> None:
 def differing(case: Case, rank: int, name: str) -> str:
     """After a step: what is said when the tensor `name` of `rank` has one bit wrong; nothing is, before."""
     config = case.config()
-    mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     step = TrainStep(config, mesh, build_stages(config, mesh))
     tokens, targets = (t.chunk(mesh.dp_size)[mesh.dp_rank] for t in global_batch(case.vocab_size, 0))
     step(0, tokens, targets)
     check_replicas(step)
     if dist.get_rank() == rank:
-        flip(next(t.to_local() for n, t in local_tensors(step) if name in n and t.to_local().numel()))
+        flip(next(h.tensor.to_local() for h in held_tensors(step) if name in h.name and h.tensor.to_local().numel()))
     try:
         check_replicas(step)
     except ReplicasDiffer as found:
@@ -45,37 +46,42 @@ def differing(case: Case, rank: int, name: str) -> str:
 @pytest.mark.parametrize(
     ("case", "rank", "name", "said"),
     [
-        (Case((1, 1, 1, 2)), 1, "norm.weight", "ranks 0, 1, copies over tp, hold different numbers"),
+        (Case(MeshSizes(tp=2)), 1, "norm.weight", "ranks 0, 1, copies over tp, hold different numbers"),
         pytest.param(
-            Case((1, 1, 1, 4)),
+            Case(MeshSizes(tp=4)),
             2,
             "norm.weight",
-            "rank 2 holds other numbers than its copies over tp (0, 1, 2, 3)",
+            "rank 2 holds other numbers than its copies over tp MeshSizes(pp=0, dp_shard=2, tp=3)",
             marks=pytest.mark.thorough,
         ),
         pytest.param(
-            Case((1, 1, 1, 8), num_kv_heads=4),
+            Case(MeshSizes(tp=8), num_kv_heads=4),
             5,
             "attention.key.weight",
             "rank 5 holds other numbers",
             marks=pytest.mark.thorough,
         ),
-        (Case((1, 2, 1, 1)), 0, "down.weight", "ranks 0, 1, copies over dp_replicate, hold different numbers"),
+        (Case(MeshSizes(dp_replicate=2)), 0, "down.weight", "ranks 0, 1, copies over dp_replicate, hold different numbers"),
         pytest.param(
-            Case((1, 4, 1, 1), zero_stage=0),
+            Case(MeshSizes(dp_replicate=4), zero_stage=0),
             3,
             "embedding.weight.exp_avg_sq",
             "rank 3 holds other numbers",
             marks=pytest.mark.thorough,
         ),
         pytest.param(
-            Case((1, 4, 2, 1), zero_stage=3),
+            Case(MeshSizes(dp_replicate=4, dp_shard=2), zero_stage=3),
             4,
             "query.weight.exp_avg",
-            "over dp_replicate (0, 2, 4, 6)",
+            "over dp_replicate MeshSizes(pp=0, dp_replicate=2, dp_shard=4, tp=6)",
             marks=pytest.mark.thorough,
         ),
-        (Case((2, 2, 1, 2), zero_stage=2), 6, "up.weight", "ranks 4, 6, copies over dp_replicate, hold different numbers"),
+        (
+            Case(MeshSizes(pp=2, dp_replicate=2, tp=2), zero_stage=2),
+            6,
+            "up.weight",
+            "ranks 4, 6, copies over dp_replicate, hold different numbers",
+        ),
     ],
     ids=str,
 )
@@ -85,7 +91,7 @@ def test_a_flipped_bit_names_its_rank(ranks: Ranks, case: Case, rank: int, name:
     assert said in found[0]
 
 
-@pytest.mark.parametrize("case", [Case((1, 1, 2, 1)), Case((2, 1, 1, 1), tie_embeddings=True)], ids=str)
+@pytest.mark.parametrize("case", [Case(MeshSizes(dp_shard=2)), Case(MeshSizes(pp=2), tie_embeddings=True)], ids=str)
 def test_what_is_no_copy_is_not_compared(ranks: Ranks, case: Case) -> None:
     """Control: shards differ, and a bit wrong in one has no copy to differ from."""
     assert set(ranks.run(differing, case.world, case, 1, "down.weight")) == {""}
@@ -114,7 +120,7 @@ def run_with_a_bit_flipped(config: str) -> str:
     def check(step: TrainStep) -> None:
         calls.append(None)
         if len(calls) == 2 and dist.get_rank() == 1:
-            flip(next(t.to_local() for n, t in local_tensors(step) if "norm.weight" in n))
+            flip(next(held.tensor.to_local() for held in held_tensors(step) if "norm.weight" in held.name))
         honest(step)
 
     with patch.object(train, "check_replicas", check):

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from runtime.events import append_event
 from tests.runs import train_run, write_config
 from tools.ranks import Ranks
 from tools.report import __main__ as report
 from tools.report.charts import BINS, thin, ticks
-from training.events import append_event
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PLANTED = '</pre><script>console.error("planted")</script><img src=http://127.0.0.1:9/planted.png>'

@@ -18,13 +18,13 @@ import torch.distributed as dist
 
 import train
 from benchmarks.stop_matrix import catches
+from runtime import signals, stop
+from runtime.messages import LostConnection, fail
+from runtime.signals import Signals
+from runtime.stop import StopRequests
 from tests.runs import losses, train_run, write_config
 from tools.ranks import RankError, Ranks
-from training import signals, stop
 from training.load_config import load_config
-from training.signals import Signals
-from training.stop import StopRequests
-from training.voice import LostConnection, fail
 
 ROOT = Path(__file__).parent.parent
 STEPS = 6
@@ -319,7 +319,7 @@ def meet_a_silent_peer(arguments: list[str]) -> None:
         try:
             with StopRequests(load_config(arguments[0], []), heard) as requests:
                 while True:
-                    requests.meet()
+                    requests.agree()
                     if dist.get_rank() == 1:
                         os.kill(pids[0], signal.SIGTERM)
                         time.sleep(1000)

@@ -19,6 +19,7 @@ from data.prepare import prepare
 from data.sources import documents
 from data.tokenizer import JSON, MODEL, Tokenizer
 from errors import UserError
+from runtime.manifest import read_manifest
 from tests.data_samples import MANY, SOURCE, tokenizer
 from tests.runs import train_run, write_config
 from tests.test_data_tokenizer import HOSTILE
@@ -26,7 +27,6 @@ from tools import prepare as prepare_command
 from tools.huggingface.checkpoint_reader import newest
 from tools.huggingface.tokenizer import huggingface_files, tokenizer_json
 from tools.ranks import Ranks
-from training.manifest import read_manifest
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 CONFIG = {"bos_token": BOS, "eos_token": EOS, "model_max_length": 128}

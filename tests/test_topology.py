@@ -2,25 +2,30 @@
 
 import pytest
 
+from parallel.axes import MeshSizes
 from parallel.topology import BETWEEN_BYTES_PER_SECOND, describe_nodes, tp_between_nodes, tp_bytes_per_step
 from tests.test_collectives import DOUBLE, B, S, one_block
 from tools.parity.cases import Case
 
 
 @pytest.mark.parametrize(
-    ("shape", "ranks_per_node", "text"),
+    ("sizes", "ranks_per_node", "text"),
     [
-        ((4, 1, 8, 8), 8, "inside a node of 8 ranks: tp 8; between nodes: pp 4, dp_shard 8"),
-        ((2, 1, 8, 2), 8, "inside a node of 8 ranks: tp 2, dp_shard 4; between nodes: pp 2, dp_shard 2"),
-        ((2, 2, 2, 2), 8, "inside a node of 8 ranks: tp 2, dp_shard 2, dp_replicate 2; between nodes: pp 2"),
-        ((1, 2, 1, 16), 8, "inside a node of 8 ranks: tp 8; between nodes: dp_replicate 2, tp 2"),
-        ((2, 1, 2, 2), 8, "all 8 ranks in one node"),
-        ((1, 1, 1, 1), 1, "all 1 ranks in one node"),
-        ((2, 1, 1, 6), 4, "inside a node of 4 ranks: nothing; between nodes: pp 2, tp 6"),  # groups straddle nodes
+        (MeshSizes(pp=4, dp_shard=8, tp=8), 8, "inside a node of 8 ranks: tp 8; between nodes: pp 4, dp_shard 8"),
+        (MeshSizes(pp=2, dp_shard=8, tp=2), 8, "inside a node of 8 ranks: tp 2, dp_shard 4; between nodes: pp 2, dp_shard 2"),
+        (
+            MeshSizes(pp=2, dp_replicate=2, dp_shard=2, tp=2),
+            8,
+            "inside a node of 8 ranks: tp 2, dp_shard 2, dp_replicate 2; between nodes: pp 2",
+        ),
+        (MeshSizes(dp_replicate=2, tp=16), 8, "inside a node of 8 ranks: tp 8; between nodes: dp_replicate 2, tp 2"),
+        (MeshSizes(pp=2, dp_shard=2, tp=2), 8, "all 8 ranks in one node"),
+        (MeshSizes(), 1, "all 1 ranks in one node"),
+        (MeshSizes(pp=2, tp=6), 4, "inside a node of 4 ranks: nothing; between nodes: pp 2, tp 6"),  # groups straddle nodes
     ],
 )
-def test_which_axes_a_node_holds(shape: tuple[int, int, int, int], ranks_per_node: int, text: str) -> None:
-    assert describe_nodes(shape, ranks_per_node) == text
+def test_which_axes_a_node_holds(sizes: MeshSizes, ranks_per_node: int, text: str) -> None:
+    assert describe_nodes(sizes, ranks_per_node) == text
 
 
 @pytest.mark.parametrize(
@@ -44,7 +49,7 @@ def test_the_warning_names_the_cost() -> None:
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("tp", [2, 4])
 def test_the_bytes_are_those_of_a_real_block(ranks, tp: int, sequence_parallel: bool) -> None:
-    case = Case((1, 1, 1, tp), sequence_parallel=sequence_parallel)
+    case = Case(MeshSizes(tp=tp), sequence_parallel=sequence_parallel)
     dim = case.config().model.dim
     expected = tp_bytes_per_step(
         tp, tokens=S * B, dim=dim, layers=1, bytes_per_number=DOUBLE, sequence_parallel=sequence_parallel

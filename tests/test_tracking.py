@@ -16,13 +16,13 @@ from typing import Any
 import psutil
 import pytest
 
+from runtime.events import read_events
+from runtime.progress import byte_bar
+from runtime.trackers import JsonLines, Tracker, Trackers
 from tests.runs import losses, train_run, write_config
 from tools import verify
 from tools.ranks import Ranks
-from training.events import read_events
 from training.load_config import load_config
-from training.progress import byte_bar
-from training.trackers import JsonLines, Tracker, Trackers
 
 SECRET = "0123456789abcdef0123456789abcdef01234567"  # as long as a key of wandb's
 

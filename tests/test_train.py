@@ -13,10 +13,10 @@ import torch
 import yaml
 from safetensors import safe_open
 
+from runtime import manifest
+from runtime.manifest import read_manifest
 from tests.runs import copy_of, fresh, global_state, losses, train_run, write_config
 from tools.ranks import RankError, Ranks
-from training import manifest
-from training.manifest import read_manifest
 
 
 def run(ranks: Ranks, world: int, *arguments: str) -> None:

@@ -15,13 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import training.watchdog
+import runtime.watchdog
+from runtime.events import read_events
+from runtime.watchdog import Watchdog, where_it_waits
 from tests.runs import train_run, write_config
 from tools.ranks import RankError, Ranks
-from training.events import read_events
 from training.load_config import load_config
 from training.step import TrainStep
-from training.watchdog import Watchdog, where_it_waits
 
 ROOT = Path(__file__).parent.parent
 LAYOUTS = {4: {"tp": 2, "dp_shard": 2}, 8: {"tp": 2, "pp": 2, "dp_shard": 2}}  # world → 2D, 3D
@@ -38,7 +38,7 @@ def run_with_a_sleeper(arguments: list[str], rank: int) -> str:
         return microbatches(self, *batch, **options)
 
     constants = {"LOOK_SECONDS": 0.1, "GRACE_SECONDS": 5.0}
-    with patch.multiple(training.watchdog, **constants), patch.object(TrainStep, "microbatches", sleeping):
+    with patch.multiple(runtime.watchdog, **constants), patch.object(TrainStep, "microbatches", sleeping):
         return train_run(arguments)
 
 
@@ -85,9 +85,9 @@ def test_the_clock_rests_and_is_patient(data: Path, tmp_path: Path) -> None:
 
     with (
         patch.object(Watchdog, "_give_up", lambda self: (alarms.append(self._step), setattr(self, "_due", float("inf")))),
-        patch.object(training.watchdog, "LOOK_SECONDS", 0.01),
-        patch.object(training.watchdog, "time", SimpleNamespace(monotonic=monotonic)),
-        patch.object(training.watchdog, "faulthandler", Mock()),
+        patch.object(runtime.watchdog, "LOOK_SECONDS", 0.01),
+        patch.object(runtime.watchdog, "time", SimpleNamespace(monotonic=monotonic)),
+        patch.object(runtime.watchdog, "faulthandler", Mock()),
         Watchdog(config) as watchdog,
     ):
         watchdog.step_done(1, None)
@@ -117,10 +117,10 @@ def test_native_code_that_never_returns(data: Path, tmp_path: Path) -> None:
     """A C function that keeps Python's lock: no Python thread can look at a clock, and the process ends all the same."""
     config = write_config(tmp_path, data, guard={"hang_factor": 1.0, "hang_seconds": 0.1})
     program = f"""
-import ctypes, training.watchdog
+import ctypes, runtime.watchdog
 from training.load_config import load_config
-training.watchdog.GRACE_SECONDS = 0.1
-with training.watchdog.Watchdog(load_config({config!r}, [])) as watchdog:
+runtime.watchdog.GRACE_SECONDS = 0.1
+with runtime.watchdog.Watchdog(load_config({config!r}, [])) as watchdog:
     watchdog.step_done(1, 0.01)
     ctypes.PyDLL(None).sleep(1000)
 """
@@ -159,6 +159,6 @@ def test_a_collective_is_named(ranks: Ranks) -> None:
 def left_and_entered() -> str:
     dist.all_reduce(torch.ones(3))
     deadline = time.monotonic() + 60
-    while "(done)" not in (line := training.watchdog.last_collectives()[-1]) and time.monotonic() < deadline:
+    while "(done)" not in (line := runtime.watchdog.last_collectives()[-1]) and time.monotonic() < deadline:
         time.sleep(0.01)  # gloo's thread may not have noted it yet
     return line

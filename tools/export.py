@@ -19,14 +19,14 @@ import torch
 
 from data.tokenizer import JSON, Tokenizer
 from errors import UserError
+from runtime.manifest import Damaged
+from runtime.trainer_state import verify_checkpoint
 from tools.huggingface.checkpoint_reader import CheckpointReader, newest
 from tools.huggingface.config import CONFIG, config_json, parameters
 from tools.huggingface.new_folder import new_folder, refuse_existing
 from tools.huggingface.tensor_files import FILE_BYTES, SINGLE, Piece, write_files, write_index
 from tools.huggingface.tokenizer import huggingface_files
 from training.build import DTYPES
-from training.manifest import Damaged
-from training.trainer_state import verify_checkpoint
 
 
 def export(

@@ -24,13 +24,13 @@ from torch import Tensor
 from data.tokenizer import Tokenizer
 from errors import UserError
 from model.config import ModelConfig
+from runtime.manifest import MANIFEST, PLACES, Manifest, fingerprint, write_durably, write_manifest
+from runtime.trainer_state import FREE_MODEL_KEYS, model_entries
 from tools.huggingface.checkpoint_reader import WEIGHTS
 from tools.huggingface.config import CONFIG, HuggingFaceConfig, parameters
 from tools.huggingface.foreign import refuse_foreign
 from tools.huggingface.new_folder import new_folder, refuse_existing
 from tools.huggingface.tensor_files import DTYPES, FILE_BYTES, FolderTensors, Piece, check_tensors, write_files
-from training.manifest import MANIFEST, PLACES, Manifest, fingerprint, write_durably, write_manifest
-from training.trainer_state import FREE_MODEL_KEYS, model_entries
 
 ALWAYS_SAID = ("norm_eps", "rope_theta", "tie_embeddings")  # in model.yaml, also where they are what they are by default
 

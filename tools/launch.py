@@ -19,7 +19,7 @@ their own, so that Ctrl-C reaches them no other way. Exit status: 0; the first f
 128 + the signal's number where one ended the run.
 """
 
-from training import signals
+from runtime import signals
 
 if __name__ == "__main__":  # first of all: the other imports take seconds
     signals.leave_on_request()
@@ -45,9 +45,9 @@ import torch.distributed as dist
 
 import train
 from errors import UserError
+from runtime.signals import Signals
+from runtime.status import read_status, record_failure
 from training.load_config import load_config
-from training.signals import Signals
-from training.status import read_status, record_failure
 
 MAX_PROCESSES = 8  # the smallest world in which tensor, pipeline and data parallelism all have two ranks
 NOTICE_SECONDS = 2.0  # after a failure, until the others are told to leave: they notice, and rank 0 writes it down

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from errors import UserError
+from runtime.profile_summary import REMEDY, describe, read_trace, summarise
 from tools.command import run_command
-from training.profile_summary import REMEDY, describe, read_trace, summarise
 
 
 def traces_of(run: Path) -> list[Path]:

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 from errors import UserError
+from runtime.manifest import Damaged
+from runtime.run_folder import checkpoints_of
+from runtime.trainer_state import verify_checkpoint
 from tools.command import run_command
-from training.manifest import Damaged
-from training.run_folder import checkpoints_of
-from training.trainer_state import verify_checkpoint
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -58,8 +58,7 @@ def describe_places(config: Config, mesh: Mesh, ranks_per_node: int) -> str:
         bytes_per_number=DTYPES[train.dtype].itemsize,
         sequence_parallel=config.parallel.sequence_parallel,
     )
-    shape = config.parallel.mesh_shape(dist.get_world_size())
-    return f"{describe_nodes(shape, ranks_per_node)}\n{tp_between_nodes(tp, ranks_per_node, sent)}".strip()
+    return f"{describe_nodes(mesh.sizes, ranks_per_node)}\n{tp_between_nodes(tp, ranks_per_node, sent)}".strip()
 
 
 def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bool) -> Transformer:

@@ -42,7 +42,7 @@ class TrainConfig:
     eval_interval: Whole = 0  # evaluate on held-out text every so many steps and after the last; 0: never
     eval_samples: Count = 256  # held-out sequences of each evaluation
     max_minutes: Annotated[float, between(0, 1e8)] = (
-        0.0  # after so many since the process began the run stops, and saves (training/stop.py); 0: no limit
+        0.0  # after so many since the process began the run stops, and saves (runtime/stop.py); 0: no limit
     )
 
 
@@ -86,7 +86,7 @@ class GuardConfig:
     max_bad_steps: Whole = 5  # after so many steps in a row without update (seen when logged) back to a checkpoint; 0: never
     replica_interval: Whole = 100  # compare what must be equal on several ranks every so many steps; before a save, always
     # A rank that takes longer for a step than hang_factor times the usual, and than hang_seconds, says where it is and exits
-    # (training/watchdog.py). hang_factor 0: it waits for ever, as under a debugger it should.
+    # (runtime/watchdog.py). hang_factor 0: it waits for ever, as under a debugger it should.
     hang_factor: Annotated[float, between(0, 1e6)] = 10.0
     hang_seconds: Annotated[float, between(0, 1e8)] = 120.0
 
@@ -98,9 +98,9 @@ class RunConfig:
     dir: PathText  # the run folder
     log_interval: Count = 1  # steps between lines
     trace: bool = False  # write what every rank did when in one step, the third of this start, to trace.json
-    profile: Text = ""  # start:stop: profile these steps, counted as in metrics.jsonl, without `stop` (training/profile.py)
+    profile: Text = ""  # start:stop: profile these steps, counted as in metrics.jsonl, without `stop` (runtime/profile.py)
     profile_ranks: list[Whole] = field(default_factory=lambda: [0])  # which ranks do, and which answer a file SNAPSHOT
-    memory_history: bool = False  # GPUs: memory snapshots know who allocated what; costs time (training/memory_report.py)
+    memory_history: bool = False  # GPUs: memory snapshots know who allocated what; costs time (runtime/memory_report.py)
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     wandb_project: PathText = "lattice"
     tensorboard: bool = False  # also write event files to the run folder's tensorboard/
@@ -170,8 +170,9 @@ class Config:
     def validate(self, world_size: int) -> None:
         """Check everything that involves more than one section or the world's size; raises UserError."""
         model, parallel, train = self.model, self.parallel, self.train
-        _, dp_replicate, dp_shard, tp = parallel.mesh_shape(world_size)
-        self._check_sizes(dp_replicate * dp_shard)
+        sizes = parallel.mesh_sizes(world_size)
+        dp, tp = sizes.dp, sizes.tp
+        self._check_sizes(dp)
         if self.run.profiled_steps and not 1 <= self.run.profiled_steps[0] <= self.run.profiled_steps[-1] <= train.steps:
             why = f"the run's steps are 1 to {train.steps}, and stop is not profiled"
             raise UserError("run.profile", self.run.profile, why, f"start at 1 or later, stop at {train.steps + 1} or before")
@@ -179,7 +180,6 @@ class Config:
             if not 0 <= rank < world_size:
                 why = f"the world has ranks 0 to {world_size - 1}, and not {rank}"
                 raise UserError("run.profile_ranks", self.run.profile_ranks, why, "choose from these")
-        dp = dp_replicate * dp_shard
         step = dp * train.micro_batch_size
         if train.global_batch_size % step:
             raise UserError(
@@ -189,7 +189,7 @@ class Config:
                 f"for example {max(step, train.global_batch_size // step * step)}",
             )
         sums_microbatches = self.num_microbatches(dp) > 1 and parallel.zero_stage < 2
-        if parallel.reduce_dtype == train.dtype == "bfloat16" and (sums_microbatches or dp_replicate > 1):
+        if parallel.reduce_dtype == train.dtype == "bfloat16" and (sums_microbatches or sizes.dp_replicate > 1):
             raise UserError(
                 "parallel.reduce_dtype",
                 "bfloat16",

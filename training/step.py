@@ -5,14 +5,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from model.document import find_documents
-from model.initialise import canonical_name
 from model.kernels.cross_entropy import IGNORE
 from model.transformer import Batch, Transformer
 from parallel.data import ZeroStage, check_reduced
 from parallel.mesh import Mesh, to_device
+from parallel.parameter import weights_of
 from parallel.partial import PartialGradients
 from parallel.pipeline.actions import forward_only, splits_backward, stage_ranks
 from parallel.pipeline.lower import lower
@@ -48,14 +47,12 @@ class TrainStep:
         self.loss_dtype = torch.float64 if config.train.dtype == "float64" else torch.float32
         parallel, train = config.parallel, config.train
         # Listed once, while they are sharded: while its weights are gathered, a module calls other objects its parameters.
-        self.named_parameters = [named for stage in stages.values() for named in stage.named_parameters()]
-        self.partial = PartialGradients(stages.values(), mesh.tp.get_group())
+        self.weights = [weight for stage in stages.values() for weight in weights_of(stage)]
+        self.partial = PartialGradients(self.weights, mesh.tp.get_group())
         self.tied = build_tied_embedding(config, mesh, stages)
-        self.optimizer = ShardedAdamW(self.named_parameters, config)
+        self.optimizer = ShardedAdamW(self.weights, config)
         self.guard = UpdateGuard(config.guard.spike_sigmas, mesh.device)
-        # A tied embedding's second copy has the same gradient as the first, and does not count again in the norm.
         self.record: Recorder = record_nothing
-        self.counted = [p for name, p in self.named_parameters if canonical_name(name, config.model) == name]
 
         positions = train.seq_len // mesh.tp.size() if parallel.sequence_parallel else train.seq_len
         hidden_shape = (positions, train.micro_batch_size, config.model.dim)
@@ -79,10 +76,11 @@ class TrainStep:
         # is wrong as soon as token counts differ.)
         microbatches = self.microbatches(tokens, targets, loss_scale=1 / self.count_targets(targets))
         loss = self.runner.step(self.program, microbatches, self.record)
-        check_reduced(p for _, p in self.named_parameters)
+        check_reduced(weight.parameter for weight in self.weights)
         self.partial.sum_over_tp()
         self.tied.sum_gradients()
-        gradients = [p.grad for p in self.counted if isinstance(p.grad, DTensor)]
+        # A tied embedding's second copy has the same gradient as the first, and does not count again in the norm.
+        gradients = [weight.gradient for weight in self.weights if not weight.is_copy]
         norm = gradient_norm(gradients, self.mesh, self.config.model.kernels)
         return self.sum_over_ranks(loss), norm
 

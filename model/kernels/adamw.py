@@ -19,9 +19,9 @@ https://arxiv.org/abs/1502.02551): up or down, with the probability that makes t
 below 2⁻⁹ of the weight would be lost every time, and with β₂ = 0.999 v would never decay.
 
 A float32 is rounded by adding 16 random bits below what bfloat16 keeps, and cutting them off. The bits are no stream that a
-rank draws from, but a hash of what is rounded: of the seed and the parameter's name (`Place.key`), of t, and of the element's
-index in the global tensor. So every layout, every replica and the copies of a tied weight round alike, and a resumed run goes
-on with the same bits. p and m take the halves of one hash, v a half of the hash of that.
+rank draws from, but a hash of what is rounded: of the seed and the parameter's name (`Location.key`), of t, and of the
+element's index in the global tensor. So every layout, every replica and the copies of a tied weight round alike, and a resumed
+run goes on with the same bits. p and m take the halves of one hash, v a half of the hash of that.
 
 The hash is lowbias32 (Wellons 2018, https://nullprogram.com/blog/2018/07/31/). Indices count modulo 2³²: in a tensor of more
 elements, those 2³² apart round with the same bits, and each of them still without bias.
@@ -41,7 +41,7 @@ BLOCK = 2048  # 8 elements a thread: two 16-byte loads of float32 from each of p
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Where a local matrix lies in its global one, in elements counted row by row; a vector is one row."""
 
     key: int  # 32 bits: the random bits of this global tensor
@@ -62,7 +62,7 @@ class Rates:
 
 @torch.no_grad()
 def adamw(
-    p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor], decays: Sequence[float], places: Sequence[Place],
+    p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor], decays: Sequence[float], locations: Sequence[Location],
     step: Tensor, norm: Tensor, rates: Rates, kernels: str,
 ) -> None:  # fmt: skip
     """One update in place. Lists are of equal length, all of p, m, v and g have one dtype: float32, bfloat16 or float64.
@@ -71,7 +71,7 @@ def adamw(
         p, m, v: weights, first and second moments, contiguous.
         g: gradients; their contents are lost.
         decays: each tensor's weight decay.
-        places: of bfloat16 tensors; not looked at for others.
+        locations: of bfloat16 tensors; not looked at for others.
         step: updates made, a float32 scalar on the tensors' device; counted up.
         norm: of all gradients of the model, a float64 scalar there.
         kernels: auto, triton or torch.
@@ -79,15 +79,15 @@ def adamw(
     applied = norm.isfinite()
     step += applied
     scalars = _scalars(step, norm, applied, rates)
-    rounded = list(places) if p[0].dtype == torch.bfloat16 else []
+    rounded = list(locations) if p[0].dtype == torch.bfloat16 else []
     shrink = [rates.lr * decay for decay in decays]
     if use_triton(p[0], kernels):
-        flat = [n for place in rounded for n in (place.key, place.first, place.width, place.global_width)]
+        flat = [n for location in rounded for n in (location.key, location.first, location.width, location.global_width)]
         g = [gradient.contiguous() for gradient in g]
         torch.ops.lattice.adamw(p, g, m, v, scalars, shrink, *rates.betas, rates.eps, flat)
     elif rounded:
-        for i, place in enumerate(rounded):
-            _update_and_round(p[i], g[i], m[i], v[i], shrink[i], place, scalars, rates)
+        for i, location in enumerate(rounded):
+            _update_and_round(p[i], g[i], m[i], v[i], shrink[i], location, scalars, rates)
     else:
         if rates.max_norm:
             torch._foreach_mul_(g, scalars[1].to(g[0].dtype))
@@ -131,7 +131,7 @@ def _stochastic(x, bits):
 
 @jit
 def _random(row, start, offsets, t):
-    """The hash of this block's elements, uint32. Fields of the row from 6: those of a `Place`."""
+    """The hash of this block's elements, uint32. Fields of the row from 6: those of a `Location`."""
     key = tl.load(row + 6).to(tl.uint32)
     first = tl.load(row + 7)
     width = tl.load(row + 8)
@@ -163,11 +163,11 @@ def stochastic(x: Tensor, bits: Tensor) -> Tensor:
     return (moved >> 16).to(torch.int16).view(torch.bfloat16)
 
 
-def random_bits(place: Place, shape: torch.Size, t: Tensor) -> Tensor:
+def random_bits(location: Location, shape: torch.Size, t: Tensor) -> Tensor:
     """The hash of each element of a local tensor at update t (an integer scalar): int64 like `shape`."""
     local = torch.arange(shape.numel(), device=t.device)
-    index = place.first + local + local // place.width * (place.global_width - place.width)
-    return lowbias32(index & 0xFFFFFFFF ^ lowbias32(place.key ^ lowbias32(t))).view(shape)
+    index = location.first + local + local // location.width * (location.global_width - location.width)
+    return lowbias32(index & 0xFFFFFFFF ^ lowbias32(location.key ^ lowbias32(t))).view(shape)
 
 
 # --- the update -------------------------------------------------------------------------------------------------------
@@ -224,16 +224,16 @@ def _adamw(
 @torch.library.custom_op("lattice::adamw", mutates_args=("p", "m", "v"))
 def _update_all(
     p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor], scalars: Tensor, shrink: list[float], beta1: float,
-    beta2: float, eps: float, places: list[int],
+    beta2: float, eps: float, locations: list[int],
 ) -> None:  # fmt: skip
-    """`scalars`: see `_scalars`; `shrink`: lr · decay of each tensor; `places`: four numbers a tensor, or none."""
+    """`scalars`: see `_scalars`; `shrink`: lr · decay of each tensor; `locations`: four numbers a tensor, or none."""
     bits = torch.tensor(shrink, dtype=torch.float64).view(torch.int64).tolist()
-    launch = prepare([p, g, m, v], [bits, *(places[i::4] for i in range(4) if places)], BLOCK)
+    launch = prepare([p, g, m, v], [bits, *(locations[i::4] for i in range(4) if locations)], BLOCK)
     if launch.grid[0]:
         dtype = p[0].dtype
         _adamw[launch.grid](
             launch.table, launch.places, scalars, BETA1=beta1, BETA2=beta2, EPS=eps, ACC=accumulator(dtype),
-            DTYPE=triton_type(dtype), ALIGNED=launch.aligned, ROUND=bool(places), BLOCK=BLOCK,
+            DTYPE=triton_type(dtype), ALIGNED=launch.aligned, ROUND=bool(locations), BLOCK=BLOCK,
             num_warps=warps_for(2 * BLOCK),
         )  # fmt: skip
 
@@ -241,13 +241,13 @@ def _update_all(
 @_update_all.register_fake
 def _(
     p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor], scalars: Tensor, shrink: list[float], beta1: float,
-    beta2: float, eps: float, places: list[int],
+    beta2: float, eps: float, locations: list[int],
 ) -> None:  # fmt: skip
     return None
 
 
 def _update_and_round(
-    p: Tensor, g: Tensor, m: Tensor, v: Tensor, shrink: float, place: Place, scalars: Tensor, rates: Rates
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, shrink: float, location: Location, scalars: Tensor, rates: Rates
 ) -> None:
     """What the kernel does with one tensor in bfloat16."""
     factor, step_size, scale = scalars[1:4].float()
@@ -255,6 +255,6 @@ def _update_and_round(
     first = beta1 * m.float() + (1 - beta1) * gradient
     second = beta2 * v.float() + (1 - beta2) * gradient * gradient
     weight = p.float() - shrink * p.float() - step_size * (first / (second.sqrt() * scale + rates.eps))
-    bits = random_bits(place, p.shape, scalars[4].long())
+    bits = random_bits(location, p.shape, scalars[4].long())
     for old, new, random in ((p, weight, bits & 0xFFFF), (m, first, bits >> 16), (v, second, lowbias32(bits) & 0xFFFF)):
         old.copy_(torch.where(scalars[0] != 0, stochastic(new, random), old))

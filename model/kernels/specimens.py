@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.kernels.adamw import Place, Rates, adamw
+from model.kernels.adamw import Location, Rates, adamw
 from model.kernels.cross_entropy import gradient_over_logits_, merge, statistics
 from model.kernels.gradient_norm import square_sum
 from model.kernels.rms_norm import add_rms_norm, rms_norm
@@ -79,9 +79,9 @@ def _gradients(dtype: torch.dtype, shift: int = 0) -> None:
 
 def _update(dtype: torch.dtype) -> None:
     p, g, m, v = ([torch.empty(4096, 17, dtype=dtype), torch.empty(4096, dtype=dtype)] for _ in range(4))
-    places = [Place(1, 0, 17, 17), Place(2, 0, 4096, 4096)]
+    locations = [Location(1, 0, 17, 17), Location(2, 0, 4096, 4096)]
     norm = torch.ones((), dtype=torch.float64)
-    adamw(p, g, m, v, [0.1, 0.0], places, torch.zeros(()), norm, Rates(1e-3, (0.9, 0.95), 1e-8, 1.0), "triton")
+    adamw(p, g, m, v, [0.1, 0.0], locations, torch.zeros(()), norm, Rates(1e-3, (0.9, 0.95), 1e-8, 1.0), "triton")
 
 
 ANGLES = ("COS + angles", "SIN + angles")  # 64 numbers a token, read by more threads than that

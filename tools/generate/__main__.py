@@ -19,12 +19,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from errors import UserError
+from runtime.init_distributed import init_distributed
+from runtime.messages import from_rank_0, on_all_ranks, refuse
 from tools.generate.load_model import load_model
 from tools.generate.loop import continue_texts
 from tools.generate.sampling import Sampling
 from training.build import DTYPES
-from training.join import start_distributed
-from training.voice import from_rank_0, refuse, together
 
 
 def read_options(options: argparse.Namespace) -> tuple[list[str], Sampling]:
@@ -49,25 +49,25 @@ def run(options: argparse.Namespace, device: str) -> None:
     """On every rank; rank 0 writes to standard output. Raises UserError on all of them alike."""
     prompts, sampling = from_rank_0(lambda: read_options(options), device)
     loaded = load_model(options.checkpoint, DTYPES[options.dtype], device)
-    encoded = together(lambda: [loaded.encode(prompt, options.bos) for prompt in prompts], device)
+    encoded = on_all_ranks(lambda: [loaded.encode(prompt, options.bos) for prompt in prompts], device)
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         if dist.get_rank() == 0:
             sys.stdout.write(text)
             sys.stdout.flush()
 
     if len(prompts) == 1:
-        say(prompts[0])
+        log(prompts[0])
         for _, piece in continue_texts(loaded, encoded, options.max_new_tokens, sampling):
-            say(piece)
-        say("\n")
+            log(piece)
+        log("\n")
         return
     for first in range(0, len(prompts), options.batch_size):
         batch = slice(first, first + options.batch_size)
         texts = prompts[batch]
         for row, piece in continue_texts(loaded, encoded[batch], options.max_new_tokens, sampling, first):
             texts[row] += piece
-        say("".join(f"--- {number}\n{text}\n" for number, text in enumerate(texts, first + 1)))
+        log("".join(f"--- {number}\n{text}\n" for number, text in enumerate(texts, first + 1)))
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -96,7 +96,7 @@ def main() -> None:
     options = parse()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that knows no UTF-8 shows what it can
-    device = start_distributed()
+    device = init_distributed()
     try:
         run(options, device)
     except UserError as error:

@@ -20,17 +20,18 @@ from torch.distributed.tensor import DTensor
 from data.tokenizer import Tokenizer
 from errors import UserError
 from model.config import ModelConfig
-from model.initialise import canonical_name
 from model.transformer import Transformer
+from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
+from parallel.parameter import weights_of
 from parallel.placement import chunk_range, local_region
+from runtime.checkpoint import require_good
+from runtime.messages import from_rank_0, on_all_ranks
+from runtime.trainer_state import read_trainer
 from tools.huggingface.checkpoint_reader import newest
 from tools.huggingface.config import CONFIG, HuggingFaceConfig, parameters, read_json
 from tools.huggingface.foreign import refuse_foreign
 from tools.huggingface.tensor_files import FolderTensors, check_tensors
-from training.checkpoint import require_good
-from training.trainer_state import read_trainer
-from training.voice import from_rank_0, together
 
 
 @dataclass(frozen=True)
@@ -74,16 +75,14 @@ def load_model(folder: Path, dtype: torch.dtype, device: str) -> Loaded:
     source = from_rank_0(lambda: find(folder, dist.get_world_size()), device)
     if source.is_checkpoint:
         require_good(source.folder, "--checkpoint", device)
-    tokenizer = together(lambda: Tokenizer.load(source.folder), device)
+    tokenizer = on_all_ranks(lambda: Tokenizer.load(source.folder), device)
     model = empty_model(source.config, dtype, device)
-    weights: dict[str, DTensor] = {}
-    for name, parameter in model.named_parameters():
-        weights.setdefault(canonical_name(name, source.config), parameter.detach())
+    held = weights_of(model)
+    weights = {weight.name: weight.sharded for weight in held if not weight.is_copy}
     read = read_checkpoint if source.is_checkpoint else read_exported
-    together(lambda: read(source, weights), device)
-    for name, parameter in model.named_parameters():
-        if canonical_name(name, source.config) != name:  # the head of tied embeddings is a copy
-            parameter.to_local().copy_(weights[canonical_name(name, source.config)].to_local())
+    on_all_ranks(lambda: read(source, weights), device)
+    for copy in filter(lambda weight: weight.is_copy, held):  # the head of tied embeddings
+        copy.sharded.to_local().copy_(weights[copy.global_name].to_local())
     return Loaded(model, tokenizer, source.stop | {tokenizer.eos_id})
 
 
@@ -131,7 +130,7 @@ def fits(config: ModelConfig, tp: int) -> bool:
 
 def empty_model(config: ModelConfig, dtype: torch.dtype, device: str) -> Transformer:
     """The model in one stage, cut over all ranks, its weights not yet filled."""
-    mesh = build_mesh((1, 1, 1, dist.get_world_size()), device)
+    mesh = build_mesh(MeshSizes(tp=dist.get_world_size()), device)
     layers = range(config.num_layers)
     model = Transformer(config, layers, first=True, last=True, tp=mesh.tp, sequence_parallel=False).to(dtype)
     return model.to_empty(device=device).requires_grad_(False)

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from errors import UserError
 from model.config import ModelConfig
+from runtime.manifest import TENSORS, Damaged, Manifest, check_whole, read_manifest, read_pieces
+from runtime.run_folder import checkpoints_of
+from runtime.tiling import random_point, value_at
+from runtime.trainer_state import TrainerState, read_trainer
 from tools.huggingface.tensor_files import DTYPES, file_opener
-from training.manifest import TENSORS, Damaged, Manifest, check_whole, read_manifest, read_pieces
-from training.run_folder import checkpoints_of
-from training.tiling import random_point, value_at
-from training.trainer_state import TrainerState, read_trainer
 
 WEIGHTS = "model."  # names of weights begin so; those of the optimizer's state with "optimizer."
 
@@ -31,7 +31,7 @@ def newest(folder: Path) -> Path:
 class CheckpointReader:
     """The weights of one checkpoint.
 
-    Opening reads the manifest and the headers of the files, no tensor, and compares no checksum (training/manifest.py does).
+    Opening reads the manifest and the headers of the files, no tensor, and compares no checksum (runtime/manifest.py does).
     Raises UserError, naming --checkpoint, where the folder is no checkpoint, or its files do not hold every number once.
     """
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from errors import UserError
 from model.config import ModelConfig
+from runtime.progress import byte_bar
 from tools.huggingface.config import CONFIG, COPY_AGAIN, parameters, read_json
-from training.progress import byte_bar
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FILE_BYTES = 5_000_000_000  # as transformers 4 wrote them

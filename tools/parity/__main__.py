@@ -15,14 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from model.kernels.backend import why_not_triton
+from parallel.axes import MeshSizes
 from tools.command import run_command
 from tools.parity.cases import (
     QUICK_LAYOUTS,
     STEPS,
     Case,
-    Layout,
     Pair,
-    base_layouts,
     covering_cases,
     kernel_cases,
     schedule_cases,
@@ -36,11 +35,11 @@ WORLDS = (1, 2, 4, 8)
 
 def plan(worlds: tuple[int, ...], quick: bool) -> tuple[list[tuple[Case, int]], list[Pair]]:
     """The cases with the number of optimizer steps of each, and the pairs of options that go with no valid case."""
-    layouts: list[Layout] = [shape for world in worlds for shape in base_layouts(world) if Case(shape).is_valid()]
+    layouts = [sizes for world in worlds for sizes in MeshSizes.all_of(world) if Case(sizes).is_valid()]
     if quick:
-        layouts = [shape for shape in layouts if shape in QUICK_LAYOUTS]
+        layouts = [sizes for sizes in layouts if sizes in QUICK_LAYOUTS]
     # Without a pipeline two micro-batches show all that accumulation can do wrong.
-    bases = [(Case(shape, num_microbatches=4 if shape[0] > 1 else 2), STEPS) for shape in layouts]
+    bases = [(Case(sizes, num_microbatches=4 if sizes.pp > 1 else 2), STEPS) for sizes in layouts]
     bases = [] if quick else [(replace(case, dtype=dtype), steps) for case, steps in bases for dtype in BOUNDS]
     combined, impossible = covering_cases(layouts)
     schedules = [] if quick else schedule_cases(worlds)

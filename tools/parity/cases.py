@@ -1,8 +1,7 @@
 """Which runs the parity proof compares: every layout, and every pair of options.
 
-`base_layouts` are all ways to split a world over the mesh axes. `covering_cases` is a covering array: few cases in which every
-two values of different options meet in at least one (faults that need three at once are rare: Kuhn et al. 2004,
-https://doi.org/10.1109/TSE.2004.24).
+`covering_cases` is a covering array: few cases in which every two values of different options meet in at least one (faults that
+need three at once are rare: Kuhn et al. 2004, https://doi.org/10.1109/TSE.2004.24).
 """
 
 import functools
@@ -15,6 +14,7 @@ from typing import Any, get_args, get_type_hints
 from data.config import DataConfig
 from errors import UserError
 from model.config import ModelConfig
+from parallel.axes import MeshSizes
 from parallel.config import ParallelConfig
 from parallel.pipeline.schedules import SCHEDULES, build_schedule
 from training.config import CheckpointConfig, Config, GuardConfig, OptimizerConfig, RunConfig, TrainConfig
@@ -27,14 +27,12 @@ BOS = 1  # begins a document
 # Warmup, decay and a clip that is active in some steps and not in others: parity of the whole step, not of a part of it.
 OPTIMIZER = OptimizerConfig(lr=3e-3, warmup_steps=5, grad_clip=1.45)
 
-Layout = tuple[int, int, int, int]  # sizes of pp, dp_replicate, dp_shard, tp
-
 
 @dataclass(frozen=True)
 class Case:
     """A small run. Fields that are not here are the same in all (`config`)."""
 
-    layout: Layout
+    layout: MeshSizes
     sequence_parallel: bool = True
     schedule: str = "1f1b"
     stages_per_rank: int = 1
@@ -56,18 +54,16 @@ class Case:
 
     @property
     def world(self) -> int:
-        pp, dp_replicate, dp_shard, tp = self.layout
-        return pp * dp_replicate * dp_shard * tp
+        return self.layout.world
 
     def __str__(self) -> str:
-        pp, dp_replicate, dp_shard, tp = self.layout
+        at = self.layout
         changed = [f"{f.name}={getattr(self, f.name)}" for f in fields(self)[1:] if getattr(self, f.name) != f.default]
-        return " ".join([f"pp={pp} dp={dp_replicate}x{dp_shard} tp={tp}", *changed])
+        return " ".join([f"pp={at.pp} dp={at.dp_replicate}x{at.dp_shard} tp={at.tp}", *changed])
 
     def config(self) -> Config:
         """The whole configuration; a UserError where these options do not go together."""
-        pp, dp_replicate, dp_shard, tp = self.layout
-        stages = pp * self.stages_per_rank
+        stages = self.layout.pp * self.stages_per_rank
         num_layers = 2 if stages == 1 else stages + 2
         config = Config(
             ModelConfig(
@@ -86,10 +82,7 @@ class Case:
                 init_std=0.15,  # large, so that attention is far from uniform and every part matters
             ),
             ParallelConfig(
-                tp=tp,
-                pp=pp,
-                dp_shard=dp_shard,
-                dp_replicate=dp_replicate,
+                **self.layout.by_axis(),
                 sequence_parallel=self.sequence_parallel,
                 schedule=self.schedule,
                 stages_per_rank=self.stages_per_rank,
@@ -102,7 +95,7 @@ class Case:
                 steps=STEPS,
                 seq_len=SEQ_LEN,
                 global_batch_size=BATCH,
-                micro_batch_size=max(1, BATCH // (dp_replicate * dp_shard * self.num_microbatches)),
+                micro_batch_size=max(1, BATCH // (self.layout.dp * self.num_microbatches)),
                 seed=SEED,
                 dtype=self.dtype,
                 activation_checkpointing=self.activation_checkpointing,
@@ -118,14 +111,13 @@ class Case:
 
     def is_valid(self) -> bool:
         """Whether the options go together, and none of them is without meaning."""
-        pp, dp_replicate, dp_shard, _ = self.layout
-        if dp_replicate * dp_shard * self.num_microbatches > BATCH:
+        if self.layout.dp * self.num_microbatches > BATCH:
             return False
         try:
             self.config()
         except UserError:
             return False
-        return self.layers == "even" or pp * self.stages_per_rank > 1
+        return self.layers == "even" or self.layout.pp * self.stages_per_rank > 1
 
 
 def _layers_per_stage(layers: str, stages: int, num_layers: int) -> list[int] | None:
@@ -136,12 +128,6 @@ def _layers_per_stage(layers: str, stages: int, num_layers: int) -> list[int] | 
     few = [num_layers // (stages - 1)] * (stages - 1)
     few[0] += num_layers - sum(few)
     return [0, *few] if layers == "none_first" else [*few, 0]
-
-
-def base_layouts(world: int) -> list[Layout]:
-    """Every split of `world` ranks over (pp, dp_replicate, dp_shard, tp)."""
-    divisors = [d for d in range(1, world + 1) if world % d == 0]
-    return [shape for shape in product(divisors, repeat=4) if shape[0] * shape[1] * shape[2] * shape[3] == world]
 
 
 @functools.cache
@@ -179,9 +165,15 @@ def schedule_cases(worlds: Sequence[int]) -> list[Case]:
     """Every schedule, at every depth and number of stages per rank that it takes, with tp and dp_shard where they fit, and with
     from fewer micro-batches than ranks to four times as many. zero_stage and sequence parallelism alternate."""
     cases: list[Case] = []
-    for layout in ((2, 1, 1, 1), (2, 1, 2, 2), (4, 1, 1, 2), (4, 1, 2, 1), (8, 1, 1, 1)):
+    for layout in (
+        MeshSizes(pp=2),
+        MeshSizes(pp=2, dp_shard=2, tp=2),
+        MeshSizes(pp=4, tp=2),
+        MeshSizes(pp=4, dp_shard=2),
+        MeshSizes(pp=8),
+    ):
         for schedule, stages_per_rank in product(SCHEDULES, (1, 2, 4)):
-            for microbatches in (layout[0] // 2, layout[0], 2 * layout[0], 4 * layout[0]):
+            for microbatches in (layout.pp // 2, layout.pp, 2 * layout.pp, 4 * layout.pp):
                 case = Case(
                     layout,
                     schedule=schedule,
@@ -197,13 +189,20 @@ def schedule_cases(worlds: Sequence[int]) -> list[Case]:
 
 def kernel_cases(worlds: Sequence[int]) -> list[Case]:
     """The whole model with Triton's kernels: over tp, and with each way of keeping, gathering and splitting that they meet."""
-    cases = [Case((1, 1, 1, tp), kernels="triton") for tp in (1, 2, 4)]
+    cases = [Case(MeshSizes(tp=tp), kernels="triton") for tp in (1, 2, 4)]
     cases += [
-        Case((1, 1, 1, 2), kernels="triton", sequence_parallel=False, num_kv_heads=8, attention_dim=64),
-        Case((1, 1, 2, 2), kernels="triton", zero_stage=3, activation_checkpointing="full", num_kv_heads=1, qk_norm=True),
-        Case((1, 2, 1, 1), kernels="triton", activation_checkpointing="selective", document_mask=True),
-        Case((2, 1, 1, 2), kernels="triton", schedule="zb_v", stages_per_rank=2, tie_embeddings=True, vocab_size=256),
-        Case((2, 1, 2, 1), kernels="triton", schedule="zb_h1", zero_stage=2, cpu_offload=True, qk_norm=True),
+        Case(MeshSizes(tp=2), kernels="triton", sequence_parallel=False, num_kv_heads=8, attention_dim=64),
+        Case(
+            MeshSizes(dp_shard=2, tp=2),
+            kernels="triton",
+            zero_stage=3,
+            activation_checkpointing="full",
+            num_kv_heads=1,
+            qk_norm=True,
+        ),
+        Case(MeshSizes(dp_replicate=2), kernels="triton", activation_checkpointing="selective", document_mask=True),
+        Case(MeshSizes(pp=2, tp=2), kernels="triton", schedule="zb_v", stages_per_rank=2, tie_embeddings=True, vocab_size=256),
+        Case(MeshSizes(pp=2, dp_shard=2), kernels="triton", schedule="zb_h1", zero_stage=2, cpu_offload=True, qk_norm=True),
     ]
     return [case for case in cases if case.world in worlds]
 
@@ -211,25 +210,25 @@ def kernel_cases(worlds: Sequence[int]) -> list[Case]:
 TRIES, ENOUGH = 200, 30  # random completions of a pair: before it is called impossible, and once it is possible
 Pair = tuple[tuple[str, object], tuple[str, object]]
 # For the quick proof: every axis alone and with every other, and where each kind of replica meets each kind of shard.
-QUICK_LAYOUTS: list[Layout] = [
-    (1, 1, 1, 1),
-    (2, 1, 1, 2),
-    (2, 1, 2, 1),
-    (2, 2, 1, 1),
-    (1, 1, 2, 2),
-    (1, 2, 1, 2),
-    (2, 1, 2, 2),
-    (1, 1, 1, 8),
+QUICK_LAYOUTS = [
+    MeshSizes(),
+    MeshSizes(pp=2, tp=2),
+    MeshSizes(pp=2, dp_shard=2),
+    MeshSizes(pp=2, dp_replicate=2),
+    MeshSizes(dp_shard=2, tp=2),
+    MeshSizes(dp_replicate=2, tp=2),
+    MeshSizes(pp=2, dp_shard=2, tp=2),
+    MeshSizes(tp=8),
 ]
 
 
 def pairs_of(case: Case) -> set[Pair]:
     """Every two option values that meet in `case`, the layout counted as an option."""
-    given = {**asdict(case), "layout": tuple(case.layout), "pipeline": (case.schedule, case.stages_per_rank)}
+    given = {**asdict(case), "layout": case.layout, "pipeline": (case.schedule, case.stages_per_rank)}
     return set(combinations([(name, given[name]) for name in ("layout", *option_values())], 2))
 
 
-def covering_cases(layouts: Sequence[Layout], seed: int = 0) -> tuple[list[Case], list[Pair]]:
+def covering_cases(layouts: Sequence[MeshSizes], seed: int = 0) -> tuple[list[Case], list[Pair]]:
     """Cases in which every two option values meet, and the pairs that no valid case has. The same for the same arguments.
 
     Greedy: the first pair not yet covered is fixed, and of many random completions the one that covers most new pairs is taken.

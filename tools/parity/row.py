@@ -60,6 +60,5 @@ def line(row: Row, steps: int) -> str:
 def as_json(row: Row, steps: int) -> dict[str, Any]:
     errors = {name: value for name, value in asdict(row).items() if name != "case"}
     numbers = {n: (None if isinstance(v, float) and not math.isfinite(v) else v) for n, v in errors.items()}
-    layout = dict(zip(("pp", "dp_replicate", "dp_shard", "tp"), row.case.layout, strict=True))
     options = {name: value for name, value in asdict(row.case).items() if name != "layout"}
-    return {**layout, **options, "steps": steps, **numbers, "failures": row.failures()}
+    return {**row.case.layout.by_axis(), **options, "steps": steps, **numbers, "failures": row.failures()}

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from model.config import ModelConfig
-from model.initialise import canonical_name, draw_rows, standard_deviation
+from model.initialise import draw_rows
 from parallel.mesh import build_mesh
 from parallel.placement import local_region
 from tools.parity.cases import BATCH, BOS, OPTIMIZER, SEED, SEQ_LEN, STEPS, Case
@@ -61,7 +61,7 @@ def run_on_ranks(case: Case, steps: int, sabotage: Sabotage | None = None) -> Ru
     """On each rank: one forward and backward, then `steps` optimizer steps from the same weights."""
     with sabotage() if sabotage is not None else contextlib.nullcontext():
         config = case.config()
-        mesh = build_mesh(config.parallel.mesh_shape(dist.get_world_size()), "cpu")
+        mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
         stages = build_stages(config, mesh)
         step = TrainStep(config, mesh, stages, BOS)
 
@@ -69,7 +69,7 @@ def run_on_ranks(case: Case, steps: int, sabotage: Sabotage | None = None) -> Ru
             tokens, targets = global_batch(case.vocab_size, index)
             return tokens.chunk(mesh.dp_size)[mesh.dp_rank], targets.chunk(mesh.dp_size)[mesh.dp_rank]
 
-        named = [(canonical_name(n, config.model), p) for stage in stages.values() for n, p in stage.named_parameters()]
+        named = [(weight.global_name, weight.parameter) for weight in step.weights]
         run = Run(weights=parts(named))
         loss, norm = step.forward_backward(*rows(0))
         run.loss, run.norm = loss.item(), norm.item()
@@ -111,7 +111,10 @@ def assemble(runs: list[list[Part]], shapes: dict[str, torch.Size]) -> tuple[dic
 
 
 def reference_model(model: ModelConfig, dtype: torch.dtype, seed: int, bos_id: int | None = None) -> Reference:
-    """The unsharded model with the weights that every layout must start from: each whole global tensor drawn at once."""
+    """The unsharded model with the weights that every layout must start from: each whole global tensor drawn at once.
+
+    Vectors are ones. Matrices are normal; those that write into the residual stream are smaller by sqrt(2 · layers).
+    """
     reference = Reference(
         dim=model.dim,
         num_layers=model.num_layers,
@@ -135,7 +138,9 @@ def reference_model(model: ModelConfig, dtype: torch.dtype, seed: int, bos_id: i
     with torch.no_grad():
         for name, p in reference.named_parameters():
             if p.ndim > 1:
-                p.copy_(draw_rows(name, p.shape, range(p.shape[0]), standard_deviation(name, model), seed))
+                writes = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
+                std = model.init_std / math.sqrt(2 * model.num_layers) if writes else model.init_std
+                p.copy_(draw_rows(name, p.shape, range(p.shape[0]), std, seed))
     return reference
 
 

@@ -2,4 +2,5 @@
 
 __main__.py  the command, and its tables
 draw.py      its pictures
+beside.py    a memory report beside the plan of its rank
 """

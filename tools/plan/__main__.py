@@ -5,6 +5,7 @@
     python -m tools.plan configs/llama3_405b.yaml --gpus 16384 --search             the fastest of all layouts that fit
     python -m tools.plan configs/llama3_8b.yaml --tokens 15e12 --price 2.5          days, energy and cost of the whole run
     python -m tools.plan configs/llama3_8b.yaml --guide 4                           ZeRO's stages under the usual accounting
+    python -m tools.plan RUN/config.yaml --beside RUN/memory/step-….json            a rank's memory report beside its plan
 
 --pictures FOLDER draws memory.svg, timeline.svg and, with --search, frontier.svg. Bytes are decimal: 1 GB = 1e9.
 How it is computed, and how far it was from what was measured: docs/planning.md.
@@ -27,6 +28,7 @@ from plan.search import describe as describe_row
 from plan.summary import summarise
 from plan.time import StepTime
 from tools.command import run_command
+from tools.plan.beside import beside, read_report
 from tools.plan.draw import draw_frontier, draw_memory
 from tools.timeline.draw import Panel, draw, save
 from tools.timeline.panels import figures
@@ -125,6 +127,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="h100", metavar="NAME", help=f"{', '.join(DEVICES)}, or a JSON file of rates")
     parser.add_argument("--search", action="store_true", help="try all layouts, whatever the configuration says of them")
     parser.add_argument("--guide", type=int, metavar="N", help="print ZeRO's memory and traffic on N GPUs as guides count them")
+    parser.add_argument(
+        "--beside", type=Path, metavar="FILE", help="print a rank's memory report (RUN/memory/*.json) beside its plan"
+    )
     parser.add_argument("--tokens", type=float, default=0.0, metavar="T", help="to train on")
     parser.add_argument("--price", type=float, default=0.0, metavar="P", help="of one GPU for one hour")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
@@ -149,6 +154,9 @@ def print_plan(options: argparse.Namespace) -> None:
     device = find_device(options.device)
     if options.guide is not None:
         print(zero_table(config, options.guide))
+        return
+    if options.beside is not None:
+        print(beside(config, read_report(options.beside)))
         return
     world = world_of(options.config, config, options.gpus)
     result: dict[str, Any] = {}

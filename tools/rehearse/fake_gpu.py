@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
+from parallel.axes import MeshSizes
 from parallel.mesh import Mesh, build_mesh
 
 DEVICE = "meta"
@@ -93,14 +94,13 @@ def fake_gpu() -> Iterator[None]:
 
 
 @contextmanager
-def one_rank(shape: tuple[int, int, int, int], rank: int, device: str) -> Iterator[Mesh]:
-    """The mesh of sizes `shape` as `rank` of its world sees it, all others being fake; `device` is meta, cpu or cuda."""
-    world = shape[0] * shape[1] * shape[2] * shape[3]
+def one_rank(sizes: MeshSizes, rank: int, device: str) -> Iterator[Mesh]:
+    """The mesh as `rank` of its world sees it, all others being fake; `device` is meta, cpu or cuda."""
     backend = f"cpu:fake,{DEVICE}:fake" if device == DEVICE else "fake"
-    dist.init_process_group(backend, rank=rank, world_size=world, store=FakeStore())
+    dist.init_process_group(backend, rank=rank, world_size=sizes.world, store=FakeStore())
     try:
-        mesh = build_mesh(shape, "cpu" if device == DEVICE else device)
-        yield Mesh(device, mesh.root, mesh.loss)
+        mesh = build_mesh(sizes, "cpu" if device == DEVICE else device)
+        yield Mesh(device, mesh.root, mesh.batch)
     finally:
         dist.destroy_process_group()
 

@@ -8,10 +8,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from errors import UserError
-from parallel.mesh import AXES, Mesh
+from parallel.mesh import Mesh
+from parallel.parameter import Constant, weights_of
 from parallel.pipeline.simulate import Event
 from parallel.pipeline.trace import ActionRecorder
 from plan.check import check_can_be_planned
@@ -27,8 +27,7 @@ def rehearse(config: Config, world: int, rank: int, steps: int = 1) -> dict[str,
     """Peak memory of `rank` of `world`, and the collectives of the last of `steps` steps. A process can be one rank of one
     world only: call it through `alone`."""
     began, cpu_began = time.perf_counter(), time.process_time()
-    shape = config.parallel.mesh_shape(world)
-    with one_rank(shape, rank, DEVICE) as mesh, fake_gpu(), Tape(mesh) as tape:
+    with one_rank(config.parallel.mesh_sizes(world), rank, DEVICE) as mesh, fake_gpu(), Tape(mesh) as tape:
         with patch("training.build.initialise", lambda stage, seed: None):
             train = TrainStep(config, mesh, build_stages(config, mesh), bos_id=0)
         train.record = tape.record
@@ -38,7 +37,7 @@ def rehearse(config: Config, world: int, rank: int, steps: int = 1) -> dict[str,
         report = {
             "rank": rank,
             "world": world,
-            "coordinates": dict(zip(AXES, (mesh.root.get_local_rank(axis) for axis in AXES), strict=True)),
+            "coordinates": mesh.coordinates(),
             "stages": sorted(train.stages),
             "peak_memory_bytes": tape.peak,
             "peak_in": "after the last action" if tape.peak_action is None else str(tape.peak_action),
@@ -55,7 +54,7 @@ def rehearse(config: Config, world: int, rank: int, steps: int = 1) -> dict[str,
 def rehearse_for_real(config: Config, world: int, rank: int) -> dict[str, Any]:
     """The same on a device that is there: torch's own measure of memory (on a GPU), and how long each kind of action takes."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with one_rank(config.parallel.mesh_shape(world), rank, device) as mesh:
+    with one_rank(config.parallel.mesh_sizes(world), rank, device) as mesh:
         with patch("training.build.initialise", draw_on_device):
             train = TrainStep(config, mesh, build_stages(config, mesh), bos_id=0)
         batch = rows(config, mesh)
@@ -104,10 +103,9 @@ def rows(config: Config, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
 @torch.no_grad()
 def draw_on_device(stage: torch.nn.Module, seed: int) -> None:
     """Weights of the usual size. Those of a real run, the same on every layout, would take minutes to draw."""
-    for parameter in stage.parameters():
-        assert isinstance(parameter, DTensor)
-        local = parameter.to_local()
-        local.fill_(1.0) if parameter.ndim == 1 else local.normal_(0.0, 0.02)
+    for each in weights_of(stage):
+        local, initial = each.sharded.to_local(), each.weight.initial
+        local.fill_(initial.value) if isinstance(initial, Constant) else local.normal_(0.0, initial.std)
 
 
 def _now(device: str) -> float:

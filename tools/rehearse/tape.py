@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel.mesh import AXES, Mesh
+from parallel.axes import AXES
+from parallel.mesh import Mesh
 from parallel.pipeline.actions import Action, F
 from plan.categories import (
     ACTIVATIONS,
@@ -56,7 +57,7 @@ FSDP = str(Path("torch", "distributed", "fsdp", "_fully_shard"))
 # A model is built on the meta device, where nothing takes memory, cut there by FSDP, and only then made. On the fake GPU, the
 # meta device too, what FSDP has cut counts as the weights; the uncut model and the weights made of it do not count.
 NOT_YET_THERE = {
-    ("placement.py", "parallel_parameter"),
+    ("parameter.py", "add_weight"),
     ("build.py", "build_stage"),
     ("_fully_shard.py", "FSDPModule._apply"),
 }

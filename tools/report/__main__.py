@@ -1,6 +1,6 @@
 """Where a run's time went: `python -m tools.report RUN [--out FILE.html]`
 
-Over all its starts, from events.jsonl in the run folder: seconds by cause, as training/ledger.py defines them, and the share
+Over all its starts, from events.jsonl in the run folder: seconds by cause, as runtime/ledger.py defines them, and the share
 that the run's last state owes its existence to.
 
 --out also writes the whole run as one HTML page: loss, gradient norm, speed, memory by rank, the ledger, what happened, and
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError
+from runtime.events import read_events
+from runtime.ledger import account
 from tools.command import run_command
 from tools.report.page import page
 from tools.report.run import read_run
 from tools.report.tables import MEANING
-from training.events import read_events
-from training.ledger import account
 
 
 def read(run: Path) -> list[dict[str, Any]]:

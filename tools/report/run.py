@@ -15,8 +15,8 @@ import yaml
 from errors import UserError
 from parallel.pipeline.chrome import from_chrome
 from parallel.pipeline.simulate import Timeline
-from training.events import read_events
-from training.ledger import account
+from runtime.events import read_events
+from runtime.ledger import account
 
 FILES = ("config.yaml", "metrics.jsonl", "events.jsonl")  # a run's folder has one of them at least
 
@@ -31,7 +31,7 @@ class Run:
     status: dict[str, Any] = field(default_factory=dict)  # status.json
     records: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl
     events: list[dict[str, Any]] = field(default_factory=list)  # events.jsonl
-    seconds: dict[str, float] = field(default_factory=dict)  # by cause (training/ledger.py)
+    seconds: dict[str, float] = field(default_factory=dict)  # by cause (runtime/ledger.py)
     timelines: list[tuple[str, Timeline]] = field(default_factory=list)  # a traced step: each pipeline's name, and what it did
 
     def last(self, event: str) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from errors import UserError
 from model.config import ModelConfig
-from training.manifest import Damaged, Manifest, check_sizes, read_manifest, verify
-from training.run_folder import NAME, step_of
-from training.schema import MAX_INT, Count, Name, Strict, first_problem, load_json
+from runtime.manifest import Damaged, Manifest, check_sizes, read_manifest, verify
+from runtime.run_folder import NAME, step_of
+from runtime.schema import MAX_INT, Count, Name, Strict, first_problem, load_json
 
 FILE = "trainer.json"
 MAX_DIMENSION = 10**8  # of a model

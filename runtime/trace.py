@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from parallel.mesh import AXES, Mesh
+from parallel.mesh import Mesh
 from parallel.pipeline.chrome import merge_chrome, to_chrome
 from parallel.pipeline.runner import record_nothing
 from parallel.pipeline.simulate import Event, Timeline
@@ -44,18 +44,18 @@ class StepTrace:
     def _write(self, events: list[Event]) -> None:
         """Rank 0 puts all ranks' events in one file: a process for each pipeline (one position on the other axes), in it a
         thread for each of its ranks."""
-        mine = ([self.mesh.root.get_local_rank(axis) for axis in AXES], events)
+        mine = (self.mesh.coordinates(), events)
         everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(mine, everyone)
         if everyone is None:
             return
-        pipelines: dict[tuple[int, ...], list[list[Event]]] = {}
-        for (_, *others), lane in everyone:  # in the order of ranks, of which pp is the slowest axis
-            pipelines.setdefault(tuple(others), []).append(lane)
+        pipelines: dict[str, list[list[Event]]] = {}
+        for coordinates, lane in everyone:  # in the order of ranks: for each pipeline, in that of its stages
+            name = " ".join(f"{axis} {index}" for axis, index in coordinates.items() if axis != "pp")
+            pipelines.setdefault(name, []).append(lane)
         start = min(lane[0].start for _, lane in everyone)
         traces = []
-        for others, lanes in pipelines.items():
-            name = " ".join(f"{axis} {index}" for axis, index in zip(AXES[1:], others, strict=True))
+        for name, lanes in pipelines.items():
             timeline = Timeline([[Event(a, s - start, e - start) for a, s, e in lane] for lane in lanes])
             traces.append((name, to_chrome(timeline)))
         self.path.parent.mkdir(parents=True, exist_ok=True)

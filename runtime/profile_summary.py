@@ -14,7 +14,7 @@ So compute + copies + exposed communication + idle = the step. Everything here i
 
 Whose a collective is: a GPU's kernel names its process group, and the run wrote down beside the events which axis has which
 group (`lattice` in the file). Sends and receives of a batch name none
-(https://github.com/pytorch/pytorch/issues/194693); only the pipeline makes batches. On a CPU training/profile.py marked them.
+(https://github.com/pytorch/pytorch/issues/194693); only the pipeline makes batches. On a CPU runtime/profile.py marked them.
 """
 
 import gzip

@@ -21,9 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from runtime.messages import log
 from training.config import Config
 from training.load_config import dump_config
-from training.voice import say
 
 Record = dict[str, Any]  # of a logged step: "step" and what was measured; None where something is not known
 START_SECONDS = 30.0  # for wandb's server to answer, in which all ranks wait
@@ -80,7 +80,7 @@ class Trackers:
         try:
             action()
         except Exception as error:  # whatever it is, the run is more important
-            say(f"warning: {name} failed, and is left out from now on: {type(error).__name__}: {error}")
+            log(f"warning: {name} failed, and is left out from now on: {type(error).__name__}: {error}")
             return False
         return True
 
@@ -142,7 +142,7 @@ class JsonLines(Tracker):
             self._warned = False
         except OSError as error:
             if not self._warned:
-                say(f"warning: {self.path} cannot be written, and lines wait: {error}")
+                log(f"warning: {self.path} cannot be written, and lines wait: {error}")
             self._warned = True
 
 
@@ -164,7 +164,7 @@ class Console(Tracker):
             parts.append(f"{record['peak_memory_bytes'] / 2**30:.2f} GiB")
         if "eval_loss" in record:
             parts.append(f"held-out {record['eval_loss']:.4f}")
-        say("  ".join(parts), sys.stdout)
+        log("  ".join(parts), sys.stdout)
 
 
 class WandB(Tracker):
@@ -222,7 +222,7 @@ class WandB(Tracker):
         except self.wandb.Error as error:  # no key, no network
             if config.run.wandb == "offline":
                 raise
-            say(f"warning: wandb cannot go online, and writes to {self.folder / 'wandb'} for `wandb sync`: {error}")
+            log(f"warning: wandb cannot go online, and writes to {self.folder / 'wandb'} for `wandb sync`: {error}")
             return start("offline")
 
     def log(self, record: Record) -> None:
@@ -247,7 +247,7 @@ class WandB(Tracker):
             path.with_suffix(".partial").write_text(json.dumps({"id": self.id, "repeated": self.repeated}) + "\n")
             os.replace(path.with_suffix(".partial"), path)
         except OSError as error:
-            say(f"warning: {path} cannot be written, and the next start may not continue this run of wandb: {error}")
+            log(f"warning: {path} cannot be written, and the next start may not continue this run of wandb: {error}")
 
     def close(self, failed: bool) -> None:
         self._refer_to_checkpoints()

@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from training import signals
-from training.events import append_event, read_events
-from training.voice import LOST, say
+from runtime import signals
+from runtime.events import append_event, read_events
+from runtime.messages import LOST, log
 
 
 def write_status(folder: Path, state: str, step: int, reason: str) -> None:
@@ -65,7 +65,7 @@ def write_whole(path: Path, text: str) -> None:
         path.with_suffix(".partial").write_text(text, encoding="utf-8")
         os.replace(path.with_suffix(".partial"), path)
     except OSError as failure:
-        say(f"warning: {path} cannot be written: {failure}")
+        log(f"warning: {path} cannot be written: {failure}")
 
 
 def _last_start(folder: Path) -> dict[str, Any] | None:

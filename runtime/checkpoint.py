@@ -31,12 +31,11 @@ from tqdm import tqdm
 from data.dataset import Mixture
 from data.loader import check_state
 from errors import UserError
-from model.initialise import canonical_name
-from training.config import Config
-from training.lease import Lease
-from training.manifest import MANIFEST, Damaged, Manifest, check_file, check_sizes, check_whole, read_manifest
-from training.progress import byte_bar
-from training.run_folder import (
+from runtime.lease import Lease
+from runtime.manifest import MANIFEST, Damaged, Manifest, check_file, check_sizes, check_whole, read_manifest
+from runtime.messages import from_rank_0, log, on_all_ranks
+from runtime.progress import byte_bar
+from runtime.run_folder import (
     checkpoint_folder,
     checkpoints_of,
     complete_checkpoints,
@@ -44,10 +43,10 @@ from training.run_folder import (
     put_incomplete_aside,
     step_of,
 )
+from runtime.tiling import Point, random_point
+from runtime.trainer_state import FREE_MODEL_KEYS, TrainerState, parse_trainer, read_trainer
+from training.config import Config
 from training.step import TrainStep
-from training.tiling import Point, random_point
-from training.trainer_state import FREE_MODEL_KEYS, TrainerState, parse_trainer, read_trainer
-from training.voice import from_rank_0, say, together
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def find_before(last_step: int, config: Config, data: Mixture, begun: Start, lea
     def abandon() -> None:
         for later in reversed(complete_checkpoints(checkpoint_folder(config))):
             if step_of(later) > last_step:
-                say(f"warning: {put_aside(lease, later, '.abandoned')} is not used again")
+                log(f"warning: {put_aside(lease, later, '.abandoned')} is not used again")
 
     from_rank_0(abandon, device)
     return from_rank_0(lambda: _start_from(path, None, config, data), device)
@@ -162,7 +161,7 @@ def _newest_good(config: Config, lease: Lease, last_step: float = math.inf) -> P
         if problem is None:
             return path
         if dist.get_rank() == 0:
-            say(f"warning: {path} is damaged: {problem}. It is put aside, and not used")
+            log(f"warning: {path} is damaged: {problem}. It is put aside, and not used")
             put_aside(lease, path, ".damaged")
         dist.barrier()
     return None
@@ -233,13 +232,12 @@ def load(train: TrainStep, start: Start) -> None:
         return
     wanted: dict[str, DTensor] = {}
     second_copies = []  # a tied weight that this rank holds twice is read once
-    for name, tensor in local_tensors(train):
-        if start.weights_only and not name.startswith("model."):
+    for held in held_tensors(train):
+        if start.weights_only and not held.is_weight:
             continue
-        canonical = canonical_name(name, train.config.model)
-        if canonical in wanted:
-            second_copies.append((wanted[canonical], tensor))
-        wanted.setdefault(canonical, tensor)
+        if held.name in wanted:
+            second_copies.append((wanted[held.name], held.tensor))
+        wanted.setdefault(held.name, held.tensor)
 
     size = sum(tensor.to_local().nbytes for tensor in wanted.values())
 
@@ -251,7 +249,7 @@ def load(train: TrainStep, start: Start) -> None:
             first = next(iter(error.failures.values()))[0]
             raise UserError("checkpoint", str(path), f"cannot be read: {first}", "choose another checkpoint") from None
 
-    together(read, train.mesh.device)
+    on_all_ranks(read, train.mesh.device)
     for source, copy in second_copies:
         copy.copy_(source)
     if not start.weights_only:
@@ -271,11 +269,19 @@ class _ShownPlanner(DefaultLoadPlanner):
         self.bar.update(tensor.nbytes)
 
 
-def local_tensors(train: TrainStep) -> Iterator[tuple[str, DTensor]]:
-    """Names and sharded tensors of all that this rank holds, sharing memory with the model and the optimizer."""
-    for name, parameter in train.named_parameters:
-        tensor = parameter.detach()
-        assert isinstance(tensor, DTensor)
-        yield f"model.{name}", tensor
-    for name, moment in train.optimizer.moments():
-        yield f"optimizer.{name}", moment
+@dataclass(frozen=True)
+class Held:
+    """A sharded tensor of this rank's; it shares memory with the model or the optimizer."""
+
+    name: str  # of the global tensor in a checkpoint
+    tensor: DTensor
+    is_weight: bool  # else a moment
+    is_copy: bool  # a second one of the same global tensor
+
+
+def held_tensors(train: TrainStep) -> Iterator[Held]:
+    """All that this rank holds and a checkpoint keeps."""
+    for weight in train.weights:
+        yield Held(f"model.{weight.global_name}", weight.sharded, True, weight.is_copy)
+    for weight, key, moment in train.optimizer.moments():
+        yield Held(f"optimizer.{weight.global_name}.{key}", moment, False, weight.is_copy)

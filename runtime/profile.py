@@ -26,11 +26,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Work
 from torch.profiler import ProfilerActivity, record_function
 
-from parallel.mesh import AXES, Mesh
+from parallel.axes import AXES
+from parallel.mesh import Mesh
+from runtime.messages import log
+from runtime.profile_summary import describe, mark_name, read_trace, summarise
+from runtime.watchdog import Watchdog
 from training.config import Config
-from training.profile_summary import describe, mark_name, read_trace, summarise
-from training.voice import say
-from training.watchdog import Watchdog
 
 # ProcessGroup's methods that hand something over; 2.13 renamed some and has both names, 2.11 has the old ones.
 COLLECTIVES = (
@@ -97,7 +98,7 @@ class StepProfile:
         self.profiler = torch.profiler.profile(activities=activities, record_shapes=True)
         about = {
             "rank": dist.get_rank(),
-            "coordinates": {axis: self.mesh.root.get_local_rank(axis) for axis in AXES},
+            "coordinates": self.mesh.coordinates(),
             "axes": axes_of_groups(self.mesh),
         }
         self.profiler.preset_metadata_json("lattice", json.dumps(about))
@@ -119,9 +120,9 @@ class StepProfile:
             if profiler is not None:
                 try:
                     profiler.stop_trace()
-                    say(self._write(profiler, first), sys.stdout)
+                    log(self._write(profiler, first), sys.stdout)
                 except Exception as error:  # whatever it is, the run is more important, and the others wait below
-                    say(f"warning: the profile cannot be written: {type(error).__name__}: {error}")
+                    log(f"warning: the profile cannot be written: {type(error).__name__}: {error}")
             dist.barrier()
 
     def _write(self, profiler: torch.profiler.profile, first: int) -> str:

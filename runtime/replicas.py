@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from errors import RunFailed
 from parallel.mesh import Mesh
-from training.checkpoint import local_tensors
+from runtime.checkpoint import held_tensors
 from training.step import TrainStep
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -34,7 +34,7 @@ class ReplicasDiffer(RunFailed):
 def check_replicas(train: TrainStep) -> None:
     """Between steps, on every rank. Raises ReplicasDiffer. Waits for the device once."""
     mesh = train.mesh
-    tensors = [tensor for _, tensor in local_tensors(train)]
+    tensors = [held.tensor for held in held_tensors(train)]
     shared = [tensor for tensor in tensors if _is_replicated_over_tp(tensor)]
     odd = [
         *_odd_ones("dp_replicate", tensors, mesh),

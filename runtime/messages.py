@@ -1,7 +1,7 @@
-"""Refusing and ending a run with one voice.
+"""Messages: one message for an error, from one rank, and the exit status that goes with it.
 
 A UserError on any rank becomes one message, from rank 0, on standard error, and exit status 2 on every rank: all ranks wait for
-each other at each `together`, so that no rank continues by itself, and messages do not interleave. What ends a run that had
+each other at each `on_all_ranks`, so that no rank continues by itself, and messages do not interleave. What ends a run that had
 begun (`fail`) is one message too, as far as a rank can know what the others say.
 """
 
@@ -20,14 +20,14 @@ import torch
 import torch.distributed as dist
 
 from errors import RunFailed, UserError
-from training.signals import Signals
+from runtime.signals import Signals
 
 GLOO = re.compile(r"\[[^\]]*gloo/transport/[^\]]*\] ")  # its source file and line, before what it says
 LOST = "lost connection to another rank"
 LAUNCHER_SECONDS = 3.0  # in which a launcher notices that a rank has died, and tells the others
 
 
-def say(text: str, file: TextIO | None = None) -> None:
+def log(text: str, file: TextIO | None = None) -> None:
     """A line on standard error, or on `file`. Where even that cannot be written (a log may lie on the disk that is full), the
     run goes on without."""
     with contextlib.suppress(OSError):
@@ -41,7 +41,7 @@ class AgreedError(UserError):
 T = TypeVar("T")
 
 
-def together(action: Callable[[], T], device: str) -> T:
+def on_all_ranks(action: Callable[[], T], device: str) -> T:
     """Run `action` on every rank and return each rank's result; if any rank raises UserError, every rank raises that of the
     lowest such rank, as an AgreedError. One all-reduce of one number when all is well."""
     error: UserError | None = None
@@ -63,7 +63,7 @@ def together(action: Callable[[], T], device: str) -> T:
 
 def from_rank_0(action: Callable[[], T], device: str) -> T:
     """Run `action` on rank 0 alone and give its result to every rank: what is read from a shared folder is read once."""
-    results = [together(lambda: action() if dist.get_rank() == 0 else None, device)]
+    results = [on_all_ranks(lambda: action() if dist.get_rank() == 0 else None, device)]
     dist.broadcast_object_list(results, src=0)
     return results[0]  # type: ignore[return-value]
 
@@ -72,10 +72,10 @@ def refuse(error: UserError) -> NoReturn:
     """Say it and leave with status 2: what all ranks agreed on, once, and nobody leaves before it is said; what one rank met
     alone, in the middle of the run, at once, so that the launcher ends the others instead of letting them wait for it."""
     if not isinstance(error, AgreedError):
-        say(f"error on rank {dist.get_rank()}: {error}")
+        log(f"error on rank {dist.get_rank()}: {error}")
         os._exit(2)  # not sys.exit: its clean-up would wait for the other ranks
     if dist.get_rank() == 0:
-        say(f"error: {error}")
+        log(f"error: {error}")
     dist.barrier()  # a rank that left early would make torchrun end rank 0 in mid-sentence
     sys.exit(2)
 
@@ -112,7 +112,7 @@ def fail(error: Exception, signals: Signals) -> NoReturn:
         while not (signals.heard or signals.abandoned) and time.monotonic() < patience:
             time.sleep(0.05)
         if asked and rank == 0:
-            say(f"rank 0 leaves after {signals.names()}, and nothing is saved: {said}")
+            log(f"rank 0 leaves after {signals.names()}, and nothing is saved: {said}")
         elif not (signals.heard or signals.abandoned):
             _last_words(f"rank {rank}: {said}")
     elif isinstance(error, RunFailed):
@@ -130,7 +130,7 @@ def fail(error: Exception, signals: Signals) -> NoReturn:
 
 def _last_words(text: str) -> None:
     """Say them; torchrun repeats at the end of its report what it finds in this file."""
-    say(text)
+    log(text)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         about = {"py_callstack": text, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError):

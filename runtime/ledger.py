@@ -20,8 +20,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from training import signals
-from training.events import append_event
+from runtime import signals
+from runtime.events import append_event
 
 CAUSES = ("steps", "lost", "data", "evaluation", "saving", "rollback", "start", "end", "down")
 

@@ -24,13 +24,13 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
-from training import signals
-from training.signals import Signals
+from runtime import signals
+from runtime.signals import Signals
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
-def start_distributed(signals: Signals | None = None, store: dist.Store | None = None) -> str:
+def init_distributed(signals: Signals | None = None, store: dist.Store | None = None) -> str:
     """Join the world that the launcher describes, or be a world of one; returns the device type, "cuda" or "cpu".
 
     Args:
@@ -50,7 +50,7 @@ def start_distributed(signals: Signals | None = None, store: dist.Store | None =
     if store is None:
         store = next(dist.rendezvous("env://"))[0] if "RANK" in os.environ else dist.HashStore()
     heard = signals.heard if signals is not None else {}
-    dist.init_process_group(backend, store=join(store, rank, world_size, heard), rank=rank, world_size=world_size)
+    dist.init_process_group(backend, store=fresh_store(store, rank, world_size, heard), rank=rank, world_size=world_size)
     return device
 
 
@@ -76,7 +76,7 @@ def share_cores(processes: int) -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # threads that are begun later have it too
 
 
-def join(store: dist.Store, rank: int, world_size: int, heard: Mapping[int, float] = MappingProxyType({})) -> dist.Store:
+def fresh_store(store: dist.Store, rank: int, world_size: int, heard: Mapping[int, float] = MappingProxyType({})) -> dist.Store:
     """The part of `store` that belongs to this start of all ranks, whatever earlier starts left in it."""
     mine = uuid4().hex
     patience = _Patience(heard)

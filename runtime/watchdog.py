@@ -28,10 +28,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from runtime.events import append_event
+from runtime.messages import log
+from runtime.status import write_status
 from training.config import Config
-from training.events import append_event
-from training.status import write_status
-from training.voice import say
 
 LOOK_SECONDS = 1.0  # between two looks at the clock
 GRACE_SECONDS = 10.0  # for the other ranks to write too: the launcher ends all when one exits
@@ -102,7 +102,7 @@ class Watchdog:
             said += f"; see {path}"
         except OSError as error:  # perhaps it is the file system that hangs
             said += f"; {path} cannot be written: {error}"
-        say(said)
+        log(said)
         if rank == 0:
             append_event(self.folder, "hang", step=self._step, where=where)
             hung = f"step {self._step + 1} was not done after {self._limit:.0f} s: rank 0 {where}; hang/ has every rank"

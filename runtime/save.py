@@ -34,12 +34,11 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from data.tokenizer import tokenizer_files
 from errors import RunFailed
-from model.initialise import canonical_name
 from parallel.placement import as_dtensor_like
-from training.checkpoint import local_tensors
-from training.events import append_event
-from training.lease import Lease
-from training.manifest import (
+from runtime.checkpoint import held_tensors
+from runtime.events import append_event
+from runtime.lease import Lease
+from runtime.manifest import (
     MANIFEST,
     TENSORS,
     Damaged,
@@ -52,11 +51,11 @@ from training.manifest import (
     write_durably,
     write_manifest,
 )
-from training.run_folder import checkpoint_folder, complete_checkpoints, name_latest, put_aside, step_of, sync_folder
+from runtime.messages import log
+from runtime.run_folder import checkpoint_folder, complete_checkpoints, name_latest, put_aside, step_of, sync_folder
+from runtime.tiling import random_point
+from runtime.trainer_state import FILE, model_entries
 from training.step import TrainStep
-from training.tiling import random_point
-from training.trainer_state import FILE, model_entries
-from training.voice import say
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float64: "F64"}  # as safetensors calls them
 
@@ -78,8 +77,7 @@ class Saver:
         self.train, self.tokenizer, self.lease = train, tokenizer, lease
         self.folder = checkpoint_folder(train.config)
         self.group = dist.new_group(backend="gloo")
-        model = train.config.model
-        self.tensors = {n: t for n, t in local_tensors(train) if canonical_name(n, model) == n}
+        self.tensors = {held.name: held.tensor for held in held_tensors(train) if not held.is_copy}
         self.copies: dict[str, Tensor] = {}  # of the local tensors, on the host; made at the first save
         self.thread: threading.Thread | None = None
         self.failed: str | None = None  # why the last save did
@@ -160,7 +158,7 @@ class Saver:
             if self.failed and partial is not None:
                 shutil.rmtree(partial, ignore_errors=True)
             self.lease.check()
-            say(said, sys.stderr if self.failed else sys.stdout)
+            log(said, sys.stderr if self.failed else sys.stdout)
             append_event(self.folder.parent, "checkpoint", **record)
 
     def _require_finite(self) -> None:
@@ -220,7 +218,7 @@ class Saver:
         sync_folder(partial)
         if final.exists():  # only what somebody else put there: a start takes incomplete and later ones away
             suffix = ".abandoned" if (final / MANIFEST).exists() else ".damaged"
-            say(f"warning: {final} was in the way; it is put aside as {put_aside(self.lease, final, suffix).name}")
+            log(f"warning: {final} was in the way; it is put aside as {put_aside(self.lease, final, suffix).name}")
         self.lease.move(partial, final)
         sync_folder(self.folder)
         try:

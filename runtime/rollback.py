@@ -17,14 +17,14 @@ import torch.distributed as dist
 from data.dataset import Mixture
 from data.loader import BatchLoader
 from errors import RunFailed
-from training import checkpoint
-from training.checkpoint import Start
+from runtime import checkpoint
+from runtime.checkpoint import Start
+from runtime.events import append_event
+from runtime.lease import Lease
+from runtime.messages import log
+from runtime.save import Saver
 from training.config import Config
-from training.events import append_event
-from training.lease import Lease
-from training.save import Saver
 from training.step import TrainStep
-from training.voice import say
 
 MOST_TO_THE_SAME = 3  # rollbacks
 
@@ -77,6 +77,6 @@ class Rollback:
         self.first_samples.clear()
         if dist.get_rank() == 0:
             said = f"warning: {why}: back to {start.path}, leaving out samples {bad[0]} to {bad[1] - 1}"
-            say(said)
+            log(said)
             append_event(self.config.run.dir, "rollback", from_step=step, step=start.step, left_out=list(bad))
         return start

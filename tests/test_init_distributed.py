@@ -11,8 +11,8 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from training import signals
-from training.join import join
+from runtime import signals
+from runtime.init_distributed import fresh_store
 
 WORLD = 4
 
@@ -20,7 +20,7 @@ WORLD = 4
 def join_as(store: dist.TCPStore, rank: int, world: int, heard: Sequence[int] = ()) -> dist.Store:
     """`join` over a connection of the rank's own, with these signals in hand."""
     own = dist.TCPStore("127.0.0.1", store.port, timeout=timedelta(seconds=60))
-    return join(own, rank, world, dict.fromkeys(heard, time.monotonic()))
+    return fresh_store(own, rank, world, dict.fromkeys(heard, time.monotonic()))
 
 
 def joined(store: dist.TCPStore) -> list[dist.Store]:

@@ -26,7 +26,7 @@ The process group is one of its own, over gloo: collectives of a save in the bac
 order on another rank would wait forever.
 
 Where a peer is dead, or does not post while this rank holds a signal, the rank saves nothing and leaves with status 1
-(voice.py's `fail`): torchrun sends SIGTERM to the survivors of a rank that died.
+(messages.py's `fail`): torchrun sends SIGTERM to the survivors of a rank that died.
 """
 
 import signal
@@ -38,10 +38,10 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from training import signals
+from runtime import signals
+from runtime.messages import LostConnection
+from runtime.signals import Signals
 from training.config import Config
-from training.signals import Signals
-from training.voice import LostConnection
 
 # Who may ask for a stop, the most urgent last: ranks that were asked differently agree on that one. → status.json's reason
 REASONS = {
@@ -57,7 +57,7 @@ LOOK_SECONDS = 1.0  # between two looks for files
 
 
 class StopRequests:
-    """What is asked of this run, agreed on by all ranks. Every rank enters, and calls `meet` at the same boundaries.
+    """What is asked of this run, agreed on by all ranks. Every rank enters, and calls `agree` at the same boundaries.
 
     Args:
         config: of the run.
@@ -81,7 +81,7 @@ class StopRequests:
     def wants_save(self) -> bool:
         return self.agreed or self.save_agreed
 
-    def meet(self) -> bool:
+    def agree(self) -> bool:
         """At a boundary: read what all ranks posted at the one before, and post what was asked since. Is a stop agreed?"""
         self._wait()
         reason, save = self._posted.tolist()
@@ -100,7 +100,7 @@ class StopRequests:
 
     def __enter__(self) -> "StopRequests":
         self._post()
-        self.meet()
+        self.agree()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:

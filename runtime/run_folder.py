@@ -16,10 +16,10 @@ import re
 from pathlib import Path
 
 from errors import UserError
+from runtime.lease import Lease
+from runtime.manifest import MANIFEST, write_durably
+from runtime.messages import log
 from training.config import Config
-from training.lease import Lease
-from training.manifest import MANIFEST, write_durably
-from training.voice import say
 
 NAME = re.compile(r"step-(\d{8})")
 LATEST = "latest"
@@ -57,7 +57,7 @@ def put_incomplete_aside(lease: Lease) -> None:
     """At a start, on rank 0: what has the name of a checkpoint and no manifest (somebody deleted or copied a part of it)."""
     for path in sorted(lease.checkpoints.glob("step-*")):
         if NAME.fullmatch(path.name) and not (path / MANIFEST).is_file():
-            say(f"warning: {path} has no {MANIFEST}: it is put aside as {lease.put_aside(path, '.damaged').name}, and not used")
+            log(f"warning: {path} has no {MANIFEST}: it is put aside as {lease.put_aside(path, '.damaged').name}, and not used")
     name_latest(lease)
 
 

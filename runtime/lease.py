@@ -36,8 +36,8 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from errors import UserError
-from training.lease_holder import RELEASED, Found, Holder, newest_lease
-from training.voice import from_rank_0, refuse, say
+from runtime.lease_holder import RELEASED, Found, Holder, newest_lease
+from runtime.messages import from_rank_0, log, refuse
 
 RENEW_SECONDS = 5.0
 EXPIRE_SECONDS = 60.0
@@ -164,7 +164,7 @@ class Lease:
             self._refuse(found, age)
         if age < EXPIRE_SECONDS:
             left = f"{EXPIRE_SECONDS - age:.0f} s"
-            say(f"{self.run_dir} is held by {found}; this run waits until that renews its lease, or for {left}")
+            log(f"{self.run_dir} is held by {found}; this run waits until that renews its lease, or for {left}")
         expires = time.monotonic() + EXPIRE_SECONDS - age
         while time.monotonic() < expires:
             time.sleep(0.5)

@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 
 from parallel.mesh import Mesh
+from runtime.checkpoint import Start
+from runtime.events import append_event
+from runtime.ledger import Ledger
+from runtime.messages import describe, log
+from runtime.status import record_missing_end, write_status, write_whole
+from runtime.trackers import Trackers
 from training.build import describe_places, describe_stages
-from training.checkpoint import Start
 from training.config import Config
-from training.events import append_event
-from training.ledger import Ledger
 from training.load_config import dump_config
-from training.status import record_missing_end, write_status, write_whole
 from training.step import StepResult
-from training.trackers import Trackers
-from training.voice import describe, say
 
 # Dense bf16 peak in FLOP/s by name of the device, without sparsity (the vendors' data sheets). mfu is null for others.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "MI300X": 1307e12}
@@ -70,7 +70,7 @@ class Metrics:
             if config.parallel.num_stages > 1:
                 about.append(describe_stages(config))
             about.append(f"starting from {start.path or 'initial weights'} at step {start.step}; run folder {self.folder}")
-            say("\n".join(about), sys.stdout)
+            log("\n".join(about), sys.stdout)
         self._count("start")
 
     @contextmanager
@@ -141,7 +141,7 @@ class Metrics:
         if more and self.writes:
             why = f"loss or gradient were not finite, or the loss a spike; now loss {loss:.4f}, grad_norm {grad_norm:.3f}"
             said = f"warning: the updates of {more} of the steps up to {self.step} were skipped: {why}"
-            say(said)
+            log(said)
 
     def evaluated(self, step: int, loss: float | None) -> None:
         """A held-out loss after update `step`; it joins that step's line. None: the evaluation was abandoned."""
@@ -169,7 +169,7 @@ class Metrics:
     def summarise(self, unigram_nats_per_token: float | None) -> None:
         """The last held-out loss beside that of a model that knows only how frequent each token is."""
         if self.writes and self.eval_loss is not None and unigram_nats_per_token is not None:
-            say(compare_to_unigram(self.eval_loss, unigram_nats_per_token), sys.stdout)
+            log(compare_to_unigram(self.eval_loss, unigram_nats_per_token), sys.stdout)
 
     def stopped(self, reason: str) -> None:
         """The run ends here on request, unless this happens to be its last step."""
@@ -191,10 +191,10 @@ class Metrics:
         elif self.stop_reason and self.step < self.config.train.steps:
             state, reason = "requeue", self.stop_reason
             where = f"after step {self.step}/{self.config.train.steps}"
-            say(f"stopped {where}: {reason}; started again, it goes on; run folder {self.folder}", sys.stdout)
+            log(f"stopped {where}: {reason}; started again, it goes on; run folder {self.folder}", sys.stdout)
         else:
             state, reason = "finished", "all steps done"
-            say(f"finished after {self.step} steps; run folder {self.folder}", sys.stdout)
+            log(f"finished after {self.step} steps; run folder {self.folder}", sys.stdout)
         self._count("end" if error is None else "steps")  # of a step that failed, nobody knows how far it came
         self.ledger.write(self.step)
         if not (self.folder / "status.json").exists():  # else the watchdog was first

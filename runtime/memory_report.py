@@ -1,6 +1,8 @@
-"""What a process holds in memory, by category, beside what the planner said: when memory runs out, and on request.
+"""What a process holds in memory, by category: when memory runs out, and on request.
 
     RUN/memory/step-00000012-rank-00003.txt       the table, and torch's own account of the GPU
+    RUN/memory/step-00000012-rank-00003.json      the same numbers, for `python -m tools.plan RUN/config.yaml --beside FILE`,
+                                                  which puts what was planned for this rank beside them
     RUN/memory/step-00000012-rank-00003.pickle    GPUs: torch's snapshot, for https://pytorch.org/memory_viz
 
     at torch.OutOfMemoryError     each rank that meets it, in the step under way; then the error takes its course
@@ -12,14 +14,15 @@ The snapshot is a pickle because torch's viewer reads nothing else; nothing of o
 has the last allocations, each with the place in the source that asked.
 """
 
+import json
 import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,10 +30,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parallel.data import fsdp_modules
-from parallel.mesh import AXES
+from runtime.messages import log
+from runtime.stop import LOOK_SECONDS
 from training.step import TrainStep
-from training.stop import LOOK_SECONDS
-from training.voice import say
 
 # As plan/memory.py calls them.
 WEIGHTS, MOMENTS = "sharded weights", "optimizer state"
@@ -39,26 +41,16 @@ RECORDED = 100_000  # allocations
 MB = 1e6
 
 
-class Planned(Protocol):
-    """The planner's view of this rank (plan.memory.Memory): bytes at the peak, by category; None: between actions."""
-
-    @property
-    def at_peak(self) -> Mapping[str, int]: ...
-    @property
-    def peak_action(self) -> object: ...
-
-
 class MemoryReports:
     """Enter it around the loop, on every rank.
 
     Args:
         train: whose memory it is.
-        plan: makes the planner's view; called when a report is written. It may raise whatever it likes.
         step: steps made so far.
     """
 
-    def __init__(self, train: TrainStep, plan: Callable[[], Planned], step: int) -> None:
-        self.train, self.plan, self.step = train, plan, step
+    def __init__(self, train: TrainStep, step: int) -> None:
+        self.train, self.step = train, step
         run = train.config.run
         self.folder, self.request = Path(run.dir) / "memory", Path(run.dir) / "SNAPSHOT"
         self.records = run.memory_history and train.mesh.device == "cuda"
@@ -93,32 +85,37 @@ class MemoryReports:
         path = self.folder / f"step-{step:08d}-rank-{rank:05d}.txt"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(self.report(why), encoding="utf-8")
+            report = self.report(why)
+            path.write_text(self.as_text(report), encoding="utf-8")
+            path.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
             if self.train.mesh.device == "cuda":
                 torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
             said = f"what it holds is in {path}"
         except Exception as failure:
             said = f"{path} cannot be written: {type(failure).__name__}: {failure}"
-        say(f"rank {rank}: {why.partition(chr(10))[0]}; {said}")
+        log(f"rank {rank}: {why.partition(chr(10))[0]}; {said}")
 
-    def report(self, why: str) -> str:
+    def report(self, why: str) -> dict[str, Any]:
         mesh = self.train.mesh
-        place = ", ".join(f"{axis} {mesh.root.get_local_rank(axis)}" for axis in AXES)
-        stages = ", ".join(map(str, sorted(self.train.stages)))
-        lines = [f"rank {dist.get_rank()} of {mesh.root.size()} ({place}), stage {stages}", why, ""]
-        planned: Planned | None = None
-        if self.train.config.parallel.cpu_offload:
-            lines.append("no plan: the planner does not know parallel.cpu_offload")
-        else:
-            try:
-                planned = self.plan()
-            except Exception as failure:
-                lines.append(f"no plan: the planner cannot plan this configuration: {type(failure).__name__}: {failure}")
-        lines += table(held_bytes(self.train), total_bytes(mesh.device), planned)
-        if planned is not None:
-            moment = "between actions" if planned.peak_action is None else f"in {planned.peak_action}"
-            lines += ["", f"The plan is for a GPU with Triton's kernels, and its peak is {moment} (python -m tools.plan)."]
-        if mesh.device == "cuda":
+        return {
+            "why": why,
+            "rank": dist.get_rank(),
+            "world": mesh.root.size(),
+            "coordinates": mesh.coordinates(),
+            "stages": sorted(self.train.stages),
+            "device": mesh.device,
+            "held_bytes": held_bytes(self.train),
+            "total_bytes": total_bytes(mesh.device),
+        }
+
+    def as_text(self, report: dict[str, Any]) -> str:
+        coordinates = ", ".join(f"{axis} {index}" for axis, index in report["coordinates"].items())
+        stages = ", ".join(map(str, report["stages"]))
+        lines = [f"rank {report['rank']} of {report['world']} ({coordinates}), stage {stages}", report["why"], ""]
+        lines += table(report["held_bytes"], report["total_bytes"])
+        config = self.folder.parent / "config.yaml"
+        lines += ["", f"What was planned for it: python -m tools.plan {config} --beside, and this file's name with .json"]
+        if report["device"] == "cuda":
             free, size = (number / MB for number in torch.cuda.mem_get_info())
             reserved = torch.cuda.memory_reserved() / MB
             lines.append(f"The device has {size:,.0f} MB: {free:,.0f} MB are free, torch has reserved {reserved:,.0f} MB.")
@@ -143,7 +140,7 @@ def held_bytes(train: TrainStep) -> dict[str, int]:
                     total += storage.nbytes()  # 0 where FSDP has freed it
         return total
 
-    sharded = [parameter for _, parameter in train.named_parameters]
+    sharded = [weight.parameter for weight in train.weights]
     present = [parameter for stage in train.stages.values() for parameter in stage.parameters()]  # gathered or sharded
     return {
         WEIGHTS: count(sharded),
@@ -173,9 +170,10 @@ def total_bytes(device: str) -> int:
         return peak if sys.platform == "darwin" else peak * 1024
 
 
-def table(held: Mapping[str, int], total: int, planned: Planned | None) -> list[str]:
-    """Lines: what is held, by category; the rest of `total`; and beside it the plan, whose other categories are of the rest."""
-    plan = dict(planned.at_peak) if planned is not None else {}
+def table(held: Mapping[str, int], total: int, planned: Mapping[str, int] | None = None) -> list[str]:
+    """Lines: what is held, by category; the rest of `total`; and beside it what was `planned`, whose other categories are of
+    the rest. All in bytes."""
+    plan = planned or {}
 
     others = {name: size for name, size in plan.items() if name not in held and size}
     rows: list[tuple[str, int | None, int]] = [(name, size, plan.get(name, 0)) for name, size in held.items()]

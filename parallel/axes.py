@@ -1,0 +1,57 @@
+"""The mesh's axes: their names, their order, and how many ranks each has.
+
+    rank = ((pp · dp_replicate_size + dp_replicate) · dp_shard_size + dp_shard) · tp_size + tp
+
+The innermost axis changes fastest, so neighbours in rank share it: tensor parallelism talks most, several times per block,
+and gets the fastest links (inside a node); pipeline stages talk least and sit farthest apart. This is the order of
+Megatron-LM (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, section 3).
+
+A size-1 axis is not a special case: one process is the mesh `MeshSizes()`.
+"""
+
+import math
+from dataclasses import dataclass, fields
+from itertools import product
+from typing import Self
+
+
+@dataclass(frozen=True, order=True)
+class MeshSizes:
+    """Ranks on each axis, outermost first."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+
+    @property
+    def world(self) -> int:
+        return math.prod(self.by_axis().values())
+
+    @property
+    def dp(self) -> int:
+        """Parts that a global batch is cut into."""
+        return self.dp_replicate * self.dp_shard
+
+    def by_axis(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where `rank` is on each axis."""
+        found = {}
+        for axis, size in reversed(self.by_axis().items()):
+            rank, found[axis] = divmod(rank, size)
+        return found
+
+    @classmethod
+    def all_of(cls, world: int) -> list[Self]:
+        """Every way to lay `world` ranks out."""
+        divisors = [d for d in range(1, world + 1) if world % d == 0]
+        sizes = (cls(*each) for each in product(divisors, repeat=len(AXES)))
+        return [each for each in sizes if each.world == world]
+
+    def __str__(self) -> str:
+        return " × ".join(f"{axis} {size}" for axis, size in self.by_axis().items())
+
+
+AXES = tuple(field.name for field in fields(MeshSizes))

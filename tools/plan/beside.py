@@ -1,0 +1,58 @@
+"""A rank's memory report (runtime/memory_report.py) with what was planned for that rank beside it."""
+
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from errors import UserError
+from plan.check import check_can_be_planned
+from plan.layout import Layout
+from plan.memory import Memory
+from runtime.memory_report import table
+from runtime.schema import Count, Strict, first_problem, load_json
+from training.config import Config
+
+
+class Report(Strict):
+    """The file, which may have come from another machine."""
+
+    why: str
+    rank: Count
+    world: Count
+    coordinates: dict[str, Count]
+    stages: list[Count]
+    device: str
+    held_bytes: dict[str, Count]
+    total_bytes: Count
+
+
+def read_report(file: Path) -> Report:
+    """Raises UserError for a file that is no memory report."""
+    remedy = "give a file RUN/memory/step-….json"
+    try:
+        return Report.model_validate(load_json(file.read_text(encoding="utf-8")))
+    except ValidationError as error:
+        raise UserError("--beside", str(file), f"is no memory report: {first_problem(error)}", remedy) from None
+    except (ValueError, RecursionError) as error:  # not text, or not JSON
+        raise UserError("--beside", str(file), f"is no memory report: {error}", remedy) from None
+    except OSError as error:
+        raise UserError("--beside", str(file), f"cannot be read ({error.strerror})", remedy) from None
+
+
+def beside(config: Config, report: Report) -> str:
+    """The report's table with a second column: the plan of its rank, at its peak. Raises UserError where there is none."""
+    if report.rank >= report.world:
+        raise UserError("--beside", report.rank, f"is no rank of a world of {report.world}", "give a file as the run wrote it")
+    config.validate(report.world)
+    check_can_be_planned(config)
+    plan = Memory(Layout.of_rank(config, report.world, report.rank))
+    moment = "between actions" if plan.peak_action is None else f"in {plan.peak_action}"
+    return "\n".join(
+        [
+            f"rank {report.rank} of {report.world}: {report.why}",
+            "",
+            *table(report.held_bytes, report.total_bytes, plan.at_peak),
+            "",
+            f"The plan is for a GPU with Triton's kernels, and its peak is {moment}.",
+        ]
+    )
