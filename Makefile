@@ -123,7 +123,7 @@ exercises: $(dev)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q docs/exercises
 
 api: $(dev)
-	$(PYTHON) -m pdoc --output-directory docs/api errors settings train model parallel data training runtime plan tools
+	$(PYTHON) -m pdoc --output-directory docs/api errors settings hardware train model parallel data training runtime plan tools
 
 clean:
 	rm -rf .pytest_cache .mypy_cache .ruff_cache

@@ -50,6 +50,7 @@ from benchmarks.gpu_timing import (
     parse,
 )
 from data.config import DataConfig
+from hardware import data_sheet_of
 from model.config import ModelConfig
 from model.kernels.backend import why_not_triton
 from model.transformer import Transformer
@@ -57,7 +58,6 @@ from parallel.config import ParallelConfig
 from parallel.mesh import build_mesh
 from parallel.parameter import Constant, weights_of
 from runtime.init_distributed import init_distributed
-from runtime.metrics import PEAK_FLOPS
 from training.build import build_stages
 from training.config import CheckpointConfig, Config, GuardConfig, OptimizerConfig, RunConfig, TrainConfig
 from training.step import TrainStep
@@ -290,7 +290,8 @@ def main(arguments: list[str] | None = None) -> int:
     clock = Clock(samples=1 if parsed.tiny else 3, warm_up=1 if parsed.tiny else 2, flush=False)
     shapes = sizes(parsed.tiny)
     name = torch.cuda.get_device_name() if ON_GPU else ""
-    peak_flops = next((peak for key, peak in PEAK_FLOPS.items() if key in name and not parsed.tiny), None)
+    sheet = None if parsed.tiny else data_sheet_of(name)
+    peak_flops = sheet.peak_flops if sheet is not None else None
     settings = {
         "sizes": {key: asdict(size) for key, size in shapes.items()},
         "parameters": {key: size.model.num_parameters for key, size in shapes.items()},

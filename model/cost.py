@@ -15,10 +15,11 @@ a block runs forward twice, a third more; the head does not. (All of the head's 
 kernels/linear_cross_entropy.py.)
 """
 
+from hardware import H100
 from model.config import ModelConfig
 from parallel.pipeline.balance import LayerCosts
 
-OPERATIONS_PER_BYTE = 295  # 989 TFLOP/s in bfloat16 and 3.35 TB/s: NVIDIA's data sheet of the H100 SXM
+OPERATIONS_PER_BYTE = H100.peak_flops / H100.memory_bytes_per_second
 BYTES = 2  # of an element: bfloat16
 
 

@@ -6,10 +6,8 @@ dp_shard 8 and 8 ranks per node:
     inside a node of 8 ranks: tp 8; between nodes: pp 4, dp_shard 8
 """
 
+from hardware import H100
 from parallel.axes import MeshSizes
-
-# What one GPU of a DGX H100 sends a second: over NVLink inside its node, by its own 400 Gb/s adapter out of it (data sheet).
-INSIDE_BYTES_PER_SECOND, BETWEEN_BYTES_PER_SECOND = 450e9, 50e9
 
 
 def describe_nodes(sizes: MeshSizes, ranks_per_node: int) -> str:
@@ -47,12 +45,13 @@ def tp_between_nodes(tp: int, ranks_per_node: int, bytes_per_step: float) -> str
     """
     if ranks_per_node % tp == 0:
         return ""
-    slow, fast = bytes_per_step / BETWEEN_BYTES_PER_SECOND, bytes_per_step / INSIDE_BYTES_PER_SECOND
+    network = H100.network_bytes_per_second
+    slow, fast = bytes_per_step / network, bytes_per_step / H100.node_bytes_per_second
     fits = [size for size in range(1, ranks_per_node + 1) if ranks_per_node % size == 0]
     sent = f"{bytes_per_step / 1e9:,.1f} GB"
     return (
         f"warning: parallel.tp={tp} reaches over nodes of {ranks_per_node} ranks: each rank sends {sent} for it in a step, and"
-        f" computing waits for most of that: {slow:.2g} s at 50 GB/s between nodes, {fast:.2g} s over"
+        f" computing waits for most of that: {slow:.2g} s at {network / 1e9:g} GB/s between nodes, {fast:.2g} s over"
         f" NVLink; choose parallel.tp from {fits}"
     )
 

@@ -1,34 +1,27 @@
-"""Rates of devices: what data sheets say, and what part of it programs reach."""
+"""Rates of devices: what part of their data sheets' (hardware.py) programs reach."""
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from errors import UserError
+from hardware import DATA_SHEETS, DataSheet
 
 GB = 1e9
 
 
-@dataclass(frozen=True)
-class Device:
+@dataclass(frozen=True, kw_only=True)
+class Device(DataSheet):
     """One GPU of a cluster, and its part of the network.
 
-    The rates are the manufacturer's. The efficiencies are of a program without special cases: they hold for all models and
-    layouts. They were fitted to five runs on H100 (benchmarks/plan_megatron.py) and are the same for other devices, but for
-    A100; benchmarks/plan_published.py shows what they are worth elsewhere. A JSON file of measured rates may replace any.
+    The rates are the manufacturer's (hardware.py). The efficiencies are of a program without special cases: they hold for all
+    models and layouts. They were fitted to five runs on H100 (benchmarks/plan_megatron.py) and are the same for other devices,
+    but for A100; benchmarks/plan_published.py shows what they are worth elsewhere. A JSON file of measured rates may replace
+    any.
     """
 
-    name: str
-    peak_flops: float  # a second, dense, bfloat16
-    peak_flops_float32: float  # in float32 itself: nothing switches TF32 on
-    peak_flops_float64: float
-    memory_bytes: float  # as torch.cuda.get_device_properties(0).total_memory says; labels are rounder
-    memory_bytes_per_second: float
-    node_bytes_per_second: float  # from one GPU to the others of its node, one direction
-    network_bytes_per_second: float  # from one GPU to other nodes, one direction
-    watts: float
     gpus_per_node: int = 8
     reserved_bytes: float = 8e9  # context, NCCL's buffers, fragmentation: what a run cannot have
     efficiencies_of: str = "h100"  # on which those below were found
@@ -48,22 +41,17 @@ class Device:
         return {2: self.peak_flops, 4: self.peak_flops_float32, 8: self.peak_flops_float64}[width]
 
 
-# NVIDIA's data sheets (float64 and float32 on Tensor Cores where there are such, without TF32); memory as torch reports it:
-# 81,089 MiB on H100 80GB HBM3, 79.2 GiB on A100 80GB, 139.8 GiB on H200, 178.35 GiB on B200; the usual networks: 200 Gb/s
-# beside A100, 400 Gb/s beside H100, 800 Gb/s beside B200.
 # Products and attention reach more of A100's peaks than of H100's, copies less. In the same measurement on both, A100 first:
 # products 85.9% and 80.1% ("maximum achievable matmul FLOPS", github.com/stas00/ml-engineering, compute/accelerator); flash
 # attention 2, over heads of 64 and 128, 57.5% and 33.2%, copies 78.9% and 86.6% (github.com/Azure/AI-benchmarking-guide,
 # Azure_Results). A100's efficiencies are those of H100 times these quotients; no run on A100 was fitted.
-DEVICES = {
-    "a100": Device(
-        "a100", 312e12, 19.5e12, 19.5e12, 85.0e9, 2.04e12, 300e9, 25e9, 400,
-        efficiencies_of="a100", matmul_efficiency=0.76, attention_efficiency=0.52, memory_efficiency=0.38,
-    ),
-    "h100": Device("h100", 989e12, 67e12, 67e12, 85.0e9, 3.35e12, 450e9, 50e9, 700),
-    "h200": Device("h200", 989e12, 67e12, 67e12, 150.1e9, 4.8e12, 450e9, 50e9, 700),
-    "b200": Device("b200", 2250e12, 75e12, 37e12, 191.5e9, 7.7e12, 900e9, 100e9, 1000),
-}  # fmt: skip
+EFFICIENCIES: dict[str, dict[str, Any]] = {
+    "a100": {"efficiencies_of": "a100", "matmul_efficiency": 0.76, "attention_efficiency": 0.52, "memory_efficiency": 0.38},
+    "h100": {},
+    "h200": {},
+    "b200": {},
+}
+DEVICES = {name: Device(**asdict(DATA_SHEETS[name]), **found) for name, found in EFFICIENCIES.items()}
 
 
 def find_device(name: str) -> Device:

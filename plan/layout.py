@@ -14,8 +14,7 @@ from parallel.pipeline.actions import Action
 from parallel.placement import chunk_range
 from plan.categories import ATTENDED, GATED, NORMED, PRODUCTS, PROJECTED, STREAM
 from training.config import Config
-
-WIDTH = {"bfloat16": 2, "float32": 4, "float64": 8}  # bytes
+from training.precision import Precision
 
 
 def world_of(path: str, config: Config, gpus: int | None) -> int:
@@ -89,21 +88,21 @@ class Layout:
 
     @cached_property
     def compute(self) -> int:
-        return WIDTH[self.config.train.dtype]
+        return Precision.of(self.config).compute.itemsize
 
     @cached_property
     def master(self) -> int:
         """Of weights, moments and reduced gradients between steps."""
-        return self.compute if self.config.optimizer.pure_bfloat16 else max(4, self.compute)
+        return Precision.of(self.config).master.itemsize
 
     @cached_property
     def reduce(self) -> int:
-        return 8 if self.compute == 8 else WIDTH[self.config.parallel.reduce_dtype]
+        return Precision.of(self.config).reduce.itemsize
 
     @cached_property
     def exact(self) -> int:
         """Of statistics and losses."""
-        return max(4, self.compute)
+        return Precision.of(self.config).exact.itemsize
 
     # --- tokens ---
 

@@ -29,8 +29,9 @@ from typing import Any, NamedTuple
 from parallel.pipeline.actions import Action, B, F, I, W
 from parallel.pipeline.lower import need_of, result_of
 from parallel.placement import chunk_range
-from plan.layout import WIDTH, Layout, Unit
+from plan.layout import Layout, Unit
 from training.config import Config
+from training.precision import Precision
 
 
 class Call(NamedTuple):
@@ -116,7 +117,7 @@ def message_bytes(config: Config) -> int:
     """A hidden state between stages."""
     tokens = config.train.seq_len * config.train.micro_batch_size
     cut = config.parallel.tp if config.parallel.sequence_parallel else 1
-    return tokens // cut * config.model.dim * WIDTH[config.train.dtype]
+    return tokens // cut * config.model.dim * Precision.of(config).compute.itemsize
 
 
 def _once_a_step(layout: Layout) -> Counter[Call]:

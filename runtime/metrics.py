@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hardware import data_sheet_of
 from parallel.mesh import Mesh
 from runtime.checkpoint import Start
 from runtime.events import append_event
@@ -26,8 +27,6 @@ from training.config import Config
 from training.load_config import dump_config
 from training.step import StepResult
 
-# Dense bf16 peak in FLOP/s by name of the device, without sparsity (the vendors' data sheets). mfu is null for others.
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "MI300X": 1307e12}
 MEMORY_GROWTH = 1.01  # of any rank's peak, after which the peaks of all are written down again
 
 
@@ -229,5 +228,6 @@ def _peak_memory_bytes(device: str) -> int:
 
 
 def _peak_flops(device: str) -> float | None:
-    name = torch.cuda.get_device_name() if device == "cuda" else ""
-    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+    """Dense, in bfloat16; None where no data sheet is known, and then mfu is null."""
+    sheet = data_sheet_of(torch.cuda.get_device_name()) if device == "cuda" else None
+    return sheet.peak_flops if sheet is not None else None

@@ -73,7 +73,7 @@ def mutate(document: Any, data: DataObject) -> Any:
         elif how == "rename" and isinstance(parent, dict):
             parent[data.draw(st.sampled_from([*map(str, ODD_WORDS), *parent]))] = parent.pop(last)
         else:
-            parent[last] = data.draw(st.sampled_from(ODD))
+            parent[last] = copy.deepcopy(data.draw(st.sampled_from(ODD)))  # the next one may change what is in it
     return document
 
 

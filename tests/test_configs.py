@@ -26,9 +26,9 @@ from plan.peaks import peaks
 from plan.search import search
 from tools.launch import layout
 from tools.ranks import PRELOAD
-from training.build import DTYPES
 from training.config import Config
 from training.load_config import load_config
+from training.precision import DTYPES
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 PARAMETERS = {  # as published with the models

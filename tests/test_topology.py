@@ -2,8 +2,9 @@
 
 import pytest
 
+from hardware import H100
 from parallel.axes import MeshSizes
-from parallel.topology import BETWEEN_BYTES_PER_SECOND, describe_nodes, tp_between_nodes, tp_bytes_per_step
+from parallel.topology import describe_nodes, tp_between_nodes, tp_bytes_per_step
 from tests.test_collectives import DOUBLE, B, S, one_block
 from tools.parity.cases import Case
 
@@ -39,7 +40,7 @@ def test_a_group_over_nodes_is_warned_of(tp: int, ranks_per_node: int, warns: bo
 
 
 def test_the_warning_names_the_cost() -> None:
-    text = tp_between_nodes(16, 8, 3 * BETWEEN_BYTES_PER_SECOND)
+    text = tp_between_nodes(16, 8, 3 * H100.network_bytes_per_second)
     assert "parallel.tp=16" in text
     assert "150.0 GB for it in a step" in text
     assert "3 s at 50 GB/s" in text

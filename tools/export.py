@@ -26,7 +26,7 @@ from tools.huggingface.config import CONFIG, config_json, parameters
 from tools.huggingface.new_folder import new_folder, refuse_existing
 from tools.huggingface.tensor_files import FILE_BYTES, SINGLE, Piece, write_files, write_index
 from tools.huggingface.tokenizer import huggingface_files
-from training.build import DTYPES
+from training.precision import DTYPES
 
 
 def export(

@@ -16,8 +16,7 @@ from parallel.pipeline.balance import even_split, imbalance
 from parallel.pipeline.tied import TiedEmbedding, first_and_last_stage_group
 from parallel.topology import describe_nodes, tp_between_nodes, tp_bytes_per_step
 from training.config import Config
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+from training.precision import Precision
 
 
 def build_stages(config: Config, mesh: Mesh) -> dict[int, Transformer]:
@@ -33,10 +32,8 @@ def build_stages(config: Config, mesh: Mesh) -> dict[int, Transformer]:
 def check_fits(config: Config, device: str) -> None:
     """Raises UserError where weights and optimizer states are more than a rank's share of the memory: what is certain, before
     anything is allocated. (What else a step needs, `tools.plan` says.)"""
-    parallel, optimizer = config.parallel, config.optimizer
-    per_parameter = 6 if optimizer.pure_bfloat16 else 3 * max(4, DTYPES[config.train.dtype].itemsize)
-    world = dist.get_world_size()
-    needed = config.model.num_parameters * per_parameter * parallel.dp_replicate / world
+    parallel, world = config.parallel, dist.get_world_size()
+    needed = config.model.num_parameters * Precision.of(config).state_bytes * parallel.dp_replicate / world
     if device == "cuda" and not parallel.cpu_offload:
         memory = torch.cuda.get_device_properties().total_memory
     else:
@@ -55,7 +52,7 @@ def describe_places(config: Config, mesh: Mesh, ranks_per_node: int) -> str:
         tokens=train.global_batch_size * train.seq_len // mesh.dp_size,
         dim=model.dim,
         layers=-(-model.num_layers // config.parallel.pp),
-        bytes_per_number=DTYPES[train.dtype].itemsize,
+        bytes_per_number=Precision.of(config).compute.itemsize,
         sequence_parallel=config.parallel.sequence_parallel,
     )
     return f"{describe_nodes(mesh.sizes, ranks_per_node)}\n{tp_between_nodes(tp, ranks_per_node, sent)}".strip()
@@ -63,12 +60,8 @@ def describe_places(config: Config, mesh: Mesh, ranks_per_node: int) -> str:
 
 def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bool) -> Transformer:
     """One stage, ready to train."""
-    compute_dtype = DTYPES[config.train.dtype]
-    no_wider = compute_dtype == torch.float64 or config.optimizer.pure_bfloat16
-    master_dtype = compute_dtype if no_wider else torch.float32
-    reduce_dtype = torch.float64 if compute_dtype == torch.float64 else DTYPES[config.parallel.reduce_dtype]
-
-    stage = Transformer(config.model, layers, first, last, mesh.tp, config.parallel.sequence_parallel).to(master_dtype)
+    precision = Precision.of(config)
+    stage = Transformer(config.model, layers, first, last, mesh.tp, config.parallel.sequence_parallel).to(precision.master)
     blocks = list(stage.blocks.values())
     wrap_blocks(blocks, config.train.activation_checkpointing, config.train.compile, config.model.dim, mesh.tp.size())
     units: list[list[torch.nn.Module]] = [[block] for block in blocks]
@@ -82,8 +75,8 @@ def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bo
         stage,
         units,
         mesh.fsdp,
-        compute_dtype=compute_dtype,
-        reduce_dtype=reduce_dtype,
+        compute_dtype=precision.compute,
+        reduce_dtype=precision.reduce,
         cpu_offload=config.parallel.cpu_offload,
     )
     stage.to_empty(device="cpu" if config.parallel.cpu_offload else mesh.device)

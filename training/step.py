@@ -17,11 +17,12 @@ from parallel.pipeline.actions import forward_only, splits_backward, stage_ranks
 from parallel.pipeline.lower import lower
 from parallel.pipeline.runner import PipelineRunner, Recorder, record_nothing
 from parallel.pipeline.transfer import Transfers
-from training.build import DTYPES, build_tied_embedding
+from training.build import build_tied_embedding
 from training.config import Config
 from training.gradient import gradient_norm
 from training.guard import UpdateGuard
 from training.optimizer import ShardedAdamW, learning_rate
+from training.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class TrainStep:
         assert bos_id is not None or not config.data.document_mask
         self.config, self.mesh, self.stages = config, mesh, stages
         self.bos_id = bos_id if config.data.document_mask else None
-        self.loss_dtype = torch.float64 if config.train.dtype == "float64" else torch.float32
+        self.precision = Precision.of(config)
         parallel, train = config.parallel, config.train
         # Listed once, while they are sharded: while its weights are gathered, a module calls other objects its parameters.
         self.weights = [weight for stage in stages.values() for weight in weights_of(stage)]
@@ -56,7 +57,7 @@ class TrainStep:
 
         positions = train.seq_len // mesh.tp.size() if parallel.sequence_parallel else train.seq_len
         hidden_shape = (positions, train.micro_batch_size, config.model.dim)
-        transfers = Transfers(mesh.pp.get_group(), hidden_shape, DTYPES[train.dtype], mesh.device)
+        transfers = Transfers(mesh.pp.get_group(), hidden_shape, self.precision.compute, mesh.device)
         schedule = config.schedule(mesh.dp_size)
         self.ranks_of_stages = stage_ranks(schedule)
         self.program = lower(schedule)[mesh.pp_rank]
@@ -97,7 +98,7 @@ class TrainStep:
         """Target tokens of the global batch, from this data-parallel rank's rows: a scalar in the loss's dtype."""
         num_targets = to_device((targets != IGNORE).sum(), self.mesh.device)
         dist.all_reduce(num_targets, group=self.mesh.loss.get_group())
-        return num_targets.to(self.loss_dtype)
+        return num_targets.to(self.precision.exact)
 
     def microbatches(self, tokens: Tensor, targets: Tensor, loss_scale: Tensor) -> list[Batch]:
         """Cut [rows, S] into micro-batches of [S, micro_batch_size] on the device."""
@@ -112,7 +113,7 @@ class TrainStep:
 
     def sum_over_ranks(self, loss: Tensor | None) -> Tensor:
         """The last stages' losses, summed over data-parallel ranks, known to every rank."""
-        total = torch.zeros((), dtype=self.loss_dtype, device=self.mesh.device) if loss is None else loss
+        total = torch.zeros((), dtype=self.precision.exact, device=self.mesh.device) if loss is None else loss
         for view in (self.mesh.loss, self.mesh.pp):  # all tp ranks have the same already
             dist.all_reduce(total, group=view.get_group())
         return total

@@ -1,0 +1,41 @@
+"""Which numbers are in which dtype.
+
+| train.dtype | compute  | master                                   | reduce                | exact   |
+|-------------|----------|------------------------------------------|-----------------------|---------|
+| bfloat16    | bfloat16 | float32 (optimizer.pure_bfloat16: as it) | parallel.reduce_dtype | float32 |
+| float32     | float32  | float32                                  | parallel.reduce_dtype | float32 |
+| float64     | float64  | float64                                  | float64               | float64 |
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from training.config import Config
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+class Precision(NamedTuple):
+    """The dtypes of a run."""
+
+    compute: torch.dtype  # forward and backward
+    master: torch.dtype  # of weights, moments and reduced gradients between steps
+    reduce: torch.dtype  # data-parallel reductions of gradients
+    exact: torch.dtype  # of statistics and losses
+
+    @classmethod
+    def of(cls, config: Config) -> "Precision":
+        compute = DTYPES[config.train.dtype]
+        exact = torch.promote_types(compute, torch.float32)
+        return cls(
+            compute=compute,
+            master=compute if config.optimizer.pure_bfloat16 else exact,
+            reduce=compute if compute == torch.float64 else DTYPES[config.parallel.reduce_dtype],
+            exact=exact,
+        )
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a parameter between steps: its weight and two moments."""
+        return 3 * self.master.itemsize
