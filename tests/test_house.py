@@ -82,7 +82,7 @@ def test_the_import_rule_can_fail() -> None:
 @pytest.mark.parametrize("module", [name for name in MODULES if name.split(".")[0] == "parallel"])
 def test_parallel_needs_torch_alone(module: str) -> None:
     packages = {name.split(".")[0] for name in imports(MODULES[module])}
-    assert packages - sys.stdlib_module_names <= {"torch", "parallel", "errors", "settings"}
+    assert packages - sys.stdlib_module_names <= {"torch", "parallel", "errors", "settings", "hardware"}
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:

@@ -24,7 +24,7 @@ from runtime.messages import from_rank_0, on_all_ranks, refuse
 from tools.generate.load_model import load_model
 from tools.generate.loop import continue_texts
 from tools.generate.sampling import Sampling
-from training.build import DTYPES
+from training.precision import DTYPES
 
 
 def read_options(options: argparse.Namespace) -> tuple[list[str], Sampling]:

@@ -24,7 +24,8 @@ from tools.parity.cases import BATCH, BOS, OPTIMIZER, SEED, SEQ_LEN, STEPS, Case
 from tools.parity.reference import IGNORE, Reference, Rotary, train, warmup_cosine
 from tools.parity.row import Row
 from tools.ranks import RankError, Ranks
-from training.build import DTYPES, build_stages
+from training.build import build_stages
+from training.precision import DTYPES
 from training.step import TrainStep
 
 Part = tuple[str, tuple[slice, ...], Tensor]  # canonical name, where in the global tensor, the numbers
