@@ -112,6 +112,7 @@ class Round:
 
     def begin(self, pauses: bool = True) -> Any:
         log = self.folder / f"start-{len(self.logs)}.log"
+        log.touch()  # a start may be killed before it has said anything
         settings = [f"optimizer.lr={1e-3 * (1 + len(self.logs))}", f"run.dir={self.run}"]
         arguments = ([str(self.config), *settings], log, self.draw.getrandbits(32), pauses)
         process = self.context.Process(target=start, args=arguments)
