@@ -40,8 +40,9 @@ from runtime.watchdog import Watchdog
 from training.build import build_stages, check_fits
 from training.config import Config
 from training.guard import check_not_in_vain
+from training.learning_rate import learning_rate
 from training.load_config import load_config
-from training.optimizer import learning_rate
+from training.optimizers import check_optimizer
 from training.step import TrainStep
 
 # Models are published with rows that no token uses (Qwen3: 151,936 for 151,669 tokens); more of them are a wrong tokenizer.
@@ -68,6 +69,7 @@ def read_config(arguments: list[str], device: str) -> Config:
     config = load_config(arguments[0], arguments[1:])
     config.validate(dist.get_world_size())
     check_kernels(config.model.kernels, device)
+    check_optimizer(config)
     check_fits(config, device)
     return config
 

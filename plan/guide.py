@@ -27,7 +27,7 @@ def our_bytes(config: Config, ranks: int, zero_stage: ZeroStage) -> dict[str, fl
                        dp_shard=shard, dp_replicate=replicate, zero_stage=zero_stage)  # fmt: skip
     layout = Layout(replace(config, parallel=parallel), ranks, 0)
     numel = sum(unit.numel for unit in layout.units(0))
-    table = {WEIGHTS: numel * layout.master / shard, MOMENTS: 2 * numel * layout.master / shard}
+    table = {WEIGHTS: numel * layout.master / shard, MOMENTS: layout.states_per_weight * numel * layout.master / shard}
     table[GATHERED] = numel * layout.compute if zero_stage < 3 else 0.0
     table[GRADIENTS] = numel * layout.reduce if zero_stage < 2 else 0.0
     table[SHARDED_GRADIENTS] = numel * layout.reduce / shard if zero_stage >= 2 else 0.0

@@ -14,6 +14,7 @@ from parallel.pipeline.actions import Action
 from parallel.placement import chunk_range
 from plan.categories import ATTENDED, GATED, NORMED, PRODUCTS, PROJECTED, STREAM
 from training.config import Config
+from training.optimizers import optimizer_class
 from training.precision import Precision
 
 
@@ -94,6 +95,11 @@ class Layout:
     def master(self) -> int:
         """Of weights, moments and reduced gradients between steps."""
         return Precision.of(self.config).master.itemsize
+
+    @cached_property
+    def states_per_weight(self) -> int:
+        """Tensors that the optimizer keeps of each weight, in the master dtype."""
+        return len(optimizer_class(self.config.optimizer.name).state_names)
 
     @cached_property
     def reduce(self) -> int:

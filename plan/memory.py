@@ -62,7 +62,7 @@ class Memory(Account):
                 self.add(WEIGHTS, unit.padded(layout.dp_shard) // layout.dp_shard * layout.master)
                 for rows, columns in unit.shapes:
                     local = len(chunk_range(rows, layout.dp_shard, layout.dp_shard_rank)) * columns
-                    self.add(MOMENTS, 2 * local * layout.master)
+                    self.add(MOMENTS, layout.states_per_weight * local * layout.master)
         self.add(TEMPORARY, batch_bytes(layout))
 
     # --- the program ---

@@ -23,6 +23,7 @@ from plan.layout import Layout
 from plan.peaks import CHECKED, peaks, shared, shortened
 from plan.time import StepTime
 from training.config import Config
+from training.optimizers import state_bytes
 
 ENOUGH = 20  # that fit, twice what is shown: estimates may put neighbours in the wrong order
 ALIKE = 0.01  # of a step's seconds: two that differ by less may well be in the other order
@@ -153,7 +154,7 @@ def search(config: Config, world: int, device: Device, wanted: int = 10) -> Resu
 def _check_states_fit(config: Config, world: int, room: float) -> None:
     """Raises UserError where no layout can fit, whatever it does: its states alone are too large."""
     one = Layout(config, world, 0)
-    each = 3 * one.master + one.reduce  # weights, two moments; gradients, of which no rank holds less than its share
+    each = state_bytes(config) + one.reduce  # weights, states; gradients, of which no rank holds less than its share
     states = config.model.num_parameters * each
     if states <= room * world:
         return

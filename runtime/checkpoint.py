@@ -253,7 +253,7 @@ def load(train: TrainStep, start: Start) -> None:
     for source, copy in second_copies:
         copy.copy_(source)
     if not start.weights_only:
-        train.optimizer.set_step(start.updates)
+        train.optimizer.set_updates(start.updates)
         train.guard.restore(start.recent_losses, start.bad_in_a_row)
 
 
@@ -275,7 +275,7 @@ class Held:
 
     name: str  # of the global tensor in a checkpoint
     tensor: DTensor
-    is_weight: bool  # else a moment
+    is_weight: bool  # else a state of the optimizer
     is_copy: bool  # a second one of the same global tensor
 
 
@@ -283,5 +283,5 @@ def held_tensors(train: TrainStep) -> Iterator[Held]:
     """All that this rank holds and a checkpoint keeps."""
     for weight in train.weights:
         yield Held(f"model.{weight.global_name}", weight.sharded, True, weight.is_copy)
-    for weight, key, moment in train.optimizer.moments():
-        yield Held(f"optimizer.{weight.global_name}.{key}", moment, False, weight.is_copy)
+    for weight, key, state in train.optimizer.state_tensors():
+        yield Held(f"optimizer.{weight.global_name}.{key}", state, False, weight.is_copy)

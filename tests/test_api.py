@@ -36,7 +36,7 @@ def test_a_package_s_documentation_builds(tmp_path: Path) -> None:
     """One that needs torch alone, as a sample; a docstring is in it."""
     build(["errors", "parallel"], tmp_path)
     assert (tmp_path / "parallel" / "pipeline" / "schedules.html").exists()
-    assert "neighbours in rank share it" in (tmp_path / "parallel" / "mesh.html").read_text(encoding="utf-8")
+    assert "neighbours in rank share it" in (tmp_path / "parallel" / "axes.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

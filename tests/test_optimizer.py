@@ -21,7 +21,7 @@ from tools.parity.reference import warmup_cosine
 from tools.parity.run import assemble, global_batch, parts
 from training.build import build_stages
 from training.config import OptimizerConfig
-from training.optimizer import learning_rate
+from training.learning_rate import learning_rate
 from training.step import TrainStep
 
 INTERPRETER = pytest.mark.skipif(not INTERPRETED, reason="Triton's interpreter is not there")
@@ -192,7 +192,7 @@ def rounded_updates(case, resume):
             before, step = step, TrainStep(config, mesh, build_stages(config, mesh))
             for old, new in zip(held_tensors(before), held_tensors(step), strict=True):
                 new.tensor.to_local().copy_(old.tensor.to_local())
-            step.optimizer.set_step(update)
+            step.optimizer.set_updates(update)
         for each in step.weights:
             p = each.parameter
             p.grad = torch.empty_like(p)

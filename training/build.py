@@ -16,6 +16,7 @@ from parallel.pipeline.balance import even_split, imbalance
 from parallel.pipeline.tied import TiedEmbedding, first_and_last_stage_group
 from parallel.topology import describe_nodes, tp_between_nodes, tp_bytes_per_step
 from training.config import Config
+from training.optimizers import state_bytes
 from training.precision import Precision
 
 
@@ -33,7 +34,7 @@ def check_fits(config: Config, device: str) -> None:
     """Raises UserError where weights and optimizer states are more than a rank's share of the memory: what is certain, before
     anything is allocated. (What else a step needs, `tools.plan` says.)"""
     parallel, world = config.parallel, dist.get_world_size()
-    needed = config.model.num_parameters * Precision.of(config).state_bytes * parallel.dp_replicate / world
+    needed = config.model.num_parameters * state_bytes(config) * parallel.dp_replicate / world
     if device == "cuda" and not parallel.cpu_offload:
         memory = torch.cuda.get_device_properties().total_memory
     else:

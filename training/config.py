@@ -5,6 +5,7 @@
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -46,11 +47,16 @@ class TrainConfig:
     )
 
 
+# Of optimizer.name: the files of that folder.
+OPTIMIZERS = sorted(file.stem for file in (Path(__file__).parent / "optimizers").glob("[!_]*.py"))
+
+
 @section("optimizer")
 class OptimizerConfig:
-    """AdamW (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101) and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
     lr: Annotated[float, between(0, 1000, example=3e-4)]  # peak learning rate
+    name: Text = "adamw"  # a file of training/optimizers/
     weight_decay: Annotated[float, between(0, 1000)] = 0.1  # of matrices; norm weights are not decayed
     betas: Annotated[tuple[Beta, Beta], Field(strict=False, examples=[[0.9, 0.95]])] = (0.9, 0.95)
     eps: Annotated[float, between(1e-30, 1, example=1e-8)] = 1e-8
@@ -62,6 +68,10 @@ class OptimizerConfig:
     # Weights and moments are stored in bfloat16, 6 bytes a parameter and not 12, and rounded stochastically
     # (model/kernels/adamw.py). So are reduced gradients, to nearest; zero_stage 2 and 3 add micro-batches in bfloat16.
     pure_bfloat16: bool = False
+
+    def __post_init__(self) -> None:
+        if self.name not in OPTIMIZERS:
+            raise UserError("optimizer.name", self.name, "there is no such optimizer", f"choose one of {OPTIMIZERS}")
 
 
 @section("checkpoint")

@@ -34,8 +34,3 @@ class Precision(NamedTuple):
             reduce=compute if compute == torch.float64 else DTYPES[config.parallel.reduce_dtype],
             exact=exact,
         )
-
-    @property
-    def state_bytes(self) -> int:
-        """Of a parameter between steps: its weight and two moments."""
-        return 3 * self.master.itemsize

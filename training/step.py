@@ -1,4 +1,4 @@
-"""One training step, on one screen: micro-batches through the schedule → norm → guard → clipped AdamW."""
+"""One training step, on one screen: micro-batches through the schedule → norm → guard → clipped update."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,8 @@ from training.build import build_tied_embedding
 from training.config import Config
 from training.gradient import gradient_norm
 from training.guard import UpdateGuard
-from training.optimizer import ShardedAdamW, learning_rate
+from training.learning_rate import learning_rate
+from training.optimizers import optimizer_class
 from training.precision import Precision
 
 
@@ -51,7 +52,7 @@ class TrainStep:
         self.weights = [weight for stage in stages.values() for weight in weights_of(stage)]
         self.partial = PartialGradients(self.weights, mesh.tp.get_group())
         self.tied = build_tied_embedding(config, mesh, stages)
-        self.optimizer = ShardedAdamW(self.weights, config)
+        self.optimizer = optimizer_class(config.optimizer.name)(self.weights, config)
         self.guard = UpdateGuard(config.guard.spike_sigmas, mesh.device)
         self.record: Recorder = record_nothing
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from training.config import Config
-from training.precision import Precision
+from training.optimizers import state_bytes
 
 ROOT = Path(__file__).parent.parent.parent
 SIOCGIFADDR = 0x8915  # of Linux's sockios.h: an interface's address
@@ -133,7 +133,7 @@ def _look_at_disk(config: Config, report: dict[str, Any]) -> int:
     folder = Path(config.run.dir).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    one = config.model.num_parameters * Precision.of(config).state_bytes
+    one = config.model.num_parameters * state_bytes(config)
     kept = len(list((folder / "checkpoints").glob("step-????????")))
     missing = max(config.checkpoint.keep_last + 1 - kept, 1) * one
     if config.checkpoint.interval and free < one:

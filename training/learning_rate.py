@@ -1,0 +1,22 @@
+"""The learning rate of each step."""
+
+import math
+
+from training.config import OptimizerConfig
+
+
+def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
+    """The learning rate of update `step`, 0-based, of a run of `steps`.
+
+    Linear warmup to lr, then `cosine` to min_lr_ratio · lr at the end (Loshchilov and Hutter 2017,
+    https://arxiv.org/abs/1608.03983), or `wsd`: constant, then linear over the last decay_steps (Hu et al. 2024,
+    https://arxiv.org/abs/2404.06395).
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    floor = config.min_lr_ratio
+    if config.schedule == "cosine":
+        progress = min(1.0, (step - config.warmup_steps) / max(1, steps - config.warmup_steps))
+        return config.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+    left = steps - step  # wsd
+    return config.lr * (floor + (1 - floor) * min(1.0, left / config.decay_steps))
