@@ -6,8 +6,11 @@
     dp_shard      data.py    1 / dp_shard of weights, gradients, moments   weights (gather), gradients (reduce-scatter)
     tp            tensor.py  1 / tp of each matrix (and of the sequence)   activations, several times per block
 
-weight.py is a weight in forward and backward, and the queue in which its gradient may wait; partial.py sums over
-tp what each tp rank knows only in part; placement.py says who holds what of a tensor; activation.py recomputes.
+axes.py names the axes and says how many ranks each has; mesh.py makes the DeviceMesh, and its views.
 
-Imports torch, and of the house only `errors` and `settings`; `pipeline/` is handed modules and never imports the model.
+parameter.py says what a weight is; weight.py is a weight in forward and backward, and the queue in which its gradient may
+wait; partial.py sums over tp what each tp rank knows only in part; placement.py says who holds what of a tensor;
+activation.py recomputes; topology.py tells links inside a node from links between nodes.
+
+Imports torch, and of the house only `errors`, `settings` and `hardware`; `pipeline/` is handed modules and never imports the model.
 """
