@@ -12,5 +12,6 @@ parameter.py says what a weight is; weight.py is a weight in forward and backwar
 wait; partial.py sums over tp what each tp rank knows only in part; placement.py says who holds what of a tensor;
 activation.py recomputes; topology.py tells links inside a node from links between nodes.
 
-Imports torch, and of the house only `errors`, `settings` and `hardware`; `pipeline/` is handed modules and never imports the model.
+Imports torch, and of the house only `errors`, `settings` and `hardware`; `pipeline/` is handed modules and never imports the
+model.
 """

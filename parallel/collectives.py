@@ -1,8 +1,8 @@
 """The collectives of tensor parallelism, and the autograd operations made of them.
 
 Every function takes the process group it talks over. A collective over one rank returns its input, so an axis of size 1 is not
-a special case for who calls it. The sequence is the *first* dimension of activations, [S, B, …],
-because collectives concatenate and split along the first: a gathered sequence is then contiguous without a copy.
+a special case for who calls it. The sequence is the *first* dimension of activations, [S, B, …], because collectives
+concatenate and split along the first: a gathered sequence is then contiguous without a copy.
 
 Nothing is reduced in place that autograd may still share: a gradient that feeds two branches is one tensor.
 """
