@@ -1,6 +1,7 @@
 """Copies that stopped being equal are found, and the rank is named."""
 
 import json
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -43,38 +44,37 @@ def differing(case: Case, rank: int, name: str) -> str:
     return ""
 
 
+thorough = partial(pytest.param, marks=pytest.mark.thorough)
+
+
 @pytest.mark.parametrize(
     ("case", "rank", "name", "said"),
     [
         (Case(MeshSizes(tp=2)), 1, "norm.weight", "ranks 0, 1, copies over tp, hold different numbers"),
-        pytest.param(
+        thorough(
             Case(MeshSizes(tp=4)),
             2,
             "norm.weight",
-            "rank 2 holds other numbers than its copies over tp MeshSizes(pp=0, dp_shard=2, tp=3)",
-            marks=pytest.mark.thorough,
+            "rank 2 holds other numbers than its copies over tp (0, 1, 2, 3)",
         ),
-        pytest.param(
+        thorough(
             Case(MeshSizes(tp=8), num_kv_heads=4),
             5,
             "attention.key.weight",
             "rank 5 holds other numbers",
-            marks=pytest.mark.thorough,
         ),
         (Case(MeshSizes(dp_replicate=2)), 0, "down.weight", "ranks 0, 1, copies over dp_replicate, hold different numbers"),
-        pytest.param(
+        thorough(
             Case(MeshSizes(dp_replicate=4), zero_stage=0),
             3,
             "embedding.weight.exp_avg_sq",
             "rank 3 holds other numbers",
-            marks=pytest.mark.thorough,
         ),
-        pytest.param(
+        thorough(
             Case(MeshSizes(dp_replicate=4, dp_shard=2), zero_stage=3),
             4,
             "query.weight.exp_avg",
-            "over dp_replicate MeshSizes(pp=0, dp_replicate=2, dp_shard=4, tp=6)",
-            marks=pytest.mark.thorough,
+            "over dp_replicate (0, 2, 4, 6)",
         ),
         (
             Case(MeshSizes(pp=2, dp_replicate=2, tp=2), zero_stage=2),
