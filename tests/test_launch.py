@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -20,6 +21,7 @@ import pytest
 from benchmarks.stop_matrix import PHASES, SIGNALS, TARGETS, stop
 from runtime.events import read_events
 from tests.runs import LAYOUT_3D, write_config
+from tools import launch
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_") and key != "OMP_NUM_THREADS"}
@@ -241,6 +243,28 @@ def test_ranks_save_when_the_launcher_is_killed(data: Path, tmp_path: Path) -> N
         assert not alive
     assert status(tmp_path)["state"] == "requeue"
     assert (tmp_path / "run" / "checkpoints" / "latest").exists()
+
+
+@pytest.mark.parametrize(
+    ("processes", "override", "said"),
+    [
+        ("100000", "parallel.tp=2", "--nproc-per-node = 100000: this machine has "),
+        ("0", "parallel.tp=2", "--nproc-per-node = 0: this machine has "),
+        ("3", "parallel.tp=2", "does not make the world of 3 processes"),
+        ("2", "optimizer.lr=.nan", "optimizer.lr = nan"),
+    ],
+)
+def test_nothing_is_started_of_what_is_refused(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], processes: str, override: str, said: str
+) -> None:
+    def start(*_: object) -> None:
+        raise AssertionError("processes were started")
+
+    words = ["launch", "--nproc-per-node", processes, write_config(tmp_path, data), override]
+    with patch.object(sys, "argv", words), patch.object(launch, "start_processes", start), pytest.raises(SystemExit) as left:
+        launch.main()
+    assert left.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 # --- speed ------------------------------------------------------------------------------------------------------------

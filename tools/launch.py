@@ -45,11 +45,13 @@ import torch.distributed as dist
 
 import train
 from errors import UserError
+from runtime.messages import log
 from runtime.signals import Signals
 from runtime.status import read_status, record_failure
 from training.load_config import load_config
 
 MAX_PROCESSES = 8  # the smallest world in which tensor, pipeline and data parallelism all have two ranks
+PROCESSES_PER_CORE = 32  # at most, without GPUs: each takes 0.3 GB
 NOTICE_SECONDS = 2.0  # after a failure, until the others are told to leave: they notice, and rank 0 writes it down
 KILL_SECONDS = 15.0  # after that, until they are killed
 PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
@@ -74,6 +76,14 @@ def count_gpus() -> int:
     if pid == 0:
         os._exit(torch.cuda.device_count())
     return max(0, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+def check_processes(processes: int, gpus: int) -> None:
+    """Raises UserError for more than this machine has room for."""
+    most = gpus or PROCESSES_PER_CORE * (os.cpu_count() or 1)
+    if not 1 <= processes <= most:
+        why = f"this machine has {gpus} GPUs" if gpus else f"this machine has {os.cpu_count()} cores"
+        raise UserError("--nproc-per-node", processes, why, f"give 1 to {most}")
 
 
 # --- a rank -----------------------------------------------------------------------------------------------------------
@@ -227,16 +237,16 @@ def _sweep() -> None:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def finish(ending: Ending, folder: Path | None) -> int:
+def finish(ending: Ending, folder: Path) -> int:
     """Say why the run failed, last of all, and in its folder where nobody else could; returns the exit status."""
     status = ending.status()
     if ending.at_once or (ending.failure is not None and status != 2):
         why = ending.why()
-        stands = record_failure(folder, why) if folder is not None else why
+        stands = record_failure(folder, why)
         more = f": {stands}" if stands != why else ""
         if not ending.at_once:
             print(f"{why}{more}; the others were stopped", file=sys.stderr, flush=True)
-    elif not status and folder is not None and (found := read_status(folder)).get("state") == "requeue":
+    elif not status and (found := read_status(folder)).get("state") == "requeue":
         # One rank was asked, and all agreed: what is run after a finished run must not be run now.
         name = str(found.get("reason", "")).partition(" ")[0]
         status = 128 + signal.Signals[name] if name in signal.Signals.__members__ else 0
@@ -251,16 +261,18 @@ def main() -> None:
     parser.add_argument("config", metavar="CONFIG.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     options = parser.parse_args()
-    if options.nproc_per_node is not None and options.nproc_per_node < 1:
-        parser.error("--nproc-per-node must be at least 1")
-    processes, overrides = (options.nproc_per_node, []) if options.nproc_per_node else layout(count_gpus())
+    gpus = count_gpus()
+    processes, overrides = layout(gpus) if options.nproc_per_node is None else (options.nproc_per_node, [])
     arguments = [options.config, *overrides, *options.overrides]
-    print(f"+ torchrun --standalone --nproc-per-node {processes} train.py", *arguments, flush=True)
     try:
-        folder = Path(load_config(options.config, arguments[1:]).run.dir)
-    except UserError:
-        folder = None  # the ranks say it
-    sys.exit(finish(start_processes(processes, run_rank, arguments), folder))
+        check_processes(processes, gpus)
+        config = load_config(options.config, arguments[1:])
+        config.validate(processes)  # before a process of so many is started
+    except UserError as error:
+        log(f"error: {error}")
+        sys.exit(2)
+    print(f"+ torchrun --standalone --nproc-per-node {processes} train.py", *arguments, flush=True)
+    sys.exit(finish(start_processes(processes, run_rank, arguments), Path(config.run.dir)))
 
 
 if __name__ == "__main__":
