@@ -132,7 +132,7 @@ def check_state(state: dict, data: TokenDataset | Mixture) -> None:
     if state["checksum"] != data.checksum:
         path = " + ".join(str(source.folder) for source in _as_mixture(data).sources)
         why = f"the run to resume read other data (checksum {state['checksum'][:12]}…, this is {data.checksum[:12]}…)"
-        raise UserError("data.path", path, why, "give the data the run began with, or begin a new run (checkpoint.resume=none)")
+        raise UserError("data.path", path, why, "give the data the run began with, or begin a new run in another run.dir")
 
 
 def heldout_batches(

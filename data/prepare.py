@@ -71,7 +71,8 @@ def prepare(
 
     Raises UserError for what the user can fix; nothing is left at `out` then.
     """
-    _check(tokenizer, out, heldout_fraction, shard_tokens, workers, overwrite)
+    _check(tokenizer, out, heldout_fraction, shard_tokens, workers)
+    _check_replaceable(source, out, overwrite)
     dtype = np.dtype("uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32")
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
@@ -126,7 +127,7 @@ def unigram_nats_per_token(train: np.ndarray, heldout: np.ndarray) -> float | No
     return float(-(heldout * log_probability).sum() / heldout.sum())
 
 
-def _check(tokenizer: Tokenizer, out: Path, heldout_fraction: float, shard_tokens: int, workers: int, overwrite: bool) -> None:
+def _check(tokenizer: Tokenizer, out: Path, heldout_fraction: float, shard_tokens: int, workers: int) -> None:
     if not 0 <= heldout_fraction < 1:
         raise UserError("--heldout-fraction", heldout_fraction, "it is a fraction of the documents", "0 <= fraction < 1")
     if shard_tokens < 1:
@@ -135,10 +136,22 @@ def _check(tokenizer: Tokenizer, out: Path, heldout_fraction: float, shard_token
         raise UserError("--workers", workers, "somebody must tokenize", "at least 1; one per core is best")
     if tokenizer.vocab_size > 1 << 32:
         raise UserError("--tokenizer", tokenizer.vocab_size, "ids are stored in 32 bits", "a vocabulary of at most 2**32")
+
+
+def _check_replaceable(source: str, out: Path, overwrite: bool) -> None:
+    """Only what an earlier `prepare` wrote is ever deleted, and never the source."""
     if out.exists() and not out.is_dir():
         raise UserError("--out", str(out), "there is a file of that name", "name a folder")
-    if out.is_dir() and any(out.iterdir()) and not overwrite:
+    if not out.is_dir() or not any(out.iterdir()):
+        return
+    if not (out / "index.json").is_file():
+        raise UserError(
+            "--out", str(out), "the folder is not empty, and no prepared one: it has no index.json", "name another one"
+        )
+    if not overwrite:
         raise UserError("--out", str(out), "the folder is not empty", "name another one, or give --overwrite")
+    if out.resolve() in (Path(source).resolve(), *Path(source).resolve().parents):
+        raise UserError("--out", str(out), f"it holds the source {source}, and would be deleted", "name another one")
 
 
 def _not_empty(stream: Iterator[Document], counts: dict[str, int]) -> Iterator[Document]:

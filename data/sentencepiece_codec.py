@@ -12,7 +12,7 @@ A foreign model with a dummy prefix (Llama 2's) loses only U+2581, and what its 
 import hashlib
 import io
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import sentencepiece
@@ -76,10 +76,19 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
     Raises UserError when the text is too little for `vocab_size`, or `vocab_size` for the alphabet.
     """
     out = io.BytesIO()
-    lines = (line for text in texts for line in text.split("\n") if line)
+    refused: list[UserError] = []  # by the source; SentencePiece makes words of its own of what its iterator raises
+
+    def lines() -> Iterator[str]:
+        try:
+            for text in texts:
+                yield from filter(None, text.split("\n"))
+        except UserError as error:
+            refused.append(error)
+            raise
+
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines,
+            sentence_iterator=lines(),
             model_writer=out,
             model_type="bpe",
             vocab_size=vocab_size,
@@ -100,6 +109,8 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
             minloglevel=2,
         )
     except (RuntimeError, ValueError) as error:
+        if refused:
+            raise refused[0] from None
         if "sentences_.empty" in str(error):
             raise UserError("--source", "(read)", "there is no text to train on", "give another source") from error
         raise _refused_size(vocab_size, str(error)) from error

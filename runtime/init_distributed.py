@@ -27,6 +27,7 @@ import torch.distributed as dist
 from runtime import signals
 from runtime.signals import Signals
 
+WAIT_SECONDS = 1.0  # at a time, for another rank
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
@@ -99,11 +100,11 @@ def fresh_store(store: dist.Store, rank: int, world_size: int, heard: Mapping[in
 
 
 def _comes(store: dist.Store, name: str) -> bool:
-    """Whether somebody sets `name` within a second; the waiting is done by the store."""
+    """Whether somebody sets `name` within WAIT_SECONDS; the waiting is done by the store."""
     try:
-        store.wait([name], timedelta(seconds=1))
-    except dist.DistStoreError:
-        return False
+        store.wait([name], timedelta(seconds=WAIT_SECONDS))
+    except RuntimeError:  # a TCPStore's is a DistStoreError, a FileStore's is not; of a store that is lost, `check` says so
+        return bool(store.check([name]))
     return True
 
 

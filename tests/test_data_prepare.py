@@ -213,6 +213,29 @@ def test_existing_folder_is_only_replaced_when_told(tmp_path) -> None:
     assert contents(tmp_path / "empty") == before
 
 
+def test_only_what_prepare_wrote_is_deleted(tmp_path) -> None:
+    """And never the text that it was to read."""
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "one.txt").write_text("mine alone")
+    with pytest.raises(UserError, match="no prepared one"):
+        prepared(tmp_path / "texts", str(tmp_path / "texts"), overwrite=True)
+    out = prepared(tmp_path / "out", SOURCE, heldout_fraction=0.0)
+    (out / "two.txt").write_text("mine alone")
+    for source in (out, out / "two.txt", out / "*.txt"):
+        with pytest.raises(UserError, match="holds the source"):
+            prepared(out, str(source), overwrite=True)
+    assert {path.name for path in tmp_path.rglob("*.txt")} == {"one.txt", "two.txt"}
+
+
+def test_a_tokenizer_replaces_only_a_tokenizer(tmp_path, capsys) -> None:
+    notes = tmp_path / "notes.md"
+    notes.write_text("mine alone")
+    arguments = ["--source", SOURCE, "--vocab-size", "600", "--out", str(notes)]
+    assert tokenizer_command.main(arguments) == 2
+    assert "it is no tokenizer" in capsys.readouterr().err
+    assert notes.read_text() == "mine alone"
+
+
 @pytest.mark.parametrize(
     ("option", "value", "key"),
     [

@@ -117,6 +117,18 @@ def test_training_refuses(texts: list[str], size: int, key: str) -> None:
         assert Tokenizer.train(texts, int(found[1])).vocab_size == int(found[1])
 
 
+def test_what_the_source_refuses_is_said_as_it_is() -> None:
+    """Also when SentencePiece has begun to read: it wraps what its iterator raises."""
+
+    def texts():
+        yield "some text"
+        raise UserError("--source", "x.jsonl", "line 31: it is not JSON", "mend it")
+
+    with pytest.raises(UserError, match="line 31: it is not JSON") as refused:
+        Tokenizer.train(texts(), 600)
+    assert refused.value.key == "--source"
+
+
 def test_loading_refuses_what_is_no_model(tmp_path) -> None:
     (tmp_path / "junk.model").write_bytes(b"junk")
     (tmp_path / "empty.model").write_bytes(b"")

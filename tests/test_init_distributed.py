@@ -6,12 +6,13 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 
-from runtime import signals
+from runtime import init_distributed, signals
 from runtime.init_distributed import fresh_store
 
 WORLD = 4
@@ -62,3 +63,22 @@ def test_patience_without_a_signal_has_no_end(store: dist.TCPStore) -> None:
         join_as(store, 1, 2)
         first.join(60)
         assert not first.is_alive()
+
+
+def test_who_is_late_is_waited_for_in_a_file_too(tmp_path: Path) -> None:
+    """tools.launch's ranks meet in a file, whose store has an exception of its own for what did not come in time."""
+    found: list[dist.Store] = []
+
+    def join(rank: int) -> None:
+        found.append(fresh_store(dist.FileStore(str(tmp_path / "store"), 2), rank, 2))
+
+    with patch.object(init_distributed, "WAIT_SECONDS", 0.05):
+        early = threading.Thread(target=join, args=(1,), daemon=True)
+        early.start()
+        time.sleep(0.3)
+        assert early.is_alive(), "it waits"
+        join(0)
+        early.join(60)
+    assert len(found) == 2
+    found[0].set("key", "value")
+    assert found[1].get("key") == b"value"

@@ -118,12 +118,13 @@ def _become_rank(rank: int, processes: int, store: Path, group: int, function: C
 
 
 def _end_with(launcher: int) -> None:
-    """Ask this process to stop, as by SIGTERM, when the launcher is killed (Linux only)."""
+    """Ask this process to stop when the launcher is killed (Linux only): by another signal than who killed it may have sent
+    before, for a second one of the same means at once."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        prctl(PR_SET_PDEATHSIG, signal.SIGUSR1)
         if os.getppid() != launcher:  # it was killed before
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGUSR1)
 
 
 # --- the launcher -----------------------------------------------------------------------------------------------------
@@ -260,7 +261,7 @@ def main() -> None:
     parser.add_argument("--nproc-per-node", type=int, metavar="N", help="processes; the layout is then yours")
     parser.add_argument("config", metavar="CONFIG.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     gpus = count_gpus()
     processes, overrides = layout(gpus) if options.nproc_per_node is None else (options.nproc_per_node, [])
     arguments = [options.config, *overrides, *options.overrides]

@@ -41,6 +41,12 @@ def check(options: argparse.Namespace) -> None:
         raise UserError("--max-characters", options.max_characters, "there is nothing to learn from", "at least 1")
     if options.out.is_dir():
         raise UserError("--out", str(options.out), "it is a folder", f"name a file: {options.out / 'tokenizer.model'}")
+    if options.out.exists():
+        try:
+            Tokenizer.load(options.out)
+        except UserError:
+            why = "there is a file of that name, and it is no tokenizer"
+            raise UserError("--out", str(options.out), why, "name another one; only a tokenizer is replaced") from None
 
 
 def main(arguments: list[str] | None = None) -> int:

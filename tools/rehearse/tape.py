@@ -81,8 +81,8 @@ class Piece:
         outlived = self.died == sys.maxsize or self.died_in != self.born_in
         if self.function == "FSDPParam._init_sharded_param":
             return WEIGHTS
-        if self.file == "optimizer.py":
-            return MOMENTS if "__init__" in self.function else TEMPORARY
+        if self.function.startswith("ShardedOptimizer.__init__"):
+            return MOMENTS
         if self.file == "_fsdp_collectives.py":
             if self.function == "foreach_reduce":
                 return SHARDED_GRADIENTS if outlived else REDUCING
