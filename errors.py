@@ -1,5 +1,5 @@
-"""Exceptions that become one message from one rank, never a traceback (`runtime/messages.py`): UserError, which the user can
-fix, and RunFailed, which ends a run that had begun.
+"""Exceptions that become one message from one rank, never a traceback (`runtime/messages.py`):
+UserError, which the user can fix, and RunFailed, which ends a run that had begun.
 
 They may be raised anywhere, so they live below every other module, and this one imports nothing.
 """
@@ -10,11 +10,12 @@ LONGEST = 600  # characters of a value in a message
 
 
 class UserError(Exception):
-    """Something the user gave does not work, said so that it can be fixed at once: a wrong key, a layout that does not fit, a
-    damaged file. Exit status 2.
+    """Something the user gave does not work, said so that it can be fixed at once: a wrong key, a
+    layout that does not fit, a damaged file. Exit status 2.
 
     Args:
-        key: what to change: a configuration key (`parallel.tp`), a command-line option or a file's path.
+        key: what to change: a configuration key (`parallel.tp`), a command-line option or a file's
+            path.
         value: what it is now.
         why: why that does not work.
         remedy: what would.
@@ -27,7 +28,8 @@ class UserError(Exception):
 
 
 class RunFailed(Exception):
-    """The run cannot go on, and every rank knows it and raises this alike: one message, from rank 0, and exit status 1."""
+    """The run cannot go on, and every rank knows it and raises this alike: one message, from rank
+    0, and exit status 1."""
 
 
 def short(value: Any) -> str:

@@ -1,7 +1,9 @@
-"""Rates of accelerators, as their makers' data sheets state them: the one place where such a number stands.
+"""Rates of accelerators, as their makers' data sheets state them: the one place where such a number
+stands.
 
-Asked by MFU (runtime/metrics.py), the warning about slow links (parallel/topology.py), the balance of pipeline stages
-(model/cost.py) and the planner (plan/hardware.py), which adds what part of a rate programs reach.
+Asked by MFU (runtime/metrics.py), the warning about slow links (parallel/topology.py), the balance
+of pipeline stages (model/cost.py) and the planner (plan/hardware.py), which adds what part of a
+rate programs reach.
 """
 
 from dataclasses import dataclass
@@ -15,16 +17,18 @@ class DataSheet:
     peak_flops: float  # a second, dense, bfloat16
     peak_flops_float32: float  # in float32 itself: nothing switches TF32 on
     peak_flops_float64: float
-    memory_bytes: float  # as torch.cuda.get_device_properties(0).total_memory says; labels are rounder
+    # as torch.cuda.get_device_properties(0).total_memory says; labels are rounder
+    memory_bytes: float
     memory_bytes_per_second: float
     node_bytes_per_second: float  # from one GPU to the others of its node, one direction
     network_bytes_per_second: float  # from one GPU to other nodes, one direction
     watts: float
 
 
-# NVIDIA's and AMD's data sheets (float64 and float32 on tensor or matrix cores where there are such, without TF32); memory as
-# torch reports it: 81,089 MiB on H100 80GB HBM3, 79.2 GiB on A100 80GB, 139.8 GiB on H200, 178.35 GiB on B200 (MI300X: the
-# label's 192 GB); the usual networks: 200 Gb/s beside A100, 400 Gb/s beside H100 and MI300X, 800 Gb/s beside B200.
+# NVIDIA's and AMD's data sheets (float64 and float32 on tensor or matrix cores where there are
+# such, without TF32); memory as torch reports it: 81,089 MiB on H100 80GB HBM3, 79.2 GiB on A100
+# 80GB, 139.8 GiB on H200, 178.35 GiB on B200 (MI300X: the label's 192 GB); the usual networks: 200
+# Gb/s beside A100, 400 Gb/s beside H100 and MI300X, 800 Gb/s beside B200.
 DATA_SHEETS = {
     sheet.name: sheet
     for sheet in (

@@ -1,5 +1,5 @@
-"""What a section of the configuration is made of: a frozen dataclass whose fields carry their bounds and that checks itself,
-however it is made: from a file, in Python, by `dataclasses.replace`.
+"""What a section of the configuration is made of: a frozen dataclass whose fields carry their
+bounds and that checks itself, however it is made: from a file, in Python, by `dataclasses.replace`.
 
     @section("train")
     class TrainConfig:
@@ -7,8 +7,9 @@ however it is made: from a file, in Python, by `dataclasses.replace`.
         lr: Annotated[float, between(0, 1000)]         # bounds beside the type; NaN and infinity never pass
         dtype: Literal["bfloat16", "float32"]          # one of these
 
-What does not fit raises a UserError that names the key as the file has it (`train.steps`). pydantic reads the bounds, and
-makes configs/schema.json of them (tools/schema.py). Like errors.py this file may be imported anywhere.
+What does not fit raises a UserError that names the key as the file has it (`train.steps`). pydantic
+reads the bounds, and makes configs/schema.json of them (tools/schema.py). Like errors.py this file
+may be imported anywhere.
 """
 
 import dataclasses
@@ -25,7 +26,8 @@ from pydantic_core import ErrorDetails
 
 from errors import UserError, short
 
-LARGEST = 2**31 - 1  # of a whole number, where nothing smaller is its bound: products of two still fit torch's 64 bits
+# of a whole number, where nothing smaller is its bound: products of two still fit torch's 64 bits
+LARGEST = 2**31 - 1
 
 
 def between(least: float, most: float, example: Any = None) -> Any:
@@ -52,7 +54,8 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def section(name: str) -> Callable[[type[T]], type[T]]:
-    """Makes a class the section `name`: a frozen dataclass that raises UserError where it is given what it may not hold."""
+    """Makes a class the section `name`: a frozen dataclass that raises UserError where it is given
+    what it may not hold."""
 
     def decorate(cls: type[T]) -> type[T]:
         # strict: no text for a number, no 1 for true. (A whole number is a float too.)
@@ -64,7 +67,9 @@ def section(name: str) -> Callable[[type[T]], type[T]]:
             try:
                 validate(self, *args, **values)
             except ValidationError as error:
-                positional = dict(zip((field.name for field in dataclasses.fields(built)), args, strict=False))
+                positional = dict(
+                    zip((field.name for field in dataclasses.fields(built)), args, strict=False)
+                )
                 raise _explain(name, built, positional | values, error) from None
 
         fields = inspect.signature(built)
@@ -78,16 +83,26 @@ def section(name: str) -> Callable[[type[T]], type[T]]:
 
 def _explain(section: str, cls: Any, given: dict[str, Any], error: ValidationError) -> UserError:
     """The first thing wrong, in our words."""
-    found = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "unexpected_keyword_argument")
+    found = sorted(
+        error.errors(include_url=False), key=lambda e: e["type"] != "unexpected_keyword_argument"
+    )
     place = found[0]["loc"][0]
-    key = place if isinstance(place, str) else dataclasses.fields(cls)[place].name  # given by position
-    # A value that fits none of several types has an error for each: the deepest is that of the type which was meant.
-    of_key = sorted((e for e in found if e["loc"][0] == place), key=lambda e: (-len(e["loc"]), _is_of_type(e)))
+    # given by position
+    key = place if isinstance(place, str) else dataclasses.fields(cls)[place].name
+    # A value that fits none of several types has an error for each: the deepest is that of the type
+    # which was meant.
+    of_key = sorted(
+        (e for e in found if e["loc"][0] == place), key=lambda e: (-len(e["loc"]), _is_of_type(e))
+    )
     first = of_key[0]
     if first["type"] == "unexpected_keyword_argument":
-        return no_such_key(section, key, given[key], {section: [field.name for field in dataclasses.fields(cls)]})
+        return no_such_key(
+            section, key, given[key], {section: [field.name for field in dataclasses.fields(cls)]}
+        )
     if key not in given:
-        return UserError(f"{section}.{key}", None, "is missing and has no default", "add it to the file")
+        return UserError(
+            f"{section}.{key}", None, "is missing and has no default", "add it to the file"
+        )
     hint = typing.get_type_hints(cls)[key]
     several = _is_of_type(first) and len(of_key) > 1 and len(of_key[1]["loc"]) == len(first["loc"])
     why, remedy = _words(first, hint, several)
@@ -98,7 +113,9 @@ def _explain(section: str, cls: Any, given: dict[str, Any], error: ValidationErr
     if examples:
         remedy += f", for example {', '.join(map(str, examples))}"
     value = given[key]
-    return UserError(f"{section}.{key}", list(value) if isinstance(value, tuple) else value, why, remedy)
+    return UserError(
+        f"{section}.{key}", list(value) if isinstance(value, tuple) else value, why, remedy
+    )
 
 
 def _is_of_type(error: ErrorDetails) -> bool:
@@ -132,7 +149,10 @@ def _words(error: ErrorDetails, hint: Any, several: bool) -> tuple[str, str]:
                 return "is not one of its values", f"choose one of {list(typing.get_args(hint))}"
     if error["input"] is None:
         return "has no value", f"give one of type {_describe(hint)}"
-    return f"has the type {type(error['input']).__name__}", f"give a value of type {_describe(hint)}"
+    return (
+        f"has the type {type(error['input']).__name__}",
+        f"give a value of type {_describe(hint)}",
+    )
 
 
 def _describe(hint: Any) -> str:
@@ -140,7 +160,11 @@ def _describe(hint: Any) -> str:
         return " | ".join(map(_describe, typing.get_args(hint)))
     if hint is type(None):
         return "null"
-    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")
+    return (
+        hint.__name__
+        if isinstance(hint, type) and not typing.get_args(hint)
+        else str(hint).replace("typing.", "")
+    )
 
 
 # What other projects call our keys.
@@ -197,6 +221,12 @@ def no_such_key(section: str, key: str, value: Any, known: dict[str, list[str]])
     if meant in here:
         close = [f"{section}.{meant}"]
     else:
-        close = elsewhere or [f"{section}.{name}" for name in difflib.get_close_matches(key, here, n=1)]
-    remedy = f"did you mean {close[0]}?" if close else f"choose from {', '.join(f'{section}.{name}' for name in here)}"
+        close = elsewhere or [
+            f"{section}.{name}" for name in difflib.get_close_matches(key, here, n=1)
+        ]
+    remedy = (
+        f"did you mean {close[0]}?"
+        if close
+        else f"choose from {', '.join(f'{section}.{name}' for name in here)}"
+    )
     return UserError(f"{section}.{key}", value, "there is no such key", remedy)

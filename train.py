@@ -13,7 +13,8 @@ from pathlib import Path
 
 from runtime.signals import Signals
 
-if __name__ == "__main__":  # first of all: the other imports take seconds, in which a signal must not kill
+# first of all: the other imports take seconds, in which a signal must not kill
+if __name__ == "__main__":
     listening = Signals(speaks=os.environ.get("RANK", "0") == "0").listen()
 
 import torch
@@ -45,13 +46,15 @@ from training.load_config import load_config
 from training.optimizers import check_optimizer
 from training.step import TrainStep
 
-# Models are published with rows that no token uses (Qwen3: 151,936 for 151,669 tokens); more of them are a wrong tokenizer.
+# Models are published with rows that no token uses (Qwen3: 151,936 for 151,669 tokens); more of
+# them are a wrong tokenizer.
 MAX_PADDING = 1.01
 LONGEST_NAME = 200  # bytes, and more than the longest path that a run makes in its folder
 
 
 def main(arguments: list[str], signals: Signals, store: dist.Store | None = None) -> None:
-    """A rank's life. `store`: where it finds the others, if the launcher that torchrun describes has none."""
+    """A rank's life. `store`: where it finds the others, if the launcher that torchrun describes
+    has none."""
     device = init_distributed(signals, store)
     try:
         config = on_all_ranks(lambda: read_config(arguments, device), device)
@@ -65,7 +68,12 @@ def main(arguments: list[str], signals: Signals, store: dist.Store | None = None
 
 def read_config(arguments: list[str], device: str) -> Config:
     if not arguments:
-        raise UserError("command line", "", "names no configuration file", "torchrun … train.py configs/laptop.yaml")
+        raise UserError(
+            "command line",
+            "",
+            "names no configuration file",
+            "torchrun … train.py configs/laptop.yaml",
+        )
     config = load_config(arguments[0], arguments[1:])
     config.validate(dist.get_world_size())
     check_kernels(config.model.kernels, device)
@@ -76,7 +84,8 @@ def read_config(arguments: list[str], device: str) -> Config:
 
 def run(config: Config, device: str, signals: Signals) -> None:
     if config.train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, and reads it at its first use
+        # cuBLAS asks for it, and reads it at its first use
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), device)
 
@@ -88,7 +97,12 @@ def run(config: Config, device: str, signals: Signals) -> None:
 
 
 def train_and_save(
-    config: Config, mesh: Mesh, train_data: Mixture, heldout_data: Mixture, lease: Lease, signals: Signals
+    config: Config,
+    mesh: Mesh,
+    train_data: Mixture,
+    heldout_data: Mixture,
+    lease: Lease,
+    signals: Signals,
 ) -> None:
     start = checkpoint.find_start(config, train_data, lease)
     loader = BatchLoader(
@@ -157,7 +171,8 @@ def train_and_save(
                         saver.save(step, metrics.tokens, loader.state())
                         save_due = False
                         stop.saved()
-                        stop.agree()  # what was asked during the save is known to all before the next step begins
+                        # what was asked during the save is known to all before the next step begins
+                        stop.agree()
         with watchdog.resting():
             saver.close()
         lease.check()
@@ -169,16 +184,31 @@ def train_and_save(
 
 
 def open_train_and_heldout(config: Config) -> tuple[Mixture, Mixture | None]:
-    """Both splits (only the first without evaluation), long enough for the sequence length, with the model's tokens."""
+    """Both splits (only the first without evaluation), long enough for the sequence length, with
+    the model's tokens."""
     data = open_data(config.data, "train")
     heldout = open_data(config.data, "heldout") if config.train.eval_interval else None
     if not data.vocab_size <= config.model.vocab_size <= data.vocab_size * MAX_PADDING:
         why = f"the data's tokenizer has {data.vocab_size} tokens"
-        raise UserError("model.vocab_size", config.model.vocab_size, why, f"set model.vocab_size={data.vocab_size}")
+        raise UserError(
+            "model.vocab_size",
+            config.model.vocab_size,
+            why,
+            f"set model.vocab_size={data.vocab_size}",
+        )
     if not data.tokenizer_path.is_file():  # checkpoints take it along
-        raise UserError("data.path", str(data.tokenizer_path), "the data's tokenizer is missing", "prepare the data again")
+        raise UserError(
+            "data.path",
+            str(data.tokenizer_path),
+            "the data's tokenizer is missing",
+            "prepare the data again",
+        )
     for split in filter(None, (data, heldout)):  # a split too short for one sequence says so here
-        next(heldout_batches(split, seq_len=config.train.seq_len, num_samples=1, dp_rank=0, dp_size=1, rows=1))
+        next(
+            heldout_batches(
+                split, seq_len=config.train.seq_len, num_samples=1, dp_rank=0, dp_size=1, rows=1
+            )
+        )
     return data, heldout
 
 
@@ -196,20 +226,31 @@ def check_writable(config: Config) -> None:
         why = f"{existing} is not a writable folder ({error.strerror})"
         raise UserError("run.dir", config.run.dir, why, remedy) from None
     if max(names) > limits[0] or sum(names) + len(names) > limits[1]:
-        raise UserError("run.dir", config.run.dir, "is longer than the file system allows", "choose a shorter one")
+        raise UserError(
+            "run.dir",
+            config.run.dir,
+            "is longer than the file system allows",
+            "choose a shorter one",
+        )
 
 
 def is_due(interval: int, step: int, config: Config) -> bool:
-    """After every `interval` steps and after the last one; never if `interval` is 0. `step` steps are made."""
+    """After every `interval` steps and after the last one; never if `interval` is 0. `step` steps
+    are made."""
     return interval > 0 and (step % interval == 0 or step == config.train.steps)
 
 
-def evaluate(train: TrainStep, heldout: Mixture, stop: StopRequests, watchdog: Watchdog) -> float | None:
-    """Mean loss in nats per target token over the first train.eval_samples held-out sequences: the same on every layout.
-    None if a stop is agreed on before the end."""
+def evaluate(
+    train: TrainStep, heldout: Mixture, stop: StopRequests, watchdog: Watchdog
+) -> float | None:
+    """Mean loss in nats per target token over the first train.eval_samples held-out sequences: the
+    same on every layout. None if a stop is agreed on before the end."""
     config, mesh = train.config, train.mesh
     size = config.train.micro_batch_size
-    microbatches = min(config.num_microbatches(mesh.dp_size), -(-config.train.eval_samples // (mesh.dp_size * size)))
+    microbatches = min(
+        config.num_microbatches(mesh.dp_size),
+        -(-config.train.eval_samples // (mesh.dp_size * size)),
+    )
     total = torch.zeros(2, dtype=torch.float64, device=mesh.device)  # loss, target tokens
     for tokens, targets in heldout_batches(
         heldout,

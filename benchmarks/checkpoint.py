@@ -1,9 +1,10 @@
 """What saving costs: `python -m benchmarks.checkpoint`
 
-One process saves a model of some hundred megabytes with its moments, several times: in the background and at once, in turn.
-Beside them, in the same rounds, the same bytes are copied in memory once, and written by `dd` with fsync. What counts are
-ratios: how long training waits for a background save, as a multiple of the plain copy, and how fast a save writes, as a part of
-dd's speed. The first save of a run also makes the memory that it copies to; it is reported by itself.
+One process saves a model of some hundred megabytes with its moments, several times: in the
+background and at once, in turn. Beside them, in the same rounds, the same bytes are copied in
+memory once, and written by `dd` with fsync. What counts are ratios: how long training waits for a
+background save, as a multiple of the plain copy, and how fast a save writes, as a part of dd's
+speed. The first save of a run also makes the memory that it copies to; it is reported by itself.
 """
 
 import argparse
@@ -53,7 +54,9 @@ def measure(rounds: int, folder: Path) -> dict:
 
 
 def measure_saves(rounds: int, folder: Path, lease: Lease) -> dict:
-    config = load_config(str(ROOT / "configs/laptop.yaml"), [*OVERRIDES, *ALONE, f"run.dir={folder / 'run'}"])
+    config = load_config(
+        str(ROOT / "configs/laptop.yaml"), [*OVERRIDES, *ALONE, f"run.dir={folder / 'run'}"]
+    )
     mesh = build_mesh(MeshSizes(), "cpu")
     train = TrainStep(config, mesh, build_stages(config, mesh))
     saver = Saver(train, ROOT / "README.md", lease)
@@ -75,7 +78,10 @@ def measure_saves(rounds: int, folder: Path, lease: Lease) -> dict:
                 step += 1
                 row[name] = seconds(lambda step=step: saver.save(step, 0, state))
                 saver.close()
-            events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
+            events = [
+                json.loads(line)
+                for line in (folder / "run" / "events.jsonl").read_text().splitlines()
+            ]
             row["write"] = events[-1]["write_seconds"]
             row["dd"] = dd(folder / "plain", size)
             rows.append(row)
@@ -95,7 +101,9 @@ def measure_saves(rounds: int, folder: Path, lease: Lease) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/checkpoint.json")

@@ -1,14 +1,20 @@
-"""Measures the data path: `python -m benchmarks.data_pipeline [--large-megabytes 300]` writes results/data_pipeline.json.
+"""Measures the data path: `python -m benchmarks.data_pipeline [--large-megabytes 300]` writes
+results/data_pipeline.json.
 
-(a) Preparation (read, tokenize in processes, write, checksum) against SentencePiece's own batch encoder on the same text
+(a) Preparation (read, tokenize in processes, write, checksum) against SentencePiece's own batch
+encoder on the same text
     and the same cores, with all of the text already in memory and nothing written.     aim: ratio >= 0.8
-(b) Peak memory of preparing a large source against a small one, this process and its workers together, as resident sets
+(b) Peak memory of preparing a large source against a small one, this process and its workers
+together, as resident sets
     (pages shared between them count in each).                                          aim: no growth with the source
-(c) Batches from the loader against a plain copy of the same windows out of the memory map: bytes written per second by
-    each (the loader writes int64 inputs and targets, 16 bytes a token, the copy 2), and windows per second. aim: bytes >= 0.3
+(c) Batches from the loader against a plain copy of the same windows out of the memory map: bytes
+written per second by
+    each (the loader writes int64 inputs and targets, 16 bytes a token, the copy 2), and windows per
+    second. aim: bytes >= 0.3
 
-Runs alternate and medians are compared, so that other work on the machine meets both sides. A preparation's workers
-import this module again (spawn), so torch is imported only where it is needed.
+Runs alternate and medians are compared, so that other work on the machine meets both sides. A
+preparation's workers import this module again (spawn), so torch is imported only where it is
+needed.
 """
 
 import argparse
@@ -42,7 +48,8 @@ def seconds_of(work) -> float:
 
 
 def cpu_seconds_of(work) -> float:
-    """Of this process, its threads and the children it waited for: what other work on the machine hardly changes."""
+    """Of this process, its threads and the children it waited for: what other work on the machine
+    hardly changes."""
     before = os.times()
     work()
     return sum(os.times()[:4]) - sum(before[:4])
@@ -59,7 +66,9 @@ def write_source(path: Path, megabytes: float, texts: list[str]) -> None:
                     break
 
 
-def preparation_speed(folder: Path, texts: list[str], tokenizer: Tokenizer, cores: int, megabytes: float, runs: int) -> dict:
+def preparation_speed(
+    folder: Path, texts: list[str], tokenizer: Tokenizer, cores: int, megabytes: float, runs: int
+) -> dict:
     source = folder / "speed.jsonl"
     write_source(source, megabytes, texts)
     in_memory = [document.text for document in documents(str(source))]
@@ -68,10 +77,18 @@ def preparation_speed(folder: Path, texts: list[str], tokenizer: Tokenizer, core
     ours, theirs, our_cpu, their_cpu = [], [], [], []
 
     def encode() -> None:
-        theirs.append(seconds_of(lambda: processor.encode(in_memory, return_type="numpy", num_threads=cores)))
+        theirs.append(
+            seconds_of(lambda: processor.encode(in_memory, return_type="numpy", num_threads=cores))
+        )
 
     def prepare_all() -> None:
-        ours.append(seconds_of(lambda: prepare(str(source), tokenizer, folder / "speed", workers=cores, overwrite=True)))
+        ours.append(
+            seconds_of(
+                lambda: prepare(
+                    str(source), tokenizer, folder / "speed", workers=cores, overwrite=True
+                )
+            )
+        )
 
     for _ in range(runs):
         their_cpu.append(cpu_seconds_of(encode))
@@ -103,23 +120,39 @@ def peak_memory(command: list[str]) -> int:
     return peak
 
 
-def preparation_memory(folder: Path, texts: list[str], tokenizer: Tokenizer, cores: int, large: float) -> dict:
+def preparation_memory(
+    folder: Path, texts: list[str], tokenizer: Tokenizer, cores: int, large: float
+) -> dict:
     model = folder / "t.model"
     model.write_bytes(tokenizer.model)
     peaks = {}
     for megabytes in (large / 10, large):
         source = folder / f"memory-{megabytes:g}.jsonl"
         write_source(source, megabytes, texts)
-        command = [sys.executable, "-m", "tools.prepare", "--source", str(source), "--tokenizer", str(model)]
+        command = [
+            sys.executable,
+            "-m",
+            "tools.prepare",
+            "--source",
+            str(source),
+            "--tokenizer",
+            str(model),
+        ]
         command += ["--out", str(folder / f"memory-{megabytes:g}"), "--workers", str(cores)]
         peaks[f"{megabytes:g}"] = peak_memory(command)
         source.unlink()
     small, big = peaks.values()
-    return {"workers": cores, "peak_bytes_by_source_megabytes": peaks, "growth_bytes": big - small, "ratio": big / small}
+    return {
+        "workers": cores,
+        "peak_bytes_by_source_megabytes": peaks,
+        "growth_bytes": big - small,
+        "ratio": big / small,
+    }
 
 
 def batch_speed(folder: Path, seq_len: int, batch: int, runs: int, batches: int) -> dict:
-    """The loader and the copy each deliver `batches` batches per run; the copy is told its windows beforehand."""
+    """The loader and the copy each deliver `batches` batches per run; the copy is told its windows
+    beforehand."""
     import torch
 
     from data.dataset import TokenDataset
@@ -129,7 +162,9 @@ def batch_speed(folder: Path, seq_len: int, batch: int, runs: int, batches: int)
     data = TokenDataset.open(folder, "train")
     windows = count_windows(data.num_tokens, seq_len)
     order = SampleOrder([windows], [1.0], seed=SEED, shuffle=True)
-    starts = (order.locate(np.arange(batch * batches))[2] * seq_len).reshape(batches, batch).tolist()
+    starts = (
+        (order.locate(np.arange(batch * batches))[2] * seq_len).reshape(batches, batch).tolist()
+    )
     mapped = data.window(0, data.num_tokens)
     assert data.num_shards == 1  # so this is the memory map itself, not a copy
 
@@ -140,7 +175,9 @@ def batch_speed(folder: Path, seq_len: int, batch: int, runs: int, batches: int)
                 out[row] = mapped[start : start + seq_len + 1]
 
     def load() -> None:
-        loader = BatchLoader(data, seq_len=seq_len, global_batch_size=batch, seed=SEED, dp_rank=0, dp_size=1)
+        loader = BatchLoader(
+            data, seq_len=seq_len, global_batch_size=batch, seed=SEED, dp_rank=0, dp_size=1
+        )
         for _ in range(batches):
             next(loader)
         loader.close()
@@ -167,8 +204,12 @@ def batch_speed(folder: Path, seq_len: int, batch: int, runs: int, batches: int)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.data_pipeline", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--large-megabytes", type=float, default=300, help="of text in the large source of (b)")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.data_pipeline", description=__doc__.split("\n\n")[0]
+    )
+    parser.add_argument(
+        "--large-megabytes", type=float, default=300, help="of text in the large source of (b)"
+    )
     parser.add_argument("--speed-megabytes", type=float, default=60, help="of text in (a)")
     parser.add_argument("--runs", type=int, default=5, help="alternated runs of each measurement")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -181,18 +222,24 @@ def main() -> int:
         result = {
             **about("sentencepiece"),
             "load_average_at_start": os.getloadavg()[0],
-            "preparation": preparation_speed(folder, texts, tokenizer, cores, options.speed_megabytes, options.runs),
+            "preparation": preparation_speed(
+                folder, texts, tokenizer, cores, options.speed_megabytes, options.runs
+            ),
         }
         prepare(STDLIB, tokenizer, folder / "stdlib", workers=cores)
         result["batches"] = [
             batch_speed(folder / "stdlib", 128, 512, 4 * options.runs, 50),
             batch_speed(folder / "stdlib", 2048, 64, 4 * options.runs, 50),
         ]
-        result["memory"] = preparation_memory(folder, texts, tokenizer, cores, options.large_megabytes)
+        result["memory"] = preparation_memory(
+            folder, texts, tokenizer, cores, options.large_megabytes
+        )
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
-    met = result["preparation"]["ratio"] >= 0.8 and all(b["ratio_of_bytes"] >= 0.3 for b in result["batches"])
+    met = result["preparation"]["ratio"] >= 0.8 and all(
+        b["ratio_of_bytes"] >= 0.3 for b in result["batches"]
+    )
     print("aims met" if met else "aims NOT met")
     return 0 if met else 1
 

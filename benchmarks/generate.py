@@ -1,12 +1,15 @@
-"""Tokens per second of tools/generate beside `transformers`, same weights, on one CPU core. `python -m benchmarks.generate`
+"""Tokens per second of tools/generate beside `transformers`, same weights, on one CPU core. `python
+-m benchmarks.generate`
 
-One process holds both models in float32 and lets them write greedily in turn, several rounds, each after the same prompt; both
-must write the same tokens. Time is the process's CPU time, which on one thread is the time that passes where nobody else works.
-Ratios are taken within a round, and their median is kept; absolute times mean little on a CPU.
+One process holds both models in float32 and lets them write greedily in turn, several rounds, each
+after the same prompt; both must write the same tokens. Time is the process's CPU time, which on one
+thread is the time that passes where nobody else works. Ratios are taken within a round, and their
+median is kept; absolute times mean little on a CPU.
 
-`transformers` writes in two ways: by `generate()`, as its users do, and by its model's forward with its cache in the shortest
-loop there is, without anything that `generate()` does between tokens. All read the same weights once per token, so the larger a
-model, the nearer the ratios are to one: it is what happens beside the products that is compared.
+`transformers` writes in two ways: by `generate()`, as its users do, and by its model's forward with
+its cache in the shortest loop there is, without anything that `generate()` does between tokens. All
+read the same weights once per token, so the larger a model, the nearer the ratios are to one: it is
+what happens beside the products that is compared.
 """
 
 import argparse
@@ -33,16 +36,25 @@ from tools.huggingface.config import parameters
 
 ROOT = Path(__file__).parent.parent
 SIZES = {
-    "laptop": ModelConfig(dim=128, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=384, vocab_size=4096),
-    "hidden_512": ModelConfig(dim=512, num_layers=8, num_heads=8, num_kv_heads=4, ffn_dim=1536, vocab_size=4096),
+    "laptop": ModelConfig(
+        dim=128, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=384, vocab_size=4096
+    ),
+    "hidden_512": ModelConfig(
+        dim=512, num_layers=8, num_heads=8, num_kv_heads=4, ffn_dim=1536, vocab_size=4096
+    ),
 }
 PROMPT_LENGTH = 16
-Writer = Callable[[list[int], int], list[int]]  # a prompt and how many tokens to write after it → those tokens
+# a prompt and how many tokens to write after it → those tokens
+Writer = Callable[[list[int], int], list[int]]
 
 
 def ours(model: Transformer) -> Writer:
     def write(prompt: list[int], count: int) -> list[int]:
-        return [token for (token,) in generate(model, [prompt], count, Sampling(temperature=0)) if token is not None]
+        return [
+            token
+            for (token,) in generate(model, [prompt], count, Sampling(temperature=0))
+            if token is not None
+        ]
 
     return write
 
@@ -74,7 +86,9 @@ def by_generate(other: Any) -> Writer:
     def write(prompt: list[int], count: int) -> list[int]:
         tokens = torch.tensor([prompt])
         mask = torch.ones_like(tokens)
-        out = other.generate(tokens, attention_mask=mask, max_new_tokens=count, do_sample=False, pad_token_id=0)
+        out = other.generate(
+            tokens, attention_mask=mask, max_new_tokens=count, do_sample=False, pad_token_id=0
+        )
         return out[0, len(prompt) :].tolist()
 
     return write
@@ -98,8 +112,14 @@ def measure(config: ModelConfig, count: int, rounds: int) -> dict[str, Any]:
     model = empty_model(config, torch.float32, "cpu")
     initialise(model, seed=0)
     other = same_in_transformers(model)
-    writers = {"ours": ours(model), "transformers_generate": by_generate(other), "transformers_forward": by_forward(other)}
-    prompt = torch.randint(config.vocab_size, (PROMPT_LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
+    writers = {
+        "ours": ours(model),
+        "transformers_generate": by_generate(other),
+        "transformers_forward": by_forward(other),
+    }
+    prompt = torch.randint(
+        config.vocab_size, (PROMPT_LENGTH,), generator=torch.Generator().manual_seed(0)
+    ).tolist()
     written = {name: write(prompt, count) for name, write in writers.items()}  # and warm
     if len({tuple(tokens) for tokens in written.values()}) > 1:
         raise SystemExit("the same weights did not write the same tokens")
@@ -109,16 +129,28 @@ def measure(config: ModelConfig, count: int, rounds: int) -> dict[str, Any]:
             begin = time.process_time()
             write(prompt, count)
             speeds[name].append(count / (time.process_time() - begin))
-    result: dict[str, Any] = {"parameters": config.num_parameters, "new_tokens": count, "rounds": rounds}
-    result["tokens_per_cpu_second"] = {name: statistics.median(values) for name, values in speeds.items()}
+    result: dict[str, Any] = {
+        "parameters": config.num_parameters,
+        "new_tokens": count,
+        "rounds": rounds,
+    }
+    result["tokens_per_cpu_second"] = {
+        name: statistics.median(values) for name, values in speeds.items()
+    }
     for name in ("transformers_generate", "transformers_forward"):
         ratios = [mine / theirs for mine, theirs in zip(speeds["ours"], speeds[name], strict=True)]
-        result[f"ours_over_{name}"] = {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
+        result[f"ours_over_{name}"] = {
+            "median": statistics.median(ratios),
+            "min": min(ratios),
+            "max": max(ratios),
+        }
     return result
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/generate.json")

@@ -1,13 +1,17 @@
-"""Every kernel on a GPU: right, against float64, and then how fast, beside PyTorch, its compiler and Liger-Kernel.
+"""Every kernel on a GPU: right, against float64, and then how fast, beside PyTorch, its compiler
+and Liger-Kernel.
 
     python -m benchmarks.gpu_kernels               (`make bench-gpu` runs the tests on the device first, and gpu_model after)
 
-Operations that do little with each byte are held against memory: bytes that they must move (the table in each kernel's file)
-over their time, as a fraction of what a large copy on the same device reaches, read and written.
+Operations that do little with each byte are held against memory: bytes that they must move (the
+table in each kernel's file) over their time, as a fraction of what a large copy on the same device
+reaches, read and written.
     aim: at least 85 %, forward and backward
-The head's projection with its loss is held against the three matrix products that it contains, and its memory, beyond the
-weight and the weight's gradient (ours is summed in float32: V · D · 4 bytes), against eager PyTorch's.
-    aims: at most 1.1 times the products; at most 1/8 of the memory (printed beside it: with the weight's gradients)
+The head's projection with its loss is held against the three matrix products that it contains, and
+its memory, beyond the weight and the weight's gradient (ours is summed in float32: V · D · 4
+bytes), against eager PyTorch's.
+    aims: at most 1.1 times the products; at most 1/8 of the memory (printed beside it: with the
+    weight's gradients)
 
 Exit status 1: a kernel was wrong, or did not run.
 """
@@ -76,17 +80,34 @@ def list_cases(sizes: Sizes) -> list[Case]:
     ]
 
 
-def measure(case: Case, clock: Clock, deadline: Deadline, report: Report, bandwidth: float | None) -> bool:
-    """Check a case and time it, a row for each pass and implementation; whether ours is right and ran."""
+def measure(
+    case: Case, clock: Clock, deadline: Deadline, report: Report, bandwidth: float | None
+) -> bool:
+    """Check a case and time it, a row for each pass and implementation; whether ours is right and
+    ran."""
     subject: Any
-    subject, status = attempt(case.build) if deadline.allows(SECONDS_FOR_A_CASE) else (None, NO_TIME)
+    subject, status = (
+        attempt(case.build) if deadline.allows(SECONDS_FOR_A_CASE) else (None, NO_TIME)
+    )
     right = True
     if status == MEASURED:
         checks, checked = attempt(subject.check)
         right = checked == MEASURED and all(check.passed for check in checks)
         found = [{**check._asdict(), "passed": check.passed} for check in checks or []]
-        report.add({"case": case.name, "pass": "check", "status": checked, "right": right, "against_float64": found})
-        said = ", ".join(f"{c.what} off by {c.error:.2g} (bound {c.bound:.2g})" for c in checks or [] if not c.passed)
+        report.add(
+            {
+                "case": case.name,
+                "pass": "check",
+                "status": checked,
+                "right": right,
+                "against_float64": found,
+            }
+        )
+        said = ", ".join(
+            f"{c.what} off by {c.error:.2g} (bound {c.bound:.2g})"
+            for c in checks or []
+            if not c.passed
+        )
         if not right:
             print(f"WRONG: {case.name}: {said or checked}", flush=True)
     for name_of_pass, moved in case.passes.items():
@@ -102,12 +123,20 @@ def measure(case: Case, clock: Clock, deadline: Deadline, report: Report, bandwi
             if state == MEASURED and not deadline.allows(EXPECTED_SECONDS.get(implementation, 1)):
                 state = NO_TIME
             if state == MEASURED:
-                found, state = attempt(lambda name=implementation, p=name_of_pass: time_work(subject.work(name, p), clock))
+                found, state = attempt(
+                    lambda name=implementation, p=name_of_pass: time_work(
+                        subject.work(name, p), clock
+                    )
+                )
                 row |= found or {}
             rows[implementation] = row | {"status": state}
             if moved and state == MEASURED:
                 rows[implementation] |= speed(row["milliseconds"]["median"], moved, bandwidth)
-        aims = head_aims(rows, case, bandwidth is not None) if name_of_pass == HEAD_PASS else bandwidth_aim(rows["triton"])
+        aims = (
+            head_aims(rows, case, bandwidth is not None)
+            if name_of_pass == HEAD_PASS
+            else bandwidth_aim(rows["triton"])
+        )
         for row in rows.values():
             report.add(row)
         right &= rows["triton"]["status"] in (MEASURED, NO_TIME)
@@ -137,7 +166,9 @@ def bandwidth_aim(row: dict) -> str:
     fraction = row.get("fraction_of_copy")
     if fraction is None:
         return ""
-    row["aims"] = {"fraction_of_copy": {"at_least": BANDWIDTH_AIM, "met": fraction >= BANDWIDTH_AIM}}
+    row["aims"] = {
+        "fraction_of_copy": {"at_least": BANDWIDTH_AIM, "met": fraction >= BANDWIDTH_AIM}
+    }
     return f"{fraction:.0%} of a copy: {verdict(fraction >= BANDWIDTH_AIM)}"
 
 
@@ -149,12 +180,18 @@ def head_aims(rows: dict[str, dict], case: Case, at_full_size: bool) -> str:
     ours["aims"] = {}
     if rows["matmul"]["status"] == MEASURED:
         ratio = ours["milliseconds"]["median"] / rows["matmul"]["milliseconds"]["median"]
-        ours["aims"]["over_three_products"] = {"found": ratio, "at_most": PRODUCTS_AIM, "met": ratio <= PRODUCTS_AIM}
+        ours["aims"]["over_three_products"] = {
+            "found": ratio,
+            "at_most": PRODUCTS_AIM,
+            "met": ratio <= PRODUCTS_AIM,
+        }
         said.append(f"{ratio:.3f} of three products: {verdict(ratio <= PRODUCTS_AIM)}")
     if rows["torch"]["status"] == MEASURED and ours["peak_memory_bytes"] is not None:
         peaks = {name: rows[name]["peak_memory_bytes"] for name in ("triton", "torch")}
         beyond = {name: peak - case.weight_gradient_bytes[name] for name, peak in peaks.items()}
-        ratio, with_gradient = (bytes_of["triton"] / bytes_of["torch"] for bytes_of in (beyond, peaks))
+        ratio, with_gradient = (
+            bytes_of["triton"] / bytes_of["torch"] for bytes_of in (beyond, peaks)
+        )
         ours["aims"]["memory_over_eager"] = {
             "found": ratio,
             "at_most": MEMORY_AIM,
@@ -188,13 +225,26 @@ def main(arguments: list[str] | None = None) -> int:
     deadline = Deadline(parsed.budget_seconds)
     sizes = TINY if parsed.tiny else FULL
     clock = Clock(samples=2, warm_up=1, flush=False) if parsed.tiny else Clock(samples=25)
-    settings = {"sizes": asdict(sizes), "samples": clock.samples, "warm_up": clock.warm_up, "dtype": "bfloat16"}
+    settings = {
+        "sizes": asdict(sizes),
+        "samples": clock.samples,
+        "warm_up": clock.warm_up,
+        "dtype": "bfloat16",
+    }
     report = Report("gpu_kernels", parsed, settings)
     torch.manual_seed(0)
     times, bandwidth = copy_bandwidth(clock, sizes.copy_bytes)
-    report.results["copy"] = {"bytes": 2 * sizes.copy_bytes, "milliseconds": times, "bytes_per_second": bandwidth}
+    report.results["copy"] = {
+        "bytes": 2 * sizes.copy_bytes,
+        "milliseconds": times,
+        "bytes_per_second": bandwidth,
+    }
     print(f"a copy of {sizes.copy_bytes:,} bytes: {bandwidth / 1e9:.0f} GB/s, read and written\n")
-    print(f"{'median milliseconds':40}" + "".join(f"{name:>10}" for name in COLUMNS) + "    triton's rate and aim")
+    print(
+        f"{'median milliseconds':40}"
+        + "".join(f"{name:>10}" for name in COLUMNS)
+        + "    triton's rate and aim"
+    )
     init_distributed()
     right = True
     try:
@@ -205,7 +255,11 @@ def main(arguments: list[str] | None = None) -> int:
         dist.destroy_process_group()
     report.results["right"] = right
     report.write()
-    print("\nevery kernel that was checked is right" if right else "\na kernel is WRONG or did not run")
+    print(
+        "\nevery kernel that was checked is right"
+        if right
+        else "\na kernel is WRONG or did not run"
+    )
     return 0 if right else 1
 
 

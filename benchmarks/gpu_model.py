@@ -1,25 +1,31 @@
-"""Whole training steps on one GPU: tokens a second, model FLOP utilisation and peak memory, beside Hugging Face's Llama.
+"""Whole training steps on one GPU: tokens a second, model FLOP utilisation and peak memory, beside
+Hugging Face's Llama.
 
     python -m benchmarks.gpu_model                 (the second half of `make bench-gpu`)
 
-Two models of Llama 3's shapes, sequences of 8192 random tokens, four micro-batches of one sequence to a step: the 8-billion
-model's width with as many layers as fit (four micro-batches alone would be optimizer to a tenth; a real step has more), and
-the 1-billion model whole. All programs do the same: forward and backward of every micro-batch, the gradients' norm, clipping,
-AdamW. Nothing else is in a step: no data loading, no logging.
+Two models of Llama 3's shapes, sequences of 8192 random tokens, four micro-batches of one sequence
+to a step: the 8-billion model's width with as many layers as fit (four micro-batches alone would be
+optimizer to a tenth; a real step has more), and the 1-billion model whole. All programs do the
+same: forward and backward of every micro-batch, the gradients' norm, clipping, AdamW. Nothing else
+is in a step: no data loading, no logging.
 
-    MFU = tokens per second · ModelConfig.flops_per_token(S) / dense bf16 peak of the device (runtime/metrics.py)
-    aim: at least 62 % at the 8-billion model's width, where that is 613 of 989 TFLOP/s
+    MFU = tokens per second · ModelConfig.flops_per_token(S) / dense bf16 peak of the device
+    (runtime/metrics.py) aim: at least 62 % at the 8-billion model's width, where that is 613 of 989
+    TFLOP/s
 
 What computes in bfloat16, and what is stored:
     lattice         train.dtype=bfloat16: FSDP casts float32 weights once a step; moments and summed gradients are float32
     hugging face    the same arithmetic as PyTorch offers it: float32 weights, gradients and moments, autocast to bfloat16;
                     SDPA, fused AdamW, the model's own loss
     … bfloat16      weights and moments stored in bfloat16: lattice rounds stochastically (optimizer.pure_bfloat16), the other
-                    to nearest. Less memory and less to move, and not comparable with the rows without.
-Programs of ours are those that train.py runs: build_stages and TrainStep, on a mesh of one process. Only their weights are
-drawn on the device: the same numbers on every layout, which a CPU draws, would take minutes.
+                    to nearest. Less memory and less to move, and not comparable with the rows
+                    without.
+Programs of ours are those that train.py runs: build_stages and TrainStep, on a mesh of one process.
+Only their weights are drawn on the device: the same numbers on every layout, which a CPU draws,
+would take minutes.
 
-Exit status 1: training with our kernels fails, or begins with another loss or gradient norm than with PyTorch's operations.
+Exit status 1: training with our kernels fails, or begins with another loss or gradient norm than
+with PyTorch's operations.
 """
 
 import contextlib
@@ -59,7 +65,14 @@ from parallel.mesh import build_mesh
 from parallel.parameter import Constant, weights_of
 from runtime.init_distributed import init_distributed
 from training.build import build_stages
-from training.config import CheckpointConfig, Config, GuardConfig, OptimizerConfig, RunConfig, TrainConfig
+from training.config import (
+    CheckpointConfig,
+    Config,
+    GuardConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+)
 from training.step import TrainStep
 
 MFU_AIM = 0.62
@@ -78,12 +91,17 @@ class Size:
 
 
 def sizes(tiny: bool) -> dict[str, Size]:
-    """A parameter takes about 22 bytes in training: 12 layers at the 8-billion width are 81 GB, and 17 GB of activations."""
+    """A parameter takes about 22 bytes in training: 12 layers at the 8-billion width are 81 GB, and
+    17 GB of activations."""
     if tiny:
-        model = ModelConfig(dim=32, num_layers=1, num_heads=4, num_kv_heads=2, ffn_dim=64, vocab_size=96)
+        model = ModelConfig(
+            dim=32, num_layers=1, num_heads=4, num_kv_heads=2, ffn_dim=64, vocab_size=96
+        )
         return {WIDE: Size(model, 8, 2), SMALL: Size(replace(model, tie_embeddings=True), 8, 2)}
     layers = 12 if torch.cuda.get_device_properties(0).total_memory > 120e9 else 4
-    wide = ModelConfig(dim=4096, num_layers=layers, num_heads=32, num_kv_heads=8, ffn_dim=14336, vocab_size=128256)
+    wide = ModelConfig(
+        dim=4096, num_layers=layers, num_heads=32, num_kv_heads=8, ffn_dim=14336, vocab_size=128256
+    )
     small = replace(wide, dim=2048, num_layers=16, ffn_dim=8192, tie_embeddings=True)
     return {WIDE: Size(wide, 8192), SMALL: Size(small, 8192)}
 
@@ -101,15 +119,30 @@ class Variant:
 
     @property
     def name(self) -> str:
-        kernels = f", {self.kernels}" if self.program == "lattice" else ", liger" if self.liger else ""
-        checkpointing = f", {self.checkpointing} checkpointing" if self.checkpointing != "none" else ""
-        return self.program + kernels + checkpointing + ", compiled" * self.compile + ", bfloat16" * self.bfloat16
+        kernels = (
+            f", {self.kernels}" if self.program == "lattice" else ", liger" if self.liger else ""
+        )
+        checkpointing = (
+            f", {self.checkpointing} checkpointing" if self.checkpointing != "none" else ""
+        )
+        return (
+            self.program
+            + kernels
+            + checkpointing
+            + ", compiled" * self.compile
+            + ", bfloat16" * self.bfloat16
+        )
 
 
 THEIRS = Variant("hugging face")
-# What matters most comes first: time may not suffice for all. Liger changes Hugging Face's classes for good, and so comes last.
+# What matters most comes first: time may not suffice for all. Liger changes Hugging Face's classes
+# for good, and so comes last.
 ROWS = [
-    *((size, variant) for size in (WIDE, SMALL) for variant in (Variant(), Variant(kernels="torch"), THEIRS)),
+    *(
+        (size, variant)
+        for size in (WIDE, SMALL)
+        for variant in (Variant(), Variant(kernels="torch"), THEIRS)
+    ),
     (WIDE, Variant(checkpointing="selective")),
     (WIDE, Variant(checkpointing="full")),
     (WIDE, Variant(compile=True)),
@@ -121,7 +154,8 @@ ROWS = [
     (SMALL, replace(THEIRS, liger=True)),
 ]
 
-Step = Callable[[Tensor], tuple[Tensor, Tensor]]  # rows of tokens [microbatches, S + 1] → loss and gradient norm
+# rows of tokens [microbatches, S + 1] → loss and gradient norm
+Step = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def lattice(size: Size, variant: Variant) -> Step:
@@ -161,12 +195,15 @@ def draw_on_device(stage: Transformer, seed: int) -> None:
     torch.manual_seed(seed)
     for each in weights_of(stage):
         local, initial = each.sharded.to_local(), each.weight.initial
-        local.fill_(initial.value) if isinstance(initial, Constant) else local.normal_(std=initial.std)
+        local.fill_(initial.value) if isinstance(initial, Constant) else local.normal_(
+            std=initial.std
+        )
 
 
 @contextlib.contextmanager
 def compiler() -> Iterator[None]:
-    """Without a GPU, graphs are traced, and run as they were traced: to compile them for a CPU proves nothing more."""
+    """Without a GPU, graphs are traced, and run as they were traced: to compile them for a CPU
+    proves nothing more."""
     with contextlib.nullcontext() if ON_GPU else patch.object(torch, "compile", compiled):
         yield
 
@@ -195,14 +232,17 @@ def hugging_face(size: Size, variant: Variant) -> Step:
     with torch.device(DEVICE):  # weights are drawn there too
         model = LlamaForCausalLM(config).to(torch.bfloat16 if variant.bfloat16 else torch.float32)
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
     forward = compiled(model) if variant.compile else model
 
     def step(rows: Tensor) -> tuple[Tensor, Tensor]:
         total = torch.zeros((), device=DEVICE)
         for row in rows[:, :-1].to(DEVICE, non_blocking=True).split(1):
             with torch.autocast(DEVICE, torch.bfloat16, enabled=not variant.bfloat16):
-                loss = forward(input_ids=row, labels=row).loss / size.microbatches  # their loss is of the next token
+                # their loss is of the next token
+                loss = forward(input_ids=row, labels=row).loss / size.microbatches
             loss.backward()
             total += loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -222,7 +262,9 @@ def measure(size: Size, variant: Variant, clock: Clock, peak_flops: float | None
     first: list[tuple[Tensor, Tensor]] = []
 
     def batch() -> Tensor:
-        return torch.randint(size.model.vocab_size, (size.microbatches, size.seq_len + 1), generator=generator)
+        return torch.randint(
+            size.model.vocab_size, (size.microbatches, size.seq_len + 1), generator=generator
+        )
 
     def run(rows: Tensor) -> None:
         result = step(rows)
@@ -244,14 +286,21 @@ def measure(size: Size, variant: Variant, clock: Clock, peak_flops: float | None
 
 
 def differs(rows: list[dict]) -> list[str]:
-    """Our rows whose first loss or gradient norm, of the same weights and tokens, is not that of PyTorch's operations."""
+    """Our rows whose first loss or gradient norm, of the same weights and tokens, is not that of
+    PyTorch's operations."""
     ours = [row for row in rows if row["program"] == "lattice" and row["status"] == MEASURED]
     wrong = []
     for row in ours:
-        expected = next((r for r in ours if r["model"] == row["model"] and r["variant"] == "lattice, torch"), row)
+        expected = next(
+            (r for r in ours if r["model"] == row["model"] and r["variant"] == "lattice, torch"),
+            row,
+        )
         for key, bound in SAME.items():
-            if not abs(row[key] - expected[key]) <= bound * abs(expected[key]):  # nor where one of them is NaN
-                wrong.append(f"{row['model']}: {row['variant']}: {key} {row[key]:.5f}, with PyTorch's {expected[key]:.5f}")
+            # nor where one of them is NaN
+            if not abs(row[key] - expected[key]) <= bound * abs(expected[key]):
+                wrong.append(
+                    f"{row['model']}: {row['variant']}: {key} {row[key]:.5f}, with PyTorch's {expected[key]:.5f}"
+                )
     return wrong
 
 
@@ -260,23 +309,43 @@ def line(row: dict) -> str:
     if row["status"] != MEASURED:
         return said + (f"   {row['status']}" if row["status"].startswith("failed") else "")
     mfu = f"{row['mfu']:.1%}" if row["mfu"] is not None else "-"
-    memory = f"{row['peak_memory_bytes'] / 2**30:.1f}" if row["peak_memory_bytes"] is not None else "-"
+    memory = (
+        f"{row['peak_memory_bytes'] / 2**30:.1f}" if row["peak_memory_bytes"] is not None else "-"
+    )
     return f"{said}{row['tokens_per_second']:>12,.0f}{mfu:>8}{memory:>8}{row['first_loss']:>9.4f}"
 
 
 def conclude(rows: list[dict], report: Report) -> bool:
-    """The best of ours at the 8-billion width, held against the aim; whether all that ran is right."""
-    candidates = [row for row in rows if row["model"] == WIDE and row["program"] == "lattice" and row.get("mfu")]
+    """The best of ours at the 8-billion width, held against the aim; whether all that ran is
+    right."""
+    candidates = [
+        row
+        for row in rows
+        if row["model"] == WIDE and row["program"] == "lattice" and row.get("mfu")
+    ]
     best = max(candidates, key=lambda row: row["mfu"], default=None)
     if best is not None:
         met = best["mfu"] >= MFU_AIM
-        report.results["best"] = {"variant": best["variant"], "mfu": best["mfu"], "at_least": MFU_AIM, "met": met}
-        print(f"\nbest at {WIDE}: {best['variant']}, {best['mfu']:.1%} MFU; aim {MFU_AIM:.0%}: {'met' if met else 'MISSED'}")
+        report.results["best"] = {
+            "variant": best["variant"],
+            "mfu": best["mfu"],
+            "at_least": MFU_AIM,
+            "met": met,
+        }
+        print(
+            f"\nbest at {WIDE}: {best['variant']}, {best['mfu']:.1%} MFU; aim {MFU_AIM:.0%}: {'met' if met else 'MISSED'}"
+        )
     wrong = differs(rows)
-    failed = [r["variant"] for r in rows if r["program"] == "lattice" and r["status"].startswith("failed")]
+    failed = [
+        r["variant"] for r in rows if r["program"] == "lattice" and r["status"].startswith("failed")
+    ]
     report.results["right"] = not (wrong or failed)
     report.write()
-    print("\n".join(["", *(f"WRONG: {what}" for what in wrong), *(f"FAILED: {what}" for what in failed)]).rstrip("\n"))
+    print(
+        "\n".join(
+            ["", *(f"WRONG: {what}" for what in wrong), *(f"FAILED: {what}" for what in failed)]
+        ).rstrip("\n")
+    )
     return not (wrong or failed)
 
 
@@ -295,7 +364,9 @@ def main(arguments: list[str] | None = None) -> int:
     settings = {
         "sizes": {key: asdict(size) for key, size in shapes.items()},
         "parameters": {key: size.model.num_parameters for key, size in shapes.items()},
-        "flops_per_token": {key: size.model.flops_per_token(size.seq_len) for key, size in shapes.items()},
+        "flops_per_token": {
+            key: size.model.flops_per_token(size.seq_len) for key, size in shapes.items()
+        },
         "samples": clock.samples,
         "warm_up": clock.warm_up,
         "peak_flops_per_second": peak_flops,
@@ -304,8 +375,12 @@ def main(arguments: list[str] | None = None) -> int:
     report = Report("gpu_model", parsed, settings)
     for key, size in shapes.items():
         count, layers = size.model.num_parameters, size.model.num_layers
-        print(f"{key}: {layers} layers, {count:,} parameters, {size.model.flops_per_token(size.seq_len):.3e} FLOP a token")
-    print(f"MFU = tokens/s · FLOP a token / {f'{peak_flops:.3e} FLOP/s' if peak_flops else 'a peak that is not known'}")
+        print(
+            f"{key}: {layers} layers, {count:,} parameters, {size.model.flops_per_token(size.seq_len):.3e} FLOP a token"
+        )
+    print(
+        f"MFU = tokens/s · FLOP a token / {f'{peak_flops:.3e} FLOP/s' if peak_flops else 'a peak that is not known'}"
+    )
     print(f"\n{'':52}{'ms a step':>11}{'tokens/s':>12}{'MFU':>8}{'GiB':>8}{'loss':>9}")
     init_distributed()
     rows = []
@@ -315,8 +390,16 @@ def main(arguments: list[str] | None = None) -> int:
                 continue
             found, status = None, NO_TIME
             if deadline.allows(SECONDS["compile" if variant.compile else ""]):
-                found, status = attempt(lambda s=shapes[key], v=variant: measure(s, v, clock, peak_flops))
-            row: dict[str, Any] = {"model": key, "variant": variant.name, **asdict(variant), "status": status, **(found or {})}
+                found, status = attempt(
+                    lambda s=shapes[key], v=variant: measure(s, v, clock, peak_flops)
+                )
+            row: dict[str, Any] = {
+                "model": key,
+                "variant": variant.name,
+                **asdict(variant),
+                "status": status,
+                **(found or {}),
+            }
             rows.append(report.add(row))
             print(line(row), flush=True)
             if found:

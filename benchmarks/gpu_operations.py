@@ -1,8 +1,10 @@
-"""The operations that a GPU benchmark compares: inputs, implementations, what is exact, and how many bytes must move.
+"""The operations that a GPU benchmark compares: inputs, implementations, what is exact, and how
+many bytes must move.
 
-Four implementations: `triton` is ours; `torch` is eager PyTorch; `compile` is the same by torch.compile in its default mode,
-for these shapes; `liger` is Liger-Kernel, where it is installed. All get the same inputs, anew for each call: some overwrite
-them. Gradients that arrive are dense (a sum's would be one number, expanded, and need no reading).
+Four implementations: `triton` is ours; `torch` is eager PyTorch; `compile` is the same by
+torch.compile in its default mode, for these shapes; `liger` is Liger-Kernel, where it is installed.
+All get the same inputs, anew for each call: some overwrite them. Gradients that arrive are dense (a
+sum's would be one number, expanded, and need no reading).
 
 Bytes are those of the table in each kernel's file, times the elements; in bfloat16.
 """
@@ -27,12 +29,15 @@ from model.rotary import rotary_angles
 EPS = 1e-5
 EVERY = ("triton", "torch", "compile", "liger")
 HEAD_PASS = "forward + backward"
-# What logits rounded to bfloat16 allow: one between 8 and 16 is up to 1/32 off, and its probability p by that part of itself.
-# dx, dw: of the largest value of the softmax's part, by all of which they are off where p is left out, or counted twice.
+# What logits rounded to bfloat16 allow: one between 8 and 16 is up to 1/32 off, and its probability
+# p by that part of itself. dx, dw: of the largest value of the softmax's part, by all of which they
+# are off where p is left out, or counted twice.
 HEAD_BOUND = 5e-2
-# The loss: of itself, for one token; the errors have either sign, so the mean of T is √T times nearer: 1.1e-4 of 8192.
+# The loss: of itself, for one token; the errors have either sign, so the mean of T is √T times
+# nearer: 1.1e-4 of 8192.
 HEAD_TOKEN_BOUND = 1e-2
-HEAD_LOGITS = 3.0  # their standard deviation: some tokens are likely, and their p counts beside the targets' 1
+# their standard deviation: some tokens are likely, and their p counts beside the targets' 1
+HEAD_LOGITS = 3.0
 
 
 class Subject(Protocol):
@@ -49,10 +54,12 @@ class Case:
 
     name: str
     shape: str
-    passes: Mapping[str, float | None]  # bytes that each must move; None: it is not memory that limits it
+    # bytes that each must move; None: it is not memory that limits it
+    passes: Mapping[str, float | None]
     implementations: tuple[str, ...]
     build: Callable[[], Subject]
-    weight_gradient_bytes: Mapping[str, int] = field(default_factory=dict)  # of an implementation; memory is compared without
+    # of an implementation; memory is compared without
+    weight_gradient_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,17 @@ class Sizes:
 
 
 # Each tensor is at least a quarter of a GB, so that a call takes much longer than its launch.
-FULL = Sizes((4096, 8192), 65536, 49152, (32, 8, 128), (16384, 14336), (8192, 128256), (8192, 4096, 128256), 4, 2 << 30)
+FULL = Sizes(
+    (4096, 8192),
+    65536,
+    49152,
+    (32, 8, 128),
+    (16384, 14336),
+    (8192, 128256),
+    (8192, 4096, 128256),
+    4,
+    2 << 30,
+)
 TINY = Sizes((64, 96), 6, 5, (4, 2, 8), (3, 100), (4, 300), (8, 24, 200), 1, 1 << 16)
 
 
@@ -140,12 +157,17 @@ class Operation:
             found = [*outputs_found, *torch.autograd.grad(outputs, leaves, directions)]
         leaves = [x.double().requires_grad_() for x in self.inputs]
         outputs = self.exact(*leaves)
-        exact = [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, [d.double() for d in self.directions])]
-        names = [f"output {i}" for i in range(len(outputs))] + [f"gradient {i}" for i in range(len(leaves))]
+        exact = [
+            *(y.detach() for y in outputs),
+            *torch.autograd.grad(outputs, leaves, [d.double() for d in self.directions]),
+        ]
+        names = [f"output {i}" for i in range(len(outputs))] + [
+            f"gradient {i}" for i in range(len(leaves))
+        ]
         return [against_exact(n, f, e) for n, f, e in zip(names, found, exact, strict=True)]
 
 
-# --- the operations ---------------------------------------------------------------------------------------------------
+# --- the operations -------------------------------------------------------------------------------
 
 
 def _exact_norm(x: Tensor, w: Tensor) -> tuple[Tensor]:
@@ -163,7 +185,13 @@ def norm_case(tokens: int, width: int) -> Case:
         )
 
     n = tokens * width
-    return Case(f"rms_norm {width}", f"T {tokens}, D {width}", {"forward": 4.0 * n, "backward": 6.0 * n}, EVERY, build)
+    return Case(
+        f"rms_norm {width}",
+        f"T {tokens}, D {width}",
+        {"forward": 4.0 * n, "backward": 6.0 * n},
+        EVERY,
+        build,
+    )
 
 
 def add_norm_case(tokens: int, width: int) -> Case:
@@ -182,14 +210,22 @@ def add_norm_case(tokens: int, width: int) -> Case:
         )
 
     n = tokens * width
-    return Case(f"add_rms_norm {width}", f"T {tokens}, D {width}", {"forward": 8.0 * n, "backward": 8.0 * n}, EVERY, build)
+    return Case(
+        f"add_rms_norm {width}",
+        f"T {tokens}, D {width}",
+        {"forward": 8.0 * n, "backward": 8.0 * n},
+        EVERY,
+        build,
+    )
 
 
 def rotary_case(tokens: int, heads: tuple[int, int, int]) -> Case:
     q_heads, k_heads, width = heads
 
     def build() -> Operation:
-        cos, sin = rotary_angles(torch.arange(tokens, device=DEVICE).unsqueeze(1), width, 5e5, torch.bfloat16)
+        cos, sin = rotary_angles(
+            torch.arange(tokens, device=DEVICE).unsqueeze(1), width, 5e5, torch.bfloat16
+        )
         both_halves = [torch.cat((t, t), dim=-1).view(1, tokens, width) for t in (cos, sin)]
 
         def exact(*heads: Tensor) -> tuple[Tensor, ...]:
@@ -198,8 +234,11 @@ def rotary_case(tokens: int, heads: tuple[int, int, int]) -> Case:
             return tuple(torch.cat((a * c - b * s, b * c + a * s), dim=-1) for a, b in pairs)
 
         def by_liger(functions: Any, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-            """Theirs are [B, H, S, E] views of the same memory, with angles for both halves of a head."""
-            turned = functions.liger_rope(*(x.transpose(0, 1).transpose(1, 2) for x in (q, k)), *both_halves)
+            """Theirs are [B, H, S, E] views of the same memory, with angles for both halves of a
+            head."""
+            turned = functions.liger_rope(
+                *(x.transpose(0, 1).transpose(1, 2) for x in (q, k)), *both_halves
+            )
             return tuple(y.transpose(1, 2).transpose(0, 1) for y in turned)
 
         shapes = [(tokens, 1, q_heads, width), (tokens, 1, k_heads, width)]
@@ -228,7 +267,13 @@ def swiglu_case(tokens: int, width: int) -> Case:
         )
 
     n = tokens * width
-    return Case(f"swiglu {width}", f"T {tokens}, F {width}", {"forward": 6.0 * n, "backward": 10.0 * n}, EVERY, build)
+    return Case(
+        f"swiglu {width}",
+        f"T {tokens}, F {width}",
+        {"forward": 6.0 * n, "backward": 10.0 * n},
+        EVERY,
+        build,
+    )
 
 
 def loss_case(tokens: int, vocab: int, group: ProcessGroup) -> Case:
@@ -250,29 +295,43 @@ def loss_case(tokens: int, vocab: int, group: ProcessGroup) -> Case:
     return Case("cross_entropy", f"T {tokens}, V {vocab}", passes, EVERY, build)
 
 
-# --- projection and loss ----------------------------------------------------------------------------------------------
+# --- projection and loss --------------------------------------------------------------------------
 
 
 class Head:
-    """The head's projection with its loss, x [T, 1, D] and weight [V, D]; `matmul` is the three products that it contains,
-    alone and of whole sizes: what it would take if the loss were free."""
+    """The head's projection with its loss, x [T, 1, D] and weight [V, D]; `matmul` is the three
+    products that it contains, alone and of whole sizes: what it would take if the loss were
+    free."""
 
     def __init__(self, tokens: int, width: int, vocab: int, group: ProcessGroup) -> None:
-        self.x, self.weight = draw(tokens, 1, width), draw(vocab, width, scale=HEAD_LOGITS * width**-0.5)
+        self.x, self.weight = (
+            draw(tokens, 1, width),
+            draw(vocab, width, scale=HEAD_LOGITS * width**-0.5),
+        )
         self.targets = torch.randint(vocab, (tokens, 1), device=DEVICE)
         self.scale, self.vocab, self.group = torch.tensor(1 / tokens, device=DEVICE), vocab, group
         self.of_compiler = compiled(self.plain)
 
     def ours(self, x: Tensor, weight: Tensor) -> Tensor:
         return linear_cross_entropy(
-            x, weight, self.targets, self.scale, 0, self.group, False, vocab_size=self.vocab, kernels="triton"
+            x,
+            weight,
+            self.targets,
+            self.scale,
+            0,
+            self.group,
+            False,
+            vocab_size=self.vocab,
+            kernels="triton",
         )
 
     def plain(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(x.flatten(0, 1), weight).float(), self.targets.flatten())
 
     def by_liger(self, x: Tensor, weight: Tensor) -> Tensor:
-        return liger().liger_fused_linear_cross_entropy(x.flatten(0, 1), weight, self.targets.flatten())
+        return liger().liger_fused_linear_cross_entropy(
+            x.flatten(0, 1), weight, self.targets.flatten()
+        )
 
     def leaves(self) -> tuple[Tensor, Tensor]:
         return self.x.detach().requires_grad_(), self.weight.detach().requires_grad_()
@@ -280,7 +339,12 @@ class Head:
     def work(self, implementation: str, name_of_pass: str) -> Work:
         if implementation == "matmul":
             return Work(lambda: self.x.flatten(0, 1), self.three_products)
-        functions = {"triton": self.ours, "torch": self.plain, "compile": self.of_compiler, "liger": self.by_liger}
+        functions = {
+            "triton": self.ours,
+            "torch": self.plain,
+            "compile": self.of_compiler,
+            "liger": self.by_liger,
+        }
         function = functions[implementation]
 
         def run(leaves: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -296,7 +360,10 @@ class Head:
         leaves = self.leaves()
         with poisoned_memory():
             loss = self.ours(*leaves)
-            found = {"loss": loss.detach(), **dict(zip(("dx", "dw"), torch.autograd.grad(loss, leaves), strict=True))}
+            found = {
+                "loss": loss.detach(),
+                **dict(zip(("dx", "dw"), torch.autograd.grad(loss, leaves), strict=True)),
+            }
         exact, of_softmax = self.exact()
         off = abs(found["loss"].item() / exact["loss"].item() - 1)
         checks = [Check("loss", off, HEAD_TOKEN_BOUND / len(self.targets) ** 0.5)]
@@ -306,10 +373,19 @@ class Head:
         return checks
 
     def exact(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """In float64, a part of the tokens at a time: whole logits would be 8 GB, several times. And the largest value of the
-        softmax's part of dx and of dw, which the targets' part could hide."""
-        x, weight, targets = self.x.flatten(0, 1).double(), self.weight.double(), self.targets.flatten()
-        loss, dw, dxs = torch.zeros((), dtype=torch.float64, device=DEVICE), torch.zeros_like(weight), []
+        """In float64, a part of the tokens at a time: whole logits would be 8 GB, several times.
+        And the largest value of the softmax's part of dx and of dw, which the targets' part could
+        hide."""
+        x, weight, targets = (
+            self.x.flatten(0, 1).double(),
+            self.weight.double(),
+            self.targets.flatten(),
+        )
+        loss, dw, dxs = (
+            torch.zeros((), dtype=torch.float64, device=DEVICE),
+            torch.zeros_like(weight),
+            [],
+        )
         for rows, y in zip(x.split(2048), targets.split(2048), strict=True):
             z = rows @ weight.T
             loss += F.cross_entropy(z, y, reduction="sum") / len(targets)
@@ -327,6 +403,9 @@ def head_case(tokens: int, width: int, vocab: int, group: ProcessGroup) -> Case:
     shape = f"T {tokens}, D {width}, V {vocab}"
     build = lambda: Head(tokens, width, vocab, group)  # noqa: E731
     implementations = ("triton", "matmul", "torch", "compile", "liger")
-    # Ours sums it in float32. Eager's peak comes before its own exists, so that it has more beside it than this leaves.
+    # Ours sums it in float32. Eager's peak comes before its own exists, so that it has more beside
+    # it than this leaves.
     weight_gradient = {"triton": 4 * vocab * width, "torch": 2 * vocab * width}
-    return Case("linear_cross_entropy", shape, {HEAD_PASS: None}, implementations, build, weight_gradient)
+    return Case(
+        "linear_cross_entropy", shape, {HEAD_PASS: None}, implementations, build, weight_gradient
+    )

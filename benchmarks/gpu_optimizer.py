@@ -1,8 +1,10 @@
-"""The optimizer's two kernels, on the parameters of some layers of an 8-billion model: the gradients' norm and AdamW's update.
+"""The optimizer's two kernels, on the parameters of some layers of an 8-billion model: the
+gradients' norm and AdamW's update.
 
-What they are beside: of the norm, `torch.nn.utils.get_total_norm`, which sums in float32, and the same sums compiled; of the
-update, clipping and `torch._fused_adamw_` (what model.kernels=torch does), and PyTorch's foreach AdamW with clipping, compiled
-into one graph. In bfloat16 nothing else rounds stochastically: beside ours there is our own reference.
+What they are beside: of the norm, `torch.nn.utils.get_total_norm`, which sums in float32, and the
+same sums compiled; of the update, clipping and `torch._fused_adamw_` (what model.kernels=torch
+does), and PyTorch's foreach AdamW with clipping, compiled into one graph. In bfloat16 nothing else
+rounds stochastically: beside ours there is our own reference.
 """
 
 from collections.abc import Callable
@@ -24,7 +26,12 @@ NORM = 2.0  # what the update is told: gradients are halved
 def parameter_shapes(sizes: Sizes) -> list[tuple[int, ...]]:
     """Of `layers` blocks: 218,112,000 parameters each at the widths of an 8-billion model."""
     d, (q_heads, k_heads, head_width), ffn = sizes.widths[0], sizes.heads, sizes.swiglu_shape[1]
-    attention = [(q_heads * head_width, d), (k_heads * head_width, d), (k_heads * head_width, d), (d, q_heads * head_width)]
+    attention = [
+        (q_heads * head_width, d),
+        (k_heads * head_width, d),
+        (k_heads * head_width, d),
+        (d, q_heads * head_width),
+    ]
     return [*attention, (ffn, d), (ffn, d), (d, ffn), (d,), (d,)] * sizes.layers
 
 
@@ -33,7 +40,9 @@ class Norm:
 
     def __init__(self, shapes: list[tuple[int, ...]]) -> None:
         self.gradients = [draw(*shape, dtype=torch.float32) for shape in shapes]
-        self.of_compiler = compiled(lambda: torch.stack([g.square().sum() for g in self.gradients]).sum().sqrt())
+        self.of_compiler = compiled(
+            lambda: torch.stack([g.square().sum() for g in self.gradients]).sum().sqrt()
+        )
 
     def ours(self) -> Tensor:
         return square_sum(self.gradients, [1] * len(self.gradients), "triton").sqrt()
@@ -50,7 +59,8 @@ class Norm:
         with poisoned_memory():
             found = self.ours().item()
         exact = torch.stack([g.double().square().sum() for g in self.gradients]).sum().sqrt().item()
-        return [Check("norm", abs(found / exact - 1), 1e-12)]  # sums of 10⁹ squares in another order
+        # sums of 10⁹ squares in another order
+        return [Check("norm", abs(found / exact - 1), 1e-12)]
 
 
 class Update:
@@ -58,7 +68,9 @@ class Update:
 
     def __init__(self, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.p, self.m, self.g = ([draw(*shape, dtype=dtype, scale=s) for shape in shapes] for s in (0.02, 1e-4, 1e-3))
+        self.p, self.m, self.g = (
+            [draw(*shape, dtype=dtype, scale=s) for shape in shapes] for s in (0.02, 1e-4, 1e-3)
+        )
         self.v = [draw(*shape, dtype=dtype, scale=1e-4).square_() for shape in shapes]
         self.decays = [DECAY if len(shape) > 1 else 0.0 for shape in shapes]
         self.locations = [Location(i, 0, shape[-1], shape[-1]) for i, shape in enumerate(shapes)]
@@ -81,10 +93,19 @@ class Update:
         for parameter, gradient in zip(parameters, self.g, strict=True):
             parameter.grad = gradient
         groups = [
-            {"params": [p for p, d in zip(parameters, self.decays, strict=True) if d == decay], "weight_decay": decay}
+            {
+                "params": [p for p, d in zip(parameters, self.decays, strict=True) if d == decay],
+                "weight_decay": decay,
+            }
             for decay in (0.0, DECAY)
         ]
-        options = {"lr": RATES.lr, "betas": RATES.betas, "eps": RATES.eps, "foreach": True, "capturable": DEVICE == "cuda"}
+        options = {
+            "lr": RATES.lr,
+            "betas": RATES.betas,
+            "eps": RATES.eps,
+            "foreach": True,
+            "capturable": DEVICE == "cuda",
+        }
         optimizer = torch.optim.AdamW(groups, **options)
 
         def step() -> None:
@@ -105,7 +126,8 @@ class Update:
             exact = self.exact([x.double() for x in old], t, self.decays[i])
             for name, found in zip(worst, (self.p[i], self.m[i], self.v[i]), strict=True):
                 error, magnitude = (found.double() - exact[name]).abs(), exact[name].abs()
-                if self.dtype == torch.bfloat16:  # either neighbour is right, 2⁻⁷ apart, of what float32 makes of it
+                # either neighbour is right, 2⁻⁷ apart, of what float32 makes of it
+                if self.dtype == torch.bfloat16:
                     error = (error - 2**-7 * magnitude).clamp(min=0)
                 worst[name] = _greatest(worst[name], error.max().item())
                 size[name] = _greatest(size[name], magnitude.max().item())
@@ -115,8 +137,9 @@ class Update:
         return checks
 
     def check_bits(self, before: list[list[Tensor]]) -> Check:
-        """Kernel and reference round with the same bits: a float32 that one of them computes an ulp away turns over with a
-        probability of 2⁻¹⁶. So nearly all numbers agree; with other bits half of them would not."""
+        """Kernel and reference round with the same bits: a float32 that one of them computes an ulp
+        away turns over with a probability of 2⁻¹⁶. So nearly all numbers agree; with other bits
+        half of them would not."""
         found = [*self.p, *self.m, *self.v]
         self.p, self.g, self.m, self.v = before
         self.updates -= 1
@@ -150,5 +173,11 @@ def optimizer_cases(sizes: Sizes) -> list[Case]:
     return [
         Case("gradient_norm", shape, norm, beside, lambda: Norm(shapes)),
         Case("adamw float32", shape, float32, beside, lambda: Update(shapes, torch.float32)),
-        Case("adamw bfloat16", shape, bfloat16, ("triton", "torch"), lambda: Update(shapes, torch.bfloat16)),
+        Case(
+            "adamw bfloat16",
+            shape,
+            bfloat16,
+            ("triton", "torch"),
+            lambda: Update(shapes, torch.bfloat16),
+        ),
     ]

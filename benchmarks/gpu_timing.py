@@ -1,11 +1,14 @@
-"""What the GPU benchmarks share: a clock for work on a device, comparisons with float64, and results that outlive the program.
+"""What the GPU benchmarks share: a clock for work on a device, comparisons with float64, and
+results that outlive the program.
 
-Where there is no GPU the same programs run in Triton's CPU interpreter, in sizes that take seconds. That proves that they run;
-the times that they then print are no measurements, and they write no results.
+Where there is no GPU the same programs run in Triton's CPU interpreter, in sizes that take seconds.
+That proves that they run; the times that they then print are no measurements, and they write no
+results.
 
-Each sample is the time between two events on the device, around one call. Before the first event a large buffer is read: the
-L2 cache then holds none of the inputs and nothing that is still to be written, and the host, which has enqueued the call before
-that reading is over, is no part of the time.
+Each sample is the time between two events on the device, around one call. Before the first event a
+large buffer is read: the L2 cache then holds none of the inputs and nothing that is still to be
+written, and the host, which has enqueued the call before that reading is over, is no part of the
+time.
 """
 
 import argparse
@@ -32,11 +35,18 @@ from torch import Tensor
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 if not ON_GPU and find_spec("triton") is not None:
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: so this module is the first that a program imports
+    # before anything imports Triton: so this module is the first that a program imports
+    os.environ["TRITON_INTERPRET"] = "1"
 
 ROOT = Path(__file__).parent.parent
-FLUSH_BYTES = 2 << 30  # read in half a millisecond: longer than any call here takes to enqueue, and many times an L2
-MEASURED, OUT_OF_MEMORY, NO_TIME, NOT_INSTALLED = "measured", "out of memory", "not measured (time)", "not installed"
+# read in half a millisecond: longer than any call here takes to enqueue, and many times an L2
+FLUSH_BYTES = 2 << 30
+MEASURED, OUT_OF_MEMORY, NO_TIME, NOT_INSTALLED = (
+    "measured",
+    "out of memory",
+    "not measured (time)",
+    "not installed",
+)
 NO_MEASUREMENT = "These are no measurements: tiny sizes, which prove that the program runs and that its checks hold."
 compiled = partial(torch.compile, dynamic=False, backend="inductor" if ON_GPU else "aot_eager")
 
@@ -70,7 +80,8 @@ class Clock:
         for _ in range(self.samples):
             state = work.prepare()
             if self.buffer is not None:
-                self.buffer.sum()  # read, not filled: lines that wait to be written would be paid for by the sample
+                # read, not filled: lines that wait to be written would be paid for by the sample
+                self.buffer.sum()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             work.run(state)
@@ -90,7 +101,8 @@ class Clock:
 
 
 def peak_bytes(work: Work) -> int | None:
-    """The most memory allocated in `run`, its result included, above what was there before it; None on a CPU."""
+    """The most memory allocated in `run`, its result included, above what was there before it; None
+    on a CPU."""
     if not ON_GPU:
         return None
     state = work.prepare()
@@ -103,14 +115,15 @@ def peak_bytes(work: Work) -> int | None:
 
 
 def copy_bandwidth(clock: Clock, size: int) -> tuple[dict[str, float], float]:
-    """Of a device-to-device copy of `size` bytes: milliseconds, and bytes a second, read and written."""
+    """Of a device-to-device copy of `size` bytes: milliseconds, and bytes a second, read and
+    written."""
     source = torch.randint(-128, 128, (size,), dtype=torch.int8, device=DEVICE)
     target = torch.empty_like(source)
     times = clock.milliseconds(Work(lambda: None, lambda _: target.copy_(source)))
     return times, 2 * size / times["median"] * 1e3
 
 
-# --- correctness ------------------------------------------------------------------------------------------------------
+# --- correctness ----------------------------------------------------------------------------------
 
 
 class Check(NamedTuple):
@@ -126,8 +139,8 @@ class Check(NamedTuple):
 
 
 def against_exact(what: str, found: Tensor, exact: Tensor) -> Check:
-    """The largest error, and its bound as in tests/test_kernels.py: 2e-6 of the largest value in float32; in bfloat16 1.1 times
-    the largest error of the exact result rounded to it."""
+    """The largest error, and its bound as in tests/test_kernels.py: 2e-6 of the largest value in
+    float32; in bfloat16 1.1 times the largest error of the exact result rounded to it."""
     assert found.shape == exact.shape, f"{what}: {tuple(found.shape)} is no {tuple(exact.shape)}"
     error = (found.double() - exact).abs().max().item()
     if found.dtype == torch.bfloat16:
@@ -137,15 +150,17 @@ def against_exact(what: str, found: Tensor, exact: Tensor) -> Check:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Memory that is allocated and never written is NaN: an output that a kernel forgets cannot pass for one it made."""
-    torch.use_deterministic_algorithms(True, warn_only=True)  # PyTorch then fills what `torch.empty` returns
+    """Memory that is allocated and never written is NaN: an output that a kernel forgets cannot
+    pass for one it made."""
+    # PyTorch then fills what `torch.empty` returns
+    torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-# --- one row of results -----------------------------------------------------------------------------------------------
+# --- one row of results ---------------------------------------------------------------------------
 
 
 class Deadline:
@@ -159,7 +174,8 @@ class Deadline:
 
 
 def attempt(action: Callable[[], Any]) -> tuple[Any, str]:
-    """(what `action` returns, MEASURED), or (None, why there is nothing): one row's trouble is not the next one's."""
+    """(what `action` returns, MEASURED), or (None, why there is nothing): one row's trouble is not
+    the next one's."""
     try:
         return action(), MEASURED
     except torch.OutOfMemoryError:
@@ -169,12 +185,14 @@ def attempt(action: Callable[[], Any]) -> tuple[Any, str]:
     except Exception as error:
         said = str(error).strip().splitlines() or [""]
         status = f"failed: {type(error).__name__}: {said[0][:200]}"
-    free_memory()  # out here: in the except clauses the error still holds the frames, and they hold tensors
+    # out here: in the except clauses the error still holds the frames, and they hold tensors
+    free_memory()
     return None, status
 
 
 def free_memory() -> None:
-    """Also what the compiler keeps: it counts how often it compiled the same function, and refuses in the end."""
+    """Also what the compiler keeps: it counts how often it compiled the same function, and refuses
+    in the end."""
     torch.compiler.reset()
     if ON_GPU:
         gc.collect()
@@ -190,19 +208,29 @@ def milliseconds_or_why(row: dict) -> str:
     )
 
 
-# --- the program's frame ----------------------------------------------------------------------------------------------
+# --- the program's frame --------------------------------------------------------------------------
 
 
-def parse(description: str | None, arguments: list[str] | None, budget_seconds: float) -> argparse.Namespace:
+def parse(
+    description: str | None, arguments: list[str] | None, budget_seconds: float
+) -> argparse.Namespace:
     """The options that both programs have; `tiny` is set where there is no GPU."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--tiny", action="store_true", help="sizes that prove that the program runs; so wherever there is no GPU"
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="", metavar="TEXT", help="the rows whose name contains it")
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="sizes that prove that the program runs; so wherever there is no GPU",
+    )
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="the rows whose name contains it"
+    )
     when = "after which no further row begins; %(default)s"
     parser.add_argument("--budget-seconds", type=float, default=budget_seconds, help=when)
-    parser.add_argument("--out", type=Path, help="folder for the results; tiny runs write none without it")
+    parser.add_argument(
+        "--out", type=Path, help="folder for the results; tiny runs write none without it"
+    )
     parsed = parser.parse_args(arguments)
     parsed.tiny = parsed.tiny or not ON_GPU
     if parsed.out is None and not parsed.tiny:
@@ -211,22 +239,29 @@ def parse(description: str | None, arguments: list[str] | None, budget_seconds: 
 
 
 class Report:
-    """Results as one JSON object, written again with every row: a program that is killed keeps what it had."""
+    """Results as one JSON object, written again with every row: a program that is killed keeps what
+    it had."""
 
     def __init__(self, name: str, arguments: argparse.Namespace, settings: dict) -> None:
         self.path = arguments.out / f"{name}.json" if arguments.out else None
         self.results: dict[str, Any] = {
             "date": str(datetime.date.today()),
             "measurement": not arguments.tiny,
-            "device": torch.cuda.get_device_name() if ON_GPU else platform.processor() or platform.machine(),
+            "device": torch.cuda.get_device_name()
+            if ON_GPU
+            else platform.processor() or platform.machine(),
             "driver": _driver(),
             "python": platform.python_version(),
             "cuda": torch.version.cuda,
-            **{name: _version(name) for name in ("torch", "triton", "transformers", "liger_kernel")},
+            **{
+                name: _version(name) for name in ("torch", "triton", "transformers", "liger_kernel")
+            },
             "settings": settings,
             "rows": [],
         }
-        print(f"{self.results['device']}, torch {self.results['torch']}, triton {self.results['triton']}")
+        print(
+            f"{self.results['device']}, torch {self.results['torch']}, triton {self.results['triton']}"
+        )
         if arguments.tiny:
             print(NO_MEASUREMENT)
 
@@ -238,7 +273,9 @@ class Report:
     def write(self) -> None:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps(_strict(self.results), indent=1, allow_nan=False) + "\n")
+            self.path.write_text(
+                json.dumps(_strict(self.results), indent=1, allow_nan=False) + "\n"
+            )
 
 
 def _strict(value: Any) -> Any:
@@ -260,6 +297,8 @@ def _version(package: str) -> str | None:
 def _driver() -> str | None:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=20
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None

@@ -1,12 +1,15 @@
 """Fifty deaths of one run: `python -m benchmarks.kill_drill`
 
-A small run is started by `torchrun --max-restarts`; in each start one rank, drawn at random, kills itself with SIGKILL at a
-moment that is drawn too: in a step, an evaluation, while it copies what is saved, while its thread writes, and, on rank 0,
-between any two operations of a commit and between any two files of a deletion. Then it is left alone until it is done. The same
-run is made without disturbance, and
+A small run is started by `torchrun --max-restarts`; in each start one rank, drawn at random, kills
+itself with SIGKILL at a moment that is drawn too: in a step, an evaluation, while it copies what is
+saved, while its thread writes, and, on rank 0, between any two operations of a commit and between
+any two files of a deletion. Then it is left alone until it is done. The same run is made without
+disturbance, and
 
-- losses and gradient norms of all steps must be bitwise the same, and so must the last weights and moments;
-- at every start all checkpoints must be what was saved, and none that was committed may be missing but for the oldest;
+- losses and gradient norms of all steps must be bitwise the same, and so must the last weights and
+  moments;
+- at every start all checkpoints must be what was saved, and none that was committed may be missing
+  but for the oldest;
 - the ledger must add up to the wall clock.
 """
 
@@ -58,8 +61,8 @@ LAYOUTS = {4: {"tp": 2, "pp": 2, "dp_shard": 1}, 8: {"tp": 2, "pp": 2, "dp_shard
 
 @dataclass(frozen=True)
 class Kill:
-    """`rank` dies the `nth` time (from 1) that it is in `phase`: `when` seconds after it began; of a commit or a deletion,
-    before operation, or file, number `when`, or right after the last."""
+    """`rank` dies the `nth` time (from 1) that it is in `phase`: `when` seconds after it began; of
+    a commit or a deletion, before operation, or file, number `when`, or right after the last."""
 
     rank: int
     phase: str
@@ -75,12 +78,19 @@ def plan(seed: int, count: int, world: int) -> list[Kill]:
         phase = list(WHERE)[number % len(WHERE)]
         alone = phase in ("commit", "deletion")  # these are rank 0's
         when = draw.randrange(8) if alone else draw.uniform(0, 0.05)
-        kills.append(Kill(0 if alone else draw.randrange(world), phase, draw.randint(1, 5 if phase == "step" else 2), when))
+        kills.append(
+            Kill(
+                0 if alone else draw.randrange(world),
+                phase,
+                draw.randint(1, 5 if phase == "step" else 2),
+                when,
+            )
+        )
     draw.shuffle(kills)
     return kills
 
 
-# --- in a rank --------------------------------------------------------------------------------------------------------
+# --- in a rank ------------------------------------------------------------------------------------
 
 
 def die() -> None:
@@ -92,7 +102,9 @@ def planted(kill: Kill) -> Iterator[None]:
     """Around a run of the rank that is to die."""
     owner, name = WHERE[kill.phase]
     honest, calls = getattr(owner, name), []
-    dying = {"commit": _dying_in_commit, "deletion": _dying_in_deletion}.get(kill.phase, _dying_later)
+    dying = {"commit": _dying_in_commit, "deletion": _dying_in_deletion}.get(
+        kill.phase, _dying_later
+    )
 
     def entered(*arguments: Any, **options: Any) -> Any:
         calls.append(None)
@@ -126,7 +138,9 @@ def _dying_in_commit(when: float) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for name in OPERATIONS:
-            stack.enter_context(patch.object(runtime.save, name, counted(getattr(runtime.save, name))))
+            stack.enter_context(
+                patch.object(runtime.save, name, counted(getattr(runtime.save, name)))
+            )
         stack.enter_context(patch.object(os, "replace", counted(os.replace)))
         yield
     die()  # there were fewer
@@ -154,10 +168,18 @@ def check_folder(run: Path) -> dict[str, Any]:
         except Damaged as damaged:
             wrong.append(f"{path.name}: {damaged}")
     events = read_events(run) if (run / "events.jsonl").exists() else []
-    saved = [event["step"] for event in events if event["event"] == "checkpoint" and "failed" not in event]
+    saved = [
+        event["step"]
+        for event in events
+        if event["event"] == "checkpoint" and "failed" not in event
+    ]
     if saved and (not found or step_of(found[-1]) < max(saved)):
         wrong.append(f"step {max(saved)} was committed, and is lost")
-    kept = yaml.safe_load((run / "config.yaml").read_text())["checkpoint"]["keep_last"] if events else 0
+    kept = (
+        yaml.safe_load((run / "config.yaml").read_text())["checkpoint"]["keep_last"]
+        if events
+        else 0
+    )
     if len(found) < min(kept, len(set(saved))):
         wrong.append(f"{len(found)} are left of {len(set(saved))}, and {kept} are kept")
     return {"checkpoints": [path.name for path in found], "wrong": wrong}
@@ -178,13 +200,17 @@ def rank_main(planned: Path, arguments: list[str]) -> None:
         runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 
 
-# --- the drill --------------------------------------------------------------------------------------------------------
+# --- the drill ------------------------------------------------------------------------------------
 
 
 def last_state(run: Path) -> dict[str, torch.Tensor]:
     """Rank by rank, the tensors of the last checkpoint."""
     newest = complete_checkpoints(run / "checkpoints")[-1]
-    return {f"{f.name}:{name}": tensor for f in newest.glob("*.safetensors") for name, tensor in load_file(f).items()}
+    return {
+        f"{f.name}:{name}": tensor
+        for f in newest.glob("*.safetensors")
+        for name, tensor in load_file(f).items()
+    }
 
 
 def numbers(run: Path) -> list[tuple[int, str, str]]:
@@ -193,7 +219,8 @@ def numbers(run: Path) -> list[tuple[int, str, str]]:
 
 
 def small(base: Path, world: int, steps: int) -> dict[str, Any]:
-    """A small run on the data of the configuration `base`, which evaluates and saves all the time."""
+    """A small run on the data of the configuration `base`, which evaluates and saves all the
+    time."""
     raw = yaml.safe_load(base.read_text())
     raw["model"] |= {"dim": 64, "ffn_dim": 128}
     raw["parallel"] |= LAYOUTS[world]
@@ -203,26 +230,52 @@ def small(base: Path, world: int, steps: int) -> dict[str, Any]:
     return raw
 
 
-def run_under_torchrun(folder: Path, raw: dict[str, Any], world: int, kills: list[Kill]) -> tuple[Path, float]:
-    """One run, undisturbed if there are no kills; its folder, and the wall-clock seconds from outside."""
+def run_under_torchrun(
+    folder: Path, raw: dict[str, Any], world: int, kills: list[Kill]
+) -> tuple[Path, float]:
+    """One run, undisturbed if there are no kills; its folder, and the wall-clock seconds from
+    outside."""
     folder.mkdir()
     raw["run"] = {"dir": str(folder / "run"), "log_interval": 1}
     config, planned = folder / "config.yaml", folder / "plan.json"
     config.write_text(yaml.safe_dump(raw))
     planned.write_text(json.dumps([asdict(kill) for kill in kills]))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost"]
-    command += [f"--nproc-per-node={world}", f"--max-restarts={len(kills) + 3}", "-m", "benchmarks.kill_drill"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr",
+        "localhost",
+    ]
+    command += [
+        f"--nproc-per-node={world}",
+        f"--max-restarts={len(kills) + 3}",
+        "-m",
+        "benchmarks.kill_drill",
+    ]
     loopback = "lo0" if sys.platform == "darwin" else "lo"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback, "DRILL_PLAN": str(planned)}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": loopback,
+        "DRILL_PLAN": str(planned),
+    }
     began = time.time()
     with open(folder / "log.txt", "wb") as log:
-        done = subprocess.run([*command, str(config)], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        done = subprocess.run(
+            [*command, str(config)], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+        )
     if done.returncode:
-        raise RuntimeError(f"{folder.name} ended with {done.returncode}:\n" + (folder / "log.txt").read_text()[-4000:])
+        raise RuntimeError(
+            f"{folder.name} ended with {done.returncode}:\n"
+            + (folder / "log.txt").read_text()[-4000:]
+        )
     return folder / "run", time.time() - began
 
 
-def drill(folder: Path, raw: dict[str, Any], world: int, kills: list[Kill], alone: Path) -> dict[str, Any]:
+def drill(
+    folder: Path, raw: dict[str, Any], world: int, kills: list[Kill], alone: Path
+) -> dict[str, Any]:
     """What became of a run with these kills, beside the folder of one without."""
     run, seconds = run_under_torchrun(folder, raw, world, kills)
     starts = [json.loads(line) for line in (run.parent / "starts.jsonl").read_text().splitlines()]
@@ -233,7 +286,8 @@ def drill(folder: Path, raw: dict[str, Any], world: int, kills: list[Kill], alon
         "kills_by_phase": dict(Counter(kill.phase for kill in kills[: len(starts) - 1])),
         "steps": raw["train"]["steps"],
         "numbers_equal_bitwise": numbers(run) == numbers(alone),
-        "last_state_equal_bitwise": expected.keys() == found.keys() and all(expected[n].equal(found[n]) for n in expected),
+        "last_state_equal_bitwise": expected.keys() == found.keys()
+        and all(expected[n].equal(found[n]) for n in expected),
         "checkpoints_verified": sum(len(start["checkpoints"]) for start in starts),
         "wrong": [wrong for start in starts for wrong in start["wrong"]],
         "ledger_seconds": {cause: round(ledger[cause], 3) for cause in CAUSES},
@@ -243,7 +297,9 @@ def drill(folder: Path, raw: dict[str, Any], world: int, kills: list[Kill], alon
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--world", type=int, choices=sorted(LAYOUTS), default=4)
     parser.add_argument("--steps", type=int, default=300)
@@ -259,9 +315,14 @@ def main() -> None:
         found = drill(Path(folder) / "drilled", raw, options.world, kills, alone)
     head = {**about(), "processes": options.world, "seed": options.seed}
     print(json.dumps(found, indent=1))
-    # Outside the ledger: what torchrun needs before it starts the first process and after the last has ended.
+    # Outside the ledger: what torchrun needs before it starts the first process and after the last
+    # has ended.
     unaccounted = found["wall_clock_seconds"] - found["ledger_sum_seconds"]
-    ok = found["kills"] >= options.kills and found["numbers_equal_bitwise"] and found["last_state_equal_bitwise"]
+    ok = (
+        found["kills"] >= options.kills
+        and found["numbers_equal_bitwise"]
+        and found["last_state_equal_bitwise"]
+    )
     if not ok or found["wrong"] or not 0 <= unaccounted < 0.1 * found["wall_clock_seconds"] + 30:
         sys.exit("the drill failed")
     options.json.write_text(json.dumps(head | found, indent=1) + "\n")

@@ -1,15 +1,16 @@
 """Tokens per second by way of starting: `python -m benchmarks.launchers [--rounds N]`
 
-The same training, of 8 processes (tp 2 × pp 2 × dp_shard 2) started by torchrun and by our launcher,
-and of one process started by itself: about 15 minutes on two quiet cores. They take turns, several
-rounds; ratios are taken within a round, and their medians kept. Every process computes with one
-thread, so 8 processes on two cores should be faster than one, which uses one of them.
+The same training, of 8 processes (tp 2 × pp 2 × dp_shard 2) started by torchrun and by our
+launcher, and of one process started by itself: about 15 minutes on two quiet cores. They take
+turns, several rounds; ratios are taken within a round, and their medians kept. Every process
+computes with one thread, so 8 processes on two cores should be faster than one, which uses one of
+them.
 
-Each rank makes its own settings (runtime/init_distributed.py), however it was started. What a rank cannot give
-itself is shared memory and a common session: our launcher forks the ranks, so what they imported is
-in the caches once for all of them, and Linux shares the cores between processes, where torchrun makes
-each rank a session, between which Linux shares them first (/proc/sys/kernel/sched_autogroup_enabled).
-Absolute numbers are this machine's.
+Each rank makes its own settings (runtime/init_distributed.py), however it was started. What a rank
+cannot give itself is shared memory and a common session: our launcher forks the ranks, so what they
+imported is in the caches once for all of them, and Linux shares the cores between processes, where
+torchrun makes each rank a session, between which Linux shares them first
+(/proc/sys/kernel/sched_autogroup_enabled). Absolute numbers are this machine's.
 """
 
 import argparse
@@ -24,23 +25,42 @@ from pathlib import Path
 from benchmarks.about import about
 
 ROOT = Path(__file__).parent.parent
-MANY, ONE = ["parallel.tp=2", "parallel.pp=2", "parallel.dp_shard=2"], ["parallel.tp=1", "parallel.pp=1", "parallel.dp_shard=1"]
+MANY, ONE = (
+    ["parallel.tp=2", "parallel.pp=2", "parallel.dp_shard=2"],
+    ["parallel.tp=1", "parallel.pp=1", "parallel.dp_shard=1"],
+)
 WAYS = {
-    "torchrun": (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8", "train.py"], MANY),
+    "torchrun": (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8", "train.py"],
+        MANY,
+    ),
     "ours": (["-m", "tools.launch", "--nproc-per-node", "8"], MANY),
     "one process": (["train.py"], ONE),
 }
-SIZES: dict[str, tuple[int, int, list[str]]] = {  # steps to warm up, steps that are timed, overrides
+# steps to warm up, steps that are timed, overrides
+SIZES: dict[str, tuple[int, int, list[str]]] = {
     "hidden 128, 4 layers, sequence 128": (
         2,
         24,
-        ["model.dim=128", "model.num_layers=4", "train.seq_len=128", "train.global_batch_size=32", "train.micro_batch_size=8"],
+        [
+            "model.dim=128",
+            "model.num_layers=4",
+            "train.seq_len=128",
+            "train.global_batch_size=32",
+            "train.micro_batch_size=8",
+        ],
     ),
     "hidden 512, 8 layers, sequence 256": (
         1,
         4,
         [
-            *("model.dim=512", "model.num_layers=8", "model.num_heads=8", "model.num_kv_heads=4", "model.ffn_dim=1536"),
+            *(
+                "model.dim=512",
+                "model.num_layers=8",
+                "model.num_heads=8",
+                "model.num_kv_heads=4",
+                "model.ffn_dim=1536",
+            ),
             *("train.seq_len=256", "train.global_batch_size=16", "train.micro_batch_size=4"),
         ],
     ),
@@ -57,7 +77,13 @@ def tokens_per_second(way: str, size: str) -> float:
     program, parallel = WAYS[way]
     warmup, timed, overrides = SIZES[size]
     with tempfile.TemporaryDirectory(prefix="launchers-") as folder:
-        overrides = [*overrides, *parallel, f"run.dir={folder}/run", f"train.steps={warmup + timed}", "run.log_interval=1"]
+        overrides = [
+            *overrides,
+            *parallel,
+            f"run.dir={folder}/run",
+            f"train.steps={warmup + timed}",
+            "run.log_interval=1",
+        ]
         overrides += ["checkpoint.interval=0", "train.eval_interval=0"]
         done = subprocess.run(
             [sys.executable, *program, "configs/laptop.yaml", *overrides],
@@ -68,7 +94,10 @@ def tokens_per_second(way: str, size: str) -> float:
         )
         if done.returncode:
             raise SystemExit(f"{way} failed:\n{done.stdout}{done.stderr}")
-        lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()][warmup:]
+        lines = [
+            json.loads(line)
+            for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+        ][warmup:]
     tokens = lines[0]["tokens"] / lines[0]["step"]  # of a step
     return len(lines) * tokens / sum(line["step_seconds"] for line in lines)
 
@@ -80,11 +109,18 @@ def sessions() -> bool | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/launchers.json")
     options = parser.parse_args()
-    results: dict = {**about(), "sched_autogroup_enabled": sessions(), "rounds": options.rounds, "sizes": {}}
+    results: dict = {
+        **about(),
+        "sched_autogroup_enabled": sessions(),
+        "rounds": options.rounds,
+        "sizes": {},
+    }
     for size in SIZES:
         rounds: list[dict[str, float]] = []
         for number in range(options.rounds):
@@ -94,7 +130,10 @@ def main() -> None:
         ratios = {name: [each[a] / each[b] for each in rounds] for name, (a, b) in RATIOS.items()}
         results["sizes"][size] = {
             "tokens_per_second": speeds,
-            **{name: {"median": statistics.median(v), "min": min(v), "max": max(v)} for name, v in ratios.items()},
+            **{
+                name: {"median": statistics.median(v), "min": min(v), "max": max(v)}
+                for name, v in ratios.items()
+            },
         }
         print(size, json.dumps(results["sizes"][size], indent=1), flush=True)
     options.json.write_text(json.dumps(results, indent=1) + "\n")

@@ -1,11 +1,14 @@
-"""Several starts of one run in one folder, paused and killed at random: `python -m benchmarks.lease_drill`
+"""Several starts of one run in one folder, paused and killed at random: `python -m
+benchmarks.lease_drill`
 
-In each of fifty rounds up to three starts with different settings write to one run folder. They are begun, stopped (SIGSTOP),
-continued and killed (SIGKILL) at random moments, and each also stops itself at random right before a rename, that is between
-the check that it holds the lease and what the check allows. A stop often outlasts the lease, so another start takes over, and
-the displaced one then goes on where it was. At the end a last start finishes the run. Then
+In each of fifty rounds up to three starts with different settings write to one run folder. They are
+begun, stopped (SIGSTOP), continued and killed (SIGKILL) at random moments, and each also stops
+itself at random right before a rename, that is between the check that it holds the lease and what
+the check allows. A stop often outlasts the lease, so another start takes over, and the displaced
+one then goes on where it was. At the end a last start finishes the run. Then
 
-- whenever a start said "saved step-N", the folder's step-N must be what this start wrote, file by file, and complete;
+- whenever a start said "saved step-N", the folder's step-N must be what this start wrote, file by
+  file, and complete;
 - of no step may two starts have said so, and `latest` must name the newest;
 - metrics.jsonl must have every step once, in order: a displaced start has written nothing;
 - nobody may have ended with a traceback, and all that was begun and not committed must be gone.
@@ -37,14 +40,15 @@ from runtime.run_folder import complete_checkpoints
 
 ROOT = Path(__file__).parent.parent
 PRELOAD = ["train", "torch._dynamo"]
-RENEW, TRUST, EXPIRE = 0.2, 0.5, 1.5  # seconds, instead of the lease's own, so that a round takes seconds
+# seconds, instead of the lease's own, so that a round takes seconds
+RENEW, TRUST, EXPIRE = 0.2, 0.5, 1.5
 STEPS, INTERVAL = 16, 2
 STEP_SECONDS = 0.1  # more than such a small model takes, so that a round has something to disturb
 PAUSED_RENAMES = 0.3  # of all
 SAVED = re.compile(r"^saved (step-\d{8}): ", re.MULTILINE)
 
 
-# --- one start, in a process of its own -------------------------------------------------------------------------------
+# --- one start, in a process of its own -----------------------------------------------------------
 
 
 def start(arguments: list[str], log: Path, seed: int, pauses: bool) -> None:
@@ -61,7 +65,11 @@ def start(arguments: list[str], log: Path, seed: int, pauses: bool) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     draw = random.Random(seed)
-    rename, write_manifest, learning_rate = os.replace, runtime.save.write_manifest, train.learning_rate
+    rename, write_manifest, learning_rate = (
+        os.replace,
+        runtime.save.write_manifest,
+        train.learning_rate,
+    )
 
     def paused(source: Any, target: Any) -> None:
         if pauses and "checkpoints" in str(source) and draw.random() < PAUSED_RENAMES:
@@ -86,7 +94,7 @@ def start(arguments: list[str], log: Path, seed: int, pauses: bool) -> None:
     sys.stdout.flush()
 
 
-# --- a round ----------------------------------------------------------------------------------------------------------
+# --- a round --------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -125,10 +133,15 @@ class Round:
         """Random events; in the end everything that is left goes on, until it ends."""
         for _ in range(events):
             self.alive = [process for process in self.alive if process.is_alive()]
-            actions: list[Callable[[], None]] = [lambda: self._signal(signal.SIGSTOP), lambda: self._signal(signal.SIGCONT)]
+            actions: list[Callable[[], None]] = [
+                lambda: self._signal(signal.SIGSTOP),
+                lambda: self._signal(signal.SIGCONT),
+            ]
             actions += [lambda: self._signal(signal.SIGKILL)] * (self.draw.random() < 0.4)
             if len(self.alive) < self.most:
-                actions = [lambda: self.alive.append(self.begin())] * (2 if self.alive else 9) + actions
+                actions = [lambda: self.alive.append(self.begin())] * (
+                    2 if self.alive else 9
+                ) + actions
             self.draw.choice(actions)()
             time.sleep(self.draw.choice((0.05, 0.2, 0.5, EXPIRE * 1.2)))
         while self.alive:
@@ -171,7 +184,11 @@ class Round:
                 claims[step] = log
         for step, log in claims.items():
             noted = json.loads(Path(f"{log}.{step}.json").read_text())
-            found = read_manifest(checkpoints / step).files if (checkpoints / step / MANIFEST).exists() else {}
+            found = (
+                read_manifest(checkpoints / step).files
+                if (checkpoints / step / MANIFEST).exists()
+                else {}
+            )
             if {name: list(entry) for name, entry in found.items()} != noted:
                 wrong.append(f"{step} is not what {log.name} said it has saved")
         complete = complete_checkpoints(checkpoints)
@@ -182,13 +199,18 @@ class Round:
             wrong.append(f"there are {sorted(path.name for path in checkpoints.iterdir())}")
         if (checkpoints / "latest").read_text() != complete[-1].name:
             wrong.append("latest does not name the newest")
-        steps = [json.loads(line)["step"] for line in (self.run / "metrics.jsonl").read_text().splitlines()]
+        steps = [
+            json.loads(line)["step"]
+            for line in (self.run / "metrics.jsonl").read_text().splitlines()
+        ]
         if steps != list(range(1, STEPS + 1)):
             wrong.append(f"metrics.jsonl has the steps {steps}")
         return wrong
 
 
-def one_round(folder: Path, config: Path, seed: int, most: int, events: int) -> tuple[Counter[str], list[str]]:
+def one_round(
+    folder: Path, config: Path, seed: int, most: int, events: int
+) -> tuple[Counter[str], list[str]]:
     """A round in an empty folder: what happened how often, and what is wrong."""
     drill = Round(folder, config, seed, most)
     drill.disturb(events)
@@ -199,9 +221,22 @@ def one_round(folder: Path, config: Path, seed: int, most: int, events: int) -> 
 def tiny(path: Path, data: Path, vocab_size: int) -> Path:
     """A run of one process that saves all the time, and keeps everything."""
     raw = yaml.safe_load((ROOT / "configs/laptop.yaml").read_text())
-    raw["model"] |= {"dim": 16, "ffn_dim": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "vocab_size": vocab_size}
+    raw["model"] |= {
+        "dim": 16,
+        "ffn_dim": 32,
+        "num_layers": 1,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "vocab_size": vocab_size,
+    }
     raw["parallel"] = {}
-    raw["train"] |= {"steps": STEPS, "seq_len": 32, "global_batch_size": 2, "micro_batch_size": 2, "eval_interval": 0}
+    raw["train"] |= {
+        "steps": STEPS,
+        "seq_len": 32,
+        "global_batch_size": 2,
+        "micro_batch_size": 2,
+        "eval_interval": 0,
+    }
     raw["optimizer"] |= {"warmup_steps": 2}
     raw["checkpoint"] = {"interval": INTERVAL, "keep_last": STEPS}
     raw["data"] = {"path": str(data)}
@@ -211,7 +246,9 @@ def tiny(path: Path, data: Path, vocab_size: int) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--events", type=int, default=12, help="of each round")
     parser.add_argument("--seed", type=int, default=0)
@@ -226,7 +263,9 @@ def main() -> None:
     for number in range(options.rounds):
         with tempfile.TemporaryDirectory(prefix="lease-drill-") as name:
             config = tiny(Path(name) / "config.yaml", data, vocab_size=4096)
-            found, problems = one_round(Path(name), config, options.seed + number, 2 + number % 2, options.events)
+            found, problems = one_round(
+                Path(name), config, options.seed + number, 2 + number % 2, options.events
+            )
         counts += found
         wrong += [f"round {number}: {problem}" for problem in problems]
         print(f"round {number}: {dict(found)}", *problems, sep="\n  ", flush=True)
@@ -235,7 +274,9 @@ def main() -> None:
     print(json.dumps(result, indent=1))
     if wrong:
         sys.exit("the drill failed")
-    options.json.write_text(json.dumps({**about(), "seed": options.seed, **result}, indent=1) + "\n")
+    options.json.write_text(
+        json.dumps({**about(), "seed": options.seed, **result}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,21 +1,27 @@
-"""Pipeline schedules run beside their simulation and beside torch's own: `python -m benchmarks.pipeline_schedules`
+"""Pipeline schedules run beside their simulation and beside torch's own: `python -m
+benchmarks.pipeline_schedules`
 
-Four processes, a pipeline of four ranks, eight micro-batches. A stage computes nothing: its forward, its input gradient and its
-weight gradient *wait*, each for a given time. So four ranks do not compete for the cores of a small machine, and every schedule
-has the same work: a rank's forward of one micro-batch, and each of its two gradients, takes `SECONDS`, and each of its v stages
-1/v of that. What is left of a step is the schedule itself and the cost of carrying it out. That cost is training's: the
-lowered program, `PipelineRunner` with its transfers and deferred weight gradients, FSDP's hooks around forward and backward. It
-is a millisecond or two per action on a core that has just slept, so the waiting is long.
+Four processes, a pipeline of four ranks, eight micro-batches. A stage computes nothing: its
+forward, its input gradient and its weight gradient *wait*, each for a given time. So four ranks do
+not compete for the cores of a small machine, and every schedule has the same work: a rank's forward
+of one micro-batch, and each of its two gradients, takes `SECONDS`, and each of its v stages 1/v of
+that. What is left of a step is the schedule itself and the cost of carrying it out. That cost is
+training's: the lowered program, `PipelineRunner` with its transfers and deferred weight gradients,
+FSDP's hooks around forward and backward. It is a millisecond or two per action on a core that has
+just slept, so the waiting is long.
 
-(1) Measured against simulated (parallel/pipeline/simulate.py). The simulator knows nothing of a message's travel or of the
+(1) Measured against simulated (parallel/pipeline/simulate.py). The simulator knows nothing of a
+message's travel or of the
     host's own work; measured / simulated says what these add.
     aim: within 5 %, and the bubbles in order: 1f1b >= interleaved_1f1b >= zb_h1 >= zb_v
-(2) The same schedules of torch.distributed.pipelining on the same waiting stages (plain modules there, without FSDP), in turn
+(2) The same schedules of torch.distributed.pipelining on the same waiting stages (plain modules
+there, without FSDP), in turn
     with ours, in the same processes and process group; ratios are taken within a round.
     aim: median ours / theirs <= 1.02
 
-A step's time is from a barrier to the end of a rank's last action, with all it sent gone; of the slowest rank. Cores that are
-busy with something else wake a waiting rank late: all of this wants a quiet machine.
+A step's time is from a barrier to the end of a rank's last action, with all it sent gone; of the
+slowest rank. Cores that are busy with something else wake a waiting rank late: all of this wants a
+quiet machine.
 """
 
 import argparse
@@ -52,7 +58,8 @@ RANKS = 4
 MICROBATCHES = 8
 SECONDS = 0.12  # of a rank's forward, input gradient and weight gradient of one micro-batch
 HIDDEN_SHAPE = (4, 1, 8)  # [S, B, D]
-# How many stages a rank has under each of our schedules, and the same schedule's name in torch.distributed.pipelining.
+# How many stages a rank has under each of our schedules, and the same schedule's name in
+# torch.distributed.pipelining.
 PAIRS = {
     "gpipe": (1, "ScheduleGPipe"),
     "1f1b": (1, "Schedule1F1B"),
@@ -65,8 +72,8 @@ PAIRS = {
 
 
 class WaitingStage(nn.Module):
-    """y [S, B, D] = x · weight, a number (where it is a `loss`, the sum of that), with `seconds` of waiting in the forward and
-    in each of the two gradients."""
+    """y [S, B, D] = x · weight, a number (where it is a `loss`, the sum of that), with `seconds` of
+    waiting in the forward and in each of the two gradients."""
 
     weight: nn.Parameter  # [1], given by the caller
 
@@ -83,9 +90,14 @@ class WaitingStage(nn.Module):
     def forward(self, hidden: Tensor | None, batch: Tensor | None = None) -> Tensor:
         x = batch if hidden is None else hidden
         assert x is not None
-        if not x.requires_grad:  # also the first stage has layers whose input gradients its weight gradients wait for
+        # also the first stage has layers whose input gradients its weight gradients wait for
+        if not x.requires_grad:
             x = x.detach().requires_grad_()
-        weight = local_weight(self.weight, self.weight_gradient_queue) if isinstance(self.weight, DTensor) else self.weight
+        weight = (
+            local_weight(self.weight, self.weight_gradient_queue)
+            if isinstance(self.weight, DTensor)
+            else self.weight
+        )
         self.wait(F)
         y = InputGradient.apply(x, self) * WeightGradient.apply(weight, self)
         return y.sum() if self.loss else y
@@ -106,7 +118,8 @@ class InputGradient(torch.autograd.Function):
 
 
 class WeightGradient(torch.autograd.Function):
-    """The identity; its backward waits for a weight gradient's time, or leaves that to a job, as the linear layers do."""
+    """The identity; its backward waits for a weight gradient's time, or leaves that to a job, as
+    the linear layers do."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, stage: WaitingStage) -> Tensor:
@@ -156,7 +169,9 @@ class Case(NamedTuple):
         return self.seconds / self.stages_per_rank
 
     def simulate(self) -> Timeline:
-        return simulate(self.schedule, Costs.equal(RANKS * self.stages_per_rank, *[self.stage_seconds] * 3))
+        return simulate(
+            self.schedule, Costs.equal(RANKS * self.stages_per_rank, *[self.stage_seconds] * 3)
+        )
 
 
 class OurSteps:
@@ -165,21 +180,39 @@ class OurSteps:
     def __init__(self, case: Case, mesh: Mesh) -> None:
         where = stage_ranks(case.schedule)
         mine = [s for s, rank in enumerate(where) if rank == mesh.pp_rank]
-        self.stages = {s: self._stage(case.stage_seconds, mesh, loss=s == len(where) - 1) for s in mine}
-        # Listed once, while they are sharded: while its weights are gathered, a module calls other objects its parameters.
+        self.stages = {
+            s: self._stage(case.stage_seconds, mesh, loss=s == len(where) - 1) for s in mine
+        }
+        # Listed once, while they are sharded: while its weights are gathered, a module calls other
+        # objects its parameters.
         self.parameters = [stage.weight for stage in self.stages.values()]
         self.batches = [torch.ones(HIDDEN_SHAPE) for _ in range(case.microbatches)]
         self.program = lower(case.schedule)[mesh.pp_rank]
         transfers = Transfers(mesh.pp.get_group(), HIDDEN_SHAPE, torch.float32, mesh.device)
-        self.runner = PipelineRunner(dict(self.stages), len(where), transfers, ZeroStage(1), splits_backward(case.schedule))
+        self.runner = PipelineRunner(
+            dict(self.stages), len(where), transfers, ZeroStage(1), splits_backward(case.schedule)
+        )
         self.events: list[Event] = []  # of the last step
 
     @staticmethod
     def _stage(seconds: float, mesh: Mesh, loss: bool) -> WaitingStage:
         stage = WaitingStage(seconds, loss)
-        one = Weight(shape=(1,), placement=Replicate(), initial=Constant(1.0), decays=False, gradient_is_partial=False)
+        one = Weight(
+            shape=(1,),
+            placement=Replicate(),
+            initial=Constant(1.0),
+            decays=False,
+            gradient_is_partial=False,
+        )
         add_weight(stage, one, mesh.tp)
-        shard(stage, [], mesh.fsdp, compute_dtype=torch.float32, reduce_dtype=torch.float32, cpu_offload=False)
+        shard(
+            stage,
+            [],
+            mesh.fsdp,
+            compute_dtype=torch.float32,
+            reduce_dtype=torch.float32,
+            cpu_offload=False,
+        )
         nn.init.ones_(stage.to_empty(device=mesh.device).weight)
         return stage
 
@@ -191,11 +224,12 @@ class OurSteps:
 
 
 class TheirSteps:
-    """Steps of torch.distributed.pipelining, which splits a backward by walking through autograd's graph (but forms both
-    gradients of the first stage in W)."""
+    """Steps of torch.distributed.pipelining, which splits a backward by walking through autograd's
+    graph (but forms both gradients of the first stage in W)."""
 
     def __init__(self, case: Case, mesh: Mesh) -> None:
-        from torch.distributed import pipelining  # slow to import; who measures ours alone does without
+        # slow to import; who measures ours alone does without
+        from torch.distributed import pipelining
 
         where = stage_ranks(case.schedule)  # theirs are placed alike
         mine = [s for s, rank in enumerate(where) if rank == mesh.pp_rank]
@@ -203,12 +237,21 @@ class TheirSteps:
         self.parameters = [nn.Parameter(torch.ones(1)) for _ in mine]
         for stage, weight in zip(self.stages.values(), self.parameters, strict=True):
             stage.weight = weight
-        x, cpu, group = torch.ones(HIDDEN_SHAPE, requires_grad=True), torch.device("cpu"), mesh.pp.get_group()
-        stages: Any = [pipelining.PipelineStage(self.stages[s], s, len(where), cpu, x, x, group=group) for s in mine]
+        x, cpu, group = (
+            torch.ones(HIDDEN_SHAPE, requires_grad=True),
+            torch.device("cpu"),
+            mesh.pp.get_group(),
+        )
+        stages: Any = [
+            pipelining.PipelineStage(self.stages[s], s, len(where), cpu, x, x, group=group)
+            for s in mine
+        ]
         schedule_class = getattr(pipelining, PAIRS[case.name][1])
         if issubclass(schedule_class, pipelining.schedules.PipelineScheduleSingle):
             (stages,) = stages
-        self.schedule = schedule_class(stages, case.microbatches, loss_fn=lambda y, target: y.sum(), scale_grads=False)
+        self.schedule = schedule_class(
+            stages, case.microbatches, loss_fn=lambda y, target: y.sum(), scale_grads=False
+        )
         batch = torch.ones(case.microbatches * HIDDEN_SHAPE[0], *HIDDEN_SHAPE[1:])
         self.inputs = [batch] if 0 in mine else []
         self.targets = batch if len(where) - 1 in mine else None
@@ -218,7 +261,8 @@ class TheirSteps:
 
 
 def run_rounds(case: Case, rounds: int, beside: bool) -> list[tuple[float, list[Event], float]]:
-    """On each of 4 ranks: one round to warm up, then `rounds` of one step of ours and, `beside` it, one of torch's.
+    """On each of 4 ranks: one round to warm up, then `rounds` of one step of ours and, `beside` it,
+    one of torch's.
 
     Returns:
         Of each round, the seconds and events of our step, and the seconds of torch's (or 0).
@@ -235,7 +279,9 @@ def run_rounds(case: Case, rounds: int, beside: bool) -> list[tuple[float, list[
         side()
         seconds = time.perf_counter() - start
         for stage in side.stages.values():
-            assert stage.waited == dict.fromkeys((F, I, W), case.microbatches), f"other work than agreed: {stage.waited}"
+            assert stage.waited == dict.fromkeys((F, I, W), case.microbatches), (
+                f"other work than agreed: {stage.waited}"
+            )
             stage.waited.clear()
         for parameter in side.parameters:
             parameter.grad = None
@@ -244,19 +290,29 @@ def run_rounds(case: Case, rounds: int, beside: bool) -> list[tuple[float, list[
     return [(timed(ours), ours.events, timed(theirs)) for _ in range(1 + rounds)][1:]
 
 
-def run_case(pool: Ranks, case: Case, rounds: int, beside: bool) -> tuple[list[float], list[float], list[float]]:
+def run_case(
+    pool: Ranks, case: Case, rounds: int, beside: bool
+) -> tuple[list[float], list[float], list[float]]:
     """Of each round: seconds of our step, its bubble's fraction, seconds of torch's step."""
     of_ranks = pool.run(run_rounds, RANKS, case, rounds, beside)
     of_rounds = [tuple(zip(*ranks, strict=True)) for ranks in zip(*of_ranks, strict=True)]
     bubbles = [Timeline(list(events)).bubble_fraction for _, events, _ in of_rounds]
-    return [max(ours) for ours, _, _ in of_rounds], bubbles, [max(theirs) for _, _, theirs in of_rounds]
+    return (
+        [max(ours) for ours, _, _ in of_rounds],
+        bubbles,
+        [max(theirs) for _, _, theirs in of_rounds],
+    )
 
 
-def measure(pool: Ranks, name: str, stages_per_rank: int, microbatches: int, seconds: float) -> tuple[float, float, float]:
-    """Measured and simulated step seconds and the measured bubble's fraction of one of our schedules: medians of 3 steps.
+def measure(
+    pool: Ranks, name: str, stages_per_rank: int, microbatches: int, seconds: float
+) -> tuple[float, float, float]:
+    """Measured and simulated step seconds and the measured bubble's fraction of one of our
+    schedules: medians of 3 steps.
 
     Args:
-        seconds: a rank's forward, input gradient and weight gradient of one micro-batch take this long each.
+        seconds: a rank's forward, input gradient and weight gradient of one micro-batch take this
+            long each.
     """
     case = Case(name, stages_per_rank, microbatches, seconds)
     ours, bubbles, _ = run_case(pool, case, rounds=3, beside=False)
@@ -277,32 +333,53 @@ def compare(pool: Ranks, case: Case, rounds: int) -> dict:
         "measured_bubble_fraction": statistics.median(bubbles),
         "simulated_bubble_fraction": simulated.bubble_fraction,
         "theirs_seconds": statistics.median(theirs),
-        "ours_over_theirs": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
+        "ours_over_theirs": {
+            "median": statistics.median(ratios),
+            "min": min(ratios),
+            "max": max(ratios),
+        },
     }
 
 
 def row(name: str, result: dict) -> str:
     step = f"{result['measured_seconds']:10.3f}{result['simulated_seconds']:10.3f}{result['measured_over_simulated']:8.3f}"
     bubble = f"{result['measured_bubble_fraction']:9.3f}{result['simulated_bubble_fraction']:10.3f}"
-    return f"{name:16}{step}{bubble}  {result['theirs']:29}" + "".join(f"{x:8.3f}" for x in result["ours_over_theirs"].values())
+    return f"{name:16}{step}{bubble}  {result['theirs']:29}" + "".join(
+        f"{x:8.3f}" for x in result["ours_over_theirs"].values()
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/pipeline_schedules.json")
+    parser.add_argument(
+        "--json", type=Path, default=ROOT / "benchmarks/results/pipeline_schedules.json"
+    )
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # in the ranks, which have yet to start
 
     results: dict = about()
     results |= {"ranks": RANKS, "microbatches": MICROBATCHES, "rounds": arguments.rounds}
-    results |= {"forward_seconds": SECONDS, "input_gradient_seconds": SECONDS, "weight_gradient_seconds": SECONDS}
-    print(f"{RANKS} ranks, {MICROBATCHES} micro-batches, F = I = W = {SECONDS} s; medians of {arguments.rounds} rounds")
-    print(" " * 16 + "   seconds simulated   ratio   bubble simulated  ours over                      median     min     max")
+    results |= {
+        "forward_seconds": SECONDS,
+        "input_gradient_seconds": SECONDS,
+        "weight_gradient_seconds": SECONDS,
+    }
+    print(
+        f"{RANKS} ranks, {MICROBATCHES} micro-batches, F = I = W = {SECONDS} s; medians of {arguments.rounds} rounds"
+    )
+    print(
+        " " * 16
+        + "   seconds simulated   ratio   bubble simulated  ours over                      median     min     max"
+    )
     with Ranks(RANKS, timeout=60 + 12 * arguments.rounds) as pool:
         results["schedules"] = {}
         for name in PAIRS:
-            result = compare(pool, Case(name, PAIRS[name][0], MICROBATCHES, SECONDS), arguments.rounds)
+            result = compare(
+                pool, Case(name, PAIRS[name][0], MICROBATCHES, SECONDS), arguments.rounds
+            )
             results["schedules"][name] = result
             print(row(name, result), flush=True)
     arguments.json.parent.mkdir(parents=True, exist_ok=True)

@@ -2,10 +2,11 @@
 
     python -m benchmarks.plan_megatron
 
-One set of hardware constants (plan/hardware.py) for all rows. What the publication leaves open, one rule chooses for all: of
-micro-batches of 1, 2, 4 and 8 sequences, and of all numbers of virtual stages up to 8 that divide the layers, the fastest that
-fits in 80 GB, without recomputation if any does. Models are ours: gated feed-forward of 8/3 of the width, as many key/value
-heads as query heads. Megatron-LM counts attention as the whole square, and so does the column compared.
+One set of hardware constants (plan/hardware.py) for all rows. What the publication leaves open, one
+rule chooses for all: of micro-batches of 1, 2, 4 and 8 sequences, and of all numbers of virtual
+stages up to 8 that divide the layers, the fastest that fits in 80 GB, without recomputation if any
+does. Models are ours: gated feed-forward of 8/3 of the width, as many key/value heads as query
+heads. Megatron-LM counts attention as the whole square, and so does the column compared.
 """
 
 import itertools
@@ -71,7 +72,8 @@ def best(row: Row) -> Found:
 
 
 def config_of(row: Row, micro_batch_size: int, virtual_stages: int, checkpointing: str) -> Config:
-    """What is not a row's own is llama3_70b.yaml's: zero_stage 1 and sequence parallelism, as in Megatron-LM."""
+    """What is not a row's own is llama3_70b.yaml's: zero_stage 1 and sequence parallelism, as in
+    Megatron-LM."""
     keys = {
         "model.dim": row.hidden,
         "model.num_layers": row.layers,
@@ -121,7 +123,9 @@ def errors(table: list[dict[str, Any]]) -> tuple[float, float]:
 
 def main() -> int:
     table = compare()
-    print("model  published  predicted  (causal)  micro-batch  virtual stages  recomputed  bubble  peak GB")
+    print(
+        "model  published  predicted  (causal)  micro-batch  virtual stages  recomputed  bubble  peak GB"
+    )
     for row in table:
         print(
             f"{row['model']:5s} {row['published']:10.1%} {row['predicted']:10.1%} {row['predicted_causal']:9.1%} "
@@ -129,9 +133,12 @@ def main() -> int:
             f"{row['bubble_fraction']:7.1%} {row['peak_memory_bytes'] / 1e9:8.1f}"
         )
     mean, largest = errors(table)
-    print(f"error: {mean:.2f} points on average (aim: {MEAN_LIMIT:g}), {largest:.2f} at most (aim: {LARGEST_LIMIT:g})")
+    print(
+        f"error: {mean:.2f} points on average (aim: {MEAN_LIMIT:g}), {largest:.2f} at most (aim: {LARGEST_LIMIT:g})"
+    )
     RESULTS.write_text(
-        json.dumps({"rows": table, "mean_error": mean, "largest_error": largest}, indent=1) + "\n", encoding="utf-8"
+        json.dumps({"rows": table, "mean_error": mean, "largest_error": largest}, indent=1) + "\n",
+        encoding="utf-8",
     )
     return 0 if mean <= MEAN_LIMIT and largest <= LARGEST_LIMIT else 1
 

@@ -1,8 +1,10 @@
-"""The planner's memory and collectives beside a rehearsal's: the training code itself on one rank of each job, on a fake GPU.
+"""The planner's memory and collectives beside a rehearsal's: the training code itself on one rank
+of each job, on a fake GPU.
 
     python -m benchmarks.plan_memory
 
-Peak memory must agree within 3 %, collectives exactly: of every axis and kind, how many and how many bytes.
+Peak memory must agree within 3 %, collectives exactly: of every axis and kind, how many and how
+many bytes.
 """
 
 import json
@@ -37,7 +39,13 @@ CASES = [
     Case("llama3_70b", 8, 0, "parallel.tp=2 parallel.pp=2"),
     Case("llama3_70b", 8, 7, "parallel.tp=2 parallel.pp=2 parallel.zero_stage=2", quick=True),
     Case("llama3_70b", 8, 0, "parallel.tp=2 parallel.pp=2 parallel.zero_stage=3", quick=True),
-    Case("llama3_70b", 8, 0, "parallel.tp=2 parallel.pp=2 parallel.zero_stage=3 parallel.fsdp_unit=stage", quick=True),
+    Case(
+        "llama3_70b",
+        8,
+        0,
+        "parallel.tp=2 parallel.pp=2 parallel.zero_stage=3 parallel.fsdp_unit=stage",
+        quick=True,
+    ),
     Case("llama3_70b", 8, 7, "parallel.tp=2 parallel.pp=2 parallel.schedule=zb_h1"),
     Case(
         "llama3_70b",
@@ -59,7 +67,12 @@ CASES = [
         "parallel.tp=1 parallel.pp=2 parallel.schedule=breadth_first parallel.stages_per_rank=2 "
         "parallel.zero_stage=3 train.global_batch_size=24",
     ),
-    Case("llama3_70b", 4, 3, "parallel.tp=2 parallel.pp=2 parallel.schedule=gpipe train.dtype=float32"),
+    Case(
+        "llama3_70b",
+        4,
+        3,
+        "parallel.tp=2 parallel.pp=2 parallel.schedule=gpipe train.dtype=float32",
+    ),
     Case(
         "llama3_70b",
         32,
@@ -80,7 +93,12 @@ CASES = [
         "parallel.tp=2 parallel.pp=2 train.activation_checkpointing=selective train.micro_batch_size=2",
         quick=True,
     ),
-    Case("llama3_70b", 32, 31, "parallel.tp=2 parallel.pp=2 parallel.dp_replicate=2 model.tie_embeddings=true"),
+    Case(
+        "llama3_70b",
+        32,
+        31,
+        "parallel.tp=2 parallel.pp=2 parallel.dp_replicate=2 model.tie_embeddings=true",
+    ),
     Case("llama3_70b", 8, 4, "parallel.tp=2 parallel.pp=4 optimizer.pure_bfloat16=true"),
     Case(
         "llama3_70b",
@@ -89,13 +107,24 @@ CASES = [
         "parallel.tp=2 parallel.pp=2 parallel.dp_replicate=2 parallel.zero_stage=0 train.dtype=float32",
         quick=True,
     ),
-    Case("llama3_70b", 8, 0, "parallel.tp=1 parallel.pp=1 parallel.zero_stage=3 train.activation_checkpointing=full"),
+    Case(
+        "llama3_70b",
+        8,
+        0,
+        "parallel.tp=1 parallel.pp=1 parallel.zero_stage=3 train.activation_checkpointing=full",
+    ),
     Case("llama3_70b", 8, 7, "parallel.tp=8 parallel.pp=1 parallel.sequence_parallel=false"),
     Case("llama_1b", 8, 0, "train.global_batch_size=16"),
     Case("llama3_8b", 8, 0, "train.global_batch_size=16"),
     Case("llama3_70b", 256, 0, "whole train.global_batch_size=64"),
     Case("llama3_405b", 2048, 0, "train.global_batch_size=128"),
-    Case("llama3_70b", 8, 0, "parallel.tp=2 parallel.pp=2 model.qk_norm=true model.attention_dim=1024", quick=True),
+    Case(
+        "llama3_70b",
+        8,
+        0,
+        "parallel.tp=2 parallel.pp=2 model.qk_norm=true model.attention_dim=1024",
+        quick=True,
+    ),
     Case(
         "llama3_70b",
         32,
@@ -105,7 +134,13 @@ CASES = [
         "model.rope_scaling_factor=8",
         quick=True,
     ),
-    Case("llama3_70b", 8, 0, "parallel.tp=2 parallel.pp=2 parallel.zero_stage=2 optimizer.pure_bfloat16=true", quick=True),
+    Case(
+        "llama3_70b",
+        8,
+        0,
+        "parallel.tp=2 parallel.pp=2 parallel.zero_stage=2 optimizer.pure_bfloat16=true",
+        quick=True,
+    ),
     Case(
         "llama3_70b",
         2,
@@ -129,12 +164,19 @@ CASES = [
         "parallel.tp=1 parallel.pp=1 parallel.zero_stage=2 parallel.reduce_dtype=bfloat16 "
         "train.activation_checkpointing=full model.num_layers=24 train.seq_len=64 model.vocab_size=256",
     ),
-    Case("llama3_70b", 8, 0, "parallel.tp=2 parallel.pp=2 data.document_mask=true train.micro_batch_size=2"),
+    Case(
+        "llama3_70b",
+        8,
+        0,
+        "parallel.tp=2 parallel.pp=2 data.document_mask=true train.micro_batch_size=2",
+    ),
     Case("llama3_70b", 4, 1, "parallel.tp=2 parallel.pp=1 model.tie_embeddings=true"),
 ]
 
 
-def compare(name: str, world: int, rank: int, overrides: str, quick: bool = False) -> dict[str, Any]:
+def compare(
+    name: str, world: int, rank: int, overrides: str, quick: bool = False
+) -> dict[str, Any]:
     """One row."""
     keys = overrides.split()
     if name == "llama3_70b":
@@ -171,7 +213,9 @@ def main() -> int:
         )
     worst = max(abs(row["error"]) for row in rows)
     print(f"largest error {worst:.2%} (aim: {LIMIT:.0%})")
-    RESULTS.write_text(json.dumps({"rows": rows, "largest_error": worst}, indent=1) + "\n", encoding="utf-8")
+    RESULTS.write_text(
+        json.dumps({"rows": rows, "largest_error": worst}, indent=1) + "\n", encoding="utf-8"
+    )
     return 0 if worst <= LIMIT and all(row["same_collectives"] for row in rows) else 1
 
 

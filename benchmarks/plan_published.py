@@ -1,15 +1,18 @@
-"""The planner's MFU beside what other systems published: rows that its constants were not fitted on.
+"""The planner's MFU beside what other systems published: rows that its constants were not fitted
+on.
 
     python -m benchmarks.plan_published
 
-The constants are those of plan/hardware.py for every row; only what a publication says of its own machines (the memory's rate,
-the network's) replaces theirs. A row of benchmarks/published_rows.py is planned as Lattice would run it: same dimensions,
-layout, batch, recomputation. Where the published system does other work, the column `apart` says so; the file of results has
-more of it, and every row's source and settings. No row is left out for being far off.
+The constants are those of plan/hardware.py for every row; only what a publication says of its own
+machines (the memory's rate, the network's) replaces theirs. A row of benchmarks/published_rows.py
+is planned as Lattice would run it: same dimensions, layout, batch, recomputation. Where the
+published system does other work, the column `apart` says so; the file of results has more of it,
+and every row's source and settings. No row is left out for being far off.
 
-A feed-forward without a gate, 4·D wide, is planned as a gated one of 8/3·D: the same operations, and the same bytes. MFU is in
-the publication's own convention, with Lattice's operations per token: attention `full` is the whole square, `causal` half of
-it. What is published as tokens a second is converted so, what is published as MFU is taken as it is.
+A feed-forward without a gate, 4·D wide, is planned as a gated one of 8/3·D: the same operations,
+and the same bytes. MFU is in the publication's own convention, with Lattice's operations per token:
+attention `full` is the whole square, `causal` half of it. What is published as tokens a second is
+converted so, what is published as MFU is taken as it is.
 """
 
 import json
@@ -32,7 +35,9 @@ RESULTS = Path(__file__).parent / "results" / "plan_published.json"
 def plan(row: Row) -> Found:
     if row.system is MEGATRON:
         m, size = row.model, (row.tp, row.pp, row.gpus, row.batch)
-        return plan_megatron.best(plan_megatron.Row(row.model_name, m.num_heads, m.dim, m.num_layers, *size, 0.0))
+        return plan_megatron.best(
+            plan_megatron.Row(row.model_name, m.num_heads, m.dim, m.num_layers, *size, 0.0)
+        )
     rates: dict[str, Any] = dict(row.system.rates)
     device = replace(find_device(row.system.device), **rates)
     return Found(config_of(row), row.gpus, device)
@@ -63,7 +68,8 @@ def config_of(row: Row) -> Config:
 
 
 def layers_of(row: Row) -> str:
-    """Of each stage. Where the layers do not come out even, the ends, which have the embedding and the head, get one less."""
+    """Of each stage. Where the layers do not come out even, the ends, which have the embedding and
+    the head, get one less."""
     stages = row.pp * row.stages
     each = (row.model.num_layers + 2) // stages
     if row.model.num_layers % stages == 0:
@@ -74,9 +80,14 @@ def layers_of(row: Row) -> str:
 def compare(row: Row) -> dict[str, Any]:
     one, system = plan(row), row.system
     parallel, train = one.config.parallel, one.config.train
-    flops = one.config.model.flops_per_token(train.seq_len, whole_attention=system.attention == "full")
+    flops = one.config.model.flops_per_token(
+        train.seq_len, whole_attention=system.attention == "full"
+    )
     whole = one.device.peak_flops / flops  # tokens a second at 100%
-    published, predicted = row.tokens or row.mfu / 100 * whole, one.time.tokens_per_second / row.gpus
+    published, predicted = (
+        row.tokens or row.mfu / 100 * whole,
+        one.time.tokens_per_second / row.gpus,
+    )
     return {
         "system": system.name,
         "model": row.model_name,
@@ -109,7 +120,8 @@ def compare(row: Row) -> dict[str, Any]:
 
 
 def summary(table: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Of groups of rows: how many, the mean and largest distance in points, and the mean with its sign."""
+    """Of groups of rows: how many, the mean and largest distance in points, and the mean with its
+    sign."""
     alike = [row for row in table if not row["apart"]]
     groups = {
         "all": table,
@@ -124,13 +136,20 @@ def summary(table: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
         points = [row["error_points"] for row in rows]
         far = [abs(one) for one in points]
         bias = sum(points) / len(points)
-        result[name] = {"rows": len(rows), "mean": sum(far) / len(far), "largest": max(far), "bias": bias}
+        result[name] = {
+            "rows": len(rows),
+            "mean": sum(far) / len(far),
+            "largest": max(far),
+            "bias": bias,
+        }
     return result
 
 
 def main() -> int:
     table = [compare(row) for row in ROWS]
-    print("system            model    GPUs  tp pp  v  published  predicted   error  apart in (*: settings not all verified)")
+    print(
+        "system            model    GPUs  tp pp  v  published  predicted   error  apart in (*: settings not all verified)"
+    )
     for row in table:
         print(
             f"{row['system']:16s}{'*' if row['unverified'] else ' '} {row['model']:5s} {row['gpus']:7d} {row['tp']:3d} "
@@ -140,8 +159,13 @@ def main() -> int:
     groups = summary(table)
     print(f"\n{'':36s}rows   mean  largest  mean, signed")
     for name, one in groups.items():
-        print(f"{name:36s}{one['rows']:4.0f} {one['mean']:6.2f} {one['largest']:8.2f} {one['bias']:+14.2f}")
-    RESULTS.write_text(json.dumps({"summary": groups, "rows": table}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        print(
+            f"{name:36s}{one['rows']:4.0f} {one['mean']:6.2f} {one['largest']:8.2f} {one['bias']:+14.2f}"
+        )
+    RESULTS.write_text(
+        json.dumps({"summary": groups, "rows": table}, indent=1, ensure_ascii=False) + "\n",
+        encoding="utf-8",
+    )
     return 0
 
 

@@ -1,7 +1,8 @@
 """How long the planner's search takes, easy, hard and hopeless: `python -m benchmarks.plan_search`
 
-Each row is a process of its own, one after the other. Seconds are of `plan.search.search` alone; of the peak of resident memory
-about 0.26 GB are Python and torch. Aim: every row below a minute of CPU.
+Each row is a process of its own, one after the other. Seconds are of `plan.search.search` alone; of
+the peak of resident memory about 0.26 GB are Python and torch. Aim: every row below a minute of
+CPU.
 """
 
 import argparse
@@ -44,8 +45,20 @@ ROWS = [
     Row("8B", "llama3_8b", 64),
     Row("70B, hard to fit", "llama3_70b", 64),
     Row("70B", "llama3_70b", 256),
-    Row("175B, up to 1536 micro-batches", "llama3_70b", 64, "a100", f"{GPT3} train.global_batch_size=1536"),
-    Row("175B, hard to fit, few micro-batches", "llama3_70b", 40, "a100", f"{GPT3} train.global_batch_size=80"),
+    Row(
+        "175B, up to 1536 micro-batches",
+        "llama3_70b",
+        64,
+        "a100",
+        f"{GPT3} train.global_batch_size=1536",
+    ),
+    Row(
+        "175B, hard to fit, few micro-batches",
+        "llama3_70b",
+        40,
+        "a100",
+        f"{GPT3} train.global_batch_size=80",
+    ),
     Row("405B, hard to fit", "llama3_405b", 128),
     Row("405B", "llama3_405b", 512),
     Row("405B", "llama3_405b", 16384),
@@ -64,25 +77,41 @@ def measure(row: Row) -> dict[str, Any]:
     cpu, wall = time.process_time(), time.perf_counter()
     try:
         result = search(config, row.gpus, device)
-        found = {"layouts": result.layouts, "counted": result.counted, "best_step_seconds": result.best[0].seconds}
+        found = {
+            "layouts": result.layouts,
+            "counted": result.counted,
+            "best_step_seconds": result.best[0].seconds,
+        }
     except UserError as error:
         found = {"error": str(error)}
     found |= {"cpu_seconds": time.process_time() - cpu, "wall_seconds": time.perf_counter() - wall}
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return row._asdict() | found | {"peak_resident_bytes": kilobytes * (1 if sys.platform == "darwin" else 1024)}
+    return (
+        row._asdict()
+        | found
+        | {"peak_resident_bytes": kilobytes * (1 if sys.platform == "darwin" else 1024)}
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/plan_search.json")
     arguments = parser.parse_args()
     table = []
     print("   CPU s   wall s  peak GB  layouts  counted  job")
-    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(
+        max_workers=1, mp_context=get_context("spawn"), max_tasks_per_child=1
+    ) as pool:
         for found in pool.map(measure, ROWS):
             table.append(found)
             gigabytes = found["peak_resident_bytes"] / 1e9
-            numbers = f"{found['layouts']:8,} {found['counted']:8,}" if "layouts" in found else f"{'nothing fits':>17s}"
+            numbers = (
+                f"{found['layouts']:8,} {found['counted']:8,}"
+                if "layouts" in found
+                else f"{'nothing fits':>17s}"
+            )
             print(
                 f"{found['cpu_seconds']:8.2f} {found['wall_seconds']:8.2f} {gigabytes:8.2f} {numbers}  {found['name']} "
                 f"on {found['gpus']} {found['device']}",
@@ -91,7 +120,9 @@ def main() -> int:
     slowest = max(found["cpu_seconds"] for found in table)
     print(f"slowest: {slowest:.1f} s of CPU (aim: {LIMIT:g})")
     results: dict[str, Any] = about()
-    arguments.json.write_text(json.dumps(results | {"rows": table, "slowest": slowest}, indent=1) + "\n", encoding="utf-8")
+    arguments.json.write_text(
+        json.dumps(results | {"rows": table, "slowest": slowest}, indent=1) + "\n", encoding="utf-8"
+    )
     return 0 if slowest <= LIMIT else 1
 
 

@@ -1,7 +1,9 @@
-"""How long the pure part of a pipeline takes for 10,000 actions on each of four ranks: `python -m benchmarks.schedule_checker`
+"""How long the pure part of a pipeline takes for 10,000 actions on each of four ranks: `python -m
+benchmarks.schedule_checker`
 
-Building a schedule, simulating it, and checking it: completeness, order, and its programs on a network that buffers nothing.
-Nothing here imports torch. Best of three, wall-clock seconds for all four ranks together; aim: each below one.
+Building a schedule, simulating it, and checking it: completeness, order, and its programs on a
+network that buffers nothing. Nothing here imports torch. Best of three, wall-clock seconds for all
+four ranks together; aim: each below one.
 """
 
 import argparse
@@ -36,15 +38,25 @@ def seconds(name: str) -> dict[str, float]:
         check(schedule)
         times.append(time.perf_counter())
         rounds.append([b - a for a, b in pairwise(times)])
-    return dict(zip(("build", "simulate", "check"), map(min, zip(*rounds, strict=True)), strict=True))
+    return dict(
+        zip(("build", "simulate", "check"), map(min, zip(*rounds, strict=True)), strict=True)
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/schedule_checker.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--json", type=Path, default=ROOT / "benchmarks/results/schedule_checker.json"
+    )
     arguments = parser.parse_args()
     results: dict = about()
-    results |= {"ranks": RANKS, "actions_per_rank": ACTIONS, "seconds": {name: seconds(name) for name in SCHEDULES}}
+    results |= {
+        "ranks": RANKS,
+        "actions_per_rank": ACTIONS,
+        "seconds": {name: seconds(name) for name in SCHEDULES},
+    }
     for name, found in results["seconds"].items():
         print(f"{name:18}" + "".join(f"{what} {value:6.3f} s   " for what, value in found.items()))
     arguments.json.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,10 @@
 """Asking a real run to stop, every way: `python -m benchmarks.stop_matrix`
 
-Ctrl-C (SIGINT), SIGTERM and SIGHUP; to our launcher, to its process group as a terminal does it, to one rank, to torchrun;
-while the run starts, in a step, while a checkpoint is written, in an evaluation. Of each: seconds until all processes are gone,
-steps that were made and are not in the newest checkpoint, lines printed after the signal (and of these, how many are torchrun's
-own), and the exit status. Seconds are of this machine, and hold a step, a save and Python's end.
+Ctrl-C (SIGINT), SIGTERM and SIGHUP; to our launcher, to its process group as a terminal does it, to
+one rank, to torchrun; while the run starts, in a step, while a checkpoint is written, in an
+evaluation. Of each: seconds until all processes are gone, steps that were made and are not in the
+newest checkpoint, lines printed after the signal (and of these, how many are torchrun's own), and
+the exit status. Seconds are of this machine, and hold a step, a save and Python's end.
 """
 
 import argparse
@@ -68,7 +69,14 @@ def stop(number: str, target: str, phase: str, config: str, folder: Path) -> Sto
     }.get(phase, [])
     program = ["-m", "tools.launch", "--nproc-per-node", str(WORLD)]
     if target == "torchrun":
-        program = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD), "train.py"]
+        program = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(WORLD),
+            "train.py",
+        ]
     with open(log, "w") as output:
         running = subprocess.Popen(
             [sys.executable, *program, config, *overrides],
@@ -137,7 +145,9 @@ def _last_step(run: Path) -> int:
         return 0
 
 
-def _wait_for(begun: Callable[[Path, str, int], bool], run: Path, log: Path, running: subprocess.Popen) -> None:
+def _wait_for(
+    begun: Callable[[Path, str, int], bool], run: Path, log: Path, running: subprocess.Popen
+) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not begun(run, log.read_text(), running.pid):
         if running.poll() is not None or time.monotonic() > deadline:
@@ -162,7 +172,8 @@ def catches(pid: int) -> bool:
 
 
 def _in_evaluation(run: Path, said: str, pid: int) -> bool:
-    """The second step is followed by an evaluation that never ends; nothing else tells from outside that it has begun."""
+    """The second step is followed by an evaluation that never ends; nothing else tells from outside
+    that it has begun."""
     if not re.search(r"^step +1/", said, re.MULTILINE):
         return False
     time.sleep(2)
@@ -178,7 +189,9 @@ PHASES_BEGIN: dict[str, Callable[[Path, str, int], bool]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/stop_matrix.json")
     options = parser.parse_args()
     config = ROOT / "configs/laptop.yaml"
@@ -191,7 +204,10 @@ def main() -> None:
                     row = stop(number, target, phase, _small(config, Path(folder)), Path(folder))
                 rows.append(asdict(row))
                 text = f"{row.signal:8} {row.target:9} {row.phase:11} {row.seconds:8.1f} {row.steps_made:5} {row.steps_lost:5}"
-                print(f"{text} {row.lines:6} {row.not_ours:9} {row.exit_status:7}  {row.state}", flush=True)
+                print(
+                    f"{text} {row.lines:6} {row.not_ours:9} {row.exit_status:7}  {row.state}",
+                    flush=True,
+                )
     options.json.write_text(json.dumps({**about(), "world": WORLD, "rows": rows}, indent=1) + "\n")
 
 

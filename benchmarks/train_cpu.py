@@ -1,12 +1,16 @@
-"""CPU seconds per token: the 3D run beside one process, ours and Hugging Face's Llama. `python -m benchmarks.train_cpu`
+"""CPU seconds per token: the 3D run beside one process, ours and Hugging Face's Llama. `python -m
+benchmarks.train_cpu`
 
-Three programs train on the same tokens: 8 processes (tp 2 × pp 2 × dp_shard 2, sequence parallel, 1F1B), the same model as one
-process, and `transformers`' LlamaForCausalLM of the same size as one process (eager PyTorch, SDPA, fused AdamW, the same
-micro-batches). They run in turn, several rounds, each reporting its processes' CPU time (user and system) per token without
-start-up and warm-up steps; ratios are taken within a round and their median is kept. Absolute times mean little on a CPU.
+Three programs train on the same tokens: 8 processes (tp 2 × pp 2 × dp_shard 2, sequence parallel,
+1F1B), the same model as one process, and `transformers`' LlamaForCausalLM of the same size as one
+process (eager PyTorch, SDPA, fused AdamW, the same micro-batches). They run in turn, several
+rounds, each reporting its processes' CPU time (user and system) per token without start-up and
+warm-up steps; ratios are taken within a round and their median is kept. Absolute times mean little
+on a CPU.
 
-The 8 processes are started as `make train` starts them. Peak memory is the sum of the proportional set sizes (shared pages
-counted once) of all of them and of the one that they are forked from, sampled during their run.
+The 8 processes are started as `make train` starts them. Peak memory is the sum of the proportional
+set sizes (shared pages counted once) of all of them and of the one that they are forked from,
+sampled during their run.
 """
 
 import argparse
@@ -23,13 +27,25 @@ from benchmarks.about import about
 
 ROOT = Path(__file__).parent.parent
 SIZES = {
-    # The laptop default, and half its batch: 4096 tokens a step, at which others have been measured.
+    # The laptop default, and half its batch: 4096 tokens a step, at which others have been
+    # measured.
     "laptop": {"config": "configs/laptop.yaml", "overrides": []},
     "small": {
         "config": "configs/laptop.yaml",
         "overrides": [
-            *("model.dim=128", "model.num_layers=4", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_dim=384"),
-            *("model.vocab_size=4096", "train.seq_len=128", "train.global_batch_size=32", "train.micro_batch_size=16"),
+            *(
+                "model.dim=128",
+                "model.num_layers=4",
+                "model.num_heads=4",
+                "model.num_kv_heads=2",
+                "model.ffn_dim=384",
+            ),
+            *(
+                "model.vocab_size=4096",
+                "train.seq_len=128",
+                "train.global_batch_size=32",
+                "train.micro_batch_size=16",
+            ),
         ],
     },
 }
@@ -41,8 +57,11 @@ def cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def measure_ours(store: Any, config_path: str, overrides: list[str], warmup: int, steps: int) -> dict | None:
-    """Inside a process (or one of 8): CPU seconds per token summed over the processes, on rank 0."""
+def measure_ours(
+    store: Any, config_path: str, overrides: list[str], warmup: int, steps: int
+) -> dict | None:
+    """Inside a process (or one of 8): CPU seconds per token summed over the processes, on rank
+    0."""
     import torch
     import torch.distributed as dist
 
@@ -57,7 +76,12 @@ def measure_ours(store: Any, config_path: str, overrides: list[str], warmup: int
     config.validate(dist.get_world_size())
     mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     step = TrainStep(config, mesh, build_stages(config, mesh))
-    batches = random_batches(config.model.vocab_size, config.train.global_batch_size, config.train.seq_len, warmup + steps)
+    batches = random_batches(
+        config.model.vocab_size,
+        config.train.global_batch_size,
+        config.train.seq_len,
+        warmup + steps,
+    )
     mine = [batch.chunk(mesh.dp_size)[mesh.dp_rank] for batch in batches]
     started = 0.0
     for i, rows in enumerate(mine):
@@ -93,7 +117,12 @@ def measure_hugging_face(config_path: str, overrides: list[str], warmup: int, st
         )
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    batches = random_batches(config.model.vocab_size, config.train.global_batch_size, config.train.seq_len, warmup + steps)
+    batches = random_batches(
+        config.model.vocab_size,
+        config.train.global_batch_size,
+        config.train.seq_len,
+        warmup + steps,
+    )
     started = 0.0
     for i, batch in enumerate(batches):
         if i == warmup:
@@ -113,14 +142,30 @@ def random_batches(vocab_size: int, batch_size: int, seq_len: int, count: int) -
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(vocab_size, (batch_size, seq_len + 1), generator=generator) for _ in range(count)]
+    return [
+        torch.randint(vocab_size, (batch_size, seq_len + 1), generator=generator)
+        for _ in range(count)
+    ]
 
 
-def start(program: str, processes: int, size: dict, extra: list[str], steps: int) -> tuple[dict, int]:
-    """Run one program; its result, and the peak of the processes' summed proportional set sizes in bytes."""
-    command = [sys.executable, "-m", "benchmarks.train_cpu", "--inside", program, "--processes", str(processes)]
+def start(
+    program: str, processes: int, size: dict, extra: list[str], steps: int
+) -> tuple[dict, int]:
+    """Run one program; its result, and the peak of the processes' summed proportional set sizes in
+    bytes."""
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.train_cpu",
+        "--inside",
+        program,
+        "--processes",
+        str(processes),
+    ]
     command += ["--steps", str(steps), size["config"], *size["overrides"], *extra]
-    running = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    running = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     peak = 0
     while running.poll() is None:
         peak = max(peak, summed_pss(running.pid))
@@ -132,7 +177,9 @@ def start(program: str, processes: int, size: dict, extra: list[str], steps: int
     return json.loads(output.strip().splitlines()[-1]), peak
 
 
-def inside(store: Any, signals: Any, program: str, config_path: str, overrides: list[str], steps: int) -> None:
+def inside(
+    store: Any, signals: Any, program: str, config_path: str, overrides: list[str], steps: int
+) -> None:
     """In each process."""
     import torch
 
@@ -149,7 +196,8 @@ def inside(store: Any, signals: Any, program: str, config_path: str, overrides: 
 
 
 def summed_pss(pid: int) -> int:
-    """Proportional set sizes of the descendants of `pid` that train (Linux; 0 elsewhere), in bytes."""
+    """Proportional set sizes of the descendants of `pid` that train (Linux; 0 elsewhere), in
+    bytes."""
     import psutil
 
     total = 0
@@ -162,7 +210,9 @@ def summed_pss(pid: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--inside", choices=["ours", "hugging_face"], help=argparse.SUPPRESS)
     parser.add_argument("--processes", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=5)
@@ -191,7 +241,10 @@ def main() -> None:
             "one_process_over_hugging_face": [one / other for _, one, other in rounds],
         }
         results["sizes"][name] = {
-            **{key: {"median": statistics.median(v), "min": min(v), "max": max(v)} for key, v in ratios.items()},
+            **{
+                key: {"median": statistics.median(v), "min": min(v), "max": max(v)}
+                for key, v in ratios.items()
+            },
             "peak_memory_gib_of_8_processes": max(peaks) / 2**30,
             "rounds": arguments.rounds,
         }

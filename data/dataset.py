@@ -1,9 +1,11 @@
-"""A prepared folder as one long sequence of tokens per split, of which nothing is read before it is asked for.
+"""A prepared folder as one long sequence of tokens per split, of which nothing is read before it is
+asked for.
 
-Opening reads index.json and asks the file system for the size of every shard, so that a missing or truncated file is
-found before the first step and not in the middle of the run. A shard's header is checked when the shard is first
-mapped; its content by `verify`, which reads everything. Only some shards are mapped at a time: a mapping holds a file
-descriptor, and a process may have no more than a thousand, where a data set may have tens of thousands of shards.
+Opening reads index.json and asks the file system for the size of every shard, so that a missing or
+truncated file is found before the first step and not in the middle of the run. A shard's header is
+checked when the shard is first mapped; its content by `verify`, which reads everything. Only some
+shards are mapped at a time: a mapping holds a file descriptor, and a process may have no more than
+a thousand, where a data set may have tens of thousands of shards.
 """
 
 import hashlib
@@ -28,16 +30,19 @@ PREPARE = "prepare the data again: `python -m tools.prepare`"
 class TokenDataset:
     """One split of one prepared folder. Made by `TokenDataset.open`.
 
-    num_tokens: of the split, over all shards. vocab_size: every token is below it.
-    bos_id: the token that begins every document; None or negative where there is none.
-    checksum: sha256 of what decides the tokens: format, dtype, tokenizer, and every shard's length and sha256.
+    num_tokens: of the split, over all shards. vocab_size: every token is below it. bos_id: the
+    token that begins every document; None or negative where there is none. checksum: sha256 of what
+    decides the tokens: format, dtype, tokenizer, and every shard's length and sha256.
     unigram_nats_per_token: see prepare.unigram_nats_per_token; None where nothing was held out.
     """
 
     def __init__(self, folder: Path, index: dict, split: str) -> None:
         self.folder, self.split = folder, split
         entry = index["splits"][split]
-        self._shards = [(s["file"], s["tokens"], s["documents"], s["bytes"], s["sha256"]) for s in entry["shards"]]
+        self._shards = [
+            (s["file"], s["tokens"], s["documents"], s["bytes"], s["sha256"])
+            for s in entry["shards"]
+        ]
         self._dtype = np.dtype(index["dtype"])
         # _starts[i]: tokens before shard i; one more entry than shards.
         self._starts = [0, *accumulate(tokens for _, tokens, *_ in self._shards)]
@@ -58,14 +63,21 @@ class TokenDataset:
     def open(cls, folder: str | Path, split: str, *, tokenizer: str | Path = "") -> "TokenDataset":
         """Opens split `train` or `heldout` of a prepared folder.
 
-        tokenizer: a tokenizer (file or folder) that must be the one the data was made with; empty: not compared.
-        Raises UserError when anything is missing, truncated, of another format or made with another tokenizer.
+        tokenizer: a tokenizer (file or folder) that must be the one the data was made with; empty:
+        not compared. Raises UserError when anything is missing, truncated, of another format or
+        made with another tokenizer.
         """
         folder = Path(folder)
         index = _read_index(folder)
-        if tokenizer and (sha256 := Tokenizer.load(tokenizer, "data.tokenizer").sha256) != index["tokenizer_sha256"]:
+        if (
+            tokenizer
+            and (sha256 := Tokenizer.load(tokenizer, "data.tokenizer").sha256)
+            != index["tokenizer_sha256"]
+        ):
             why = f"{folder} was made with another tokenizer (sha256 {index['tokenizer_sha256'][:12]}…, this is {sha256[:12]}…)"
-            raise UserError("data.tokenizer", str(tokenizer), why, f"leave it empty, or give {folder}")
+            raise UserError(
+                "data.tokenizer", str(tokenizer), why, f"leave it empty, or give {folder}"
+            )
         try:
             dataset = cls(folder, index, split)
         except (KeyError, TypeError, AttributeError) as error:
@@ -74,7 +86,9 @@ class TokenDataset:
         for file, _, _, size, _ in dataset._shards:
             path = folder / file
             if Path(file).name != file or not path.is_file():
-                raise UserError("data.path", str(path), "the shard is missing; index.json names it", REMEDY)
+                raise UserError(
+                    "data.path", str(path), "the shard is missing; index.json names it", REMEDY
+                )
             if (found := path.stat().st_size) != size:
                 why = f"the shard is truncated or not the one in index.json: {found} bytes instead of {size}"
                 raise UserError("data.path", str(path), why, REMEDY)
@@ -89,31 +103,54 @@ class TokenDataset:
     @property
     def tokenizer_path(self) -> Path:
         """The tokenizer the data was made with: its file, where the folder still has it."""
-        return next((self.folder / name for name in (MODEL, JSON) if (self.folder / name).is_file()), self.folder / MODEL)
+        return next(
+            (self.folder / name for name in (MODEL, JSON) if (self.folder / name).is_file()),
+            self.folder / MODEL,
+        )
 
     def verify(self) -> None:
-        """Reads every shard and compares its sha256, header and document starts. Raises UserError for the first bad one."""
+        """Reads every shard and compares its sha256, header and document starts. Raises UserError
+        for the first bad one."""
         for i, (file, tokens, documents, _, sha256) in enumerate(self._shards):
             path = self.folder / file
             if file_sha256(path) != sha256:
-                raise UserError("data.path", str(path), "its content is not what was prepared (sha256 differs)", REMEDY)
+                raise UserError(
+                    "data.path",
+                    str(path),
+                    "its content is not what was prepared (sha256 differs)",
+                    REMEDY,
+                )
             if int(self._map_tokens(i).max(initial=0)) >= self.vocab_size:
-                raise UserError("data.path", str(path), f"it holds a token >= vocab_size {self.vocab_size}", PREPARE)
+                raise UserError(
+                    "data.path",
+                    str(path),
+                    f"it holds a token >= vocab_size {self.vocab_size}",
+                    PREPARE,
+                )
             starts = self.document_starts(i)
-            if documents and (starts[0] != 0 or starts[-1] >= tokens or np.any(np.diff(starts) <= 0)):
-                raise UserError("data.path", str(path), "its document starts are not increasing within it", PREPARE)
+            if documents and (
+                starts[0] != 0 or starts[-1] >= tokens or np.any(np.diff(starts) <= 0)
+            ):
+                raise UserError(
+                    "data.path",
+                    str(path),
+                    "its document starts are not increasing within it",
+                    PREPARE,
+                )
 
     @property
     def num_shards(self) -> int:
         return len(self._shards)
 
     def document_starts(self, shard: int) -> np.ndarray:
-        """[documents of that shard] int64: where each begins, counted from the shard's first token."""
+        """[documents of that shard] int64: where each begins, counted from the shard's first
+        token."""
         file, _, documents, _, _ = self._shards[shard]
         return map_tensor(self.folder / file, "document_starts", np.dtype("int64"), documents)
 
     def window(self, start: int, length: int) -> np.ndarray:
-        """[length] tokens from position `start` of the split on, in the stored dtype; copied where it spans shards."""
+        """[length] tokens from position `start` of the split on, in the stored dtype; copied where
+        it spans shards."""
         if not 0 <= start <= start + length <= self.num_tokens:
             raise IndexError(f"tokens {start}..{start + length} of {self.num_tokens}")
         shard = bisect_right(self._starts, start) - 1
@@ -124,12 +161,15 @@ class TokenDataset:
             pieces.append(piece)
             start += len(piece)
             shard += 1
-        return pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, self._dtype), *pieces])
+        return (
+            pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, self._dtype), *pieces])
+        )
 
     def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Windows from each of `starts` [N] on: [N, length], in the stored dtype, copied.
 
-        Of one shard all at once: a view of the mapping in which row i begins at token i, and one indexing of its rows.
+        Of one shard all at once: a view of the mapping in which row i begins at token i, and one
+        indexing of its rows.
         """
         windows = np.empty((len(starts), length), self._dtype)
         shard_of = np.searchsorted(self._starts_array, starts, side="right") - 1
@@ -162,23 +202,37 @@ class Mixture:
         for other in self.sources[1:]:
             if other.tokenizer_sha256 != first.tokenizer_sha256:
                 why = f"it was made with another tokenizer than {first.folder}"
-                raise UserError("data.path", str(other.folder), why, "prepare all sources with one tokenizer")
+                raise UserError(
+                    "data.path", str(other.folder), why, "prepare all sources with one tokenizer"
+                )
         self.vocab_size, self.bos_id = first.vocab_size, first.bos_id
         self.tokenizer_path = first.tokenizer_path
         self.num_tokens = sum(source.num_tokens for source in self.sources)
-        matters = [[source.checksum, weight] for source, weight in zip(self.sources, self.weights, strict=True)]
-        self.checksum = first.checksum if len(matters) == 1 else hashlib.sha256(json.dumps(matters).encode()).hexdigest()
+        matters = [
+            [source.checksum, weight]
+            for source, weight in zip(self.sources, self.weights, strict=True)
+        ]
+        self.checksum = (
+            first.checksum
+            if len(matters) == 1
+            else hashlib.sha256(json.dumps(matters).encode()).hexdigest()
+        )
         nats = [source.unigram_nats_per_token for source in self.sources]
         self.unigram_nats_per_token: float | None = (
-            None if None in nats else sum(n * w for n, w in zip(nats, self.weights, strict=True)) / sum(self.weights)
+            None
+            if None in nats
+            else sum(n * w for n, w in zip(nats, self.weights, strict=True)) / sum(self.weights)
         )
 
 
 def open_data(config: DataConfig, split: str) -> Mixture:
-    """Opens split `train` or `heldout` of all that `config.path` names. Raises UserError when any of it is not usable."""
+    """Opens split `train` or `heldout` of all that `config.path` names. Raises UserError when any
+    of it is not usable."""
     paths = config.path if isinstance(config.path, dict) else {config.path: 1.0}
     if not paths:
-        raise UserError("data.path", paths, "no data is named", "give a prepared folder, or {folder: weight, …}")
+        raise UserError(
+            "data.path", paths, "no data is named", "give a prepared folder, or {folder: weight, …}"
+        )
     sources = [TokenDataset.open(path, split, tokenizer=config.tokenizer) for path in paths]
     for source in sources:
         if config.document_mask and (source.bos_id is None or source.bos_id < 0):
@@ -194,12 +248,27 @@ def _read_index(folder: Path) -> dict:
         index = json.loads(path.read_text())
     except OSError as error:
         missing = isinstance(error, FileNotFoundError | NotADirectoryError)
-        why = "there is no prepared data there" if missing else f"its index cannot be read ({error.strerror})"
-        raise UserError("data.path", str(folder), why, "prepare it: `make data`, or `python -m tools.prepare`") from error
+        why = (
+            "there is no prepared data there"
+            if missing
+            else f"its index cannot be read ({error.strerror})"
+        )
+        raise UserError(
+            "data.path", str(folder), why, "prepare it: `make data`, or `python -m tools.prepare`"
+        ) from error
     except ValueError as error:
-        raise UserError("data.path", str(path), f"its index is damaged: {error}", PREPARE) from error
-    if not isinstance(index, dict) or (index.get("format"), index.get("version")) != (FORMAT, VERSION):
-        raise UserError("data.path", str(path), f"it is not a {FORMAT} index of version {VERSION}", PREPARE)
+        raise UserError(
+            "data.path", str(path), f"its index is damaged: {error}", PREPARE
+        ) from error
+    if not isinstance(index, dict) or (index.get("format"), index.get("version")) != (
+        FORMAT,
+        VERSION,
+    ):
+        raise UserError(
+            "data.path", str(path), f"it is not a {FORMAT} index of version {VERSION}", PREPARE
+        )
     if index.get("dtype") not in ("uint16", "uint32"):
-        raise UserError("data.path", str(path), f"tokens of type {index.get('dtype')!r} are not known", PREPARE)
+        raise UserError(
+            "data.path", str(path), f"tokens of type {index.get('dtype')!r} are not known", PREPARE
+        )
     return index

@@ -17,7 +17,8 @@ import yaml
 from data.readers import ARCHIVES, TABLES, TEXTS, kind
 from errors import UserError
 
-# Words in the name of a table's file or folder that say which split it is, as on the Hugging Face hub.
+# Words in the name of a table's file or folder that say which split it is, as on the Hugging Face
+# hub.
 SPLIT_WORDS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
@@ -47,23 +48,32 @@ class Report:
         """For a person."""
         number = sum(map(len, self.left_out.values()))
         found = (
-            [f"{self.files:,} {'file' if self.files == 1 else 'files'} read, {number:,} left out{':' * bool(number)}"]
+            [
+                f"{self.files:,} {'file' if self.files == 1 else 'files'} read, {number:,} left out{':' * bool(number)}"
+            ]
             if self.files or number
             else []
         )
         for reason, names in self.left_out.items():
             more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
             found.append(f"  {reason}: {', '.join(names[:NAMED])}{more}")
-        return found + [f"the text is in the column {column!r} of {name}" for column, name in self.columns.items()]
+        return found + [
+            f"the text is in the column {column!r} of {name}"
+            for column, name in self.columns.items()
+        ]
 
 
 def files_of_folder(folder: Path, split: str, report: Report) -> list[Path]:
     """Its files of text and its tables of that split, at any depth, sorted by their relative paths:
     the same on every file system. Links are followed, but nothing is read twice. Raises UserError
     where there are none."""
-    found = dict(sorted((file.relative_to(folder).as_posix(), file) for file in _walk(folder, report)))
+    found = dict(
+        sorted((file.relative_to(folder).as_posix(), file) for file in _walk(folder, report))
+    )
     if not found:
-        reasons = "; ".join(f"{reason}: {', '.join(names[:NAMED])}" for reason, names in report.left_out.items())
+        reasons = "; ".join(
+            f"{reason}: {', '.join(names[:NAMED])}" for reason, names in report.left_out.items()
+        )
         why = f"nothing in it can be read ({reasons})" if reasons else "the folder is empty"
         raise UserError("--source", str(folder), why, "give a folder with files of text or tables")
     has_tables = any(kind(file) in TABLES for file in found.values())
@@ -72,8 +82,15 @@ def files_of_folder(folder: Path, split: str, report: Report) -> list[Path]:
         ending = kind(file)
         if name == "README.md" and has_tables and (configurations := _card(file)) is not None:
             if len(configurations) > 1:
-                why = f"its README.md says that it is several data sets: {', '.join(configurations)}"
-                raise UserError("--source", str(folder), why, f"give the files of one, as a glob: '{folder}/…/*.parquet'")
+                why = (
+                    f"its README.md says that it is several data sets: {', '.join(configurations)}"
+                )
+                raise UserError(
+                    "--source",
+                    str(folder),
+                    why,
+                    f"give the files of one, as a glob: '{folder}/…/*.parquet'",
+                )
             report.leave_out(name, "describes the data set")
         elif ending in ARCHIVES:
             report.leave_out(name, f"an archive ({ending}): unpack it")
@@ -87,7 +104,12 @@ def files_of_folder(folder: Path, split: str, report: Report) -> list[Path]:
             chosen.append(file)
     if not chosen and splits:
         why = f"no file of {folder} is of this split"
-        raise UserError("--split", split, why, f"one of: {', '.join(sorted(splits))}; the names of files say which they are")
+        raise UserError(
+            "--split",
+            split,
+            why,
+            f"one of: {', '.join(sorted(splits))}; the names of files say which they are",
+        )
     if not chosen:
         why = "none of its files is of a known kind: " + "; ".join(
             f"{', '.join(names[:NAMED])}: {reason}" for reason, names in report.left_out.items()
@@ -95,7 +117,9 @@ def files_of_folder(folder: Path, split: str, report: Report) -> list[Path]:
         remedy = "unpack them, or give a folder with text"
         for ending, _ in unknown.most_common(1):
             pattern = shlex.quote(f"{glob.escape(str(folder))}/**/*{ending}")
-            remedy = f"if they are text, give them as a glob, which reads any file: --source {pattern}"
+            remedy = (
+                f"if they are text, give them as a glob, which reads any file: --source {pattern}"
+            )
         raise UserError("--source", str(folder), why, remedy)
     return chosen
 
@@ -116,8 +140,15 @@ def files_of_glob(pattern: str, report: Report) -> list[Path]:
         else:
             chosen.append(file)
     if names and not chosen:
-        reasons = "; ".join(f"{', '.join(found[:NAMED])}: {reason}" for reason, found in report.left_out.items())
-        raise UserError("--source", pattern, f"it matches no file that can be read ({reasons})", "give another pattern")
+        reasons = "; ".join(
+            f"{', '.join(found[:NAMED])}: {reason}" for reason, found in report.left_out.items()
+        )
+        raise UserError(
+            "--source",
+            pattern,
+            f"it matches no file that can be read ({reasons})",
+            "give another pattern",
+        )
     return chosen
 
 
@@ -166,12 +197,16 @@ def _walk_without_links(
             report.leave_out((here / name).relative_to(folder).as_posix() + slash, "hidden")
         links += [here / name for name in shown if (here / name).is_symlink()]
         real = [name for name in shown if not (here / name).is_symlink()]
-        folders[:] = [name for name in real if name in set(folders) and _identity(here / name) not in entered]
+        folders[:] = [
+            name for name in real if name in set(folders) and _identity(here / name) not in entered
+        ]
         for name in real:
             if (here / name).is_file():
                 yield here / name
             elif not (here / name).is_dir():
-                report.leave_out((here / name).relative_to(folder).as_posix(), "neither a file nor a folder")
+                report.leave_out(
+                    (here / name).relative_to(folder).as_posix(), "neither a file nor a folder"
+                )
 
 
 def _identity(path: Path) -> tuple[int, int]:
@@ -190,4 +225,8 @@ def _card(readme: Path) -> list[str] | None:
     if not isinstance(content, dict):
         return None
     listed = content.get("configs")
-    return [str(entry.get("config_name")) for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    return (
+        [str(entry.get("config_name")) for entry in listed if isinstance(entry, dict)]
+        if isinstance(listed, list)
+        else []
+    )

@@ -8,7 +8,9 @@ from typing import Any
 
 from errors import UserError
 
-GIVE_JSON = "give the tokenizer.json of the same model, which its folder in Hugging Face's format has"
+GIVE_JSON = (
+    "give the tokenizer.json of the same model, which its folder in Hugging Face's format has"
+)
 CONVERT = 'python -c "from transformers import AutoTokenizer as A; A.from_pretrained({0!r}).save_pretrained({1!r})"'
 
 
@@ -25,17 +27,26 @@ def not_a_tokenizer(name: str, content: bytes, otherwise: str) -> UserError:
 def no_tokenizer_in(folder: Path) -> UserError:
     """For a folder with neither tokenizer.model nor tokenizer.json."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    versions = [name for name in names if re.fullmatch(r"tokenizer\.model\.v\d+", name)]  # Mistral's, of SentencePiece
+    # Mistral's, of SentencePiece
+    versions = [name for name in names if re.fullmatch(r"tokenizer\.model\.v\d+", name)]
     if versions:
-        why, remedy = f"its tokenizer has another name ({versions[-1]})", f"name the file: {folder / versions[-1]}"
+        why, remedy = (
+            f"its tokenizer has another name ({versions[-1]})",
+            f"name the file: {folder / versions[-1]}",
+        )
     elif "tekken.json" in names:
-        why, remedy = "it has only a tekken.json, Mistral's own format, which is not supported", GIVE_JSON
+        why, remedy = (
+            "it has only a tekken.json, Mistral's own format, which is not supported",
+            GIVE_JSON,
+        )
     elif {"vocab.json", "merges.txt"} <= set(names):
         why = "it has vocab.json and merges.txt, an older format, which is not read here"
         remedy = f"with transformers installed, make a tokenizer.json: `{CONVERT.format(str(folder), str(folder))}`"
     else:
         why = "there is neither tokenizer.model nor tokenizer.json in it"
-        remedy = "name the tokenizer's file, or copy it there; or train one: `python -m tools.tokenizer`"
+        remedy = (
+            "name the tokenizer's file, or copy it there; or train one: `python -m tools.tokenizer`"
+        )
     return UserError("tokenizer", str(folder), why, remedy)
 
 
@@ -46,7 +57,10 @@ def _known(content: bytes) -> tuple[str, str] | None:
     if content.startswith(b"GGUF"):
         return "this is a GGUF model, which is not supported", GIVE_JSON
     if re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n[A-Za-z0-9+/]+=* \d+\r?\n", content):
-        return "this is a vocabulary for tiktoken (Llama 3's own tokenizer.model), which is not supported", GIVE_JSON
+        return (
+            "this is a vocabulary for tiktoken (Llama 3's own tokenizer.model), which is not supported",
+            GIVE_JSON,
+        )
     try:
         found: Any = json.loads(content)
     except (ValueError, RecursionError):
@@ -56,7 +70,10 @@ def _known(content: bytes) -> tuple[str, str] | None:
     if isinstance(found.get("vocab"), list) and isinstance(found.get("config"), dict):
         return "this is Mistral's tekken format, which is not supported", GIVE_JSON
     if "tokenizer_class" in found or "architectures" in found:
-        return "this describes a tokenizer or a model, and is none", "give the tokenizer.json beside it"
+        return (
+            "this describes a tokenizer or a model, and is none",
+            "give the tokenizer.json beside it",
+        )
     if found and all(type(value) is int for value in found.values()):
         return "this is a vocabulary without its merges (vocab.json)", GIVE_JSON
     return None

@@ -16,7 +16,8 @@ from typing import NamedTuple
 from data.sources import Document
 
 FEW = 20  # with the usual fraction of 0.05, one held-out document is to be expected of as many
-# That many are not few, even if one of the splits has none of them. Until then they are kept in memory.
+# That many are not few, even if one of the splits has none of them. Until then they are kept in
+# memory.
 MOST_DOCUMENTS, MOST_CHARS = 1000, 1 << 26
 CUT_WITHIN = 1000  # characters in which `cut` looks for the end of a line, or of a word
 
@@ -84,4 +85,6 @@ class Splitter:
     def _decided(head: list[Part], characters: int) -> bool:
         """Whether there are enough documents to hold out whole ones."""
         both = len({part.held_out for part in head}) == 2
-        return (both and len(head) >= FEW) or len(head) >= MOST_DOCUMENTS or characters >= MOST_CHARS
+        return (
+            (both and len(head) >= FEW) or len(head) >= MOST_DOCUMENTS or characters >= MOST_CHARS
+        )

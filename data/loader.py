@@ -2,8 +2,9 @@
 
     sample index --sampler--> window --dataset--> row;   rank r of dp takes rows r * B/dp .. (r + 1) * B/dp of the batch
 
-The global batch is the same for every dp size, and where a run stands is one number, the next sample's index: a run
-continues with another dp size on the same batches, and with another batch size at the same sample.
+The global batch is the same for every dp size, and where a run stands is one number, the next
+sample's index: a run continues with another dp size on the same batches, and with another batch
+size at the same sample.
 """
 
 import queue
@@ -53,9 +54,16 @@ class BatchLoader:
     ) -> None:
         if global_batch_size < 1 or global_batch_size % dp_size:
             why = f"{dp_size} data-parallel ranks cannot share it evenly"
-            raise UserError("train.global_batch_size", global_batch_size, why, f"a multiple of {dp_size}")
+            raise UserError(
+                "train.global_batch_size", global_batch_size, why, f"a multiple of {dp_size}"
+            )
         if prefetch < 1:
-            raise UserError("data.prefetch", prefetch, "the reading thread is always ahead", "at least 1; 2 is usual")
+            raise UserError(
+                "data.prefetch",
+                prefetch,
+                "the reading thread is always ahead",
+                "at least 1; 2 is usual",
+            )
         self._data = _as_mixture(data)
         self._order = _sample_order(self._data, seq_len, seed=seed, shuffle=shuffle)
         self._seq_len, self._global_batch_size = seq_len, global_batch_size
@@ -68,7 +76,8 @@ class BatchLoader:
         return self
 
     def __next__(self) -> tuple[Tensor, Tensor]:
-        """The next batch. What the reading thread raised is raised here, and at every later call."""
+        """The next batch. What the reading thread raised is raised here, and at every later
+        call."""
         if self._error is None and self._stop.is_set():
             raise RuntimeError("the loader is closed")
         if self._error is None:
@@ -80,12 +89,18 @@ class BatchLoader:
         raise self._error
 
     def state(self) -> dict:
-        """What continues the run after the last batch handed out; JSON-able, and the same on every rank."""
+        """What continues the run after the last batch handed out; JSON-able, and the same on every
+        rank."""
         skipped = [list(pair) for pair in self.skipped]
-        return {"next_sample": self.next_sample, "skipped": skipped, "checksum": self._data.checksum}
+        return {
+            "next_sample": self.next_sample,
+            "skipped": skipped,
+            "checksum": self._data.checksum,
+        }
 
     def go_to(self, next_sample: int, skipped: Sequence[Sequence[int]]) -> None:
-        """Go on at another sample, and without other ones, as a loader that is made with these arguments."""
+        """Go on at another sample, and without other ones, as a loader that is made with these
+        arguments."""
         self.close()
         self._start(next_sample, skipped)
 
@@ -104,14 +119,17 @@ class BatchLoader:
         self._error: BaseException | None = None
         self._stop = threading.Event()
         self._ready: queue.Queue = queue.Queue(maxsize=self._prefetch)
-        self._thread = threading.Thread(target=self._read_ahead, args=(next_sample,), name="batch loader", daemon=True)
+        self._thread = threading.Thread(
+            target=self._read_ahead, args=(next_sample,), name="batch loader", daemon=True
+        )
         self._thread.start()
 
     def _read_ahead(self, sample: int) -> None:
         try:
             rows = self._mine.stop - self._mine.start
             while not self._stop.is_set():
-                # Locating costs some hundred numpy calls, for one sample or thousands: several batches share them.
+                # Locating costs some hundred numpy calls, for one sample or thousands: several
+                # batches share them.
                 mine, after = [], []
                 for _ in range(max(1, LOCATED_TOGETHER // rows)):
                     samples, sample = next_samples(sample, self._global_batch_size, self.skipped)
@@ -120,7 +138,12 @@ class BatchLoader:
                 source, _, window = self._order.locate(np.concatenate(mine))
                 for i, after_batch in enumerate(after):
                     batch = slice(i * rows, (i + 1) * rows)
-                    self._ready.put((_assemble(self._data, source[batch], window[batch], self._seq_len), after_batch))
+                    self._ready.put(
+                        (
+                            _assemble(self._data, source[batch], window[batch], self._seq_len),
+                            after_batch,
+                        )
+                    )
                     if self._stop.is_set():
                         return
         except BaseException as error:  # whatever it is, the caller must hear of it
@@ -128,27 +151,43 @@ class BatchLoader:
 
 
 def check_state(state: dict, data: TokenDataset | Mixture) -> None:
-    """Raises UserError when `state` counts the samples of another data set: resuming would repeat some and miss others."""
+    """Raises UserError when `state` counts the samples of another data set: resuming would repeat
+    some and miss others."""
     if state["checksum"] != data.checksum:
         path = " + ".join(str(source.folder) for source in _as_mixture(data).sources)
         why = f"the run to resume read other data (checksum {state['checksum'][:12]}…, this is {data.checksum[:12]}…)"
-        raise UserError("data.path", path, why, "give the data the run began with, or begin a new run in another run.dir")
+        raise UserError(
+            "data.path",
+            path,
+            why,
+            "give the data the run began with, or begin a new run in another run.dir",
+        )
 
 
 def heldout_batches(
-    data: TokenDataset | Mixture, *, seq_len: int, num_samples: int | None, dp_rank: int, dp_size: int, rows: int
+    data: TokenDataset | Mixture,
+    *,
+    seq_len: int,
+    num_samples: int | None,
+    dp_rank: int,
+    dp_size: int,
+    rows: int,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Windows 0 .. num_samples - 1 of `data`, in order, once: (tokens, targets), each [rows, S] int64.
+    """Windows 0 .. num_samples - 1 of `data`, in order, once: (tokens, targets), each [rows, S]
+    int64.
 
-    num_samples: at most as many as there are (None: all). Of a mixture, as many as come before a source would repeat.
-    rows: of this rank per batch; a batch is rows * dp_size windows, and every rank gets the same number of batches.
+    num_samples: at most as many as there are (None: all). Of a mixture, as many as come before a
+    source would repeat. rows: of this rank per batch; a batch is rows * dp_size windows, and every
+    rank gets the same number of batches.
 
-    Rows beyond the last window have every target IGNORED: the sum of losses over the counted targets, divided by
-    their number, is the same on every layout.
+    Rows beyond the last window have every target IGNORED: the sum of losses over the counted
+    targets, divided by their number, is the same on every layout.
     """
     mixture = _as_mixture(data)
     order = _sample_order(mixture, seq_len, seed=0, shuffle=False)
-    limit = sum(order.num_windows) if num_samples is None else min(num_samples, sum(order.num_windows))
+    limit = (
+        sum(order.num_windows) if num_samples is None else min(num_samples, sum(order.num_windows))
+    )
     repeated = np.flatnonzero(order.locate(np.arange(limit))[1])  # epoch 1 begins
     limit = int(repeated[0]) if repeated.size else limit
     for first in range(0, limit, rows * dp_size):
@@ -175,7 +214,9 @@ def _sample_order(data: Mixture, seq_len: int, *, seed: int, shuffle: bool) -> S
     return SampleOrder(num_windows, data.weights, seed=seed, shuffle=shuffle)
 
 
-def _assemble(data: Mixture, source: np.ndarray, window: np.ndarray, seq_len: int) -> tuple[Tensor, Tensor]:
+def _assemble(
+    data: Mixture, source: np.ndarray, window: np.ndarray, seq_len: int
+) -> tuple[Tensor, Tensor]:
     """(tokens, targets), each [N, S] int64, of window[i] of source[i]: [N] each."""
     tokens = torch.empty(len(source), seq_len, dtype=torch.int64)
     targets = torch.empty_like(tokens)

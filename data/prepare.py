@@ -1,11 +1,13 @@
 """Documents to token shards, once, before training.
 
-    documents --(this process, in order)--> chunks --(worker processes)--> token arrays --(this process, in order)--> shards
+    documents --(this process, in order)--> chunks --(worker processes)--> token arrays --(this
+    process, in order)--> shards
 
 Each document becomes  [bos] its tokens [eos]  as in Llama: generation starts from bos and stops at eos. (Without bos where the
-tokenizer has none, as Qwen's.) Chunks are cut by the source alone and written in its order, so the bytes on disk do not depend
-on the number of workers. At most `2 * workers + 2` chunks are in flight, so memory does not depend on the size of the source.
-The folder is written beside its final place and renamed when complete: it exists whole or not at all.
+tokenizer has none, as Qwen's.) Chunks are cut by the source alone and written in its order, so the
+bytes on disk do not depend on the number of workers. At most `2 * workers + 2` chunks are in
+flight, so memory does not depend on the size of the source. The folder is written beside its final
+place and renamed when complete: it exists whole or not at all.
 
     OUT/index.json                  format, tokenizer's sha256, dtype, and per split: shards, counts, checksums
     OUT/train-00000.safetensors …   see shards.py
@@ -36,14 +38,16 @@ from data.tokenizer import Tokenizer
 from errors import UserError
 
 SPLITS = ("train", "heldout")
-CHUNK_CHARS = 1 << 18  # characters a worker gets at a time; of documents of a typical length, dozens
+# characters a worker gets at a time; of documents of a typical length, dozens
+CHUNK_CHARS = 1 << 18
 
 
 class Encoded(NamedTuple):
     """What a worker makes of the documents of one chunk that fall in one split."""
 
     tokens: np.ndarray  # [sum of lengths], the shards' dtype
-    lengths: np.ndarray  # [documents], int64: tokens of each, bos (if there is one) and eos included
+    # [documents], int64: tokens of each, bos (if there is one) and eos included
+    lengths: np.ndarray
     characters: int
     utf8_bytes: int
 
@@ -77,17 +81,27 @@ def prepare(
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
         partial.mkdir(parents=True)
-        writers = {name: _SplitWriter(partial, name, dtype, tokenizer.vocab_size, shard_tokens) for name in SPLITS}
+        writers = {
+            name: _SplitWriter(partial, name, dtype, tokenizer.vocab_size, shard_tokens)
+            for name in SPLITS
+        }
         counts = {"documents": 0, "empty_documents": 0}
-        splitter = Splitter(_not_empty(documents(source, text_field, split, report), counts), heldout_fraction)
-        with tqdm(desc=f"preparing {out.name}", unit=" tokens", unit_scale=True, disable=None) as bar:  # None: a terminal only
+        splitter = Splitter(
+            _not_empty(documents(source, text_field, split, report), counts), heldout_fraction
+        )
+        # None: a terminal only
+        with tqdm(
+            desc=f"preparing {out.name}", unit=" tokens", unit_scale=True, disable=None
+        ) as bar:
             for encoded in _encode(_chunks(splitter), tokenizer, dtype, workers):
                 for writer, part in zip(writers.values(), encoded, strict=True):
                     writer.append(part)
                     bar.update(len(part.tokens))
         if writers["train"].tokens == 0:
             why = f"no training tokens: of its {counts['documents']} documents every one is empty or held out"
-            raise UserError("--source", source, why, "give more text, or a smaller --heldout-fraction")
+            raise UserError(
+                "--source", source, why, "give more text, or a smaller --heldout-fraction"
+            )
         index = {
             "format": FORMAT,
             "version": VERSION,
@@ -98,9 +112,12 @@ def prepare(
             "bos_id": tokenizer.bos_id,
             "eos_id": tokenizer.eos_id,
             "heldout_fraction": heldout_fraction,
-            **({"heldout": "the end of each document"} if splitter.cuts else {}),  # else whole documents (heldout.py)
+            # else whole documents (heldout.py)
+            **({"heldout": "the end of each document"} if splitter.cuts else {}),
             "empty_documents": counts["empty_documents"],  # left out: they hold nothing to learn
-            "unigram_nats_per_token": unigram_nats_per_token(writers["train"].histogram, writers["heldout"].histogram),
+            "unigram_nats_per_token": unigram_nats_per_token(
+                writers["train"].histogram, writers["heldout"].histogram
+            ),
             "splits": {name: writer.close() for name, writer in writers.items()},
         }
         for name, content in tokenizer.files.items():
@@ -109,14 +126,17 @@ def prepare(
         _put_in_place(partial, out)
     except OSError as error:  # what reading the source raises is a UserError
         remedy = "make room, or name a folder where you may write"
-        raise UserError("--out", str(out), f"cannot be written ({error.strerror or error})", remedy) from error
+        raise UserError(
+            "--out", str(out), f"cannot be written ({error.strerror or error})", remedy
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return index
 
 
 def unigram_nats_per_token(train: np.ndarray, heldout: np.ndarray) -> float | None:
-    """Cross-entropy, in nats per token, of the held-out tokens under the training tokens' frequencies (add-one smoothed).
+    """Cross-entropy, in nats per token, of the held-out tokens under the training tokens'
+    frequencies (add-one smoothed).
 
     What a model reaches that looks at nothing: a loss above it means that something is broken.
     train, heldout: [V], how often each token occurs. None when nothing is held out.
@@ -127,15 +147,34 @@ def unigram_nats_per_token(train: np.ndarray, heldout: np.ndarray) -> float | No
     return float(-(heldout * log_probability).sum() / heldout.sum())
 
 
-def _check(tokenizer: Tokenizer, out: Path, heldout_fraction: float, shard_tokens: int, workers: int) -> None:
+def _check(
+    tokenizer: Tokenizer, out: Path, heldout_fraction: float, shard_tokens: int, workers: int
+) -> None:
     if not 0 <= heldout_fraction < 1:
-        raise UserError("--heldout-fraction", heldout_fraction, "it is a fraction of the documents", "0 <= fraction < 1")
+        raise UserError(
+            "--heldout-fraction",
+            heldout_fraction,
+            "it is a fraction of the documents",
+            "0 <= fraction < 1",
+        )
     if shard_tokens < 1:
-        raise UserError("--shard-tokens", shard_tokens, "a shard holds at least one token", "at least 1; 134217728 is usual")
+        raise UserError(
+            "--shard-tokens",
+            shard_tokens,
+            "a shard holds at least one token",
+            "at least 1; 134217728 is usual",
+        )
     if workers < 1:
-        raise UserError("--workers", workers, "somebody must tokenize", "at least 1; one per core is best")
+        raise UserError(
+            "--workers", workers, "somebody must tokenize", "at least 1; one per core is best"
+        )
     if tokenizer.vocab_size > 1 << 32:
-        raise UserError("--tokenizer", tokenizer.vocab_size, "ids are stored in 32 bits", "a vocabulary of at most 2**32")
+        raise UserError(
+            "--tokenizer",
+            tokenizer.vocab_size,
+            "ids are stored in 32 bits",
+            "a vocabulary of at most 2**32",
+        )
 
 
 def _check_replaceable(source: str, out: Path, overwrite: bool) -> None:
@@ -146,12 +185,22 @@ def _check_replaceable(source: str, out: Path, overwrite: bool) -> None:
         return
     if not (out / "index.json").is_file():
         raise UserError(
-            "--out", str(out), "the folder is not empty, and no prepared one: it has no index.json", "name another one"
+            "--out",
+            str(out),
+            "the folder is not empty, and no prepared one: it has no index.json",
+            "name another one",
         )
     if not overwrite:
-        raise UserError("--out", str(out), "the folder is not empty", "name another one, or give --overwrite")
+        raise UserError(
+            "--out", str(out), "the folder is not empty", "name another one, or give --overwrite"
+        )
     if out.resolve() in (Path(source).resolve(), *Path(source).resolve().parents):
-        raise UserError("--out", str(out), f"it holds the source {source}, and would be deleted", "name another one")
+        raise UserError(
+            "--out",
+            str(out),
+            f"it holds the source {source}, and would be deleted",
+            "name another one",
+        )
 
 
 def _not_empty(stream: Iterator[Document], counts: dict[str, int]) -> Iterator[Document]:
@@ -177,11 +226,15 @@ def _chunks(parts: Iterable[Part]) -> Iterator[list[Part]]:
         yield chunk
 
 
-def _encode(chunks: Iterator[list[Part]], tokenizer: Tokenizer, dtype: np.dtype, workers: int) -> Iterator[list[Encoded]]:
+def _encode(
+    chunks: Iterator[list[Part]], tokenizer: Tokenizer, dtype: np.dtype, workers: int
+) -> Iterator[list[Encoded]]:
     """Per chunk, in order, what its documents became: one Encoded for each of SPLITS."""
     # spawn: the same on Linux and macOS, and safe whatever threads this process has.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _start_worker, (tokenizer.files, dtype.name)) as pool:
+    with ProcessPoolExecutor(
+        workers, context, _start_worker, (tokenizer.files, dtype.name)
+    ) as pool:
         in_flight = deque()
         for chunk in chunks:
             in_flight.append(pool.submit(_encode_chunk, chunk))
@@ -193,9 +246,12 @@ def _encode(chunks: Iterator[list[Part]], tokenizer: Tokenizer, dtype: np.dtype,
 
 def _start_worker(files: dict[str, bytes], dtype: str) -> None:
     """Runs once in each worker process; what it sets is that process's own."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    # Ctrl-C reaches the whole group; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A parent that was killed cannot stop its workers: they watch it.
-    threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
+    threading.Thread(
+        target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True
+    ).start()
     global _worker_tokenizer, _worker_dtype
     _worker_tokenizer, _worker_dtype = Tokenizer(files), np.dtype(dtype)
 
@@ -206,12 +262,20 @@ def _encode_chunk(chunk: list[Part]) -> list[Encoded]:
     for side in (False, True):  # SPLITS
         texts = [part.text for part in chunk if part.held_out == side]
         arrays = tokenizer.encode_arrays(texts) if texts else []
-        bos, eos = np.array([tokenizer.bos_id] if tokenizer.bos_id >= 0 else [], dtype), np.array([tokenizer.eos_id], dtype)
+        bos, eos = (
+            np.array([tokenizer.bos_id] if tokenizer.bos_id >= 0 else [], dtype),
+            np.array([tokenizer.eos_id], dtype),
+        )
         parts = [part for array in arrays for part in (bos, array.astype(dtype), eos)]
         tokens = np.concatenate([np.empty(0, dtype), *parts])
         lengths = np.array([len(bos) + len(array) + 1 for array in arrays], dtype=np.int64)
         result.append(
-            Encoded(tokens, lengths, sum(map(len, texts)), sum(len(text.encode("utf-8", "replace")) for text in texts))
+            Encoded(
+                tokens,
+                lengths,
+                sum(map(len, texts)),
+                sum(len(text.encode("utf-8", "replace")) for text in texts),
+            )
         )
     return result
 
@@ -219,8 +283,15 @@ def _encode_chunk(chunk: list[Part]) -> list[Encoded]:
 class _SplitWriter:
     """Writes one split, shard after shard, and counts."""
 
-    def __init__(self, folder: Path, split: str, dtype: np.dtype, vocab_size: int, shard_tokens: int) -> None:
-        self._folder, self._split, self._dtype, self._shard_tokens = folder, split, dtype, shard_tokens
+    def __init__(
+        self, folder: Path, split: str, dtype: np.dtype, vocab_size: int, shard_tokens: int
+    ) -> None:
+        self._folder, self._split, self._dtype, self._shard_tokens = (
+            folder,
+            split,
+            dtype,
+            shard_tokens,
+        )
         self._shards: list[dict] = []
         self._open: ShardWriter | None = None
         self.histogram = np.zeros(vocab_size, dtype=np.int64)
@@ -254,12 +325,16 @@ class _SplitWriter:
         """The split's entry of the index."""
         if self._open is not None:
             self._close_shard()
-        counted = {name: getattr(self, name) for name in ("tokens", "documents", "characters", "utf8_bytes")}
+        counted = {
+            name: getattr(self, name)
+            for name in ("tokens", "documents", "characters", "utf8_bytes")
+        }
         return counted | {"shards": self._shards}
 
 
 def _put_in_place(partial: Path, out: Path) -> None:
-    """Renames `partial` to `out`; what was there (--overwrite, or an empty folder) is removed after it has moved aside."""
+    """Renames `partial` to `out`; what was there (--overwrite, or an empty folder) is removed after
+    it has moved aside."""
     old = partial.with_name(partial.name + "-old")
     if out.exists():
         out.rename(old)

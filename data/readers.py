@@ -30,8 +30,39 @@ MAX_TEXT_CHARS = 1 << 20
 TABLES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"}
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
 TEXTS = {
-    *(".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".html", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu"),
-    *(".go", ".java", ".js", ".ts", ".rs", ".rb", ".sh", ".sql", ".scala", ".kt", ".swift", ".lua", ".jl", ".r"),
+    *(
+        ".txt",
+        ".text",
+        ".md",
+        ".markdown",
+        ".rst",
+        ".tex",
+        ".html",
+        ".py",
+        ".pyi",
+        ".c",
+        ".h",
+        ".cc",
+        ".cpp",
+        ".hpp",
+        ".cu",
+    ),
+    *(
+        ".go",
+        ".java",
+        ".js",
+        ".ts",
+        ".rs",
+        ".rb",
+        ".sh",
+        ".sql",
+        ".scala",
+        ".kt",
+        ".swift",
+        ".lua",
+        ".jl",
+        ".r",
+    ),
 }
 ARCHIVES = {".zip", ".tar", ".tgz", ".tbz2", ".txz", ".7z", ".rar"}
 UTF8_MARK, UTF16_MARKS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
@@ -50,7 +81,10 @@ def kind(path: Path) -> str:
 
 def text_parts(file: Path) -> Iterator[str]:
     """The content of a text file, cut at the ends of lines into parts of about MAX_TEXT_CHARS."""
-    with reading(file), io.TextIOWrapper(open_binary(file), encoding="utf-8-sig", newline="") as stream:
+    with (
+        reading(file),
+        io.TextIOWrapper(open_binary(file), encoding="utf-8-sig", newline="") as stream,
+    ):
         while text := stream.read(MAX_TEXT_CHARS):
             yield text if text.endswith("\n") else text + stream.readline(MAX_TEXT_CHARS)
 
@@ -83,11 +117,14 @@ def reading(file: Path) -> Iterator[None]:
         if error.strerror is None:  # of the decompressors
             raise _damaged(file, error) from error
         remedy = "see that it is there and may be read, or leave it out"
-        raise UserError("--source", str(error.filename or file), f"cannot be read ({error.strerror})", remedy) from error
+        raise UserError(
+            "--source", str(error.filename or file), f"cannot be read ({error.strerror})", remedy
+        ) from error
     except ValueError as error:  # pyarrow's errors are
         raise _damaged(file, error) from error
     except Exception as error:
-        if type(error).__module__.split(".")[0] not in ("_lzma", "pyarrow"):  # which may be missing, or are not imported yet
+        # which may be missing, or are not imported yet
+        if type(error).__module__.split(".")[0] not in ("_lzma", "pyarrow"):
             raise
         raise _damaged(file, error) from error
 
@@ -95,7 +132,8 @@ def reading(file: Path) -> Iterator[None]:
 def open_binary(file: Path) -> BinaryIO:
     """The decompressed content."""
     suffix = file.suffix.lower()
-    if suffix == ".zst":  # Python has it from 3.14 on; pyarrow, which comes with `datasets`, has it everywhere
+    # Python has it from 3.14 on; pyarrow, which comes with `datasets`, has it everywhere
+    if suffix == ".zst":
         import pyarrow
 
         file.stat()  # raises what the file system says, in its own words
@@ -107,7 +145,9 @@ def open_binary(file: Path) -> BinaryIO:
         module = importlib.import_module(name)
     except ImportError as error:
         remedy = f"decompress it first, or use a Python with the module {name}"
-        raise UserError("--source", str(file), f"this Python was built without {suffix[1:]}", remedy) from error
+        raise UserError(
+            "--source", str(file), f"this Python was built without {suffix[1:]}", remedy
+        ) from error
     return module.open(file, "rb")
 
 
@@ -116,7 +156,9 @@ def text_column(row: dict[str, Any], asked: str | None) -> str | None:
     this row. None: no such."""
     if asked is not None or "text" in row:
         return asked or "text"
-    texts = [name for name, value in row.items() if isinstance(value, str) and not _is_number(value)]
+    texts = [
+        name for name, value in row.items() if isinstance(value, str) and not _is_number(value)
+    ]
     return texts[0] if len(texts) == 1 else None
 
 
@@ -131,16 +173,30 @@ def row_texts(
     column, seen, number, row = None, False, 0, {}
     for number, (where, row) in enumerate(table, 1):
         column = column or text_column(row, asked)
-        if column is None or not (find or column in (asked, "text")) or (number == ROWS_WITHOUT and not seen):
+        if (
+            column is None
+            or not (find or column in (asked, "text"))
+            or (number == ROWS_WITHOUT and not seen)
+        ):
             raise no_column(name, row, asked)
         if column != "text" and asked is None and "text" in row:
             why = f"{where} has a column 'text', and the rows before it have none"
-            raise UserError("--source", name, why, f"say which is meant: --text-field {column}, or --text-field text")
+            raise UserError(
+                "--source",
+                name,
+                why,
+                f"say which is meant: --text-field {column}, or --text-field text",
+            )
         seen = seen or column in row
         text = row.get(column)
         if text is not None and not isinstance(text, str):
             why = f"{where} of {name} holds {type(text).__name__}, not text"
-            raise UserError("--text-field", column, why, "name the column that holds the text, or correct that row")
+            raise UserError(
+                "--text-field",
+                column,
+                why,
+                "name the column that holds the text, or correct that row",
+            )
         yield text or "", column
     if number and not seen:
         raise no_column(name, row, asked)
@@ -150,7 +206,12 @@ def no_column(name: str, row: dict[str, Any], asked: str | None) -> UserError:
     columns = ", ".join(map(str, row))
     columns = columns if len(columns) < 300 else columns[:300] + "…"
     why = f"the rows of {name} have no such column"
-    return UserError("--text-field", asked or "text", why, f"give --text-field one of: {columns}; or leave that file out")
+    return UserError(
+        "--text-field",
+        asked or "text",
+        why,
+        f"give --text-field one of: {columns}; or leave that file out",
+    )
 
 
 def _is_number(text: str) -> bool:
@@ -168,7 +229,10 @@ def _json_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 line.decode()  # raises; `reading` says that it is UTF-16
             line = line.removeprefix(UTF8_MARK) if number == 1 else line
             if line.strip():
-                yield f"line {number}", _checked_row(file, f"line {number}", _parsed(file, number, line), line)
+                yield (
+                    f"line {number}",
+                    _checked_row(file, f"line {number}", _parsed(file, number, line), line),
+                )
 
 
 def _json_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -197,11 +261,15 @@ def _parsed(file: Path, number: int | None, content: bytes) -> Any:
             raise
         raise _not_utf8(file, error, number) from error
     except RecursionError as error:
-        raise UserError("--source", str(file), f"line {number or 1}: it is nested too deeply", ON_LINE) from error
+        raise UserError(
+            "--source", str(file), f"line {number or 1}: it is nested too deeply", ON_LINE
+        ) from error
     except ValueError as error:
         line = number or getattr(error, "lineno", 1)
         why = f"{getattr(error, 'msg', error)}, at character {getattr(error, 'colno', 1)}"
-        raise UserError("--source", str(file), f"line {line}: it is not JSON: {why}", ON_LINE) from error
+        raise UserError(
+            "--source", str(file), f"line {line}: it is not JSON: {why}", ON_LINE
+        ) from error
 
 
 def _checked_row(file: Path, where: str, row: Any, content: bytes) -> dict[str, Any]:
@@ -211,7 +279,9 @@ def _checked_row(file: Path, where: str, row: Any, content: bytes) -> dict[str, 
     if b"\\u" in content:  # what JSON can spell, and UTF-8 cannot
         for name, value in row.items():
             if isinstance(value, str) and (bad := _lone_surrogate(value)):
-                why = f"{where}: {name!r} has the lone surrogate {bad}, which is half of a character"
+                why = (
+                    f"{where}: {name!r} has the lone surrogate {bad}, which is half of a character"
+                )
                 raise UserError("--source", str(file), why, ON_LINE)
     return row
 
@@ -228,7 +298,9 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     csv.field_size_limit(sys.maxsize)  # 128 KiB by default
     with io.TextIOWrapper(open_binary(file), encoding="utf-8-sig", newline="") as stream:
         head = stream.readline()
-        separator = next((mark for mark in ",\t;" if mark in head), ",") if kind(file) == ".csv" else "\t"
+        separator = (
+            next((mark for mark in ",\t;" if mark in head), ",") if kind(file) == ".csv" else "\t"
+        )
         reader = csv.reader(itertools.chain([head], stream), delimiter=separator, strict=True)
         line = 1
         try:
@@ -237,7 +309,12 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             for values in reader:
                 if values and len(values) != len(columns):
                     why = f"line {line}: it has {len(values)} fields, and the first line names {len(columns)} columns"
-                    raise UserError("--source", str(file), why, f"{ON_LINE}; a field with a {separator!r} in it needs quotes")
+                    raise UserError(
+                        "--source",
+                        str(file),
+                        why,
+                        f"{ON_LINE}; a field with a {separator!r} in it needs quotes",
+                    )
                 if values:
                     yield f"line {line}", dict(zip(columns, values, strict=True))
                 line = reader.line_num + 1
@@ -269,13 +346,18 @@ def _not_utf8(file: Path, error: UnicodeDecodeError, line: int | None = None) ->
         encoding, why = "UTF-16", "it is UTF-16, not UTF-8"
     else:
         line = line or _first_bad_line(file)
-        encoding, why = "LATIN1", f"line {line}: it is not UTF-8 ({error.reason}: 0x{error.object[error.start]:02x})"
+        encoding, why = (
+            "LATIN1",
+            f"line {line}: it is not UTF-8 ({error.reason}: 0x{error.object[error.start]:02x})",
+        )
     plain = file.with_suffix("") if file.suffix.lower() in COMPRESSED else file
     old, new = shlex.quote(str(plain)), shlex.quote(f"{plain}.utf8")
     command = f"iconv -f {encoding} -t UTF-8 {old} > {new} && mv {new} {old}"
     unpack = "decompress it and " if plain != file else ""
     sure = "" if encoding == "UTF-16" else ", if Latin-1 is what it is"
-    return UserError("--source", str(file), why, f"{unpack}convert it{sure}: `{command}`; or leave that file out")
+    return UserError(
+        "--source", str(file), why, f"{unpack}convert it{sure}: `{command}`; or leave that file out"
+    )
 
 
 def _first_bad_line(file: Path) -> int:
@@ -290,4 +372,6 @@ def _first_bad_line(file: Path) -> int:
 
 def _damaged(file: Path, error: Exception) -> UserError:
     why = f"it is damaged or cut short: {' '.join(str(error).split())[:300]}"
-    return UserError("--source", str(file), why, "copy it again from where it came from, or leave that file out")
+    return UserError(
+        "--source", str(file), why, "copy it again from where it came from, or leave that file out"
+    )

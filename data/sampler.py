@@ -1,13 +1,15 @@
-"""Which tokens make sample i of a run: a pure function of (seed, i), for any number of samples, in constant memory.
+"""Which tokens make sample i of a run: a pure function of (seed, i), for any number of samples, in
+constant memory.
 
     sample i  --mixture-->  (source, k): the k-th sample of that source
               --epochs-->   epoch = k // n, position = k % n         n = windows of that source
               --shuffle-->  window = permutation of range(n), keyed by (seed, source, epoch), at `position`
               --cut-->      tokens[window * S : window * S + S + 1]: the first S are the inputs, the last S the targets
 
-So within an epoch every window is read once, and no token is a target twice. (Of a split's tokens, the first is never a
-target, and a remainder of fewer than S at the end is never read.) Nothing depends on how many processes read, nor on
-the batch size: those only say which i is asked for, and by whom.
+So within an epoch every window is read once, and no token is a target twice. (Of a split's tokens,
+the first is never a target, and a remainder of fewer than S at the end is never read.) Nothing
+depends on how many processes read, nor on the batch size: those only say which i is asked for, and
+by whom.
 """
 
 import hashlib
@@ -20,17 +22,21 @@ import numpy as np
 from errors import UserError
 
 ROUNDS = 8
-MIXTURE_PERIOD = 100_000  # samples after which the mixture's pattern repeats; weights are exact to its inverse
+# samples after which the mixture's pattern repeats; weights are exact to its inverse
+MIXTURE_PERIOD = 100_000
 
 
 class Permutation:
-    """A bijection on range(n), chosen by a key, evaluated at any point without computing the others.
+    """A bijection on range(n), chosen by a key, evaluated at any point without computing the
+    others.
 
-    A Feistel network permutes pairs (left, right) whatever its round function is, because each round only adds a function
-    of one half to the other (Luby & Rackoff 1988). With left in range(a), right in range(b) and addition modulo a
-    and b in turn it permutes range(a * b), a * b >= n; an image outside range(n) is permuted again until it falls inside,
-    which is a bijection on range(n) ("generalized Feistel" and "cycle walking": Black & Rogaway 2002). With
-    a = ceil(sqrt(n)) and b = ceil(n / a) fewer than sqrt(n) points lie outside, so that walking is rare.
+    A Feistel network permutes pairs (left, right) whatever its round function is, because each
+    round only adds a function of one half to the other (Luby & Rackoff 1988). With left in
+    range(a), right in range(b) and addition modulo a and b in turn it permutes range(a * b), a * b
+    >= n; an image outside range(n) is permuted again until it falls inside, which is a bijection on
+    range(n) ("generalized Feistel" and "cycle walking": Black & Rogaway 2002). With a =
+    ceil(sqrt(n)) and b = ceil(n / a) fewer than sqrt(n) points lie outside, so that walking is
+    rare.
 
     Args:
         n: 1 <= n < 2**62.
@@ -70,7 +76,8 @@ class Permutation:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """A hash of 64 bits to 64 bits: the finalizer of SplitMix64 (Steele, Lea & Flood 2014). Wraps modulo 2**64."""
+    """A hash of 64 bits to 64 bits: the finalizer of SplitMix64 (Steele, Lea & Flood 2014). Wraps
+    modulo 2**64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -82,25 +89,36 @@ def _epoch_permutation(n: int, seed: int, source: int, epoch: int) -> Permutatio
 
 
 def mixture_pattern(weights: Sequence[float]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One period of a mixture: (source_of, rank_of: [MIXTURE_PERIOD] each, quota: [sources]), int64.
+    """One period of a mixture: (source_of, rank_of: [MIXTURE_PERIOD] each, quota: [sources]),
+    int64.
 
-    Slot t belongs to source_of[t], as that source's sample number rank_of[t] within the period. Quotas are the weights
-    rounded by largest remainder, so they add up to the period exactly. The j-th sample of a source with quota q wants to
-    be at (j + 1/2) / q of the period; sorting these wishes spreads every source evenly, so the mixture holds in every
-    stretch of the run, not just on average.
+    Slot t belongs to source_of[t], as that source's sample number rank_of[t] within the period.
+    Quotas are the weights rounded by largest remainder, so they add up to the period exactly. The
+    j-th sample of a source with quota q wants to be at (j + 1/2) / q of the period; sorting these
+    wishes spreads every source evenly, so the mixture holds in every stretch of the run, not just
+    on average.
 
     Raises UserError for weights that are not positive, or too small for the period.
     """
     shares = np.array(weights, dtype=np.float64)
     if shares.size == 0 or not np.all(np.isfinite(shares)) or np.any(shares <= 0):
-        raise UserError("data.path", list(weights), "mixture weights must be positive numbers", "leave out what is not read")
+        raise UserError(
+            "data.path",
+            list(weights),
+            "mixture weights must be positive numbers",
+            "leave out what is not read",
+        )
     shares = shares / shares.sum() * MIXTURE_PERIOD
     quota = np.floor(shares + 1e-6).astype(np.int64)  # 0.29 * 100000 is 28999.999999999996
     largest_remainders = np.argsort(-(shares - quota), kind="stable")
     quota[largest_remainders[: MIXTURE_PERIOD - quota.sum()]] += 1
     if np.any(quota == 0):
-        why = f"a weight is below 1/{MIXTURE_PERIOD} of the mixture: that source would never be read"
-        raise UserError("data.path", list(weights), why, "raise that weight, or leave the source out")
+        why = (
+            f"a weight is below 1/{MIXTURE_PERIOD} of the mixture: that source would never be read"
+        )
+        raise UserError(
+            "data.path", list(weights), why, "raise that weight, or leave the source out"
+        )
     sources = np.repeat(np.arange(len(quota)), quota)
     ranks = np.concatenate([np.arange(q) for q in quota])
     order = np.argsort((ranks + 0.5) / quota[sources], kind="stable")
@@ -117,7 +135,9 @@ class SampleOrder:
         shuffle: False reads every source's windows in their order.
     """
 
-    def __init__(self, num_windows: Sequence[int], weights: Sequence[float], *, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self, num_windows: Sequence[int], weights: Sequence[float], *, seed: int, shuffle: bool
+    ) -> None:
         self.num_windows = list(num_windows)
         self.seed, self.shuffle = seed, shuffle
         self._source_of, self._rank_of, self._quota = mixture_pattern(weights)
@@ -127,25 +147,33 @@ class SampleOrder:
         samples = np.asarray(samples, dtype=np.int64)
         period, slot = samples // MIXTURE_PERIOD, samples % MIXTURE_PERIOD
         source = self._source_of[slot]
-        nth = period * self._quota[source] + self._rank_of[slot]  # this source's samples before this one
+        # this source's samples before this one
+        nth = period * self._quota[source] + self._rank_of[slot]
         epoch, window = np.empty_like(nth), np.empty_like(nth)
         for s in np.unique(source):
             mine = source == s
-            epoch[mine], window[mine] = nth[mine] // self.num_windows[s], nth[mine] % self.num_windows[s]
+            epoch[mine], window[mine] = (
+                nth[mine] // self.num_windows[s],
+                nth[mine] % self.num_windows[s],
+            )
             if self.shuffle:
                 for e in np.unique(epoch[mine]):
                     here = mine & (epoch == e)
-                    window[here] = _epoch_permutation(self.num_windows[s], self.seed, int(s), int(e))(window[here])
+                    window[here] = _epoch_permutation(
+                        self.num_windows[s], self.seed, int(s), int(e)
+                    )(window[here])
         return source, epoch, window
 
 
 def count_windows(num_tokens: int, seq_len: int) -> int:
-    """Windows of seq_len inputs and as many targets in num_tokens tokens; neighbours share one token."""
+    """Windows of seq_len inputs and as many targets in num_tokens tokens; neighbours share one
+    token."""
     return max(num_tokens - 1, 0) // seq_len
 
 
 def merge_ranges(ranges: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
-    """Half-open ranges of sample indices, sorted, overlapping and touching ones united, empty ones left out."""
+    """Half-open ranges of sample indices, sorted, overlapping and touching ones united, empty ones
+    left out."""
     merged: list[tuple[int, int]] = []
     for begin, end in sorted((int(begin), int(end)) for begin, end in ranges):
         if begin >= end:
@@ -157,8 +185,11 @@ def merge_ranges(ranges: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]
     return tuple(merged)
 
 
-def next_samples(first: int, count: int, skipped: Sequence[tuple[int, int]]) -> tuple[np.ndarray, int]:
-    """The next `count` sample indices from `first` on that are in no skipped range, and where the following batch begins.
+def next_samples(
+    first: int, count: int, skipped: Sequence[tuple[int, int]]
+) -> tuple[np.ndarray, int]:
+    """The next `count` sample indices from `first` on that are in no skipped range, and where the
+    following batch begins.
 
     skipped: as `merge_ranges` gives them.
     """

@@ -3,9 +3,10 @@
     tokens            uint16, or uint32 where the vocabulary needs it; documents one after the other
     document_starts   int64, the positions in `tokens` where they begin
 
-The format is eight bytes of header length, a JSON header, the data (https://github.com/huggingface/safetensors). It is
-written here as a stream, so that a shard's size costs no memory, and mapped here, so that opening one reads nothing of
-its tokens; `safetensors` reads the same files (a test compares). No pickle anywhere.
+The format is eight bytes of header length, a JSON header, the data
+(https://github.com/huggingface/safetensors). It is written here as a stream, so that a shard's size
+costs no memory, and mapped here, so that opening one reads nothing of its tokens; `safetensors`
+reads the same files (a test compares). No pickle anywhere.
 """
 
 import hashlib
@@ -30,13 +31,15 @@ class ShardWriter:
     def __init__(self, path: Path, dtype: np.dtype) -> None:
         self._path, self._dtype = path, np.dtype(dtype)
         self._file = path.open("wb")
-        self._file.write(bytes(8 + HEADER_BYTES))  # the header names the sizes, so it is written last
+        # the header names the sizes, so it is written last
+        self._file.write(bytes(8 + HEADER_BYTES))
         self._starts: list[np.ndarray] = []
         self.tokens = 0
         self.documents = 0
 
     def append(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Adds documents. tokens: of all of them, in the shard's dtype; lengths: int64, tokens of each, sum = len(tokens)."""
+        """Adds documents. tokens: of all of them, in the shard's dtype; lengths: int64, tokens of
+        each, sum = len(tokens)."""
         self._file.write(tokens.astype(self._dtype, copy=False).data)
         self._starts.append(self.tokens + np.cumsum(lengths) - lengths)
         self.tokens += len(tokens)
@@ -47,7 +50,11 @@ class ShardWriter:
         self._file.write(starts.astype("<i8").data)
         end = self.tokens * self._dtype.itemsize
         header = {
-            "tokens": {"dtype": DTYPES[self._dtype.name], "shape": [self.tokens], "data_offsets": [0, end]},
+            "tokens": {
+                "dtype": DTYPES[self._dtype.name],
+                "shape": [self.tokens],
+                "data_offsets": [0, end],
+            },
             "document_starts": {
                 "dtype": DTYPES["int64"],
                 "shape": [self.documents],
@@ -55,7 +62,9 @@ class ShardWriter:
             },
         }
         self._file.seek(0)
-        self._file.write(struct.pack("<Q", HEADER_BYTES) + json.dumps(header).encode().ljust(HEADER_BYTES))
+        self._file.write(
+            struct.pack("<Q", HEADER_BYTES) + json.dumps(header).encode().ljust(HEADER_BYTES)
+        )
         self._file.close()
         return {
             "file": self._path.name,
@@ -72,9 +81,11 @@ def file_sha256(path: Path) -> str:
 
 
 def read_header(path: Path) -> tuple[dict[str, dict], int]:
-    """(the tensors' entries by name, the byte where the data begins) of a safetensors file, every bound checked.
+    """(the tensors' entries by name, the byte where the data begins) of a safetensors file, every
+    bound checked.
 
-    Raises UserError when the file is missing, is no safetensors file, or its tensors do not fit into it.
+    Raises UserError when the file is missing, is no safetensors file, or its tensors do not fit
+    into it.
     """
     try:
         size = path.stat().st_size
@@ -89,17 +100,23 @@ def read_header(path: Path) -> tuple[dict[str, dict], int]:
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
             numbers = [begin, end, *entry["shape"]]
-            if not all(type(number) is int and number >= 0 for number in numbers) or not begin <= end <= size - data_start:
+            if (
+                not all(type(number) is int and number >= 0 for number in numbers)
+                or not begin <= end <= size - data_start
+            ):
                 raise ValueError(f"tensor {name!r} lies outside the file")
     except OSError as error:
-        raise UserError("data.path", str(path), f"the shard cannot be read ({error.strerror})", REMEDY) from error
+        raise UserError(
+            "data.path", str(path), f"the shard cannot be read ({error.strerror})", REMEDY
+        ) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError("data.path", str(path), f"the shard is damaged: {error}", REMEDY) from error
     return header, data_start
 
 
 def map_tensor(path: Path, name: str, dtype: np.dtype, count: int) -> np.ndarray:
-    """Tensor `name` of the shard, [count], memory-mapped read-only; the header must promise exactly that."""
+    """Tensor `name` of the shard, [count], memory-mapped read-only; the header must promise exactly
+    that."""
     header, data_start = read_header(path)
     dtype = np.dtype(dtype)
     entry = header.get(name, {})
@@ -110,5 +127,7 @@ def map_tensor(path: Path, name: str, dtype: np.dtype, count: int) -> np.ndarray
         raise UserError("data.path", str(path), why, REMEDY)
     if count == 0:
         return np.empty(0, dtype)  # nothing can be mapped
-    mapped = np.memmap(path, dtype=dtype.newbyteorder("<"), mode="r", offset=data_start + begin, shape=(count,))
+    mapped = np.memmap(
+        path, dtype=dtype.newbyteorder("<"), mode="r", offset=data_start + begin, shape=(count,)
+    )
     return mapped.view(np.ndarray)  # the same memory without memmap's slow slicing

@@ -1,4 +1,5 @@
-"""Where documents come from: one at a time, in the same order everywhere, from sources larger than memory.
+"""Where documents come from: one at a time, in the same order everywhere, from sources larger than
+memory.
 
 A source is named by a string:
 
@@ -40,12 +41,20 @@ from errors import UserError
 __all__ = ["MAX_TEXT_CHARS", "STDLIB", "Document", "documents"]
 
 STDLIB = "python-stdlib"
-STDLIB_EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"}
+STDLIB_EXCLUDED = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "lib-dynload",
+}
 
 
 class Document(NamedTuple):
-    """id: what decides its split: the path of a text file (relative to the source), the text itself of a row, so that
-    equal rows are never on both sides."""
+    """id: what decides its split: the path of a text file (relative to the source), the text itself
+    of a row, so that equal rows are never on both sides."""
 
     id: str
     text: str
@@ -56,7 +65,10 @@ def one_source(given: list[str]) -> str:
     if len(given) > 1:
         why = "it names one source, and here are several; the shell may have put the files in the place of a pattern"
         raise UserError(
-            "--source", " ".join(given)[:200], why, "put the pattern in quotes: 'corpus/*.jsonl'; or give the folder"
+            "--source",
+            " ".join(given)[:200],
+            why,
+            "put the pattern in quotes: 'corpus/*.jsonl'; or give the folder",
         )
     return given[0]
 
@@ -81,41 +93,65 @@ def documents(
         return
     yield from _of_files(files, folder, text_field, report)
     if not report.files:
-        what = "the file is empty" if len(files) == 1 and files[0].stat().st_size == 0 else "there is no text in it"
+        what = (
+            "the file is empty"
+            if len(files) == 1 and files[0].stat().st_size == 0
+            else "there is no text in it"
+        )
         raise UserError("--source", source, what, "give another one")
 
 
-def _files(source: str, path: Path, split: str, report: Report) -> tuple[list[Path] | None, Path | None]:
+def _files(
+    source: str, path: Path, split: str, report: Report
+) -> tuple[list[Path] | None, Path | None]:
     """The files of a source, in order, and the folder to which their names are relative, if any; no
     files: it is on the hub."""
     if source == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
-        files = [file for file in root.rglob("*.py") if not STDLIB_EXCLUDED & set(file.relative_to(root).parts[:-1])]
+        files = [
+            file
+            for file in root.rglob("*.py")
+            if not STDLIB_EXCLUDED & set(file.relative_to(root).parts[:-1])
+        ]
         # _sysconfigdata* is generated when Python is built and full of that machine's paths.
-        files = [file for file in files if not file.name.startswith(("_sysconfigdata", "sitecustomize"))]
+        files = [
+            file for file in files if not file.name.startswith(("_sysconfigdata", "sitecustomize"))
+        ]
         return sorted(files, key=lambda file: file.relative_to(root).as_posix()), root
     if path.is_dir():
         return files_of_folder(path, split, report), path
     if path.is_file():
         if (ending := kind(path)) in ARCHIVES:
-            raise UserError("--source", source, f"it is an archive ({ending})", "unpack it, and give the folder")
+            raise UserError(
+                "--source", source, f"it is an archive ({ending})", "unpack it, and give the folder"
+            )
         return [path], None
     if glob.has_magic(source) and (files := files_of_glob(source, report)):
         return files, None
     looks_local = path.is_absolute() or source.startswith(".") or source.count("/") > 1
-    if glob.has_magic(source) or looks_local or kind(path) in TABLES | TEXTS | ARCHIVES or path.suffix in COMPRESSED:
+    if (
+        glob.has_magic(source)
+        or looks_local
+        or kind(path) in TABLES | TEXTS | ARCHIVES
+        or path.suffix in COMPRESSED
+    ):
         raise UserError("--source", source, "there is no such file or folder", "check the path")
     return None, None
 
 
-def _of_files(files: list[Path], folder: Path | None, text_field: str | None, report: Report) -> Iterator[Document]:
+def _of_files(
+    files: list[Path], folder: Path | None, text_field: str | None, report: Report
+) -> Iterator[Document]:
     for file in files:
         name = file.name if folder is None else file.relative_to(folder).as_posix()
         if kind(file) in TABLES:
             find = folder is None or kind(file) != ".json"  # in a folder, many are no tables
             found = _of_table(file, name, text_field, report, find)
         else:
-            found = (Document(f"{name}#{i}" if i else name, text) for i, text in enumerate(text_parts(file)))
+            found = (
+                Document(f"{name}#{i}" if i else name, text)
+                for i, text in enumerate(text_parts(file))
+            )
         try:
             first = next(found, None)
         except UserError:
@@ -131,7 +167,9 @@ def _of_files(files: list[Path], folder: Path | None, text_field: str | None, re
         yield from found
 
 
-def _of_table(file: Path, name: str, text_field: str | None, report: Report, find: bool) -> Iterator[Document]:
+def _of_table(
+    file: Path, name: str, text_field: str | None, report: Report, find: bool
+) -> Iterator[Document]:
     for text, column in row_texts(rows(file, text_field), str(file), text_field, find):
         if column != "text" and text_field is None:
             report.columns.setdefault(column, name)
@@ -140,22 +178,32 @@ def _of_table(file: Path, name: str, text_field: str | None, report: Report, fin
 
 def _of_hub(source: str, text_field: str | None, split: str, report: Report) -> Iterator[Document]:
     """One document per row of what `datasets.load_dataset(..., streaming=True)` gives."""
-    import datasets  # takes a second, and a preparation worker, which imports this module, needs none of it
+    # takes a second, and a preparation worker, which imports this module, needs none of it
+    import datasets
 
     name, _, configuration = source.partition(":")
     number = itertools.count()
     read = 0
     try:
         table = datasets.load_dataset(name, configuration or None, streaming=True, split=split)
-        for text, column in row_texts(((f"row {next(number)}", row) for row in table), source, text_field):
+        for text, column in row_texts(
+            ((f"row {next(number)}", row) for row in table), source, text_field
+        ):
             if column != "text" and text_field is None:
                 report.columns.setdefault(column, source)
             read += 1
             yield Document(text, text)
     except (UserError, GeneratorExit):
         raise
-    # `datasets` raises whatever the layer below did (HTTP, Arrow, fsspec, ValueError): all say that the source is bad.
+    # `datasets` raises whatever the layer below did (HTTP, Arrow, fsspec, ValueError): all say that
+    # the source is bad.
     except Exception as error:
-        what = f"after {read} rows: " if read else "neither a file or folder here, nor readable as a data set: "
+        what = (
+            f"after {read} rows: "
+            if read
+            else "neither a file or folder here, nor readable as a data set: "
+        )
         reason = f"{what}{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        raise UserError("--source", source, reason, "check the name, --split, the format and the network") from error
+        raise UserError(
+            "--source", source, reason, "check the name, --split, the format and the network"
+        ) from error

@@ -3,8 +3,9 @@
     tokenizer.model   SentencePiece    data/sentencepiece_codec.py   ours, and Llama 2's
     tokenizer.json    tokenizers       data/tokenizers_codec.py      Llama 3's, Qwen's, most others'
 
-Where both lie in a folder (Llama 2, Mistral), it is the first: what the model was trained with. Prepared data and checkpoints
-take along what decides the ids, and what Hugging Face's tools want to find beside it.
+Where both lie in a folder (Llama 2, Mistral), it is the first: what the model was trained with.
+Prepared data and checkpoints take along what decides the ids, and what Hugging Face's tools want to
+find beside it.
 """
 
 import json
@@ -20,13 +21,15 @@ from data.tokenizers_codec import TokenizersCodec
 from errors import UserError
 
 MODEL, JSON = "tokenizer.model", "tokenizer.json"
-BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")  # what belongs to either
+# what belongs to either
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 class Codec(Protocol):
     """What a library does. Texts are str without lone surrogates, ids are in range(vocab_size)."""
 
-    sha256: str  # of all that decides which ids a text has, and which token opens and closes a document
+    # of all that decides which ids a text has, and which token opens and closes a document
+    sha256: str
     vocab_size: int
     bos_id: int  # negative: none
     eos_id: int
@@ -38,23 +41,31 @@ class Codec(Protocol):
 
 
 class Tokenizer:
-    """Text to ids in range(vocab_size), and back. eos closes a document, and bos opens it where there is one.
+    """Text to ids in range(vocab_size), and back. eos closes a document, and bos opens it where
+    there is one.
 
     adds_bos: whether bos opens a prompt too: what tokenizer_config.json says (`add_bos_token`),
     else what the file itself does.
 
-    A text that spells a special token (`<|end_of_text|>`, `</s>`) is text: no document can close itself.
+    A text that spells a special token (`<|end_of_text|>`, `</s>`) is text: no document can close
+    itself.
 
     Args:
-        files: name → content, in this order: tokenizer.model or tokenizer.json, and what belongs to it.
+        files: name → content, in this order: tokenizer.model or tokenizer.json, and what belongs to
+            it.
         name: how messages call it (its path).
 
-    Raises UserError when the first file is not what its name says, or has no token to close a document with.
+    Raises UserError when the first file is not what its name says, or has no token to close a
+    document with.
     """
 
     def __init__(self, files: dict[str, bytes], name: str = "tokenizer") -> None:
         self.files = files
-        self._codec: Codec = TokenizersCodec(files, name) if next(iter(files)) == JSON else SentencePieceCodec(self.model, name)
+        self._codec: Codec = (
+            TokenizersCodec(files, name)
+            if next(iter(files)) == JSON
+            else SentencePieceCodec(self.model, name)
+        )
         self.sha256, self.vocab_size = self._codec.sha256, self._codec.vocab_size
         self.bos_id, self.eos_id = self._codec.bos_id, self._codec.eos_id
         said = _add_bos_token(files)
@@ -65,7 +76,10 @@ class Tokenizer:
         """The tokenizer stored at `path`: a file, or a folder that holds one.
         Raises UserError, naming `key`, when there is none."""
         try:
-            return cls({name: file.read_bytes() for name, file in tokenizer_files(Path(path)).items()}, str(path))
+            return cls(
+                {name: file.read_bytes() for name, file in tokenizer_files(Path(path)).items()},
+                str(path),
+            )
         except UserError as error:
             raise UserError(key, error.value, error.why, error.remedy) from error
 
@@ -88,18 +102,19 @@ class Tokenizer:
         return [ids.tolist() for ids in self.encode_arrays(texts)]
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
-        """`encode` of each, as int32 arrays; on one thread: preparation runs one process per core."""
+        """`encode` of each, as int32 arrays; on one thread: preparation runs one process per
+        core."""
         return self._codec.encode([clean(text) for text in texts])
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`. bos and eos are silent, and so is what a model with a padded vocabulary may draw beyond
-        vocab_size; bytes that are no UTF-8 become U+FFFD."""
+        """The text of `ids`. bos and eos are silent, and so is what a model with a padded
+        vocabulary may draw beyond vocab_size; bytes that are no UTF-8 become U+FFFD."""
         return self._codec.decode([int(token) for token in ids if token < self.vocab_size])
 
 
 def tokenizer_files(path: Path) -> dict[str, Path]:
-    """The files of the tokenizer at `path`, a file or a folder: their names wherever they are copied to → where they are now.
-    Raises UserError when there is none.
+    """The files of the tokenizer at `path`, a file or a folder: their names wherever they are
+    copied to → where they are now. Raises UserError when there is none.
 
     A file is known by its content, and has others beside it only where it bears its standard name.
     """
@@ -113,10 +128,14 @@ def tokenizer_files(path: Path) -> dict[str, Path]:
             is_json = file.read(64).lstrip().startswith(b"{")
     except OSError as error:
         why = f"cannot be read ({error.strerror})"
-        raise UserError("tokenizer", str(path), why, "train one: `python -m tools.tokenizer`") from error
+        raise UserError(
+            "tokenizer", str(path), why, "train one: `python -m tools.tokenizer`"
+        ) from error
     name = JSON if is_json else MODEL
     beside = (*BESIDE, *([] if is_json else [JSON])) if path.name == name else ()
-    return {name: path} | {other: path.with_name(other) for other in beside if path.with_name(other).is_file()}
+    return {name: path} | {
+        other: path.with_name(other) for other in beside if path.with_name(other).is_file()
+    }
 
 
 def _add_bos_token(files: dict[str, bytes]) -> bool | None:
@@ -130,7 +149,8 @@ def _add_bos_token(files: dict[str, bytes]) -> bool | None:
 
 
 def clean(text: str) -> str:
-    """`text` with lone surrogates, which are not text and which UTF-8 cannot carry, replaced by U+FFFD.
+    """`text` with lone surrogates, which are not text and which UTF-8 cannot carry, replaced by
+    U+FFFD.
 
     JSON can smuggle them in ("\\ud800"), and one of them would stop a preparation of days.
     """

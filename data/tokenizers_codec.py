@@ -1,7 +1,9 @@
-"""A `tokenizer.json` of Hugging Face, by their `tokenizers` library (https://huggingface.co/docs/tokenizers).
+"""A `tokenizer.json` of Hugging Face, by their `tokenizers` library
+(https://huggingface.co/docs/tokenizers).
 
-The file says how text becomes ids, and which tokens are special, but not which of them opens and closes a document: that is in
-`tokenizer_config.json` or `special_tokens_map.json` beside it. Where there is neither, a well-known name decides.
+The file says how text becomes ids, and which tokens are special, but not which of them opens and
+closes a document: that is in `tokenizer_config.json` or `special_tokens_map.json` beside it. Where
+there is neither, a well-known name decides.
 """
 
 import hashlib
@@ -22,13 +24,15 @@ EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>")
 class TokenizersCodec:
     """One tokenizer.json. bos_id is −1 where its documents begin with no token of their own (Qwen).
 
-    sha256 covers the file and the two ids: what is beside it for other tools (a chat template) may change.
+    sha256 covers the file and the two ids: what is beside it for other tools (a chat template) may
+    change.
 
     Args:
         files: name → content, tokenizer.json first.
         name: how messages call it (its path).
 
-    Raises UserError when this is no tokenizer.json, or when nothing says which token closes a document.
+    Raises UserError when this is no tokenizer.json, or when nothing says which token closes a
+    document.
     """
 
     def __init__(self, files: dict[str, bytes], name: str) -> None:
@@ -38,12 +42,16 @@ class TokenizersCodec:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library raises nothing narrower
-            raise not_a_tokenizer(name, content, f"this is not a tokenizer.json that can be read: {error}") from error
+            raise not_a_tokenizer(
+                name, content, f"this is not a tokenizer.json that can be read: {error}"
+            ) from error
         self._tokenizer.no_truncation()  # some files carry what a training once asked for
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # special tokens in a text are text
         # With added tokens; ids need not be without gaps.
-        self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.vocab_size: int = (
+            max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        )
         added = self._tokenizer.get_added_tokens_decoder().items()
         special = {token.content: token_id for token_id, token in added if token.special}
         roles = _roles(files, name)
@@ -54,9 +62,18 @@ class TokenizersCodec:
             raise UserError("tokenizer", name, "nothing says which token closes a document", remedy)
         probe = self._tokenizer.encode("a").ids  # with what its post-processor adds
         self.adds_bos = bool(probe) and probe[0] == self.bos_id
-        self.sha256 = hashlib.sha256(content + f"\n{self.bos_id} {self.eos_id}".encode()).hexdigest()
+        self.sha256 = hashlib.sha256(
+            content + f"\n{self.bos_id} {self.eos_id}".encode()
+        ).hexdigest()
 
-    def _find(self, role: str, roles: dict[str, Any], names: tuple[str, ...], special: dict[str, int], file: str) -> int:
+    def _find(
+        self,
+        role: str,
+        roles: dict[str, Any],
+        names: tuple[str, ...],
+        special: dict[str, int],
+        file: str,
+    ) -> int:
         """The id of the token with this role; −1 if there is none."""
         if not roles:
             return next((special[name] for name in names if name in special), -1)
@@ -72,15 +89,20 @@ class TokenizersCodec:
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of each, as int32 arrays, without bos and eos; on one thread."""
-        return [np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32) for text in texts]
+        return [
+            np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+            for text in texts
+        ]
 
     def decode(self, ids: list[int]) -> str:
-        """The text of `ids`: special tokens are silent, and bytes that are no UTF-8 become U+FFFD."""
+        """The text of `ids`: special tokens are silent, and bytes that are no UTF-8 become
+        U+FFFD."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def _roles(files: dict[str, bytes], name: str) -> dict[str, Any]:
-    """Of the first file that says which token has which role: bos_token, eos_token, each a str, a dict or None."""
+    """Of the first file that says which token has which role: bos_token, eos_token, each a str, a
+    dict or None."""
     for file in SAYS_ROLES:
         if file in files:
             try:

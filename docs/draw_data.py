@@ -1,5 +1,5 @@
-"""Draws docs/images/data.svg: bytes per parameter under each `zero_stage`, on eight data-parallel ranks, and how often weights
-and gradients travel. `python -m docs.draw_data`
+"""Draws docs/images/data.svg: bytes per parameter under each `zero_stage`, on eight data-parallel
+ranks, and how often weights and gradients travel. `python -m docs.draw_data`
 
 The bytes are the planner's, of configs/llama3_8b.yaml: what a rank holds between two micro-batches.
 """
@@ -23,15 +23,24 @@ LOOKS = {  # category → colour, name
 
 
 def travels(stage: int) -> tuple[int, int]:
-    """Gathers of the weights and reductions of the gradients in a step, as the table in parallel/data.py has them."""
-    return {0: (0, 1), 1: (1, 1), 2: (1, MICRO_BATCHES), 3: (2 * MICRO_BATCHES, MICRO_BATCHES)}[stage]
+    """Gathers of the weights and reductions of the gradients in a step, as the table in
+    parallel/data.py has them."""
+    return {0: (0, 1), 1: (1, 1), 2: (1, MICRO_BATCHES), 3: (2 * MICRO_BATCHES, MICRO_BATCHES)}[
+        stage
+    ]
 
 
 def draw() -> str:
     config = load_config("configs/llama3_8b.yaml", [])
     numel = config.model.num_parameters
     parts = [
-        text(24, 38, f"zero_stage: what each of {RANKS} data-parallel ranks holds of a parameter", 20, weight=700),
+        text(
+            24,
+            38,
+            f"zero_stage: what each of {RANKS} data-parallel ranks holds of a parameter",
+            20,
+            weight=700,
+        ),
         text(24, 62, "bytes between two micro-batches; activations come on top", 14, MUTED),
         text(660, TOP - 16, f"in a step of {MICRO_BATCHES} micro-batches", 13, MUTED),
     ]

@@ -1,5 +1,5 @@
-"""Draws docs/images/extending.svg: which files each recipe of docs/extending.md touches, and how many lines. It reads the page.
-`python -m docs.draw_extending`"""
+"""Draws docs/images/extending.svg: which files each recipe of docs/extending.md touches, and how
+many lines. It reads the page. `python -m docs.draw_extending`"""
 
 from pathlib import Path
 
@@ -27,7 +27,13 @@ def files(of: list[Recipe]) -> list[str]:
     """Every file that is touched, by rooms."""
     order = list(ROOMS)
     paths = {edit.path for recipe in of for edit in recipe.edits}
-    return sorted(paths, key=lambda path: (order.index(room_of(path)) if room_of(path) in order else len(order), path))
+    return sorted(
+        paths,
+        key=lambda path: (
+            order.index(room_of(path)) if room_of(path) in order else len(order),
+            path,
+        ),
+    )
 
 
 def lines_of(edits: list[Edit]) -> str:
@@ -43,28 +49,49 @@ def draw() -> str:
     height = TOP + ROW * len(paths) + 40
     parts = [
         text(24, 38, "What a change touches: lines added and removed, by file", 20, weight=700),
-        text(24, 62, "counted in the recipes of docs/extending.md; nothing else changes", 14, MUTED),
+        text(
+            24, 62, "counted in the recipes of docs/extending.md; nothing else changes", 14, MUTED
+        ),
     ]
     for column, recipe in enumerate(of):
         x = LEFT + COLUMN * column + COLUMN / 2
         words = recipe.name[0].lower() + recipe.name[1:]
         for i, part in enumerate(words.split(": ")):
-            parts.append(text(x, TOP - 46 + 20 * i, part, 14, INK if i == 0 else MUTED, "middle", 600 if i == 0 else 400))
+            parts.append(
+                text(
+                    x,
+                    TOP - 46 + 20 * i,
+                    part,
+                    14,
+                    INK if i == 0 else MUTED,
+                    "middle",
+                    600 if i == 0 else 400,
+                )
+            )
     for row, path in enumerate(paths):
         y = TOP + ROW * row
         colour = ROOMS.get(room_of(path), INK)
-        parts += [text(24, y + 19, path, 14, colour, weight=600), line(24, y + ROW, WIDTH - 24, y + ROW, FAINT, 1)]
+        parts += [
+            text(24, y + 19, path, 14, colour, weight=600),
+            line(24, y + ROW, WIDTH - 24, y + ROW, FAINT, 1),
+        ]
         for column, recipe in enumerate(of):
             edits = [edit for edit in recipe.edits if edit.path == path]
             if edits:
                 x = LEFT + COLUMN * column
                 parts.append(rectangle(x + 8, y + 4, COLUMN - 16, ROW - 8, colour, "none", 4))
-                parts.append(text(x + COLUMN / 2, y + 19, lines_of(edits), 13, svg.PAPER, "middle", 600))
+                parts.append(
+                    text(x + COLUMN / 2, y + 19, lines_of(edits), 13, svg.PAPER, "middle", 600)
+                )
     return svg.picture("Which files each recipe touches", WIDTH, height, parts)
 
 
 if __name__ == "__main__":
     for recipe in recipes():
-        added, removed = (sum(getattr(edit, what) for edit in recipe.edits) for what in ("added", "removed"))
-        print(f"{recipe.name:30} files {len({edit.path for edit in recipe.edits})}, lines +{added} −{removed}")
+        added, removed = (
+            sum(getattr(edit, what) for edit in recipe.edits) for what in ("added", "removed")
+        )
+        print(
+            f"{recipe.name:30} files {len({edit.path for edit in recipe.edits})}, lines +{added} −{removed}"
+        )
     svg.save("extending", draw)

@@ -1,11 +1,12 @@
-"""Draws docs/images/kernels.svg: the bytes that operations move, apart and fused, and the memory of the head.
-`python -m docs.draw_kernels`
+"""Draws docs/images/kernels.svg: the bytes that operations move, apart and fused, and the memory of
+the head. `python -m docs.draw_kernels`
 
-Apart: each operation of the formula, written in PyTorch as in the papers, reads its inputs and writes its output; counted while
-it runs, on small tensors. Fused: what the kernels' files say, which tests/test_kernel_bytes.py holds against the kernels.
+Apart: each operation of the formula, written in PyTorch as in the papers, reads its inputs and
+writes its output; counted while it runs, on small tensors. Fused: what the kernels' files say,
+which tests/test_kernel_bytes.py holds against the kernels.
 
-Memory of the head: the most bytes that live at one moment of forward and backward, beyond input and weight; counted while it
-runs, on tensors without data.
+Memory of the head: the most bytes that live at one moment of forward and backward, beyond input and
+weight; counted while it runs, on tensors without data.
 """
 
 import weakref
@@ -29,7 +30,13 @@ import matplotlib.pyplot as plt
 T, D, V = 256, 512, 1024
 HEAD_D, HEAD_V = 4096, 128_256
 # Forward and backward, without the small terms.
-FUSED = {"RMSNorm": (4, 6), "sum + RMSNorm": (8, 8), "rotation": (4, 4), "SwiGLU": (6, 10), "cross-entropy": (2, 4)}
+FUSED = {
+    "RMSNorm": (4, 6),
+    "sum + RMSNorm": (8, 8),
+    "rotation": (4, 4),
+    "SwiGLU": (6, 10),
+    "cross-entropy": (2, 4),
+}
 WAYS = ("forward", "backward")
 APART, TOGETHER, INK = "#c2410c", "#1d4ed8", "#1f2937"
 
@@ -46,7 +53,9 @@ class Bytes(TorchDispatchMode):
         inputs = {id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}.values()
         outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         storages = {t.untyped_storage().data_ptr() for t in inputs}
-        if not all(t.untyped_storage().data_ptr() in storages for t in outputs) or func.name().endswith("_"):
+        if not all(
+            t.untyped_storage().data_ptr() in storages for t in outputs
+        ) or func.name().endswith("_"):
             self.moved += sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
         return result
 
@@ -93,7 +102,8 @@ def apart() -> dict[str, tuple[float, float]]:
 
 
 class Live(TorchDispatchMode):
-    """Bytes of the tensors that were made and still live: the most at one moment, with those of shape `apart` and without."""
+    """Bytes of the tensors that were made and still live: the most at one moment, with those of
+    shape `apart` and without."""
 
     def __init__(self, apart: torch.Size) -> None:
         super().__init__()
@@ -103,13 +113,17 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        given = {
+            t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)
+        }
         for t in tree_leaves(result):
             storage = t.untyped_storage() if isinstance(t, Tensor) else None
             if storage is not None and storage._cdata not in given | self.known:
                 size = storage.nbytes()
                 self.add(storage._cdata, size, 0 if t.shape == self.apart else size)
-                weakref.finalize(storage, self.add, storage._cdata, -size, 0 if t.shape == self.apart else -size)
+                weakref.finalize(
+                    storage, self.add, storage._cdata, -size, 0 if t.shape == self.apart else -size
+                )
         self.peak = [max(pair) for pair in zip(self.peak, self.now, strict=True)]
         return result
 
@@ -124,19 +138,27 @@ class OneRank:
 
 
 def sum_without_copies(dy: Tensor, x: Tensor, into: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The shape of Matmul.add_weight_gradient on a GPU; elsewhere, so without data too, it copies its operands to `dtype`."""
+    """The shape of Matmul.add_weight_gradient on a GPU; elsewhere, so without data too, it copies
+    its operands to `dtype`."""
     return dy.new_empty((dy.shape[1], x.shape[1]), dtype=dtype) if into is None else into
 
 
 def head_memory(tokens: int, in_pieces: bool) -> list[float]:
-    """GiB at the peak, with the weight's gradient dw and without. With whole logits three tensors of their size in float32: the
-    logarithms of the probabilities, their gradient, and the logits'. In pieces one piece's logits, dx, and dw in float32, which
-    is rounded when the logits are gone."""
+    """GiB at the peak, with the weight's gradient dw and without. With whole logits three tensors
+    of their size in float32: the logarithms of the probabilities, their gradient, and the logits'.
+    In pieces one piece's logits, dx, and dw in float32, which is rounded when the logits are
+    gone."""
     x = torch.empty(tokens, 1, HEAD_D, dtype=torch.bfloat16, device="meta", requires_grad=True)
     weight = torch.empty(HEAD_V, HEAD_D, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    targets, scale = torch.empty(tokens, 1, dtype=torch.int64, device="meta"), torch.empty((), device="meta")
+    targets, scale = (
+        torch.empty(tokens, 1, dtype=torch.int64, device="meta"),
+        torch.empty((), device="meta"),
+    )
     options = {"vocab_size": HEAD_V, "kernels": "triton", "piece_bytes": PIECE_BYTES["cuda"]}
-    with mock.patch.object(Matmul, "add_weight_gradient", sum_without_copies), Live(weight.shape) as live:
+    with (
+        mock.patch.object(Matmul, "add_weight_gradient", sum_without_copies),
+        Live(weight.shape) as live,
+    ):
         if in_pieces:
             loss = linear_cross_entropy(x, weight, targets, scale, 0, OneRank(), False, **options)
         else:
@@ -148,7 +170,11 @@ def head_memory(tokens: int, in_pieces: bool) -> list[float]:
 def main() -> None:
     counted = apart()
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), width_ratios=(3, 2))
-    rows = [(f"{name}, {way}", counted[name][i], FUSED[name][i]) for name in FUSED for i, way in enumerate(WAYS)]
+    rows = [
+        (f"{name}, {way}", counted[name][i], FUSED[name][i])
+        for name in FUSED
+        for i, way in enumerate(WAYS)
+    ]
     for y, (label, a, b) in enumerate(reversed(rows)):
         left.barh(y + 0.2, a, 0.4, color=APART, label="apart" if y == 0 else None)
         left.barh(y - 0.2, b, 0.4, color=TOGETHER, label="one kernel" if y == 0 else None)
@@ -159,14 +185,24 @@ def main() -> None:
     left.legend(loc="lower right", fontsize=8, frameon=False)
     tokens = [2**k for k in range(10, 17)]
     (whole, without_dw), (pieces_and_dw, pieces) = (
-        zip(*(head_memory(t, in_pieces) for t in tokens), strict=True) for in_pieces in (False, True)
+        zip(*(head_memory(t, in_pieces) for t in tokens), strict=True)
+        for in_pieces in (False, True)
     )
     assert whole == without_dw, "the peak of whole logits comes before their dw"
     right.plot(tokens, whole, color=APART, marker="o", label="whole logits")
-    right.plot(tokens, pieces_and_dw, color=TOGETHER, marker="o", linestyle=":", label="in pieces, with dw in float32")
+    right.plot(
+        tokens,
+        pieces_and_dw,
+        color=TOGETHER,
+        marker="o",
+        linestyle=":",
+        label="in pieces, with dw in float32",
+    )
     right.plot(tokens, pieces, color=TOGETHER, marker="o", label="in pieces")
     for t, a, b, c in zip(tokens, whole, pieces, pieces_and_dw, strict=True):
-        print(f"head, {t:6} tokens: {a:6.1f} GiB whole, {b:4.1f} GiB in pieces, {c:4.1f} GiB with dw in float32")
+        print(
+            f"head, {t:6} tokens: {a:6.1f} GiB whole, {b:4.1f} GiB in pieces, {c:4.1f} GiB with dw in float32"
+        )
     right.set_xscale("log", base=2)
     right.set_yscale("log", base=2)
     right.set_xlabel(f"tokens of a micro-batch; D {HEAD_D:,}, V {HEAD_V:,}")

@@ -1,7 +1,8 @@
-"""Draws docs/images/memory.svg: what is alive at the peak, by the planner's account. `python -m docs.draw_memory`
+"""Draws docs/images/memory.svg: what is alive at the peak, by the planner's account. `python -m
+docs.draw_memory`
 
-Left, the four pipeline ranks of configs/llama3_70b.yaml; right, configs/llama3_8b.yaml with less and less kept for backward.
-Prints the same in numbers.
+Left, the four pipeline ranks of configs/llama3_70b.yaml; right, configs/llama3_8b.yaml with less
+and less kept for backward. Prints the same in numbers.
 """
 
 from docs import svg
@@ -18,10 +19,16 @@ ROOM = GPU.memory_bytes - GPU.reserved_bytes  # for tensors
 ROOM_SAID = f"at another moment on each rank; dashed: {ROOM / GB:.0f} GB, what CUDA and NCCL leave of a GPU of 80 GB"
 TOP, BOTTOM, HIGHEST = 100, 350, 86e9  # pixels, and the bytes of the whole height
 GROUPS = {  # which of the planner's categories a box holds, and its colour
-    "weights, optimizer, reduced gradients": ("#15803d", ("sharded weights", "optimizer state", "sharded gradients")),
+    "weights, optimizer, reduced gradients": (
+        "#15803d",
+        ("sharded weights", "optimizer state", "sharded gradients"),
+    ),
     "weights to compute with": ("#1d4ed8", ("gathered weights", "buffers of gathers")),
     "whole gradients": ("#c2410c", ("whole gradients", "buffers of reductions")),
-    "activations": ("#fcd34d", ("activations", "kept for weight gradients", "messages of the pipeline")),
+    "activations": (
+        "#fcd34d",
+        ("activations", "kept for weight gradients", "messages of the pipeline"),
+    ),
     "temporary": ("#9ca3af", ("temporary",)),
 }
 
@@ -30,14 +37,18 @@ def groups(memory: Memory) -> dict[str, float]:
     """The peak's bytes by group."""
     known = [category for _, categories in GROUPS.values() for category in categories]
     assert set(memory.at_peak) <= set(known), memory.at_peak.keys()
-    return {name: sum(memory.at_peak.get(c, 0) for c in categories) for name, (_, categories) in GROUPS.items()}
+    return {
+        name: sum(memory.at_peak.get(c, 0) for c in categories)
+        for name, (_, categories) in GROUPS.items()
+    }
 
 
 def bars() -> list[tuple[str, str, Memory]]:
     """(group of bars, name, what the planner counts)."""
     large = load_config("configs/llama3_70b.yaml", [])
     found = [
-        ("70B, 256 GPUs: rank of the pipeline", f"pp {r}", Memory(Layout(large, 256, r))) for r in range(large.parallel.pp)
+        ("70B, 256 GPUs: rank of the pipeline", f"pp {r}", Memory(Layout(large, 256, r)))
+        for r in range(large.parallel.pp)
     ]
     for mode in ("none", "selective", "full"):
         small = load_config("configs/llama3_8b.yaml", [f"train.activation_checkpointing={mode}"])
@@ -54,7 +65,9 @@ def draw() -> str:
         line(70, BOTTOM, WIDTH - 30, BOTTOM, MUTED),
     ]
     for gigabytes in range(0, 81, 20):
-        parts.append(text(58, BOTTOM - gigabytes * GB * scale + 5, f"{gigabytes}", 13, MUTED, "end"))
+        parts.append(
+            text(58, BOTTOM - gigabytes * GB * scale + 5, f"{gigabytes}", 13, MUTED, "end")
+        )
     titles: dict[str, list[float]] = {}
     for i, (title, name, memory) in enumerate(bars()):
         x = 96 + 112 * i + (50 if title.startswith("8B") else 0)
@@ -80,6 +93,12 @@ def describe(action: Action | None) -> str:
 
 if __name__ == "__main__":
     for title, name, memory in bars():
-        parts = ", ".join(f"{group} {size / GB:.1f}" for group, size in groups(memory).items() if size >= 0.05 * GB)
-        print(f"{title.split(',')[0]} {name:9} {memory.peak / GB:5.1f} GB in {describe(memory.peak_action)}: {parts}")
+        parts = ", ".join(
+            f"{group} {size / GB:.1f}"
+            for group, size in groups(memory).items()
+            if size >= 0.05 * GB
+        )
+        print(
+            f"{title.split(',')[0]} {name:9} {memory.peak / GB:5.1f} GB in {describe(memory.peak_action)}: {parts}"
+        )
     svg.save("memory", draw)

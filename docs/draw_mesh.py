@@ -1,4 +1,5 @@
-"""Draws docs/images/mesh.svg: eight ranks as a cube, and what travels along each of its edges. `python -m docs.draw_mesh`
+"""Draws docs/images/mesh.svg: eight ranks as a cube, and what travels along each of its edges.
+`python -m docs.draw_mesh`
 
 Where a rank sits is computed as `parallel/mesh.py` does: rank = (pp · dp_size + dp) · tp_size + tp.
 """
@@ -13,7 +14,8 @@ COLOURS = {"pp": svg.PP, "dp": svg.DP, "tp": svg.TP}
 WIDTH, HEIGHT = 960, 520
 BOX_WIDTH, BOX_HEIGHT = 92, 62
 
-# The first rank's place, and one step along each axis: tp to the right, dp into the depth, pp downwards.
+# The first rank's place, and one step along each axis: tp to the right, dp into the depth, pp
+# downwards.
 ORIGIN = (92, 230)
 STEP = {"tp": (186, 0), "dp": (108, -92), "pp": (0, 206)}
 
@@ -28,7 +30,8 @@ def place(rank: Rank) -> tuple[float, float]:
 
 
 def edge(axis: str, start: Rank) -> str:
-    """The line from a rank to its neighbour on an axis; the pipeline's has arrows, for it alone has a direction."""
+    """The line from a rank to its neighbour on an axis; the pipeline's has arrows, for it alone has
+    a direction."""
     pp, dp, tp = start
     end = {"pp": (pp + 1, dp, tp), "dp": (pp, dp + 1, tp), "tp": (pp, dp, tp + 1)}[axis]
     (x1, y1), (x2, y2) = place(start), place(end)
@@ -37,7 +40,8 @@ def edge(axis: str, start: Rank) -> str:
         y1, y2 = y1 + BOX_HEIGHT / 2 + 3, y2 - BOX_HEIGHT / 2 - 3
         arrows = ' marker-start="url(#up)" marker-end="url(#down)"'
     line = f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}"'
-    halo = f'{line} stroke="{PAPER}" stroke-width="10"/>'  # where a near line crosses a far one, the far one is cut
+    # where a near line crosses a far one, the far one is cut
+    halo = f'{line} stroke="{PAPER}" stroke-width="10"/>'
     return f'{halo}{line} stroke="{COLOURS[axis]}" stroke-width="4"{arrows}/>'
 
 
@@ -51,7 +55,10 @@ def box(rank: Rank) -> str:
         [
             f'<rect {corner} fill="{PAPER}" stroke="{INK}" stroke-width="1.5"/>',
             text(x, y + 3, str((pp * DP + dp) * TP + tp), 24, anchor="middle", weight=700),
-            *(text(x + dx, y + 22, f"{axis} {n}", 11, COLOURS[axis], "middle", 600) for axis, n, dx in coordinates),
+            *(
+                text(x + dx, y + 22, f"{axis} {n}", 11, COLOURS[axis], "middle", 600)
+                for axis, n, dx in coordinates
+            ),
         ]
     )
 
@@ -69,7 +76,8 @@ def legend(y: float, axis: str, name: str, lines: list[str]) -> str:
 
 
 def cube() -> list[str]:
-    """Painted from the back to the front: the far face (dp 1), the edges into the depth, the near face (dp 0)."""
+    """Painted from the back to the front: the far face (dp 1), the edges into the depth, the near
+    face (dp 0)."""
     faces = {}
     for dp in range(DP):
         edges = [edge("tp", (pp, dp, tp)) for pp, tp in product(range(PP), range(TP - 1))]
@@ -90,9 +98,24 @@ def draw() -> str:
         f'<marker id="up" {head} refX="1"><path d="M10 0L0 5L10 10z"/></marker></defs>',
         f'<rect width="{WIDTH}" height="{HEIGHT}" rx="12" fill="{PAPER}"/>',
         text(40, 42, f"One model on eight ranks: {PP} · {DP} · {TP}", 20, weight=700),
-        text(40, 66, f"rank = (pp · {DP} + dp) · {TP} + tp, so the ranks that talk most are neighbours", 14, MUTED),
-        text(first[0] + half, first[1] - 42, "stage 0: embedding, first layers", 13, MUTED, "middle"),
-        text(last[0] + half, last[1] + 56, "stage 1: last layers, norm, head, loss", 13, MUTED, "middle"),
+        text(
+            40,
+            66,
+            f"rank = (pp · {DP} + dp) · {TP} + tp, so the ranks that talk most are neighbours",
+            14,
+            MUTED,
+        ),
+        text(
+            first[0] + half, first[1] - 42, "stage 0: embedding, first layers", 13, MUTED, "middle"
+        ),
+        text(
+            last[0] + half,
+            last[1] + 56,
+            "stage 1: last layers, norm, head, loss",
+            13,
+            MUTED,
+            "middle",
+        ),
         *cube(),
         legend(
             140,

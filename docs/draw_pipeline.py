@@ -1,7 +1,9 @@
-"""Draws the timelines of docs/pipeline.md, docs/images/pipeline_*.svg: `python -m docs.draw_pipeline`
+"""Draws the timelines of docs/pipeline.md, docs/images/pipeline_*.svg: `python -m
+docs.draw_pipeline`
 
-Four ranks and eight micro-batches in all of them, on axes of one length, so that they compare. The unit of time is a forward of
-all of a rank's layers, and I and W take as long: with two stages per rank each takes a half.
+Four ranks and eight micro-batches in all of them, on axes of one length, so that they compare. The
+unit of time is a forward of all of a rank's layers, and I and W take as long: with two stages per
+rank each takes a half.
 """
 
 from pathlib import Path
@@ -24,7 +26,11 @@ def draw_pictures(folder: Path) -> list[Path]:
     for name, schedules in PICTURES.items():
         cost = 1 / max(schedules.values())
         panels[name] = simulated_panels(
-            list(schedules), RANKS, MICRO_BATCHES, list(schedules.values()), costs=(cost, cost, cost)
+            list(schedules),
+            RANKS,
+            MICRO_BATCHES,
+            list(schedules.values()),
+            costs=(cost, cost, cost),
         )
     span = max(panel.timeline.step_time for of_picture in panels.values() for panel in of_picture)
     paths = []

@@ -1,7 +1,8 @@
-"""Draws docs/images/sequence.svg: who holds what of the activations along a block, on four tensor-parallel ranks.
-`python -m docs.draw_sequence`
+"""Draws docs/images/sequence.svg: who holds what of the activations along a block, on four
+tensor-parallel ranks. `python -m docs.draw_sequence`
 
-Between the matrices a rank has a part of the sequence and all of the width; inside, all of the sequence and a part of that.
+Between the matrices a rank has a part of the sequence and all of the width; inside, all of the
+sequence and a part of that.
 """
 
 from docs import svg
@@ -35,15 +36,28 @@ def square(x: float, by_sequence: bool) -> str:
 def draw() -> str:
     gap = (WIDTH - 2 * 40 - len(STATIONS) * SIDE) / (len(STATIONS) - 1)
     parts = [
-        text(40, 38, f"A block with sequence parallelism: what each of {TP} ranks holds of [S, D]", 20, weight=700),
         text(
-            40, 62, "between forward and backward it keeps no more than this; what is gathered is forgotten at once", 14, MUTED
+            40,
+            38,
+            f"A block with sequence parallelism: what each of {TP} ranks holds of [S, D]",
+            20,
+            weight=700,
+        ),
+        text(
+            40,
+            62,
+            "between forward and backward it keeps no more than this; what is gathered is forgotten at once",
+            14,
+            MUTED,
         ),
         text(28, TOP + SIDE / 2 + 4, "S", 14, MUTED, "middle"),
     ]
     for i, (name, width, by_sequence) in enumerate(STATIONS):
         x = 40 + i * (SIDE + gap)
-        parts += [square(x, by_sequence), text(x + SIDE / 2, TOP - 14, name, 14, INK, "middle", 600)]
+        parts += [
+            square(x, by_sequence),
+            text(x + SIDE / 2, TOP - 14, name, 14, INK, "middle", 600),
+        ]
         parts += [text(x + SIDE / 2, TOP + SIDE + 20, width, 14, MUTED, "middle")]
         if i:
             kind = "reduce-scatter" if by_sequence else "all-gather"
@@ -53,15 +67,26 @@ def draw() -> str:
             parts += [arrow(x - 10, TOP + SIDE + 50, x - gap + 10, TOP + SIDE + 50, MUTED)]
             parts += [text(x - gap / 2, TOP + SIDE + 42, back, 12, MUTED, "middle")]
             if not by_sequence:
-                parts += [text(x - gap / 2, TOP + SIDE + 68, "+ all-gather x again", 12, MUTED, "middle")]
+                parts += [
+                    text(x - gap / 2, TOP + SIDE + 68, "+ all-gather x again", 12, MUTED, "middle")
+                ]
     parts += [text(40, TOP + SIDE + 54, "backward", 13, MUTED)]
     for rank in range(TP):
         parts += [rectangle(40 + 96 * rank, HEIGHT - 44, 16, 16, svg.RANKS[rank])]
         parts += [text(62 + 96 * rank, HEIGHT - 31, f"tp rank {rank}", 13)]
     parts += [
-        text(WIDTH - 40, HEIGHT - 31, "ten collectives of S · B · D numbers: 4 in forward, 6 in backward", 14, INK, "end")
+        text(
+            WIDTH - 40,
+            HEIGHT - 31,
+            "ten collectives of S · B · D numbers: 4 in forward, 6 in backward",
+            14,
+            INK,
+            "end",
+        )
     ]
-    return svg.picture("Who holds what along a block with sequence parallelism", WIDTH, HEIGHT, parts)
+    return svg.picture(
+        "Who holds what along a block with sequence parallelism", WIDTH, HEIGHT, parts
+    )
 
 
 if __name__ == "__main__":

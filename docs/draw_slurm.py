@@ -1,6 +1,8 @@
-"""Draws docs/images/slurm.svg: three days of a job that nobody got up for, and adds up its hours. `python -m docs.draw_slurm`
+"""Draws docs/images/slurm.svg: three days of a job that nobody got up for, and adds up its hours.
+`python -m docs.draw_slurm`
 
-The hours are invented; what happens, in which order and what is lost is what slurm/train_70b.sh does.
+The hours are invented; what happens, in which order and what is lost is what slurm/train_70b.sh
+does.
 """
 
 from typing import NamedTuple
@@ -53,7 +55,13 @@ def draw() -> str:
     scale = (WIDTH - LEFT - 120) / total()
     parts = [
         text(24, 38, "One job, three starts: who does what when something ends", 20, weight=700),
-        text(24, 62, "torchrun starts again in place; the script requeues itself; Slurm requeues what lost a node", 14, MUTED),
+        text(
+            24,
+            62,
+            "torchrun starts again in place; the script requeues itself; Slurm requeues what lost a node",
+            14,
+            MUTED,
+        ),
     ]
     at = 0.0
     for i, span in enumerate(DAYS):

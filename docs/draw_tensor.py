@@ -1,7 +1,8 @@
-"""Draws docs/images/tensor.svg: a feed-forward's two matrices on two tensor-parallel ranks. `python -m docs.draw_tensor`
+"""Draws docs/images/tensor.svg: a feed-forward's two matrices on two tensor-parallel ranks. `python
+-m docs.draw_tensor`
 
-Sizes are those of configs/laptop.yaml, and boxes are drawn in their proportions; which rows and columns a rank has says
-`chunk_range`, as for the model.
+Sizes are those of configs/laptop.yaml, and boxes are drawn in their proportions; which rows and
+columns a rank has says `chunk_range`, as for the model.
 """
 
 from docs import svg
@@ -15,11 +16,19 @@ SCALE = 0.38  # pixels of a number
 TOP, LANE = 150, 166  # of the first rank's lane, and how high one is
 
 
-def matrix(x: float, y: float, rows: int, columns: int, mine: tuple[range, range], colour: str) -> str:
+def matrix(
+    x: float, y: float, rows: int, columns: int, mine: tuple[range, range], colour: str
+) -> str:
     """A matrix centred at height y, and this rank's part of it in its colour."""
     top = y - rows * SCALE / 2
     part = (
-        rectangle(x + mine[1].start * SCALE, top + mine[0].start * SCALE, len(mine[1]) * SCALE, len(mine[0]) * SCALE, colour)
+        rectangle(
+            x + mine[1].start * SCALE,
+            top + mine[0].start * SCALE,
+            len(mine[1]) * SCALE,
+            len(mine[0]) * SCALE,
+            colour,
+        )
         if mine[0] and mine[1]
         else ""
     )
@@ -58,8 +67,20 @@ def draw() -> str:
     tokens, dim, ffn = config.train.seq_len, config.model.dim, config.model.ffn_dim
     first, last = TOP + 30, TOP + 30 + LANE * (TP - 1)
     parts = [
-        text(24, 36, "A feed-forward on two ranks: cut the first matrix by rows, the second by columns", 20, weight=700),
-        text(24, 60, f"D = {dim}, F = {ffn}, {tokens} tokens: each rank has {ffn // TP} of the inner numbers", 14, MUTED),
+        text(
+            24,
+            36,
+            "A feed-forward on two ranks: cut the first matrix by rows, the second by columns",
+            20,
+            weight=700,
+        ),
+        text(
+            24,
+            60,
+            f"D = {dim}, F = {ffn}, {tokens} tokens: each rank has {ffn // TP} of the inner numbers",
+            14,
+            MUTED,
+        ),
         text(92, 96, "f: all have x", 13, INK, weight=600),
         text(374, 96, "nothing travels here, and the nonlinearity is local", 13, INK, weight=600),
         text(790, 96, "g: summed", 13, INK, weight=600),
@@ -71,7 +92,12 @@ def draw() -> str:
         f'<circle cx="880" cy="{(first + last) / 2:g}" r="13" fill="{PAPER}" stroke="{INK}"/>',
         text(880, (first + last) / 2 + 6, "Σ", 16, anchor="middle", weight=700),
         text(912, (first + last) / 2 + 6, "y", 18, weight=700),
-        text(24, HEIGHT - 22, "forward: an all-reduce of T · D numbers, at g. Backward: one of the gradient of x, at f.", 14),
+        text(
+            24,
+            HEIGHT - 22,
+            "forward: an all-reduce of T · D numbers, at g. Backward: one of the gradient of x, at f.",
+            14,
+        ),
     ]
     return svg.picture("A feed-forward on two tensor-parallel ranks", WIDTH, HEIGHT, parts)
 

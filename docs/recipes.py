@@ -1,6 +1,8 @@
-"""Reads the recipes of docs/extending.md, and carries them out: what tests/test_recipes.py proves is what the page says.
+"""Reads the recipes of docs/extending.md, and carries them out: what tests/test_recipes.py proves
+is what the page says.
 
-A recipe is a section of the page. Its edits are fenced blocks, each below a line that says where it goes:
+A recipe is a section of the page. Its edits are fenced blocks, each below a line that says where it
+goes:
 
     Write `path`:        the block is the file
     Append to `path`:    the block is put at the end of the file, after two empty lines
@@ -13,7 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-EDIT = re.compile(r"^(Write|Append to|In) `([^`\n]+)`[^\n]*:\n\n```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+EDIT = re.compile(
+    r"^(Write|Append to|In) `([^`\n]+)`[^\n]*:\n\n```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,9 @@ class Edit:
 
     @property
     def removed(self) -> int:
-        return sum(line.startswith("-") for line in self.block.splitlines()) if self.how == "In" else 0
+        return (
+            sum(line.startswith("-") for line in self.block.splitlines()) if self.how == "In" else 0
+        )
 
     def apply(self, root: Path) -> None:
         """Raises ValueError where the file does not have what the page changes, or has it twice."""
@@ -45,7 +51,9 @@ class Edit:
             file.write_text(f"{text}\n\n{self.block}", encoding="utf-8")
             return
         lines = self.block.splitlines()
-        assert all(not line or line[0] in " +-" for line in lines), f"{self.path}: a diff's line begins with a blank, + or -"
+        assert all(not line or line[0] in " +-" for line in lines), (
+            f"{self.path}: a diff's line begins with a blank, + or -"
+        )
         old = "".join(f"{line[1:]}\n" for line in lines if not line.startswith("+"))
         new = "".join(f"{line[1:]}\n" for line in lines if not line.startswith("-"))
         if text.count(old) != 1:

@@ -1,28 +1,54 @@
-"""What the tour's pictures are drawn with: a few SVG elements as text, the same bytes on every machine."""
+"""What the tour's pictures are drawn with: a few SVG elements as text, the same bytes on every
+machine."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 PP, DP, TP = "#c2410c", "#15803d", "#1d4ed8"  # the axes' colours, in all pictures
 INK, PAPER, MUTED, FAINT = "#1f2937", "#ffffff", "#6b7280", "#e5e7eb"
-RANKS = ("#1d4ed8", "#60a5fa", "#0f766e", "#5eead4")  # of four ranks of one axis, apart in lightness too
+# of four ranks of one axis, apart in lightness too
+RANKS = ("#1d4ed8", "#60a5fa", "#0f766e", "#5eead4")
 FONT = 'font-family="Helvetica, Arial, sans-serif"'
 IMAGES = Path("docs/images")  # below the root of the repository, where all commands are given
 
 
-def text(x: float, y: float, words: str, size: int = 14, colour: str = INK, anchor: str = "start", weight: int = 400) -> str:
+def text(
+    x: float,
+    y: float,
+    words: str,
+    size: int = 14,
+    colour: str = INK,
+    anchor: str = "start",
+    weight: int = 400,
+) -> str:
     look = f'font-size="{size}" fill="{colour}" text-anchor="{anchor}" font-weight="{weight}"'
     return f'<text x="{x:g}" y="{y:g}" {look}>{words}</text>'
 
 
-def rectangle(x: float, y: float, width: float, height: float, fill: str = PAPER, stroke: str = INK, radius: int = 0) -> str:
+def rectangle(
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    fill: str = PAPER,
+    stroke: str = INK,
+    radius: int = 0,
+) -> str:
     return (
         f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius}" fill="{fill}" stroke="{stroke}" '
         'stroke-width="1"/>'
     )
 
 
-def line(x1: float, y1: float, x2: float, y2: float, colour: str = INK, width: float = 1.5, dashes: str = "") -> str:
+def line(
+    x1: float,
+    y1: float,
+    x2: float,
+    y2: float,
+    colour: str = INK,
+    width: float = 1.5,
+    dashes: str = "",
+) -> str:
     dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
     return f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{colour}" stroke-width="{width:g}"{dashed}/>'
 

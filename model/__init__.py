@@ -4,6 +4,6 @@
                         │                               │
     a block:   x ─ attention_norm ─ attention ─(+x)─ feed_forward_norm ─ feed_forward ─(+)─
 
-A pipeline stage is the same `Transformer` class holding a range of blocks; names are global whoever holds them.
-`model/` may import `parallel/`, `errors` and `settings`, and nothing else of the house.
+A pipeline stage is the same `Transformer` class holding a range of blocks; names are global whoever
+holds them. `model/` may import `parallel/`, `errors` and `settings`, and nothing else of the house.
 """

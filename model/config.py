@@ -10,7 +10,8 @@ Width = Annotated[int, between(1, 2**20)]
 
 
 class RopeScaling(NamedTuple):
-    """How rotary frequencies are slowed for positions beyond those of the first training (model/rotary.py)."""
+    """How rotary frequencies are slowed for positions beyond those of the first training
+    (model/rotary.py)."""
 
     factor: float
     low_freq_factor: float
@@ -20,10 +21,11 @@ class RopeScaling(NamedTuple):
 
 @section("model")
 class ModelConfig:
-    """Dimensions of a Llama-style decoder. Letters in shapes throughout the code: D, H, K, E, F, V as named here.
+    """Dimensions of a Llama-style decoder. Letters in shapes throughout the code: D, H, K, E, F, V
+    as named here.
 
-    With its switches it is Llama 2 to 3.2, Mistral (full attention) or a dense Qwen3. No linear layer has a bias, so weights
-    that have some (Qwen2, Phi) are of another model.
+    With its switches it is Llama 2 to 3.2, Mistral (full attention) or a dense Qwen3. No linear
+    layer has a bias, so weights that have some (Qwen2, Phi) are of another model.
     """
 
     dim: Width  # D: width of the residual stream
@@ -34,8 +36,10 @@ class ModelConfig:
     ]  # K: key/value heads; each serves H / K query heads (grouped-query attention)
     ffn_dim: Width  # F: inner width of the gated feed-forward
     vocab_size: Annotated[int, between(1, 2**24)]  # V: must be the tokenizer's
-    attention_dim: Width | None = None  # H·E: width of all query heads together; null: dim (Qwen3, Mistral Nemo: another)
-    qk_norm: bool = False  # RMSNorm of each head of q and k before rotation: one weight [E] for q and one for k (Qwen3)
+    # H·E: width of all query heads together; null: dim (Qwen3, Mistral Nemo: another)
+    attention_dim: Width | None = None
+    # RMSNorm of each head of q and k before rotation: one weight [E] for q and one for k (Qwen3)
+    qk_norm: bool = False
     norm_eps: Annotated[float, between(1e-30, 1, example=1e-5)] = 1e-5
     rope_theta: Annotated[float, between(1, 1e30, example=10000)] = 500_000.0
     rope_scaling_factor: Annotated[float, between(1, 1e6, example=8)] = (
@@ -47,10 +51,13 @@ class ModelConfig:
     rope_high_freq_factor: Annotated[float, between(1e-6, 1e6)] = (
         4.0  # fast, and left alone: more turns than this; between the two a mixture
     )
-    rope_original_length: Annotated[int, between(1, 2**31 - 1, example=8192)] = 8192  # sequence length of the training before
+    # sequence length of the training before
+    rope_original_length: Annotated[int, between(1, 2**31 - 1, example=8192)] = 8192
     tie_embeddings: bool = False  # the head uses the embedding's weight
     z_loss: Annotated[float, between(0, 1000, example=1e-4)] = (
-        0.0  # weight of log²(normaliser) in the loss that is minimised (PaLM: 1e-4); evaluation leaves it out
+        # weight of log²(normaliser) in the loss that is minimised (PaLM: 1e-4); evaluation leaves
+        # it out
+        0.0
     )
     kernels: Literal["auto", "triton", "torch"] = (
         "auto"  # auto: Triton on a GPU, PyTorch elsewhere; triton; torch (model/kernels/)
@@ -60,7 +67,9 @@ class ModelConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.attention_dim is not None and (self.attention_dim % self.num_heads or self.head_dim % 2):
+        if self.attention_dim is not None and (
+            self.attention_dim % self.num_heads or self.head_dim % 2
+        ):
             raise UserError(
                 "model.attention_dim",
                 self.attention_dim,
@@ -83,7 +92,12 @@ class ModelConfig:
             )
         if not self.rope_low_freq_factor < self.rope_high_freq_factor:
             why = f"must be below model.rope_high_freq_factor={self.rope_high_freq_factor}"
-            raise UserError("model.rope_low_freq_factor", self.rope_low_freq_factor, why, "Llama 3.1 has 1 and 4")
+            raise UserError(
+                "model.rope_low_freq_factor",
+                self.rope_low_freq_factor,
+                why,
+                "Llama 3.1 has 1 and 4",
+            )
 
     @property
     def attention_width(self) -> int:  # H·E
@@ -95,8 +109,9 @@ class ModelConfig:
 
     @property
     def residual_init_std(self) -> float:
-        """Standard deviation of the matrices that write into the residual stream: 2 L independent terms are added to it, and
-        their sum should not grow with depth (GPT-2, Radford et al. 2019, section 2.3)."""
+        """Standard deviation of the matrices that write into the residual stream: 2 L independent
+        terms are added to it, and their sum should not grow with depth (GPT-2, Radford et al. 2019,
+        section 2.3)."""
         return self.init_std / math.sqrt(2 * self.num_layers)
 
     @property
@@ -111,18 +126,27 @@ class ModelConfig:
     def num_parameters(self) -> int:
         """Trainable parameters of the whole model; a tied embedding counts once."""
         attention = self.dim * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        block = attention + 3 * self.dim * self.ffn_dim + 2 * self.dim + (2 * self.head_dim if self.qk_norm else 0)
+        block = (
+            attention
+            + 3 * self.dim * self.ffn_dim
+            + 2 * self.dim
+            + (2 * self.head_dim if self.qk_norm else 0)
+        )
         embeddings = self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
         return self.num_layers * block + embeddings + self.dim
 
     def flops_per_token(self, seq_len: int, whole_attention: bool = False) -> float:
-        """Floating-point operations to train on one token: forward and backward, multiply and add counted as two.
+        """Floating-point operations to train on one token: forward and backward, multiply and add
+        counted as two.
 
-        6 per matrix parameter (2 forward, 4 backward; the embedding is a lookup and costs none) and 6·L·S·H·E for causal
-        attention, i.e. half of the full S × S square (the convention of PaLM, appendix B, halved for causality). With
-        `whole_attention` the whole square, as Megatron-LM counts.
+        6 per matrix parameter (2 forward, 4 backward; the embedding is a lookup and costs none) and
+        6·L·S·H·E for causal attention, i.e. half of the full S × S square (the convention of PaLM,
+        appendix B, halved for causality). With `whole_attention` the whole square, as Megatron-LM
+        counts.
         """
         attention = self.dim * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        matrices = self.num_layers * (attention + 3 * self.dim * self.ffn_dim) + self.vocab_size * self.dim
+        matrices = (
+            self.num_layers * (attention + 3 * self.dim * self.ffn_dim) + self.vocab_size * self.dim
+        )
         square = 2 if whole_attention else 1
         return 6.0 * matrices + 6.0 * square * self.num_layers * seq_len * self.attention_width

@@ -1,14 +1,17 @@
-"""Packed documents: one sequence of the data holds several, and with `data.document_mask` a token attends within its own alone.
+"""Packed documents: one sequence of the data holds several, and with `data.document_mask` a token
+attends within its own alone.
 
     tokens       …  x  y  ]  [  a  b  c  ]  [  ]  [  d …       [ is bos, which begins every document; ] is eos
     positions    0  1  2  3  0  1  2  3  4  0  1  0  1 …       they restart, as if the document stood alone
     boundaries   0           4              9    11    …  T    where each begins, counted through the micro-batch's sequences
 
-What precedes the first bos of a sequence is the tail of a document that began in another one: a document of its own here.
-The loss is untouched: at its eos a document still predicts the bos of the next.
+What precedes the first bos of a sequence is the tail of a document that began in another one: a
+document of its own here. The loss is untouched: at its eos a document still predicts the bos of the
+next.
 
-The mask keeps documents that a sampler put side by side by chance from being each other's context (Llama 3, section 3.2,
-https://arxiv.org/abs/2407.21783; Zhao et al. 2024, https://arxiv.org/abs/2402.13991).
+The mask keeps documents that a sampler put side by side by chance from being each other's context
+(Llama 3, section 3.2, https://arxiv.org/abs/2407.21783; Zhao et al. 2024,
+https://arxiv.org/abs/2402.13991).
 """
 
 import math
@@ -21,7 +24,8 @@ from parallel.mesh import to_device
 
 
 def find_documents(tokens: Tensor, bos_id: int, device: str) -> tuple[Tensor, Tensor]:
-    """Of tokens [B, S] on the host: positions [S, B] int64, and boundaries [N + 1] int32 of the N documents, on `device`.
+    """Of tokens [B, S] on the host: positions [S, B] int64, and boundaries [N + 1] int32 of the N
+    documents, on `device`.
 
     N is a shape. Counted on a device, the host would have to wait for it.
     """
@@ -29,27 +33,41 @@ def find_documents(tokens: Tensor, bos_id: int, device: str) -> tuple[Tensor, Te
     begins = tokens == bos_id
     begins[:, 0] = True
     index = torch.arange(tokens.shape[1])
-    begin_of = torch.where(begins, index, 0).cummax(dim=1).values  # [B, S]: where the document of each token begins
+    # [B, S]: where the document of each token begins
+    begin_of = torch.where(begins, index, 0).cummax(dim=1).values
     boundaries = F.pad(begins.flatten().nonzero().flatten(), (0, 1), value=tokens.numel())
     positions = (index - begin_of).T.contiguous()
     return to_device(positions, device), to_device(boundaries.to(torch.int32), device)
 
 
-def attention_bounds(boundaries: Tensor | None, positions: Tensor, dtype: torch.dtype, head_dim: int) -> Tensor | None:
-    """What `attend` needs to know of the documents: nothing (None), their boundaries where flash attention takes packed
-    sequences (on CUDA, in 16 bits, for heads of up to 256 numbers, in eights), and else a mask: S² numbers of each sequence,
-    made once for all layers."""
-    flash = positions.is_cuda and dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
+def attention_bounds(
+    boundaries: Tensor | None, positions: Tensor, dtype: torch.dtype, head_dim: int
+) -> Tensor | None:
+    """What `attend` needs to know of the documents: nothing (None), their boundaries where flash
+    attention takes packed sequences (on CUDA, in 16 bits, for heads of up to 256 numbers, in
+    eights), and else a mask: S² numbers of each sequence, made once for all layers."""
+    flash = (
+        positions.is_cuda
+        and dtype in (torch.bfloat16, torch.float16)
+        and head_dim % 8 == 0
+        and head_dim <= 256
+    )
     return boundaries if boundaries is None or flash else document_mask(positions, dtype)
 
 
 def document_mask(positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, 1, S, S] in `dtype`, to be added to the scores: 0 where the query (third) sees the key (fourth), −∞ elsewhere.
+    """[B, 1, S, S] in `dtype`, to be added to the scores: 0 where the query (third) sees the key
+    (fourth), −∞ elsewhere.
 
-    `positions` [S, B] say it all: at position p a token sees itself and the p tokens before it. Added and not boolean, since
-    torch makes an added one of a boolean mask, again in each layer, and keeps it for backward.
+    `positions` [S, B] say it all: at position p a token sees itself and the p tokens before it.
+    Added and not boolean, since torch makes an added one of a boolean mask, again in each layer,
+    and keeps it for backward.
     """
     index = torch.arange(positions.shape[0], dtype=torch.int32, device=positions.device)
     distance = index.unsqueeze(1) - index  # [S, S], how far the key is behind the query
     hidden = (distance < 0) | (distance > positions.T.unsqueeze(-1))  # [B, S, S]
-    return torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, -math.inf).unsqueeze(1)
+    return (
+        torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
+        .masked_fill_(hidden, -math.inf)
+        .unsqueeze(1)
+    )

@@ -1,4 +1,5 @@
-"""Gated feed-forward, SwiGLU (Shazeer 2020, https://arxiv.org/abs/2002.05202), inner width cut over tp."""
+"""Gated feed-forward, SwiGLU (Shazeer 2020, https://arxiv.org/abs/2002.05202), inner width cut over
+tp."""
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,8 +11,9 @@ from parallel.tensor import ColumnParallelLinear, RowParallelLinear, column_para
 
 
 class FeedForward(nn.Module):
-    """x [S/tp, B, D] → down(silu(gate(x)) · up(x)) [S/tp, B, D]; gate and up stay two weights, so that a tp slice of each is
-    a true slice of the global tensor (a fused [gate; up] cut in two would put all of gate on one rank)."""
+    """x [S/tp, B, D] → down(silu(gate(x)) · up(x)) [S/tp, B, D]; gate and up stay two weights, so
+    that a tp slice of each is a true slice of the global tensor (a fused [gate; up] cut in two
+    would put all of gate on one rank)."""
 
     def __init__(self, config: ModelConfig, tp: DeviceMesh, sequence_parallel: bool) -> None:
         super().__init__()
@@ -19,8 +21,11 @@ class FeedForward(nn.Module):
         self.group, self.sequence_parallel = tp.get_group(), sequence_parallel
         self.gate = ColumnParallelLinear(config.dim, config.ffn_dim, tp, Normal(config.init_std))
         self.up = ColumnParallelLinear(config.dim, config.ffn_dim, tp, Normal(config.init_std))
-        self.down = RowParallelLinear(config.ffn_dim, config.dim, tp, sequence_parallel, Normal(config.residual_init_std))
+        self.down = RowParallelLinear(
+            config.ffn_dim, config.dim, tp, sequence_parallel, Normal(config.residual_init_std)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = column_parallel(x, [self.gate, self.up], self.group, self.sequence_parallel)  # [S, B, F/tp] each
+        # [S, B, F/tp] each
+        gate, up = column_parallel(x, [self.gate, self.up], self.group, self.sequence_parallel)
         return self.down(swiglu(gate, up, self.kernels))

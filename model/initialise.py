@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from parallel.parameter import Constant, weights_of
 from parallel.placement import local_region
 
-# A global tensor is drawn in blocks of whole rows, each from its own generator, so that a rank draws only the rows it holds:
-# about this many numbers a block.
+# A global tensor is drawn in blocks of whole rows, each from its own generator, so that a rank
+# draws only the rows it holds: about this many numbers a block.
 BLOCK_NUMBERS = 1 << 16
 
 
 def draw_rows(name: str, shape: Sequence[int], rows: range, std: float, seed: int) -> Tensor:
-    """Rows `rows` of the global tensor `name` of `shape`: float32 on the CPU, the same bits whoever draws them."""
+    """Rows `rows` of the global tensor `name` of `shape`: float32 on the CPU, the same bits whoever
+    draws them."""
     height = max(1, BLOCK_NUMBERS // math.prod(shape[1:]))
     drawn = []
     for block in range(rows.start // height, -(-rows.stop // height)):
@@ -30,7 +31,8 @@ def draw_rows(name: str, shape: Sequence[int], rows: range, std: float, seed: in
 
 @torch.no_grad()
 def initialise(stage: nn.Module, seed: int) -> None:
-    """Fill this rank's part of every weight of a materialised, sharded stage, as the weight says (parallel/parameter.py)."""
+    """Fill this rank's part of every weight of a materialised, sharded stage, as the weight says
+    (parallel/parameter.py)."""
     for each in weights_of(stage):
         local, initial = each.sharded.to_local(), each.weight.initial
         if isinstance(initial, Constant):

@@ -11,17 +11,21 @@ from parallel.weight import WeightGradientQueue, local_weight
 
 
 class RMSNorm(nn.Module):
-    """y = x / sqrt(mean(x²) + eps) · weight over the last dimension; weight [width] is whole on every tp rank.
+    """y = x / sqrt(mean(x²) + eps) · weight over the last dimension; weight [width] is whole on
+    every tp rank.
 
-    The residual stream's norms, of width D: with sequence parallelism each tp rank normalises its own part of the sequence, so
-    its weight gradient is a partial sum (parallel/partial.py). Without, all tp ranks see the same tokens and compute the same
-    gradient. Norms of heads, of width E: each tp rank has other heads, and its gradient is a partial sum either way.
+    The residual stream's norms, of width D: with sequence parallelism each tp rank normalises its
+    own part of the sequence, so its weight gradient is a partial sum (parallel/partial.py).
+    Without, all tp ranks see the same tokens and compute the same gradient. Norms of heads, of
+    width E: each tp rank has other heads, and its gradient is a partial sum either way.
     """
 
     weight: nn.Parameter
     weight_gradient_queue: WeightGradientQueue | None = None
 
-    def __init__(self, config: ModelConfig, width: int, tp: DeviceMesh, gradient_is_partial: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, width: int, tp: DeviceMesh, gradient_is_partial: bool
+    ) -> None:
         super().__init__()
         self.eps, self.kernels = config.norm_eps, config.kernels
         weight = Weight(
@@ -34,8 +38,16 @@ class RMSNorm(nn.Module):
         add_weight(self, weight, tp)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, local_weight(self.weight, self.weight_gradient_queue), self.eps, self.kernels)
+        return rms_norm(
+            x, local_weight(self.weight, self.weight_gradient_queue), self.eps, self.kernels
+        )
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of x + residual, and the sum: one pass over both."""
-        return add_rms_norm(x, residual, local_weight(self.weight, self.weight_gradient_queue), self.eps, self.kernels)
+        return add_rms_norm(
+            x,
+            residual,
+            local_weight(self.weight, self.weight_gradient_queue),
+            self.eps,
+            self.kernels,
+        )

@@ -1,4 +1,5 @@
-"""Angles of rotary position embeddings (Su et al. 2021, https://arxiv.org/abs/2104.09864); kernels/rotary.py turns by them."""
+"""Angles of rotary position embeddings (Su et al. 2021, https://arxiv.org/abs/2104.09864);
+kernels/rotary.py turns by them."""
 
 import math
 
@@ -9,15 +10,22 @@ from model.config import RopeScaling
 
 
 def rotary_angles(
-    positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype, scaling: RopeScaling | None = None
+    positions: Tensor,
+    head_dim: int,
+    theta: float,
+    dtype: torch.dtype,
+    scaling: RopeScaling | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each [S, B, 1, E/2], of position · frequency, theta^(−2i/E) for i < E/2, or that scaled.
+    """Cosines and sines, each [S, B, 1, E/2], of position · frequency, theta^(−2i/E) for i < E/2,
+    or that scaled.
 
-    `positions` is [S, B], or [S, 1] where every sequence counts alike. Computed in float32 (float64 for a float64 model):
-    bfloat16 cannot tell positions beyond 256 apart.
+    `positions` is [S, B], or [S, 1] where every sequence counts alike. Computed in float32 (float64
+    for a float64 model): bfloat16 cannot tell positions beyond 256 apart.
     """
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=exact, device=positions.device) / head_dim)
+    frequencies = theta ** (
+        -torch.arange(0, head_dim, 2, dtype=exact, device=positions.device) / head_dim
+    )
     if scaling is not None:
         frequencies = scaled(frequencies, scaling)
     angles = positions.to(exact).unsqueeze(-1).unsqueeze(-1) * frequencies
@@ -25,12 +33,12 @@ def rotary_angles(
 
 
 def scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1's frequencies [E/2] for sequences longer than those of the training before (`apply_scaling` in Meta's
-    llama-models, `rope_type: llama3` in Hugging Face's files).
+    """Llama 3.1's frequencies [E/2] for sequences longer than those of the training before
+    (`apply_scaling` in Meta's llama-models, `rope_type: llama3` in Hugging Face's files).
 
-    A pair of dimensions makes original · f / 2π turns over the original length. One that turns often tells neighbours apart,
-    and stays as it is. One that turns less than about once would reach angles that no training showed: it is slowed by the
-    factor. Between the two, a mixture.
+    A pair of dimensions makes original · f / 2π turns over the original length. One that turns
+    often tells neighbours apart, and stays as it is. One that turns less than about once would
+    reach angles that no training showed: it is slowed by the factor. Between the two, a mixture.
     """
     factor, low, high, original = scaling
     turns = frequencies * (original / (2 * math.pi))

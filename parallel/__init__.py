@@ -1,4 +1,5 @@
-"""How the model is split: one file or folder per axis of the mesh, plus the mesh itself and the collectives.
+"""How the model is split: one file or folder per axis of the mesh, plus the mesh itself and the
+collectives.
 
     axis                     what each rank holds                          what travels
     pp            pipeline/  a range of layers                             activations between neighbours
@@ -6,12 +7,14 @@
     dp_shard      data.py    1 / dp_shard of weights, gradients, moments   weights (gather), gradients (reduce-scatter)
     tp            tensor.py  1 / tp of each matrix (and of the sequence)   activations, several times per block
 
-axes.py names the axes and says how many ranks each has; mesh.py makes the DeviceMesh, and its views.
+axes.py names the axes and says how many ranks each has; mesh.py makes the DeviceMesh, and its
+views.
 
-parameter.py says what a weight is; weight.py is a weight in forward and backward, and the queue in which its gradient may
-wait; partial.py sums over tp what each tp rank knows only in part; placement.py says who holds what of a tensor;
-activation.py recomputes; topology.py tells links inside a node from links between nodes.
+parameter.py says what a weight is; weight.py is a weight in forward and backward, and the queue in
+which its gradient may wait; partial.py sums over tp what each tp rank knows only in part;
+placement.py says who holds what of a tensor; activation.py recomputes; topology.py tells links
+inside a node from links between nodes.
 
-Imports torch, and of the house only `errors`, `settings` and `hardware`; `pipeline/` is handed modules and never imports the
-model.
+Imports torch, and of the house only `errors`, `settings` and `hardware`; `pipeline/` is handed
+modules and never imports the model.
 """

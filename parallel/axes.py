@@ -2,9 +2,10 @@
 
     rank = ((pp · dp_replicate_size + dp_replicate) · dp_shard_size + dp_shard) · tp_size + tp
 
-The innermost axis changes fastest, so neighbours in rank share it: tensor parallelism talks most, several times per block,
-and gets the fastest links (inside a node); pipeline stages talk least and sit farthest apart. This is the order of
-Megatron-LM (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, section 3).
+The innermost axis changes fastest, so neighbours in rank share it: tensor parallelism talks most,
+several times per block, and gets the fastest links (inside a node); pipeline stages talk least and
+sit farthest apart. This is the order of Megatron-LM (Narayanan et al. 2021,
+https://arxiv.org/abs/2104.04473, section 3).
 
 A size-1 axis is not a special case: one process is the mesh `MeshSizes()`.
 """

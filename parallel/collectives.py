@@ -1,10 +1,12 @@
 """The collectives of tensor parallelism, and the autograd operations made of them.
 
-Every function takes the process group it talks over. A collective over one rank returns its input, so an axis of size 1 is not
-a special case for who calls it. The sequence is the *first* dimension of activations, [S, B, …], because collectives
-concatenate and split along the first: a gathered sequence is then contiguous without a copy.
+Every function takes the process group it talks over. A collective over one rank returns its input,
+so an axis of size 1 is not a special case for who calls it. The sequence is the *first* dimension
+of activations, [S, B, …], because collectives concatenate and split along the first: a gathered
+sequence is then contiguous without a copy.
 
-Nothing is reduced in place that autograd may still share: a gradient that feeds two branches is one tensor.
+Nothing is reduced in place that autograd may still share: a gradient that feeds two branches is one
+tensor.
 """
 
 from typing import Any
@@ -20,7 +22,8 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 class Pending:
-    """A tensor that a collective is still writing. `wait()` orders everything after it behind the collective."""
+    """A tensor that a collective is still writing. `wait()` orders everything after it behind the
+    collective."""
 
     def __init__(self, tensor: Tensor, work: Any) -> None:
         self._tensor, self._work = tensor, work
@@ -46,12 +49,15 @@ def start_all_gather(x: Tensor, group: ProcessGroup) -> Pending:
 
 
 def start_reduce_scatter(x: Tensor, group: ProcessGroup) -> Pending:
-    """[S, …] on each of n ranks → their sum's slice [S/n, …] of this rank. `x` must stay untouched until waited for."""
+    """[S, …] on each of n ranks → their sum's slice [S/n, …] of this rank. `x` must stay untouched
+    until waited for."""
     n = group.size()
     if n == 1:
         return Pending(x, None)
     out = x.new_empty((x.shape[0] // n, *x.shape[1:]))
-    return Pending(out, _reduce_scatter_single(out, x.contiguous(), group=group, async_op=_overlap()))
+    return Pending(
+        out, _reduce_scatter_single(out, x.contiguous(), group=group, async_op=_overlap())
+    )
 
 
 def start_all_reduce_(x: Tensor, group: ProcessGroup) -> Pending:
@@ -89,7 +95,8 @@ class ReduceFromTensorParallel(torch.autograd.Function):
 
 
 class ReduceScatterToSequence(torch.autograd.Function):
-    """g's sequence-parallel twin: partial sums → this rank's part of the sequence (Korthikanti et al. 2022, section 4.2.2).
+    """g's sequence-parallel twin: partial sums → this rank's part of the sequence (Korthikanti et
+    al. 2022, section 4.2.2).
 
     | pass     | computes                   | local shapes               | communication                |
     |----------|----------------------------|----------------------------|------------------------------|

@@ -11,7 +11,8 @@ from parallel.axes import AXES, MeshSizes
 
 @dataclass(frozen=True)
 class Mesh:
-    """The mesh and its named views. The code asks for views, which a new axis may join, and not for axes.
+    """The mesh and its named views. The code asks for views, which a new axis may join, and not for
+    axes.
 
     | view   | which ranks                  | what for                                                                  |
     |--------|------------------------------|---------------------------------------------------------------------------|
@@ -59,7 +60,8 @@ class Mesh:
         return self.batch.size()
 
     def describe(self) -> str:
-        """The rank order, for the log: `8 ranks = pp 2 × dp_replicate 1 × dp_shard 2 × tp 2 (tp fastest)`."""
+        """The rank order, for the log: `8 ranks = pp 2 × dp_replicate 1 × dp_shard 2 × tp 2 (tp
+        fastest)`."""
         return f"{self.root.size()} ranks = {self.sizes} (tp fastest)"
 
     def coordinates(self) -> dict[str, int]:
@@ -77,5 +79,6 @@ def build_mesh(sizes: MeshSizes, device: str) -> Mesh:
 
 
 def to_device(x: Tensor, device: str) -> Tensor:
-    """A tensor of the host, on `device`. To a GPU from pinned memory: from other memory the host would wait for the copy."""
+    """A tensor of the host, on `device`. To a GPU from pinned memory: from other memory the host
+    would wait for the copy."""
     return x.pin_memory().to(device, non_blocking=True) if device == "cuda" else x

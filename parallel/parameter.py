@@ -1,6 +1,8 @@
-"""What a weight is, said once, where a layer makes it; nothing later guesses it from a name or from a number of dimensions.
+"""What a weight is, said once, where a layer makes it; nothing later guesses it from a name or from
+a number of dimensions.
 
-    Weight(shape=(4096, 1024), placement=Shard(0), initial=Normal(0.02), decays=True, gradient_is_partial=False)
+    Weight(shape=(4096, 1024), placement=Shard(0), initial=Normal(0.02), decays=True,
+    gradient_is_partial=False)
 
 | who                                       | asks                                                                   |
 |-------------------------------------------|------------------------------------------------------------------------|
@@ -10,8 +12,8 @@
 | the optimizer                             | decays, copy_of                                                        |
 | gradient norm, checkpoints                | copy_of: each global tensor counts once                                |
 
-FSDP2 replaces parameters when it shards a module, and what was attached to them is lost. So a module keeps what its weights
-are, and `weights_of` lists both together.
+FSDP2 replaces parameters when it shards a module, and what was attached to them is lost. So a
+module keeps what its weights are, and `weights_of` lists both together.
 """
 
 from collections.abc import Iterator
@@ -44,11 +46,14 @@ class Weight:
     """One global tensor of the model."""
 
     shape: tuple[int, ...]  # global
-    placement: Shard | Replicate  # over tp; where tp does not divide the dimension, unevenly (`chunk_range`)
+    # over tp; where tp does not divide the dimension, unevenly (`chunk_range`)
+    placement: Shard | Replicate
     initial: Normal | Constant
     decays: bool  # whether weight decay applies
-    gradient_is_partial: bool  # whether each tp rank's gradient is one term of a sum over tp (partial.py)
-    copy_of: str | None = None  # the global name of the weight that this one is a second copy of (pipeline/tied.py)
+    # whether each tp rank's gradient is one term of a sum over tp (partial.py)
+    gradient_is_partial: bool
+    # the global name of the weight that this one is a second copy of (pipeline/tied.py)
+    copy_of: str | None = None
 
 
 @dataclass(frozen=True)
@@ -57,11 +62,13 @@ class NamedWeight:
 
     name: str  # of the parameter
     weight: Weight
-    parameter: nn.Parameter  # as it was when listed: while FSDP has its module gathered, the module has another object
+    # as it was when listed: while FSDP has its module gathered, the module has another object
+    parameter: nn.Parameter
 
     @property
     def global_name(self) -> str:
-        """Of the global tensor behind it: what initial weights, checkpoints and random bits depend on."""
+        """Of the global tensor behind it: what initial weights, checkpoints and random bits depend
+        on."""
         return self.weight.copy_of or self.name
 
     @property
@@ -90,7 +97,9 @@ def add_weight(module: nn.Module, weight: Weight, tp: DeviceMesh, name: str = "w
         local_shape[dim] = len(chunk_range(shape[dim], tp.size(), tp.get_local_rank()))
     local = torch.empty(local_shape, device="meta")
     stride = torch.empty(shape, device="meta").stride()
-    placed = DTensor.from_local(local, tp, [weight.placement], run_check=False, shape=shape, stride=stride)
+    placed = DTensor.from_local(
+        local, tp, [weight.placement], run_check=False, shape=shape, stride=stride
+    )
     module.register_parameter(name, nn.Parameter(placed))
     module.__dict__.setdefault("weights", {})[name] = weight
 
@@ -102,7 +111,9 @@ def weights_of(stage: nn.Module) -> list[NamedWeight]:
         AssertionError: some layer has made a parameter without saying what it is.
     """
     found = list(_walk(stage))
-    unknown = {name for name, _ in stage.named_parameters(remove_duplicate=False)} - {each.name for each in found}
+    unknown = {name for name, _ in stage.named_parameters(remove_duplicate=False)} - {
+        each.name for each in found
+    }
     assert not unknown, f"made without parallel.parameter.add_weight: {sorted(unknown)}"
     return found
 

@@ -7,11 +7,12 @@
 | shared key/value heads (fewer than tp)   | the query heads it has                                  |
 | another norm's, without                  | everything: the same on all ranks, to be summed by none |
 
-All but the last must be summed, and that one must not: both mistakes are silent. So every weight says which it is where it is
-made (`gradient_is_partial`, parameter.py).
+All but the last must be summed, and that one must not: both mistakes are silent. So every weight
+says which it is where it is made (`gradient_is_partial`, parameter.py).
 
-The sum is taken after the data-parallel reduction, over what FSDP left of each gradient, in the optimizer's dtype, and all of
-them travel together: one all-reduce per step (as Megatron-LM does after backward; Korthikanti et al. 2022, section 4.2.2).
+The sum is taken after the data-parallel reduction, over what FSDP left of each gradient, in the
+optimizer's dtype, and all of them travel together: one all-reduce per step (as Megatron-LM does
+after backward; Korthikanti et al. 2022, section 4.2.2).
 """
 
 from collections.abc import Iterable
@@ -38,7 +39,12 @@ class PartialGradients:
         gradients = [each.gradient.to_local() for each in self.weights]
         together = torch.cat([gradient.flatten() for gradient in gradients])
         if not together.numel():
-            return  # FSDP has cut a few short norms over more ranks than they have numbers: all of this tp group have none
-        dist.all_reduce(together, group=self.group)  # (2 L + 1) · D / dp_shard numbers, if norms, for L blocks in the stage
-        for gradient, summed in zip(gradients, together.split([g.numel() for g in gradients]), strict=True):
+            # FSDP has cut a few short norms over more ranks than they have numbers: all of this tp
+            # group have none
+            return
+        # (2 L + 1) · D / dp_shard numbers, if norms, for L blocks in the stage
+        dist.all_reduce(together, group=self.group)
+        for gradient, summed in zip(
+            gradients, together.split([g.numel() for g in gradients]), strict=True
+        ):
             gradient.copy_(summed.view_as(gradient))

@@ -5,7 +5,8 @@ from torch.distributed.tensor import DTensor
 
 
 def chunk_range(size: int, chunks: int, index: int) -> range:
-    """The part of `range(size)` that rank `index` of `chunks` holds: ceil(size / chunks) each, the last ones less.
+    """The part of `range(size)` that rank `index` of `chunks` holds: ceil(size / chunks) each, the
+    last ones less.
 
     This is `torch.chunk`'s rule, which DTensor and FSDP2 follow too; nothing is padded.
     """
@@ -16,7 +17,8 @@ def chunk_range(size: int, chunks: int, index: int) -> range:
 def local_region(tensor: DTensor) -> tuple[range, ...]:
     """The global indices, per dimension, of this rank's part of `tensor`.
 
-    The tp axis cuts first and FSDP cuts what tp left, so the axes are walked from the innermost (last) outwards.
+    The tp axis cuts first and FSDP cuts what tp left, so the axes are walked from the innermost
+    (last) outwards.
     """
     region = [range(size) for size in tensor.shape]
     mesh = tensor.device_mesh
@@ -31,9 +33,10 @@ def local_region(tensor: DTensor) -> tuple[range, ...]:
 
 
 def as_dtensor_like(local: Tensor, like: DTensor) -> DTensor:
-    """`local` as this rank's part of a global tensor that is shaped and placed as `like` is: no copy, no communication.
+    """`local` as this rank's part of a global tensor that is shaped and placed as `like` is: no
+    copy, no communication.
 
-    This is the constructor that `DTensor.from_local` ends in; the way there costs a third of a millisecond of host time, and
-    every weight's gradient takes it in every step.
+    This is the constructor that `DTensor.from_local` ends in; the way there costs a third of a
+    millisecond of host time, and every weight's gradient takes it in every step.
     """
     return DTensor(local, like._spec, requires_grad=False)

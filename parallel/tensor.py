@@ -1,16 +1,19 @@
-"""Tensor parallelism, written by hand: each matrix is cut over the tp axis, and the cuts meet in few, visible collectives.
+"""Tensor parallelism, written by hand: each matrix is cut over the tp axis, and the cuts meet in
+few, visible collectives.
 
     x ──all-gather──┬─ column-parallel q, k, v ── attention ── row-parallel output ──reduce-scatter── y
      (whole sequence)     [each rank: its heads]                 [partial sums]         (1/tp of the sequence)
 
-A column-parallel weight [F, D] keeps F/tp rows per rank, so each rank computes F/tp of the outputs; a row-parallel weight
-[D, F] keeps F/tp columns, so each rank computes a partial sum of all outputs. One after the other they need one
-communication going in and one coming out (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3). With
-sequence parallelism the activations between them are split along the sequence, and all-reduce becomes
-reduce-scatter + all-gather: the same bytes, 1/tp of the memory (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198).
+A column-parallel weight [F, D] keeps F/tp rows per rank, so each rank computes F/tp of the outputs;
+a row-parallel weight [D, F] keeps F/tp columns, so each rank computes a partial sum of all outputs.
+One after the other they need one communication going in and one coming out (Shoeybi et al. 2019,
+https://arxiv.org/abs/1909.08053, section 3). With sequence parallelism the activations between them
+are split along the sequence, and all-reduce becomes reduce-scatter + all-gather: the same bytes,
+1/tp of the memory (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198).
 
-Weights are DTensors that carry their placement on tp: FSDP2 shards them further, checkpoints store the global tensor, and
-the gradient norm knows what is a replica. The mathematics works on the local tensors.
+Weights are DTensors that carry their placement on tp: FSDP2 shards them further, checkpoints store
+the global tensor, and the gradient norm knows what is a replica. The mathematics works on the local
+tensors.
 """
 
 from collections.abc import Sequence
@@ -43,9 +46,11 @@ from parallel.weight import (
 
 
 class ColumnParallelFunction(torch.autograd.Function):
-    """Several column-parallel products of one input, which is gathered (or copied) once for all of them.
+    """Several column-parallel products of one input, which is gathered (or copied) once for all of
+    them.
 
-    With sequence parallelism (Korthikanti et al., g-bar); F is the sum of the outputs' local widths:
+    With sequence parallelism (Korthikanti et al., g-bar); F is the sum of the outputs' local
+    widths:
 
     | pass         | computes       | local shapes               | communication                               |
     |--------------|----------------|----------------------------|---------------------------------------------|
@@ -53,9 +58,10 @@ class ColumnParallelFunction(torch.autograd.Function):
     | input grad.  | dx = Σ dyᵢ·wᵢ  | [S, B, Fᵢ] → [S/tp, B, D]  | reduce-scatter dx: S·B·D, behind weight gr. |
     | weight grad. | dwᵢ = dyᵢᵀ · x | → [Fᵢ, D]                  | all-gather x again: S·B·D, behind input gr. |
 
-    Gathering x twice is what lets each rank keep only its S/tp slice of it between forward and backward.
-    Without (Shoeybi et al., f): x is whole on every rank already; forward moves nothing, and dx is all-reduced, S·B·D, behind
-    the weight gradient. Where `queue` defers (parallel/weight.py) the last row of the table happens later, in a job.
+    Gathering x twice is what lets each rank keep only its S/tp slice of it between forward and
+    backward. Without (Shoeybi et al., f): x is whole on every rank already; forward moves nothing,
+    and dx is all-reduced, S·B·D, behind the weight gradient. Where `queue` defers
+    (parallel/weight.py) the last row of the table happens later, in a job.
     """
 
     @staticmethod
@@ -68,7 +74,12 @@ class ColumnParallelFunction(torch.autograd.Function):
         destinations: Sequence[Destination],
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.group, ctx.sequence_parallel, ctx.queue, ctx.destinations = group, sequence_parallel, queue, destinations
+        ctx.group, ctx.sequence_parallel, ctx.queue, ctx.destinations = (
+            group,
+            sequence_parallel,
+            queue,
+            destinations,
+        )
         ctx.save_for_backward(x, *weights)
         if sequence_parallel:
             x = start_all_gather(x, group).wait()  # [S, B, D]
@@ -87,7 +98,11 @@ class ColumnParallelFunction(torch.autograd.Function):
         assert dx is not None
         if ctx.sequence_parallel and not later:
             x = gathering_x.wait()
-        reducing_dx = start_reduce_scatter(dx, group) if ctx.sequence_parallel else start_all_reduce_(dx, group)
+        reducing_dx = (
+            start_reduce_scatter(dx, group)
+            if ctx.sequence_parallel
+            else start_all_reduce_(dx, group)
+        )
         dws: list[Tensor | None]
         if later:
             gather_x = group if ctx.sequence_parallel else None
@@ -120,7 +135,12 @@ class RowParallelFunction(torch.autograd.Function):
         destinations: Sequence[Destination],
         weight: Tensor,
     ) -> Tensor:
-        ctx.group, ctx.sequence_parallel, ctx.queue, ctx.destinations = group, sequence_parallel, queue, destinations
+        ctx.group, ctx.sequence_parallel, ctx.queue, ctx.destinations = (
+            group,
+            sequence_parallel,
+            queue,
+            destinations,
+        )
         ctx.save_for_backward(x, weight)
         return Matmul.forward(x, weight)
 
@@ -131,7 +151,8 @@ class RowParallelFunction(torch.autograd.Function):
         if ctx.queue is None or not ctx.queue.is_deferring:
             dw = Matmul.weight_gradient(dy, x)
         elif ctx.sequence_parallel and ctx.group.size() > 1:
-            # The reduce-scatter's backward gathered dy. Waiting, the job keeps this rank's part, and gathers it again.
+            # The reduce-scatter's backward gathered dy. Waiting, the job keeps this rank's part,
+            # and gathers it again.
             mine = dy.chunk(ctx.group.size())[ctx.group.rank()].clone()
             ctx.queue.add(WeightGradientJob(x, (mine,), ctx.destinations, gather_dys=ctx.group))
         else:
@@ -140,15 +161,17 @@ class RowParallelFunction(torch.autograd.Function):
 
 
 class ColumnParallelLinear(nn.Module):
-    """weight [out, in], output rows cut over tp. No forward of its own: `column_parallel` computes several that read one input.
+    """weight [out, in], output rows cut over tp. No forward of its own: `column_parallel` computes
+    several that read one input.
 
-    `shards` may be less than tp (key/value heads fewer than tp ranks): then the whole weight is on every rank, and ranks in
-    groups of tp / shards compute the same slice of the output. Each rank's gradient covers its slice and the queries it
-    served: a partial sum (parallel/partial.py).
+    `shards` may be less than tp (key/value heads fewer than tp ranks): then the whole weight is on
+    every rank, and ranks in groups of tp / shards compute the same slice of the output. Each rank's
+    gradient covers its slice and the queries it served: a partial sum (parallel/partial.py).
     """
 
     weight: nn.Parameter
-    weight_gradient_queue: WeightGradientQueue | None = None  # set by `share_queue` where a schedule splits backward
+    # set by `share_queue` where a schedule splits backward
+    weight_gradient_queue: WeightGradientQueue | None = None
 
     def __init__(
         self,
@@ -184,40 +207,62 @@ class ColumnParallelLinear(nn.Module):
 def column_parallel(
     x: Tensor, layers: list[ColumnParallelLinear], group: ProcessGroup, sequence_parallel: bool
 ) -> list[Tensor]:
-    """x [S/tp, B, D] (or [S, B, D] without sequence parallelism) → one [S, B, out/tp] per layer, with one gather of x."""
+    """x [S/tp, B, D] (or [S, B, D] without sequence parallelism) → one [S, B, out/tp] per layer,
+    with one gather of x."""
     weights = [layer.local_weight() for layer in layers]
     queue = layers[0].weight_gradient_queue
-    destinations = () if queue is None else tuple(Destination(layer.weight, layer.rows) for layer in layers)
-    return list(ColumnParallelFunction.apply(x, group, sequence_parallel, queue, destinations, *weights))
+    destinations = (
+        () if queue is None else tuple(Destination(layer.weight, layer.rows) for layer in layers)
+    )
+    return list(
+        ColumnParallelFunction.apply(x, group, sequence_parallel, queue, destinations, *weights)
+    )
 
 
 class RowParallelLinear(nn.Module):
-    """weight [out, in], input columns cut over tp: x [S, B, in/tp] → [S/tp, B, out], summed over tp on the way."""
+    """weight [out, in], input columns cut over tp: x [S, B, in/tp] → [S/tp, B, out], summed over tp
+    on the way."""
 
     weight: nn.Parameter
     weight_gradient_queue: WeightGradientQueue | None = None
 
-    def __init__(self, in_features: int, out_features: int, tp: DeviceMesh, sequence_parallel: bool, initial: Normal) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        tp: DeviceMesh,
+        sequence_parallel: bool,
+        initial: Normal,
+    ) -> None:
         super().__init__()
         self.group, self.sequence_parallel = tp.get_group(), sequence_parallel
         shape = (out_features, in_features)
-        weight = Weight(shape=shape, placement=Shard(1), initial=initial, decays=True, gradient_is_partial=False)
+        weight = Weight(
+            shape=shape, placement=Shard(1), initial=initial, decays=True, gradient_is_partial=False
+        )
         add_weight(self, weight, tp)
 
     def forward(self, x: Tensor) -> Tensor:
         queue = self.weight_gradient_queue
         destinations = () if queue is None else (Destination(self.weight, None),)
         weight = local_weight(self.weight, queue)
-        partial = RowParallelFunction.apply(x, self.group, self.sequence_parallel, queue, destinations, weight)
+        partial = RowParallelFunction.apply(
+            x, self.group, self.sequence_parallel, queue, destinations, weight
+        )
         return reduce_over_tp(partial, self.group, self.sequence_parallel)
 
 
 class EmbeddingFunction(torch.autograd.Function):
-    """Rows of a weight [V/tp, D]: rows [S, B] → [S, B, D]. Its one gradient is the weight's, here or in a job."""
+    """Rows of a weight [V/tp, D]: rows [S, B] → [S, B, D]. Its one gradient is the weight's, here
+    or in a job."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, queue: WeightGradientQueue | None, destination: Destination | None, weight: Tensor
+        ctx: Any,
+        rows: Tensor,
+        queue: WeightGradientQueue | None,
+        destination: Destination | None,
+        weight: Tensor,
     ) -> Tensor:
         ctx.queue, ctx.destination, ctx.num_rows = queue, destination, weight.shape[0]
         ctx.save_for_backward(rows)
@@ -233,20 +278,26 @@ class EmbeddingFunction(torch.autograd.Function):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """weight [V, D], rows cut over tp, unevenly where tp does not divide V: tokens [S, B] → [S/tp, B, D].
+    """weight [V, D], rows cut over tp, unevenly where tp does not divide V: tokens [S, B] → [S/tp,
+    B, D].
 
-    Each rank looks up the tokens whose rows it holds and puts zeros elsewhere; the sum over tp is the embedding.
+    Each rank looks up the tokens whose rows it holds and puts zeros elsewhere; the sum over tp is
+    the embedding.
     """
 
     weight: nn.Parameter
     weight_gradient_queue: WeightGradientQueue | None = None
 
-    def __init__(self, vocab_size: int, dim: int, tp: DeviceMesh, sequence_parallel: bool, initial: Normal) -> None:
+    def __init__(
+        self, vocab_size: int, dim: int, tp: DeviceMesh, sequence_parallel: bool, initial: Normal
+    ) -> None:
         super().__init__()
         self.group, self.sequence_parallel = tp.get_group(), sequence_parallel
         self.rows = chunk_range(vocab_size, tp.size(), tp.get_local_rank())
         shape = (vocab_size, dim)
-        weight = Weight(shape=shape, placement=Shard(0), initial=initial, decays=True, gradient_is_partial=False)
+        weight = Weight(
+            shape=shape, placement=Shard(0), initial=initial, decays=True, gradient_is_partial=False
+        )
         add_weight(self, weight, tp)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -255,4 +306,6 @@ class VocabParallelEmbedding(nn.Module):
         elsewhere = (tokens < self.rows.start) | (tokens >= self.rows.stop)
         rows = (tokens - self.rows.start).masked_fill(elsewhere, 0)
         local = EmbeddingFunction.apply(rows, queue, destination, local_weight(self.weight, queue))
-        return reduce_over_tp(local.masked_fill(elsewhere.unsqueeze(-1), 0), self.group, self.sequence_parallel)
+        return reduce_over_tp(
+            local.masked_fill(elsewhere.unsqueeze(-1), 0), self.group, self.sequence_parallel
+        )

@@ -1,7 +1,7 @@
 """Which axes of the mesh lie inside a node, and what it costs where tensor parallelism does not.
 
-torchrun gives a node consecutive ranks, so a node of N ranks holds N neighbours of the mesh's order (axes.py). With tp 8, pp 4,
-dp_shard 8 and 8 ranks per node:
+torchrun gives a node consecutive ranks, so a node of N ranks holds N neighbours of the mesh's order
+(axes.py). With tp 8, pp 4, dp_shard 8 and 8 ranks per node:
 
     inside a node of 8 ranks: tp 8; between nodes: pp 4, dp_shard 8
 """
@@ -11,7 +11,8 @@ from parallel.axes import MeshSizes
 
 
 def describe_nodes(sizes: MeshSizes, ranks_per_node: int) -> str:
-    """One line: how much of each axis is inside a node and how much between nodes; axes of size 1 are left out.
+    """One line: how much of each axis is inside a node and how much between nodes; axes of size 1
+    are left out.
 
     Args:
         sizes: of the mesh.
@@ -30,13 +31,12 @@ def describe_nodes(sizes: MeshSizes, ranks_per_node: int) -> str:
         between += [f"{name} {size // here}"] if here < size else []
     if not between:
         return f"all {ranks_per_node} ranks in one node"
-    return (
-        f"inside a node of {ranks_per_node} ranks: {', '.join(inside) or 'nothing'}; between nodes: {', '.join(between[::-1])}"
-    )
+    return f"inside a node of {ranks_per_node} ranks: {', '.join(inside) or 'nothing'}; between nodes: {', '.join(between[::-1])}"
 
 
 def tp_between_nodes(tp: int, ranks_per_node: int, bytes_per_step: float) -> str:
-    """A warning that names the cost, if any tensor-parallel group has ranks in two nodes; else the empty string.
+    """A warning that names the cost, if any tensor-parallel group has ranks in two nodes; else the
+    empty string.
 
     Args:
         tp: size of the axis; its groups are consecutive ranks.
@@ -56,17 +56,20 @@ def tp_between_nodes(tp: int, ranks_per_node: int, bytes_per_step: float) -> str
     )
 
 
-def tp_bytes_per_step(tp: int, *, tokens: int, dim: int, layers: int, bytes_per_number: int, sequence_parallel: bool) -> float:
+def tp_bytes_per_step(
+    tp: int, *, tokens: int, dim: int, layers: int, bytes_per_number: int, sequence_parallel: bool
+) -> float:
     """What one rank sends for the blocks' tensor parallelism in a step, forward and backward.
 
-    The collectives of a block, each over tokens × dim numbers of a micro-batch (Megatron-LM, https://arxiv.org/abs/1909.08053,
-    section 3; with sequence parallelism Korthikanti et al., https://arxiv.org/abs/2205.05198, section 4.2.2):
+    The collectives of a block, each over tokens × dim numbers of a micro-batch (Megatron-LM,
+    https://arxiv.org/abs/1909.08053, section 3; with sequence parallelism Korthikanti et al.,
+    https://arxiv.org/abs/2205.05198, section 4.2.2):
 
         forward    2 all-reduces; or 2 all-gathers + 2 reduce-scatters
         backward   2 all-reduces; or the same, and 2 all-gathers of what forward did not keep
 
-    An all-gather or reduce-scatter by a ring sends (tp − 1) / tp of that, an all-reduce twice as much. The embedding and the
-    head come once and are left out; so is recomputation.
+    An all-gather or reduce-scatter by a ring sends (tp − 1) / tp of that, an all-reduce twice as
+    much. The embedding and the head come once and are left out; so is recomputation.
 
     Args:
         tp: size of the axis.

@@ -1,11 +1,14 @@
-"""A weight in forward and backward: this rank's tensor of it, the three products it takes part in, and its gradient.
+"""A weight in forward and backward: this rank's tensor of it, the three products it takes part in,
+and its gradient.
 
-The gradient of a weight is needed by the optimizer alone; the gradient of a layer's *input* is what other ranks wait for. So a
-pipeline schedule may split backward and form weight gradients later, where a rank would have nothing to do (zero bubble:
-Qi et al. 2023, https://arxiv.org/abs/2401.10241). While `WeightGradientQueue` defers, a linear layer's backward leaves a job in
-the queue, with what the product needs, its input and its output's gradient (of a tensor that sequence parallelism cuts, this
-rank's part); the job adds the result to the weight's `.grad`. The embedding does alike. A norm's gradient, which is small and
-comes with its input's, waits in the queue as it is: so all gradients of a micro-batch are complete at one moment, and are
+The gradient of a weight is needed by the optimizer alone; the gradient of a layer's *input* is what
+other ranks wait for. So a pipeline schedule may split backward and form weight gradients later,
+where a rank would have nothing to do (zero bubble: Qi et al. 2023,
+https://arxiv.org/abs/2401.10241). While `WeightGradientQueue` defers, a linear layer's backward
+leaves a job in the queue, with what the product needs, its input and its output's gradient (of a
+tensor that sequence parallelism cuts, this rank's part); the job adds the result to the weight's
+`.grad`. The embedding does alike. A norm's gradient, which is small and comes with its input's,
+waits in the queue as it is: so all gradients of a micro-batch are complete at one moment, and are
 reduced together.
 """
 
@@ -25,7 +28,8 @@ from parallel.placement import as_dtensor_like
 
 
 class Matmul:
-    """The three products of every parallel linear layer: the one place to change how they are computed."""
+    """The three products of every parallel linear layer: the one place to change how they are
+    computed."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor) -> Tensor:
@@ -34,7 +38,8 @@ class Matmul:
 
     @staticmethod
     def input_gradient(dy: Tensor, weight: Tensor, into: Tensor | None = None) -> Tensor:
-        """dx [..., D] = dy [..., F] · weight; added to `into` where given (several layers that read one input)."""
+        """dx [..., D] = dy [..., F] · weight; added to `into` where given (several layers that read
+        one input)."""
         if into is None:
             return dy @ weight
         into.view(-1, into.shape[-1]).addmm_(dy.reshape(-1, dy.shape[-1]), weight)
@@ -46,9 +51,11 @@ class Matmul:
         return dy.reshape(-1, dy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
 
     @staticmethod
-    def add_weight_gradient(dy: Tensor, x: Tensor, into: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """dw [F, D] = into + dyᵀ · x, for dy [T, F] and x [T, D], summed in `dtype`, which may be wider than theirs (float32
-        for bfloat16); `into` None: 0. Written into `into`."""
+    def add_weight_gradient(
+        dy: Tensor, x: Tensor, into: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """dw [F, D] = into + dyᵀ · x, for dy [T, F] and x [T, D], summed in `dtype`, which may be
+        wider than theirs (float32 for bfloat16); `into` None: 0. Written into `into`."""
         wide = dy.dtype != dtype
         if into is None:
             into = dy.new_empty((dy.shape[1], x.shape[1]), dtype=dtype)
@@ -65,10 +72,11 @@ class Matmul:
 class LocalWeight(torch.autograd.Function):
     """This rank's tensor of a DTensor weight; its gradient becomes the weight's, placed alike.
 
-    `DTensor.to_local` does the same through the dispatcher, at several times the host time per weight and micro-batch. Here,
-    where gradients stay in the weight between micro-batches (float32 computing), all but the first are added to the local
-    tensor at once; where FSDP takes each away to sum it in a wider dtype (bfloat16), each is the first. What is added to was
-    made by the first call of this backward, from a tensor that every caller has just made, so nobody else holds it.
+    `DTensor.to_local` does the same through the dispatcher, at several times the host time per
+    weight and micro-batch. Here, where gradients stay in the weight between micro-batches (float32
+    computing), all but the first are added to the local tensor at once; where FSDP takes each away
+    to sum it in a wider dtype (bfloat16), each is the first. What is added to was made by the first
+    call of this backward, from a tensor that every caller has just made, so nobody else holds it.
     """
 
     @staticmethod
@@ -98,14 +106,16 @@ def local_weight(weight: nn.Parameter, queue: "WeightGradientQueue | None") -> T
     if torch.compiler.is_compiling():
         return weight.to_local()  # the compiler knows this one, and pays its price once
     if not torch.is_grad_enabled():
-        return weight._local_tensor  # what `to_local` makes a view of, each time: a fifth of a small model's time for a token
+        # what `to_local` makes a view of, each time: a fifth of a small model's time for a token
+        return weight._local_tensor
     return LocalWeight.apply(weight, queue)
 
 
 class Destination(NamedTuple):
     """Where a deferred gradient goes."""
 
-    weight: nn.Parameter  # the gathered weight that forward used, with `.grad` in the shape of this tp rank's part
+    # the gathered weight that forward used, with `.grad` in the shape of this tp rank's part
+    weight: nn.Parameter
     rows: slice | None  # of that part, which the gradient is for; None: all
 
     def add(self, dw: Tensor) -> None:
@@ -145,7 +155,8 @@ class ReadyGradient:
 
 @dataclass
 class EmbeddingGradient:
-    """The gradient of looked-up rows [V/tp, D], from that of the looked-up vectors, dy [S, B, D]."""
+    """The gradient of looked-up rows [V/tp, D], from that of the looked-up vectors, dy [S, B,
+    D]."""
 
     dy: Tensor
     rows: Tensor  # [S, B]: which row of the weight each is
@@ -166,13 +177,15 @@ def embedding_gradient(dy: Tensor, rows: Tensor, num_rows: int) -> Tensor:
 
 
 class WeightGradientJob:
-    """The weight gradients of the layers that read one input: `start`, then `finish`, which lets go of what the job held.
+    """The weight gradients of the layers that read one input: `start`, then `finish`, which lets go
+    of what the job held.
 
     Args:
         x: their input.
         dys: each layer's output gradient.
         destinations: of each layer's weight gradient.
-        gather_x, gather_dys: the tp group where these are this rank's part [S/tp, B, …] of the sequence; None: they are whole.
+        gather_x, gather_dys: the tp group where these are this rank's part [S/tp, B, …] of the
+            sequence; None: they are whole.
     """
 
     def __init__(
@@ -191,7 +204,10 @@ class WeightGradientJob:
     def start(self) -> None:
         """Gather x [S, B, D] or dy [S, B, F] over tp."""
         assert self.x is not None
-        self._gathering = [_gather(self.x, self.gather_x), *(_gather(dy, self.gather_dys) for dy in self.dys)]
+        self._gathering = [
+            _gather(self.x, self.gather_x),
+            *(_gather(dy, self.gather_dys) for dy in self.dys),
+        ]
         self.x, self.dys = None, ()
 
     def finish(self) -> None:
@@ -206,8 +222,8 @@ def _gather(x: Tensor, group: ProcessGroup | None) -> Pending:
 
 
 class WeightGradientQueue:
-    """Shared by the layers of a stage. Their backward forms weight gradients at once, or, inside `deferring`, leaves them as
-    jobs."""
+    """Shared by the layers of a stage. Their backward forms weight gradients at once, or, inside
+    `deferring`, leaves them as jobs."""
 
     def __init__(self) -> None:
         self._jobs: list[Job] | None = None
@@ -222,7 +238,8 @@ class WeightGradientQueue:
 
     @contextmanager
     def deferring(self) -> Iterator[list[Job]]:
-        """The jobs of the backward inside, to be run later, in their order, on all tp ranks alike."""
+        """The jobs of the backward inside, to be run later, in their order, on all tp ranks
+        alike."""
         self._jobs = []
         try:
             yield self._jobs
@@ -241,7 +258,8 @@ def share_queue(stage: nn.Module) -> WeightGradientQueue:
 
 @torch.no_grad()
 def run_jobs(jobs: list[Job]) -> None:
-    """Form the gradients, and empty the list; each job's tensors are gathered behind the products of the job before."""
+    """Form the gradients, and empty the list; each job's tensors are gathered behind the products
+    of the job before."""
     jobs.reverse()
     started: Job | None = None
     while jobs:

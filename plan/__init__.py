@@ -1,4 +1,5 @@
-"""What a run will need and how long it will take, before it runs: pure functions of a configuration and the size of its world.
+"""What a run will need and how long it will take, before it runs: pure functions of a configuration
+and the size of its world.
 
 check.py       what a plan cannot say anything about, and what it takes for granted
 layout.py      the world, and what one rank of it holds: parameters by FSDP's units, tokens, widths of numbers
@@ -18,5 +19,6 @@ search.py      those that fit, by their time
 summary.py     a job in numbers
 guide.py       the accounting that guides use
 
-Imports `training.config` and what it stands on; no tensor is made here. tools/plan prints it, tools/rehearse measures it.
+Imports `training.config` and what it stands on; no tensor is made here. tools/plan prints it,
+tools/rehearse measures it.
 """

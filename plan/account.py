@@ -10,7 +10,8 @@ from plan.categories import ACTIVATIONS, GATHERING, GRADIENTS, KINDS, REDUCING, 
 
 
 class Effect(NamedTuple):
-    """What a piece of work did to an account: how high it rose above where it began, what was there then, and what stayed."""
+    """What a piece of work did to an account: how high it rose above where it began, what was there
+    then, and what stayed."""
 
     height: int
     at_height: dict[str, int]  # by category, above the beginning
@@ -37,21 +38,31 @@ class Account:
         self.now[category] -= size
         self.total -= size
 
-    def reach(self, *, temporary: int = 0, gradients: int = 0, gathering: int = 0, reducing: int = 0) -> None:
-        """The moment, with these bytes alive besides: results, whole gradients, buffers of gathers and reductions."""
+    def reach(
+        self, *, temporary: int = 0, gradients: int = 0, gathering: int = 0, reducing: int = 0
+    ) -> None:
+        """The moment, with these bytes alive besides: results, whole gradients, buffers of gathers
+        and reductions."""
         total = self.total + temporary + gradients + gathering + reducing
         if total > self.peak:
             self.peak, self.peak_action = total, self.action
             self._at_peak = dict(self.now)
-            more = {TEMPORARY: temporary, GRADIENTS: gradients, GATHERING: gathering, REDUCING: reducing}
+            more = {
+                TEMPORARY: temporary,
+                GRADIENTS: gradients,
+                GATHERING: gathering,
+                REDUCING: reducing,
+            }
             for category, size in more.items():
                 if size:
                     self._at_peak[category] = self._at_peak.get(category, 0) + size
 
     def repeat(self, state: Callable[[], Hashable], work: Callable[[], None]) -> None:
-        """Does the work; or what it did when the state was the same, if it left the state as it was.
+        """Does the work; or what it did when the state was the same, if it left the state as it
+        was.
 
-        Most of a program's actions are repetitions, so that a long program takes hardly longer than a short one.
+        Most of a program's actions are repetitions, so that a long program takes hardly longer than
+        a short one.
         """
         before = state()
         if before not in self._effects:
@@ -74,7 +85,9 @@ class Account:
         self.reach()
         work()
         at_height = {c: size - began.get(c, 0) for c, size in self._at_peak.items()}
-        changes = {c: size - began.get(c, 0) for c, size in self.now.items() if size != began.get(c, 0)}
+        changes = {
+            c: size - began.get(c, 0) for c, size in self.now.items() if size != began.get(c, 0)
+        }
         effect = Effect(self.peak - total, at_height, changes)
         if self.peak <= peak:
             self.peak, self.peak_action, self._at_peak = peak, peak_action, at_peak

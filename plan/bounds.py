@@ -1,12 +1,14 @@
 """Bytes that a layout needs at least: from sizes alone, for all layouts of a search.
 
-They are counted at the moment at which a pipeline rank begins the backward with most activations alive. Then there are
+They are counted at the moment at which a pipeline rank begins the backward with most activations
+alive. Then there are
 
-    the rank's weights and moments, sharded; weights in the compute dtype, gathered: all, or with zero_stage 3 a block's
-    what its blocks keep of all micro-batches that the schedule has alive on it
-    what the backward of a block needs besides, the gradient that came in, and weight gradients that are put off
-    where forwards and backwards take turns for long: the gradients of the micro-batches before, and with zero_stage 2 and 3
-    the last of them that each stage reduced, whole, which FSDP holds until the stage's next
+    the rank's weights and moments, sharded; weights in the compute dtype, gathered: all, or with
+    zero_stage 3 a block's what its blocks keep of all micro-batches that the schedule has alive on
+    it what the backward of a block needs besides, the gradient that came in, and weight gradients
+    that are put off where forwards and backwards take turns for long: the gradients of the
+    micro-batches before, and with zero_stage 2 and 3 the last of them that each stage reduced,
+    whole, which FSDP holds until the stage's next
 
 Buffers of gathers, messages and the head come on top, and plan/memory.py counts them.
 """
@@ -30,8 +32,10 @@ class Block:
         sizes = Sizes(layout)
         self.part = sizes.part  # its input's gradient, or its output
         self.kept = sizes.kept + sizes.part  # for backward, with its output
-        self.whole, _ = block_backward(layout, False)  # by which a backward rises above what is there when it begins
-        # An input gradient: the same; by which it ends above that; and what waits for the weight gradient in all.
+        # by which a backward rises above what is there when it begins
+        self.whole, _ = block_backward(layout, False)
+        # An input gradient: the same; by which it ends above that; and what waits for the weight
+        # gradient in all.
         self.split, left = block_backward(layout, True)
         self.more, self.deferred = left - sizes.part, left + sizes.kept
         self.numel = layout.block.numel
@@ -49,7 +53,14 @@ class Alive(NamedTuple):
 
 
 def most_alive(
-    block: Block, schedule: str, pp: int, v: int, counts: list[int], numbers: list[int], m: int, steady: bool
+    block: Block,
+    schedule: str,
+    pp: int,
+    v: int,
+    counts: list[int],
+    numbers: list[int],
+    m: int,
+    steady: bool,
 ) -> list[Alive]:
     """Ranks that differ.
 
@@ -72,15 +83,30 @@ def most_alive(
     for rank in reversed(range(pp)):
         # An input gradient leaves more at each block than it frees, and is highest at the last.
         split = block.split + max(0, block.more) * (fewest[rank] - 1)
-        backward = split if schedule in ALWAYS_SPLIT else min(block.whole, split) if schedule == "dualpipe_v" else block.whole
-        if schedule == "zb_h1" and steady:  # weight gradients of `rank` micro-batches are still to come
+        backward = (
+            split
+            if schedule in ALWAYS_SPLIT
+            else min(block.whole, split)
+            if schedule == "dualpipe_v"
+            else block.whole
+        )
+        # weight gradients of `rank` micro-batches are still to come
+        if schedule == "zb_h1" and steady:
             backward += rank * blocks[rank] * block.deferred
-        found[numbers[rank], live[rank] * block.kept, block.part + backward if live[rank] else 0, unreduced[rank]] = rank
+        found[
+            numbers[rank],
+            live[rank] * block.kept,
+            block.part + backward if live[rank] else 0,
+            unreduced[rank],
+        ] = rank
     return [Alive(rank, *key) for key, rank in found.items()]
 
 
-def least_bytes(alive: Alive, layout: Layout, shard: int, zero: int, m: int, steady: bool) -> tuple[float, float]:
-    """Of a rank whose weights are sharded over `shard`: the bound; and what is kept alone, states and activations."""
+def least_bytes(
+    alive: Alive, layout: Layout, shard: int, zero: int, m: int, steady: bool
+) -> tuple[float, float]:
+    """Of a rank whose weights are sharded over `shard`: the bound; and what is kept alone, states
+    and activations."""
     e, master, reduce = layout.compute, layout.master, layout.reduce
     states = alive.numel / shard * 3 * master + alive.numel * e * (zero < 3)
     summed = alive.numel * reduce * (1.0 if zero < 2 and m > 1 else 1 / shard)
@@ -102,7 +128,8 @@ def where(schedule: str, pp: int, v: int) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def _live(schedule: str, pp: int, v: int, counts: tuple[int, ...], m: int) -> list[int]:
-    """The most micro-batches of blocks that each rank holds at once, by the schedule itself; with more than `m`, not fewer."""
+    """The most micro-batches of blocks that each rank holds at once, by the schedule itself; with
+    more than `m`, not fewer."""
     most = []
     for actions in _schedule(schedule, pp, v, m):
         live = highest = 0

@@ -1,7 +1,9 @@
-"""Every layout of a model on a number of GPUs, each with an estimate of its step's seconds and a bound on its bytes.
+"""Every layout of a model on a number of GPUs, each with an estimate of its step's seconds and a
+bound on its bytes.
 
-The estimate is of the parts that `plan.time` simulates: the work of the slowest rank, the schedule's bubble by its paper's
-formula, what data parallelism has to wait for. The bound (plan/bounds.py) is the largest of its ranks'.
+The estimate is of the parts that `plan.time` simulates: the work of the slowest rank, the
+schedule's bubble by its paper's formula, what data parallelism has to wait for. The bound
+(plan/bounds.py) is the largest of its ranks'.
 """
 
 import itertools
@@ -63,7 +65,10 @@ def space(config: Config, world: int, device: Device) -> list[str]:
     train, parallel = config.train, config.parallel
     sizes = ", ".join(map(str, sorted({*MICRO_BATCHES, train.micro_batch_size})))
     schedules = [*(name for name in FIXED if not (train.compile and name in SPLIT)), *INTERLEAVED]
-    kept = [f"parallel.fsdp_unit={parallel.fsdp_unit}", f"parallel.reduce_dtype={parallel.reduce_dtype}"]
+    kept = [
+        f"parallel.fsdp_unit={parallel.fsdp_unit}",
+        f"parallel.reduce_dtype={parallel.reduce_dtype}",
+    ]
     kept += [f"train.{key}={str(getattr(train, key)).lower()}" for key in ("dtype", "compile")]
     tp = ", ".join(map(str, _tp_sizes(config, world, device)))
     return [
@@ -79,13 +84,17 @@ def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate
     """Every layout that keeps the configuration's rules."""
     batch, seq_len = config.train.global_batch_size, config.train.seq_len
     for tp in _tp_sizes(config, world, device):
-        for cut, size, mode in itertools.product((True, False), sorted({*MICRO_BATCHES, config.train.micro_batch_size}), MODES):
+        for cut, size, mode in itertools.product(
+            (True, False), sorted({*MICRO_BATCHES, config.train.micro_batch_size}), MODES
+        ):
             if (tp == 1 and cut != config.parallel.sequence_parallel) or (cut and seq_len % tp):
                 continue
             parallel = replace(config.parallel, tp=tp, pp=1, dp_shard=1, dp_replicate=1, schedule="1f1b", stages_per_rank=1,
                                layers_per_stage=None, sequence_parallel=cut, zero_stage=1)  # fmt: skip
             train = replace(config.train, micro_batch_size=size, activation_checkpointing=mode)
-            stage = Stage(StepTime(Layout(replace(config, parallel=parallel, train=train), tp, 0), device))
+            stage = Stage(
+                StepTime(Layout(replace(config, parallel=parallel, train=train), tp, 0), device)
+            )
             for pp in _divisors(world // tp):
                 dp = world // (tp * pp)
                 if pp <= config.model.num_layers + 2 and batch % (dp * size) == 0:
@@ -99,14 +108,19 @@ class Stage:
     def __init__(self, time: StepTime) -> None:
         self.time, self.layout, self.alike = time, time.layout, time.layout.config
         embedding, _, head = (self.layout.units(0)[i] for i in (0, 1, -1))
-        self.work, self.embedding, self.head = (time.part(unit) for unit in (self.layout.block, embedding, head))
-        self.summing = time.summing(self.layout.block) / self.layout.block.numel  # seconds of a number
+        self.work, self.embedding, self.head = (
+            time.part(unit) for unit in (self.layout.block, embedding, head)
+        )
+        # seconds of a number
+        self.summing = time.summing(self.layout.block) / self.layout.block.numel
         self.block = Block(self.layout)
 
     @cache  # noqa: B019  (of one search)
     def message_seconds(self, pp: int, world: int) -> float:
         parallel = replace(self.alike.parallel, pp=pp, dp_shard=world // (self.layout.tp * pp))
-        return StepTime(Layout(replace(self.alike, parallel=parallel), world, 0), self.time.device).message_seconds
+        return StepTime(
+            Layout(replace(self.alike, parallel=parallel), world, 0), self.time.device
+        ).message_seconds
 
 
 def pipelines(config: Config, pp: int, m: int) -> Iterator[Pipeline]:
@@ -117,8 +131,11 @@ def pipelines(config: Config, pp: int, m: int) -> Iterator[Pipeline]:
         if config.train.compile and schedule in SPLIT:
             continue
         stages = pp * v
-        if layers < stages:  # one layer each, and none in the last, which has the head, or in the first and last
-            light = [int(0 < s < stages - 1 or (s == 0 and layers == stages - 1)) for s in range(stages)]
+        # one layer each, and none in the last, which has the head, or in the first and last
+        if layers < stages:
+            light = [
+                int(0 < s < stages - 1 or (s == 0 and layers == stages - 1)) for s in range(stages)
+            ]
             if stages - layers <= 2 and stages > 2 and sum(light) == layers:
                 yield Pipeline(pp, schedule, v, light, light)
             continue
@@ -129,16 +146,22 @@ def pipelines(config: Config, pp: int, m: int) -> Iterator[Pipeline]:
             yield Pipeline(pp, schedule, v, "auto", balanced)
 
 
-def _data_parallel(stage: Stage, pipe: Pipeline, world: int, m: int, dp: int) -> Iterator[Candidate]:
+def _data_parallel(
+    stage: Stage, pipe: Pipeline, world: int, m: int, dp: int
+) -> Iterator[Candidate]:
     """All ways to shard one pipeline's weights over `dp` ranks."""
     layout, time, device, tp = stage.layout, stage.time, stage.time.device, stage.layout.tp
     ranks = _ranks(pipe)
     seconds_of = {
-        r: stage.work * r.blocks + (stage.embedding if r.first else NOTHING) + (stage.head if r.last else NOTHING)
+        r: stage.work * r.blocks
+        + (stage.embedding if r.first else NOTHING)
+        + (stage.head if r.last else NOTHING)
         for r in set(ranks)
     }
     parts = [seconds_of[r] for r in ranks]
-    numbers = [r.blocks * layout.block.numel + (r.first + r.last) * stage.block.table for r in ranks]
+    numbers = [
+        r.blocks * layout.block.numel + (r.first + r.last) * stage.block.table for r in ranks
+    ]
     busiest = max(range(pipe.pp), key=lambda r: parts[r].total)
     work, numel = stage.work * max(1, max(r.blocks for r in ranks)), numbers[busiest]
     slowest = parts[busiest].total + numel * stage.summing
@@ -148,9 +171,14 @@ def _data_parallel(stage: Stage, pipe: Pipeline, world: int, m: int, dp: int) ->
     e, master, reduce = layout.compute, layout.master, layout.reduce
     one_dtype = layout.config.parallel.reduce_dtype == layout.config.train.dtype == "bfloat16"
     as_one = layout.config.parallel.fsdp_unit == "stage"
-    forward, backward = parts[busiest].forward, parts[busiest].input_grad + parts[busiest].weight_grad
+    forward, backward = (
+        parts[busiest].forward,
+        parts[busiest].input_grad + parts[busiest].weight_grad,
+    )
     steady = m >= 4 * pipe.pp and pipe.schedule not in GROWING
-    alive = most_alive(stage.block, pipe.schedule, pipe.pp, pipe.stages_per_rank, pipe.counts, numbers, m, steady)
+    alive = most_alive(
+        stage.block, pipe.schedule, pipe.pp, pipe.stages_per_rank, pipe.counts, numbers, m, steady
+    )
     for shard in _divisors(dp):
         if shard < dp and shard * tp < min(device.gpus_per_node, dp * tp):
             continue
@@ -169,15 +197,23 @@ def _data_parallel(stage: Stage, pipe: Pipeline, world: int, m: int, dp: int) ->
             if zero == 3 and as_one:
                 seconds += m * (2 * gather + scatter + 2 * cast)
             elif zero == 3:
-                seconds += m * (max(0.0, gather - forward) + max(0.0, gather + scatter - backward) + 2 * cast)
+                seconds += m * (
+                    max(0.0, gather - forward) + max(0.0, gather + scatter - backward) + 2 * cast
+                )
             else:
                 seconds += gather + cast if as_one else max(0.0, gather + cast - forward)
-                seconds += m * max(0.0, scatter - backward - (forward if as_one else 0.0)) if zero == 2 else 0.0
+                seconds += (
+                    m * max(0.0, scatter - backward - (forward if as_one else 0.0))
+                    if zero == 2
+                    else 0.0
+                )
             seconds += max(0.0, replicas + (scatter if zero < 2 else 0.0) - behind)
             least = [least_bytes(one, layout, shard, zero, m, steady) for one in alive]
             bound, rank = max((b, -one.rank) for one, (b, _) in zip(alive, least, strict=True))
             kept = max(k for _, k in least)
-            yield Candidate(seconds, bound, kept, -rank, stage.alike, pipe, shard, dp // shard, zero)
+            yield Candidate(
+                seconds, bound, kept, -rank, stage.alike, pipe, shard, dp // shard, zero
+            )
 
 
 class Rank(NamedTuple):

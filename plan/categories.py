@@ -1,4 +1,5 @@
-"""What memory is for: the names under which the planner counts it and tools/rehearse/tape.py measures it."""
+"""What memory is for: the names under which the planner counts it and tools/rehearse/tape.py
+measures it."""
 
 WEIGHTS, MOMENTS = "sharded weights", "optimizer state"
 GATHERED, GRADIENTS, SHARDED_GRADIENTS = "gathered weights", "whole gradients", "sharded gradients"

@@ -15,7 +15,8 @@ class Seconds(NamedTuple):
 
 
 def seconds_on_the_wire(time: StepTime, pp_rank: int) -> dict[str, Seconds]:
-    """By axis: of pipeline rank `pp_rank`. What the pipeline waits for messages is of the slowest rank, the whole step's."""
+    """By axis: of pipeline rank `pp_rank`. What the pipeline waits for messages is of the slowest
+    rank, the whole step's."""
     layout = time.layout.at(pp_rank)
     parallel, m = layout.config.parallel, layout.num_microbatches
     tp_wire = tp_exposed = gathers = waits = reductions = replicas = 0.0
@@ -37,13 +38,16 @@ def seconds_on_the_wire(time: StepTime, pp_rank: int) -> dict[str, Seconds]:
         "dp_replicate": Seconds(replicas, tail - over_shards),
     }
     results = [result_of(action, layout.num_stages) for action in layout.schedule[pp_rank]]
-    sent = sum(message is not None and layout.where[message.stage] != pp_rank for message in results)
+    sent = sum(
+        message is not None and layout.where[message.stage] != pp_rank for message in results
+    )
     table["pp"] = Seconds(sent * time.message_seconds, time.waiting_for_messages)
     return {axis: seconds for axis, seconds in table.items() if seconds.wire}
 
 
 def _late_start(time: StepTime, pp_rank: int) -> float:
-    """By how much the first forward of each stage is longer than the others, for want of weights."""
+    """By how much the first forward of each stage is longer than the others, for want of
+    weights."""
     late = 0.0
     for action, start, end in time.timeline.ranks[pp_rank]:
         if action.kind is F and action.microbatch == 0:

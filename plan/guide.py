@@ -10,24 +10,31 @@ from training.config import Config
 
 ZeroStage = Literal[0, 1, 2, 3]
 STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)
-GUIDE = {"weights": 2, "gradients": 2, "optimizer": 8}  # bytes a parameter: bfloat16, bfloat16, two float32 moments
+# bytes a parameter: bfloat16, bfloat16, two float32 moments
+GUIDE = {"weights": 2, "gradients": 2, "optimizer": 8}
 
 
 def guide_bytes(parameters: float, ranks: int, zero_stage: int) -> float:
-    """ZeRO's table (Rajbhandari et al. 2020, figure 1) with 12 bytes a parameter: stage 1 shards the optimizer's state, stage 2
-    the gradients too, stage 3 everything."""
+    """ZeRO's table (Rajbhandari et al. 2020, figure 1) with 12 bytes a parameter: stage 1 shards
+    the optimizer's state, stage 2 the gradients too, stage 3 everything."""
     sharded = {0: (), 1: ("optimizer",), 2: ("optimizer", "gradients"), 3: tuple(GUIDE)}[zero_stage]
-    return sum(size * parameters / (ranks if name in sharded else 1) for name, size in GUIDE.items())
+    return sum(
+        size * parameters / (ranks if name in sharded else 1) for name, size in GUIDE.items()
+    )
 
 
 def our_bytes(config: Config, ranks: int, zero_stage: ZeroStage) -> dict[str, float]:
-    """What Lattice holds on each of `ranks` data-parallel ranks, between two micro-batches, without activations and buffers."""
+    """What Lattice holds on each of `ranks` data-parallel ranks, between two micro-batches, without
+    activations and buffers."""
     shard, replicate = (1, ranks) if zero_stage == 0 else (ranks, 1)
     parallel = replace(config.parallel, tp=1, pp=1, schedule="1f1b", stages_per_rank=1, layers_per_stage=None,
                        dp_shard=shard, dp_replicate=replicate, zero_stage=zero_stage)  # fmt: skip
     layout = Layout(replace(config, parallel=parallel), ranks, 0)
     numel = sum(unit.numel for unit in layout.units(0))
-    table = {WEIGHTS: numel * layout.master / shard, MOMENTS: layout.states_per_weight * numel * layout.master / shard}
+    table = {
+        WEIGHTS: numel * layout.master / shard,
+        MOMENTS: layout.states_per_weight * numel * layout.master / shard,
+    }
     table[GATHERED] = numel * layout.compute if zero_stage < 3 else 0.0
     table[GRADIENTS] = numel * layout.reduce if zero_stage < 2 else 0.0
     table[SHARDED_GRADIENTS] = numel * layout.reduce / shard if zero_stage >= 2 else 0.0
@@ -35,26 +42,37 @@ def our_bytes(config: Config, ranks: int, zero_stage: ZeroStage) -> dict[str, fl
 
 
 def guide_traffic(parameters: float, ranks: int, strategy: str) -> float:
-    """Bytes that one rank sends in a step of one micro-batch: rings send (n − 1) / n of what they carry.
+    """Bytes that one rank sends in a step of one micro-batch: rings send (n − 1) / n of what they
+    carry.
 
-    DDP all-reduces bfloat16 gradients: twice the model. ZeRO-3 and FSDP gather weights in forward and backward and scatter
-    gradients: three times. ZeRO-1 and -2 scatter gradients and gather weights once: twice, as DDP.
+    DDP all-reduces bfloat16 gradients: twice the model. ZeRO-3 and FSDP gather weights in forward
+    and backward and scatter gradients: three times. ZeRO-1 and -2 scatter gradients and gather
+    weights once: twice, as DDP.
     """
-    return parameters * 2 * {"ddp": 2, "zero 1": 2, "zero 2": 2, "zero 3": 3}[strategy] * (ranks - 1) / ranks
+    return (
+        parameters
+        * 2
+        * {"ddp": 2, "zero 1": 2, "zero 2": 2, "zero 3": 3}[strategy]
+        * (ranks - 1)
+        / ranks
+    )
 
 
 def our_traffic(config: Config, ranks: int, strategy: str) -> float:
-    """The same for Lattice, whose gradients are reduced in parallel.reduce_dtype: two passes of DDP's all-reduce, or one of a
-    reduce-scatter beside the gathers of weights in train.dtype."""
+    """The same for Lattice, whose gradients are reduced in parallel.reduce_dtype: two passes of
+    DDP's all-reduce, or one of a reduce-scatter beside the gathers of weights in train.dtype."""
     layout = Layout(replace(config, parallel=replace(config.parallel, tp=1, pp=1, stages_per_rank=1, layers_per_stage=None,
                                                      schedule="1f1b", dp_shard=ranks, dp_replicate=1)), ranks, 0)  # fmt: skip
-    reduced, gathered = {"ddp": (2, 0), "zero 1": (1, 1), "zero 2": (1, 1), "zero 3": (1, 2)}[strategy]
+    reduced, gathered = {"ddp": (2, 0), "zero 1": (1, 1), "zero 2": (1, 1), "zero 3": (1, 2)}[
+        strategy
+    ]
     width = reduced * layout.reduce + gathered * layout.compute
     return config.model.num_parameters * width * (ranks - 1) / ranks
 
 
 def zero_table(config: Config, ranks: int) -> str:
-    """As text: bytes a rank for each stage, in the guides' accounting for a round number of parameters, and ours."""
+    """As text: bytes a rank for each stage, in the guides' accounting for a round number of
+    parameters, and ours."""
     model = config.model.num_parameters
     parameters = round(model, -9) if model >= 1e9 else model
     lines = [
@@ -66,10 +84,17 @@ def zero_table(config: Config, ranks: int) -> str:
     for stage in STAGES:
         ours = our_bytes(config, ranks, stage)
         parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in ours.items() if size)
-        lines.append(f"{stage:10d} {guide_bytes(parameters, ranks, stage) / GB:8.4g} {sum(ours.values()) / GB:9.1f}   {parts}")
+        lines.append(
+            f"{stage:10d} {guide_bytes(parameters, ranks, stage) / GB:8.4g} {sum(ours.values()) / GB:9.1f}   {parts}"
+        )
     lines.append("traffic that one GPU sends for one micro-batch, in GB:")
     names = ("ddp", "zero 1", "zero 2", "zero 3")
-    guides = ", ".join(f"{name} {guide_traffic(parameters, ranks, name) / GB:.1f}" for name in names)
+    guides = ", ".join(
+        f"{name} {guide_traffic(parameters, ranks, name) / GB:.1f}" for name in names
+    )
     ours_sent = ", ".join(f"{name} {our_traffic(config, ranks, name) / GB:.1f}" for name in names)
-    lines += [f"  guides, all in bfloat16: {guides}", f"  Lattice, gradients in {config.parallel.reduce_dtype}: {ours_sent}"]
+    lines += [
+        f"  guides, all in bfloat16: {guides}",
+        f"  Lattice, gradients in {config.parallel.reduce_dtype}: {ours_sent}",
+    ]
     return "\n".join(lines)

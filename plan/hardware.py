@@ -16,24 +16,27 @@ GB = 1e9
 class Device(DataSheet):
     """One GPU of a cluster, and its part of the network.
 
-    The rates are the manufacturer's (hardware.py). The efficiencies are of a program without special cases: they hold for all
-    models and layouts. They were fitted to five runs on H100 (benchmarks/plan_megatron.py) and are the same for other devices,
-    but for A100; benchmarks/plan_published.py shows what they are worth elsewhere. A JSON file of measured rates may replace
-    any.
+    The rates are the manufacturer's (hardware.py). The efficiencies are of a program without
+    special cases: they hold for all models and layouts. They were fitted to five runs on H100
+    (benchmarks/plan_megatron.py) and are the same for other devices, but for A100;
+    benchmarks/plan_published.py shows what they are worth elsewhere. A JSON file of measured rates
+    may replace any.
     """
 
     gpus_per_node: int = 8
     reserved_bytes: float = 8e9  # context, NCCL's buffers, fragmentation: what a run cannot have
     efficiencies_of: str = "h100"  # on which those below were found
     matmul_efficiency: float = 0.71  # of large products
-    matmul_ramp: int = 160  # a product takes as long as if its inner dimension were this much longer
+    # a product takes as long as if its inner dimension were this much longer
+    matmul_ramp: int = 160
     attention_efficiency: float = 0.3
     memory_efficiency: float = 0.42
     node_efficiency: float = 0.8
     network_efficiency: float = 0.85
     kernel_seconds: float = 10e-6  # beginning and end of one kernel
     collective_seconds: float = 12e-6  # of one collective inside a node
-    hop_seconds: float = 14e-6  # from node to node in a ring or tree: NCCL's own figure for its Simple protocol
+    # from node to node in a ring or tree: NCCL's own figure for its Simple protocol
+    hop_seconds: float = 14e-6
     step_seconds: float = 0.02  # of a step besides: the host, ranks that wait for each other
 
     def peak(self, width: int) -> float:
@@ -41,17 +44,26 @@ class Device(DataSheet):
         return {2: self.peak_flops, 4: self.peak_flops_float32, 8: self.peak_flops_float64}[width]
 
 
-# Products and attention reach more of A100's peaks than of H100's, copies less. In the same measurement on both, A100 first:
-# products 85.9% and 80.1% ("maximum achievable matmul FLOPS", github.com/stas00/ml-engineering, compute/accelerator); flash
-# attention 2, over heads of 64 and 128, 57.5% and 33.2%, copies 78.9% and 86.6% (github.com/Azure/AI-benchmarking-guide,
-# Azure_Results). A100's efficiencies are those of H100 times these quotients; no run on A100 was fitted.
+# Products and attention reach more of A100's peaks than of H100's, copies less. In the same
+# measurement on both, A100 first: products 85.9% and 80.1% ("maximum achievable matmul FLOPS",
+# github.com/stas00/ml-engineering, compute/accelerator); flash attention 2, over heads of 64 and
+# 128, 57.5% and 33.2%, copies 78.9% and 86.6% (github.com/Azure/AI-benchmarking-guide,
+# Azure_Results). A100's efficiencies are those of H100 times these quotients; no run on A100 was
+# fitted.
 EFFICIENCIES: dict[str, dict[str, Any]] = {
-    "a100": {"efficiencies_of": "a100", "matmul_efficiency": 0.76, "attention_efficiency": 0.52, "memory_efficiency": 0.38},
+    "a100": {
+        "efficiencies_of": "a100",
+        "matmul_efficiency": 0.76,
+        "attention_efficiency": 0.52,
+        "memory_efficiency": 0.38,
+    },
     "h100": {},
     "h200": {},
     "b200": {},
 }
-DEVICES = {name: Device(**asdict(DATA_SHEETS[name]), **found) for name, found in EFFICIENCIES.items()}
+DEVICES = {
+    name: Device(**asdict(DATA_SHEETS[name]), **found) for name, found in EFFICIENCIES.items()
+}
 
 
 def find_device(name: str) -> Device:
@@ -59,11 +71,18 @@ def find_device(name: str) -> Device:
     if name in DEVICES:
         return DEVICES[name]
     if not name.endswith(".json"):
-        raise UserError("--device", name, "there is no such device", f"choose of {', '.join(DEVICES)}, or give a JSON file")
+        raise UserError(
+            "--device",
+            name,
+            "there is no such device",
+            f"choose of {', '.join(DEVICES)}, or give a JSON file",
+        )
     try:
         given = json.loads(Path(name).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError("--device", name, f"cannot be read: {error}", "give a file as docs/planning.md shows") from None
+        raise UserError(
+            "--device", name, f"cannot be read: {error}", "give a file as docs/planning.md shows"
+        ) from None
     return _device(name, given)
 
 
@@ -78,7 +97,9 @@ def _device(file: str, given: Any) -> Device:
     changes = {key: value for key, value in given.items() if key != "based_on"}
     for key, value in changes.items():
         if key not in known:
-            raise UserError(f"{file}: {key}", value, "there is no such rate", f"choose of {', '.join(known)}")
+            raise UserError(
+                f"{file}: {key}", value, "there is no such rate", f"choose of {', '.join(known)}"
+            )
         if why := _fault(key, known[key], value):
             raise UserError(f"{file}: {key}", value, why, f"{base.name} has {getattr(base, key)}")
     return dataclasses.replace(base, **{"name": Path(file).stem, **changes})

@@ -19,7 +19,8 @@ from training.precision import Precision
 
 
 def world_of(path: str, config: Config, gpus: int | None) -> int:
-    """The number of ranks: `gpus`, or the product of the axes, or what the file's first line says (`# world: 256`)."""
+    """The number of ranks: `gpus`, or the product of the axes, or what the file's first line says
+    (`# world: 256`)."""
     parallel = config.parallel
     if gpus is not None:
         return gpus
@@ -27,13 +28,19 @@ def world_of(path: str, config: Config, gpus: int | None) -> int:
         return parallel.tp * parallel.pp * parallel.dp_replicate * parallel.dp_shard
     first_line = re.match(r"# world: (\d+)\n", Path(path).read_text(encoding="utf-8"))
     if first_line is None:
-        raise UserError("--gpus", None, "parallel.dp_shard=-1 takes what is left of a world nobody named", "give --gpus N")
+        raise UserError(
+            "--gpus",
+            None,
+            "parallel.dp_shard=-1 takes what is left of a world nobody named",
+            "give --gpus N",
+        )
     return int(first_line[1])
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What FSDP gathers and reduces together: the embedding, a block, or the final norm with the head; or all of a stage.
+    """What FSDP gathers and reduces together: the embedding, a block, or the final norm with the
+    head; or all of a stage.
 
     Shapes are those of the tp rank, before FSDP cuts their rows.
     """
@@ -46,13 +53,15 @@ class Unit:
         return sum(rows * columns for rows, columns in self.shapes)
 
     def padded(self, ranks: int) -> int:
-        """Numbers that travel in a gather or reduction over `ranks`: rows are filled up to a multiple of them."""
+        """Numbers that travel in a gather or reduction over `ranks`: rows are filled up to a
+        multiple of them."""
         return sum(-(-rows // ranks) * ranks * columns for rows, columns in self.shapes)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One rank's part of the job. Ranks that differ in their data-parallel coordinates alone are alike."""
+    """One rank's part of the job. Ranks that differ in their data-parallel coordinates alone are
+    alike."""
 
     config: Config
     world: int
@@ -174,7 +183,12 @@ class Layout:
         """What is gathered and reduced at once, and which of `units` it is."""
         units = self.units(stage)
         if self.config.parallel.fsdp_unit == "stage":
-            return [(range(len(units)), Unit("stage", tuple(shape for unit in units for shape in unit.shapes)))]
+            return [
+                (
+                    range(len(units)),
+                    Unit("stage", tuple(shape for unit in units for shape in unit.shapes)),
+                )
+            ]
         return [(range(i, i + 1), unit) for i, unit in enumerate(units)]
 
     @cached_property
@@ -194,7 +208,12 @@ class Layout:
     def at(self, pp_rank: int) -> "Layout":
         """The same on another pipeline rank; what is alike on all is not computed again."""
         other = replace(self, pp_rank=pp_rank)
-        alike = {"where": self.where, "_split": self._split, "schedule": self.schedule, "sizes": self.sizes}
+        alike = {
+            "where": self.where,
+            "_split": self._split,
+            "schedule": self.schedule,
+            "sizes": self.sizes,
+        }
         other.__dict__.update(alike, num_microbatches=self.num_microbatches)
         return other
 
@@ -204,7 +223,8 @@ class Layout:
 
     @cached_property
     def head_pieces(self) -> list[int]:
-        """Tokens of the pieces in which the head forms its logits (model/kernels/linear_cross_entropy.py)."""
+        """Tokens of the pieces in which the head forms its logits
+        (model/kernels/linear_cross_entropy.py)."""
         widest = -(-self.model.vocab_size // self.tp)
         piece_tokens = max(1, PIECE_BYTES["cuda"] // (widest * self.compute))
         positions = self.config.train.seq_len // (self.tokens // self.local_tokens)
@@ -228,7 +248,9 @@ class Sizes:
         self.norm = layout.local_tokens * layout.exact
         # Where heads are normalised: q and k before that, and one number for each head.
         heads = (layout.q_width + layout.kv_width) // model.head_dim
-        self.unnormed = self.query + self.key + tokens * heads * layout.exact if model.qk_norm else 0
+        self.unnormed = (
+            self.query + self.key + tokens * heads * layout.exact if model.qk_norm else 0
+        )
         angles = tokens if layout.config.data.document_mask else layout.config.train.seq_len
         self.angles = angles * model.head_dim * layout.exact  # cosines and sines, once a stage
         # Between forward and backward, by kind; without the output, which is the next block's.
@@ -239,12 +261,24 @@ class Sizes:
             ATTENDED: self.query + self.rows,
             GATED: 3 * self.inner,
         }
-        selective = {PROJECTED: self.query + 2 * self.key, ATTENDED: self.query + self.rows, GATED: 2 * self.inner}
-        # Row-parallel products: computed again where parallel/activation.py sees that they are partial sums.
-        whole = [width for width in (layout.q_width, model.ffn_dim // layout.tp) if layout.tp == 1 or width == model.dim]
+        selective = {
+            PROJECTED: self.query + 2 * self.key,
+            ATTENDED: self.query + self.rows,
+            GATED: 2 * self.inner,
+        }
+        # Row-parallel products: computed again where parallel/activation.py sees that they are
+        # partial sums.
+        whole = [
+            width
+            for width in (layout.q_width, model.ffn_dim // layout.tp)
+            if layout.tp == 1 or width == model.dim
+        ]
         selective[PRODUCTS] = len(whole) * self.whole
         mode = layout.config.train.activation_checkpointing
-        self.kinds: dict[str, int] = {"none": self.kinds_none, "selective": selective, "full": {}}[mode]
+        self.kinds: dict[str, int] = {"none": self.kinds_none, "selective": selective, "full": {}}[
+            mode
+        ]
         self.kept_none, self.kept = sum(self.kinds_none.values()), sum(self.kinds.values())
         self.gather = self.whole if self.cut else 0  # what a gather of the sequence allocates
-        self.scatter = self.part if layout.tp > 1 else 0  # and a scatter, or the copy that an all-reduce makes
+        # and a scatter, or the copy that an all-reduce makes
+        self.scatter = self.part if layout.tp > 1 else 0

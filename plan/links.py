@@ -3,9 +3,10 @@
     gather, scatter of s bytes over n ranks      s · (n − 1) / n / rate + latency
     all-reduce                                   twice that
 
-A group that has g ranks in a node has g links out of it (NCCL's rings). The latency grows with the group: a ring's last piece
-makes one hop for every other node, and an all-reduce over replicas climbs and descends a tree of nodes (NCCL's
-src/graph/tuning.cc, which chooses by the same count). Inside a node hops are part of `collective_seconds`.
+A group that has g ranks in a node has g links out of it (NCCL's rings). The latency grows with the
+group: a ring's last piece makes one hop for every other node, and an all-reduce over replicas
+climbs and descends a tree of nodes (NCCL's src/graph/tuning.cc, which chooses by the same count).
+Inside a node hops are part of `collective_seconds`.
 """
 
 import math
@@ -16,7 +17,8 @@ from plan.hardware import Device
 
 @dataclass(frozen=True)
 class Links:
-    """Of one mesh on one kind of device. Ranks are numbered as parallel/mesh.py does: tp innermost, then dp_shard."""
+    """Of one mesh on one kind of device. Ranks are numbered as parallel/mesh.py does: tp innermost,
+    then dp_shard."""
 
     device: Device
     tp: int
@@ -32,7 +34,8 @@ class Links:
         inner = {"tp": 1, "dp_shard": self.tp, "dp_replicate": self.tp * self.dp_shard}[axis]
         ranks, node = self.ranks(axis), self.device.gpus_per_node
         whole = max(1, min(ranks, node // inner))
-        if self.world > node and node % min(inner * ranks, node):  # some groups lie across two nodes, and hold up the others
+        # some groups lie across two nodes, and hold up the others
+        if self.world > node and node % min(inner * ranks, node):
             return max(1, whole // 2)
         return whole
 
@@ -51,7 +54,8 @@ class Links:
         return self.device.collective_seconds + hops * self.device.hop_seconds
 
     def collective(self, axis: str, size: float, times: float = 1, number: int = 1) -> float:
-        """Seconds of `number` gathers or scatters of `size` bytes together; an all-reduce is 2 `times` one."""
+        """Seconds of `number` gathers or scatters of `size` bytes together; an all-reduce is 2
+        `times` one."""
         ranks = self.ranks(axis)
         if ranks == 1:
             return 0.0

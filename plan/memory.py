@@ -1,17 +1,21 @@
-"""Bytes on one rank of a GPU, action by action: what is held, by category, and the moment at which it is most.
+"""Bytes on one rank of a GPU, action by action: what is held, by category, and the moment at which
+it is most.
 
-What a block of a stage keeps of a micro-batch between forward and backward, in numbers (T tokens, t = T / tp with sequence
-parallelism and T without; D, F, H, K and E as in model/config.py, K counting a tp rank's own or shared heads):
+What a block of a stage keeps of a micro-batch between forward and backward, in numbers (T tokens, t
+= T / tp with sequence parallelism and T without; D, F, H, K and E as in model/config.py, K counting
+a tp rank's own or shared heads):
 
     none        4 t·D + (2 D + 3 F) T / tp + 2 K·E·T       norms, sum, output; q, attention, gate, up, gated; k, v
     selective   1 t·D + (2 D + 2 F) T / tp + 2 K·E·T       output; q, attention, gate, up; k, v; with tp 1 also 2 T·D: the
                                                            products after attention and in the end
     full        1 t·D                                      the output, which is the next block's input
 
-besides one float32 per row and norm, or per row and head. D T / tp is H·E T / tp where model.attention_dim says so, and `none`
-keeps q and k twice with model.qk_norm: before their norms too. Everything else is in the program's order: `Memory` goes through
-it as parallel/pipeline/runner.py and FSDP2 (plan/sharded.py) do, and notes what is allocated and freed. Inside an action it
-knows a few moments of each unit, at which most is alive: those of the products whose operands are gathered over tp.
+besides one float32 per row and norm, or per row and head. D T / tp is H·E T / tp where
+model.attention_dim says so, and `none` keeps q and k twice with model.qk_norm: before their norms
+too. Everything else is in the program's order: `Memory` goes through it as
+parallel/pipeline/runner.py and FSDP2 (plan/sharded.py) do, and notes what is allocated and freed.
+Inside an action it knows a few moments of each unit, at which most is alive: those of the products
+whose operands are gathered over tp.
 """
 
 from collections.abc import Hashable
@@ -93,7 +97,12 @@ class Memory(Account):
 
     def _state(self, action: Action) -> Hashable:
         """All that an action's memory depends on, besides the layout."""
-        return action.kind, action.stage, self.left[action.stage] == 0, self.sharded.state(action.stage)
+        return (
+            action.kind,
+            action.stage,
+            self.left[action.stage] == 0,
+            self.sharded.state(action.stage),
+        )
 
     def _act(self, action: Action) -> None:
         last = self.left[action.stage] == 0
@@ -117,11 +126,13 @@ class Memory(Account):
         for index, unit in enumerate(self.units[stage]):
             buffer = self.sharded.gather(stage, index, True, buffer)
             if unit.name == "embedding":
-                self.add(POSITIONS, layout.tokens * 9)  # where each token stands in the weight, int64, and whether it does
+                # where each token stands in the weight, int64, and whether it does
+                self.add(POSITIONS, layout.tokens * 9)
                 self.reach(temporary=2 * sizes.whole + sizes.scatter, gathering=buffer)
                 self.add(STREAM, sizes.part)
             elif unit.name == "block":
-                most = sizes.kept_none + sizes.whole + sizes.scatter  # at the last product, before its sum over tp
+                # at the last product, before its sum over tp
+                most = sizes.kept_none + sizes.whole + sizes.scatter
                 self.reach(temporary=max(most, sizes.kept + sizes.whole), gathering=buffer)
                 for kind, size in sizes.kinds.items():
                     self.add(kind, size)
@@ -148,11 +159,20 @@ class Memory(Account):
             logits = tokens * layout.vocabulary * layout.compute
             scattered = tokens * row * sizes.part // sizes.whole if sizes.cut else 0
             before = wide if i else 0
-            self.reach(temporary=normed + gathered + logits + before + made + tokens * row, gathering=buffer)
-            self.reach(temporary=normed + gathered + logits + wide + made + tokens * row + scattered, gathering=buffer)
+            self.reach(
+                temporary=normed + gathered + logits + before + made + tokens * row,
+                gathering=buffer,
+            )
+            self.reach(
+                temporary=normed + gathered + logits + wide + made + tokens * row + scattered,
+                gathering=buffer,
+            )
             made += scattered or tokens * row
         final = pieces[-1] * row * (2 if sizes.cut else 1)
-        self.reach(temporary=normed + final + wide + 2 * sizes.part + (narrow if narrow != wide else 0), gathering=buffer)
+        self.reach(
+            temporary=normed + final + wide + 2 * sizes.part + (narrow if narrow != wide else 0),
+            gathering=buffer,
+        )
         self.add(HEAD, sizes.norm + sizes.part + narrow)
 
     # --- backward ---
@@ -166,7 +186,8 @@ class Memory(Account):
             self.add(GATHERING, prefetched)
             fresh = 0 if kind is I else unit.numel * layout.compute
             if unit.name == "head":
-                # dx and dw are there since forward; dx becomes the gradient of the sum that the norm reads.
+                # dx and dw are there since forward; dx becomes the gradient of the sum that the
+                # norm reads.
                 narrow = layout.vocabulary * layout.model.dim * layout.compute
                 self.reach(temporary=sizes.part)
                 self.free(HEAD, sizes.norm + sizes.part + narrow)
@@ -179,14 +200,19 @@ class Memory(Account):
                     self.free(STREAM, sizes.part)
                 self.add(GRADIENTS, fresh)
             else:
-                self.reach(temporary=2 * sizes.gather + (sizes.whole if not sizes.cut else 0) + fresh)
+                self.reach(
+                    temporary=2 * sizes.gather + (sizes.whole if not sizes.cut else 0) + fresh
+                )
                 self.free(POSITIONS, layout.tokens * 9)
                 if kind is I:
                     self.add(DEFERRED, sizes.whole + layout.tokens * 8)
                 self.add(GRADIENTS, fresh)
             if kind is B:
                 self.sharded.after_backward(stage, index, last)
-            elif layout.config.parallel.zero_stage == 3 and index == self.sharded.unit_of[stage, index][1].start:
+            elif (
+                layout.config.parallel.zero_stage == 3
+                and index == self.sharded.unit_of[stage, index][1].start
+            ):
                 self.sharded.reshard(stage, index)
             self.free(GATHERING, prefetched)
         self.free(POSITIONS, sizes.angles)
@@ -195,8 +221,9 @@ class Memory(Account):
         self.free(TEMPORARY, sizes.part)  # the gradient that goes out, or ends
 
     def _block_backward(self, later: bool) -> None:
-        """Moments of a block's backward, with the gradient of its output counted already. `later`: weight gradients are formed
-        in another action, and the products' inputs and the gradients of their outputs stay until then."""
+        """Moments of a block's backward, with the gradient of its output counted already. `later`:
+        weight gradients are formed in another action, and the products' inputs and the gradients of
+        their outputs stay until then."""
         layout, s, model = self.layout, self.sizes, self.layout.model
         e = 0 if later else layout.compute
         dw = (model.ffn_dim // layout.tp) * model.dim * e
@@ -207,7 +234,8 @@ class Memory(Account):
         self._recompute()
         self.reach(temporary=s.gather + s.inner, gradients=dw)  # down
         self.add(DEFERRED, row_parallel if later else 0)
-        self.reach(temporary=2 * s.inner, gradients=dw)  # silu(gate) · up; down's input is still there, or gone
+        # silu(gate) · up; down's input is still there, or gone
+        self.reach(temporary=2 * s.inner, gradients=dw)
         self.free(GATED, 2 * s.inner)
         self._used(GATED, s.inner, later)
         self.add(DEFERRED if later else TEMPORARY, 2 * s.inner)
@@ -223,7 +251,8 @@ class Memory(Account):
         self.free(ATTENDED, s.rows)
         self._used(ATTENDED, s.query, later)
         self.add(DEFERRED if later else TEMPORARY, s.query + 2 * s.key)
-        self.reach(temporary=again + s.whole + s.scatter, gradients=3 * dw + 2 * dq + 2 * dk)  # query, key, value
+        # query, key, value
+        self.reach(temporary=again + s.whole + s.scatter, gradients=3 * dw + 2 * dq + 2 * dk)
         self.free(TEMPORARY, 0 if later else s.query + 2 * s.key)
         self.free(NORMED, s.norm)
         self._used(NORMED, s.part, later)
@@ -237,7 +266,8 @@ class Memory(Account):
             self.free(kind, size)
         for kind, size in s.kinds_none.items():
             self.add(kind, size)
-        self.reach(temporary=s.whole + s.scatter)  # the last product of the forward that is repeated
+        # the last product of the forward that is repeated
+        self.reach(temporary=s.whole + s.scatter)
 
     def _used(self, kind: str, size: int, later: bool) -> None:
         """A product's input: free, unless its weight gradient comes later."""
@@ -258,7 +288,9 @@ class Memory(Account):
             self.free(DEFERRED, layout.vocabulary * layout.model.dim * layout.compute)
         elif unit.name == "block":
             self.reach(temporary=2 * s.gather)
-            self.free(DEFERRED, s.query + 2 * s.key + 2 * s.inner + 2 * (s.part if s.cut else s.whole))
+            self.free(
+                DEFERRED, s.query + 2 * s.key + 2 * s.inner + 2 * (s.part if s.cut else s.whole)
+            )
             self.free(NORMED, 2 * s.part)
             self.free(ATTENDED, s.query)
             self.free(GATED, s.inner)
@@ -268,14 +300,16 @@ class Memory(Account):
 
 
 def batch_bytes(layout: Layout) -> int:
-    """Tokens and targets of a step, int64, transposed where micro-batches are not rows; and positions."""
+    """Tokens and targets of a step, int64, transposed where micro-batches are not rows; and
+    positions."""
     numbers = layout.tokens * layout.num_microbatches
     both = numbers * 16 * (2 if layout.config.train.micro_batch_size > 1 else 1)
     return both + 8 * (numbers if layout.config.data.document_mask else layout.config.train.seq_len)
 
 
 def block_backward(layout: Layout, later: bool) -> tuple[int, int]:
-    """Bytes by which a block's backward rises above what is there when it begins, and by which it ends above that, or below."""
+    """Bytes by which a block's backward rises above what is there when it begins, and by which it
+    ends above that, or below."""
     memory = Memory(layout, [])
     before = memory.peak = memory.total
     memory._block_backward(later)

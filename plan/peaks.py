@@ -1,9 +1,10 @@
 """The most bytes that each pipeline rank of a job holds, counted in a step of few micro-batches.
 
-A schedule such as 1F1B fills the pipeline, then repeats itself, then drains it. How often it repeats itself changes neither
-what is alive at once nor the order of anything: with 4 · pp micro-batches every rank's peak is, byte for byte, that of a step
-with any larger number, but for the batch itself (tests/test_plan_search.py; 3 · pp would do). GPipe and breadth-first never
-repeat themselves: they keep all micro-batches, and are counted in full.
+A schedule such as 1F1B fills the pipeline, then repeats itself, then drains it. How often it
+repeats itself changes neither what is alive at once nor the order of anything: with 4 · pp
+micro-batches every rank's peak is, byte for byte, that of a step with any larger number, but for
+the batch itself (tests/test_plan_search.py; 3 · pp would do). GPipe and breadth-first never repeat
+themselves: they keep all micro-batches, and are counted in full.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,8 @@ CHECKED = 2  # and in which a schedule is checked: the fewest that all take
 
 
 def shortened(layout: Layout, times: int) -> Layout:
-    """The same job with at most `times` · pp micro-batches. Every schedule that takes more takes as many."""
+    """The same job with at most `times` · pp micro-batches. Every schedule that takes more takes as
+    many."""
     config, m = layout.config, layout.num_microbatches
     fewer = times * config.parallel.pp
     if m <= fewer:

@@ -1,12 +1,14 @@
-"""The layouts of a model on a number of GPUs that take least time, and those that take least memory for their time.
+"""The layouts of a model on a number of GPUs that take least time, and those that take least memory
+for their time.
 
-All are estimated (plan/candidates.py), and those dropped whose bound says that they cannot fit. The others are taken in the
-order of their estimates: their memory is counted on every pipeline rank, those that fit are checked as a run would check them
-(both in a shortened step: plan/peaks.py), and their step is simulated, until enough fit or none is left. The frontier
-adds the layouts that keep less than every faster one, examined in the same way.
+All are estimated (plan/candidates.py), and those dropped whose bound says that they cannot fit. The
+others are taken in the order of their estimates: their memory is counted on every pipeline rank,
+those that fit are checked as a run would check them (both in a shortened step: plan/peaks.py), and
+their step is simulated, until enough fit or none is left. The frontier adds the layouts that keep
+less than every faster one, examined in the same way.
 
-Where nothing fits, the search says what is nearest: how many GPUs the weights and the optimizer need at least, which takes no
-time at all, or the layout that needs least.
+Where nothing fits, the search says what is nearest: how many GPUs the weights and the optimizer
+need at least, which takes no time at all, or the layout that needs least.
 """
 
 import heapq
@@ -28,7 +30,16 @@ from training.optimizers import state_bytes
 ENOUGH = 20  # that fit, twice what is shown: estimates may put neighbours in the wrong order
 ALIKE = 0.01  # of a step's seconds: two that differ by less may well be in the other order
 NEAREST = 20  # layouts with the lowest bounds, of which one that a run would start is the nearest
-SEARCHED = ("tp", "pp", "dp_shard", "dp_replicate", "schedule", "stages_per_rank", "layers_per_stage", "zero_stage")
+SEARCHED = (
+    "tp",
+    "pp",
+    "dp_shard",
+    "dp_replicate",
+    "schedule",
+    "stages_per_rank",
+    "layers_per_stage",
+    "zero_stage",
+)
 
 
 @dataclass
@@ -47,7 +58,8 @@ class Found:
 
     @cached_property
     def _simulated(self) -> tuple[float, float]:
-        """Seconds of a step, and its bubble. The timeline is not kept: those of all that are found would fill the memory."""
+        """Seconds of a step, and its bubble. The timeline is not kept: those of all that are found
+        would fill the memory."""
         time = StepTime(shared(self.layout), self.device)
         return time.step_seconds, time.timeline.bubble_fraction
 
@@ -82,9 +94,12 @@ class Found:
         return True
 
     def _peaks(self) -> Iterator[int]:
-        """Of each pipeline rank, first of those that often need most: the second may have a block more than the first."""
+        """Of each pipeline rank, first of those that often need most: the second may have a block
+        more than the first."""
         pp = self.config.parallel.pp
-        return peaks(self.layout, [rank for rank in (self.fullest, 1, 0, pp - 1, pp // 2) if rank < pp])
+        return peaks(
+            self.layout, [rank for rank in (self.fullest, 1, 0, pp - 1, pp // 2) if rank < pp]
+        )
 
     def describe(self) -> str:
         return describe([self])
@@ -92,8 +107,13 @@ class Found:
     def overrides(self) -> str:
         """What makes the searched configuration this one."""
         p, t = self.config.parallel, self.config.train
-        text = [f"parallel.{key}={_value(getattr(p, key))}" for key in (*SEARCHED, "sequence_parallel")]
-        text += [f"train.{key}={_value(getattr(t, key))}" for key in ("micro_batch_size", "activation_checkpointing")]
+        text = [
+            f"parallel.{key}={_value(getattr(p, key))}" for key in (*SEARCHED, "sequence_parallel")
+        ]
+        text += [
+            f"train.{key}={_value(getattr(t, key))}"
+            for key in ("micro_batch_size", "activation_checkpointing")
+        ]
         return " ".join(text)
 
 
@@ -113,7 +133,8 @@ def search(config: Config, world: int, device: Device, wanted: int = 10) -> Resu
     """The `wanted` fastest that fit.
 
     Raises:
-        UserError: none fits, no layout divides the batch, or the configuration is at fault whatever its layout.
+        UserError: none fits, no layout divides the batch, or the configuration is at fault whatever
+            its layout.
     """
     check_before_search(config)
     room = device.memory_bytes - device.reserved_bytes
@@ -121,7 +142,12 @@ def search(config: Config, world: int, device: Device, wanted: int = 10) -> Resu
     everything = list(candidates(config, world, device))
     if not everything:
         why = f"no layout of {world} GPUs cuts the batch, the layers and the heads into equal parts"
-        raise UserError("train.global_batch_size", config.train.global_batch_size, why, "choose numbers with more divisors")
+        raise UserError(
+            "train.global_batch_size",
+            config.train.global_batch_size,
+            why,
+            "choose numbers with more divisors",
+        )
     possible = sorted((c for c in everything if c.bound <= room), key=lambda c: c.estimate)
     examine = Examiner(world, device, room)
     fitting: list[Found] = []
@@ -148,13 +174,17 @@ def search(config: Config, world: int, device: Device, wanted: int = 10) -> Resu
             frontier.append(found)
     fitting.sort(key=_order)
     best, also = fitting[:wanted], fitting[wanted:]
-    return Result(best, also, len(everything), len(examine.known), frontier, space(config, world, device))
+    return Result(
+        best, also, len(everything), len(examine.known), frontier, space(config, world, device)
+    )
 
 
 def _check_states_fit(config: Config, world: int, room: float) -> None:
-    """Raises UserError where no layout can fit, whatever it does: its states alone are too large."""
+    """Raises UserError where no layout can fit, whatever it does: its states alone are too
+    large."""
     one = Layout(config, world, 0)
-    each = state_bytes(config) + one.reduce  # weights, states; gradients, of which no rank holds less than its share
+    # weights, states; gradients, of which no rank holds less than its share
+    each = state_bytes(config) + one.reduce
     states = config.model.num_parameters * each
     if states <= room * world:
         return
@@ -163,7 +193,9 @@ def _check_states_fit(config: Config, world: int, room: float) -> None:
         f"{states / world / GB:,.0f} GB on each GPU, however they are cut, and there are {room / GB:.0f}"
     )
     least = math.ceil(states / room)
-    remedy = f"take more than {least:,} GPUs, for activations come on top, or larger ones (--device)"
+    remedy = (
+        f"take more than {least:,} GPUs, for activations come on top, or larger ones (--device)"
+    )
     raise UserError("--gpus", world, why, remedy)
 
 
@@ -189,12 +221,15 @@ class Examiner:
         return found if self._valid(found) else None
 
     def nearest(self, everything: list[Candidate]) -> Found | None:
-        """The valid layout with the lowest bound; bounds are a few percent below what is counted."""
+        """The valid layout with the lowest bound; bounds are a few percent below what is
+        counted."""
         lowest = heapq.nsmallest(NEAREST, everything, key=lambda candidate: candidate.bound)
         return next(filter(self._valid, map(self._found, lowest)), None)
 
     def _found(self, candidate: Candidate) -> Found:
-        return Found(candidate.config(), self.world, self.device, candidate.fullest, candidate.estimate)
+        return Found(
+            candidate.config(), self.world, self.device, candidate.fullest, candidate.estimate
+        )
 
     def _valid(self, found: Found) -> bool:
         """Whether a run with it would start."""
@@ -223,20 +258,30 @@ def _value(value: object) -> str:
     """As a configuration's override writes it, without spaces."""
     if isinstance(value, list):
         return f"[{','.join(map(str, value))}]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return (
+        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )
 
 
 def rows(found: Sequence[Found]) -> list[list[Found]]:
     """Layouts in the order of their seconds, those that hardly differ together.
 
-    They compute the same (tp, pp, schedule, micro-batch, recomputation) and take at most 1% longer than the first. They may
-    differ in how layers and data-parallel ranks are cut, and in the ZeRO stage.
+    They compute the same (tp, pp, schedule, micro-batch, recomputation) and take at most 1% longer
+    than the first. They may differ in how layers and data-parallel ranks are cut, and in the ZeRO
+    stage.
     """
     together: dict[tuple[object, ...], list[list[Found]]] = {}
     ordered: list[list[Found]] = []
     for one in found:
         p, t = one.config.parallel, one.config.train
-        work = (p.tp, p.pp, p.schedule, p.sequence_parallel, t.micro_batch_size, t.activation_checkpointing)
+        work = (
+            p.tp,
+            p.pp,
+            p.schedule,
+            p.sequence_parallel,
+            t.micro_batch_size,
+            t.activation_checkpointing,
+        )
         alike = together.setdefault(work, [])
         row = next((row for row in alike if one.seconds <= (1 + ALIKE) * row[0].seconds), None)
         if row is None:
@@ -251,11 +296,17 @@ def describe(alike: Sequence[Found]) -> str:
     """Layouts of one row in words: `zero 1/2` where some have the one and some the other."""
     parallel, train = [one.config.parallel for one in alike], alike[0].config.train
     p = parallel[0]
-    sizes = " ".join(f"{axis} {_each(getattr(q, axis) for q in parallel)}" for axis in ("tp", "pp", "dp_shard", "dp_replicate"))
+    sizes = " ".join(
+        f"{axis} {_each(getattr(q, axis) for q in parallel)}"
+        for axis in ("tp", "pp", "dp_shard", "dp_replicate")
+    )
     stages = _each(sorted(q.stages_per_rank for q in parallel))
     schedule = p.schedule if stages == "1" else f"{p.schedule}×{stages}"
     cuts = {None: "even", "auto": "balanced"}
-    layers = _each("light ends" if isinstance(q.layers_per_stage, list) else cuts[q.layers_per_stage] for q in parallel)
+    layers = _each(
+        "light ends" if isinstance(q.layers_per_stage, list) else cuts[q.layers_per_stage]
+        for q in parallel
+    )
     cut = ", whole sequence" if p.tp > 1 and not p.sequence_parallel else ""
     return (
         f"{sizes} · {schedule}{'' if layers == 'even' else f', {layers}'} · micro-batch {train.micro_batch_size} · "
@@ -273,14 +324,20 @@ def why_not(best: Found, other: Found) -> str:
     work = []  # of a rank, on average
     for time in (a, b):
         parts = map(Part, time.costs.forward, time.costs.input_grad, time.costs.weight_grad)
-        work.append(sum(part.total for part in parts) * time.layout.num_microbatches / time.layout.sizes.pp)
+        work.append(
+            sum(part.total for part in parts) * time.layout.num_microbatches / time.layout.sizes.pp
+        )
     pipeline = [t.timeline.step_time for t in (a, b)]
-    idle = [one.bubble_fraction * seconds for one, seconds in zip((best, other), pipeline, strict=True)]
+    idle = [
+        one.bubble_fraction * seconds for one, seconds in zip((best, other), pipeline, strict=True)
+    ]
     tail = [one.seconds - seconds for one, seconds in zip((best, other), pipeline, strict=True)]
     reasons = {
         "in the actions themselves (computing, tp, gathers that do not hide)": work[1] - work[0],
         "waiting in the pipeline": idle[1] - idle[0],
         "after the last action (reductions, optimizer)": tail[1] - tail[0],
     }
-    text = ", ".join(f"{seconds:+.3f} s {what}" for what, seconds in reasons.items() if abs(seconds) >= 5e-4)
+    text = ", ".join(
+        f"{seconds:+.3f} s {what}" for what, seconds in reasons.items() if abs(seconds) >= 5e-4
+    )
     return f"{other.seconds - best.seconds:+.3f} s: {text or 'they are alike'}"

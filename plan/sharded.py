@@ -1,4 +1,5 @@
-"""What FSDP2 does to memory around the units of a stage: gathers, copies and reductions (parallel/data.py)."""
+"""What FSDP2 does to memory around the units of a stage: gathers, copies and reductions
+(parallel/data.py)."""
 
 from collections import defaultdict
 from collections.abc import Hashable
@@ -11,37 +12,49 @@ Key = tuple[int, int]  # stage, and the first of its units
 
 
 class Sharded:
-    """FSDP's units of a rank's stages: which are gathered, and where their gradients are. A unit of FSDP is one of the stage's,
-    or all of them (`fsdp_unit: stage`)."""
+    """FSDP's units of a rank's stages: which are gathered, and where their gradients are. A unit of
+    FSDP is one of the stage's, or all of them (`fsdp_unit: stage`)."""
 
     def __init__(self, layout: Layout, account: Account) -> None:
         self.layout, self.account = layout, account
-        self.unit_of: dict[tuple[int, int], tuple[Key, range, Unit]] = {}  # of a stage's unit: FSDP's, and what else is in it
+        # of a stage's unit: FSDP's, and what else is in it
+        self.unit_of: dict[tuple[int, int], tuple[Key, range, Unit]] = {}
         for stage in layout.stages:
             for indices, unit in layout.fsdp_units(stage):
-                self.unit_of |= {(stage, index): ((stage, indices.start), indices, unit) for index in indices}
+                self.unit_of |= {
+                    (stage, index): ((stage, indices.start), indices, unit) for index in indices
+                }
         self.gathered: set[Key] = set()
         self.accumulated: set[Key] = set()  # hold whole gradients
         self.reduced: set[Key] = set()  # hold reduced gradients, of some micro-batches
-        self.input_of_reduction: dict[int, int] = defaultdict(int)  # stage → bytes that FSDP holds on to
+        # stage → bytes that FSDP holds on to
+        self.input_of_reduction: dict[int, int] = defaultdict(int)
         self.outputs_of_reductions: dict[int, int] = defaultdict(int)
 
     def state(self, stage: int) -> Hashable:
         """Between two actions: all units of a stage are gathered or none, and so on."""
-        counts = [sum(key[0] == stage for key in keys) for keys in (self.gathered, self.accumulated, self.reduced)]
+        counts = [
+            sum(key[0] == stage for key in keys)
+            for keys in (self.gathered, self.accumulated, self.reduced)
+        ]
         return (*counts, self.input_of_reduction[stage], self.outputs_of_reductions[stage])
 
     def gather(self, stage: int, index: int, forward: bool, before: int) -> int:
         """Before a unit's forward or backward: the weights of FSDP's unit it is in, whole.
 
-        `before`: bytes of the buffer that the last gather filled; FSDP holds it until the next has its own. Returns this one's.
+        `before`: bytes of the buffer that the last gather filled; FSDP holds it until the next has
+        its own. Returns this one's.
         """
         layout, (key, _, unit) = self.layout, self.unit_of[stage, index]
         if key in self.gathered:
             return 0
         size = unit.padded(layout.dp_shard) * layout.compute
         buffer = size if layout.dp_shard > 1 else 0
-        flat = size // layout.dp_shard if layout.compute != layout.master and layout.dp_shard > 1 else 0
+        flat = (
+            size // layout.dp_shard
+            if layout.compute != layout.master and layout.dp_shard > 1
+            else 0
+        )
         if forward:
             self.account.reach(gathering=before + buffer + flat)
         self.account.add(GATHERED, size)
@@ -63,7 +76,8 @@ class Sharded:
             self.account.free(GATHERED, unit.padded(self.layout.dp_shard) * self.layout.compute)
 
     def after_backward(self, stage: int, index: int, last: bool) -> None:
-        """After a unit's backward, if it is the last of FSDP's: its gradients, in the compute dtype, are summed, or reduced."""
+        """After a unit's backward, if it is the last of FSDP's: its gradients, in the compute
+        dtype, are summed, or reduced."""
         layout, (key, indices, unit) = self.layout, self.unit_of[stage, index]
         if index != indices.start:
             return
@@ -80,13 +94,18 @@ class Sharded:
         account.free(GRADIENTS, unit.numel * layout.compute)
         if key not in self.accumulated:
             # One parameter after the other changes its width; the largest comes last, or nearly.
-            widest = max(rows * columns for rows, columns in unit.shapes) if layout.reduce != layout.compute else 0
+            widest = (
+                max(rows * columns for rows, columns in unit.shapes)
+                if layout.reduce != layout.compute
+                else 0
+            )
             account.add(GRADIENTS, unit.numel * layout.reduce)
             account.reach(gradients=widest * layout.compute)
             self.accumulated.add(key)
 
     def _reduce(self, stage: int, key: Key, unit: Unit, last: bool) -> None:
-        """Over dp_shard; the last, over dp_replicate too, and to the weights' dtype. Until then FSDP sums in reduce_dtype."""
+        """Over dp_shard; the last, over dp_replicate too, and to the weights' dtype. Until then
+        FSDP sums in reduce_dtype."""
         layout, account = self.layout, self.account
         fresh = unit.numel * layout.compute
         if key in self.accumulated:
@@ -98,7 +117,10 @@ class Sharded:
         account.add(REDUCING, numbers * layout.reduce)
         self.input_of_reduction[stage] = numbers * layout.reduce
         account.free(GRADIENTS, fresh)
-        output, final = numbers // layout.dp_shard * layout.reduce, numbers // layout.dp_shard * layout.master
+        output, final = (
+            numbers // layout.dp_shard * layout.reduce,
+            numbers // layout.dp_shard * layout.master,
+        )
         # Alone, a rank divides by 1 into a copy.
         account.reach(reducing=output + (numbers * layout.reduce if layout.dp_shard == 1 else 0))
         if not last:
@@ -106,7 +128,8 @@ class Sharded:
                 account.add(SHARDED_GRADIENTS, output)
                 self.reduced.add(key)
             return
-        if layout.master != layout.reduce:  # what was reduced over dp_replicate is held until the stage's backward ends
+        # what was reduced over dp_replicate is held until the stage's backward ends
+        if layout.master != layout.reduce:
             account.add(REDUCING, output)
             self.outputs_of_reductions[stage] += output
         account.add(SHARDED_GRADIENTS, final)

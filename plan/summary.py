@@ -22,9 +22,17 @@ def hidden(layout: Layout, axis: str) -> str:
     as_one, zero = parallel.fsdp_unit == "stage", parallel.zero_stage
     if axis == "tp":
         cut = "backward: gathers behind input gradients, scatters behind weight gradients; forward waits"
-        return cut if parallel.sequence_parallel else "backward: sums behind weight gradients; forward waits"
+        return (
+            cut
+            if parallel.sequence_parallel
+            else "backward: sums behind weight gradients; forward waits"
+        )
     if axis == "dp_shard" and zero == 3:
-        return "nothing: a stage is one unit" if as_one else "each unit behind the one computed before it"
+        return (
+            "nothing: a stage is one unit"
+            if as_one
+            else "each unit behind the one computed before it"
+        )
     if axis == "dp_shard":
         gathers = "gathers behind nothing" if as_one else "gathers behind the first forward"
         if zero == 2:
@@ -32,10 +40,16 @@ def hidden(layout: Layout, axis: str) -> str:
         return f"{gathers}, reductions behind {'nothing' if as_one else 'the last backward'}"
     if axis == "dp_replicate":
         return "after the last backward" if as_one else "behind the last backward"
-    return "behind other micro-batches, as the schedule allows" if axis == "pp" else "after the last backward"
+    return (
+        "behind other micro-batches, as the schedule allows"
+        if axis == "pp"
+        else "after the last backward"
+    )
 
 
-def summarise(config: Config, world: int, device: Device, tokens: float = 0.0, price: float = 0.0) -> dict[str, Any]:
+def summarise(
+    config: Config, world: int, device: Device, tokens: float = 0.0, price: float = 0.0
+) -> dict[str, Any]:
     """Everything about a job of `world` GPUs.
 
     Args:
@@ -73,7 +87,11 @@ def summarise(config: Config, world: int, device: Device, tokens: float = 0.0, p
         plan["cost_per_step"] = time.step_seconds / 3600 * world * price
     if tokens:
         seconds = tokens / time.tokens_per_second
-        plan["run"] = {"tokens": tokens, "days": seconds / 86400, "megawatt_hours": seconds * power / 3.6e9}
+        plan["run"] = {
+            "tokens": tokens,
+            "days": seconds / 86400,
+            "megawatt_hours": seconds * power / 3.6e9,
+        }
         if price:
             plan["run"]["cost"] = seconds / 3600 * world * price
     return plan
@@ -86,7 +104,9 @@ def _rank(time: StepTime, program: Program, layout: Layout) -> dict[str, Any]:
     traffic = by_axis(calls)
     for axis, row in traffic.items():
         row["wire_bytes"] = sum(
-            number * wire_bytes(call, _ranks(layout, call)) for call, number in calls.items() if call.axis == axis
+            number * wire_bytes(call, _ranks(layout, call))
+            for call, number in calls.items()
+            if call.axis == axis
         )
         if axis in seconds:
             row["wire_seconds"], row["exposed_seconds"] = seconds[axis]
@@ -99,8 +119,12 @@ def _rank(time: StepTime, program: Program, layout: Layout) -> dict[str, Any]:
         "parameters": sum(unit.numel for unit in units),
         "flops_per_step": _flops(layout),
         "peak_memory_bytes": memory.peak,
-        "peak_in": "after the last action" if memory.peak_action is None else str(memory.peak_action),
-        "memory": dict(sorted(((k, v) for k, v in memory.at_peak.items() if v), key=lambda item: -item[1])),
+        "peak_in": "after the last action"
+        if memory.peak_action is None
+        else str(memory.peak_action),
+        "memory": dict(
+            sorted(((k, v) for k, v in memory.at_peak.items() if v), key=lambda item: -item[1])
+        ),
         "activations": memory.activations,
         "live_micro_batches": time.timeline.peak_live(layout.pp_rank),
         "collectives": traffic,
@@ -108,13 +132,21 @@ def _rank(time: StepTime, program: Program, layout: Layout) -> dict[str, Any]:
 
 
 def _ranks(layout: Layout, call: Call) -> int:
-    return {**layout.sizes.by_axis(), "loss": layout.sizes.dp, "ends": 2}.get(call.axis, layout.world)
+    return {**layout.sizes.by_axis(), "loss": layout.sizes.dp, "ends": 2}.get(
+        call.axis, layout.world
+    )
 
 
 def _flops(layout: Layout) -> float:
-    """Forward and backward of a step, without what is computed again: a share of ModelConfig.flops_per_token."""
+    """Forward and backward of a step, without what is computed again: a share of
+    ModelConfig.flops_per_token."""
     model, seq_len = layout.model, layout.config.train.seq_len
     names = Counter(unit.name for stage in layout.stages for unit in layout.units(stage))
     head = 6.0 * model.vocab_size * model.dim
     block = (model.flops_per_token(seq_len) - head) / model.num_layers
-    return (names["block"] * block + names["head"] * head) / layout.tp * layout.tokens * layout.num_microbatches
+    return (
+        (names["block"] * block + names["head"] * head)
+        / layout.tp
+        * layout.tokens
+        * layout.num_microbatches
+    )

@@ -1,15 +1,17 @@
-"""Seconds of each action of a pipeline's stage, and of a whole step. From shapes and rates alone: nothing runs.
+"""Seconds of each action of a pipeline's stage, and of a whole step. From shapes and rates alone:
+nothing runs.
 
     product m × n × k         2·m·n·(k + ramp) / (peak · efficiency)       never less than its bytes take
     attention, causal         2·T·S·D / tp forward, 2.5 times that backward
     everything else           bytes read and written / memory's rate
     collectives               plan/links.py
 
-What hides behind what is what the code overlaps. Over tp: in backward the gather of a product's input runs behind its input
-gradient, the scatter of that behind the weight gradients; forward waits. Over dp: units are gathered during the forward before,
-and reduced during the backward after; what takes longer than the computing beside it is waited for. With `fsdp_unit: stage`
-there is no unit before and none after: gathers are waited for, and reductions run behind what the rank does next. Messages of
-the pipeline hide in the schedule, through the simulator.
+What hides behind what is what the code overlaps. Over tp: in backward the gather of a product's
+input runs behind its input gradient, the scatter of that behind the weight gradients; forward
+waits. Over dp: units are gathered during the forward before, and reduced during the backward after;
+what takes longer than the computing beside it is waited for. With `fsdp_unit: stage` there is no
+unit before and none after: gathers are waited for, and reductions run behind what the rank does
+next. Messages of the pipeline hide in the schedule, through the simulator.
 """
 
 from dataclasses import dataclass, replace
@@ -35,7 +37,10 @@ class Part:
     weight_grad: float
 
     def __add__(self, other: "Part") -> "Part":
-        mine, theirs = (self.forward, self.input_grad, self.weight_grad), (other.forward, other.input_grad, other.weight_grad)
+        mine, theirs = (
+            (self.forward, self.input_grad, self.weight_grad),
+            (other.forward, other.input_grad, other.weight_grad),
+        )
         return Part(*(a + b for a, b in zip(mine, theirs, strict=True)))
 
     @property
@@ -50,7 +55,8 @@ NOTHING = Part(0.0, 0.0, 0.0)
 
 
 class Cost(NamedTuple):
-    """Of a unit or stage: what it computes, what it has to say over tp, and how much of that computing waits for."""
+    """Of a unit or stage: what it computes, what it has to say over tp, and how much of that
+    computing waits for."""
 
     computing: Part
     wire: Part
@@ -81,29 +87,48 @@ class StepTime:
         layout, model, e = self.layout, self.layout.model, self.layout.compute
         dim, tokens, tp = model.dim, layout.tokens, layout.tp
         heads, ffn, kv = layout.q_width, model.ffn_dim // tp, layout.kv_width
-        shapes = [(heads, dim), (kv, dim), (kv, dim), (dim, heads), (ffn, dim), (ffn, dim), (dim, ffn)]
+        shapes = [
+            (heads, dim),
+            (kv, dim),
+            (kv, dim),
+            (dim, heads),
+            (ffn, dim),
+            (ffn, dim),
+            (dim, ffn),
+        ]
         forward = sum(self.product(tokens, n, k) for n, k in shapes)
         input_grad = sum(self.product(tokens, k, n) for n, k in shapes)
         weight_grad = sum(self.product(n, k, tokens) for n, k in shapes)
         rate = self.device.peak(e) * self.device.attention_efficiency
         attention = 2.0 * tokens * layout.config.train.seq_len * heads / rate
-        # Elements moved: norms and residual sums on the rank's part of the sequence; rotation, attention's edges; the gate;
-        # norms of q and k.
+        # Elements moved: norms and residual sums on the rank's part of the sequence; rotation,
+        # attention's edges; the gate; norms of q and k.
         normed = tokens * (heads + kv) if model.qk_norm else 0
-        light = e * (layout.local_tokens * dim * 8 + tokens * (2 * (heads + kv) + 3 * ffn) + 2 * normed)
-        light_back = e * (layout.local_tokens * dim * 9 + tokens * (2 * (heads + kv) + 5 * ffn) + 3 * normed)
+        light = e * (
+            layout.local_tokens * dim * 8 + tokens * (2 * (heads + kv) + 3 * ffn) + 2 * normed
+        )
+        light_back = e * (
+            layout.local_tokens * dim * 9 + tokens * (2 * (heads + kv) + 5 * ffn) + 3 * normed
+        )
         kernels = {kind: number + (2 if model.qk_norm else 0) for kind, number in KERNELS.items()}
         forward += attention + self.memory(light) + kernels[F] * self.device.kernel_seconds
-        input_grad += 2.5 * attention + self.memory(light_back) + kernels[I] * self.device.kernel_seconds
+        input_grad += (
+            2.5 * attention + self.memory(light_back) + kernels[I] * self.device.kernel_seconds
+        )
         # Over tp.
         whole = tokens * dim * e
         cut = layout.config.parallel.sequence_parallel
         once = self.links.collective("tp", whole, 1 if cut else 2)
-        into = [sum(self.product(tokens, k, n) for n, k in shapes[a:b]) for a, b in ((0, 3), (4, 6))]
+        into = [
+            sum(self.product(tokens, k, n) for n, k in shapes[a:b]) for a, b in ((0, 3), (4, 6))
+        ]
         of = [sum(self.product(n, k, tokens) for n, k in shapes[a:b]) for a, b in ((0, 3), (4, 6))]
         talk = once * (4 if cut else 2)
-        back = once * (6 if cut else 2)  # two gathers of output gradients, two of inputs again, two scatters
-        waits = (2 * once if cut else 0.0) + sum(max(0.0, once - seconds) for seconds in ([*into, *of] if cut else of))
+        # two gathers of output gradients, two of inputs again, two scatters
+        back = once * (6 if cut else 2)
+        waits = (2 * once if cut else 0.0) + sum(
+            max(0.0, once - seconds) for seconds in ([*into, *of] if cut else of)
+        )
         mode = layout.config.train.activation_checkpointing
         again = 0.0 if mode == "none" else talk * 3 / 4
         if mode == "full":
@@ -119,10 +144,16 @@ class StepTime:
     def head(self) -> Cost:
         """All three products are in forward (model/kernels/linear_cross_entropy.py)."""
         layout, e = self.layout, self.layout.compute
-        dim, vocabulary, tokens = layout.model.dim, -(-layout.model.vocab_size // layout.tp), layout.tokens
+        dim, vocabulary, tokens = (
+            layout.model.dim,
+            -(-layout.model.vocab_size // layout.tp),
+            layout.tokens,
+        )
         products = [(tokens, vocabulary, dim), (tokens, dim, vocabulary), (vocabulary, dim, tokens)]
         forward = sum(self.product(*shape) for shape in products)
-        forward += self.memory(tokens * vocabulary * e * 3 + vocabulary * dim * 6 + layout.local_tokens * dim * e * 3)
+        forward += self.memory(
+            tokens * vocabulary * e * 3 + vocabulary * dim * 6 + layout.local_tokens * dim * e * 3
+        )
         talk = Part(self.links.collective("tp", tokens * dim * e, 2), 0.0, 0.0)
         backward = self.memory(layout.local_tokens * dim * e * 6 + vocabulary * dim * e * 2)
         return Cost(Part(forward, backward, 0.0), talk, talk)
@@ -132,7 +163,9 @@ class StepTime:
         whole = self.layout.tokens * self.layout.model.dim * self.layout.compute
         once = self.links.collective("tp", whole)
         talk = Part(once, once, 0.0)
-        return Cost(Part(self.memory(5 * whole), self.memory(3 * whole), self.memory(2 * whole)), talk, talk)
+        return Cost(
+            Part(self.memory(5 * whole), self.memory(3 * whole), self.memory(2 * whole)), talk, talk
+        )
 
     def unit(self, unit: Unit) -> Cost:
         return {"embedding": self.embedding, "block": self.block, "head": self.head}[unit.name]
@@ -145,42 +178,65 @@ class StepTime:
     # --- a stage, and what FSDP does around it ---
 
     def summing(self, unit: Unit) -> float:
-        """What a micro-batch's gradients cost beside the products: added up in a wider dtype, or copied for a reduction."""
+        """What a micro-batch's gradients cost beside the products: added up in a wider dtype, or
+        copied for a reduction."""
         layout = self.layout
         if layout.compute == layout.reduce:
             return 0.0
         return self.memory(unit.numel * (layout.compute + 2 * layout.reduce))
 
     def data_parallel(self, stage: int) -> tuple[float, float, float]:
-        """Seconds to gather a stage's weights, to reduce its gradients over dp_shard, and then over dp_replicate."""
+        """Seconds to gather a stage's weights, to reduce its gradients over dp_shard, and then over
+        dp_replicate."""
         layout, units = self.layout, [unit for _, unit in self.layout.fsdp_units(stage)]
         links, shard, number = self.links, layout.dp_shard, len(units)
-        gather = links.collective("dp_shard", sum(gather_bytes(layout, unit) for unit in units), number=number)
+        gather = links.collective(
+            "dp_shard", sum(gather_bytes(layout, unit) for unit in units), number=number
+        )
         reduced = sum(reduce_bytes(layout, unit) for unit in units)
         scatter = links.collective("dp_shard", reduced, number=number)
         return gather, scatter, links.collective("dp_replicate", reduced / shard, 2, number)
 
     @cached_property
     def casts(self) -> list[float]:
-        """Of each stage: seconds to bring its weights to the compute dtype, and what was gathered to its place."""
+        """Of each stage: seconds to bring its weights to the compute dtype, and what was gathered
+        to its place."""
         layout = self.layout
-        numbers = [sum(unit.numel for unit in layout.units(stage)) for stage in range(layout.num_stages)]
-        return [self.memory(n * (3 * layout.compute + layout.master / layout.dp_shard)) for n in numbers]
+        numbers = [
+            sum(unit.numel for unit in layout.units(stage)) for stage in range(layout.num_stages)
+        ]
+        return [
+            self.memory(n * (3 * layout.compute + layout.master / layout.dp_shard)) for n in numbers
+        ]
 
     @cached_property
     def stages(self) -> list[Part]:
         """Seconds of each stage's actions, without what they wait for over dp_shard."""
         return [
-            sum((self.part(unit) + Part(0.0, 0.0, self.summing(unit)) for unit in self.layout.units(stage)), NOTHING)
+            sum(
+                (
+                    self.part(unit) + Part(0.0, 0.0, self.summing(unit))
+                    for unit in self.layout.units(stage)
+                ),
+                NOTHING,
+            )
             for stage in range(self.layout.num_stages)
         ]
 
     def waits(self, stage: int) -> Part:
-        """Seconds by which gathers and reductions of every micro-batch make a stage's actions longer."""
-        zero, as_one = self.layout.config.parallel.zero_stage, self.layout.config.parallel.fsdp_unit == "stage"
+        """Seconds by which gathers and reductions of every micro-batch make a stage's actions
+        longer."""
+        zero, as_one = (
+            self.layout.config.parallel.zero_stage,
+            self.layout.config.parallel.fsdp_unit == "stage",
+        )
         gather, scatter, _ = self.data_parallel(stage)
-        forward, backward = self.stages[stage].forward, self.stages[stage].input_grad + self.stages[stage].weight_grad
-        if zero == 3 and as_one:  # nothing to hide behind: the next action gathers over the same link
+        forward, backward = (
+            self.stages[stage].forward,
+            self.stages[stage].input_grad + self.stages[stage].weight_grad,
+        )
+        # nothing to hide behind: the next action gathers over the same link
+        if zero == 3 and as_one:
             return Part(gather, gather + scatter, 0.0)
         if zero == 3:  # every forward and backward gathers; every backward reduces too
             return Part(max(0.0, gather - forward), max(0.0, gather + scatter - backward), 0.0)
@@ -199,7 +255,8 @@ class StepTime:
                 part += Part(cast, cast, 0.0)
             gather, _, _ = self.data_parallel(stage)
             busy[rank] += (0.0 if parallel.zero_stage == 3 else gather) + cast
-            late = parallel.fsdp_unit == "stage" and parallel.zero_stage < 3  # the first forward begins when all is there
+            # the first forward begins when all is there
+            late = parallel.fsdp_unit == "stage" and parallel.zero_stage < 3
             weights_at.append(busy[rank] + (part.forward if late else 0.0))
             parts.append(part)
         return Costs(
@@ -229,12 +286,15 @@ class StepTime:
     def waiting_for_messages(self) -> float:
         """By how much the step would be shorter if messages took no time."""
         return max(
-            0.0, self.timeline.step_time - simulate(self.layout.schedule, replace(self.costs, communication=0.0)).step_time
+            0.0,
+            self.timeline.step_time
+            - simulate(self.layout.schedule, replace(self.costs, communication=0.0)).step_time,
         )
 
     @cached_property
     def reductions(self) -> list[float]:
-        """When each rank has reduced its gradients: a stage's leave during its last backward, as one unit after it."""
+        """When each rank has reduced its gradients: a stage's leave during its last backward, as
+        one unit after it."""
         parallel, ends = self.layout.config.parallel, []
         last = self.layout.num_microbatches - 1
         for events in self.timeline.ranks:
@@ -256,12 +316,18 @@ class StepTime:
         """AdamW and the norm, on the rank that has most."""
         ranks = [0.0] * self.layout.sizes.pp
         for stage, rank in enumerate(self.layout.where):
-            ranks[rank] += sum(unit.numel for unit in self.layout.units(stage)) / self.layout.dp_shard
+            ranks[rank] += (
+                sum(unit.numel for unit in self.layout.units(stage)) / self.layout.dp_shard
+            )
         return self.memory(max(ranks) * 8 * self.layout.master)
 
     @cached_property
     def step_seconds(self) -> float:
-        return max(self.timeline.step_time, self.reductions_end) + self.optimizer_seconds + self.device.step_seconds
+        return (
+            max(self.timeline.step_time, self.reductions_end)
+            + self.optimizer_seconds
+            + self.device.step_seconds
+        )
 
     @property
     def tokens_per_second(self) -> float:
@@ -278,4 +344,8 @@ class StepTime:
     def mfu_full_attention(self) -> float:
         """The same with attention counted as the whole square, as Megatron-LM counts it."""
         model, seq_len = self.layout.model, self.layout.config.train.seq_len
-        return self.mfu * model.flops_per_token(seq_len, whole_attention=True) / model.flops_per_token(seq_len)
+        return (
+            self.mfu
+            * model.flops_per_token(seq_len, whole_attention=True)
+            / model.flops_per_token(seq_len)
+        )

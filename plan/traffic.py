@@ -1,7 +1,9 @@
-"""Every collective of one training step on one rank: over which axis, of which kind, how many, how many bytes.
+"""Every collective of one training step on one rank: over which axis, of which kind, how many, how
+many bytes.
 
-Bytes are those of the whole tensor: what an all-gather ends with, what a reduce-scatter begins with, what an all-reduce or a
-message holds. `wire_bytes` says what of it passes a rank's link. Collectives over one rank move nothing and do not count.
+Bytes are those of the whole tensor: what an all-gather ends with, what a reduce-scatter begins
+with, what an all-reduce or a message holds. `wire_bytes` says what of it passes a rank's link.
+Collectives over one rank move nothing and do not count.
 
 | when                     | over         | sequence parallel (T tokens, D wide, e bytes)        | else              |
 |--------------------------|--------------|------------------------------------------------------|-------------------|
@@ -56,7 +58,10 @@ def collectives(layout: Layout) -> Counter[Call]:
         result, need = result_of(action, layout.num_stages), need_of(action, layout.num_stages)
         if result is not None and where[result.stage] != layout.pp_rank:
             calls[message._replace(kind="send")] += 1
-        if need is not None and where[need.stage + (1 if need.is_gradient else -1)] != layout.pp_rank:
+        if (
+            need is not None
+            and where[need.stage + (1 if need.is_gradient else -1)] != layout.pp_rank
+        ):
             calls[message._replace(kind="receive")] += 1
     calls += _once_a_step(layout)
     return calls
@@ -81,7 +86,9 @@ def action_calls(layout: Layout, action: Action) -> Counter[Call]:
         calls[gather] += blocks * gathers + (first and kind in (B, I))
         calls[scatter] += blocks * scatters + (first and kind is F)
     else:
-        calls[both] += blocks * ({F: 2, B: 2, I: 2, W: 0}[kind] + (1 if again else 0)) + (first and kind is F)
+        calls[both] += blocks * ({F: 2, B: 2, I: 2, W: 0}[kind] + (1 if again else 0)) + (
+            first and kind is F
+        )
     if last and kind is F:
         for tokens in layout.head_pieces:
             piece = tokens * layout.model.dim * layout.compute
@@ -98,10 +105,16 @@ def fsdp_calls(layout: Layout, stage: int) -> Counter[Call]:
     zero, m = layout.config.parallel.zero_stage, layout.num_microbatches
     for _, unit in layout.fsdp_units(stage):
         if layout.dp_shard > 1:
-            calls[Call("dp_shard", "all_gather", gather_bytes(layout, unit))] += 2 * m if zero == 3 else 1
-            calls[Call("dp_shard", "reduce_scatter", reduce_bytes(layout, unit))] += m if zero >= 2 else 1
+            calls[Call("dp_shard", "all_gather", gather_bytes(layout, unit))] += (
+                2 * m if zero == 3 else 1
+            )
+            calls[Call("dp_shard", "reduce_scatter", reduce_bytes(layout, unit))] += (
+                m if zero >= 2 else 1
+            )
         if layout.dp_replicate > 1:
-            calls[Call("dp_replicate", "all_reduce", reduce_bytes(layout, unit) // layout.dp_shard)] += 1
+            calls[
+                Call("dp_replicate", "all_reduce", reduce_bytes(layout, unit) // layout.dp_shard)
+            ] += 1
     return calls
 
 
@@ -155,9 +168,12 @@ def _once_a_step(layout: Layout) -> Counter[Call]:
 
 
 def axis_names(layout: Layout) -> tuple[str, str, str | None]:
-    """By which axis `loss`, `world`, and the pair of the first and last stage's ranks go: the innermost with the same ranks."""
+    """By which axis `loss`, `world`, and the pair of the first and last stage's ranks go: the
+    innermost with the same ranks."""
     sizes = layout.sizes
-    loss = "dp_shard" if sizes.dp_replicate == 1 else "dp_replicate" if sizes.dp_shard == 1 else "loss"
+    loss = (
+        "dp_shard" if sizes.dp_replicate == 1 else "dp_replicate" if sizes.dp_shard == 1 else "loss"
+    )
     alone = [axis for axis, size in reversed(sizes.by_axis().items()) if size == layout.world]
     world = alone[0] if alone else "loss" if sizes.dp == layout.world else "world"
     where = layout.where
@@ -166,14 +182,16 @@ def axis_names(layout: Layout) -> tuple[str, str, str | None]:
 
 
 def wire_bytes(call: Call, ranks: int) -> float:
-    """What one rank sends of it in a ring over `ranks`: all others' parts of a gather or scatter, both of an all-reduce."""
+    """What one rank sends of it in a ring over `ranks`: all others' parts of a gather or scatter,
+    both of an all-reduce."""
     if call.kind in ("send", "receive"):
         return float(call.bytes) if call.kind == "send" else 0.0
     return call.bytes * (ranks - 1) / ranks * (2 if call.kind == "all_reduce" else 1)
 
 
 def by_axis(calls: Counter[Call]) -> dict[str, dict[str, Any]]:
-    """`{axis: {"count": …, "bytes": …, "kinds": {kind: {"count": …, "bytes": …}}}}`, as tools/rehearse counts."""
+    """`{axis: {"count": …, "bytes": …, "kinds": {kind: {"count": …, "bytes": …}}}}`, as
+    tools/rehearse counts."""
     table: dict[str, dict[str, Any]] = {}
     for call, number in sorted(calls.items()):
         axis = table.setdefault(call.axis, {"count": 0, "bytes": 0, "kinds": {}})

@@ -1,4 +1,5 @@
-"""What keeps a run alive and observed: starting, saving, stopping, measuring. None of it computes a step.
+"""What keeps a run alive and observed: starting, saving, stopping, measuring. None of it computes a
+step.
 
     init_distributed.py  how the processes of a start find each other
 
@@ -19,5 +20,6 @@
     trace.py       the pipeline's timeline                memory_report.py    what a rank holds, beside the plan
     progress.py    bars of long work, on a terminal
 
-May import `training/`, `model/`, `parallel/` and `data/`; only train.py, the tools and the tests import it.
+May import `training/`, `model/`, `parallel/` and `data/`; only train.py, the tools and the tests
+import it.
 """

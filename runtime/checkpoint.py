@@ -6,10 +6,10 @@
                                  manifest.json   everything above, with checksums (manifest.py)
     checkpoints/latest           the name of the newest
 
-Tensors are stored under their global names and shapes, so any layout loads what any other saved. Before a checkpoint is used
-every file of it is read and compared with its checksum, each by one of the ranks. A damaged one is put aside, and with
-checkpoint.resume=auto the one before it is used; so is one that a run went back behind (rollback.py). run_folder.py has their
-names. Nothing is pickled.
+Tensors are stored under their global names and shapes, so any layout loads what any other saved.
+Before a checkpoint is used every file of it is read and compared with its checksum, each by one of
+the ranks. A damaged one is put aside, and with checkpoint.resume=auto the one before it is used; so
+is one that a run went back behind (rollback.py). run_folder.py has their names. Nothing is pickled.
 """
 
 import dataclasses
@@ -32,7 +32,15 @@ from data.dataset import Mixture
 from data.loader import check_state
 from errors import UserError
 from runtime.lease import Lease
-from runtime.manifest import MANIFEST, Damaged, Manifest, check_file, check_sizes, check_whole, read_manifest
+from runtime.manifest import (
+    MANIFEST,
+    Damaged,
+    Manifest,
+    check_file,
+    check_sizes,
+    check_whole,
+    read_manifest,
+)
 from runtime.messages import from_rank_0, log, on_all_ranks
 from runtime.progress import byte_bar
 from runtime.run_folder import (
@@ -51,7 +59,8 @@ from training.step import TrainStep
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: from initial weights, from a checkpoint's weights alone, or where a checkpoint left off."""
+    """Where a run begins: from initial weights, from a checkpoint's weights alone, or where a
+    checkpoint left off."""
 
     path: Path | None = None
     weights_only: bool = False
@@ -65,8 +74,9 @@ class Start:
 
 
 def find_start(config: Config, data: Mixture, lease: Lease) -> Start:
-    """What `checkpoint.resume` and `checkpoint.load_weights_only` ask for, the same on every rank, checked against the
-    configuration and the data. A checkpoint to resume from wins over one that only gives the first weights."""
+    """What `checkpoint.resume` and `checkpoint.load_weights_only` ask for, the same on every rank,
+    checked against the configuration and the data. A checkpoint to resume from wins over one that
+    only gives the first weights."""
     resume, device = config.checkpoint.resume, lease.device
     from_rank_0(lambda: put_incomplete_aside(lease), device)
     if resume == "auto":
@@ -76,7 +86,11 @@ def find_start(config: Config, data: Mixture, lease: Lease) -> Start:
         if path is not None:
             require_good(path, "checkpoint.resume", device)
     weights = config.checkpoint.load_weights_only
-    first_weights = _named(weights, "checkpoint.load_weights_only", device) if weights and path is None else None
+    first_weights = (
+        _named(weights, "checkpoint.load_weights_only", device)
+        if weights and path is None
+        else None
+    )
     if first_weights is not None:
         require_good(first_weights, "checkpoint.load_weights_only", device)
     return from_rank_0(lambda: _start_from(path, first_weights, config, data), device)
@@ -96,12 +110,15 @@ def _named(folder: str, key: str, device: str) -> Path:
 
 
 def find_before(last_step: int, config: Config, data: Mixture, begun: Start, lease: Lease) -> Start:
-    """For a run in the middle: its newest good checkpoint of `last_step` or before; while there is none, what it was resumed
-    from, if that is as early. Later ones are put aside, once there is one. An empty Start: there is none."""
+    """For a run in the middle: its newest good checkpoint of `last_step` or before; while there is
+    none, what it was resumed from, if that is as early. Later ones are put aside, once there is
+    one. An empty Start: there is none."""
     device = lease.device
     path = _newest_good(config, lease, last_step)
     if path is None and not begun.weights_only and begun.step <= last_step:
-        path = from_rank_0(lambda: begun.path if begun.path and (begun.path / MANIFEST).exists() else None, device)
+        path = from_rank_0(
+            lambda: begun.path if begun.path and (begun.path / MANIFEST).exists() else None, device
+        )
     if path is None:
         return Start()
 
@@ -114,7 +131,9 @@ def find_before(last_step: int, config: Config, data: Mixture, begun: Start, lea
     return from_rank_0(lambda: _start_from(path, None, config, data), device)
 
 
-def _start_from(path: Path | None, first_weights: Path | None, config: Config, data: Mixture) -> Start:
+def _start_from(
+    path: Path | None, first_weights: Path | None, config: Config, data: Mixture
+) -> Start:
     """On rank 0; `path` and `first_weights` are good checkpoints."""
     start = Start()
     if path is not None:
@@ -123,13 +142,20 @@ def _start_from(path: Path | None, first_weights: Path | None, config: Config, d
         for name, value in (("seq_len", config.train.seq_len), ("seed", config.train.seed)):
             saved = getattr(trainer, name)
             if saved != value:
-                why = f"the checkpoint {path} counts its samples in the order of train.{name}={saved}"
+                why = (
+                    f"the checkpoint {path} counts its samples in the order of train.{name}={saved}"
+                )
                 remedy = "use the checkpoint's, or start a new run from its weights: checkpoint.load_weights_only"
                 raise UserError(f"train.{name}", value, why, remedy)
         check_state(trainer.data.model_dump(), data)
         if trainer.step > config.train.steps:
             why = f"the checkpoint {path} was saved after {trainer.step} steps already"
-            raise UserError("train.steps", config.train.steps, why, f"give {trainer.step} or more, or another run.dir")
+            raise UserError(
+                "train.steps",
+                config.train.steps,
+                why,
+                f"give {trainer.step} or more, or another run.dir",
+            )
         start = Start(
             path,
             step=trainer.step,
@@ -143,16 +169,20 @@ def _start_from(path: Path | None, first_weights: Path | None, config: Config, d
     later = [c for c in complete_checkpoints(checkpoint_folder(config)) if step_of(c) > start.step]
     if later:
         why = f"it holds {later[-1].name}, which this run would not start from, and would delete in time"
-        raise UserError("run.dir", config.run.dir, why, "choose another run.dir, or checkpoint.resume=auto")
+        raise UserError(
+            "run.dir", config.run.dir, why, "choose another run.dir, or checkpoint.resume=auto"
+        )
     if path is None and first_weights is not None:
-        _check_model(first_weights, read_trainer(first_weights, "checkpoint.load_weights_only"), config)
+        _check_model(
+            first_weights, read_trainer(first_weights, "checkpoint.load_weights_only"), config
+        )
         return Start(first_weights, weights_only=True)
     return start
 
 
 def _newest_good(config: Config, lease: Lease, last_step: float = math.inf) -> Path | None:
-    """The newest checkpoint of the run folder, up to `last_step`, that is what was saved; those that are not are put aside, and
-    it is said."""
+    """The newest checkpoint of the run folder, up to `last_step`, that is what was saved; those
+    that are not are put aside, and it is said."""
     folder = checkpoint_folder(config)
     for path in reversed(from_rank_0(lambda: complete_checkpoints(folder), lease.device)):
         if step_of(path) > last_step:
@@ -168,18 +198,22 @@ def _newest_good(config: Config, lease: Lease, last_step: float = math.inf) -> P
 
 
 def require_good(path: Path, key: str, device: str) -> None:
-    """Raises UserError, on every rank, where the checkpoint that `key` names is not what was saved."""
+    """Raises UserError, on every rank, where the checkpoint that `key` names is not what was
+    saved."""
     problem = _damage(path)
 
     def refuse() -> None:
         if problem is not None:
-            raise UserError(key, str(path), f"is no good checkpoint: {problem}", "give another folder step-…")
+            raise UserError(
+                key, str(path), f"is no good checkpoint: {problem}", "give another folder step-…"
+            )
 
     from_rank_0(refuse, device)
 
 
 def _damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, the same on every rank; None: nothing. Each rank reads its share of the files."""
+    """What is wrong with a checkpoint, the same on every rank; None: nothing. Each rank reads its
+    share of the files."""
     rank, world = dist.get_rank(), dist.get_world_size()
     read: list[tuple[Manifest, Point] | str] = [""]
     if rank == 0:
@@ -198,7 +232,9 @@ def _damage(path: Path) -> str | None:
     problem = None
     mine = sorted(manifest.files)[rank::world]
     try:
-        with byte_bar(f"checking {path.name}", sum(manifest.files[name][0] for name in mine), shown=rank == 0) as bar:
+        with byte_bar(
+            f"checking {path.name}", sum(manifest.files[name][0] for name in mine), shown=rank == 0
+        ) as bar:
             for name in mine:
                 covered += check_file(path, manifest, name, point, bar.update)
     except Damaged as damaged:
@@ -218,15 +254,23 @@ def _damage(path: Path) -> str | None:
 def _check_model(path: Path, trainer: TrainerState, config: Config) -> None:
     # A field that did not exist when the checkpoint was written is what it is where nobody sets it.
     fields = dataclasses.fields(config.model)
-    saved = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING} | trainer.model
+    saved = {
+        field.name: field.default for field in fields if field.default is not dataclasses.MISSING
+    } | trainer.model
     for name, value in dataclasses.asdict(config.model).items():
         if name not in FREE_MODEL_KEYS and saved.get(name) != value:
             why = f"the checkpoint {path} has model.{name}={saved.get(name)!r}"
-            raise UserError(f"model.{name}", value, why, "use the checkpoint's, or another checkpoint or run.dir")
+            raise UserError(
+                f"model.{name}",
+                value,
+                why,
+                "use the checkpoint's, or another checkpoint or run.dir",
+            )
 
 
 def load(train: TrainStep, start: Start) -> None:
-    """Fill this rank's weights, moments and update count (or weights alone) from a checkpoint of any layout."""
+    """Fill this rank's weights, moments and update count (or weights alone) from a checkpoint of
+    any layout."""
     path = start.path
     if path is None:
         return
@@ -244,10 +288,16 @@ def load(train: TrainStep, start: Start) -> None:
     def read() -> None:
         try:
             with byte_bar(f"loading {path.name}", size, shown=dist.get_rank() == 0) as bar:
-                dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(path)), planner=_ShownPlanner(bar))
+                dcp.load(
+                    wanted,
+                    storage_reader=HuggingFaceStorageReader(str(path)),
+                    planner=_ShownPlanner(bar),
+                )
         except dcp.CheckpointException as error:
             first = next(iter(error.failures.values()))[0]
-            raise UserError("checkpoint", str(path), f"cannot be read: {first}", "choose another checkpoint") from None
+            raise UserError(
+                "checkpoint", str(path), f"cannot be read: {first}", "choose another checkpoint"
+            ) from None
 
     on_all_ranks(read, train.mesh.device)
     for source, copy in second_copies:

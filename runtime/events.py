@@ -1,4 +1,5 @@
-"""events.jsonl: what happened to a run, one JSON object a line, over all its starts. Lines are added, never changed.
+"""events.jsonl: what happened to a run, one JSON object a line, over all its starts. Lines are
+added, never changed.
 
     start       a process began       step it starts from, world size, when the process was begun
     system      after each start      versions, device, layout
@@ -19,7 +20,8 @@ from typing import Any
 
 
 def append_event(folder: str | Path, event: str, **about: Any) -> None:
-    """Add a line, from one rank. Where it cannot be written (a full disk), the run is more important."""
+    """Add a line, from one rank. Where it cannot be written (a full disk), the run is more
+    important."""
     line = json.dumps({"event": event, "time": time.time(), **about}) + "\n"
     try:
         with open(Path(folder) / "events.jsonl", "ab+") as file:
@@ -35,9 +37,15 @@ def append_event(folder: str | Path, event: str, **about: Any) -> None:
 def read_events(folder: str | Path) -> list[dict[str, Any]]:
     """All lines, in order, but for those that a killed process left unfinished."""
     events = []
-    for line in (Path(folder) / "events.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in (
+        (Path(folder) / "events.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
+    ):
         try:
             events.append(json.loads(line))
         except ValueError:
             continue
-    return [event for event in events if isinstance(event, dict) and "event" in event and "time" in event]
+    return [
+        event
+        for event in events
+        if isinstance(event, dict) and "event" in event and "time" in event
+    ]

@@ -1,9 +1,10 @@
 """Joining the world that a launcher describes: the first thing a rank does.
 
-torchrun keeps one store for all starts of a run, in which processes find each other, and what the ranks of the start before
-left there stays. So who comes after a failure reads addresses of the dead, and waits for them (torch 2.13; a prefix made from
-TORCHELASTIC_RESTART_COUNT would not do, for each node's agent counts for itself). Here the ranks of a start agree on a prefix
-that no other start has:
+torchrun keeps one store for all starts of a run, in which processes find each other, and what the
+ranks of the start before left there stays. So who comes after a failure reads addresses of the
+dead, and waits for them (torch 2.13; a prefix made from TORCHELASTIC_RESTART_COUNT would not do,
+for each node's agent counts for itself). Here the ranks of a start agree on a prefix that no other
+start has:
 
     rank r    asks under a name that only it knows      →  join/3 = 9f2c…
     rank 0    answers who asks with its own new name    →  9f2c…  = 41d8…     (answers to the dead are read by nobody)
@@ -32,17 +33,21 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 def init_distributed(signals: Signals | None = None, store: dist.Store | None = None) -> str:
-    """Join the world that the launcher describes, or be a world of one; returns the device type, "cuda" or "cpu".
+    """Join the world that the launcher describes, or be a world of one; returns the device type,
+    "cuda" or "cpu".
 
     Args:
-        signals: what this process has heard; with one in hand it does not wait forever for the others.
-        store: where the ranks find each other; torchrun's, or one of this process, where none is given.
+        signals: what this process has heard; with one in hand it does not wait forever for the
+            others.
+        store: where the ranks find each other; torchrun's, or one of this process, where none is
+            given.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     backend = "gloo"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        backend = "cpu:gloo,cuda:nccl"  # gloo for what lives on the host: offloaded tensors, the planning of checkpoints
+        # gloo for what lives on the host: offloaded tensors, the planning of checkpoints
+        backend = "cpu:gloo,cuda:nccl"
     else:
         share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1))))
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -51,12 +56,15 @@ def init_distributed(signals: Signals | None = None, store: dist.Store | None = 
     if store is None:
         store = next(dist.rendezvous("env://"))[0] if "RANK" in os.environ else dist.HashStore()
     heard = signals.heard if signals is not None else {}
-    dist.init_process_group(backend, store=fresh_store(store, rank, world_size, heard), rank=rank, world_size=world_size)
+    dist.init_process_group(
+        backend, store=fresh_store(store, rank, world_size, heard), rank=rank, world_size=world_size
+    )
     return device
 
 
 def stay_on_this_machine() -> None:
-    """All ranks are here: gloo and NCCL listen on the loopback interface, where nobody outside can reach them."""
+    """All ranks are here: gloo and NCCL listen on the loopback interface, where nobody outside can
+    reach them."""
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     for library in ("GLOO", "NCCL"):
         if loopback is not None:
@@ -64,21 +72,28 @@ def stay_on_this_machine() -> None:
 
 
 def share_cores(processes: int) -> None:
-    """Settings for `processes` of this machine that compute on its cores. They cost nothing where one has them to itself."""
+    """Settings for `processes` of this machine that compute on its cores. They cost nothing where
+    one has them to itself."""
     if processes > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # the processes share the cores already
-    # glibc gives the memory of activations back to the kernel, and every step pays for fresh pages: a tenth of its CPU time.
+    # glibc gives the memory of activations back to the kernel, and every step pays for fresh pages:
+    # a tenth of its CPU time.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not on macOS, not with musl
     if mallopt is not None and not any(name.startswith("MALLOC_") for name in os.environ):
         mallopt(M_MMAP_THRESHOLD, 32 << 20)
         mallopt(M_TRIM_THRESHOLD, 1 << 30)
-    # A rank that has got a message does not interrupt the one that computes, and the caches stay warm: 5 % (Linux only).
+    # A rank that has got a message does not interrupt the one that computes, and the caches stay
+    # warm: 5 % (Linux only).
     if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # threads that are begun later have it too
+        # threads that are begun later have it too
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def fresh_store(store: dist.Store, rank: int, world_size: int, heard: Mapping[int, float] = MappingProxyType({})) -> dist.Store:
-    """The part of `store` that belongs to this start of all ranks, whatever earlier starts left in it."""
+def fresh_store(
+    store: dist.Store, rank: int, world_size: int, heard: Mapping[int, float] = MappingProxyType({})
+) -> dist.Store:
+    """The part of `store` that belongs to this start of all ranks, whatever earlier starts left in
+    it."""
     mine = uuid4().hex
     patience = _Patience(heard)
     if rank > 0:
@@ -103,13 +118,16 @@ def _comes(store: dist.Store, name: str) -> bool:
     """Whether somebody sets `name` within WAIT_SECONDS; the waiting is done by the store."""
     try:
         store.wait([name], timedelta(seconds=WAIT_SECONDS))
-    except RuntimeError:  # a TCPStore's is a DistStoreError, a FileStore's is not; of a store that is lost, `check` says so
+    # a TCPStore's is a DistStoreError, a FileStore's is not; of a store that is lost, `check` says
+    # so
+    except RuntimeError:
         return bool(store.check([name]))
     return True
 
 
 class _Patience:
-    """Waits for others, but with a signal in hand not forever: torchrun sends SIGTERM when one of them has died."""
+    """Waits for others, but with a signal in hand not forever: torchrun sends SIGTERM when one of
+    them has died."""
 
     def __init__(self, heard: Mapping[int, float]) -> None:
         self.heard, self.began = heard, time.monotonic()
@@ -120,4 +138,6 @@ class _Patience:
         since = max(self.began, min(self.heard.values()))
         if time.monotonic() - since > signals.PATIENCE_SECONDS:
             names = ", ".join(signal.Signals(number).name for number in self.heard)
-            sys.exit(f"{names} was received, and not all ranks came within {signals.PATIENCE_SECONDS} s")
+            sys.exit(
+                f"{names} was received, and not all ranks came within {signals.PATIENCE_SECONDS} s"
+            )

@@ -1,4 +1,5 @@
-"""Who holds a run folder, as its lease says, and whether that process is still there. (lease.py: what follows from it.)"""
+"""Who holds a run folder, as its lease says, and whether that process is still there. (lease.py:
+what follows from it.)"""
 
 import os
 import socket
@@ -13,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 RELEASED = 0  # a lease's time, in seconds since 1970, once it is released
 
-Word = Annotated[str, Field(pattern=r"^[\w.:\[\]-]{0,200}$")]  # a lease may have been written by anybody
+# a lease may have been written by anybody
+Word = Annotated[str, Field(pattern=r"^[\w.:\[\]-]{0,200}$")]
 
 
 class Holder(BaseModel):
@@ -25,7 +27,8 @@ class Holder(BaseModel):
     host: Word
     machine: Word  # one boot of one kernel, and the process numbers that count there
     pid: Annotated[int, Field(gt=0, lt=1 << 31)]
-    process_began: Annotated[str, Field(pattern=r"^[\w :]{0,100}$")]  # a process number is used again
+    # a process number is used again
+    process_began: Annotated[str, Field(pattern=r"^[\w :]{0,100}$")]
     job: Word  # Slurm's, or ""
     restart: int  # how often Slurm has requeued the job
     since: Word  # universal time, to be read by people
@@ -97,7 +100,8 @@ def newest_lease(folder: Path) -> Found | None:
 
 
 def _machine() -> str:
-    """Where process numbers mean the same: one boot of one kernel, and one of its namespaces (containers have others)."""
+    """Where process numbers mean the same: one boot of one kernel, and one of its namespaces
+    (containers have others)."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}:{os.readlink('/proc/self/ns/pid')}"
@@ -106,7 +110,8 @@ def _machine() -> str:
 
 
 def _process_began(pid: int) -> str | None:
-    """What tells a process from others that had its number; None: it is dead; "": that cannot be told."""
+    """What tells a process from others that had its number; None: it is dead; "": that cannot be
+    told."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -119,5 +124,7 @@ def _process_began(pid: int) -> str | None:
     except OSError:
         if sys.platform == "linux":
             return ""
-    began = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    began = subprocess.run(
+        ["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False
+    )
     return " ".join(began.stdout.split())

@@ -1,4 +1,5 @@
-"""Where a run's time goes. Every second between its first start and its last line belongs to one cause, so they add up.
+"""Where a run's time goes. Every second between its first start and its last line belongs to one
+cause, so they add up.
 
     steps       training
     lost        of it: steps that were made again, after a failure or a rollback, and waiting in a step that failed
@@ -10,8 +11,8 @@
     end         from the last step to the process's end: the last save
     down        from a start's last line to the next start: the steps since that line, noticing, starting processes
 
-Rank 0 writes `spent` lines to events.jsonl as the run goes (Ledger); `account` sums them up. A process that is killed
-takes the seconds since its last line with it, and they are found in `down`.
+Rank 0 writes `spent` lines to events.jsonl as the run goes (Ledger); `account` sums them up. A
+process that is killed takes the seconds since its last line with it, and they are found in `down`.
 """
 
 import time
@@ -48,15 +49,21 @@ class Ledger:
 
     def write(self, step: int) -> None:
         """A line of what was spent, up to the last call of `spent`; `step` steps are made."""
-        append_event(self.folder, "spent", step=step, seconds={cause: value for cause, value in self.seconds.items() if value})
+        append_event(
+            self.folder,
+            "spent",
+            step=step,
+            seconds={cause: value for cause, value in self.seconds.items() if value},
+        )
         self.seconds.clear()
 
 
 def account(events: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Seconds by cause, of all starts of a run; `steps` are those whose work is in the run's last state.
+    """Seconds by cause, of all starts of a run; `steps` are those whose work is in the run's last
+    state.
 
-    A line says what steps (from, to] cost. A later start, or a rollback, at step s makes those beyond s lost: of a line that s
-    cuts, in proportion.
+    A line says what steps (from, to] cost. A later start, or a rollback, at step s makes those
+    beyond s lost: of a line that s cuts, in proportion.
     """
     seconds = dict.fromkeys(CAUSES, 0.0)
     kept: list[tuple[int, int, float]] = []  # steps (from, to], seconds
@@ -81,11 +88,15 @@ def account(events: Iterable[dict[str, Any]]) -> dict[str, float]:
     return seconds
 
 
-def _cut(kept: list[tuple[int, int, float]], step: int) -> tuple[list[tuple[int, int, float]], float]:
+def _cut(
+    kept: list[tuple[int, int, float]], step: int
+) -> tuple[list[tuple[int, int, float]], float]:
     """What of `kept` lies before `step`, and the seconds of what does not."""
     before, lost = [], 0.0
     for begin, end, made in kept:
-        share = 1.0 if end <= step else max(0.0, (step - begin) / (end - begin)) if end > begin else 0.0
+        share = (
+            1.0 if end <= step else max(0.0, (step - begin) / (end - begin)) if end > begin else 0.0
+        )
         if share:
             before.append((begin, min(end, step), made * share))
         lost += made * (1 - share)

@@ -5,10 +5,11 @@
                     tensors   every global tensor: its dtype and its shape
                     sha256    of all that, in this file
 
-Files hold pieces of tensors, under the tensor's name with the piece's place in it. A reader that takes shapes from what it
-finds would not miss a lost piece; here the pieces of a tensor must tile its shape, each number in exactly one (tiling.py).
-Nothing is unpickled: tensors are in the safetensors format, everything else is JSON that must fit a schema (schema.py), and
-names of files are names, never paths.
+Files hold pieces of tensors, under the tensor's name with the piece's place in it. A reader that
+takes shapes from what it finds would not miss a lost piece; here the pieces of a tensor must tile
+its shape, each number in exactly one (tiling.py). Nothing is unpickled: tensors are in the
+safetensors format, everything else is JSON that must fit a schema (schema.py), and names of files
+are names, never paths.
 """
 
 import hashlib
@@ -31,7 +32,8 @@ from runtime.tiling import FIELD, MAX_DIMS, MAX_NUMBERS, Point, random_point, va
 FORMAT, VERSION = "lattice-checkpoint", 2
 MANIFEST = "manifest.json"
 TENSORS = ".safetensors"
-PLACES = "DCP_SHARDING_INFO"  # where DCP's safetensors writer keeps the places of a file's pieces, in the file's metadata
+# where DCP's safetensors writer keeps the places of a file's pieces, in the file's metadata
+PLACES = "DCP_SHARDING_INFO"
 HASHED_AT_ONCE = 1 << 20
 
 
@@ -42,15 +44,19 @@ class Damaged(Exception):
 @dataclass(frozen=True)
 class Manifest:
     files: dict[str, tuple[int, str]]  # name → bytes, sha256
-    tensors: dict[str, tuple[str, tuple[int, ...]]]  # name → safetensors dtype ("F32"), global shape
+    # name → safetensors dtype ("F32"), global shape
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
 
     @property
     def num_bytes(self) -> int:
         return sum(size for size, _ in self.files.values())
 
 
-def fingerprint(path: Path, advance: Callable[[int], object] = lambda size: None) -> tuple[int, str]:
-    """A file's size in bytes and its sha256. `advance` is called with the bytes of each block that was read."""
+def fingerprint(
+    path: Path, advance: Callable[[int], object] = lambda size: None
+) -> tuple[int, str]:
+    """A file's size in bytes and its sha256. `advance` is called with the bytes of each block that
+    was read."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(HASHED_AT_ONCE):
@@ -62,8 +68,13 @@ def fingerprint(path: Path, advance: Callable[[int], object] = lambda size: None
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Last of a checkpoint's files, durably."""
     content: dict[str, Any] = {"format": FORMAT, "version": VERSION}
-    content["files"] = {name: {"bytes": size, "sha256": sha} for name, (size, sha) in sorted(manifest.files.items())}
-    content["tensors"] = {name: {"dtype": dtype, "shape": shape} for name, (dtype, shape) in sorted(manifest.tensors.items())}
+    content["files"] = {
+        name: {"bytes": size, "sha256": sha} for name, (size, sha) in sorted(manifest.files.items())
+    }
+    content["tensors"] = {
+        name: {"dtype": dtype, "shape": shape}
+        for name, (dtype, shape) in sorted(manifest.tensors.items())
+    }
     content["sha256"] = _digest(content)
     write_durably(folder / MANIFEST, json.dumps(content, indent=1))
 
@@ -86,7 +97,8 @@ class _Content(Strict):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises Damaged where it is missing, changed, of another format, or names something that is not a file of this folder."""
+    """Raises Damaged where it is missing, changed, of another format, or names something that is
+    not a file of this folder."""
     try:
         if (folder / MANIFEST).stat().st_size > MAX_JSON_BYTES:
             raise ValueError
@@ -97,7 +109,9 @@ def read_manifest(folder: Path) -> Manifest:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise Damaged(f"no readable {MANIFEST}") from None
     if format_and_version != (FORMAT, VERSION):
-        raise Damaged(f"saved as {ascii(format_and_version)[:100]}, and this version reads {(FORMAT, VERSION)}")
+        raise Damaged(
+            f"saved as {ascii(format_and_version)[:100]}, and this version reads {(FORMAT, VERSION)}"
+        )
     if said != digest:
         raise Damaged(f"{MANIFEST} was changed (its sha256 differs)")
     try:
@@ -111,11 +125,16 @@ def read_manifest(folder: Path) -> Manifest:
         if math.prod(tensor.shape) >= MAX_NUMBERS:
             raise Damaged(f"{MANIFEST} gives {name!r} the shape {tensor.shape}")
     # The reader of tensors takes every such file that it finds.
-    strangers = {path.name for path in folder.iterdir() if path.name.endswith(TENSORS)} - checked.files.keys()
+    strangers = {
+        path.name for path in folder.iterdir() if path.name.endswith(TENSORS)
+    } - checked.files.keys()
     if strangers:
         raise Damaged(f"{sorted(strangers)[0]!r} does not belong to it")
     files = {name: (file.bytes, file.sha256) for name, file in checked.files.items()}
-    return Manifest(files, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in checked.tensors.items()})
+    return Manifest(
+        files,
+        {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in checked.tensors.items()},
+    )
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
@@ -131,10 +150,14 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 
 
 def check_file(
-    folder: Path, manifest: Manifest, name: str, point: Point, advance: Callable[[int], object] = lambda size: None
+    folder: Path,
+    manifest: Manifest,
+    name: str,
+    point: Point,
+    advance: Callable[[int], object] = lambda size: None,
 ) -> Counter[str]:
-    """Read a file whole. Raises Damaged where it is not what was saved; else what it holds of which tensors.
-    `advance` as for `fingerprint`."""
+    """Read a file whole. Raises Damaged where it is not what was saved; else what it holds of which
+    tensors. `advance` as for `fingerprint`."""
     try:
         found = fingerprint(folder / name, advance)
     except OSError as error:
@@ -153,7 +176,8 @@ class Piece(NamedTuple):
 
 
 def read_pieces(path: Path, manifest: Manifest) -> list[Piece]:
-    """What a safetensors file holds, each piece inside its tensor; else Damaged. Reads the header only."""
+    """What a safetensors file holds, each piece inside its tensor; else Damaged. Reads the header
+    only."""
     try:
         with safe_open(path, framework="pt") as file:
             places = load_json((file.metadata() or {}).get(PLACES, "{}"))
@@ -168,16 +192,28 @@ def read_pieces(path: Path, manifest: Manifest) -> list[Piece]:
                     for offset, n, whole in zip(offsets, sizes, shape, strict=True)
                 )
                 if not inside or piece.get_dtype() != dtype:
-                    raise Damaged(f"its file {path.name!r} has a piece of {name!r} that does not fit it")
+                    raise Damaged(
+                        f"its file {path.name!r} has a piece of {name!r} that does not fit it"
+                    )
                 pieces.append(Piece(name, tuple(offsets), sizes))
             return pieces
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(f"its file {path.name!r} is no file of tensors of this checkpoint: {ascii(error)[:200]}") from None
+    except (
+        SafetensorError,
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
+        raise Damaged(
+            f"its file {path.name!r} is no file of tensors of this checkpoint: {ascii(error)[:200]}"
+        ) from None
 
 
 def cover(path: Path, manifest: Manifest, point: Point) -> Counter[str]:
-    """Tensor → the sum of its pieces' polynomials at `point` (tiling.py), for a safetensors file; Damaged as `read_pieces`.
-    What several files cover is the sum of what each does."""
+    """Tensor → the sum of its pieces' polynomials at `point` (tiling.py), for a safetensors file;
+    Damaged as `read_pieces`. What several files cover is the sum of what each does."""
     covered: Counter[str] = Counter()
     for piece in read_pieces(path, manifest):
         covered[piece.name] += value_at(point, piece.offsets, piece.sizes)
@@ -188,7 +224,9 @@ def check_whole(manifest: Manifest, covered: Counter[str], point: Point) -> None
     """Raises Damaged unless the pieces in all files tile every tensor."""
     for name, (_, shape) in manifest.tensors.items():
         if (covered[name] - value_at(point, [0] * len(shape), shape)) % FIELD:
-            raise Damaged(f"the pieces of {name!r} in its files do not make up its shape {shape}: some overlap, or are missing")
+            raise Damaged(
+                f"the pieces of {name!r} in its files do not make up its shape {shape}: some overlap, or are missing"
+            )
 
 
 def verify(folder: Path) -> Manifest:
@@ -212,4 +250,6 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def _digest(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()

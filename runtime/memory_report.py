@@ -2,16 +2,18 @@
 
     RUN/memory/step-00000012-rank-00003.txt       the table, and torch's own account of the GPU
     RUN/memory/step-00000012-rank-00003.json      the same numbers, for `python -m tools.plan RUN/config.yaml --beside FILE`,
-                                                  which puts what was planned for this rank beside them
+                                                  which puts what was planned for this rank beside
+                                                  them
     RUN/memory/step-00000012-rank-00003.pickle    GPUs: torch's snapshot, for https://pytorch.org/memory_viz
 
     at torch.OutOfMemoryError     each rank that meets it, in the step under way; then the error takes its course
     file SNAPSHOT in run.dir      the ranks of run.profile_ranks, within a second and a step; touched again, they write again
 
-Weights, gradients and moments are counted where model, FSDP and optimizer keep them. The rest, activations most of all, is what
-the allocator has given out besides; on a CPU, what else the process has in memory, interpreter and libraries included.
-The snapshot is a pickle because torch's viewer reads nothing else; nothing of ours reads it. With run.memory_history it also
-has the last allocations, each with the place in the source that asked.
+Weights, gradients and moments are counted where model, FSDP and optimizer keep them. The rest,
+activations most of all, is what the allocator has given out besides; on a CPU, what else the
+process has in memory, interpreter and libraries included. The snapshot is a pickle because torch's
+viewer reads nothing else; nothing of ours reads it. With run.memory_history it also has the last
+allocations, each with the place in the source that asked.
 """
 
 import json
@@ -55,7 +57,8 @@ class MemoryReports:
         self.folder, self.request = Path(run.dir) / "memory", Path(run.dir) / "SNAPSHOT"
         self.records = run.memory_history and train.mesh.device == "cuda"
         self.answers = dist.get_rank() in run.profile_ranks
-        self._answered = _touched(self.request)  # one that is there already was not meant for this start
+        # one that is there already was not meant for this start
+        self._answered = _touched(self.request)
         self._looks_next = 0.0
 
     def step_done(self, step: int) -> None:
@@ -73,21 +76,31 @@ class MemoryReports:
             torch.cuda.memory._record_memory_history(max_entries=RECORDED, stacks="python")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         if isinstance(error, torch.OutOfMemoryError):
-            self.write(self.step + 1, f"out of memory in step {self.step + 1}: {str(error).strip()}")
+            self.write(
+                self.step + 1, f"out of memory in step {self.step + 1}: {str(error).strip()}"
+            )
         if self.records:
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def write(self, step: int, why: str) -> None:
-        """A report. Whatever goes wrong with it, the run, or the error that it is about, is more important."""
+        """A report. Whatever goes wrong with it, the run, or the error that it is about, is more
+        important."""
         rank = dist.get_rank()
         path = self.folder / f"step-{step:08d}-rank-{rank:05d}.txt"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             report = self.report(why)
             path.write_text(self.as_text(report), encoding="utf-8")
-            path.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            path.with_suffix(".json").write_text(
+                json.dumps(report, indent=1) + "\n", encoding="utf-8"
+            )
             if self.train.mesh.device == "cuda":
                 torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
             said = f"what it holds is in {path}"
@@ -111,14 +124,23 @@ class MemoryReports:
     def as_text(self, report: dict[str, Any]) -> str:
         coordinates = ", ".join(f"{axis} {index}" for axis, index in report["coordinates"].items())
         stages = ", ".join(map(str, report["stages"]))
-        lines = [f"rank {report['rank']} of {report['world']} ({coordinates}), stage {stages}", report["why"], ""]
+        lines = [
+            f"rank {report['rank']} of {report['world']} ({coordinates}), stage {stages}",
+            report["why"],
+            "",
+        ]
         lines += table(report["held_bytes"], report["total_bytes"])
         config = self.folder.parent / "config.yaml"
-        lines += ["", f"What was planned for it: python -m tools.plan {config} --beside, and this file's name with .json"]
+        lines += [
+            "",
+            f"What was planned for it: python -m tools.plan {config} --beside, and this file's name with .json",
+        ]
         if report["device"] == "cuda":
             free, size = (number / MB for number in torch.cuda.mem_get_info())
             reserved = torch.cuda.memory_reserved() / MB
-            lines.append(f"The device has {size:,.0f} MB: {free:,.0f} MB are free, torch has reserved {reserved:,.0f} MB.")
+            lines.append(
+                f"The device has {size:,.0f} MB: {free:,.0f} MB are free, torch has reserved {reserved:,.0f} MB."
+            )
             lines += ["", torch.cuda.memory_summary()]
         return "\n".join(lines) + "\n"
 
@@ -141,18 +163,21 @@ def held_bytes(train: TrainStep) -> dict[str, int]:
         return total
 
     sharded = [weight.parameter for weight in train.weights]
-    present = [parameter for stage in train.stages.values() for parameter in stage.parameters()]  # gathered or sharded
+    # gathered or sharded
+    present = [parameter for stage in train.stages.values() for parameter in stage.parameters()]
     return {
         WEIGHTS: count(sharded),
         GATHERED: count(present),
         MOMENTS: count(moment for moments in train.optimizer.state.values() for moment in moments),
         SHARDED_GRADIENTS: count(parameter.grad for parameter in sharded),
-        GRADIENTS: count(p.grad for p in present) + sum(count(_accumulated(stage)) for stage in train.stages.values()),
+        GRADIENTS: count(p.grad for p in present)
+        + sum(count(_accumulated(stage)) for stage in train.stages.values()),
     }
 
 
 def _accumulated(stage: nn.Module) -> Iterator[Tensor | None]:
-    """Gradients that FSDP sums over micro-batches in a wider dtype; only its own books have them, in 2.11 as in 2.13."""
+    """Gradients that FSDP sums over micro-batches in a wider dtype; only its own books have them,
+    in 2.11 as in 2.13."""
     for module in fsdp_modules(stage):
         group = module._get_fsdp_state()._fsdp_param_group
         for parameter in group.fsdp_params if group is not None else ():
@@ -170,21 +195,30 @@ def total_bytes(device: str) -> int:
         return peak if sys.platform == "darwin" else peak * 1024
 
 
-def table(held: Mapping[str, int], total: int, planned: Mapping[str, int] | None = None) -> list[str]:
-    """Lines: what is held, by category; the rest of `total`; and beside it what was `planned`, whose other categories are of
-    the rest. All in bytes."""
+def table(
+    held: Mapping[str, int], total: int, planned: Mapping[str, int] | None = None
+) -> list[str]:
+    """Lines: what is held, by category; the rest of `total`; and beside it what was `planned`,
+    whose other categories are of the rest. All in bytes."""
     plan = planned or {}
 
     others = {name: size for name, size in plan.items() if name not in held and size}
-    rows: list[tuple[str, int | None, int]] = [(name, size, plan.get(name, 0)) for name, size in held.items()]
+    rows: list[tuple[str, int | None, int]] = [
+        (name, size, plan.get(name, 0)) for name, size in held.items()
+    ]
     rows.append(("everything else", total - sum(held.values()), sum(others.values())))
-    rows += [(f"  {name}", None, size) for name, size in sorted(others.items(), key=lambda item: -item[1])]
+    rows += [
+        (f"  {name}", None, size)
+        for name, size in sorted(others.items(), key=lambda item: -item[1])
+    ]
     rows.append(("together", total, sum(plan.values())))
 
     lines = [f"{'':<28}{'held now':>18}{'planned peak' if plan else '':>18}".rstrip()]
     for name, now, then in rows:
         held_now = "" if now is None else f"{now / MB:,.3f} MB"
-        lines.append(f"{name:<28}{held_now:>18}{f'{then / MB:,.3f} MB' if plan else '':>18}".rstrip())
+        lines.append(
+            f"{name:<28}{held_now:>18}{f'{then / MB:,.3f} MB' if plan else '':>18}".rstrip()
+        )
     return lines
 
 

@@ -1,8 +1,9 @@
 """Messages: one message for an error, from one rank, and the exit status that goes with it.
 
-A UserError on any rank becomes one message, from rank 0, on standard error, and exit status 2 on every rank: all ranks wait for
-each other at each `on_all_ranks`, so that no rank continues by itself, and messages do not interleave. What ends a run that had
-begun (`fail`) is one message too, as far as a rank can know what the others say.
+A UserError on any rank becomes one message, from rank 0, on standard error, and exit status 2 on
+every rank: all ranks wait for each other at each `on_all_ranks`, so that no rank continues by
+itself, and messages do not interleave. What ends a run that had begun (`fail`) is one message too,
+as far as a rank can know what the others say.
 """
 
 import contextlib
@@ -22,14 +23,15 @@ import torch.distributed as dist
 from errors import RunFailed, UserError
 from runtime.signals import Signals
 
-GLOO = re.compile(r"\[[^\]]*gloo/transport/[^\]]*\] ")  # its source file and line, before what it says
+# its source file and line, before what it says
+GLOO = re.compile(r"\[[^\]]*gloo/transport/[^\]]*\] ")
 LOST = "lost connection to another rank"
 LAUNCHER_SECONDS = 3.0  # in which a launcher notices that a rank has died, and tells the others
 
 
 def log(text: str, file: TextIO | None = None) -> None:
-    """A line on standard error, or on `file`. Where even that cannot be written (a log may lie on the disk that is full), the
-    run goes on without."""
+    """A line on standard error, or on `file`. Where even that cannot be written (a log may lie on
+    the disk that is full), the run goes on without."""
     with contextlib.suppress(OSError):
         print(text, file=file or sys.stderr, flush=True)
 
@@ -42,8 +44,9 @@ T = TypeVar("T")
 
 
 def on_all_ranks(action: Callable[[], T], device: str) -> T:
-    """Run `action` on every rank and return each rank's result; if any rank raises UserError, every rank raises that of the
-    lowest such rank, as an AgreedError. One all-reduce of one number when all is well."""
+    """Run `action` on every rank and return each rank's result; if any rank raises UserError, every
+    rank raises that of the lowest such rank, as an AgreedError. One all-reduce of one number when
+    all is well."""
     error: UserError | None = None
     result = None
     try:
@@ -62,15 +65,17 @@ def on_all_ranks(action: Callable[[], T], device: str) -> T:
 
 
 def from_rank_0(action: Callable[[], T], device: str) -> T:
-    """Run `action` on rank 0 alone and give its result to every rank: what is read from a shared folder is read once."""
+    """Run `action` on rank 0 alone and give its result to every rank: what is read from a shared
+    folder is read once."""
     results = [on_all_ranks(lambda: action() if dist.get_rank() == 0 else None, device)]
     dist.broadcast_object_list(results, src=0)
     return results[0]  # type: ignore[return-value]
 
 
 def refuse(error: UserError) -> NoReturn:
-    """Say it and leave with status 2: what all ranks agreed on, once, and nobody leaves before it is said; what one rank met
-    alone, in the middle of the run, at once, so that the launcher ends the others instead of letting them wait for it."""
+    """Say it and leave with status 2: what all ranks agreed on, once, and nobody leaves before it
+    is said; what one rank met alone, in the middle of the run, at once, so that the launcher ends
+    the others instead of letting them wait for it."""
     if not isinstance(error, AgreedError):
         log(f"error on rank {dist.get_rank()}: {error}")
         os._exit(2)  # not sys.exit: its clean-up would wait for the other ranks
@@ -85,8 +90,11 @@ class LostConnection(RuntimeError):
 
 
 def lost_connection(error: BaseException) -> bool:
-    """Whether a rank failed only because another one did. gloo says so in its own words, behind its own file's name."""
-    return isinstance(error, LostConnection | dist.DistNetworkError) or bool(GLOO.search(str(error)))
+    """Whether a rank failed only because another one did. gloo says so in its own words, behind its
+    own file's name."""
+    return isinstance(error, LostConnection | dist.DistNetworkError) or bool(
+        GLOO.search(str(error))
+    )
 
 
 def describe(error: BaseException) -> str:
@@ -101,8 +109,9 @@ def describe(error: BaseException) -> str:
 
 
 def fail(error: Exception, signals: Signals) -> NoReturn:
-    """End this process after an error in the run, with status 1. Of what all ranks know, rank 0 speaks; a rank that only lost
-    another gives the launcher time to end it, and is silent then; any other error is this rank's own, with its traceback."""
+    """End this process after an error in the run, with status 1. Of what all ranks know, rank 0
+    speaks; a rank that only lost another gives the launcher time to end it, and is silent then; any
+    other error is this rank's own, with its traceback."""
     rank = dist.get_rank()
     said = describe(error)
     asked = bool(signals.heard)
@@ -134,4 +143,6 @@ def _last_words(text: str) -> None:
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         about = {"py_callstack": text, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": about}}), encoding="utf-8")
+            Path(path).write_text(
+                json.dumps({"message": {"message": text, "extraInfo": about}}), encoding="utf-8"
+            )

@@ -1,4 +1,5 @@
-"""What a run measures of itself: a record per logged step, which goes where trackers.py says; and how it ended."""
+"""What a run measures of itself: a record per logged step, which goes where trackers.py says; and
+how it ended."""
 
 import os
 import platform
@@ -36,11 +37,17 @@ class Metrics:
     Args:
         config: of the run.
         mesh: the mesh.
-        start: where the run begins. Lines after its step, left by a start that went beyond its last checkpoint, are dropped.
+        start: where the run begins. Lines after its step, left by a start that went beyond its last
+            checkpoint, are dropped.
     """
 
     def __init__(self, config: Config, mesh: Mesh, start: Start) -> None:
-        self.config, self.device, self.step, self.tokens = config, mesh.device, start.step, start.tokens
+        self.config, self.device, self.step, self.tokens = (
+            config,
+            mesh.device,
+            start.step,
+            start.tokens,
+        )
         self.folder = Path(config.run.dir)
         self.writes = dist.get_rank() == 0
         self.peak_flops = _peak_flops(mesh.device)
@@ -68,7 +75,9 @@ class Metrics:
             about.append(describe_places(config, mesh, ranks_per_node))
             if config.parallel.num_stages > 1:
                 about.append(describe_stages(config))
-            about.append(f"starting from {start.path or 'initial weights'} at step {start.step}; run folder {self.folder}")
+            about.append(
+                f"starting from {start.path or 'initial weights'} at step {start.step}; run folder {self.folder}"
+            )
             log("\n".join(about), sys.stdout)
         self._count("start")
 
@@ -91,7 +100,8 @@ class Metrics:
         self.data_seconds += seconds
 
     def step_done(self, step: int, lr: float, result: StepResult) -> None:
-        """After step number `step` (1-based). Only every `run.log_interval` steps does anything wait for the device."""
+        """After step number `step` (1-based). Only every `run.log_interval` steps does anything
+        wait for the device."""
         self.step, self.step_seconds = step, None
         self.timed_steps += 1
         train = self.config.train
@@ -99,8 +109,14 @@ class Metrics:
         if step % self.config.run.log_interval and step != train.steps:
             return
         peak_memory = self._gather_peak_memory(step)
-        scalars = (result.loss, result.grad_norm, result.updates.to(self.device), result.bad_in_a_row)
-        loss, grad_norm, updates, bad = torch.stack([s.double() for s in scalars]).tolist()  # waits until the step is done
+        scalars = (
+            result.loss,
+            result.grad_norm,
+            result.updates.to(self.device),
+            result.bad_in_a_row,
+        )
+        # waits until the step is done
+        loss, grad_norm, updates, bad = torch.stack([s.double() for s in scalars]).tolist()
         self._say_skipped(step - int(updates), loss, grad_norm)
         self.bad_in_a_row = int(bad)
         self.step_seconds = seconds = (time.perf_counter() - self.started) / self.timed_steps
@@ -124,13 +140,17 @@ class Metrics:
         self._count("steps")
 
     def _gather_peak_memory(self, step: int) -> list[int]:
-        """Bytes, by rank. A record has the largest alone: with a thousand ranks, all would be most of metrics.jsonl. Peaks only
-        grow, and soon hardly do, so events.jsonl has all of them whenever one has grown by more than a hundredth."""
+        """Bytes, by rank. A record has the largest alone: with a thousand ranks, all would be most
+        of metrics.jsonl. Peaks only grow, and soon hardly do, so events.jsonl has all of them
+        whenever one has grown by more than a hundredth."""
         everyone = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=self.device)
         everyone[dist.get_rank()] = _peak_memory_bytes(self.device)
-        dist.all_reduce(everyone)  # [ranks], the world: as good as free, like the single number that would give the largest
+        # [ranks], the world: as good as free, like the single number that would give the largest
+        dist.all_reduce(everyone)
         peaks: list[int] = everyone.tolist()
-        if self.writes and any(new > MEMORY_GROWTH * old for new, old in zip(peaks, self.noted_peaks, strict=True)):
+        if self.writes and any(
+            new > MEMORY_GROWTH * old for new, old in zip(peaks, self.noted_peaks, strict=True)
+        ):
             self.noted_peaks = peaks
             append_event(self.folder, "memory", step=step, peak_bytes=peaks)
         return peaks
@@ -139,11 +159,14 @@ class Metrics:
         more, self.skipped_updates = skipped_updates - self.skipped_updates, skipped_updates
         if more and self.writes:
             why = f"loss or gradient were not finite, or the loss a spike; now loss {loss:.4f}, grad_norm {grad_norm:.3f}"
-            said = f"warning: the updates of {more} of the steps up to {self.step} were skipped: {why}"
+            said = (
+                f"warning: the updates of {more} of the steps up to {self.step} were skipped: {why}"
+            )
             log(said)
 
     def evaluated(self, step: int, loss: float | None) -> None:
-        """A held-out loss after update `step`; it joins that step's line. None: the evaluation was abandoned."""
+        """A held-out loss after update `step`; it joins that step's line. None: the evaluation was
+        abandoned."""
         if loss is None:
             return
         self.eval_loss = loss
@@ -152,7 +175,11 @@ class Metrics:
     def went_back(self, start: Start) -> None:
         """The run goes on from `start`: lines after it will be written again."""
         reached = self.step
-        self.step, self.tokens, self.skipped_updates = start.step, start.tokens, start.step - start.updates
+        self.step, self.tokens, self.skipped_updates = (
+            start.step,
+            start.tokens,
+            start.step - start.updates,
+        )
         self.bad_in_a_row = 0
         if self.trackers is not None:
             self.trackers.went_back(start.step, reached)
@@ -166,7 +193,8 @@ class Metrics:
         self.trackers.log(record)
 
     def summarise(self, unigram_nats_per_token: float | None) -> None:
-        """The last held-out loss beside that of a model that knows only how frequent each token is."""
+        """The last held-out loss beside that of a model that knows only how frequent each token
+        is."""
         if self.writes and self.eval_loss is not None and unigram_nats_per_token is not None:
             log(compare_to_unigram(self.eval_loss, unigram_nats_per_token), sys.stdout)
 
@@ -177,7 +205,12 @@ class Metrics:
     def __enter__(self) -> "Metrics":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         """Say how the run ended, in status.json. Finished means that every rank is."""
         if error is None:
             dist.barrier()
@@ -190,11 +223,15 @@ class Metrics:
         elif self.stop_reason and self.step < self.config.train.steps:
             state, reason = "requeue", self.stop_reason
             where = f"after step {self.step}/{self.config.train.steps}"
-            log(f"stopped {where}: {reason}; started again, it goes on; run folder {self.folder}", sys.stdout)
+            log(
+                f"stopped {where}: {reason}; started again, it goes on; run folder {self.folder}",
+                sys.stdout,
+            )
         else:
             state, reason = "finished", "all steps done"
             log(f"finished after {self.step} steps; run folder {self.folder}", sys.stdout)
-        self._count("end" if error is None else "steps")  # of a step that failed, nobody knows how far it came
+        # of a step that failed, nobody knows how far it came
+        self._count("end" if error is None else "steps")
         self.ledger.write(self.step)
         if not (self.folder / "status.json").exists():  # else the watchdog was first
             write_status(self.folder, state, self.step, reason)
@@ -202,17 +239,21 @@ class Metrics:
 
 
 def compare_to_unigram(loss: float, unigram: float) -> str:
-    """A held-out loss in words; worse than a unigram model's early in training, or on text of another kind."""
+    """A held-out loss in words; worse than a unigram model's early in training, or on text of
+    another kind."""
     side = "below" if loss <= unigram else "above"
     return f"held-out loss {loss:.3f} nats per token, {abs(unigram - loss):.3f} {side} a unigram model's {unigram:.3f}"
 
 
 def describe_system(config: Config, mesh: Mesh) -> dict[str, Any]:
-    """What the run runs on and with; for events.jsonl and wandb. Of rank 0's process: the others are taken to be alike."""
+    """What the run runs on and with; for events.jsonl and wandb. Of rank 0's process: the others
+    are taken to be alike."""
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "device": torch.cuda.get_device_name() if mesh.device == "cuda" else f"CPU ({platform.machine()})",
+        "device": torch.cuda.get_device_name()
+        if mesh.device == "cuda"
+        else f"CPU ({platform.machine()})",
         "world_size": dist.get_world_size(),
         "layout": mesh.describe(),
         "parameters": config.model.num_parameters,

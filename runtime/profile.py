@@ -3,11 +3,13 @@
     RUN/profile/step-00000010-rank-00000.json.gz    the trace; https://ui.perfetto.dev opens it
     RUN/profile/summary-rank-00000.txt, .json       compute, exposed communication by axis, idle (profile_summary.py)
 
-The step before the first is a warm-up: the profiler is there, and what it sees is thrown away. Between `start` and `stop` the
-trace also has what lies between steps. Other steps, and other ranks, cost nothing.
+The step before the first is a warm-up: the profiler is there, and what it sees is thrown away.
+Between `start` and `stop` the trace also has what lies between steps. Other steps, and other ranks,
+cost nothing.
 
-A GPU's trace says what each collective's process group is. gloo's says neither that nor how long anybody waited, so on a CPU,
-and only while the trace is recorded, every call of a collective and every wait for one is marked.
+A GPU's trace says what each collective's process group is. gloo's says neither that nor how long
+anybody waited, so on a CPU, and only while the trace is recorded, every call of a collective and
+every wait for one is marked.
 """
 
 import itertools
@@ -33,7 +35,8 @@ from runtime.profile_summary import describe, mark_name, read_trace, summarise
 from runtime.watchdog import Watchdog
 from training.config import Config
 
-# ProcessGroup's methods that hand something over; 2.13 renamed some and has both names, 2.11 has the old ones.
+# ProcessGroup's methods that hand something over; 2.13 renamed some and has both names, 2.11 has
+# the old ones.
 COLLECTIVES = (
     *(
         "allreduce",
@@ -47,7 +50,14 @@ COLLECTIVES = (
         "gather",
         "scatter",
     ),
-    *("allgather", "_allgather_base", "all_gather_single", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single"),
+    *(
+        "allgather",
+        "_allgather_base",
+        "all_gather_single",
+        "reduce_scatter",
+        "_reduce_scatter_base",
+        "reduce_scatter_single",
+    ),
     *("alltoall", "alltoall_base", "all_to_all_single"),
 )
 
@@ -59,7 +69,9 @@ class StepProfile:
         self.folder, self.mesh, self.watchdog = Path(config.run.dir) / "profile", mesh, watchdog
         self.steps = config.run.profiled_steps
         # What is there to do: with the warm-up, while it lasts.
-        self.window = range(max(1, self.steps.start - 1), self.steps.stop) if self.steps else range(0)
+        self.window = (
+            range(max(1, self.steps.start - 1), self.steps.stop) if self.steps else range(0)
+        )
         self.is_chosen = bool(self.steps) and dist.get_rank() in config.run.profile_ranks
         self.profiler: torch.profiler.profile | None = None  # of a chosen rank, from the warm-up on
         self.since = 0  # the step from which on steps are recorded; 0: they are not
@@ -88,13 +100,20 @@ class StepProfile:
     def __enter__(self) -> "StepProfile":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         if self.since and error is None:  # a planned stop came first
             self._finish()
         self._marks.close()
 
     def _prepare(self) -> None:
-        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.mesh.device == "cuda" else [])
+        activities = [ProfilerActivity.CPU] + (
+            [ProfilerActivity.CUDA] if self.mesh.device == "cuda" else []
+        )
         self.profiler = torch.profiler.profile(activities=activities, record_shapes=True)
         about = {
             "rank": dist.get_rank(),
@@ -113,15 +132,23 @@ class StepProfile:
                 self._marks.enter_context(marked_collectives(axes_of_groups(self.mesh)))
 
     def _finish(self) -> None:
-        """Write what was recorded. All ranks wait for those that do: so that nobody takes it for a step without end."""
-        profiler, first, self.window, self.since, self.profiler = self.profiler, self.since, range(0), 0, None
+        """Write what was recorded. All ranks wait for those that do: so that nobody takes it for a
+        step without end."""
+        profiler, first, self.window, self.since, self.profiler = (
+            self.profiler,
+            self.since,
+            range(0),
+            0,
+            None,
+        )
         self._marks.close()
         with self.watchdog.resting():
             if profiler is not None:
                 try:
                     profiler.stop_trace()
                     log(self._write(profiler, first), sys.stdout)
-                except Exception as error:  # whatever it is, the run is more important, and the others wait below
+                # whatever it is, the run is more important, and the others wait below
+                except Exception as error:
                     log(f"warning: the profile cannot be written: {type(error).__name__}: {error}")
             dist.barrier()
 
@@ -133,7 +160,9 @@ class StepProfile:
         summary = summarise(read_trace(path), str(path))
         table = self.folder / f"summary-rank-{rank:05d}.txt"
         table.write_text(describe(summary) + "\n", encoding="utf-8")
-        table.with_suffix(".json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        table.with_suffix(".json").write_text(
+            json.dumps(summary, indent=1) + "\n", encoding="utf-8"
+        )
         return f"profiled {len(summary['steps'])} steps of rank {rank}: {table}, {path.name}"
 
     def _synchronize(self) -> None:
@@ -142,8 +171,8 @@ class StepProfile:
 
 
 def axes_of_groups(mesh: Mesh) -> dict[str, str]:
-    """Name of a process group → the axis it is of, `loss` (both data-parallel axes), or `world`. An axis as large as the world
-    has the world's group, and gives it its name."""
+    """Name of a process group → the axis it is of, `loss` (both data-parallel axes), or `world`. An
+    axis as large as the world has the world's group, and gives it its name."""
     assert dist.group.WORLD is not None
     world = dist.group.WORLD.group_name
     axes: dict[str, str] = {}
@@ -157,9 +186,11 @@ def axes_of_groups(mesh: Mesh) -> dict[str, str]:
 
 @contextmanager
 def marked_collectives(axes: dict[str, str]) -> Iterator[None]:
-    """Inside, every collective of this process is in the trace by axis and number, and so is every wait for it."""
+    """Inside, every collective of this process is in the trace by axis and number, and so is every
+    wait for it."""
     numbers = itertools.count()
-    waiting: weakref.WeakKeyDictionary[Work, str] = weakref.WeakKeyDictionary()  # → what its wait is called
+    # → what its wait is called
+    waiting: weakref.WeakKeyDictionary[Work, str] = weakref.WeakKeyDictionary()
 
     def marked(kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def method(group: ProcessGroup, *arguments: Any, **options: Any) -> Any:
@@ -175,13 +206,20 @@ def marked_collectives(axes: dict[str, str]) -> Iterator[None]:
     wait = Work.wait
 
     def marked_wait(work: Work, *arguments: Any, **options: Any) -> Any:
-        with record_function(waiting.get(work, mark_name("other", "work", next(numbers), waiting=True))):
+        with record_function(
+            waiting.get(work, mark_name("other", "work", next(numbers), waiting=True))
+        ):
             return wait(work, *arguments, **options)
 
     changed: list[tuple[type, str, Callable[..., Any]]] = [(Work, "wait", marked_wait)]
-    changed += [(ProcessGroup, n, marked(n, getattr(ProcessGroup, n))) for n in COLLECTIVES if hasattr(ProcessGroup, n)]
+    changed += [
+        (ProcessGroup, n, marked(n, getattr(ProcessGroup, n)))
+        for n in COLLECTIVES
+        if hasattr(ProcessGroup, n)
+    ]
     with ExitStack() as stack:
         for owner, name, method in changed:
-            stack.callback(setattr, owner, name, vars(owner)[name])  # getattr would give it without what binds it to an object
+            # getattr would give it without what binds it to an object
+            stack.callback(setattr, owner, name, vars(owner)[name])
             setattr(owner, name, method)
         yield

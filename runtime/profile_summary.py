@@ -1,4 +1,5 @@
-"""What a torch profiler trace says about a step, in seconds: compute, communication by axis, how much of it is exposed, idle.
+"""What a torch profiler trace says about a step, in seconds: compute, communication by axis, how
+much of it is exposed, idle.
 
     GPU   compute        time in which a kernel runs that is not NCCL's
           communication  time in which an NCCL kernel runs; exposed: and no other kernel does. A kernel that waits for another
@@ -10,11 +11,13 @@
           compute        time in which that thread is in an operator, and not in such a wait
           idle           the rest: Python between operators, waiting for data, a log line
 
-So compute + copies + exposed communication + idle = the step. Everything here is a pure function of the trace: no torch.
+So compute + copies + exposed communication + idle = the step. Everything here is a pure function of
+the trace: no torch.
 
-Whose a collective is: a GPU's kernel names its process group, and the run wrote down beside the events which axis has which
-group (`lattice` in the file). Sends and receives of a batch name none
-(https://github.com/pytorch/pytorch/issues/194693); only the pipeline makes batches. On a CPU runtime/profile.py marked them.
+Whose a collective is: a GPU's kernel names its process group, and the run wrote down beside the
+events which axis has which group (`lattice` in the file). Sends and receives of a batch name none
+(https://github.com/pytorch/pytorch/issues/194693); only the pipeline makes batches. On a CPU
+runtime/profile.py marked them.
 """
 
 import gzip
@@ -31,17 +34,19 @@ Interval = tuple[float, float]  # begin, end; empty where they are equal
 STEP = re.compile(r"step (\d+)")
 MARK = re.compile(r"(\w+): (wait )?(\w+) #(\d+)")  # as `mark_name` writes it
 TOP = 10  # rows
-NOT_COMPUTE = ("autograd::", "torch::", "c10d::", "_c10d_functional::")  # they hold other operators, or hand over a collective
+# they hold other operators, or hand over a collective
+NOT_COMPUTE = ("autograd::", "torch::", "c10d::", "_c10d_functional::")
 MICROSECONDS = 1e6  # in a second
 REMEDY = "give the folder of a run that had run.profile, or a file of its profile/"
 
 
 def mark_name(axis: str, kind: str, number: int, waiting: bool) -> str:
-    """What stands in a CPU's trace around the call of a collective, or around waiting for it: `tp: wait allreduce #17`."""
+    """What stands in a CPU's trace around the call of a collective, or around waiting for it: `tp:
+    wait allreduce #17`."""
     return f"{axis}: {'wait ' if waiting else ''}{kind} #{number}"
 
 
-# --- intervals --------------------------------------------------------------------------------------------------------
+# --- intervals ------------------------------------------------------------------------------------
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -81,7 +86,7 @@ def length(intervals: Iterable[Interval]) -> float:
     return sum(end - begin for begin, end in union(intervals))
 
 
-# --- a trace's events -------------------------------------------------------------------------------------------------
+# --- a trace's events -----------------------------------------------------------------------------
 
 
 class Event(NamedTuple):
@@ -114,10 +119,21 @@ def events_of(trace: dict[str, Any]) -> Iterator[Event]:
     for event in trace["traceEvents"]:
         if isinstance(event, dict) and event.get("ph") == "X":
             begin, duration, arguments = event.get("ts"), event.get("dur"), event.get("args")
-            if isinstance(begin, int | float) and isinstance(duration, int | float) and duration >= 0:
+            if (
+                isinstance(begin, int | float)
+                and isinstance(duration, int | float)
+                and duration >= 0
+            ):
                 name, category = str(event.get("name")), str(event.get("cat"))
                 thread = (str(event.get("pid")), str(event.get("tid")))
-                yield Event(name, category, thread, begin, begin + duration, arguments if isinstance(arguments, dict) else {})
+                yield Event(
+                    name,
+                    category,
+                    thread,
+                    begin,
+                    begin + duration,
+                    arguments if isinstance(arguments, dict) else {},
+                )
 
 
 def axis_of_kernel(kernel: Event, axes: dict[str, str]) -> str:
@@ -126,20 +142,23 @@ def axis_of_kernel(kernel: Event, axes: dict[str, str]) -> str:
     if isinstance(group, str) and group in axes:
         return axes[group]
     description = str(kernel.arguments.get("Process Group Description", ""))
-    if description.startswith("mesh_"):  # a trace that says nothing of axes: DeviceMesh describes its groups so
+    # a trace that says nothing of axes: DeviceMesh describes its groups so
+    if description.startswith("mesh_"):
         return description.removeprefix("mesh_")
     return "pp" if "SendRecv" in kernel.name and group is None else "other"
 
 
-# --- the summary ------------------------------------------------------------------------------------------------------
+# --- the summary ----------------------------------------------------------------------------------
 
 
 def summarise(trace: dict[str, Any], name: str = "") -> dict[str, Any]:
-    """Seconds of one step, the mean of those in the trace, of which `name` is what messages call it:
+    """Seconds of one step, the mean of those in the trace, of which `name` is what messages call
+    it:
 
-    `steps` (numbers), `step_seconds`, `compute`, `copies`, `exposed`, `idle`; `communication`: axis → `seconds`, `exposed`,
-    `calls`; `top`: the operators or kernels that took most by themselves, each `name`, `seconds`, `calls`. Exposed time of two
-    axes at once is in both of theirs and in `exposed` once.
+    `steps` (numbers), `step_seconds`, `compute`, `copies`, `exposed`, `idle`; `communication`: axis
+    → `seconds`, `exposed`, `calls`; `top`: the operators or kernels that took most by themselves,
+    each `name`, `seconds`, `calls`. Exposed time of two axes at once is in both of theirs and in
+    `exposed` once.
 
     Raises:
         UserError: no step is in it.
@@ -147,15 +166,26 @@ def summarise(trace: dict[str, Any], name: str = "") -> dict[str, Any]:
     about = trace.get("lattice")
     about = about if isinstance(about, dict) else {}
     events = list(events_of(trace))
-    steps = [event for event in events if event.category == "user_annotation" and STEP.fullmatch(event.name)]
-    window = min((event.begin for event in steps), default=0.0), max((event.end for event in steps), default=0.0)
+    steps = [
+        event
+        for event in events
+        if event.category == "user_annotation" and STEP.fullmatch(event.name)
+    ]
+    window = (
+        min((event.begin for event in steps), default=0.0),
+        max((event.end for event in steps), default=0.0),
+    )
     if window[0] == window[1]:
         raise UserError("trace", name, f"none of its {len(events)} events is a step", REMEDY)
     events = [event for event in events if event.begin < window[1] and event.end > window[0]]
 
     axes = about.get("axes")
     on_device = any(event.category == "kernel" for event in events)
-    parts = _of_device(events, axes if isinstance(axes, dict) else {}) if on_device else _of_host(events, steps[0].thread)
+    parts = (
+        _of_device(events, axes if isinstance(axes, dict) else {})
+        if on_device
+        else _of_host(events, steps[0].thread)
+    )
 
     def seconds(intervals: Iterable[Interval]) -> float:
         inside = ((max(begin, window[0]), min(end, window[1])) for begin, end in intervals)
@@ -182,7 +212,11 @@ def summarise(trace: dict[str, Any], name: str = "") -> dict[str, Any]:
             for axis in sorted(parts.communication, key=lambda axis: -seconds(parts.exposed[axis]))
         },
         "top": [
-            {"name": name, "seconds": sum(took) / MICROSECONDS / len(steps), "calls": len(took) / len(steps)}
+            {
+                "name": name,
+                "seconds": sum(took) / MICROSECONDS / len(steps),
+                "calls": len(took) / len(steps),
+            }
             for name, took in sorted(parts.by_name.items(), key=lambda item: -sum(item[1]))[:TOP]
         ],
     }
@@ -197,7 +231,8 @@ class Parts:
         self.communication: defaultdict[str, list[Interval]] = defaultdict(list)  # by axis
         self.exposed: dict[str, list[Interval]] = {}
         self.calls: defaultdict[str, int] = defaultdict(int)
-        self.by_name: defaultdict[str, list[float]] = defaultdict(list)  # microseconds of each kernel, or operator by itself
+        # microseconds of each kernel, or operator by itself
+        self.by_name: defaultdict[str, list[float]] = defaultdict(list)
 
 
 def _of_device(events: list[Event], axes: dict[str, str]) -> Parts:
@@ -213,7 +248,9 @@ def _of_device(events: list[Event], axes: dict[str, str]) -> Parts:
                 parts.calls[axis] += 1
             else:
                 parts.compute.append(event.interval)
-    parts.exposed = {axis: subtract(intervals, parts.compute) for axis, intervals in parts.communication.items()}
+    parts.exposed = {
+        axis: subtract(intervals, parts.compute) for axis, intervals in parts.communication.items()
+    }
     return parts
 
 
@@ -240,7 +277,9 @@ def _of_host(events: list[Event], thread: Any) -> Parts:
             if "::" in event.name and not event.name.startswith(NOT_COMPUTE):
                 parts.compute.append(event.interval)
     parts.exposed = {axis: at_work[axis] for axis in parts.communication}
-    parts.compute = subtract(parts.compute, [interval for part in at_work.values() for interval in part])
+    parts.compute = subtract(
+        parts.compute, [interval for part in at_work.values() for interval in part]
+    )
     for event, alone in self_times(operators):
         if event.category == "cpu_op":
             parts.by_name[event.name].append(alone)
@@ -248,7 +287,8 @@ def _of_host(events: list[Event], thread: Any) -> Parts:
 
 
 def self_times(events: Iterable[Event]) -> list[tuple[Event, float]]:
-    """Of one thread's events, ordered by begin and the longer first: each with its length without those inside it."""
+    """Of one thread's events, ordered by begin and the longer first: each with its length without
+    those inside it."""
     alone: list[list[Any]] = []
     open_events: list[int] = []  # indices into `alone`, the innermost last
     for event in events:
@@ -264,7 +304,9 @@ def self_times(events: Iterable[Event]) -> list[tuple[Event, float]]:
 def describe(summary: dict[str, Any]) -> str:
     """The summary as tables."""
     whole, steps = summary["step_seconds"], summary["steps"]
-    coordinates = ", ".join(f"{axis} {index}" for axis, index in (summary["coordinates"] or {}).items())
+    coordinates = ", ".join(
+        f"{axis} {index}" for axis, index in (summary["coordinates"] or {}).items()
+    )
     which = f"step {steps[0]}" if len(steps) == 1 else f"mean of steps {steps[0]} to {steps[-1]}"
     rows = [("step", whole), ("compute", summary["compute"])]
     rows += [("copies", summary["copies"])] if summary["device"] == "cuda" else []
@@ -272,12 +314,22 @@ def describe(summary: dict[str, Any]) -> str:
     lines = [f"rank {summary['rank']} ({coordinates}), on its {summary['device']}, {which}", ""]
     lines += [f"{name:<24}{seconds:>10.4f} s{seconds / whole:>8.1%}" for name, seconds in rows]
     if summary["communication"]:
-        lines += ["", f"{'communication':<24}{'under way':>10}  {'exposed':>10}  of the step   calls"]
+        lines += [
+            "",
+            f"{'communication':<24}{'under way':>10}  {'exposed':>10}  of the step   calls",
+        ]
     for axis, part in summary["communication"].items():
         share = part["exposed"] / whole
-        lines.append(f"{axis:<24}{part['seconds']:>10.4f} s{part['exposed']:>10.4f} s{share:>10.1%}{part['calls']:>10,.0f}")
-    lines += ["", f"{'kernels' if summary['device'] == 'cuda' else 'operators'}, by the time they take themselves"]
+        lines.append(
+            f"{axis:<24}{part['seconds']:>10.4f} s{part['exposed']:>10.4f} s{share:>10.1%}{part['calls']:>10,.0f}"
+        )
+    lines += [
+        "",
+        f"{'kernels' if summary['device'] == 'cuda' else 'operators'}, by the time they take themselves",
+    ]
     for row in summary["top"]:
         name = row["name"] if len(row["name"]) <= 72 else row["name"][:71] + "…"
-        lines.append(f"{row['seconds']:>10.4f} s{row['seconds'] / whole:>8.1%}{row['calls']:>9,.0f} ×  {name}")
+        lines.append(
+            f"{row['seconds']:>10.4f} s{row['seconds'] / whole:>8.1%}{row['calls']:>9,.0f} ×  {name}"
+        )
     return "\n".join(lines)

@@ -1,8 +1,10 @@
-"""Bars for work that takes minutes: on a terminal's standard error, by one rank, and never in a log file.
+"""Bars for work that takes minutes: on a terminal's standard error, by one rank, and never in a log
+file.
 
-Reading a checkpoint has them: comparing its files with their checksums, then loading its tensors; `tools.verify` has the first.
-Preparing data has its own, over tokens (data/prepare.py). A save has none: it goes on beside the steps, whose lines a bar would
-tear apart, and says one line when it is done.
+Reading a checkpoint has them: comparing its files with their checksums, then loading its tensors;
+`tools.verify` has the first. Preparing data has its own, over tokens (data/prepare.py). A save has
+none: it goes on beside the steps, whose lines a bar would tear apart, and says one line when it is
+done.
 """
 
 from tqdm import tqdm
@@ -14,4 +16,12 @@ def byte_bar(doing: str, total: int, shown: bool = True) -> "tqdm[None]":
     total: bytes. shown: false on all ranks but one.
     """
     disable = None if shown else True  # None: where standard error is no terminal
-    return tqdm(desc=doing, total=total, unit="B", unit_scale=True, unit_divisor=1024, leave=False, disable=disable)
+    return tqdm(
+        desc=doing,
+        total=total,
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1024,
+        leave=False,
+        disable=disable,
+    )

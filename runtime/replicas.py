@@ -1,11 +1,13 @@
-"""Copies that must be equal are compared: weights and moments, bit for bit, between ranks that hold the same numbers.
+"""Copies that must be equal are compared: weights and moments, bit for bit, between ranks that hold
+the same numbers.
 
     copies over dp_replicate       all that a rank holds, under every zero_stage
     copies over tp                 norm weights, and key/value heads that tp ranks share
 
-Nothing makes them equal again once they differ: a bit that flipped in one rank's memory, or an update made on one rank alone,
-stays, and training goes on with two models. Each rank hashes what it holds, on its device, and the hashes (8 bytes each) are
-gathered within each group of copies. Of three or more the odd one out is named; of two, both.
+Nothing makes them equal again once they differ: a bit that flipped in one rank's memory, or an
+update made on one rank alone, stays, and training goes on with two models. Each rank hashes what it
+holds, on its device, and the hashes (8 bytes each) are gathered within each group of copies. Of
+three or more the odd one out is named; of two, both.
 """
 
 from collections import Counter
@@ -23,7 +25,8 @@ from training.step import TrainStep
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 HASHED_AT_ONCE = 1 << 24  # numbers; the products take 8 bytes each
-ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2⁶⁴ / golden ratio, as int64 (Knuth, The Art of Computer Programming, section 6.4)
+# 2⁶⁴ / golden ratio, as int64 (Knuth, The Art of Computer Programming, section 6.4)
+ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 class ReplicasDiffer(RunFailed):
@@ -44,7 +47,10 @@ def check_replicas(train: TrainStep) -> None:
     dist.all_gather_object(everyone, odd)
     found = sorted({line for lines in everyone if lines for line in lines})
     if found:
-        raise ReplicasDiffer("; ".join(found) + ". Start again from the last checkpoint, without the machine of that rank")
+        raise ReplicasDiffer(
+            "; ".join(found)
+            + ". Start again from the last checkpoint, without the machine of that rank"
+        )
 
 
 def _odd_ones(axis: str, tensors: Iterable[DTensor], mesh: Mesh) -> list[str]:
@@ -62,12 +68,16 @@ def _odd_ones(axis: str, tensors: Iterable[DTensor], mesh: Mesh) -> list[str]:
         return []
     if count > 1:
         others = [rank for rank, value in zip(ranks, values, strict=True) if value != common]
-        return [f"rank {rank} holds other numbers than its copies over {axis} ({_listed(ranks)})" for rank in others]
+        return [
+            f"rank {rank} holds other numbers than its copies over {axis} ({_listed(ranks)})"
+            for rank in others
+        ]
     return [f"ranks {_listed(ranks)}, copies over {axis}, hold different numbers"]
 
 
 def hash_of(tensors: Iterable[Tensor]) -> Tensor:
-    """An int64 scalar that depends on every bit of the tensors and on its place: Σ bits · odd number of the place, mod 2⁶⁴.
+    """An int64 scalar that depends on every bit of the tensors and on its place: Σ bits · odd
+    number of the place, mod 2⁶⁴.
 
     A change of one number always changes it, since an odd factor can be undone.
     """

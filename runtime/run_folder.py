@@ -31,11 +31,16 @@ def checkpoint_folder(config: Config) -> Path:
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints that were committed, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if NAME.fullmatch(path.name) and (path / MANIFEST).is_file())
+    return sorted(
+        path
+        for path in folder.glob("step-*")
+        if NAME.fullmatch(path.name) and (path / MANIFEST).is_file()
+    )
 
 
 def checkpoints_of(folder: Path, key: str) -> list[Path]:
-    """`folder` itself if it is a checkpoint, else the complete ones in it, or in its `checkpoints/`, oldest first.
+    """`folder` itself if it is a checkpoint, else the complete ones in it, or in its
+    `checkpoints/`, oldest first.
 
     Raises:
         UserError: there are none; `key` is what the user gave the folder as.
@@ -44,7 +49,9 @@ def checkpoints_of(folder: Path, key: str) -> list[Path]:
         return [folder]
     found = complete_checkpoints(folder) or complete_checkpoints(folder / "checkpoints")
     if not found:
-        raise UserError(key, str(folder), "holds no complete checkpoint", "give a run folder or a folder step-…")
+        raise UserError(
+            key, str(folder), "holds no complete checkpoint", "give a run folder or a folder step-…"
+        )
     return found
 
 
@@ -54,21 +61,26 @@ def step_of(checkpoint: Path) -> int:
 
 
 def put_incomplete_aside(lease: Lease) -> None:
-    """At a start, on rank 0: what has the name of a checkpoint and no manifest (somebody deleted or copied a part of it)."""
+    """At a start, on rank 0: what has the name of a checkpoint and no manifest (somebody deleted or
+    copied a part of it)."""
     for path in sorted(lease.checkpoints.glob("step-*")):
         if NAME.fullmatch(path.name) and not (path / MANIFEST).is_file():
-            log(f"warning: {path} has no {MANIFEST}: it is put aside as {lease.put_aside(path, '.damaged').name}, and not used")
+            log(
+                f"warning: {path} has no {MANIFEST}: it is put aside as {lease.put_aside(path, '.damaged').name}, and not used"
+            )
     name_latest(lease)
 
 
 def put_aside(lease: Lease, path: Path, suffix: str) -> Path:
-    """On rank 0: give a checkpoint a name that does not count as one, when `latest` no longer names it; the new name."""
+    """On rank 0: give a checkpoint a name that does not count as one, when `latest` no longer names
+    it; the new name."""
     name_latest(lease, but=path)
     return lease.put_aside(path, suffix)
 
 
 def name_latest(lease: Lease, but: Path | None = None) -> None:
-    """On rank 0: let `latest` name the newest complete checkpoint other than `but`; without one there is no such file."""
+    """On rank 0: let `latest` name the newest complete checkpoint other than `but`; without one
+    there is no such file."""
     complete = [path.name for path in complete_checkpoints(lease.checkpoints) if path != but]
     latest, named = lease.checkpoints / LATEST, None
     with contextlib.suppress(OSError, UnicodeDecodeError):

@@ -6,13 +6,14 @@
     partial-…/step-00000040  ──rename──►  step-00000040    a name without a suffix is complete, and was agreed on by all ranks
     step-00000020            ──rename──►  partial-…/step-00000020  ──►  gone
 
-Each rename goes into or out of the work folder of this run's lease, so a run that was displaced commits and deletes nothing
-(lease.py). "saved" is said of what was found again under its name, with the manifest that all ranks agreed on.
+Each rename goes into or out of the work folder of this run's lease, so a run that was displaced
+commits and deletes nothing (lease.py). "saved" is said of what was found again under its name, with
+the manifest that all ranks agreed on.
 
-The threads talk over a process group of their own, for two collectives of one group that meet in another order on another
-rank wait for ever. What fails on one rank (a full disk, a folder that became read-only) is known to all before anything is
-committed: then the run goes on, the checkpoints that were there stay, and the next save tries again. A save waits for the one
-before.
+The threads talk over a process group of their own, for two collectives of one group that meet in
+another order on another rank wait for ever. What fails on one rank (a full disk, a folder that
+became read-only) is known to all before anything is committed: then the run goes on, the
+checkpoints that were there stay, and the next save tries again. A save waits for the one before.
 """
 
 import json
@@ -52,12 +53,20 @@ from runtime.manifest import (
     write_manifest,
 )
 from runtime.messages import log
-from runtime.run_folder import checkpoint_folder, complete_checkpoints, name_latest, put_aside, step_of, sync_folder
+from runtime.run_folder import (
+    checkpoint_folder,
+    complete_checkpoints,
+    name_latest,
+    put_aside,
+    step_of,
+    sync_folder,
+)
 from runtime.tiling import random_point
 from runtime.trainer_state import FILE, model_entries
 from training.step import TrainStep
 
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float64: "F64"}  # as safetensors calls them
+# as safetensors calls them
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float64: "F64"}
 
 
 class SaveFailed(RunFailed):
@@ -78,18 +87,21 @@ class Saver:
         self.folder = checkpoint_folder(train.config)
         self.group = dist.new_group(backend="gloo")
         self.tensors = {held.name: held.tensor for held in held_tensors(train) if not held.is_copy}
-        self.copies: dict[str, Tensor] = {}  # of the local tensors, on the host; made at the first save
+        # of the local tensors, on the host; made at the first save
+        self.copies: dict[str, Tensor] = {}
         self.thread: threading.Thread | None = None
         self.failed: str | None = None  # why the last save did
 
     def save(self, step: int, tokens: int, data_state: dict[str, Any]) -> None:
-        """Save what there is after `step` steps. Returns when it is copied, or, with checkpoint.async_save=false, written."""
+        """Save what there is after `step` steps. Returns when it is copied, or, with
+        checkpoint.async_save=false, written."""
         began = time.perf_counter()
         self.wait()
         config = self.train.config
         trainer = {
             "step": step,
-            "updates": int(self.train.optimizer.updates.item()),  # fewer than steps where some were skipped
+            # fewer than steps where some were skipped
+            "updates": int(self.train.optimizer.updates.item()),
             "tokens": tokens,
             "seed": config.train.seed,
             "seq_len": config.train.seq_len,
@@ -100,7 +112,9 @@ class Saver:
         }
         copied = self._copy()  # last: what is above waits for the device
         stall = time.perf_counter() - began
-        self.thread = threading.Thread(target=self._write, args=(step, trainer, copied, stall), name="save", daemon=True)
+        self.thread = threading.Thread(
+            target=self._write, args=(step, trainer, copied, stall), name="save", daemon=True
+        )
         self.thread.start()
         if not config.checkpoint.async_save:
             self.wait()
@@ -118,12 +132,14 @@ class Saver:
             raise SaveFailed(self.failed)
 
     def _copy(self) -> Callable[[], None]:
-        """Copy this rank's tensors to the host, behind what the device does and before what it will; returns what waits for it.
-        From a CPU that is a plain copy, done on return."""
+        """Copy this rank's tensors to the host, behind what the device does and before what it
+        will; returns what waits for it. From a CPU that is a plain copy, done on return."""
         for name, tensor in self.tensors.items():
             local = tensor.to_local()
             if name not in self.copies:
-                self.copies[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+                self.copies[name] = torch.empty(
+                    local.shape, dtype=local.dtype, pin_memory=local.is_cuda
+                )
             self.copies[name].copy_(local, non_blocking=True)
         if self.train.mesh.device == "cuda":
             event = torch.cuda.Event()
@@ -131,7 +147,9 @@ class Saver:
             return event.synchronize
         return lambda: None
 
-    def _write(self, step: int, trainer: dict[str, Any], copied: Callable[[], None], stall: float) -> None:
+    def _write(
+        self, step: int, trainer: dict[str, Any], copied: Callable[[], None], stall: float
+    ) -> None:
         """In the thread: everything after the copy. Says how it went, on rank 0."""
         began = time.perf_counter()
         final = self.folder / f"step-{step:08d}"
@@ -143,7 +161,11 @@ class Saver:
             partial = self._agree(lambda: self._prepare(final.name) if self._is_first else None)[0]
             manifest = self._write_partial(partial, trainer)
             good = trainer["bad_in_a_row"] == 0  # else it may be worse than those before it
-            self._agree(lambda: self._commit(partial, final, manifest, deletes=good) if self._is_first else None)
+            self._agree(
+                lambda: (
+                    self._commit(partial, final, manifest, deletes=good) if self._is_first else None
+                )
+            )
             seconds, size = time.perf_counter() - began, manifest.num_bytes
             stall += 0.0 if self.train.config.checkpoint.async_save else seconds
             record |= {"stall_seconds": stall, "bytes": size, "write_seconds": seconds}
@@ -152,7 +174,11 @@ class Saver:
         except Exception as error:  # whatever it is, training goes on
             self.failed = f"the checkpoint of step {step} was not saved: {error}"
             record["failed"] = str(error)
-            left = [path.name for path in complete_checkpoints(self.folder)] if self.folder.is_dir() else []
+            left = (
+                [path.name for path in complete_checkpoints(self.folder)]
+                if self.folder.is_dir()
+                else []
+            )
             said = f"warning: {self.failed}; the newest is {left[-1] if left else 'none'}, and the next save will try again"
         if self._is_first:
             if self.failed and partial is not None:
@@ -164,12 +190,15 @@ class Saver:
     def _require_finite(self) -> None:
         """What is not finite must not push good checkpoints out."""
         for name, copy in self.copies.items():
-            if copy.numel() and not torch.linalg.vector_norm(copy, math.inf).isfinite():  # nan stays nan
+            # nan stays nan
+            if copy.numel() and not torch.linalg.vector_norm(copy, math.inf).isfinite():
                 raise FloatingPointError(f"{name} is not finite")
 
     def _write_partial(self, partial: Path, trainer: dict[str, Any]) -> Manifest:
         """All files but the manifest, in the work folder. Collective over the threads."""
-        tensors = {name: as_dtensor_like(copy, self.tensors[name]) for name, copy in self.copies.items()}
+        tensors = {
+            name: as_dtensor_like(copy, self.tensors[name]) for name, copy in self.copies.items()
+        }
         writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
         self._agree(lambda: dcp.save(tensors, storage_writer=writer, process_group=self.group))
         mine = {name: (DTYPES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
@@ -187,7 +216,9 @@ class Saver:
         files: dict[str, tuple[int, str]] = {}
         covered: Counter[str] = Counter()
         shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
-        for (theirs, they_cover), their_shapes in zip(self._agree(describe), self._agree(lambda: mine), strict=True):
+        for (theirs, they_cover), their_shapes in zip(
+            self._agree(describe), self._agree(lambda: mine), strict=True
+        ):
             files |= theirs
             covered += they_cover
             shapes |= their_shapes
@@ -200,7 +231,9 @@ class Saver:
             for name, path in tokenizer.items():
                 shutil.copyfile(path, partial / name)
             write_durably(partial / FILE, json.dumps(trainer, indent=1))
-            manifest.files.update({name: fingerprint(partial / name) for name in (*tokenizer, FILE)})
+            manifest.files.update(
+                {name: fingerprint(partial / name) for name in (*tokenizer, FILE)}
+            )
 
         self._agree(add_small_files if self._is_first else lambda: None)
         return manifest
@@ -216,9 +249,12 @@ class Saver:
         """Rank 0: from here on it is a checkpoint. deletes: it takes the place of the oldest."""
         write_manifest(partial, manifest)
         sync_folder(partial)
-        if final.exists():  # only what somebody else put there: a start takes incomplete and later ones away
+        # only what somebody else put there: a start takes incomplete and later ones away
+        if final.exists():
             suffix = ".abandoned" if (final / MANIFEST).exists() else ".damaged"
-            log(f"warning: {final} was in the way; it is put aside as {put_aside(self.lease, final, suffix).name}")
+            log(
+                f"warning: {final} was in the way; it is put aside as {put_aside(self.lease, final, suffix).name}"
+            )
         self.lease.move(partial, final)
         sync_folder(self.folder)
         try:
@@ -233,7 +269,8 @@ class Saver:
         if not deletes:
             return
         keep = self.train.config.checkpoint
-        for old in complete_checkpoints(self.folder)[: -keep.keep_last]:  # none is newer than this one (`find_start`)
+        # none is newer than this one (`find_start`)
+        for old in complete_checkpoints(self.folder)[: -keep.keep_last]:
             if not keep.keep_every or step_of(old) % keep.keep_every:
                 going = self.lease.work / old.name
                 self.lease.move(old, going)
@@ -244,19 +281,25 @@ class Saver:
         return dist.get_rank() == 0
 
     def _agree(self, action: Callable[[], Any]) -> list[Any]:
-        """Run `action`; every rank's result, on every rank, or SaveFailed on all if it raised on one."""
+        """Run `action`; every rank's result, on every rank, or SaveFailed on all if it raised on
+        one."""
         result, problem = None, None
         try:
             result = action()
-        except dcp.CheckpointException as error:  # of every rank's plan or write, known to all; it is no Exception
-            problem = "; ".join(f"on rank {rank} {_said(failure[0])}" for rank, failure in error.failures.items())
+        # of every rank's plan or write, known to all; it is no Exception
+        except dcp.CheckpointException as error:
+            problem = "; ".join(
+                f"on rank {rank} {_said(failure[0])}" for rank, failure in error.failures.items()
+            )
         except Exception as error:
             problem = _said(error)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (result, problem), group=self.group)
         for rank, (_, theirs) in enumerate(everyone):
             if theirs is not None:
-                raise SaveFailed(theirs if theirs.startswith("on rank") else f"on rank {rank} {theirs}")
+                raise SaveFailed(
+                    theirs if theirs.startswith("on rank") else f"on rank {rank} {theirs}"
+                )
         return [theirs for theirs, _ in everyone]
 
 

@@ -1,4 +1,5 @@
-"""What JSON from outside is held against: the words that its models are made of, and one line that says what is wrong."""
+"""What JSON from outside is held against: the words that its models are made of, and one line that
+says what is wrong."""
 
 import json
 from typing import Annotated, Any, NoReturn
@@ -13,7 +14,8 @@ Name = Annotated[str, Field(min_length=1, max_length=1000, pattern=r"^[^\x00-\x1
 
 
 class Strict(BaseModel):
-    """Nothing is converted (no number from a string, none from true), and no key is unknown or missing."""
+    """Nothing is converted (no number from a string, none from true), and no key is unknown or
+    missing."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -30,7 +32,8 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def first_problem(error: ValidationError) -> str:
-    """Where the first one is, and what. What was found is not repeated: it may be anything, of any length."""
+    """Where the first one is, and what. What was found is not repeated: it may be anything, of any
+    length."""
     problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = ".".join(str(part)[:100] for part in problem["loc"])
     return ascii(f"{place}: {problem['msg']}" if place else problem["msg"])[1:-1]

@@ -1,11 +1,12 @@
-"""Signals that ask a run to stop: noted from a process's first line to its last. What a run does about them is in stop.py.
+"""Signals that ask a run to stop: noted from a process's first line to its last. What a run does
+about them is in stop.py.
 
     SIGTERM, SIGUSR1   Slurm, a launcher, `kill`
     SIGINT             Ctrl-C       ┐ not where they were ignored at the start, as for a shell's background job
     SIGHUP             hang-up      ┘ or under nohup
 
-Our launcher also tells the ranks that are left when another has failed (ABANDON): that is no request, for nothing can be
-saved without the one that is gone.
+Our launcher also tells the ranks that are left when another has failed (ABANDON): that is no
+request, for nothing can be saved without the one that is gone.
 
 train.py imports this before anything else; so nothing is imported here that takes time.
 """
@@ -16,25 +17,32 @@ import threading
 import time
 
 STARTED = time.monotonic()  # this process, as good as
-# One request reaches a process several times: from Slurm, which signals every process of a job, and from torchrun, which passes
-# its own on. What comes later than this after the first is a second request.
+# One request reaches a process several times: from Slurm, which signals every process of a job, and
+# from torchrun, which passes its own on. What comes later than this after the first is a second
+# request.
 SAME_REQUEST_SECONDS = 1.0
 PATIENCE_SECONDS = 20  # for other ranks, with a signal in hand: torchrun and Slurm kill after 30
 WHAT_HAPPENS = "all ranks stop after the step under way and at most one more, save, and leave"
 ABANDON = signal.SIGUSR2
-ABANDON_SECONDS = 5.0  # then, until this process ends: rank 0 may be writing down how far the run came
+# then, until this process ends: rank 0 may be writing down how far the run came
+ABANDON_SECONDS = 5.0
 AGAIN = "again: leaving now, without saving"
 
 
 def requests() -> tuple[signal.Signals, ...]:
     """The signals that ask this process to stop."""
-    always = (signal.SIGTERM, signal.SIGUSR1)  # the Slurm script ignores SIGUSR1 for torchrun, not for its ranks
+    # the Slurm script ignores SIGUSR1 for torchrun, not for its ranks
+    always = (signal.SIGTERM, signal.SIGUSR1)
     unless_ignored = (signal.SIGINT, signal.SIGHUP)
-    return (*always, *(number for number in unless_ignored if signal.getsignal(number) is not signal.SIG_IGN))
+    return (
+        *always,
+        *(number for number in unless_ignored if signal.getsignal(number) is not signal.SIG_IGN),
+    )
 
 
 def leave_on_request() -> None:
-    """Before there is anything to save: one line and status 128 + the number, where Python would raise KeyboardInterrupt."""
+    """Before there is anything to save: one line and status 128 + the number, where Python would
+    raise KeyboardInterrupt."""
 
     def leave(number: int, _: object) -> None:
         _write(f"{signal.Signals(number).name} was received: nothing was started")
@@ -45,10 +53,12 @@ def leave_on_request() -> None:
 
 
 class Signals:
-    """Between `listen` and `close`, notes which signals came; the same one as a second request ends the process at once, with
-    status 128 + its number. Only the main thread may call them; as a context manager it calls both.
+    """Between `listen` and `close`, notes which signals came; the same one as a second request ends
+    the process at once, with status 128 + its number. Only the main thread may call them; as a
+    context manager it calls both.
 
-    A thread of its own listens: the main one may wait in a collective that will never end, where Python runs no handler.
+    A thread of its own listens: the main one may wait in a collective that will never end, where
+    Python runs no handler.
 
     Args:
         speaks: whether this process says what was received, and what happens now: rank 0 does.
@@ -66,12 +76,17 @@ class Signals:
         os.set_blocking(self._mouth, False)
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
-        # The system's side of a signal writes its number here at once, whatever Python is doing; a handler need do nothing.
+        # The system's side of a signal writes its number here at once, whatever Python is doing; a
+        # handler need do nothing.
         self._old_mouth = signal.set_wakeup_fd(self._mouth, warn_on_full_buffer=False)
-        self._old_handlers = {number: signal.signal(number, lambda *_: None) for number in (*self._requests, ABANDON)}
+        self._old_handlers = {
+            number: signal.signal(number, lambda *_: None) for number in (*self._requests, ABANDON)
+        }
         for number in self._old_handlers:
-            signal.siginterrupt(number, False)  # native code that waits in the system is not disturbed
-        self._old_mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._requests)  # tools/launch.py forks with them blocked
+            # native code that waits in the system is not disturbed
+            signal.siginterrupt(number, False)
+        # tools/launch.py forks with them blocked
+        self._old_mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._requests)
         return self
 
     def close(self) -> None:
@@ -91,7 +106,8 @@ class Signals:
         self.close()
 
     def names(self) -> str:
-        return " and ".join(signal.Signals(number).name for number in list(self.heard))  # copied: it may grow
+        # copied: it may grow
+        return " and ".join(signal.Signals(number).name for number in list(self.heard))
 
     def announce(self, why: str) -> None:
         """Say why the run stops and what happens now: once, whoever learns of it first."""
@@ -99,7 +115,8 @@ class Signals:
             _write(f"{why}: {WHAT_HAPPENS}")
 
     def hush(self) -> None:
-        """Announce nothing from now on: the run has failed, and what comes is the launcher ending it."""
+        """Announce nothing from now on: the run has failed, and what comes is the launcher ending
+        it."""
         self._said.acquire(blocking=False)
 
     def _listen(self) -> None:

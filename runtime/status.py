@@ -1,4 +1,5 @@
-"""status.json: how the last start of a run ended. `{"state": "finished" | "requeue" | "failed", "step": …, "reason": …}`
+"""status.json: how the last start of a run ended. `{"state": "finished" | "requeue" | "failed",
+"step": …, "reason": …}`
 
     the run ends, or fails                          rank 0 writes it (metrics.py)
     it hangs                                        rank 0's watchdog
@@ -22,7 +23,9 @@ from runtime.messages import LOST, log
 def write_status(folder: Path, state: str, step: int, reason: str) -> None:
     """How this start ended, in status.json and as an event. From one process."""
     append_event(folder, "end", state=state, step=step, reason=reason)
-    write_whole(folder / "status.json", json.dumps({"state": state, "step": step, "reason": reason}) + "\n")
+    write_whole(
+        folder / "status.json", json.dumps({"state": state, "step": step, "reason": reason}) + "\n"
+    )
 
 
 def read_status(folder: Path) -> dict[str, Any]:
@@ -35,8 +38,9 @@ def read_status(folder: Path) -> dict[str, Any]:
 
 
 def record_failure(folder: Path, reason: str) -> str:
-    """The launcher's word on the start that it began, of which a rank has ended badly. What rank 0 has written is better,
-    unless it is only that it lost that rank. Returns the reason that stands."""
+    """The launcher's word on the start that it began, of which a rank has ended badly. What rank 0
+    has written is better, unless it is only that it lost that rank. Returns the reason that
+    stands."""
     last = _last_start(folder)
     launched = time.time() - (time.monotonic() - signals.STARTED)
     if last is None or last["began"] < launched - 1:
@@ -50,13 +54,16 @@ def record_failure(folder: Path, reason: str) -> str:
 
 
 def record_missing_end(folder: Path) -> list[str]:
-    """At the next start: whether the one before left word of its end. If not, an event says so, and a line, returned."""
+    """At the next start: whether the one before left word of its end. If not, an event says so, and
+    a line, returned."""
     last = _last_start(folder)
     if last is None or last["ended"]:
         return []
     reason = "it left no word of its end: killed, or its machine died (noted by the next start)"
     append_event(folder, "end", state="failed", step=last["step"], reason=reason)
-    return [f"the start before was last heard of at step {last['step']}, and {reason.partition(' (')[0]}"]
+    return [
+        f"the start before was last heard of at step {last['step']}, and {reason.partition(' (')[0]}"
+    ]
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -69,7 +76,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _last_start(folder: Path) -> dict[str, Any] | None:
-    """When the last start began, how far its lines say that it came, and whether it left word of its end."""
+    """When the last start began, how far its lines say that it came, and whether it left word of
+    its end."""
     try:
         events = read_events(folder)
     except OSError:

@@ -1,4 +1,5 @@
-"""Planned stops: whoever asks, all ranks stop after the same step, save and leave with status 0. Started again, a run goes on.
+"""Planned stops: whoever asks, all ranks stop after the same step, save and leave with status 0.
+Started again, a run goes on.
 
     asked by               seen by              obeyed
     SIGTERM, SIGUSR1       any rank             save, leave
@@ -7,9 +8,10 @@
     file STOP in run.dir   rank 0, each second  save, leave; the file is removed
     file SAVE in run.dir   rank 0, each second  save, go on; the file is removed
 
-A rank that stopped by itself would leave the others waiting, so they agree. At each boundary between steps every rank posts
-what it was asked, in an all-reduce that runs while the next step does, and reads what was posted at the boundary before.
-Nothing waits for a device, and for another rank's host only where that is a whole step behind. Rank 2 is signalled in step 5:
+A rank that stopped by itself would leave the others waiting, so they agree. At each boundary
+between steps every rank posts what it was asked, in an all-reduce that runs while the next step
+does, and reads what was posted at the boundary before. Nothing waits for a device, and for another
+rank's host only where that is a whole step behind. Rank 2 is signalled in step 5:
 
     rank 0   step 5 ─┬─ step 6 ─┬─ save, leave
     rank 1   step 5 ─┼─ step 6 ─┼─ save, leave
@@ -22,11 +24,12 @@ Nothing waits for a device, and for another rank's host only where that is a who
     in a save               after the step that follows
     in an evaluation        after the batch that follows; the evaluation is abandoned
 
-The process group is one of its own, over gloo: collectives of a save in the background, or of a step, that met these in another
-order on another rank would wait forever.
+The process group is one of its own, over gloo: collectives of a save in the background, or of a
+step, that met these in another order on another rank would wait forever.
 
-Where a peer is dead, or does not post while this rank holds a signal, the rank saves nothing and leaves with status 1
-(messages.py's `fail`): torchrun sends SIGTERM to the survivors of a rank that died.
+Where a peer is dead, or does not post while this rank holds a signal, the rank saves nothing and
+leaves with status 1 (messages.py's `fail`): torchrun sends SIGTERM to the survivors of a rank that
+died.
 """
 
 import signal
@@ -43,7 +46,8 @@ from runtime.messages import LostConnection
 from runtime.signals import Signals
 from training.config import Config
 
-# Who may ask for a stop, the most urgent last: ranks that were asked differently agree on that one. → status.json's reason
+# Who may ask for a stop, the most urgent last: ranks that were asked differently agree on that one.
+# → status.json's reason
 REASONS = {
     "": "",
     "time": "train.max_minutes are over",
@@ -57,7 +61,8 @@ LOOK_SECONDS = 1.0  # between two looks for files
 
 
 class StopRequests:
-    """What is asked of this run, agreed on by all ranks. Every rank enters, and calls `agree` at the same boundaries.
+    """What is asked of this run, agreed on by all ranks. Every rank enters, and calls `agree` at
+    the same boundaries.
 
     Args:
         config: of the run.
@@ -82,7 +87,8 @@ class StopRequests:
         return self.agreed or self.save_agreed
 
     def agree(self) -> bool:
-        """At a boundary: read what all ranks posted at the one before, and post what was asked since. Is a stop agreed?"""
+        """At a boundary: read what all ranks posted at the one before, and post what was asked
+        since. Is a stop agreed?"""
         self._wait()
         reason, save = self._posted.tolist()
         self.reason = self.reason or list(REASONS.values())[reason]
@@ -103,14 +109,21 @@ class StopRequests:
         self.agree()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         if error is None:
             self._wait()  # for what was posted last
             if dist.get_rank() == 0:
-                (self.folder / "STOP").unlink(missing_ok=True)  # else the next start would stop at once
+                # else the next start would stop at once
+                (self.folder / "STOP").unlink(missing_ok=True)
 
     def _post(self) -> None:
-        asked = [signal.Signals(number).name for number in list(self.signals.heard)]  # copied: it may grow
+        # copied: it may grow
+        asked = [signal.Signals(number).name for number in list(self.signals.heard)]
         save = False
         now = time.monotonic()
         if dist.get_rank() == 0:
@@ -120,12 +133,17 @@ class StopRequests:
                 self._looks_next = now + LOOK_SECONDS
                 asked += ["STOP"] if (self.folder / "STOP").exists() else []
                 save = not self.save_agreed and (self.folder / "SAVE").exists()
-        self._posted = torch.tensor([max(map(list(REASONS).index, asked), default=0), save], dtype=torch.int32)
+        self._posted = torch.tensor(
+            [max(map(list(REASONS).index, asked), default=0), save], dtype=torch.int32
+        )
         # Maximum of two int32 over the world, on the hosts; read at the next boundary.
-        self._work = dist.all_reduce(self._posted, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._work = dist.all_reduce(
+            self._posted, op=dist.ReduceOp.MAX, group=self._group, async_op=True
+        )
 
     def _wait(self) -> None:
-        """Until every rank has posted: as long as that takes (one may be compiling), but with a signal in hand not forever."""
+        """Until every rank has posted: as long as that takes (one may be compiling), but with a
+        signal in hand not forever."""
         patience = signals.PATIENCE_SECONDS
         while not self._work.is_completed():
             try:
@@ -133,5 +151,7 @@ class StopRequests:
             except RuntimeError:
                 patience -= bool(self.signals.heard)
                 if not patience:
-                    raise LostConnection(f"nothing was heard of the other ranks for {signals.PATIENCE_SECONDS} s") from None
+                    raise LostConnection(
+                        f"nothing was heard of the other ranks for {signals.PATIENCE_SECONDS} s"
+                    ) from None
         self._work.wait()  # raises what went wrong

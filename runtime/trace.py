@@ -1,6 +1,7 @@
 """`run.trace=true`: what every rank did when, in one step, as RUN/trace.json.
 
-It is a Chrome trace: https://ui.perfetto.dev opens it, and `python -m tools.timeline --trace RUN` draws it."""
+It is a Chrome trace: https://ui.perfetto.dev opens it, and `python -m tools.timeline --trace RUN`
+draws it."""
 
 import json
 from collections.abc import Iterator
@@ -42,22 +43,32 @@ class StepTrace:
         self._write(recorder.events(offset))
 
     def _write(self, events: list[Event]) -> None:
-        """Rank 0 puts all ranks' events in one file: a process for each pipeline (one position on the other axes), in it a
-        thread for each of its ranks."""
+        """Rank 0 puts all ranks' events in one file: a process for each pipeline (one position on
+        the other axes), in it a thread for each of its ranks."""
         mine = (self.mesh.coordinates(), events)
-        everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        everyone: list[Any] | None = (
+            [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        )
         dist.gather_object(mine, everyone)
         if everyone is None:
             return
         pipelines: dict[str, list[list[Event]]] = {}
-        for coordinates, lane in everyone:  # in the order of ranks: for each pipeline, in that of its stages
-            name = " ".join(f"{axis} {index}" for axis, index in coordinates.items() if axis != "pp")
+        # in the order of ranks: for each pipeline, in that of its stages
+        for coordinates, lane in everyone:
+            name = " ".join(
+                f"{axis} {index}" for axis, index in coordinates.items() if axis != "pp"
+            )
             pipelines.setdefault(name, []).append(lane)
         start = min(lane[0].start for _, lane in everyone)
         traces = []
         for name, lanes in pipelines.items():
-            timeline = Timeline([[Event(a, s - start, e - start) for a, s, e in lane] for lane in lanes])
+            timeline = Timeline(
+                [[Event(a, s - start, e - start) for a, s, e in lane] for lane in lanes]
+            )
             traces.append((name, to_chrome(timeline)))
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(merge_chrome(traces)) + "\n", encoding="utf-8")
-        print(f"traced step {self.step + 1 if self.step is not None else 0} to {self.path}", flush=True)
+        print(
+            f"traced step {self.step + 1 if self.step is not None else 0} to {self.path}",
+            flush=True,
+        )

@@ -1,12 +1,14 @@
-"""Where a run's numbers go. Each place is a small class with one interface; rank 0 has them, the other ranks have none.
+"""Where a run's numbers go. Each place is a small class with one interface; rank 0 has them, the
+other ranks have none.
 
     JsonLines      RUN/metrics.jsonl                   always
     Console        a line on standard output           always
     WandB          wandb's server, or RUN/wandb        run.wandb=online, offline
     TensorBoard    RUN/tensorboard                     run.tensorboard=true
 
-Numbers are no reason to end a run: a tracker that raises is left out from then on, and it is said, once. JsonLines is the one
-that the others could be made from again, so it never gives up: what it cannot write waits in memory.
+Numbers are no reason to end a run: a tracker that raises is left out from then on, and it is said,
+once. JsonLines is the one that the others could be made from again, so it never gives up: what it
+cannot write waits in memory.
 """
 
 import contextlib
@@ -25,13 +27,16 @@ from runtime.messages import log
 from training.config import Config
 from training.load_config import dump_config
 
-Record = dict[str, Any]  # of a logged step: "step" and what was measured; None where something is not known
+# of a logged step: "step" and what was measured; None where something is not known
+Record = dict[str, Any]
 START_SECONDS = 30.0  # for wandb's server to answer, in which all ranks wait
-FINISH_SECONDS = 60.0  # for wandb's last uploads: a server that does not answer must not keep a job from its queue
+# for wandb's last uploads: a server that does not answer must not keep a job from its queue
+FINISH_SECONDS = 60.0
 
 
 class Tracker:
-    """One place. `log` is called with each logged step's record, in the order of steps but for `went_back`."""
+    """One place. `log` is called with each logged step's record, in the order of steps but for
+    `went_back`."""
 
     name = ""
 
@@ -39,7 +44,8 @@ class Tracker:
         raise NotImplementedError
 
     def went_back(self, step: int, reached: int) -> None:
-        """The run has come to step `reached` and goes on from `step`: the steps between will be logged again."""
+        """The run has come to step `reached` and goes on from `step`: the steps between will be
+        logged again."""
 
     def close(self, failed: bool) -> None:
         """The process ends."""
@@ -60,7 +66,10 @@ class Trackers:
         if config.run.wandb != "disabled":
             self._guarded("wandb", lambda: self.trackers.append(WandB(config, step, system, lines)))
         if config.run.tensorboard:
-            self._guarded("TensorBoard", lambda: self.trackers.append(TensorBoard(folder, step, dump_config(config))))
+            self._guarded(
+                "TensorBoard",
+                lambda: self.trackers.append(TensorBoard(folder, step, dump_config(config))),
+            )
 
     def log(self, record: Record) -> None:
         self._each(lambda tracker: tracker.log(record))
@@ -80,7 +89,9 @@ class Trackers:
         try:
             action()
         except Exception as error:  # whatever it is, the run is more important
-            log(f"warning: {name} failed, and is left out from now on: {type(error).__name__}: {error}")
+            log(
+                f"warning: {name} failed, and is left out from now on: {type(error).__name__}: {error}"
+            )
             return False
         return True
 
@@ -88,10 +99,11 @@ class Trackers:
 class JsonLines(Tracker):
     """metrics.jsonl: one JSON object a line, in full precision; over all starts, no step twice.
 
-    A start that begins at step 0 puts the lines of the run before it aside (metrics-1.jsonl, …). Any other drops those after
-    its step, left by a start that went beyond its last checkpoint.
+    A start that begins at step 0 puts the lines of the run before it aside (metrics-1.jsonl, …).
+    Any other drops those after its step, left by a start that went beyond its last checkpoint.
 
-    begins_anew: there are no lines to continue. reached: the last step that lines were there of, before any were dropped.
+    begins_anew: there are no lines to continue. reached: the last step that lines were there of,
+    before any were dropped.
     """
 
     name = "metrics.jsonl"
@@ -127,10 +139,13 @@ class JsonLines(Tracker):
         self.unwritten = []
 
     def _drop_after(self, step: int) -> int:
-        """Keep the lines up to `step`, and none that was not written to its end; the last step that was there."""
+        """Keep the lines up to `step`, and none that was not written to its end; the last step that
+        was there."""
         lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         steps = [_step_of(line) for line in lines]
-        kept = [line for line, at in zip(lines, steps, strict=True) if at is not None and at <= step]
+        kept = [
+            line for line, at in zip(lines, steps, strict=True) if at is not None and at <= step
+        ]
         self.path.with_suffix(".partial").write_text("".join(kept), encoding="utf-8")
         os.replace(self.path.with_suffix(".partial"), self.path)
         return max([step, *(at for at in steps if at is not None)])
@@ -157,8 +172,15 @@ class Console(Tracker):
     def log(self, record: Record) -> None:
         parts = [f"step {record['step']:>{len(str(self.steps))}}/{self.steps}"]
         if "loss" in record:
-            parts += [f"loss {record['loss']:7.4f}", f"grad_norm {record['grad_norm']:7.3f}", f"lr {record['lr']:.2e}"]
-            parts += [f"{record['tokens_per_second']:>9,.0f} tok/s", f"{record['step_seconds'] * 1e3:7.1f} ms/step"]
+            parts += [
+                f"loss {record['loss']:7.4f}",
+                f"grad_norm {record['grad_norm']:7.3f}",
+                f"lr {record['lr']:.2e}",
+            ]
+            parts += [
+                f"{record['tokens_per_second']:>9,.0f} tok/s",
+                f"{record['step_seconds'] * 1e3:7.1f} ms/step",
+            ]
             if record["mfu"] is not None:
                 parts.append(f"mfu {record['mfu']:5.1%}")
             parts.append(f"{record['peak_memory_bytes'] / 2**30:.2f} GiB")
@@ -168,15 +190,18 @@ class Console(Tracker):
 
 
 class WandB(Tracker):
-    """One run of wandb over all starts: its id is kept in RUN/wandb-run.json. Lines that were put aside have another.
+    """One run of wandb over all starts: its id is kept in RUN/wandb-run.json. Lines that were put
+    aside have another.
 
-    wandb takes steps upwards only, and a run may come back to one it has made, after a failure or a rollback. So wandb counts
-    on: our step, and on top the `repeated` ones, all that were made in vain so far. Our own step is the axis of every plot,
-    where what was made again shows as a second line, and nothing is missing. The folders of an offline run have no count in
-    common either, so `wandb sync RUN/wandb/offline-run-*` makes one run of them.
+    wandb takes steps upwards only, and a run may come back to one it has made, after a failure or a
+    rollback. So wandb counts on: our step, and on top the `repeated` ones, all that were made in
+    vain so far. Our own step is the axis of every plot, where what was made again shows as a second
+    line, and nothing is missing. The folders of an offline run have no count in common either, so
+    `wandb sync RUN/wandb/offline-run-*` makes one run of them.
 
-    Checkpoints become artifacts that refer to their folders; nothing of them is read or sent. That one was committed is found
-    in events.jsonl at the next logged step, by the main thread: the thread that saves must not wait for wandb.
+    Checkpoints become artifacts that refer to their folders; nothing of them is read or sent. That
+    one was committed is found in events.jsonl at the next logged step, by the main thread: the
+    thread that saves must not wait for wandb.
     """
 
     name = "wandb"
@@ -222,7 +247,9 @@ class WandB(Tracker):
         except self.wandb.Error as error:  # no key, no network
             if config.run.wandb == "offline":
                 raise
-            log(f"warning: wandb cannot go online, and writes to {self.folder / 'wandb'} for `wandb sync`: {error}")
+            log(
+                f"warning: wandb cannot go online, and writes to {self.folder / 'wandb'} for `wandb sync`: {error}"
+            )
             return start("offline")
 
     def log(self, record: Record) -> None:
@@ -230,7 +257,8 @@ class WandB(Tracker):
         step = record["step"] + self.repeated
         try:
             self.run.log(known, step=step, commit=True)  # commit: not only when the next is there
-        except ConnectionError:  # wandb's own process is gone: whoever stops a job signals all processes of it
+        # wandb's own process is gone: whoever stops a job signals all processes of it
+        except ConnectionError:
             if self.restarted:
                 raise  # once is enough: a start takes time, and the other ranks wait
             self.restarted = True
@@ -244,10 +272,14 @@ class WandB(Tracker):
         self.repeated += reached - step
         path = self.folder / "wandb-run.json"
         try:
-            path.with_suffix(".partial").write_text(json.dumps({"id": self.id, "repeated": self.repeated}) + "\n")
+            path.with_suffix(".partial").write_text(
+                json.dumps({"id": self.id, "repeated": self.repeated}) + "\n"
+            )
             os.replace(path.with_suffix(".partial"), path)
         except OSError as error:
-            log(f"warning: {path} cannot be written, and the next start may not continue this run of wandb: {error}")
+            log(
+                f"warning: {path} cannot be written, and the next start may not continue this run of wandb: {error}"
+            )
 
     def close(self, failed: bool) -> None:
         self._refer_to_checkpoints()
@@ -271,20 +303,27 @@ class WandB(Tracker):
             path = self.folder / "checkpoints" / f"step-{event['step']:08d}"
             if path.is_dir():
                 about = {name: event[name] for name in ("step", "bytes", "write_seconds")}
-                artifact = self.wandb.Artifact(f"checkpoint-{self.id}", type="checkpoint", metadata=about)
-                artifact.add_reference(path.as_uri(), checksum=False)  # a checksum would read it all
+                artifact = self.wandb.Artifact(
+                    f"checkpoint-{self.id}", type="checkpoint", metadata=about
+                )
+                # a checksum would read it all
+                artifact.add_reference(path.as_uri(), checksum=False)
                 self.run.log_artifact(artifact, aliases=["latest", path.name])
 
 
 class TensorBoard(Tracker):
-    """A scalar for every number of a record. What is logged again after a failure or a rollback takes the place of what was."""
+    """A scalar for every number of a record. What is logged again after a failure or a rollback
+    takes the place of what was."""
 
     name = "TensorBoard"
 
     def __init__(self, folder: Path, step: int, config: str) -> None:
         self.folder = folder / "tensorboard"
         self._open(step)
-        self.writer.add_text("config", "\n".join(f"    {line}" for line in config.splitlines()), step)  # Markdown: as it stands
+        # Markdown: as it stands
+        self.writer.add_text(
+            "config", "\n".join(f"    {line}" for line in config.splitlines()), step
+        )
 
     def _open(self, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # only where it is asked for

@@ -15,7 +15,8 @@ from runtime.schema import MAX_INT, Count, Name, Strict, first_problem, load_jso
 
 FILE = "trainer.json"
 MAX_DIMENSION = 10**8  # of a model
-# Dimensions alone decide whether weights fit; how they began, what is minimised and what computes it do not.
+# Dimensions alone decide whether weights fit; how they began, what is minimised and what computes
+# it do not.
 FREE_MODEL_KEYS = {"init_std", "z_loss", "kernels"}
 
 Dimension = Annotated[int, Field(le=MAX_DIMENSION)]
@@ -35,7 +36,8 @@ class TrainerState(Strict):
     tokens: Count
     seed: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)]
     seq_len: Annotated[int, Field(ge=1, le=MAX_INT)]
-    recent_losses: Annotated[list[float | None], Field(max_length=1000)]  # for the guard; None: it was not finite
+    # for the guard; None: it was not finite
+    recent_losses: Annotated[list[float | None], Field(max_length=1000)]
     bad_in_a_row: Count
     model: dict[Name, bool | Dimension | float | str | None]
     data: DataState
@@ -47,7 +49,8 @@ class TrainerState(Strict):
 
 
 def read_trainer(path: Path, key: str) -> TrainerState:
-    """A checkpoint's trainer.json, once its files have the sizes that they should. `key`, for the message, chose it.
+    """A checkpoint's trainer.json, once its files have the sizes that they should. `key`, for the
+    message, chose it.
 
     Raises UserError.
     """
@@ -55,7 +58,9 @@ def read_trainer(path: Path, key: str) -> TrainerState:
         check_sizes(path, read_manifest(path))
         return parse_trainer(path)
     except Damaged as damaged:
-        raise UserError(key, str(path), f"is no good checkpoint: {damaged}", "give another folder step-…") from None
+        raise UserError(
+            key, str(path), f"is no good checkpoint: {damaged}", "give another folder step-…"
+        ) from None
 
 
 def parse_trainer(path: Path) -> TrainerState:
@@ -78,14 +83,17 @@ def parse_trainer(path: Path) -> TrainerState:
         elif any(begin > end for begin, end in trainer.data.skipped):
             problem = "a range of skipped samples ends before it begins"
         elif NAME.fullmatch(path.name) and step_of(path) != trainer.step:
-            problem = f"it was saved after {trainer.step} steps, and its folder says {step_of(path)}"
+            problem = (
+                f"it was saved after {trainer.step} steps, and its folder says {step_of(path)}"
+            )
         else:
             return trainer
     raise Damaged(f"its {FILE} does not say what it should ({problem})")
 
 
 def verify_checkpoint(path: Path) -> Manifest:
-    """Everything that a start checks before it uses a checkpoint, in one process. Raises Damaged."""
+    """Everything that a start checks before it uses a checkpoint, in one process. Raises
+    Damaged."""
     manifest = verify(path)
     parse_trainer(path)
     return manifest
@@ -93,4 +101,6 @@ def verify_checkpoint(path: Path) -> Manifest:
 
 def model_entries(model: ModelConfig) -> dict[str, Any]:
     """What a checkpoint keeps of the model's configuration."""
-    return {key: value for key, value in dataclasses.asdict(model).items() if key not in FREE_MODEL_KEYS}
+    return {
+        key: value for key, value in dataclasses.asdict(model).items() if key not in FREE_MODEL_KEYS
+    }

@@ -1,15 +1,18 @@
-"""Waiting that does not end: a rank that takes far too long for a step writes down where it is, and exits.
+"""Waiting that does not end: a rank that takes far too long for a step writes down where it is, and
+exits.
 
-One rank that stands still (a broken driver, a file system that does not answer, a collective that others never enter) makes all
-ranks wait in their next collective. All run this clock, and all are in the same step; so all of them write their stacks within
-a moment, the one that is the cause and those that wait for it, then exit, and the launcher starts the run again from its last
-checkpoint (torchrun --max-restarts, or Slurm).
+One rank that stands still (a broken driver, a file system that does not answer, a collective that
+others never enter) makes all ranks wait in their next collective. All run this clock, and all are
+in the same step; so all of them write their stacks within a moment, the one that is the cause and
+those that wait for it, then exit, and the launcher starts the run again from its last checkpoint
+(torchrun --max-restarts, or Slurm).
 
     RUN/hang/step-00000041-rank-00003.txt    what the rank waits in, every thread's stack, its last collectives
 
-Too long is guard.hang_factor times the median step, and at least guard.hang_seconds. The clock runs over steps and over batches
-of an evaluation; it rests before the first logged step (compilation and connecting take what they take) and while something is
-saved or loaded, where the process groups' own timeouts hold.
+Too long is guard.hang_factor times the median step, and at least guard.hang_seconds. The clock runs
+over steps and over batches of an evaluation; it rests before the first logged step (compilation and
+connecting take what they take) and while something is saved or loaded, where the process groups'
+own timeouts hold.
 """
 
 import faulthandler
@@ -43,7 +46,11 @@ class Watchdog:
     """Told of every boundary between steps; every rank has its own."""
 
     def __init__(self, config: Config) -> None:
-        self.folder, self.factor, self.least = Path(config.run.dir), config.guard.hang_factor, config.guard.hang_seconds
+        self.folder, self.factor, self.least = (
+            Path(config.run.dir),
+            config.guard.hang_factor,
+            config.guard.hang_seconds,
+        )
         self.measured: deque[float] = deque(maxlen=64)  # seconds of a step
         self._step = 0
         self._limit = self._due = float("inf")  # seconds of a step; when, by the monotonic clock
@@ -51,7 +58,8 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def step_done(self, step: int, step_seconds: float | None) -> None:
-        """`step` steps are made, and the next thing begins. step_seconds: of one of them, where it was just measured."""
+        """`step` steps are made, and the next thing begins. step_seconds: of one of them, where it
+        was just measured."""
         self._step = step
         if step_seconds is not None:
             self.measured.append(step_seconds)
@@ -63,8 +71,11 @@ class Watchdog:
         """Something as long as a step begins."""
         self._due = time.monotonic() + self._limit
         if self._limit < float("inf"):
-            # Where native code keeps Python's lock no thread of ours runs: this one, of the interpreter's own, does.
-            faulthandler.dump_traceback_later(self._limit + 2 * GRACE_SECONDS, exit=True, file=STDERR)
+            # Where native code keeps Python's lock no thread of ours runs: this one, of the
+            # interpreter's own, does.
+            faulthandler.dump_traceback_later(
+                self._limit + 2 * GRACE_SECONDS, exit=True, file=STDERR
+            )
 
     @contextmanager
     def resting(self) -> Iterator[None]:
@@ -93,7 +104,9 @@ class Watchdog:
         where = where_it_waits(threading.main_thread())
         rank = dist.get_rank()
         path = self.folder / "hang" / f"step-{self._step + 1:08d}-rank-{rank:05d}.txt"
-        said = f"rank {rank} is not done with step {self._step + 1} after {self._limit:.0f} s: {where}"
+        said = (
+            f"rank {rank} is not done with step {self._step + 1} after {self._limit:.0f} s: {where}"
+        )
         try:
             path.parent.mkdir(exist_ok=True)
             with open(path, "w", encoding="utf-8") as file:
@@ -112,7 +125,8 @@ class Watchdog:
 
 
 def where_it_waits(thread: threading.Thread) -> str:
-    """The innermost line of our own that a thread is at, and the collectives that this process entered and did not leave."""
+    """The innermost line of our own that a thread is at, and the collectives that this process
+    entered and did not leave."""
     frame = sys._current_frames().get(thread.ident or 0)
     root = str(Path(__file__).parent.parent) + os.sep
     place = "nowhere"
@@ -122,12 +136,17 @@ def where_it_waits(thread: threading.Thread) -> str:
             place = f"at {file.removeprefix(root)}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     waiting = [describe(entry) for entry in recorded_collectives() if not entry["retired"]]
-    return place + (f", waiting in {'; '.join(waiting[:4])}" if waiting else ", waiting in no collective")
+    return place + (
+        f", waiting in {'; '.join(waiting[:4])}" if waiting else ", waiting in no collective"
+    )
 
 
 def last_collectives() -> list[str]:
     """The last ones of this process, oldest first."""
-    lines = [describe(e) + (" (done)" if e["retired"] else " (not done)") for e in recorded_collectives()[-RECORDED:]]
+    lines = [
+        describe(e) + (" (done)" if e["retired"] else " (not done)")
+        for e in recorded_collectives()[-RECORDED:]
+    ]
     return ["last collectives:", *lines]
 
 
@@ -138,7 +157,15 @@ def describe(entry: dict[str, Any]) -> str:
 
 
 def recorded_collectives() -> list[dict[str, Any]]:
-    """What torch's flight recorders hold of this process, NCCL's and the one that gloo writes, each oldest first. Gloo's sends
-    and receives are in neither."""
-    recorders = [getattr(torch._C._distributed_c10d, f"_dump_{name}_trace_json", None) for name in ("nccl", "fr")]
-    return [entry for dump in recorders if dump is not None for entry in json.loads(dump()).get("entries", [])]
+    """What torch's flight recorders hold of this process, NCCL's and the one that gloo writes, each
+    oldest first. Gloo's sends and receives are in neither."""
+    recorders = [
+        getattr(torch._C._distributed_c10d, f"_dump_{name}_trace_json", None)
+        for name in ("nccl", "fr")
+    ]
+    return [
+        entry
+        for dump in recorders
+        if dump is not None
+        for entry in json.loads(dump()).get("entries", [])
+    ]

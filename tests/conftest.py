@@ -18,20 +18,23 @@ import torch
 from tools.ranks import Ranks
 
 if find_spec("triton") is not None and not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton; ranks and programs that tests start inherit it
+    # before anything imports Triton; ranks and programs that tests start inherit it
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from tests.data_samples import prepared
 from tests.runs import LAYOUT_3D, train_run, write_config
 
-# Checkpoints are synced to the disk again and again, and a slow disk would make the tests slow: where memory can hold files
-# (a session leaves some hundred megabytes), they are held there. PYTEST_DEBUG_TEMPROOT is pytest's own.
+# Checkpoints are synced to the disk again and again, and a slow disk would make the tests slow:
+# where memory can hold files (a session leaves some hundred megabytes), they are held there.
+# PYTEST_DEBUG_TEMPROOT is pytest's own.
 MEMORY = Path("/dev/shm")
 if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
-    """Bytes by their length: what they hold may be of the moment (gzip's time), and workers must agree on the tests' names."""
+    """Bytes by their length: what they hold may be of the moment (gzip's time), and workers must
+    agree on the tests' names."""
     return f"{len(val)} bytes" if isinstance(val, bytes) else None
 
 
@@ -50,8 +53,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def saved(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of 6 steps on 8 ranks, pp 2 × dp_shard 2 × tp 2, with checkpoints after 2, 4 and 6; tests copy it."""
+    """A finished run of 6 steps on 8 ranks, pp 2 × dp_shard 2 × tp 2, with checkpoints after 2, 4
+    and 6; tests copy it."""
     folder = tmp_path_factory.mktemp("saved")
-    config = write_config(folder, data, parallel=LAYOUT_3D, checkpoint={"interval": 2, "keep_last": 3})
+    config = write_config(
+        folder, data, parallel=LAYOUT_3D, checkpoint={"interval": 2, "keep_last": 3}
+    )
     assert ranks.run(train_run, 8, [config]) == [""] * 8
     return folder

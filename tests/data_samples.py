@@ -1,4 +1,5 @@
-"""Real data for the tests of data/: a tokenizer trained on this Python's own source, and a prepared folder made from it."""
+"""Real data for the tests of data/: a tokenizer trained on this Python's own source, and a prepared
+folder made from it."""
 
 import sysconfig
 from functools import cache
@@ -19,7 +20,8 @@ def tokenizer() -> Tokenizer:
 
 
 def prepared(out: Path, source: str = MANY, **options) -> Path:
-    """`out`, with `source` prepared in several small shards and a third of the documents held out."""
+    """`out`, with `source` prepared in several small shards and a third of the documents held
+    out."""
     options = {"heldout_fraction": 0.3, "shard_tokens": 20_000} | options
     prepare(source, tokenizer(), out, **options)
     return out

@@ -19,7 +19,9 @@ def ranks_that_share(axis: str, rank: int, shape: tuple[int, int, int, int]) -> 
     return [rank + (other - mine) * stride for other in range(shape[dim])]
 
 
-def column_parallel_backward(dy: Tensor, x: Tensor, weight: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+def column_parallel_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
     dx = dy @ weight  # of this rank's outputs alone: a partial sum
     dist.all_reduce(dx, group=group)
     return dx, dy.T @ x  # this rank's rows have no other gradient
@@ -31,7 +33,9 @@ def leave_backward(dy: Tensor, group: ProcessGroup) -> Tensor:
     return torch.cat(parts)  # each number of x went into one number of y, with factor 1
 
 
-def norm_weight_gradient(dy: Tensor, normed: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+def norm_weight_gradient(
+    dy: Tensor, normed: Tensor, group: ProcessGroup, sequence_parallel: bool
+) -> Tensor:
     gradient = (dy * normed).sum(0)
     if sequence_parallel:
         dist.all_reduce(gradient, group=group)
@@ -91,7 +95,8 @@ def merge(a: Block, b: Block) -> Block:
 
 
 def moved_bytes(elements: int, fused: bool) -> int:
-    numbers = 3 if fused else 2 + 3 + 3  # g, u and y; or one input and one output, then twice two inputs and one output
+    # g, u and y; or one input and one output, then twice two inputs and one output
+    numbers = 3 if fused else 2 + 3 + 3
     return 2 * numbers * elements
 
 
@@ -101,7 +106,9 @@ def needed(saved: Region, wanted: Region) -> tuple[tuple[slice, slice], tuple[sl
         return None
 
     def within(region: Region) -> tuple[slice, slice]:
-        rows, columns = (slice(c.start - r.start, c.stop - r.start) for c, r in zip(both, region, strict=True))
+        rows, columns = (
+            slice(c.start - r.start, c.stop - r.start) for c, r in zip(both, region, strict=True)
+        )
         return rows, columns
 
     return within(saved), within(wanted)
@@ -117,13 +124,17 @@ def best_interval(save: float, mean_between_failures: float) -> float:
 
 def trust_ratio(weight: Tensor, update: Tensor, group: ProcessGroup) -> Tensor:
     squares = torch.stack([weight.double().square().sum(), update.double().square().sum()])
-    dist.all_reduce(squares, group=group)  # two numbers a matrix; those of all matrices can travel together
+    # two numbers a matrix; those of all matrices can travel together
+    dist.all_reduce(squares, group=group)
     whole, step = squares.sqrt()
-    return torch.where((whole > 0) & (step > 0), whole / step, torch.ones_like(whole)).to(weight.dtype)
+    return torch.where((whole > 0) & (step > 0), whole / step, torch.ones_like(whole)).to(
+        weight.dtype
+    )
 
 
 def break_it(schedule: list[list[Action]]) -> list[list[Action]]:
     first = schedule[0]
     backward = first.pop(next(i for i, action in enumerate(first) if action.kind is B))
-    first.insert(1, backward)  # rank 0 waits for a gradient; rank 1 first wants another forward, which comes after it
+    # rank 0 waits for a gradient; rank 1 first wants another forward, which comes after it
+    first.insert(1, backward)
     return schedule

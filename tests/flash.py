@@ -1,7 +1,8 @@
-"""torch's attention over packed sequences, on the CPU: its operation is there, its kernels are the GPU's. Plain ones stand in.
+"""torch's attention over packed sequences, on the CPU: its operation is there, its kernels are the
+GPU's. Plain ones stand in.
 
-What is under test is on both sides of them: what we tell the operation, and what autograd, checkpoints and the compiler make
-of it.
+What is under test is on both sides of them: what we tell the operation, and what autograd,
+checkpoints and the compiler make of it.
 """
 
 import contextlib
@@ -23,7 +24,8 @@ def segment_weights(q, k, scale):
 
 
 def segments(q, k, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, window_size):
-    """The documents, one after another, as slices of T; and how many query heads share a key/value head."""
+    """The documents, one after another, as slices of T; and how many query heads share a key/value
+    head."""
     assert is_causal
     assert window_size == [-1, 0]
     assert torch.equal(cu_seq_q, cu_seq_k)
@@ -35,17 +37,37 @@ def segments(q, k, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, window_size):
     return [slice(a, b) for a, b in pairwise(ends)], q.shape[1] // k.shape[1]
 
 
-def plain_forward(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, scale=None, window_size=None, *rest):
+def plain_forward(
+    q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, scale=None, window_size=None, *rest
+):
     CALLS["forward"] += 1
     documents, shared = segments(q, k, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, window_size)
     k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
     scale = scale or q.shape[-1] ** -0.5
     y = [torch.einsum("hij,jhe->ihe", segment_weights(q[d], k[d], scale), v[d]) for d in documents]
-    return torch.cat(y), q.new_zeros(q.shape[1], len(q), dtype=torch.float32), torch.zeros(2, dtype=torch.uint64)
+    return (
+        torch.cat(y),
+        q.new_zeros(q.shape[1], len(q), dtype=torch.float32),
+        torch.zeros(2, dtype=torch.uint64),
+    )
 
 
 def plain_backward(
-    dy, q, k, v, out, lse, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, rng_state, scale=None, window_size=None, *rest
+    dy,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    is_causal,
+    rng_state,
+    scale=None,
+    window_size=None,
+    *rest,
 ):
     CALLS["backward"] += 1
     documents, shared = segments(q, k, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, window_size)
@@ -64,7 +86,8 @@ def plain_backward(
 
 @contextlib.contextmanager
 def flash_attention_stands_in():
-    """torch's own kernel for packed sequences needs a GPU; its operation, on the CPU, computes plainly. Counts its calls."""
+    """torch's own kernel for packed sequences needs a GPU; its operation, on the CPU, computes
+    plainly. Counts its calls."""
     varlen._varlen_attn.register_kernel("cpu")(plain_forward)
     varlen._varlen_attn_backward.register_kernel("cpu")(plain_backward)
     CALLS.clear()

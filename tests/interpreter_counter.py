@@ -4,9 +4,10 @@
         rms_norm(x, weight, 1e-5, "triton")
     launches[0].loaded + launches[0].stored        # what the memory moves if a launch fetches every byte once
 
-The interpreter knows the address of every element that a program loads or stores. A byte counts once a launch, however many
-programs need it: that is the memory's traffic where caches hold what is needed again. What one program loads again is counted
-apart: a row that is read twice is found even so.
+The interpreter knows the address of every element that a program loads or stores. A byte counts
+once a launch, however many programs need it: that is the memory's traffic where caches hold what is
+needed again. What one program loads again is counted apart: a row that is read twice is found even
+so.
 """
 
 from collections.abc import Iterator
@@ -57,7 +58,9 @@ def _sum_up(kernel: str, programs: list[_Program]) -> Launch:
 
 def _bytes(pointers: Any, mask: Any) -> np.ndarray:
     """The address of every byte that is accessed."""
-    addresses = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)].astype(np.uint64)
+    addresses = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)].astype(
+        np.uint64
+    )
     size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
     return (addresses[:, None] + np.arange(size, dtype=np.uint64)).ravel()
 

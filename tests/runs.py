@@ -25,8 +25,8 @@ LAYOUT_3D = {"tp": 2, "pp": 2}  # and dp_shard 2, on 8 ranks
 
 
 def write_config(folder: Path, data: Path, **sections: dict[str, Any]) -> str:
-    """A small run's configuration file in `folder`: 4 layers, batches of 8 sequences of 32 tokens, micro-batches of 2; its run
-    folder is `folder`/run."""
+    """A small run's configuration file in `folder`: 4 layers, batches of 8 sequences of 32 tokens,
+    micro-batches of 2; its run folder is `folder`/run."""
     raw: dict[str, dict[str, Any]] = {
         "model": {
             "dim": 32,
@@ -37,7 +37,13 @@ def write_config(folder: Path, data: Path, **sections: dict[str, Any]) -> str:
             "vocab_size": tokenizer().vocab_size,
         },
         "parallel": {},
-        "train": {"steps": 6, "seq_len": 32, "global_batch_size": 8, "micro_batch_size": 2, "dtype": "float32"},
+        "train": {
+            "steps": 6,
+            "seq_len": 32,
+            "global_batch_size": 8,
+            "micro_batch_size": 2,
+            "dtype": "float32",
+        },
         "optimizer": {"lr": 3e-3, "warmup_steps": 2},
         "data": {"path": str(data)},
         "checkpoint": {},
@@ -51,7 +57,8 @@ def write_config(folder: Path, data: Path, **sections: dict[str, Any]) -> str:
 
 
 def train_run(arguments: list[str]) -> str:
-    """What `train.py` does, inside a process group that is there already; the message of a UserError, or the empty string."""
+    """What `train.py` does, inside a process group that is there already; the message of a
+    UserError, or the empty string."""
     warnings.simplefilter("ignore")
     try:
         config = on_all_ranks(lambda: train.read_config(arguments, "cpu"), "cpu")
@@ -64,14 +71,17 @@ def train_run(arguments: list[str]) -> str:
 
 def losses(folder: Path) -> dict[int, float]:
     """Step → loss of the run in `folder`/run, from its metrics.jsonl."""
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     found = {line["step"]: line["loss"] for line in lines}
     assert len(found) == len(lines), "a step was written twice"
     return found
 
 
 def global_state(arguments: list[str], path: str) -> dict[str, torch.Tensor]:
-    """Rank 0: every global tensor, weights and moments, as this layout holds it after loading the checkpoint `path`."""
+    """Rank 0: every global tensor, weights and moments, as this layout holds it after loading the
+    checkpoint `path`."""
     warnings.simplefilter("ignore")
     config = load_config(arguments[0], arguments[1:])
     mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
@@ -90,7 +100,8 @@ def fresh(folder: Path) -> None:
 
 
 def copy_of(saved: Path, folder: Path) -> tuple[str, Path]:
-    """A copy of a run that `write_config` described in `saved`: its configuration file and its checkpoints, in `folder`."""
+    """A copy of a run that `write_config` described in `saved`: its configuration file and its
+    checkpoints, in `folder`."""
     shutil.copytree(saved / "run", folder / "run")
     config = (saved / "config.yaml").read_text().replace(str(saved / "run"), str(folder / "run"))
     (folder / "config.yaml").write_text(config)

@@ -1,12 +1,14 @@
-"""A real Slurm on this machine: one controller and some nodes, for tests/slurm_scenarios.py. Needs Linux and root.
+"""A real Slurm on this machine: one controller and some nodes, for tests/slurm_scenarios.py. Needs
+Linux and root.
 
     with Cluster(folder, nodes=32) as cluster:
         job = cluster.sbatch("--nodes", "2", "slurm/train_70b.sh", "config.yaml")
         wait_for(lambda: cluster.job(job)["JobState"] == "COMPLETED", "the job's end")
 
-A node is a slurmd with a host name, a hosts file and a loopback address of its own (namespaces of names and mounts, no
-container). Its GPUs are device nodes that are /dev/null: Slurm counts them out as if they were GPUs. There is no systemd and no
-cgroup, nothing outside `folder` is written, and every process is ended by its id, whatever happened.
+A node is a slurmd with a host name, a hosts file and a loopback address of its own (namespaces of
+names and mounts, no container). Its GPUs are device nodes that are /dev/null: Slurm counts them out
+as if they were GPUs. There is no systemd and no cgroup, nothing outside `folder` is written, and
+every process is ended by its id, whatever happened.
 """
 
 import contextlib
@@ -110,11 +112,16 @@ class Cluster:
         (folder / "munge.key").chmod(0o600)
         folder.chmod(0o755)
         addresses = {node: f"127.0.0.{10 + i}" for i, node in enumerate(self.nodes)}
-        hosts = Path("/etc/hosts").read_text() + "".join(f"{address} {node}\n" for node, address in addresses.items())
+        hosts = Path("/etc/hosts").read_text() + "".join(
+            f"{address} {node}\n" for node, address in addresses.items()
+        )
         (folder / "hosts").write_text(hosts)
-        (folder / "gres.conf").write_text(f"NodeName=n[1-{nodes}] Name=gpu Type=h100 File={folder}/gpu[0-7]\n")
+        (folder / "gres.conf").write_text(
+            f"NodeName=n[1-{nodes}] Name=gpu Type=h100 File={folder}/gpu[0-7]\n"
+        )
         controller_port, *ports = free_ports(1 + nodes)
-        # The scripts' ports follow from the job's id: another such cluster on this machine must have others.
+        # The scripts' ports follow from the job's id: another such cluster on this machine must
+        # have others.
         text = CONFIGURATION.format(
             host=socket.gethostname(),
             controller_port=controller_port,
@@ -128,10 +135,18 @@ class Cluster:
         (folder / "slurm.conf").write_text(text)
 
     def __enter__(self) -> "Cluster":
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that `close` is called then too
+        # so that `close` is called then too
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
         try:
-            munged = ["munged", f"--key-file={self.folder}/munge.key", f"--socket={self.folder}/munge.socket"]
-            munged += [f"--pid-file={self.folder}/munged.pid", f"--log-file={self.folder}/munged.log"]
+            munged = [
+                "munged",
+                f"--key-file={self.folder}/munge.key",
+                f"--socket={self.folder}/munge.socket",
+            ]
+            munged += [
+                f"--pid-file={self.folder}/munged.pid",
+                f"--log-file={self.folder}/munged.log",
+            ]
             self.run(*munged, f"--seed-file={self.folder}/munge.seed")
             self.run("slurmctld", "-c", "-f", str(self.folder / "slurm.conf"))
             for node in self.nodes:
@@ -147,27 +162,38 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        """End everything: the jobs, then what is left on the nodes, then the daemons; by their ids."""
+        """End everything: the jobs, then what is left on the nodes, then the daemons; by their
+        ids."""
         if self.namespaces:
             with contextlib.suppress(subprocess.SubprocessError, AssertionError):
                 self.run("scancel", "--user", "root")
-                wait_for(lambda: not self.run("squeue", "--noheader").strip(), "the end of the cancelled jobs", 60)
+                wait_for(
+                    lambda: not self.run("squeue", "--noheader").strip(),
+                    "the end of the cancelled jobs",
+                    60,
+                )
         for node in self.namespaces:
             self.kill_node(node)
         for name in ("slurmctld", "munged"):
             with contextlib.suppress(OSError, ValueError):
                 pid = int((self.folder / f"{name}.pid").read_text())
                 os.kill(pid, signal.SIGTERM)
-                wait_for(lambda pid=pid: not Path(f"/proc/{pid}").exists(), f"the end of {name}", 30)
+                wait_for(
+                    lambda pid=pid: not Path(f"/proc/{pid}").exists(), f"the end of {name}", 30
+                )
 
-    # --- commands -----------------------------------------------------------------------------------------------------
+    # --- commands ---------------------------------------------------------------------------------
 
     def run(self, *command: str, **environment: str) -> str:
         """A command's standard output; it must succeed."""
         variables = {**self.environment, **environment}
-        done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=120
+        )
         if done.returncode:
-            raise subprocess.SubprocessError(f"{' '.join(command)}: {done.returncode}: {done.stdout}{done.stderr}")
+            raise subprocess.SubprocessError(
+                f"{' '.join(command)}: {done.returncode}: {done.stdout}{done.stderr}"
+            )
         return done.stdout
 
     def sbatch(self, *arguments: str, **environment: str) -> str:
@@ -184,12 +210,16 @@ class Cluster:
         path = self.folder / f"slurm-{job}.out"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def wait_for_job(self, job: str, condition: Callable[[dict[str, str]], object], what: str) -> None:
+    def wait_for_job(
+        self, job: str, condition: Callable[[dict[str, str]], object], what: str
+    ) -> None:
         """Until `condition(self.job(job))` holds; the job must not be over before."""
 
         def holds() -> object:
             seen = self.job(job)
-            assert condition(seen) or seen["JobState"] not in OVER, f"{seen['JobState']} before {what}:\n{self.log(job)}"
+            assert condition(seen) or seen["JobState"] not in OVER, (
+                f"{seen['JobState']} before {what}:\n{self.log(job)}"
+            )
             return condition(seen)
 
         wait_for(holds, what)
@@ -199,26 +229,45 @@ class Cluster:
         self.wait_for_job(job, lambda seen: seen["JobState"] == state, f"{state} of job {job}")
 
     def start_now(self, job: str, restarts: int) -> None:
-        """Wait until the job is in the queue again, and do not let it wait the two minutes that Slurm gives it there.
+        """Wait until the job is in the queue again, and do not let it wait the two minutes that
+        Slurm gives it there.
 
-        Three seconds are needed: a start within the second of the requeue is refused as a forged one.
+        Three seconds are needed: a start within the second of the requeue is refused as a forged
+        one.
         """
         again = {"Restarts": str(restarts), "JobState": "PENDING"}
-        self.wait_for_job(job, lambda seen: again.items() <= seen.items(), f"requeue {restarts} of job {job}")
+        self.wait_for_job(
+            job, lambda seen: again.items() <= seen.items(), f"requeue {restarts} of job {job}"
+        )
         self.run("scontrol", "update", f"jobid={job}", "starttime=now+3")
 
-    # --- nodes --------------------------------------------------------------------------------------------------------
+    # --- nodes ------------------------------------------------------------------------------------
 
     def start_node(self, node: str) -> None:
         prepare = f"hostname {node} && mount --bind {self.folder}/hosts /etc/hosts"
         slurmd = f"exec slurmd -f {self.folder}/slurm.conf -N {node}"
-        self.run("unshare", "--uts", "--mount", "--propagation", "private", "bash", "-c", f"{prepare} && {slurmd}")
+        self.run(
+            "unshare",
+            "--uts",
+            "--mount",
+            "--propagation",
+            "private",
+            "bash",
+            "-c",
+            f"{prepare} && {slurmd}",
+        )
         pid_file = self.folder / f"slurmd-{node}.pid"
-        wait_for(lambda: pid_file.exists() and pid_file.read_text().strip(), f"the slurmd of {node}", 60)
+        wait_for(
+            lambda: pid_file.exists() and pid_file.read_text().strip(), f"the slurmd of {node}", 60
+        )
         self.namespaces[node] = os.readlink(f"/proc/{int(pid_file.read_text())}/ns/uts")
 
     def wait_until_idle(self, node: str) -> None:
-        wait_for(lambda: "idle" in self.run("sinfo", "-h", "-n", node, "-o", "%T"), f"{node} to be idle", 120)
+        wait_for(
+            lambda: "idle" in self.run("sinfo", "-h", "-n", node, "-o", "%T"),
+            f"{node} to be idle",
+            120,
+        )
 
     def kill_node(self, node: str) -> None:
         """Its daemon and every process on it, by SIGKILL, as when a machine dies."""
@@ -245,7 +294,10 @@ class Cluster:
         for pid in self.processes(node):
             with contextlib.suppress(OSError, KeyError):
                 words = _command(pid).split(b"\0")
-                variables = dict(v.partition(b"=")[::2] for v in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+                variables = dict(
+                    v.partition(b"=")[::2]
+                    for v in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                )
                 if b"train.py" in words:
                     found[int(variables[b"RANK"])] = pid
         return found
@@ -255,14 +307,15 @@ class Cluster:
         for pid in self.processes(node):
             with contextlib.suppress(OSError):
                 parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
-                if b"/slurm_script\0" in _command(pid) and b"slurmstepd" in _command(parent):  # not a subshell of it
+                # not a subshell of it
+                if b"/slurm_script\0" in _command(pid) and b"slurmstepd" in _command(parent):
                     return pid
         raise AssertionError(f"no job script runs on {node}")
 
     @contextlib.contextmanager
     def held(self, node: str) -> Iterator[None]:
-        """One rank of the node stands still, and all others soon wait for it: a run that does not end before Slurm's clock,
-        which looks twice a minute, has struck."""
+        """One rank of the node stands still, and all others soon wait for it: a run that does not
+        end before Slurm's clock, which looks twice a minute, has struck."""
         pid = min(self.ranks(node).items())[1]
         os.kill(pid, signal.SIGSTOP)
         try:

@@ -1,7 +1,9 @@
-"""slurm/train_70b.sh, as it is, on a real Slurm with a tiny model: `make test-slurm`. (`make test` does not collect this file.)
+"""slurm/train_70b.sh, as it is, on a real Slurm with a tiny model: `make test-slurm`. (`make test`
+does not collect this file.)
 
-Two nodes × four processes over gloo. What a test wants otherwise than the script says, it gives to sbatch or in the variables
-that the script's block at the top reads. Nothing waits for a fixed time: tests look for what should happen, up to ten minutes.
+Two nodes × four processes over gloo. What a test wants otherwise than the script says, it gives to
+sbatch or in the variables that the script's block at the top reads. Nothing waits for a fixed time:
+tests look for what should happen, up to ten minutes.
 """
 
 import json
@@ -20,16 +22,25 @@ from tests.runs import LAYOUT_3D, losses, write_config
 from tests.slurm_cluster import ROOT, Cluster, install, wait_for
 
 SCRIPT = "slurm/train_70b.sh"
-STEPS = 160  # enough that the run is still going when the last of its disturbances comes, on a fast machine too
+# enough that the run is still going when the last of its disturbances comes, on a fast machine too
+STEPS = 160
 SECRET = "not-to-be-seen-0123456789"
-VARIABLES = {"PYTHON": sys.executable, "DEVICE": "cpu", "PREFLIGHT_SECONDS": "300", "WANDB_API_KEY": SECRET}
+VARIABLES = {
+    "PYTHON": sys.executable,
+    "DEVICE": "cpu",
+    "PREFLIGHT_SECONDS": "300",
+    "WANDB_API_KEY": SECRET,
+}
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     install()
     # Not pytest's folder: munge wants its socket where everyone may go.
-    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, Cluster(Path(folder), nodes=32) as cluster:
+    with (
+        tempfile.TemporaryDirectory(prefix="slurm-") as folder,
+        Cluster(Path(folder), nodes=32) as cluster,
+    ):
         yield cluster
 
 
@@ -39,14 +50,34 @@ class Run:
     def __init__(self, cluster: Cluster, folder: Path, data: Path, **sections: dict) -> None:
         self.cluster, self.folder = cluster, folder
         folder.mkdir()
-        sections = {"checkpoint": {"interval": 5}, "train": {"steps": STEPS, "micro_batch_size": 2}, **sections}
+        sections = {
+            "checkpoint": {"interval": 5},
+            "train": {"steps": STEPS, "micro_batch_size": 2},
+            **sections,
+        }
         self.config = write_config(folder, data, **sections)
         self.job = ""
         self.killed_rank = -1
 
-    def submit(self, *options: str, nodes: str = "n1,n2", ranks: int = 4, overrides: tuple[str, ...] = (), **variables: str):
+    def submit(
+        self,
+        *options: str,
+        nodes: str = "n1,n2",
+        ranks: int = 4,
+        overrides: tuple[str, ...] = (),
+        **variables: str,
+    ):
         count = nodes.count(",") + 1
-        size = ["--nodes", str(count), "--nodelist", nodes, "--gpus-per-node", str(ranks), "--cpus-per-task", str(ranks)]
+        size = [
+            "--nodes",
+            str(count),
+            "--nodelist",
+            nodes,
+            "--gpus-per-node",
+            str(ranks),
+            "--cpus-per-task",
+            str(ranks),
+        ]
         arguments = (*size, "--time", "60", *options, SCRIPT, self.config, *overrides)
         self.job = self.cluster.sbatch(*arguments, **VARIABLES, **variables)
         return self
@@ -67,13 +98,15 @@ class Run:
         return json.loads((self.folder / "run" / "status.json").read_text())
 
     def wait_for_step(self, step: int) -> None:
-        self.cluster.wait_for_job(self.job, lambda job: job["JobState"] == "RUNNING" and self.step >= step, f"step {step}")
+        self.cluster.wait_for_job(
+            self.job, lambda job: job["JobState"] == "RUNNING" and self.step >= step, f"step {step}"
+        )
 
     def wait_for_log(self, text: str) -> None:
         self.cluster.wait_for_job(self.job, lambda _: text in self.log, f"'{text}' in its log")
 
 
-# --- the scripts themselves ---------------------------------------------------------------------------------------------------
+# --- the scripts themselves -----------------------------------------------------------------------
 
 
 def test_slurm_accepts_every_script_as_it_is(cluster: Cluster) -> None:
@@ -81,10 +114,16 @@ def test_slurm_accepts_every_script_as_it_is(cluster: Cluster) -> None:
     assert scripts
     for script in scripts:
         lines = script.read_text().splitlines()
-        first_command = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
-        assert not [line for line in lines[first_command:] if line.startswith("#SBATCH")], "sbatch stops at the first command"
+        first_command = next(
+            number for number, line in enumerate(lines) if line and not line.startswith("#")
+        )
+        assert not [line for line in lines[first_command:] if line.startswith("#SBATCH")], (
+            "sbatch stops at the first command"
+        )
         cluster.run("sbatch", "--test-only", str(script))
-    cluster.run("sbatch", "--test-only", "--nodes", "8", SCRIPT, "configs/llama3_8b.yaml", "parallel.pp=1")
+    cluster.run(
+        "sbatch", "--test-only", "--nodes", "8", SCRIPT, "configs/llama3_8b.yaml", "parallel.pp=1"
+    )
     with pytest.raises(subprocess.SubprocessError, match="not available"):  # the control
         cluster.run("sbatch", "--test-only", "--nodes", "33", SCRIPT)
 
@@ -93,12 +132,14 @@ def test_shellcheck_is_clean() -> None:
     subprocess.run(["shellcheck", *sorted(map(str, (ROOT / "slurm").glob("*.sh")))], check=True)
 
 
-# --- one run left alone, and the same run through everything that can befall it ----------------------------------------------
+# --- one run left alone, and the same run through everything that can befall it -------------------
 
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: Cluster, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = Run(cluster, tmp_path_factory.mktemp("undisturbed") / "it", data, parallel=LAYOUT_3D).submit()
+    run = Run(
+        cluster, tmp_path_factory.mktemp("undisturbed") / "it", data, parallel=LAYOUT_3D
+    ).submit()
     cluster.wait_until_ended(run.job, "COMPLETED")
     return run
 
@@ -124,13 +165,19 @@ def disturbed(cluster: Cluster, data: Path, tmp_path_factory: pytest.TempPathFac
 
 
 def test_the_time_limit(cluster: Cluster, disturbed: Run) -> None:
-    """USR1 to the batch shell → every rank saves → the job requeues itself → it goes on in the same folder."""
+    """USR1 to the batch shell → every rank saves → the job requeues itself → it goes on in the same
+    folder."""
     disturbed.wait_for_step(7)
     with cluster.held("n2"):
         # More than a minute is left, fewer than the 120 s before which Slurm sends USR1.
         used = cluster.run("squeue", "-h", "-j", disturbed.job, "-o", "%M").strip()
         hours, minutes, _ = (["0", "0", *used.split(":")])[-3:]
-        cluster.run("scontrol", "update", f"jobid={disturbed.job}", f"timelimit={int(hours) * 60 + int(minutes) + 2}")
+        cluster.run(
+            "scontrol",
+            "update",
+            f"jobid={disturbed.job}",
+            f"timelimit={int(hours) * 60 + int(minutes) + 2}",
+        )
         disturbed.wait_for_log("USR1: all ranks save")
     cluster.start_now(disturbed.job, restarts=1)
     assert disturbed.status["state"] == "requeue"
@@ -161,7 +208,9 @@ def test_scontrol_requeue(cluster: Cluster, disturbed: Run) -> None:
     # What was the first failure stands at the top, though the run went on after it.
     first_line = disturbed.log.splitlines()[0]
     rank = disturbed.killed_rank
-    assert first_line.startswith(f"FIRST FAILURE of {disturbed.job}.1, try 0: rank {rank} on n2 ended by SIGKILL")
+    assert first_line.startswith(
+        f"FIRST FAILURE of {disturbed.job}.1, try 0: rank {rank} on n2 ended by SIGKILL"
+    )
     words = Path(first_line.rpartition(" ")[2])
     assert words.match(f"n2/*/attempt_0/{rank % 4}/stderr.log")
     assert words.exists()
@@ -169,12 +218,18 @@ def test_scontrol_requeue(cluster: Cluster, disturbed: Run) -> None:
 
 
 def test_a_node_dies(cluster: Cluster, disturbed: Run, undisturbed: Run) -> None:
-    """Its daemon and all its processes at once. Slurm notices, requeues by itself, and the run ends as if nothing had been."""
+    """Its daemon and all its processes at once. Slurm notices, requeues by itself, and the run ends
+    as if nothing had been."""
     logs = disturbed.folder / "run" / "logs" / f"{disturbed.job}.2"
-    wait_for(lambda: "starting from" in "".join(path.read_text() for path in logs.glob("*.log")), "the third start")
+    wait_for(
+        lambda: "starting from" in "".join(path.read_text() for path in logs.glob("*.log")),
+        "the third start",
+    )
     disturbed.wait_for_step(disturbed.step + 1)
     cluster.kill_node("n2")
-    wait_for(lambda: cluster.job(disturbed.job)["Restarts"] == "3", "the requeue after the node's death")
+    wait_for(
+        lambda: cluster.job(disturbed.job)["Restarts"] == "3", "the requeue after the node's death"
+    )
     cluster.start_node("n2")
     cluster.wait_until_idle("n2")
     cluster.start_now(disturbed.job, restarts=3)
@@ -183,29 +238,38 @@ def test_a_node_dies(cluster: Cluster, disturbed: Run, undisturbed: Run) -> None
     assert losses(disturbed.folder) == losses(undisturbed.folder)  # every step's, bit for bit
 
 
-# --- links, spares, refusals --------------------------------------------------------------------------------------------------
+# --- links, spares, refusals ----------------------------------------------------------------------
 
 
 def test_an_array_of_three_links(cluster: Cluster, data: Path, tmp_path: Path) -> None:
-    """Each stops before its time is up and leaves the rest to the next; a fourth is not needed. They run in a container, of
-    which there is the command line alone: a stand-in for Apptainer that runs what it is given."""
+    """Each stops before its time is up and leaves the rest to the next; a fourth is not needed.
+    They run in a container, of which there is the command line alone: a stand-in for Apptainer that
+    runs what it is given."""
     stand_in = tmp_path / "bin" / "apptainer"
     stand_in.parent.mkdir()
-    stand_in.write_text('#!/bin/bash\n[ "$1 $2 $3 $5" = "exec --nv --bind --pwd" ] && [ "$7" = tiny.sif ] && exec "${@:8}"\n')
+    stand_in.write_text(
+        '#!/bin/bash\n[ "$1 $2 $3 $5" = "exec --nv --bind --pwd" ] && [ "$7" = tiny.sif ] && exec "${@:8}"\n'
+    )
     stand_in.chmod(0o755)
     run = Run(cluster, tmp_path / "it", data)
     path = f"{stand_in.parent}:{os.environ['PATH']}"
     run.submit("--array=1-4%1", nodes="n1", ranks=2, CONTAINER_IMAGE="tiny.sif", PATH=path)
     array, starts = run.job, []
     for link in (1, 2, 3):
-        wait_for(lambda link=link: f"{array}_{link}" in cluster.run("squeue", "-h", "-t", "R", "-o", "%i"), f"link {link}")
+        wait_for(
+            lambda link=link: (
+                f"{array}_{link}" in cluster.run("squeue", "-h", "-t", "R", "-o", "%i")
+            ),
+            f"link {link}",
+        )
         run.job = cluster.job(f"{array}_{link}")["JobId"]
         run.wait_for_log("starting from")
         starts.append(int(re.findall(r"at step (\d+); run folder", run.log)[-1]))
         if link < 3:
             run.wait_for_step(starts[-1] + 3)
             with cluster.held("n1"):
-                os.kill(cluster.batch_shell("n1"), signal.SIGUSR1)  # what Slurm does before the time is up
+                # what Slurm does before the time is up
+                os.kill(cluster.batch_shell("n1"), signal.SIGUSR1)
                 run.wait_for_log("USR1: all ranks save")
         cluster.wait_until_ended(run.job, "COMPLETED")
         assert run.status["state"] == ("requeue" if link < 3 else "finished")
@@ -216,16 +280,24 @@ def test_an_array_of_three_links(cluster: Cluster, data: Path, tmp_path: Path) -
 
 @pytest.fixture
 def other_code_on_n2(cluster: Cluster, tmp_path: Path) -> Iterator[None]:
-    """One file of the repository reads otherwise on n2, and only there: a mount that its namespace alone has."""
+    """One file of the repository reads otherwise on n2, and only there: a mount that its namespace
+    alone has."""
     changed = tmp_path / "errors.py"
     changed.write_text((ROOT / "errors.py").read_text() + "\n# another version\n")
-    enter = ["nsenter", "--mount", "--target", (cluster.folder / "slurmd-n2.pid").read_text().strip()]
+    enter = [
+        "nsenter",
+        "--mount",
+        "--target",
+        (cluster.folder / "slurmd-n2.pid").read_text().strip(),
+    ]
     cluster.run(*enter, "mount", "--bind", str(changed), str(ROOT / "errors.py"))
     yield
     cluster.run(*enter, "umount", str(ROOT / "errors.py"))
 
 
-def test_a_preflight_that_fails_on_one_node(cluster: Cluster, data: Path, tmp_path: Path, other_code_on_n2: None) -> None:
+def test_a_preflight_that_fails_on_one_node(
+    cluster: Cluster, data: Path, tmp_path: Path, other_code_on_n2: None
+) -> None:
     run = Run(cluster, tmp_path / "it", data, train={"steps": 2, "micro_batch_size": 1}).submit()
     cluster.wait_until_ended(run.job, "FAILED")
     assert cluster.job(run.job)["ExitCode"] == "1:0"
@@ -247,23 +319,35 @@ def test_what_training_would_refuse(cluster: Cluster, data: Path, tmp_path: Path
     assert not (run.folder / "run").exists()
 
 
-def test_two_jobs_do_not_write_to_one_run_folder(cluster: Cluster, data: Path, tmp_path: Path) -> None:
-    """The second is refused, once, and the first goes on. In the folder's name and in an override is what srun would expand."""
+def test_two_jobs_do_not_write_to_one_run_folder(
+    cluster: Cluster, data: Path, tmp_path: Path
+) -> None:
+    """The second is refused, once, and the first goes on. In the folder's name and in an override
+    is what srun would expand."""
     odd = str(tmp_path / "100%N and %j")
     first = Run(
-        cluster, tmp_path / "it", data, train={"steps": 4000, "micro_batch_size": 1}, run={"dir": odd, "wandb_project": "%N"}
+        cluster,
+        tmp_path / "it",
+        data,
+        train={"steps": 4000, "micro_batch_size": 1},
+        run={"dir": odd, "wandb_project": "%N"},
     )
     first.submit(nodes="n3", ranks=2)
     metrics = Path(odd) / "metrics.jsonl"
     wait_for(metrics.exists, "the first job's first step")
     second = cluster.sbatch(
-        *["--nodes", "1", "--nodelist", "n4", "--gpus-per-node", "2", "--cpus-per-task", "2"], SCRIPT, first.config, **VARIABLES
+        *["--nodes", "1", "--nodelist", "n4", "--gpus-per-node", "2", "--cpus-per-task", "2"],
+        SCRIPT,
+        first.config,
+        **VARIABLES,
     )
     cluster.wait_until_ended(second, "FAILED")
     assert cluster.job(second)["ExitCode"] == "2:0"
     log = cluster.log(second)
     assert "error: run.dir = " in log
-    assert re.search(rf"process \d+ on host \S+ of Slurm job {first.job}, since .*, and renewed its lease", log)
+    assert re.search(
+        rf"process \d+ on host \S+ of Slurm job {first.job}, since .*, and renewed its lease", log
+    )
     assert cluster.job(first.job)["JobState"] == "RUNNING"
     assert (Path(odd) / "logs" / f"{first.job}.0" / "n3.log").exists()
     assert "wandb_project: '%N'" in (Path(odd) / "config.yaml").read_text()
@@ -271,20 +355,24 @@ def test_two_jobs_do_not_write_to_one_run_folder(cluster: Cluster, data: Path, t
     cluster.wait_until_ended(first.job, "CANCELLED")
 
 
-# --- what is the script's alone, with a stand-in for Python: no rank is ever started -----------------------------------------
+# --- what is the script's alone, with a stand-in for Python: no rank is ever started --------------
 
 
 def stand_in_for_python(folder: Path, torchrun: str) -> str:
-    """A program that passes every preflight on n3, and carries out the shell command `torchrun` instead of training."""
+    """A program that passes every preflight on n3, and carries out the shell command `torchrun`
+    instead of training."""
     (folder / "run" / "checkpoints").mkdir(parents=True)
     program = folder / "python"
-    program.write_text(f'#!/bin/bash\nif [ "$2" = tools.preflight ]; then echo n3 {folder}/run; exit; fi\n{torchrun}\n')
+    program.write_text(
+        f'#!/bin/bash\nif [ "$2" = tools.preflight ]; then echo n3 {folder}/run; exit; fi\n{torchrun}\n'
+    )
     program.chmod(0o755)
     return str(program)
 
 
 def test_a_job_does_not_requeue_itself_for_ever(cluster: Cluster, tmp_path: Path) -> None:
-    """Five starts fail, of which the second alone has made a checkpoint: three in a row without one, and it gives up."""
+    """Five starts fail, of which the second alone has made a checkpoint: three in a row without
+    one, and it gives up."""
     fail = f'[ "$SLURM_RESTART_COUNT" != 1 ] || echo step-00000005 > {tmp_path}/run/checkpoints/latest; exit 1'
     variables = VARIABLES | {"PYTHON": stand_in_for_python(tmp_path, fail)}
     size = ["--nodes", "1", "--nodelist", "n3", "--gpus-per-node", "1", "--cpus-per-task", "1"]

@@ -1,4 +1,5 @@
-"""The documentation that `make api` builds from docstrings: without a warning, every module in it."""
+"""The documentation that `make api` builds from docstrings: without a warning, every module in
+it."""
 
 import os
 import re
@@ -11,9 +12,11 @@ import pytest
 from tests.test_house import ROOMS, module_name
 from tests.transcripts import ROOT
 
-PACKAGES = re.search(r"pdoc --output-directory docs/api (.+)", (ROOT / "Makefile").read_text(encoding="utf-8"))
-# pdoc warns of what it cannot read. Not held against us: tqdm is generic in its stubs alone; a default value that is the folder
-# of the shell.
+PACKAGES = re.search(
+    r"pdoc --output-directory docs/api (.+)", (ROOT / "Makefile").read_text(encoding="utf-8")
+)
+# pdoc warns of what it cannot read. Not held against us: tqdm is generic in its stubs alone; a
+# default value that is the folder of the shell.
 BUILD = """
 import sys, warnings
 from pdoc.__main__ import cli
@@ -25,9 +28,12 @@ cli(sys.argv[1:])
 
 def build(packages: list[str], out: Path) -> None:
     command = [sys.executable, "-c", BUILD, "--output-directory", str(out), *packages]
-    left_out = ("TRITON_INTERPRET", "OLDPWD", "PWD")  # tools.compile_kernels refuses to be imported under the first
+    # tools.compile_kernels refuses to be imported under the first
+    left_out = ("TRITON_INTERPRET", "OLDPWD", "PWD")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -36,7 +42,9 @@ def test_a_package_s_documentation_builds(tmp_path: Path) -> None:
     """One that needs torch alone, as a sample; a docstring is in it."""
     build(["errors", "parallel"], tmp_path)
     assert (tmp_path / "parallel" / "pipeline" / "schedules.html").exists()
-    assert "neighbours in rank share it" in (tmp_path / "parallel" / "axes.html").read_text(encoding="utf-8")
+    assert "neighbours in rank share it" in (tmp_path / "parallel" / "axes.html").read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.mark.slow
@@ -45,8 +53,15 @@ def test_all_documentation_builds(tmp_path: Path) -> None:
     packages = PACKAGES[1].split()
     build(packages, tmp_path)
     rooms = [room for room in ROOMS if room in packages]
-    modules = [module_name(file) for room in rooms for file in (ROOT / room).rglob("*.py") if file.stem != "__main__"]
-    missing = [name for name in modules if not (tmp_path / f"{name.replace('.', '/')}.html").exists()]
+    modules = [
+        module_name(file)
+        for room in rooms
+        for file in (ROOT / room).rglob("*.py")
+        if file.stem != "__main__"
+    ]
+    missing = [
+        name for name in modules if not (tmp_path / f"{name.replace('.', '/')}.html").exists()
+    ]
     assert missing == []
 
 

@@ -1,4 +1,5 @@
-"""`parallel.layers_per_stage=auto`: the split whose slowest stage is fastest, and no worse than an even one."""
+"""`parallel.layers_per_stage=auto`: the split whose slowest stage is fastest, and no worse than an
+even one."""
 
 import random
 from itertools import combinations, pairwise
@@ -7,7 +8,14 @@ import pytest
 
 from errors import UserError
 from model.cost import layer_costs
-from parallel.pipeline.balance import LayerCosts, balanced_split, even_split, imbalance, rank_costs, stage_costs
+from parallel.pipeline.balance import (
+    LayerCosts,
+    balanced_split,
+    even_split,
+    imbalance,
+    rank_costs,
+    stage_costs,
+)
 from parallel.pipeline.schedules import build_schedule
 from parallel.pipeline.simulate import Costs, simulate
 from training.load_config import load_config
@@ -32,12 +40,19 @@ def test_no_split_has_a_faster_slowest_rank():
         where = [s % ranks for s in range(stages)]
         found = balanced_split(layers, costs, where)
         assert sum(found) == layers
-        slowest = [max(rank_costs(stage_costs(split, costs), where)) for split in (found, *every_split(layers, stages))]
+        slowest = [
+            max(rank_costs(stage_costs(split, costs), where))
+            for split in (found, *every_split(layers, stages))
+        ]
         assert slowest[0] == pytest.approx(min(slowest))
 
 
 def test_layers_alone_are_split_evenly():
-    assert sorted(balanced_split(10, LayerCosts(0, 1, 0), [0, 1, 2, 3])) == sorted(even_split(10, 4)) == [2, 2, 3, 3]
+    assert (
+        sorted(balanced_split(10, LayerCosts(0, 1, 0), [0, 1, 2, 3]))
+        == sorted(even_split(10, 4))
+        == [2, 2, 3, 3]
+    )
 
 
 def test_operations_are_those_of_the_model():
@@ -46,20 +61,28 @@ def test_operations_are_those_of_the_model():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("model.cost.OPERATIONS_PER_BYTE", 0)
         costs = layer_costs(model, 8192, "none")
-        assert costs.block * model.num_layers + costs.head + costs.embedding == model.flops_per_token(8192)
+        assert (
+            costs.block * model.num_layers + costs.head + costs.embedding
+            == model.flops_per_token(8192)
+        )
         assert layer_costs(model, 8192, "full").block == pytest.approx(costs.block * 4 / 3)
 
 
 @pytest.mark.parametrize("pp", [4, 8])
 def test_the_simulated_step_is_shorter(pp):
-    """Llama 3 8B, 4 micro-batches a rank: the head is worth two and a half blocks, and an even split waits for it."""
-    config = load_config("configs/llama3_8b.yaml", [f"parallel.pp={pp}", "parallel.layers_per_stage=auto"])
+    """Llama 3 8B, 4 micro-batches a rank: the head is worth two and a half blocks, and an even
+    split waits for it."""
+    config = load_config(
+        "configs/llama3_8b.yaml", [f"parallel.pp={pp}", "parallel.layers_per_stage=auto"]
+    )
     costs = layer_costs(config.model, config.train.seq_len, "none")
     assert 1.5 < costs.head / costs.block < 3.5
     times = []
     for split in (even_split(32, pp), [len(layers) for layers in config.split_layers()]):
         stages = [cost / 3 for cost in stage_costs(split, costs)]
-        times.append(simulate(build_schedule("1f1b", pp, 1, 4 * pp), Costs(stages, stages, stages)).step_time)
+        times.append(
+            simulate(build_schedule("1f1b", pp, 1, 4 * pp), Costs(stages, stages, stages)).step_time
+        )
         times.append(imbalance(split, costs, range(pp)))
     even, uneven, auto, balanced = times
     assert auto < 0.95 * even
@@ -67,12 +90,17 @@ def test_the_simulated_step_is_shorter(pp):
 
 
 def test_interleaved_stages_are_balanced_by_rank():
-    """80 layers on 8 ranks with two stages each: the head's rank gets fewer layers in both of its stages."""
+    """80 layers on 8 ranks with two stages each: the head's rank gets fewer layers in both of its
+    stages."""
     costs, where = LayerCosts(0.0, 1.0, 2.0), [s % 8 for s in range(16)]
     times = []
     for split in (even_split(80, 16), balanced_split(80, costs, where)):
         stages = [cost / 3 for cost in stage_costs(split, costs)]
-        times.append(simulate(build_schedule("interleaved_1f1b", 8, 2, 32), Costs(stages, stages, stages)).step_time)
+        times.append(
+            simulate(
+                build_schedule("interleaved_1f1b", 8, 2, 32), Costs(stages, stages, stages)
+            ).step_time
+        )
     assert times[1] < 0.97 * times[0]
 
 

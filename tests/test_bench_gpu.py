@@ -1,4 +1,5 @@
-"""The GPU benchmarks, tiny: every row is there, a wrong kernel is found, and what one row suffers the others do not."""
+"""The GPU benchmarks, tiny: every row is there, a wrong kernel is found, and what one row suffers
+the others do not."""
 
 import json
 import math
@@ -16,12 +17,18 @@ from benchmarks.gpu_timing import MEASURED, NO_TIME, OUT_OF_MEMORY, Check, attem
 from model.kernels import linear_cross_entropy
 from model.kernels.backend import why_not_triton
 
-pytestmark = pytest.mark.skipif(why_not_triton(gpu_timing.DEVICE) is not None, reason="needs Triton")
+pytestmark = pytest.mark.skipif(
+    why_not_triton(gpu_timing.DEVICE) is not None, reason="needs Triton"
+)
 
 FOUR = {"triton", "torch", "compile", "liger"}
 BOTH = ("forward", "backward")
 KERNEL_ROWS = {
-    **{(case, p): FOUR for case in ("rms_norm 64", "add_rms_norm 64", "rms_norm 96", "add_rms_norm 96") for p in BOTH},
+    **{
+        (case, p): FOUR
+        for case in ("rms_norm 64", "add_rms_norm 64", "rms_norm 96", "add_rms_norm 96")
+        for p in BOTH
+    },
     **{(case, p): FOUR for case in ("rotary", "swiglu 100", "cross_entropy") for p in BOTH},
     ("linear_cross_entropy", "forward + backward"): FOUR | {"matmul"},
     ("gradient_norm", "step"): {"triton", "torch", "compile"},
@@ -50,10 +57,12 @@ def assert_measured(row: dict[str, Any], name: str, *numbers: float) -> None:
     assert all(math.isfinite(x) and x > 0 for x in (*row["milliseconds"].values(), *numbers))
 
 
-# --- kernels ----------------------------------------------------------------------------------------------------------
+# --- kernels --------------------------------------------------------------------------------------
 
 
-def test_every_kernel_is_checked_and_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_kernel_is_checked_and_timed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     status, results = run(gpu_kernels, tmp_path)
     assert status == 0
     assert results["right"]
@@ -65,27 +74,45 @@ def test_every_kernel_is_checked_and_timed(tmp_path: Path, capsys: pytest.Captur
     found: dict[tuple[str, str], set[str]] = {}
     for row in timed:
         found.setdefault((row["case"], row["pass"]), set()).add(row["implementation"])
-        assert_measured(row, row["implementation"], *(row[key] for key in ("bytes", "bytes_per_second") if key in row))
+        assert_measured(
+            row,
+            row["implementation"],
+            *(row[key] for key in ("bytes", "bytes_per_second") if key in row),
+        )
     assert found == KERNEL_ROWS
     assert checks.keys() == {case for case, _ in KERNEL_ROWS}
     for row in checks.values():
         assert row["right"]
-        assert all(check["passed"] and check["error"] <= check["bound"] for check in row["against_float64"])
+        assert all(
+            check["passed"] and check["error"] <= check["bound"] for check in row["against_float64"]
+        )
         assert row["against_float64"]
 
 
 def test_bytes_are_those_of_the_kernels_tables() -> None:
-    """Of T = 6 rows, D = 64, in bfloat16: the table in rms_norm.py counts 4 and 6 bytes an element; and so on."""
+    """Of T = 6 rows, D = 64, in bfloat16: the table in rms_norm.py counts 4 and 6 bytes an element;
+    and so on."""
     elements = 6 * 64
-    assert gpu_operations.norm_case(6, 64).passes == {"forward": 4 * elements, "backward": 6 * elements}
-    assert gpu_operations.add_norm_case(6, 64).passes == {"forward": 8 * elements, "backward": 8 * elements}
-    assert gpu_operations.swiglu_case(6, 64).passes == {"forward": 6 * elements, "backward": 10 * elements}
-    both = (4 * 6 * 8 + 4 * 8) * 5  # q and k of (4 + 2) heads, read and written, and 4 cosines and 4 sines in float32
+    assert gpu_operations.norm_case(6, 64).passes == {
+        "forward": 4 * elements,
+        "backward": 6 * elements,
+    }
+    assert gpu_operations.add_norm_case(6, 64).passes == {
+        "forward": 8 * elements,
+        "backward": 8 * elements,
+    }
+    assert gpu_operations.swiglu_case(6, 64).passes == {
+        "forward": 6 * elements,
+        "backward": 10 * elements,
+    }
+    # q and k of (4 + 2) heads, read and written, and 4 cosines and 4 sines in float32
+    both = (4 * 6 * 8 + 4 * 8) * 5
     assert gpu_operations.rotary_case(5, (4, 2, 8)).passes == {"forward": both, "backward": both}
 
 
 def test_aims_are_held_against_what_was_measured() -> None:
-    """1 MB in a microsecond is 1 TB/s. Memory counts without the weight's gradient: 4 · D · V bytes, half that in eager."""
+    """1 MB in a microsecond is 1 TB/s. Memory counts without the weight's gradient: 4 · D · V
+    bytes, half that in eager."""
     for bandwidth, fraction, met in ((1.25e12, 0.8, False), (1.0e12, 1.0, True)):
         row = gpu_kernels.speed(1e-3, 1e6, bandwidth)
         assert row["bytes_per_second"] == pytest.approx(1e12)
@@ -96,7 +123,11 @@ def test_aims_are_held_against_what_was_measured() -> None:
     for milliseconds, memory, met in ((2.2, 4100, True), (2.3, 4200, False)):
         rows = {
             name: {"status": MEASURED, "milliseconds": {"median": t}, "peak_memory_bytes": peak}
-            for name, t, peak in (("triton", milliseconds, memory), ("matmul", 2.05, None), ("torch", 4.0, 2000 + 800))
+            for name, t, peak in (
+                ("triton", milliseconds, memory),
+                ("matmul", 2.05, None),
+                ("torch", 4.0, 2000 + 800),
+            )
         }
         said = gpu_kernels.head_aims(rows, case, at_full_size=True)
         aims = rows["triton"]["aims"]
@@ -112,7 +143,8 @@ def wrong_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: str) 
 
 
 def forgetful_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: str) -> torch.Tensor:
-    """Right, but for one row that is never written; memory that is used again may hold the right numbers by chance."""
+    """Right, but for one row that is never written; memory that is used again may hold the right
+    numbers by chance."""
     y = torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
     never_written = torch.empty_like(y[:1])
     return torch.cat((never_written + 0 * y[:1], y[1:]))
@@ -124,7 +156,10 @@ def broken_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: str)
 
 @pytest.mark.parametrize("planted", [wrong_norm, forgetful_norm, broken_norm])
 def test_a_wrong_kernel_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], planted: Callable[..., torch.Tensor]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    planted: Callable[..., torch.Tensor],
 ) -> None:
     def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: str) -> torch.Tensor:
         return (planted if kernels == "triton" else torch.nn.functional.rms_norm)(
@@ -143,20 +178,31 @@ def test_a_wrong_kernel_is_found(
     assert all(row["status"] == MEASURED for row in others)
 
 
-def test_a_wrong_sum_and_wrong_random_bits_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_sum_and_wrong_random_bits_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     square_sum, adamw = gpu_optimizer.square_sum, gpu_optimizer.adamw
 
-    def other_bits(p: Any, g: Any, m: Any, v: Any, decays: Any, places: list[Any], *rest: Any) -> None:
+    def other_bits(
+        p: Any, g: Any, m: Any, v: Any, decays: Any, places: list[Any], *rest: Any
+    ) -> None:
         if rest[-1] == "triton":
-            places = [type(place)(place.key + 1, place.first, place.width, place.global_width) for place in places]
+            places = [
+                type(place)(place.key + 1, place.first, place.width, place.global_width)
+                for place in places
+            ]
         adamw(p, g, m, v, decays, places, *rest)
 
-    monkeypatch.setattr(gpu_optimizer, "square_sum", lambda *arguments: square_sum(*arguments) * (1 + 1e-9))
+    monkeypatch.setattr(
+        gpu_optimizer, "square_sum", lambda *arguments: square_sum(*arguments) * (1 + 1e-9)
+    )
     monkeypatch.setattr(gpu_optimizer, "adamw", other_bits)
     for only, what in (("gradient_norm", ["norm"]), ("adamw bfloat16", ["bits"])):
         status, results = run(gpu_kernels, tmp_path, "--only", only)
         assert status == 1
-        assert [check["what"] for check in results["rows"][0]["against_float64"] if not check["passed"]] == what
+        assert [
+            check["what"] for check in results["rows"][0]["against_float64"] if not check["passed"]
+        ] == what
 
 
 def without_softmax(z: torch.Tensor, onehot: torch.Tensor) -> torch.Tensor:
@@ -173,12 +219,17 @@ def without_targets(z: torch.Tensor, onehot: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("planted", [without_softmax, softmax_twice, without_targets])
 def test_a_wrong_gradient_of_the_head_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    planted: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
-    """Planted over what is right, scale · (p − onehot): a head that learns from its targets alone is a wrong one too."""
+    """Planted over what is right, scale · (p − onehot): a head that learns from its targets alone
+    is a wrong one too."""
     right = linear_cross_entropy.gradient_over_logits_
 
-    def gradient_over_logits_(z: torch.Tensor, targets: torch.Tensor, row: Any, scale: torch.Tensor, *rest: Any) -> None:
+    def gradient_over_logits_(
+        z: torch.Tensor, targets: torch.Tensor, row: Any, scale: torch.Tensor, *rest: Any
+    ) -> None:
         right(z, targets, row, scale, *rest)
         onehot = scale * torch.nn.functional.one_hot(targets, z.shape[1])
         z.copy_(planted(z.float(), onehot))
@@ -189,7 +240,9 @@ def test_a_wrong_gradient_of_the_head_is_found(
 
 def test_a_wrong_loss_of_the_head_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = linear_cross_entropy.token_losses
-    monkeypatch.setattr(linear_cross_entropy, "token_losses", lambda *arguments: 1.01 * right(*arguments))
+    monkeypatch.setattr(
+        linear_cross_entropy, "token_losses", lambda *arguments: 1.01 * right(*arguments)
+    )
     assert wrong_of_the_head(tmp_path) == ["loss"]
 
 
@@ -200,7 +253,9 @@ def wrong_of_the_head(tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("program", [gpu_kernels, gpu_model])
-def test_without_time_every_row_says_so(program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_time_every_row_says_so(
+    program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And a tiny run leaves the results of real ones alone."""
     status, results = run(program, tmp_path / "asked", "--budget-seconds", "0")
     assert status == 0
@@ -212,20 +267,27 @@ def test_without_time_every_row_says_so(program: Any, tmp_path: Path, monkeypatc
     assert not (tmp_path / "root").exists()
 
 
-# --- the model --------------------------------------------------------------------------------------------------------
+# --- the model ------------------------------------------------------------------------------------
 
 
 def test_every_program_trains(tmp_path: Path) -> None:
     status, results = run(gpu_model, tmp_path)
     assert status == 0
     assert results["right"]
-    assert [(row["model"], row["variant"]) for row in results["rows"]] == [(key, v.name) for key, v in gpu_model.ROWS]
+    assert [(row["model"], row["variant"]) for row in results["rows"]] == [
+        (key, v.name) for key, v in gpu_model.ROWS
+    ]
     assert len({(key, v.name) for key, v in gpu_model.ROWS}) == len(gpu_model.ROWS)
     for row in results["rows"]:
-        numbers = [row.get(key, 0) for key in ("tokens_per_second", "flops_per_second", "first_loss", "first_grad_norm")]
+        numbers = [
+            row.get(key, 0)
+            for key in ("tokens_per_second", "flops_per_second", "first_loss", "first_grad_norm")
+        ]
         assert_measured(row, row["variant"], *numbers)
         if row["status"] == MEASURED:
-            assert row["first_loss"] == pytest.approx(math.log(96), rel=0.05), "random weights know nothing of 96 tokens"
+            assert row["first_loss"] == pytest.approx(math.log(96), rel=0.05), (
+                "random weights know nothing of 96 tokens"
+            )
             tokens = results["settings"]["flops_per_token"][row["model"]] * row["tokens_per_second"]
             assert row["flops_per_second"] == pytest.approx(tokens)
 
@@ -243,17 +305,29 @@ def test_trouble_of_one_program_is_its_own(
         step = build(size, variant)
         if variant.checkpointing == "selective":
             factors = (1.1, 1.0) if wrong == "first_loss" else (1.0, 1.1)
-            return lambda rows: tuple(value * factor for value, factor in zip(step(rows), factors, strict=True))
+            return lambda rows: tuple(
+                value * factor for value, factor in zip(step(rows), factors, strict=True)
+            )
         return step
 
     monkeypatch.setattr(gpu_model, "lattice", lattice)
     plain = Variant(kernels="torch")
     modes = [Variant(kernels="torch", checkpointing=mode) for mode in ("full", "selective")]
-    monkeypatch.setattr(gpu_model, "ROWS", [(WIDE, modes[0]), (WIDE, modes[1]), (WIDE, plain), (SMALL, plain)])
+    monkeypatch.setattr(
+        gpu_model, "ROWS", [(WIDE, modes[0]), (WIDE, modes[1]), (WIDE, plain), (SMALL, plain)]
+    )
     status, results = run(gpu_model, tmp_path)
-    assert [row["status"] for row in results["rows"]] == [OUT_OF_MEMORY, MEASURED, MEASURED, MEASURED]
+    assert [row["status"] for row in results["rows"]] == [
+        OUT_OF_MEMORY,
+        MEASURED,
+        MEASURED,
+        MEASURED,
+    ]
     assert status == 1
-    assert f"WRONG: 8B width: lattice, torch, selective checkpointing: {wrong}" in capsys.readouterr().out
+    assert (
+        f"WRONG: 8B width: lattice, torch, selective checkpointing: {wrong}"
+        in capsys.readouterr().out
+    )
     monkeypatch.setattr(gpu_model, "ROWS", [(WIDE, modes[0]), (WIDE, plain)])
     assert run(gpu_model, tmp_path)[0] == 0, "too little memory is no mistake"
 
@@ -263,17 +337,26 @@ def test_the_best_of_ours_is_held_against_the_aim(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], mfu: float, met: bool
 ) -> None:
     """Not the small model's, and not another program's."""
-    found = {"a": (WIDE, "lattice", mfu - 0.1), "b": (WIDE, "lattice", mfu), "c": (SMALL, "lattice", 0.9)}
+    found = {
+        "a": (WIDE, "lattice", mfu - 0.1),
+        "b": (WIDE, "lattice", mfu),
+        "c": (SMALL, "lattice", 0.9),
+    }
     found |= {"d": (WIDE, "hugging face", 0.8), "e": (WIDE, "lattice", None)}
     same = {"status": MEASURED, "first_loss": 4.0, "first_grad_norm": 1.0}
-    rows = [{"model": m, "program": p, "variant": name, "mfu": u, **same} for name, (m, p, u) in found.items()]
-    report = gpu_timing.Report("gpu_model", gpu_timing.parse(None, ["--tiny", "--out", str(tmp_path)], 1.0), {})
+    rows = [
+        {"model": m, "program": p, "variant": name, "mfu": u, **same}
+        for name, (m, p, u) in found.items()
+    ]
+    report = gpu_timing.Report(
+        "gpu_model", gpu_timing.parse(None, ["--tiny", "--out", str(tmp_path)], 1.0), {}
+    )
     assert gpu_model.conclude(rows, report)
     assert report.results["best"] == {"variant": "b", "mfu": mfu, "at_least": 0.62, "met": met}
     assert ("MISSED" in capsys.readouterr().out) is not met
 
 
-# --- what both share --------------------------------------------------------------------------------------------------
+# --- what both share ------------------------------------------------------------------------------
 
 
 def test_an_error_that_is_no_number_is_no_small_error() -> None:
@@ -288,4 +371,7 @@ def test_an_attempt_says_why_there_is_nothing() -> None:
 
     assert attempt(lambda: 3) == (3, MEASURED)
     assert attempt(fail) == (None, "failed: ValueError: first line")
-    assert attempt(lambda: __import__("no_such_package")) == (None, "not installed: no_such_package")
+    assert attempt(lambda: __import__("no_such_package")) == (
+        None,
+        "not installed: no_such_package",
+    )

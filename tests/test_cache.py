@@ -1,4 +1,5 @@
-"""Generation: what the cache keeps is what would be computed again, whoever else is in the batch and on however many ranks."""
+"""Generation: what the cache keeps is what would be computed again, whoever else is in the batch
+and on however many ranks."""
 
 import contextlib
 from dataclasses import replace
@@ -17,13 +18,25 @@ from tools.generate.sampling import Sampling, draw
 
 GREEDY = Sampling(temperature=0)
 LONG = 200  # tokens
-# Weights so large that a greedy text goes on without repeating itself, and a vocabulary that no tp divides.
-SMALL = ModelConfig(dim=32, num_layers=2, num_heads=8, num_kv_heads=4, ffn_dim=48, vocab_size=251, init_std=0.4, rope_theta=1e4)
+# Weights so large that a greedy text goes on without repeating itself, and a vocabulary that no tp
+# divides.
+SMALL = ModelConfig(
+    dim=32,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=4,
+    ffn_dim=48,
+    vocab_size=251,
+    init_std=0.4,
+    rope_theta=1e4,
+)
 MODELS = {
     "grouped": SMALL,
     "one key/value head": replace(SMALL, num_kv_heads=1),
     "one each": replace(SMALL, num_kv_heads=8, tie_embeddings=True),
-    "every switch": replace(SMALL, attention_dim=64, qk_norm=True, rope_scaling_factor=8.0, rope_original_length=64),
+    "every switch": replace(
+        SMALL, attention_dim=64, qk_norm=True, rope_scaling_factor=8.0, rope_original_length=64
+    ),
 }
 PROMPTS = [[7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [100, 200, 250, 0, 17], [8, 8]]
 
@@ -43,16 +56,19 @@ def rows_of(model, prompts, count, sampling=GREEDY, stop=(), first_row=0):
     return rows
 
 
-# --- the cache --------------------------------------------------------------------------------------------------------
+# --- the cache ------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def recompute(model, prompt, count):
-    """Greedy tokens without a cache, the whole sequence again for each; and the logits [count, V] that they were taken from."""
+    """Greedy tokens without a cache, the whole sequence again for each; and the logits [count, V]
+    that they were taken from."""
     tokens, logits = list(prompt), []
     for _ in range(count):
         column = torch.tensor(tokens).unsqueeze(1)
-        logits.append(model(None, Batch(column, None, torch.arange(len(tokens)).unsqueeze(1)))[-1, 0])
+        logits.append(
+            model(None, Batch(column, None, torch.arange(len(tokens)).unsqueeze(1)))[-1, 0]
+        )
         tokens.append(int(logits[-1].argmax()))
     return tokens[len(prompt) :], torch.stack(logits)
 
@@ -60,7 +76,9 @@ def recompute(model, prompt, count):
 @torch.no_grad()
 def cached_logits(model, prompt, following):
     """Logits [1 + following, V] after the prompt and after each of the tokens that follow on it."""
-    cache = KeyValueCache(model.config, 1, [len(prompt)], len(following), model.norm.weight.dtype, torch.device("cpu"))
+    cache = KeyValueCache(
+        model.config, 1, [len(prompt)], len(following), model.norm.weight.dtype, torch.device("cpu")
+    )
     steps = [torch.tensor(prompt).unsqueeze(1), *torch.tensor(following).view(-1, 1, 1)]
     return torch.stack([model.next_logits(tokens, cache)[0, 0] for tokens in steps])
 
@@ -74,7 +92,9 @@ def turned_by_the_next_position():
         begin = self.layers["0"].filled
         if begin == 0:
             return honest(self, length)
-        tokens = slice(begin + 1, begin + 2) if begin + 1 < len(self._cos) else slice(begin, begin + 1)
+        tokens = (
+            slice(begin + 1, begin + 2) if begin + 1 < len(self._cos) else slice(begin, begin + 1)
+        )
         return self._cos[tokens], self._sin[tokens], None
 
     with patch.object(KeyValueCache, "next", next_):
@@ -106,7 +126,8 @@ def keys_without_values():
 
 
 def cache_error(config, dtype, sabotage=contextlib.nullcontext):
-    """How many of 200 greedy tokens differ with the cache from those without, and how much the logits, relatively."""
+    """How many of 200 greedy tokens differ with the cache from those without, and how much the
+    logits, relatively."""
     model = build(config, dtype)
     prompt = PROMPTS[1]
     expected, without = recompute(model, prompt, LONG)
@@ -114,7 +135,11 @@ def cache_error(config, dtype, sabotage=contextlib.nullcontext):
         (found,) = rows_of(model, [prompt], LONG)
         logits = cached_logits(model, prompt, expected[:-1])
     different = sum(a != b for a, b in zip(found, expected, strict=True))
-    return different, ((logits - without).abs().max() / without.abs().max()).item(), len(set(expected))
+    return (
+        different,
+        ((logits - without).abs().max() / without.abs().max()).item(),
+        len(set(expected)),
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -131,14 +156,16 @@ def test_with_the_cache_as_without_in_float32(ranks):
     assert error < 1e-5
 
 
-@pytest.mark.parametrize("sabotage", [turned_by_the_next_position, last_slot_forgotten, keys_without_values])
+@pytest.mark.parametrize(
+    "sabotage", [turned_by_the_next_position, last_slot_forgotten, keys_without_values]
+)
 def test_a_planted_error_of_the_cache_is_found(ranks, sabotage):
     ((different, error, _),) = ranks.run(cache_error, 1, SMALL, torch.float64, sabotage)
     assert different > 0
     assert error > 1e-3
 
 
-# --- a batch ----------------------------------------------------------------------------------------------------------
+# --- a batch --------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -157,10 +184,14 @@ def batch_against_alone(sampling, sabotage=contextlib.nullcontext):
     model = build(SMALL)
     with sabotage():
         together = rows_of(model, PROMPTS, 40, sampling, first_row=5)
-    return together, [rows_of(model, [p], 40, sampling, first_row=5 + row)[0] for row, p in enumerate(PROMPTS)]
+    return together, [
+        rows_of(model, [p], 40, sampling, first_row=5 + row)[0] for row, p in enumerate(PROMPTS)
+    ]
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0, top_k=50, top_p=0.9, seed=3)], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, Sampling(1.0, top_k=50, top_p=0.9, seed=3)], ids=["greedy", "drawn"]
+)
 def test_a_row_is_what_it_is_alone(ranks, sampling):
     ((together, alone),) = ranks.run(batch_against_alone, 1, sampling)
     assert together == alone
@@ -169,7 +200,13 @@ def test_a_row_is_what_it_is_alone(ranks, sampling):
 
 def test_padding_that_is_seen_is_found(ranks):
     ((together, alone),) = ranks.run(batch_against_alone, 1, GREEDY, padding_seen)
-    assert [row != other for row, other in zip(together, alone, strict=True)] == [True, False, True, True]  # 1 has none
+    # 1 has none
+    assert [row != other for row, other in zip(together, alone, strict=True)] == [
+        True,
+        False,
+        True,
+        True,
+    ]
 
 
 def stopped(stop_at):
@@ -181,12 +218,14 @@ def stopped(stop_at):
 
 def test_a_row_ends_before_its_stop_token_and_the_others_go_on(ranks):
     ((free, cut, stop),) = ranks.run(stopped, 1, 4)
-    expected = [row[: next((i for i, token in enumerate(row) if token in stop), None)] for row in free]
+    expected = [
+        row[: next((i for i, token in enumerate(row) if token in stop), None)] for row in free
+    ]
     assert cut == expected
     assert len({len(row) for row in cut}) > 1
 
 
-# --- tensor parallelism -----------------------------------------------------------------------------------------------
+# --- tensor parallelism ---------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -203,7 +242,9 @@ def drawn_on_each_rank(config, sampling, sabotage=contextlib.nullcontext):
         return rows_of(build(config), PROMPTS, 25, sampling)
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0, top_p=0.9, seed=3)], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, Sampling(1.0, top_p=0.9, seed=3)], ids=["greedy", "drawn"]
+)
 @pytest.mark.parametrize(("kv", "tp"), [(4, 2), (1, 2), (2, 4)])
 def test_ranks_together_write_what_one_does(ranks, kv, tp, sampling):
     config = replace(SMALL, num_kv_heads=kv)
@@ -213,4 +254,7 @@ def test_ranks_together_write_what_one_does(ranks, kv, tp, sampling):
 
 def test_a_rank_that_draws_alone_is_found(ranks):
     (expected,) = ranks.run(drawn_on_each_rank, 1, SMALL, GREEDY)
-    assert ranks.run(drawn_on_each_rank, 2, SMALL, GREEDY, each_draws_from_its_own_part) != [expected] * 2
+    assert (
+        ranks.run(drawn_on_each_rank, 2, SMALL, GREEDY, each_draws_from_its_own_part)
+        != [expected] * 2
+    )

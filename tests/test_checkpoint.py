@@ -1,4 +1,5 @@
-"""Checkpoints that are damaged, hostile, half written or late: what is lost is found, and what is good is kept."""
+"""Checkpoints that are damaged, hostile, half written or late: what is lost is found, and what is
+good is kept."""
 
 import contextlib
 import errno
@@ -47,12 +48,17 @@ def test_a_good_checkpoint_is_good(saved: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.count(": good, ") == 3
     newest = saved / "run" / "checkpoints" / "step-00000006"
     tensors = [name for file in newest.glob("*.safetensors") for name in load_file(file)]
-    assert {name.split(".")[0] for name in tensors} == {"model", "optimizer"}, "another reader of safetensors reads it"
+    assert {name.split(".")[0] for name in tensors} == {"model", "optimizer"}, (
+        "another reader of safetensors reads it"
+    )
     trainer = json.loads((newest / "trainer.json").read_text())
     assert (trainer["step"], trainer["updates"]) == (6, 6)
     events = [event for event in read_events(saved / "run") if event["event"] == "checkpoint"]
     assert [event["step"] for event in events] == [2, 4, 6]
-    assert all(event["bytes"] > 0 and event["stall_seconds"] >= 0 and event["write_seconds"] > 0 for event in events)
+    assert all(
+        event["bytes"] > 0 and event["stall_seconds"] >= 0 and event["write_seconds"] > 0
+        for event in events
+    )
 
 
 def test_a_flipped_bit_in_any_file_is_found(saved: Path, tmp_path: Path) -> None:
@@ -70,15 +76,23 @@ def test_a_flipped_bit_in_any_file_is_found(saved: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     "kinds",
-    [("tensors", "manifest.json"), pytest.param(("trainer.json", "tokenizer.model"), marks=pytest.mark.thorough)],
+    [
+        ("tensors", "manifest.json"),
+        pytest.param(("trainer.json", "tokenizer.model"), marks=pytest.mark.thorough),
+    ],
 )
 def test_the_newest_good_one_is_used_and_it_is_said_once(
     ranks: Ranks, saved: Path, tmp_path: Path, kinds: tuple[str, str]
 ) -> None:
-    """The two newest are damaged: the run goes on from the third, on another layout, to the same losses."""
+    """The two newest are damaged: the run goes on from the third, on another layout, to the same
+    losses."""
     config, checkpoints = copy_of(saved, tmp_path)
     for step, what in zip(("step-00000006", "step-00000004"), kinds, strict=True):
-        file = sorted((checkpoints / step).glob("*.safetensors"))[-1] if what == "tensors" else checkpoints / step / what
+        file = (
+            sorted((checkpoints / step).glob("*.safetensors"))[-1]
+            if what == "tensors"
+            else checkpoints / step / what
+        )
         flip_a_bit(file)
     before = losses(saved)
     results = ranks.run(heard, 4, [config, "parallel.pp=1"])
@@ -87,7 +101,9 @@ def test_the_newest_good_one_is_used_and_it_is_said_once(
     assert after.keys() == before.keys()
     assert all(after[step] == before[step] for step in (1, 2))
     assert all(after[step] == pytest.approx(before[step], rel=1e-4) for step in before)
-    assert {"step-00000004.damaged", "step-00000006.damaged", "step-00000006"} <= set(names(checkpoints))
+    assert {"step-00000004.damaged", "step-00000006.damaged", "step-00000006"} <= set(
+        names(checkpoints)
+    )
     said = "".join(said for _, said in results)
     assert said.count("step-00000006 is damaged") == said.count("step-00000004 is damaged") == 1
     assert verify.main([str(checkpoints)]) == 0
@@ -98,11 +114,17 @@ def test_a_named_checkpoint_must_be_good(ranks: Ranks, saved: Path, tmp_path: Pa
     flip_a_bit(sorted((checkpoints / "step-00000006").glob("*.safetensors"))[0])
     for key in ("checkpoint.resume", "checkpoint.load_weights_only"):
         other = f"run.dir={tmp_path / 'other'}"
-        messages = ranks.run(train_run, 4, [config, f"{key}={checkpoints / 'step-00000006'}", other])
-        assert all(message.startswith(f"{key} = ") and "sha256 differs" in message for message in messages)
+        messages = ranks.run(
+            train_run, 4, [config, f"{key}={checkpoints / 'step-00000006'}", other]
+        )
+        assert all(
+            message.startswith(f"{key} = ") and "sha256 differs" in message for message in messages
+        )
 
 
-def test_a_run_folder_stands_for_its_newest_checkpoint(ranks: Ranks, saved: Path, tmp_path: Path) -> None:
+def test_a_run_folder_stands_for_its_newest_checkpoint(
+    ranks: Ranks, saved: Path, tmp_path: Path
+) -> None:
     """As it does for the tools."""
     config, checkpoints = copy_of(saved, tmp_path)
     for number, (named, steps) in enumerate(
@@ -120,7 +142,14 @@ def test_a_run_folder_stands_for_its_newest_checkpoint(ranks: Ranks, saved: Path
 
 
 def test_manifests_that_are_none(tmp_path: Path) -> None:
-    for content in ("", "[]", "{}", '{"files": 3}', "[" * 100_000, json.dumps({"format": "x", "version": 1, "files": {}})):
+    for content in (
+        "",
+        "[]",
+        "{}",
+        '{"files": 3}',
+        "[" * 100_000,
+        json.dumps({"format": "x", "version": 1, "files": {}}),
+    ):
         (tmp_path / MANIFEST).write_text(content)
         with pytest.raises(Damaged):
             read_manifest(tmp_path)
@@ -128,7 +157,9 @@ def test_manifests_that_are_none(tmp_path: Path) -> None:
 
 def test_keeping(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     """The last two, every fourth step's, and nothing that a killed run left half done."""
-    config = write_config(tmp_path, data, checkpoint={"interval": 1, "keep_last": 2, "keep_every": 4})
+    config = write_config(
+        tmp_path, data, checkpoint={"interval": 1, "keep_last": 2, "keep_every": 4}
+    )
     checkpoints = tmp_path / "run" / "checkpoints"
     for left in ("partial-00000001-0000/step-00000003", "partial-00000001-0000/step-00000002"):
         (checkpoints / left).mkdir(parents=True)
@@ -168,9 +199,13 @@ def train_with_a_fault(config: str, rank: int, step: int, where: str, kind: int)
         ("write_manifest", errno.EROFS, 0),
     ],
 )
-def test_a_save_that_one_rank_cannot_finish(ranks: Ranks, data: Path, tmp_path: Path, where: str, kind: int, rank: int) -> None:
+def test_a_save_that_one_rank_cannot_finish(
+    ranks: Ranks, data: Path, tmp_path: Path, where: str, kind: int, rank: int
+) -> None:
     """Nothing is committed, all go on, the next save works."""
-    config = write_config(tmp_path, data, parallel={"tp": 2}, checkpoint={"interval": 2, "keep_last": 3})
+    config = write_config(
+        tmp_path, data, parallel={"tp": 2}, checkpoint={"interval": 2, "keep_last": 3}
+    )
     results = ranks.run(train_with_a_fault, 4, config, rank, 4, where, kind)
     assert [refusal for refusal, _ in results] == [""] * 4
     assert names(tmp_path / "run" / "checkpoints") == ["latest", "step-00000002", "step-00000006"]
@@ -193,11 +228,18 @@ def test_a_full_disk(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     """A file system with room for one checkpoint."""
     small = tmp_path / "small"
     small.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", small], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", small], capture_output=True, check=False
+    )
     if mounted.returncode:
         pytest.skip(f"cannot mount a file system: {mounted.stderr.decode().strip()}")
     try:
-        config = write_config(tmp_path, data, checkpoint={"interval": 2, "keep_last": 3}, run={"dir": str(small / "run")})
+        config = write_config(
+            tmp_path,
+            data,
+            checkpoint={"interval": 2, "keep_last": 3},
+            run={"dir": str(small / "run")},
+        )
         with pytest.raises(RankError, match="was not saved"):  # the last one fails too
             ranks.run(train_run, 2, [config])
         good = [path for path in (small / "run" / "checkpoints").iterdir() if path.is_dir()]
@@ -212,7 +254,9 @@ def saved_while_training(config_path: str) -> tuple[bool, float]:
     config = load_config(config_path, [])
     mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     train = TrainStep(config, mesh, build_stages(config, mesh))
-    tokens = torch.arange(8 * 32).view(8, 32).chunk(mesh.dp_size)[mesh.dp_rank] % config.model.vocab_size
+    tokens = (
+        torch.arange(8 * 32).view(8, 32).chunk(mesh.dp_size)[mesh.dp_rank] % config.model.vocab_size
+    )
     train(0, tokens, tokens)
     go = threading.Event()
     honest = Saver._write_partial
@@ -226,14 +270,19 @@ def saved_while_training(config_path: str) -> tuple[bool, float]:
         saver.save(1, 0, {"next_sample": 0, "skipped": []})
         before = {name: tensor.to_local().clone() for name, tensor in saver.tensors.items()}
         train(1, tokens, tokens)
-        moved = max(float((tensor.to_local() - before[name]).abs().max()) for name, tensor in saver.tensors.items())
+        moved = max(
+            float((tensor.to_local() - before[name]).abs().max())
+            for name, tensor in saver.tensors.items()
+        )
         go.set()
         saver.close()
     same = all(torch.equal(saver.copies[name], tensor) for name, tensor in before.items())
     return same, moved
 
 
-def test_what_is_saved_is_what_was_there_and_training_goes_on(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+def test_what_is_saved_is_what_was_there_and_training_goes_on(
+    ranks: Ranks, data: Path, tmp_path: Path
+) -> None:
     config = write_config(tmp_path, data, parallel=LAYOUT_3D)
     for same, moved in ranks.run(saved_while_training, 8, config):
         assert same
@@ -245,13 +294,21 @@ def test_what_is_saved_is_what_was_there_and_training_goes_on(ranks: Ranks, data
 
 
 @pytest.mark.thorough  # without it test_twice_to_another_layout saves at once
-def test_saving_at_once_leaves_the_same(ranks: Ranks, saved: Path, data: Path, tmp_path: Path) -> None:
-    """checkpoint.async_save=false: the same pieces, bit for bit. (Their order within a file is free.)"""
-    sections = {"parallel": LAYOUT_3D, "checkpoint": {"interval": 2, "keep_last": 3, "async_save": False}}
+def test_saving_at_once_leaves_the_same(
+    ranks: Ranks, saved: Path, data: Path, tmp_path: Path
+) -> None:
+    """checkpoint.async_save=false: the same pieces, bit for bit. (Their order within a file is
+    free.)"""
+    sections = {
+        "parallel": LAYOUT_3D,
+        "checkpoint": {"interval": 2, "keep_last": 3, "async_save": False},
+    }
     config = write_config(tmp_path, data, **sections)
     assert ranks.run(train_run, 8, [config]) == [""] * 8
     for step in (2, 4, 6):
-        mine, theirs = (folder / "run" / "checkpoints" / f"step-{step:08d}" for folder in (tmp_path, saved))
+        mine, theirs = (
+            folder / "run" / "checkpoints" / f"step-{step:08d}" for folder in (tmp_path, saved)
+        )
         assert names(mine) == names(theirs)
         assert read_manifest(mine).tensors == read_manifest(theirs).tensors
         for shard in mine.glob("*.safetensors"):
@@ -262,22 +319,31 @@ def test_saving_at_once_leaves_the_same(ranks: Ranks, saved: Path, data: Path, t
 
 @pytest.mark.thorough
 def test_twice_to_another_layout(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    """(2, 2, 2) → one rank → (1, 4, 2), in the middle of the data: the same tensors at each load, nearly the same losses."""
+    """(2, 2, 2) → one rank → (1, 4, 2), in the middle of the data: the same tensors at each load,
+    nearly the same losses."""
     saves = {"interval": 2, "keep_last": 3, "async_save": False}  # it is there when the run dies
     whole = write_config(tmp_path, data, parallel=LAYOUT_3D, checkpoint=saves)
     assert ranks.run(train_run, 8, [whole]) == [""] * 8
     undisturbed = losses(tmp_path)
     fresh(tmp_path)
-    layouts = ((8, []), (1, ["parallel.tp=1", "parallel.pp=1"]), (8, ["parallel.pp=1", "parallel.dp_shard=4"]))
+    layouts = (
+        (8, []),
+        (1, ["parallel.tp=1", "parallel.pp=1"]),
+        (8, ["parallel.pp=1", "parallel.dp_shard=4"]),
+    )
     states = []
     for part, (world, layout) in enumerate(layouts):
         stop = _train_until(2 * part + 2)
         assert ranks.run(stop, world, [whole, *layout]) == [""] * world
         path = str(tmp_path / "run" / "checkpoints" / f"step-{2 * part + 2:08d}")
         here_and_next = layouts[part : part + 2]
-        states.append([ranks.run(global_state, w, [whole, *lay], path)[0] for w, lay in here_and_next])
+        states.append(
+            [ranks.run(global_state, w, [whole, *lay], path)[0] for w, lay in here_and_next]
+        )
     for same in states:
-        assert all(torch.equal(same[0][name], other[name]) for other in same[1:] for name in same[0])
+        assert all(
+            torch.equal(same[0][name], other[name]) for other in same[1:] for name in same[0]
+        )
     after = losses(tmp_path)
     assert all(after[step] == pytest.approx(undisturbed[step], rel=1e-4) for step in undisturbed)
 
@@ -310,7 +376,9 @@ class StopEarly(Exception):
     pass
 
 
-def test_verify_says_what_is_wrong(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_says_what_is_wrong(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, checkpoints = copy_of(saved, tmp_path)
     (checkpoints / "step-00000004" / "trainer.json").unlink()
     assert verify.main([str(tmp_path / "run")]) == 1
@@ -319,7 +387,12 @@ def test_verify_says_what_is_wrong(saved: Path, tmp_path: Path, capsys: pytest.C
     assert "'trainer.json' is missing or truncated" in lines[1]
     assert verify.main([str(tmp_path / "nothing")]) == 2
     command = [sys.executable, "-m", "tools.verify", str(checkpoints / "step-00000006")]
-    assert subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            command, cwd=Path(__file__).parent.parent, capture_output=True, check=False
+        ).returncode
+        == 0
+    )
 
 
 def test_the_error_of_a_save_is_everyones(ranks: Ranks) -> None:

@@ -1,4 +1,5 @@
-"""What a run calls saved is there: whatever is in the way of a checkpoint, and whatever happens to it."""
+"""What a run calls saved is there: whatever is in the way of a checkpoint, and whatever happens to
+it."""
 
 import json
 import shutil
@@ -15,19 +16,29 @@ from tools.ranks import Ranks
 
 
 def test_what_is_in_the_way_is_put_aside(ranks: Ranks, saved: Path, tmp_path: Path) -> None:
-    """The newest has lost its manifest: the run goes back to the one before, and what it then calls saved is there."""
+    """The newest has lost its manifest: the run goes back to the one before, and what it then calls
+    saved is there."""
     config, checkpoints = copy_of(saved, tmp_path)
     (checkpoints / "step-00000006" / MANIFEST).unlink()
     (refusal, said), *_ = ranks.run(heard, 4, [config, "parallel.pp=1"])
     assert (refusal, said.count("step-00000006 has no manifest.json: it is put aside")) == ("", 1)
-    assert names(checkpoints) == ["latest", "step-00000002", "step-00000004", "step-00000006", "step-00000006.damaged"]
+    assert names(checkpoints) == [
+        "latest",
+        "step-00000002",
+        "step-00000004",
+        "step-00000006",
+        "step-00000006.damaged",
+    ]
     assert (checkpoints / "latest").read_text() == "step-00000006"
     manifest.verify(checkpoints / "step-00000006")
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
 
 
-def test_what_comes_in_the_way_meanwhile_is_put_aside(ranks: Ranks, saved: Path, tmp_path: Path) -> None:
-    """Somebody copies folders into a run: one without a manifest, and a whole one. Neither is what the run says it saved."""
+def test_what_comes_in_the_way_meanwhile_is_put_aside(
+    ranks: Ranks, saved: Path, tmp_path: Path
+) -> None:
+    """Somebody copies folders into a run: one without a manifest, and a whole one. Neither is what
+    the run says it saved."""
     config, checkpoints = copy_of(saved, tmp_path)
     shutil.move(checkpoints, tmp_path / "others")
     shutil.rmtree(tmp_path / "run")
@@ -35,9 +46,17 @@ def test_what_comes_in_the_way_meanwhile_is_put_aside(ranks: Ranks, saved: Path,
     (refusal, said), *_ = ranks.run(train_with_strangers, 1, config, tmp_path / "others")
     assert (refusal, said.count("was in the way; it is put aside")) == ("", 2)
     assert names(checkpoints)[1:] == [
-        *["step-00000002", "step-00000002.damaged", "step-00000004", "step-00000004.abandoned", "step-00000006"]
+        *[
+            "step-00000002",
+            "step-00000002.damaged",
+            "step-00000004",
+            "step-00000004.abandoned",
+            "step-00000006",
+        ]
     ]
-    assert len(list((checkpoints / "step-00000004").glob("*.safetensors"))) == 1, "of one rank, and not of eight"
+    assert len(list((checkpoints / "step-00000004").glob("*.safetensors"))) == 1, (
+        "of one rank, and not of eight"
+    )
 
 
 def train_with_strangers(config: str, others: Path) -> tuple[str, str]:
@@ -52,7 +71,9 @@ def train_with_strangers(config: str, others: Path) -> tuple[str, str]:
         return heard([config, "parallel.pp=1", "parallel.tp=1"])
 
 
-def test_a_checkpoint_that_is_not_found_again_is_not_called_saved(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_not_found_again_is_not_called_saved(
+    ranks: Ranks, data: Path, tmp_path: Path
+) -> None:
     config = write_config(tmp_path, data, checkpoint={"interval": 2})
     (_, said), _ = ranks.run(train_with_a_thief, 2, config)
     assert said.count("warning: the checkpoint of step 4 was not saved: ") == 1

@@ -1,7 +1,9 @@
-"""Checkpoints that are changed at random, with checksums made right again: refused in one message, or what was saved.
+"""Checkpoints that are changed at random, with checksums made right again: refused in one message,
+or what was saved.
 
-A real small checkpoint is changed in its manifest, in its trainer.json or in the header of one of its files, and everything
-that reads checkpoints looks at it: what a start checks, `tools.verify`, and the reader of `tools.export`.
+A real small checkpoint is changed in its manifest, in its trainer.json or in the header of one of
+its files, and everything that reads checkpoints looks at it: what a start checks, `tools.verify`,
+and the reader of `tools.export`.
 """
 
 import copy
@@ -29,9 +31,50 @@ from tools import verify
 from tools.huggingface.checkpoint_reader import CheckpointReader
 from tools.ranks import Ranks
 
-ODD_NUMBERS = [-1, 0, 1, 2, 2**31, 2**63 - 1, 2**63, 10**15, 10**400, -0.0, 0.5, 1e308, float("inf"), float("nan"), True]
-ODD_WORDS = ["", "x", "..", "../a", "/etc/passwd", "a" * 300, "\ud800", "\x00", "\x1b[2J", "F32", MANIFEST, FILE]
-ODD = [*ODD_NUMBERS, *ODD_WORDS, None, [], {}, [[]], [1, 2], {"a": 1}, [0, float("inf")], [[5, 3]], [[0, 2**62]]]
+ODD_NUMBERS = [
+    -1,
+    0,
+    1,
+    2,
+    2**31,
+    2**63 - 1,
+    2**63,
+    10**15,
+    10**400,
+    -0.0,
+    0.5,
+    1e308,
+    float("inf"),
+    float("nan"),
+    True,
+]
+ODD_WORDS = [
+    "",
+    "x",
+    "..",
+    "../a",
+    "/etc/passwd",
+    "a" * 300,
+    "\ud800",
+    "\x00",
+    "\x1b[2J",
+    "F32",
+    MANIFEST,
+    FILE,
+]
+ODD = [
+    *ODD_NUMBERS,
+    *ODD_WORDS,
+    None,
+    [],
+    {},
+    [[]],
+    [1, 2],
+    {"a": 1},
+    [0, float("inf")],
+    [[5, 3]],
+    [[0, 2**62]],
+]
 
 
 @pytest.fixture(scope="module")
@@ -39,19 +82,33 @@ def good(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """Of two ranks, so that tensors are in pieces."""
     folder = tmp_path_factory.mktemp("good")
     sizes = {"dim": 8, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "ffn_dim": 8}
-    config = write_config(folder, data, model=sizes, parallel={"tp": 2}, train={"steps": 1}, checkpoint={"interval": 1})
+    config = write_config(
+        folder,
+        data,
+        model=sizes,
+        parallel={"tp": 2},
+        train={"steps": 1},
+        checkpoint={"interval": 1},
+    )
     assert ranks.run(train_run, 2, [config]) == ["", ""]
     return folder / "run" / "checkpoints" / "step-00000001"
 
 
 def places(value: Any, path: tuple = ()) -> list[tuple]:
     """The paths to everything in a JSON document."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inner = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     return [path, *(place for key, item in inner for place in places(item, (*path, key)))]
 
 
 def mutate(document: Any, data: DataObject) -> Any:
-    """One or two places are removed, copied elsewhere, exchanged for something odd, or moved by a little."""
+    """One or two places are removed, copied elsewhere, exchanged for something odd, or moved by a
+    little."""
     document = copy.deepcopy(document)
     for _ in range(data.draw(st.integers(1, 2))):
         *path, last = data.draw(st.sampled_from(places(document)[1:] or [(None,)]))
@@ -73,28 +130,36 @@ def mutate(document: Any, data: DataObject) -> Any:
         elif how == "rename" and isinstance(parent, dict):
             parent[data.draw(st.sampled_from([*map(str, ODD_WORDS), *parent]))] = parent.pop(last)
         else:
-            parent[last] = copy.deepcopy(data.draw(st.sampled_from(ODD)))  # the next one may change what is in it
+            # the next one may change what is in it
+            parent[last] = copy.deepcopy(data.draw(st.sampled_from(ODD)))
     return document
 
 
 def mutate_file(path: Path, data: DataObject) -> None:
-    """The header of a safetensors file: 8 bytes of its length, and JSON with the places of pieces as JSON in it."""
+    """The header of a safetensors file: 8 bytes of its length, and JSON with the places of pieces
+    as JSON in it."""
     content = path.read_bytes()
     size = int.from_bytes(content[:8], "little")
     header, rest = json.loads(content[8 : 8 + size]), content[8 + size :]
     how = data.draw(st.sampled_from(["places", "places", "header", "length", "bytes"]))
     if how == "places":
         key = manifest.PLACES
-        header["__metadata__"][key] = json.dumps(mutate(json.loads(header["__metadata__"][key]), data))
+        header["__metadata__"][key] = json.dumps(
+            mutate(json.loads(header["__metadata__"][key]), data)
+        )
     elif how == "header":
         header = mutate(header, data)
     text = json.dumps(header).encode()
     length = len(text)
     if how == "length":
-        length = data.draw(st.sampled_from([0, 1, length - 1, length + 8, 2**27, 2**40, 2**63, 2**64 - 1]))
+        length = data.draw(
+            st.sampled_from([0, 1, length - 1, length + 8, 2**27, 2**40, 2**63, 2**64 - 1])
+        )
     if how == "bytes":
         at = data.draw(st.integers(0, len(text) - 1))
-        text = text[:at] + data.draw(st.binary(max_size=4)) + text[at + data.draw(st.integers(0, 4)) :]
+        text = (
+            text[:at] + data.draw(st.binary(max_size=4)) + text[at + data.draw(st.integers(0, 4)) :]
+        )
     path.write_bytes(length.to_bytes(8, "little") + text + rest)
 
 
@@ -104,14 +169,18 @@ def change(folder: Path, data: DataObject) -> str:
     shards = sorted(path.name for path in folder.glob("*.safetensors"))
     content = json.loads((folder / MANIFEST).read_text())
     if what == "trainer":
-        (folder / FILE).write_text(json.dumps(mutate(json.loads((folder / FILE).read_text()), data)))
+        (folder / FILE).write_text(
+            json.dumps(mutate(json.loads((folder / FILE).read_text()), data))
+        )
     elif what == "file":
         mutate_file(folder / data.draw(st.sampled_from(shards)), data)
     elif what == "text":
         name = data.draw(st.sampled_from([MANIFEST, FILE]))
         text = (folder / name).read_bytes()
         at = data.draw(st.integers(0, len(text) - 1))
-        odd = st.sampled_from([b"NaN", b"-Infinity", b"1e999", b'"', b"{", b"[" * 100_000, b"\xff", b"9" * 5000])
+        odd = st.sampled_from(
+            [b"NaN", b"-Infinity", b"1e999", b'"', b"{", b"[" * 100_000, b"\xff", b"9" * 5000]
+        )
         (folder / name).write_bytes(text[:at] + data.draw(odd) + text[at:])
         if name == MANIFEST:
             return what
@@ -129,14 +198,22 @@ def change(folder: Path, data: DataObject) -> str:
 def global_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """By the places in the files, not by the code under test."""
     whole: dict[str, torch.Tensor] = {}
-    shapes = {name: entry["shape"] for name, entry in json.loads((folder / MANIFEST).read_text())["tensors"].items()}
+    shapes = {
+        name: entry["shape"]
+        for name, entry in json.loads((folder / MANIFEST).read_text())["tensors"].items()
+    }
     for path in sorted(folder.glob("*.safetensors")):
         content = path.read_bytes()
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         where = json.loads(header["__metadata__"][manifest.PLACES])
         for name, piece in load_file(path).items():
             target = whole.setdefault(name, torch.full(shapes[name], torch.nan))
-            target[tuple(slice(at, at + n) for at, n in zip(where[name]["saved_offsets"], piece.shape, strict=True))] = piece
+            target[
+                tuple(
+                    slice(at, at + n)
+                    for at, n in zip(where[name]["saved_offsets"], piece.shape, strict=True)
+                )
+            ] = piece
     return whole
 
 
@@ -154,13 +231,19 @@ class Fuzz:
         shutil.copytree(self.good, bad)
         what = change(bad, data)
         problems = {}
-        for name, look in (("verify", verify_checkpoint), ("reader", CheckpointReader), ("trainer", parse_trainer)):
+        for name, look in (
+            ("verify", verify_checkpoint),
+            ("reader", CheckpointReader),
+            ("trainer", parse_trainer),
+        ):
             try:
                 look(bad)
                 problems[name] = ""
             except (Damaged, UserError) as problem:
                 problems[name] = str(problem)
-        assert all(text.replace("\n", "").isprintable() and len(text) < 2000 for text in problems.values())
+        assert all(
+            text.replace("\n", "").isprintable() and len(text) < 2000 for text in problems.values()
+        )
         assert verify.main([str(bad)]) in ((1, 2) if problems["verify"] else (0,))
         if problems["verify"]:
             return
@@ -168,10 +251,13 @@ class Fuzz:
         assert not problems["reader"], "what is called good can be read"
         assert not problems["trainer"]
         reader = CheckpointReader(bad)
-        kept = {name for name in self.tensors if name.startswith("model.")} & {"model." + name for name in reader.weights()}
+        kept = {name for name in self.tensors if name.startswith("model.")} & {
+            "model." + name for name in reader.weights()
+        }
         loaded = {name: torch.empty_like(self.tensors[name]) for name in kept}
         dcp.load(loaded, storage_reader=HuggingFaceStorageReader(str(bad)), no_dist=True)
-        for name in kept if what != "file" else ():  # else bytes may have got another meaning that fits, with their checksum
+        # else bytes may have got another meaning that fits, with their checksum
+        for name in kept if what != "file" else ():
             assert torch.equal(reader.weight(name.removeprefix("model.")), self.tensors[name])
             assert torch.equal(loaded[name], self.tensors[name])
         trainer = parse_trainer(bad)
@@ -184,7 +270,13 @@ def fuzz(good: Path, folder: Path, cases: int, capsys: pytest.CaptureFixture[str
     checks = list(HealthCheck)
     began = time.monotonic()
 
-    @settings(max_examples=cases, deadline=None, database=None, derandomize=True, suppress_health_check=checks)
+    @settings(
+        max_examples=cases,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=checks,
+    )
     @given(data=st.data())
     def run(data: DataObject) -> None:
         fuzzing.case(data)
@@ -201,5 +293,7 @@ def test_changed_at_random(good: Path, tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.slow
-def test_changed_at_random_for_long(good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_at_random_for_long(
+    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     fuzz(good, tmp_path, 10_000, capsys)

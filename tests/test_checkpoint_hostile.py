@@ -1,4 +1,5 @@
-"""Checkpoints that somebody meant harm with: whoever writes a manifest can make its checksums right."""
+"""Checkpoints that somebody meant harm with: whoever writes a manifest can make its checksums
+right."""
 
 import contextlib
 import io
@@ -81,7 +82,10 @@ def hostile(folder: Path, manifest_of: Manifest, how: str, harm: Path) -> None:
         first.write_bytes(second.read_bytes())
         second.write_bytes(content)
     elif how == "a file too many":
-        save_file({"model.norm.weight": torch.zeros(4)}, folder / "shard-99999-model-00001-of-00001.safetensors")
+        save_file(
+            {"model.norm.weight": torch.zeros(4)},
+            folder / "shard-99999-model-00001-of-00001.safetensors",
+        )
     elif how == "a shard and its entry lost":
         victim.unlink()
         del files[victim.name]
@@ -138,13 +142,17 @@ def place_everything_first(file: Path) -> None:
     """The pieces of a file say that they begin where their tensors begin."""
     with safe_open(file, framework="pt") as opened:
         places = json.loads(opened.metadata()[manifest.PLACES])
-    moved = {name: {"saved_offsets": [0] * len(place["saved_offsets"])} for name, place in places.items()}
+    moved = {
+        name: {"saved_offsets": [0] * len(place["saved_offsets"])} for name, place in places.items()
+    }
     assert moved != places
     save_file(load_file(file), file, metadata={manifest.PLACES: json.dumps(moved)})
 
 
 @pytest.mark.parametrize("how", HOSTILE)
-def test_a_hostile_checkpoint_is_refused(ranks: Ranks, saved: Path, tmp_path: Path, how: str) -> None:
+def test_a_hostile_checkpoint_is_refused(
+    ranks: Ranks, saved: Path, tmp_path: Path, how: str
+) -> None:
     """What the manifest describes must make sense, and nothing is run."""
     config, checkpoints = copy_of(saved, tmp_path)
     bad = checkpoints / "step-00000006"

@@ -1,4 +1,5 @@
-"""Communication is part of the specification: how many collectives of how many bytes, over which axis, in each pass."""
+"""Communication is part of the specification: how many collectives of how many bytes, over which
+axis, in each pass."""
 
 import math
 
@@ -26,13 +27,19 @@ def one_block(case):
     config = case.config()
     mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     torch.manual_seed(0)
-    block = Block(config.model, mesh.tp, case.sequence_parallel).to(torch.float64).to_empty(device="cpu")
+    block = (
+        Block(config.model, mesh.tp, case.sequence_parallel)
+        .to(torch.float64)
+        .to_empty(device="cpu")
+    )
     with torch.no_grad():
         for p in block.parameters():
             p.to_local().normal_()
     rows = S // mesh.tp.size() if case.sequence_parallel else S
     x = torch.randn(rows, B, config.model.dim, dtype=torch.float64, requires_grad=True)
-    cos, sin = rotary_angles(torch.arange(S).unsqueeze(1), config.model.head_dim, 1e4, torch.float64)
+    cos, sin = rotary_angles(
+        torch.arange(S).unsqueeze(1), config.model.head_dim, 1e4, torch.float64
+    )
     with Listener(mesh) as forward:
         y = block(x, cos, sin)
     with Listener(mesh) as backward:
@@ -42,7 +49,8 @@ def one_block(case):
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_block_with_sequence_parallelism(ranks, tp):
-    """Attention and feed-forward each: all-gather in, reduce-scatter out; backward the mirror image, and x gathered again."""
+    """Attention and feed-forward each: all-gather in, reduce-scatter out; backward the mirror
+    image, and x gathered again."""
     size = S * B * 32 * DOUBLE
     for forward, backward in ranks.run(one_block, tp, Case(MeshSizes(tp=tp))):
         assert forward == {"all_gather": (2, 2 * size), "reduce_scatter": (2, 2 * size)}
@@ -53,14 +61,18 @@ def test_block_with_sequence_parallelism(ranks, tp):
 def test_block_without_sequence_parallelism(ranks, tp):
     """One all-reduce out of attention and of feed-forward; one of each one's input gradient."""
     size = S * B * 32 * DOUBLE
-    for forward, backward in ranks.run(one_block, tp, Case(MeshSizes(tp=tp), sequence_parallel=False)):
+    for forward, backward in ranks.run(
+        one_block, tp, Case(MeshSizes(tp=tp), sequence_parallel=False)
+    ):
         assert forward == {"all_reduce": (2, 2 * size)}
         assert backward == {"all_reduce": (2, 2 * size)}
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_block_on_one_rank_is_silent(ranks, sequence_parallel):
-    assert ranks.run(one_block, 1, Case(MeshSizes(), sequence_parallel=sequence_parallel)) == [({}, {})]
+    assert ranks.run(one_block, 1, Case(MeshSizes(), sequence_parallel=sequence_parallel)) == [
+        ({}, {})
+    ]
 
 
 def loss_of(vocab):
@@ -68,19 +80,25 @@ def loss_of(vocab):
     mesh = build_mesh(MeshSizes(tp=dist.get_world_size()), "cpu")
     columns = chunk_range(vocab, mesh.tp.size(), mesh.tp.get_local_rank())
     torch.manual_seed(0)
-    logits = torch.randn(S, B, vocab, dtype=torch.float64)[..., columns.start : columns.stop].contiguous().requires_grad_()
+    logits = (
+        torch.randn(S, B, vocab, dtype=torch.float64)[..., columns.start : columns.stop]
+        .contiguous()
+        .requires_grad_()
+    )
     targets = torch.arange(S * B).view(S, B) * 31 % vocab
     targets[0, 0] = IGNORE
     with Listener(mesh) as listener:
-        loss = vocab_parallel_cross_entropy(logits * 1.0, targets, columns.start, mesh.tp.get_group())
+        loss = vocab_parallel_cross_entropy(
+            logits * 1.0, targets, columns.start, mesh.tp.get_group()
+        )
         loss.backward()
     return listener.count(), listener.largest, loss.item()
 
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_loss_talks_about_tokens_not_logits(ranks, tp):
-    """Each rank's maximum, sum and target logit per token, [3, T], to all; nothing in backward. No rank ever makes a tensor of
-    [T, V]."""
+    """Each rank's maximum, sum and target logit per token, [3, T], to all; nothing in backward. No
+    rank ever makes a tensor of [T, V]."""
     vocab, tokens = 1001, S * B
     results = ranks.run(loss_of, tp, vocab)
     for collectives, largest, loss in results:
@@ -88,38 +106,57 @@ def test_loss_talks_about_tokens_not_logits(ranks, tp):
         assert largest <= tokens * math.ceil(vocab / tp)
         assert loss == results[0][2]
     ((_, largest_alone, loss_alone),) = ranks.run(loss_of, 1, vocab)
-    assert largest_alone == tokens * vocab, "the listener would see a tensor of [T, V] if there were one"
+    assert largest_alone == tokens * vocab, (
+        "the listener would see a tensor of [T, V] if there were one"
+    )
     assert results[0][2] == pytest.approx(loss_alone, rel=1e-13)
 
 
 def one_step(case):
-    """One training step after a first: what each axis carried, and the bytes of this rank's unsharded weights by unit."""
+    """One training step after a first: what each axis carried, and the bytes of this rank's
+    unsharded weights by unit."""
     config = case.config()
     mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     stages = build_stages(config, mesh)
     step = TrainStep(config, mesh, stages)
-    tokens, targets = (t.chunk(mesh.dp_size)[mesh.dp_rank] for t in global_batch(case.vocab_size, 0))
+    tokens, targets = (
+        t.chunk(mesh.dp_size)[mesh.dp_rank] for t in global_batch(case.vocab_size, 0)
+    )
     step(0, tokens, targets)
     with Listener(mesh) as listener:
         step(1, tokens, targets)
-    units = [module for stage in stages.values() for module in (stage.embedding, *stage.blocks.values())]
-    sizes = [sum(p.numel() for p in unit.parameters()) * DOUBLE for unit in units if unit is not None]
+    units = [
+        module for stage in stages.values() for module in (stage.embedding, *stage.blocks.values())
+    ]
+    sizes = [
+        sum(p.numel() for p in unit.parameters()) * DOUBLE for unit in units if unit is not None
+    ]
     for stage in stages.values():
         if stage.norm is not None:
             sizes.append(sum(p.numel() for p in (stage.norm.weight, stage.head.weight)) * DOUBLE)
-    return {axis: listener.count(axis) for axis in ("dp_replicate", "dp_shard", "tp", "pp", "world", "other")}, sizes
+    return {
+        axis: listener.count(axis)
+        for axis in ("dp_replicate", "dp_shard", "tp", "pp", "world", "other")
+    }, sizes
 
 
 M = 4  # micro-batches
 
 
-@pytest.mark.parametrize(("zero_stage", "gathers", "scatters"), [(1, 1, 1), (2, 1, M), (3, 2 * M, M)])
+@pytest.mark.parametrize(
+    ("zero_stage", "gathers", "scatters"), [(1, 1, 1), (2, 1, M), (3, 2 * M, M)]
+)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_zero_stage_is_what_the_table_says(ranks, schedule, zero_stage, gathers, scatters):
-    """The table of parallel/data.py: how often a unit's weights are gathered and its gradients reduce-scattered in a step.
-    A backward in two parts gathers and reduces as often as a whole one."""
+    """The table of parallel/data.py: how often a unit's weights are gathered and its gradients
+    reduce-scattered in a step. A backward in two parts gathers and reduces as often as a whole
+    one."""
     case = Case(
-        MeshSizes(dp_replicate=2, dp_shard=2), schedule=schedule, zero_stage=zero_stage, vocab_size=256, num_microbatches=M
+        MeshSizes(dp_replicate=2, dp_shard=2),
+        schedule=schedule,
+        zero_stage=zero_stage,
+        vocab_size=256,
+        num_microbatches=M,
     )
     for axes, units in ranks.run(one_step, 4, case):
         count, size = len(units), sum(units)
@@ -128,13 +165,16 @@ def test_zero_stage_is_what_the_table_says(ranks, schedule, zero_stage, gathers,
             "all_gather": (gathers * count, gathers * size),
             "reduce_scatter": (scatters * count, scatters * size),
         }
-        assert axes["dp_replicate"] == {"all_reduce": (count, size // 2)}  # of the sharded gradients, once per step
+        # of the sharded gradients, once per step
+        assert axes["dp_replicate"] == {"all_reduce": (count, size // 2)}
         assert axes["tp"] == axes["pp"] == axes["other"] == {}
 
 
 @pytest.mark.parametrize(("zero_stage", "gathers", "scatters"), [(1, 1, 1), (3, 2 * M, M)])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_a_stage_as_one_unit_moves_the_same_bytes_at_once(ranks, schedule, zero_stage, gathers, scatters):
+def test_a_stage_as_one_unit_moves_the_same_bytes_at_once(
+    ranks, schedule, zero_stage, gathers, scatters
+):
     case = Case(
         MeshSizes(dp_replicate=2, dp_shard=2),
         schedule=schedule,
@@ -145,7 +185,10 @@ def test_a_stage_as_one_unit_moves_the_same_bytes_at_once(ranks, schedule, zero_
     )
     for axes, units in ranks.run(one_step, 4, case):
         size = sum(units)
-        assert axes["dp_shard"] == {"all_gather": (gathers, gathers * size), "reduce_scatter": (scatters, scatters * size)}
+        assert axes["dp_shard"] == {
+            "all_gather": (gathers, gathers * size),
+            "reduce_scatter": (scatters, scatters * size),
+        }
         assert axes["dp_replicate"] == {"all_reduce": (1, size // 2)}
 
 
@@ -159,7 +202,8 @@ def test_zero_stage_0_only_reduces_gradients(ranks):
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_pipeline_sends_one_message_per_boundary_and_microbatch(ranks, sequence_parallel):
-    """Down: hidden states [S/tp, B, D]; up: their gradients. The first and the last rank have one neighbour, the others two."""
+    """Down: hidden states [S/tp, B, D]; up: their gradients. The first and the last rank have one
+    neighbour, the others two."""
     case = Case(MeshSizes(pp=4, tp=2), sequence_parallel=sequence_parallel, num_microbatches=M)
     message = SEQ_LEN // (2 if sequence_parallel else 1) * (BATCH // M) * 32 * DOUBLE
     for rank, (axes, _) in enumerate(ranks.run(one_step, 8, case)):
@@ -171,7 +215,8 @@ def test_pipeline_sends_one_message_per_boundary_and_microbatch(ranks, sequence_
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_whole_step_over_tp(ranks, schedule):
-    """Beside the blocks': embedding and head, the loss, and once per step the partial gradients of the norms."""
+    """Beside the blocks': embedding and head, the loss, and once per step the partial gradients of
+    the norms."""
     case = Case(MeshSizes(dp_replicate=2, tp=2), schedule=schedule, num_microbatches=M)
     hidden = SEQ_LEN * BATCH // 2 // M * 32 * DOUBLE
     tokens = SEQ_LEN * BATCH // 2 // M * DOUBLE
@@ -179,19 +224,25 @@ def test_whole_step_over_tp(ranks, schedule):
     gathers = 6 * blocks + 2 + (2 * blocks if schedule == "zb_h1" else 0)
     for axes, _ in ranks.run(one_step, 4, case):
         assert axes["tp"] == {
-            # forward 2 a block, the head's, and the loss's three numbers per token and rank; backward 4 a block and the
-            # embedding's gradient; deferred weight gradients gather the output gradients of a block's row-parallel layers again
+            # forward 2 a block, the head's, and the loss's three numbers per token and rank;
+            # backward 4 a block and the embedding's gradient; deferred weight gradients gather the
+            # output gradients of a block's row-parallel layers again
             "all_gather": (M * (gathers + 1), M * (gathers * hidden + 2 * 3 * tokens)),
             "reduce_scatter": (M * (4 * blocks + 2), M * (4 * blocks + 2) * hidden),
             "all_reduce": (1, norms * 32 * DOUBLE),
         }
 
 
-@pytest.mark.parametrize(("schedule", "stages_per_rank"), [("interleaved_1f1b", 2), ("zb_h1", 1), ("zb_v", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "stages_per_rank"), [("interleaved_1f1b", 2), ("zb_h1", 1), ("zb_v", 2)]
+)
 def test_other_schedules_send_one_message_too(ranks, schedule, stages_per_rank):
-    """Two ranks: interleaved stages are on ranks 0, 1, 0, 1, with three boundaries between ranks; those of a V, on 0, 1, 1, 0,
-    have two, for what is between two stages of one rank does not travel."""
-    case = Case(MeshSizes(pp=2), schedule=schedule, stages_per_rank=stages_per_rank, num_microbatches=M)
+    """Two ranks: interleaved stages are on ranks 0, 1, 0, 1, with three boundaries between ranks;
+    those of a V, on 0, 1, 1, 0, have two, for what is between two stages of one rank does not
+    travel."""
+    case = Case(
+        MeshSizes(pp=2), schedule=schedule, stages_per_rank=stages_per_rank, num_microbatches=M
+    )
     message = SEQ_LEN * (BATCH // M) * 32 * DOUBLE
     boundaries = {"interleaved_1f1b": 3, "zb_h1": 1, "zb_v": 2}[schedule]
     sends = 0
@@ -204,8 +255,13 @@ def test_other_schedules_send_one_message_too(ranks, schedule, stages_per_rank):
 
 
 def test_tied_embedding_is_summed_over_the_pair_once(ranks):
-    """[V / (tp · dp_shard), D] between the first and the last stage; the ranks between have nothing to do with it."""
-    case = Case(MeshSizes(pp=4, dp_shard=2), tie_embeddings=True, vocab_size=256, num_microbatches=M)
+    """[V / (tp · dp_shard), D] between the first and the last stage; the ranks between have nothing
+    to do with it."""
+    case = Case(
+        MeshSizes(pp=4, dp_shard=2), tie_embeddings=True, vocab_size=256, num_microbatches=M
+    )
     for rank, (axes, _) in enumerate(ranks.run(one_step, 8, case)):
         first_or_last = rank // 2 in (0, 3)
-        assert axes["other"] == ({"all_reduce": (1, 256 // 2 * 32 * DOUBLE)} if first_or_last else {})
+        assert axes["other"] == (
+            {"all_reduce": (1, 256 // 2 * 32 * DOUBLE)} if first_or_last else {}
+        )

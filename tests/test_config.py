@@ -1,4 +1,5 @@
-"""What a configuration may hold, key by key: bounds, text that is no YAML, keys that do not exist; and its JSON schema."""
+"""What a configuration may hold, key by key: bounds, text that is no YAML, keys that do not exist;
+and its JSON schema."""
 
 import dataclasses
 import json
@@ -34,31 +35,52 @@ def written(folder: Path, text: str | bytes) -> str:
     return str(path)
 
 
-# --- bounds -----------------------------------------------------------------------------------------------------------
+# --- bounds ---------------------------------------------------------------------------------------
 
-HINTS = {f"{name}.{key}": hint for name, cls in SECTIONS.items() for key, hint in typing.get_type_hints(cls).items()}
+HINTS = {
+    f"{name}.{key}": hint
+    for name, cls in SECTIONS.items()
+    for key, hint in typing.get_type_hints(cls).items()
+}
 NUMBERS = [key for key, hint in HINTS.items() if hint in (int, float, int | None)]
 
 
 @pytest.mark.parametrize("key", NUMBERS)
 def test_every_number_has_bounds(key: str) -> None:
-    for value in (".nan", ".inf", "-.inf", "1e400", "0x" + "f" * 5000, "-" + "9" * 4000, "true", "[]"):
+    for value in (
+        ".nan",
+        ".inf",
+        "-.inf",
+        "1e400",
+        "0x" + "f" * 5000,
+        "-" + "9" * 4000,
+        "true",
+        "[]",
+    ):
         message = refusal([f"{key}={value}"])
         assert message.startswith(f"{key} = ")
         assert len(message) < 2000
 
 
 def test_a_number_without_bounds_would_be_found() -> None:
-    """The schema, from which the numbers of all depths are read, has a least and a most for each."""
+    """The schema, from which the numbers of all depths are read, has a least and a most for
+    each."""
 
     def unbounded(node: Any, path: str) -> list[str]:
         if isinstance(node, list):
-            return [found for i, item in enumerate(node) for found in unbounded(item, f"{path}.{i}")]
+            return [
+                found for i, item in enumerate(node) for found in unbounded(item, f"{path}.{i}")
+            ]
         if not isinstance(node, dict):
             return []
-        bounds = [{"minimum", "exclusiveMinimum"} & node.keys(), {"maximum", "exclusiveMaximum"} & node.keys()]
+        bounds = [
+            {"minimum", "exclusiveMinimum"} & node.keys(),
+            {"maximum", "exclusiveMaximum"} & node.keys(),
+        ]
         here = node.get("type") in ("integer", "number") and "enum" not in node and not all(bounds)
-        return [path] * here + [found for key, value in node.items() for found in unbounded(value, f"{path}.{key}")]
+        return [path] * here + [
+            found for key, value in node.items() for found in unbounded(value, f"{path}.{key}")
+        ]
 
     assert unbounded(schema.schema(), "") == []
     assert unbounded({"a": [{"type": "number", "minimum": 0}]}, "") == [".a.0"], "the control"
@@ -66,7 +88,12 @@ def test_a_number_without_bounds_would_be_found() -> None:
 
 def test_a_section_made_in_python_checks_itself_too() -> None:
     laptop = load_config(LAPTOP, []).model
-    for values in ({"norm_eps": math.nan}, {"init_std": -1.0}, {"z_loss": math.inf}, {"rope_theta": 0.0}):
+    for values in (
+        {"norm_eps": math.nan},
+        {"init_std": -1.0},
+        {"z_loss": math.inf},
+        {"rope_theta": 0.0},
+    ):
         with pytest.raises(UserError, match=rf"^model\.{next(iter(values))} = "):
             dataclasses.replace(laptop, **values)
     with pytest.raises(UserError, match=r"^model\.dim = 'wide': has the type str"):
@@ -131,26 +158,53 @@ def test_wrong_value(override: str, said: str) -> None:
     [
         (["train.global_batch_size=2000000"], "train.global_batch_size"),
         (["train.global_batch_size=2000000001"], "train.global_batch_size"),
-        (["train.global_batch_size=100000000", "train.micro_batch_size=50000000"], "train.micro_batch_size"),
-        (["train.global_batch_size=2000000", "train.micro_batch_size=100000", "train.seq_len=512"], "train.global_batch_size"),
+        (
+            ["train.global_batch_size=100000000", "train.micro_batch_size=50000000"],
+            "train.micro_batch_size",
+        ),
+        (
+            [
+                "train.global_batch_size=2000000",
+                "train.micro_batch_size=100000",
+                "train.seq_len=512",
+            ],
+            "train.global_batch_size",
+        ),
         (["parallel.tp=1000000000"], "parallel.tp"),
         (["parallel.pp=1000000000"], "parallel.pp"),
-        (["parallel.stages_per_rank=1000000000", "parallel.schedule=interleaved_1f1b"], "parallel.stages_per_rank"),
-        (["parallel.stages_per_rank=20000", "parallel.layers_per_stage=" + str([1] * 40000)], "parallel.stages_per_rank"),
+        (
+            ["parallel.stages_per_rank=1000000000", "parallel.schedule=interleaved_1f1b"],
+            "parallel.stages_per_rank",
+        ),
+        (
+            ["parallel.stages_per_rank=20000", "parallel.layers_per_stage=" + str([1] * 40000)],
+            "parallel.stages_per_rank",
+        ),
         (["model.num_heads=65536"], "model.num_heads"),
         (["model.num_kv_heads=65536"], "model.num_kv_heads"),
         (
-            ["model.num_layers=4096", "parallel.stages_per_rank=2000", "parallel.layers_per_stage=auto"],
+            [
+                "model.num_layers=4096",
+                "parallel.stages_per_rank=2000",
+                "parallel.layers_per_stage=auto",
+            ],
             "parallel.stages_per_rank",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0][:40],
 )
-def test_nothing_of_a_senseless_length_is_built(overrides: list[str], key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("training.config.build_schedule", lambda *_: pytest.fail("a schedule was built"))
-    monkeypatch.setattr("parallel.config.build_schedule", lambda *_: pytest.fail("a schedule was built"))
+def test_nothing_of_a_senseless_length_is_built(
+    overrides: list[str], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "training.config.build_schedule", lambda *_: pytest.fail("a schedule was built")
+    )
+    monkeypatch.setattr(
+        "parallel.config.build_schedule", lambda *_: pytest.fail("a schedule was built")
+    )
     message = refusal(overrides)
-    assert message.split(" = ")[0] in (key, "parallel.tp"), message  # tp: the layout is not the world's
+    # tp: the layout is not the world's
+    assert message.split(" = ")[0] in (key, "parallel.tp"), message
     assert len(message) < 2000
 
 
@@ -162,7 +216,7 @@ def test_tokens_taken_for_sequences() -> None:
     load_config(LAPTOP, ["train.global_batch_size=15616"]).validate(8)
 
 
-# --- the file ---------------------------------------------------------------------------------------------------------
+# --- the file -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -193,7 +247,9 @@ def test_files_that_are_no_configuration(tmp_path: Path, text: str | bytes, said
     assert len(message) < 2000
 
 
-@pytest.mark.parametrize("path", ["", "/", "/nowhere/at.yaml", "/dev/zero", "a\0b", "x" * 5000, "/etc/hosts/x"])
+@pytest.mark.parametrize(
+    "path", ["", "/", "/nowhere/at.yaml", "/dev/zero", "a\0b", "x" * 5000, "/etc/hosts/x"]
+)
 def test_paths_that_are_no_configuration(path: str) -> None:
     assert refusal([], path).startswith("configuration file = ")
 
@@ -206,8 +262,15 @@ def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
 
 
 def test_numbers_and_text() -> None:
-    config = load_config(LAPTOP, ["optimizer.lr=3e-4", "run.dir=2026-01-31", "run.profile=10:13", "optimizer.grad_clip=1"])
-    assert (config.optimizer.lr, config.run.dir, config.run.profile) == (3e-4, "2026-01-31", "10:13")
+    config = load_config(
+        LAPTOP,
+        ["optimizer.lr=3e-4", "run.dir=2026-01-31", "run.profile=10:13", "optimizer.grad_clip=1"],
+    )
+    assert (config.optimizer.lr, config.run.dir, config.run.profile) == (
+        3e-4,
+        "2026-01-31",
+        "10:13",
+    )
     assert type(config.optimizer.grad_clip) is float
     assert load_config(LAPTOP, ["train.steps=&n 7"]).train.steps == 7
 
@@ -249,18 +312,25 @@ def test_numbers_are_read_back_exactly(number: float) -> None:
 
 
 def test_dumped_configuration_is_read_back_to_the_same(tmp_path: Path) -> None:
-    config = load_config(LAPTOP, ["optimizer.lr=0.1234567890123456789", "run.dir='1e5'", "data.path={'1e5': 1, b: 0.3}"])
+    config = load_config(
+        LAPTOP,
+        ["optimizer.lr=0.1234567890123456789", "run.dir='1e5'", "data.path={'1e5': 1, b: 0.3}"],
+    )
     text = dump_config(config)
     assert load_config(written(tmp_path, text), []) == config
-    assert yaml.safe_load(text)["run"]["dir"] == "1e5", "for those who read it with another YAML reader, it is text too"
+    assert yaml.safe_load(text)["run"]["dir"] == "1e5", (
+        "for those who read it with another YAML reader, it is text too"
+    )
 
 
-# --- the schema -------------------------------------------------------------------------------------------------------
+# --- the schema -----------------------------------------------------------------------------------
 
 
 def test_the_schema_is_the_one_in_the_repository() -> None:
     stored = (ROOT / "configs" / "schema.json").read_text(encoding="utf-8")
-    assert stored == schema.text(), "write it again: python -m tools.schema --out configs/schema.json"
+    assert stored == schema.text(), (
+        "write it again: python -m tools.schema --out configs/schema.json"
+    )
 
 
 def test_the_schema_knows_every_key_and_its_comment() -> None:
@@ -274,4 +344,6 @@ def test_the_schema_knows_every_key_and_its_comment() -> None:
 
 def test_configuration_files_name_the_schema() -> None:
     for path in (ROOT / "configs").glob("*.yaml"):
-        assert "# yaml-language-server: $schema=schema.json\n" in path.read_text(encoding="utf-8"), path.name
+        assert "# yaml-language-server: $schema=schema.json\n" in path.read_text(
+            encoding="utf-8"
+        ), path.name

@@ -1,5 +1,5 @@
-"""Whatever a configuration says, it ends in one message or is one that can run: thousands of them, drawn from the JSON schema,
-from what is known to go wrong, and from noise.
+"""Whatever a configuration says, it ends in one message or is one that can run: thousands of them,
+drawn from the JSON schema, from what is known to go wrong, and from noise.
 
 `make test` tries some of them, `make test-slow` many. Each prints a row: cases, refused, seconds.
 """
@@ -29,13 +29,20 @@ LAPTOP = ROOT / "configs" / "laptop.yaml"
 MOST_SECONDS = 20  # of the processor, on one case: a quiet machine needs a tenth of one
 SCHEMA = schema()
 PROPERTIES: dict[str, dict[str, Any]] = {
-    section: SCHEMA["$defs"][SCHEMA["properties"][section]["$ref"].split("/")[-1]]["properties"] for section in KEYS
+    section: SCHEMA["$defs"][SCHEMA["properties"][section]["$ref"].split("/")[-1]]["properties"]
+    for section in KEYS
 }
-short = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+short = settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+    database=None,
+)
 long = settings(short, max_examples=4000, derandomize=False, phases=[Phase.generate])
 
 
-# --- what is drawn ----------------------------------------------------------------------------------------------------
+# --- what is drawn --------------------------------------------------------------------------------
 
 
 def fitting(node: dict[str, Any]) -> st.SearchStrategy[Any]:
@@ -46,19 +53,40 @@ def fitting(node: dict[str, Any]) -> st.SearchStrategy[Any]:
         return st.sampled_from(node["enum"])
     if "const" in node:
         return st.just(node["const"])
-    least, most = node.get("minimum", node.get("exclusiveMinimum")), node.get("maximum", node.get("exclusiveMaximum"))
+    least, most = (
+        node.get("minimum", node.get("exclusiveMinimum")),
+        node.get("maximum", node.get("exclusiveMaximum")),
+    )
     match node.get("type"):
         case "integer":
-            return st.integers(least, min(most, least + 8)) | st.sampled_from([least, most]) | st.integers(least, most)
+            return (
+                st.integers(least, min(most, least + 8))
+                | st.sampled_from([least, most])
+                | st.integers(least, most)
+            )
         case "number":
-            within = {"exclude_min": "exclusiveMinimum" in node, "exclude_max": "exclusiveMaximum" in node}
-            return st.floats(least, most, **within) | st.floats(least, min(most, least + 1), **within)
+            within = {
+                "exclude_min": "exclusiveMinimum" in node,
+                "exclude_max": "exclusiveMaximum" in node,
+            }
+            return st.floats(least, most, **within) | st.floats(
+                least, min(most, least + 1), **within
+            )
         case "boolean":
             return st.booleans()
         case "null":
             return st.none()
         case "string":
-            usual = st.sampled_from(["prepared/laptop", "none", "zb_v", "interleaved_1f1b", "2:3", "x" * node["maxLength"]])
+            usual = st.sampled_from(
+                [
+                    "prepared/laptop",
+                    "none",
+                    "zb_v",
+                    "interleaved_1f1b",
+                    "2:3",
+                    "x" * node["maxLength"],
+                ]
+            )
             characters = st.characters(codec="utf-8", exclude_categories=["Cc", "Zl", "Zp"])
             return usual | st.text(characters, min_size=node.get("minLength", 0), max_size=9)
         case "array":
@@ -67,18 +95,49 @@ def fitting(node: dict[str, Any]) -> st.SearchStrategy[Any]:
             return st.lists(fitting(node["items"]), max_size=9)
         case "object":
             (values,) = node["patternProperties"].values()
-            return st.dictionaries(fitting({"type": "string", **node["propertyNames"]}), fitting(values), max_size=3)
+            return st.dictionaries(
+                fitting({"type": "string", **node["propertyNames"]}), fitting(values), max_size=3
+            )
     raise AssertionError(f"the schema has a part that is not known here: {node}")
 
 
 INTEGERS = [-1, 0, 2**31, 2**63, 2**64, 10**30, 10**400]
 FLOATS = [float(text) for text in ["0.5", "-0.0", "5e-324", "1e308", "nan", "inf", "-inf"]]
-TEXTS = ["", "nan", "a\nb", "a\0b", "\x1b[31m", "\u2028", "../" * 500, "~", "%N", "/proc/1", "x" * 10000]
-OTHERS = [None, True, [], {}, [[]], [1] * 9999, [0] * 2, {"a": 0}, {"": 1}, {"a": {"b": []}}, {1: 2}, [None], ["auto"]]
+TEXTS = [
+    "",
+    "nan",
+    "a\nb",
+    "a\0b",
+    "\x1b[31m",
+    "\u2028",
+    "../" * 500,
+    "~",
+    "%N",
+    "/proc/1",
+    "x" * 10000,
+]
+OTHERS = [
+    None,
+    True,
+    [],
+    {},
+    [[]],
+    [1] * 9999,
+    [0] * 2,
+    {"a": 0},
+    {"": 1},
+    {"a": {"b": []}},
+    {1: 2},
+    [None],
+    ["auto"],
+]
 ODD = st.sampled_from([*INTEGERS, *FLOATS, *TEXTS, *OTHERS])
 JUNK = ODD | st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5) | st.integers(), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=5) | st.integers(), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 NAMES = [(section, key) for section, keys in KEYS.items() for key in keys]
@@ -92,7 +151,15 @@ def override(draw: st.DrawFn) -> str:
     return f"{section}.{key}={dump(value).removesuffix(chr(10)).removesuffix('...')}"
 
 
-ALPHABET = [*"[]{}:,&*!|>'\"%@`#?-~=<. \n\t\0\r0123456789eExXaAn_", "\ud800", "é", "<<: ", "&a ", "*a", "!!"]
+ALPHABET = [
+    *"[]{}:,&*!|>'\"%@`#?-~=<. \n\t\0\r0123456789eExXaAn_",
+    "\ud800",
+    "é",
+    "<<: ",
+    "&a ",
+    "*a",
+    "!!",
+]
 RAW = st.text(st.sampled_from([letter for token in ALPHABET for letter in token]))
 SPLICES = b"&a [x]|*a|<<: |!!python/name:os.system|\t|\0|- |? |[[[[[[[[[[|{{{{{{{{{{|\n---\n|train:|steps: 1\n|\n\n\n".split(
     b"|"
@@ -112,11 +179,12 @@ def damaged_file(draw: st.DrawFn) -> bytes:
     return text
 
 
-# --- what must come of it ---------------------------------------------------------------------------------------------
+# --- what must come of it -------------------------------------------------------------------------
 
 
 def outcome(path: Path, overrides: list[str], world: int) -> Config | None:
-    """The configuration, or None where it was refused as it should be: with one message that can be read."""
+    """The configuration, or None where it was refused as it should be: with one message that can be
+    read."""
     began = time.process_time()
     error, config = None, None
     try:
@@ -174,7 +242,11 @@ def drawn_overrides(base: Path, effort: settings) -> None:
     @effort
     @given(st.lists(override(), min_size=1, max_size=3), st.sampled_from([1, 2, 3, 8, 64]))
     def run(overrides: list[str], world: int) -> None:
-        overrides = ["parallel.dp_shard=-1", *(["parallel.tp=1", "parallel.pp=1"] if world < 4 else []), *overrides]
+        overrides = [
+            "parallel.dp_shard=-1",
+            *(["parallel.tp=1", "parallel.pp=1"] if world < 4 else []),
+            *overrides,
+        ]
         row.try_one(base, overrides, world)
 
     run()
@@ -211,7 +283,11 @@ def damaged_files(base: Path, effort: settings) -> None:
 def test_one_message_or_a_configuration(kind: Any, tmp_path: Path) -> None:
     (tmp_path / "laptop.yaml").write_bytes(LAPTOP.read_bytes())
     kind(tmp_path / "laptop.yaml", short)
-    assert {path.name for path in tmp_path.iterdir()} <= {"laptop.yaml", "dumped.yaml", "damaged.yaml"}, "nothing is written"
+    assert {path.name for path in tmp_path.iterdir()} <= {
+        "laptop.yaml",
+        "dumped.yaml",
+        "damaged.yaml",
+    }, "nothing is written"
 
 
 @pytest.mark.slow
@@ -223,13 +299,17 @@ def test_one_message_or_a_configuration_thousands_of_times(kind: Any, tmp_path: 
 
 @pytest.mark.thorough
 def test_the_fuzz_would_find_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: a check that divides by what nobody has checked; about one case in ten draws one of these keys."""
+    """The control: a check that divides by what nobody has checked; about one case in ten draws one
+    of these keys."""
     (tmp_path / "laptop.yaml").write_bytes(LAPTOP.read_bytes())
     validate = Config.validate
 
     def careless(self: Config, world: int) -> None:
         optimizer = self.optimizer
-        _ = [1 / value for value in (optimizer.grad_clip, optimizer.weight_decay, *vars(self.guard).values())]
+        _ = [
+            1 / value
+            for value in (optimizer.grad_clip, optimizer.weight_decay, *vars(self.guard).values())
+        ]
         validate(self, world)
 
     monkeypatch.setattr(Config, "validate", careless)
@@ -238,16 +318,32 @@ def test_the_fuzz_would_find_a_traceback(tmp_path: Path, monkeypatch: pytest.Mon
         drawn_overrides(tmp_path / "laptop.yaml", effort)
 
 
-# --- and a run --------------------------------------------------------------------------------------------------------
+# --- and a run ------------------------------------------------------------------------------------
 
-# Not drawn for a run: what ends the process where it is tiny (hang_*), what needs a server, a GPU, a compiler or much memory,
-# and sizes, for which any small model is as good as another.
+# Not drawn for a run: what ends the process where it is tiny (hang_*), what needs a server, a GPU,
+# a compiler or much memory, and sizes, for which any small model is as good as another.
 NOT_RUN = {
     "guard": ["hang_factor", "hang_seconds"],
     "run": ["dir", "wandb", "wandb_project", "memory_history", "tensorboard"],
     "data": ["path", "tokenizer"],
-    "train": ["compile", "deterministic", "max_minutes", "steps", "seq_len", "global_batch_size", "micro_batch_size"],
-    "model": ["kernels", "dim", "ffn_dim", "num_layers", "vocab_size", "attention_dim", "num_heads"],
+    "train": [
+        "compile",
+        "deterministic",
+        "max_minutes",
+        "steps",
+        "seq_len",
+        "global_batch_size",
+        "micro_batch_size",
+    ],
+    "model": [
+        "kernels",
+        "dim",
+        "ffn_dim",
+        "num_layers",
+        "vocab_size",
+        "attention_dim",
+        "num_heads",
+    ],
     "parallel": ["pp", "tp"],
 }
 RUN_NAMES = [(section, key) for section, key in NAMES if key not in NOT_RUN.get(section, [])]
@@ -256,12 +352,17 @@ RUN_NAMES = [(section, key) for section, key in NAMES if key not in NOT_RUN.get(
 @st.composite
 def run_overrides(draw: st.DrawFn) -> list[str]:
     names = draw(st.lists(st.sampled_from(RUN_NAMES), min_size=3, max_size=8, unique=True))
-    drawn = [(f"{section}.{key}", draw(fitting(PROPERTIES[section][key]))) for section, key in names]
-    return [f"{name}={dump(value).removesuffix(chr(10)).removesuffix('...')}" for name, value in drawn]
+    drawn = [
+        (f"{section}.{key}", draw(fitting(PROPERTIES[section][key]))) for section, key in names
+    ]
+    return [
+        f"{name}={dump(value).removesuffix(chr(10)).removesuffix('...')}" for name, value in drawn
+    ]
 
 
 def some_runs(ranks: Ranks, folder: Path, count: int) -> None:
-    """Each ends as a run that reaches its last step, in a message, or in the one error of a run that diverges."""
+    """Each ends as a run that reaches its last step, in a message, or in the one error of a run
+    that diverges."""
     data = prepared(folder / "data")
     ends: Counter[str] = Counter()
     began = time.perf_counter()
@@ -270,7 +371,11 @@ def some_runs(ranks: Ranks, folder: Path, count: int) -> None:
     @given(run_overrides())
     def run(overrides: list[str]) -> None:
         here = Path(tempfile.mkdtemp(dir=folder))
-        base = write_config(here, data, train={"steps": 3, "seq_len": 16, "global_batch_size": 4, "micro_batch_size": 2})
+        base = write_config(
+            here,
+            data,
+            train={"steps": 3, "seq_len": 16, "global_batch_size": 4, "micro_batch_size": 2},
+        )
         try:
             message = ranks.run(train_run, 1, [base, *overrides])[0]
         except RankError as error:
@@ -285,7 +390,9 @@ def some_runs(ranks: Ranks, folder: Path, count: int) -> None:
             assert (status["state"], status["step"]) == ("finished", 3)
 
     run()
-    print(f"fuzz of the configuration, runs: {dict(ends)}, no failure, {time.perf_counter() - began:.1f} s")
+    print(
+        f"fuzz of the configuration, runs: {dict(ends)}, no failure, {time.perf_counter() - began:.1f} s"
+    )
     assert ends["finished"]
 
 

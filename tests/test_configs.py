@@ -1,8 +1,8 @@
-"""Every file in configs/ must be what it says: it loads, fits the world in its first line, holds the model it names, builds on
-every kind of rank, and fits an 80 GB GPU.
+"""Every file in configs/ must be what it says: it loads, fits the world in its first line, holds
+the model it names, builds on every kind of rank, and fits an 80 GB GPU.
 
-Ranks are built alone, on the meta device, in a process of their own that believes in a world of `# world:` ranks (torch's fake
-process group answers every collective without talking to anyone).
+Ranks are built alone, on the meta device, in a process of their own that believes in a world of `#
+world:` ranks (torch's fake process group answers every collective without talking to anyone).
 """
 
 import multiprocessing
@@ -55,8 +55,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Callable]:
-    """Calls a function in a fresh process: a process can be one rank of one world only. They are forked from a server that has
-    no threads: a fork of this process may find a lock held for ever by a thread that it does not have."""
+    """Calls a function in a fresh process: a process can be one rank of one world only. They are
+    forked from a server that has no threads: a fork of this process may find a lock held for ever
+    by a thread that it does not have."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     with context.Pool(2, maxtasksperchild=1) as pool:
@@ -64,10 +65,11 @@ def alone() -> Iterator[Callable]:
 
 
 def _result(pool: Pool, function: Callable, arguments: tuple) -> object:
-    return pool.apply_async(function, arguments).get(timeout=120)  # raises here what was raised there
+    # raises here what was raised there
+    return pool.apply_async(function, arguments).get(timeout=120)
 
 
-# --- what the file says -----------------------------------------------------------------------------------------------
+# --- what the file says ---------------------------------------------------------------------------
 
 
 def test_fits_its_world_and_no_other(path: Path) -> None:
@@ -98,13 +100,15 @@ def test_paths_are_relative(path: Path) -> None:
     assert not any(Path(p).is_absolute() for p in paths)
 
 
-# --- what a rank holds ------------------------------------------------------------------------------------------------
+# --- what a rank holds ----------------------------------------------------------------------------
 
 
 def transformer(config: Config, stage: int, mesh: Mesh) -> Transformer:
     layers = config.split_layers()
     first, last = stage == 0, stage == len(layers) - 1
-    return Transformer(config.model, layers[stage], first, last, mesh.tp, config.parallel.sequence_parallel)
+    return Transformer(
+        config.model, layers[stage], first, last, mesh.tp, config.parallel.sequence_parallel
+    )
 
 
 def parameters_by_name(path: Path) -> dict[str, int]:
@@ -132,9 +136,13 @@ def local_parameters(path: Path, rank: int) -> int:
             continue
         stage = transformer(config, s, mesh)
         units = [[block] for block in stage.blocks.values()]
-        units += [[module] for module in (stage.embedding, stage.norm, stage.head) if module is not None]
+        units += [
+            [module] for module in (stage.embedding, stage.norm, stage.head) if module is not None
+        ]
         compute, reduce = DTYPES[config.train.dtype], DTYPES[config.parallel.reduce_dtype]
-        shard(stage, units, mesh.fsdp, compute_dtype=compute, reduce_dtype=reduce, cpu_offload=False)
+        shard(
+            stage, units, mesh.fsdp, compute_dtype=compute, reduce_dtype=reduce, cpu_offload=False
+        )
         for parameter in stage.parameters():
             assert isinstance(parameter, DTensor)
             count += parameter.to_local().numel()
@@ -144,21 +152,24 @@ def local_parameters(path: Path, rank: int) -> int:
 def test_stages_add_up_to_the_model(path: Path, alone: Callable) -> None:
     config, _ = read(path)
     sizes = alone(parameters_by_name, path)
-    copies = sizes["head.weight"] if config.model.tie_embeddings else 0  # a copy, not another parameter
+    # a copy, not another parameter
+    copies = sizes["head.weight"] if config.model.tie_embeddings else 0
     assert sum(sizes.values()) - copies == config.model.num_parameters
 
 
 def test_every_kind_of_rank_builds_its_share(path: Path, alone: Callable) -> None:
-    """The first rank, one of a middle stage, the first of the last stage and the last of the world (the last tp rank)."""
+    """The first rank, one of a middle stage, the first of the last stage and the last of the world
+    (the last tp rank)."""
     config, world = read(path)
     stage = world // config.parallel.pp  # ranks
     for rank in sorted({0, config.parallel.pp // 2 * stage, world - stage, world - 1}):
         share = local_parameters_expected(config, world, rank // stage)
-        # Norm weights are whole on every tp rank, and FSDP pads uneven cuts: the share is met within a thousandth.
+        # Norm weights are whole on every tp rank, and FSDP pads uneven cuts: the share is met
+        # within a thousandth.
         assert alone(local_parameters, path, rank) == pytest.approx(share, rel=1e-3)
 
 
-# --- what fits a GPU --------------------------------------------------------------------------------------------------
+# --- what fits a GPU ------------------------------------------------------------------------------
 
 
 def stage_parameters(config: Config, pp_rank: int) -> int:
@@ -168,7 +179,12 @@ def stage_parameters(config: Config, pp_rank: int) -> int:
     block = attention + 3 * model.dim * model.ffn_dim + 2 * model.dim
     embedding = model.vocab_size * model.dim
     mine = [s for s, rank in enumerate(config.parallel.ranks_of_stages) if rank == pp_rank]
-    return sum(len(layers[s]) * block + (s == 0) * embedding + (s == len(layers) - 1) * (embedding + model.dim) for s in mine)
+    return sum(
+        len(layers[s]) * block
+        + (s == 0) * embedding
+        + (s == len(layers) - 1) * (embedding + model.dim)
+        for s in mine
+    )
 
 
 def local_parameters_expected(config: Config, world: int, pp_rank: int) -> float:
@@ -188,7 +204,8 @@ def test_fits_80_gb(path: Path) -> None:
 
 @pytest.mark.parametrize("override", ["parallel.zero_stage=1", "train.micro_batch_size=2"])
 def test_the_plan_can_refuse(override: str) -> None:
-    """The control: 8B on 8 GPUs has no room for whole gradients, nor for two sequences at a time."""
+    """The control: 8B on 8 GPUs has no room for whole gradients, nor for two sequences at a
+    time."""
     assert peak(load_config(str(CONFIGS[0].parent / "llama3_8b.yaml"), [override]), 8) > ROOM
 
 
@@ -197,7 +214,7 @@ def test_the_8b_file_is_what_the_search_ranks_first() -> None:
     assert search(config, world, H100).best[0].config == config
 
 
-# --- what files and the README state ----------------------------------------------------------------------------------
+# --- what files and the README state --------------------------------------------------------------
 
 
 def test_the_readme_states_what_is_planned(path: Path) -> None:
@@ -209,11 +226,17 @@ def test_the_readme_states_what_is_planned(path: Path) -> None:
     config, world = read(path)
     digits = len(parameters.partition(".")[2]) - 1
     numel = config.model.num_parameters
-    assert parameters == (f"{numel / 1e9:.{digits}f}B" if numel > 1e9 else f"{numel / 1e6:.{digits}f}M")
+    assert parameters == (
+        f"{numel / 1e9:.{digits}f}B" if numel > 1e9 else f"{numel / 1e6:.{digits}f}M"
+    )
     assert int(gpus.split()[0]) == world
     sizes = config.parallel.mesh_sizes(world)
     assert sizes.dp_replicate == 1
-    axes = [f"{axis} {size}" for axis, size in (("tp", sizes.tp), ("pp", sizes.pp), ("FSDP", sizes.dp_shard)) if size > 1]
+    axes = [
+        f"{axis} {size}"
+        for axis, size in (("tp", sizes.tp), ("pp", sizes.pp), ("FSDP", sizes.dp_shard))
+        if size > 1
+    ]
     assert layout == f"{' × '.join(axes)}, ZeRO-{config.parallel.zero_stage}"
     assert stated == ("" if path.stem == "laptop" else f"{peak(config, world) / GB:.1f} GB")
 

@@ -12,18 +12,22 @@ TEXT = "naïve €5 日本語  \tdef f(self): 😀\n\n the end"
 
 
 def with_dummy_prefix():
-    """A SentencePiece model as Llama 2's: a space before every text, bytes for what it does not know."""
+    """A SentencePiece model as Llama 2's: a space before every text, bytes for what it does not
+    know."""
     out = io.BytesIO()
     lines = ["the end of the text is here and there", "self reads the other end of it"] * 20
     options = {"model_type": "bpe", "vocab_size": 300, "byte_fallback": True, "minloglevel": 2}
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines), model_writer=out, **options)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_writer=out, **options
+    )
     return sentencepiece.SentencePieceProcessor(model_proto=out.getvalue())
 
 
 @pytest.mark.parametrize("which", [tokenizer, with_dummy_prefix])
 @pytest.mark.parametrize("text", [TEXT, "the end of it there"])
 def test_text_comes_whole_however_it_is_cut(which, text):
-    """After any of its tokens as a prompt, the rest comes in pieces that are the text, without a broken character."""
+    """After any of its tokens as a prompt, the rest comes in pieces that are the text, without a
+    broken character."""
     coder = which()
     tokens = coder.encode(text)
     whole = coder.decode(tokens)
@@ -46,7 +50,11 @@ def test_bytes_that_become_no_character_are_shown_at_the_end():
     euro = coder.encode("\u2581€")[-3:]
     following = Continuation(coder, coder.encode("x"))
     assert [following.add(token) for token in euro] == ["", "", "€"]
-    assert [following.add(token) for token in [*euro[:2], *coder.encode("y")]] == ["", "", UNFINISHED * 2 + "y"]
+    assert [following.add(token) for token in [*euro[:2], *coder.encode("y")]] == [
+        "",
+        "",
+        UNFINISHED * 2 + "y",
+    ]
     assert following.add(coder.bos_id) == ""
     assert [following.add(token) for token in euro[:1]] == [""]
     assert following.end() == UNFINISHED

@@ -1,6 +1,8 @@
-"""The parity comparison catches the classic bugs: each is planted in the ranks, and must be found where it shows.
+"""The parity comparison catches the classic bugs: each is planted in the ranks, and must be found
+where it shows.
 
-A comparison that never fails proves nothing. These are the bugs that training hides: the loss still falls with all of them.
+A comparison that never fails proves nothing. These are the bugs that training hides: the loss still
+falls with all of them.
 """
 
 import contextlib
@@ -36,14 +38,16 @@ DP = Case(MeshSizes(dp_shard=2))
 
 @contextlib.contextmanager
 def partial_gradients_not_summed():
-    """Each tp rank's part of a norm's gradient, or of shared key/value heads', is taken for the whole."""
+    """Each tp rank's part of a norm's gradient, or of shared key/value heads', is taken for the
+    whole."""
     with patch.object(PartialGradients, "sum_over_tp", lambda self: None):
         yield
 
 
 @contextlib.contextmanager
 def norm_gradients_summed_in_vain():
-    """Without sequence parallelism every tp rank has the whole gradient of a norm: a sum counts it tp times."""
+    """Without sequence parallelism every tp rank has the whole gradient of a norm: a sum counts it
+    tp times."""
     build = RMSNorm.__init__
 
     def all_partial(self, config, width, tp, gradient_is_partial):
@@ -55,7 +59,8 @@ def norm_gradients_summed_in_vain():
 
 @contextlib.contextmanager
 def head_norm_gradients_not_summed():
-    """Each tp rank's gradient of q's and k's norms, which covers its own heads, is taken for the whole."""
+    """Each tp rank's gradient of q's and k's norms, which covers its own heads, is taken for the
+    whole."""
     build = RMSNorm.__init__
 
     def of_stream_alone(self, config, width, tp, gradient_is_partial):
@@ -69,7 +74,9 @@ def head_norm_gradients_not_summed():
 def gradients_averaged():
     """FSDP's mean over ranks where a sum is due."""
     divide = FSDPModule.set_gradient_divide_factor
-    with patch.object(FSDPModule, "set_gradient_divide_factor", lambda self, factor: divide(self, 2.0)):
+    with patch.object(
+        FSDPModule, "set_gradient_divide_factor", lambda self, factor: divide(self, 2.0)
+    ):
         yield
 
 
@@ -95,7 +102,12 @@ def mean_per_microbatch():
     def biased(self, program, microbatches, record):
         counts = [(m.targets != IGNORE).sum().clamp(min=1).double() for m in microbatches]
         scales = [1 / count / len(microbatches) for count in counts]
-        return step(self, program, [replace(m, loss_scale=s) for m, s in zip(microbatches, scales, strict=True)], record)
+        return step(
+            self,
+            program,
+            [replace(m, loss_scale=s) for m, s in zip(microbatches, scales, strict=True)],
+            record,
+        )
 
     with patch.object(PipelineRunner, "step", biased):
         yield
@@ -109,7 +121,10 @@ def last_backward_forgotten():
 
 @contextlib.contextmanager
 def last_backward_forgotten_and_unchecked():
-    with last_backward_forgotten(), patch.object(training.step, "check_reduced", lambda parameters: None):
+    with (
+        last_backward_forgotten(),
+        patch.object(training.step, "check_reduced", lambda parameters: None),
+    ):
         yield
 
 
@@ -171,7 +186,9 @@ def norm_of_one_stage():
         groups = [dist.new_group(list(map(int, ranks.flatten()))) for ranks in mesh.root.mesh]
         assert dist.get_rank() in stage
         all_reduce = dist.all_reduce
-        with patch.object(dist, "all_reduce", lambda tensor: all_reduce(tensor, group=groups[mesh.pp_rank])):
+        with patch.object(
+            dist, "all_reduce", lambda tensor: all_reduce(tensor, group=groups[mesh.pp_rank])
+        ):
             return honest(gradients, mesh, kernels)
 
     with patch.object(training.step, "gradient_norm", gradient_norm):
@@ -192,7 +209,8 @@ def tied_embedding_counted_twice():
 
 @contextlib.contextmanager
 def softmax_over_own_columns():
-    """The sum of exponentials not summed over tp: every probability tp times too large, the loss log(tp) too small."""
+    """The sum of exponentials not summed over tp: every probability tp times too large, the loss
+    log(tp) too small."""
     honest = model.kernels.linear_cross_entropy.normaliser
 
     def normaliser(logits, *arguments):
@@ -218,9 +236,24 @@ def name_of(value: object) -> str:
     [
         (partial_gradients_not_summed, TP, {"gradient", "spread"}, "norm.weight"),
         (partial_gradients_not_summed, SHARED_KV, {"gradient", "spread"}, "attention."),
-        (norm_gradients_summed_in_vain, Case(MeshSizes(tp=2), sequence_parallel=False), {"gradient"}, "norm.weight"),
-        (head_norm_gradients_not_summed, Case(MeshSizes(tp=2), qk_norm=True), {"gradient", "spread"}, "attention."),
-        (head_norm_gradients_not_summed, replace(SHARED_KV, qk_norm=True), {"gradient", "spread"}, "attention."),
+        (
+            norm_gradients_summed_in_vain,
+            Case(MeshSizes(tp=2), sequence_parallel=False),
+            {"gradient"},
+            "norm.weight",
+        ),
+        (
+            head_norm_gradients_not_summed,
+            Case(MeshSizes(tp=2), qk_norm=True),
+            {"gradient", "spread"},
+            "attention.",
+        ),
+        (
+            head_norm_gradients_not_summed,
+            replace(SHARED_KV, qk_norm=True),
+            {"gradient", "spread"},
+            "attention.",
+        ),
         (gradients_averaged, DP, {"gradient", "norm"}, ""),
         (mean_per_rank, DP, {"gradient", "loss", "norm"}, ""),
         (mean_per_microbatch, Case(MeshSizes()), {"gradient", "loss", "norm"}, ""),
@@ -228,10 +261,30 @@ def name_of(value: object) -> str:
         (last_backward_forgotten, Case(MeshSizes()), {"crash"}, ""),
         (last_backward_forgotten, Case(MeshSizes(pp=2), schedule="zb_h1"), {"crash"}, ""),
         (weight_gradients_not_reduced, Case(MeshSizes(pp=2), schedule="zb_h1"), {"crash"}, ""),
-        (weight_gradients_overwrite, Case(MeshSizes(pp=2), schedule="zb_h1"), {"gradient", "norm"}, ".weight"),
-        (weight_gradients_of_another_microbatch, Case(MeshSizes(pp=2), schedule="zb_h1"), {"gradient", "norm"}, ".weight"),
-        (tied_gradients_not_combined, Case(MeshSizes(), tie_embeddings=True), {"gradient", "spread"}, "embedding.weight"),
-        (tied_gradients_not_combined, Case(MeshSizes(pp=2), tie_embeddings=True), {"gradient", "spread"}, "embedding.weight"),
+        (
+            weight_gradients_overwrite,
+            Case(MeshSizes(pp=2), schedule="zb_h1"),
+            {"gradient", "norm"},
+            ".weight",
+        ),
+        (
+            weight_gradients_of_another_microbatch,
+            Case(MeshSizes(pp=2), schedule="zb_h1"),
+            {"gradient", "norm"},
+            ".weight",
+        ),
+        (
+            tied_gradients_not_combined,
+            Case(MeshSizes(), tie_embeddings=True),
+            {"gradient", "spread"},
+            "embedding.weight",
+        ),
+        (
+            tied_gradients_not_combined,
+            Case(MeshSizes(pp=2), tie_embeddings=True),
+            {"gradient", "spread"},
+            "embedding.weight",
+        ),
         (
             tied_gradients_not_combined,
             Case(MeshSizes(pp=2), tie_embeddings=True, schedule="zb_v", stages_per_rank=2),
@@ -264,7 +317,10 @@ def test_planted_bug_in_the_norm_is_found_there_alone(ranks, bug, case):
 
 
 def test_norm_of_one_stage_is_found(ranks):
-    assert set(check(ranks, Case(MeshSizes(pp=2)), sabotage=norm_of_one_stage).failures()) == {"norm", "spread"}
+    assert set(check(ranks, Case(MeshSizes(pp=2)), sabotage=norm_of_one_stage).failures()) == {
+        "norm",
+        "spread",
+    }
 
 
 def test_wrong_norm_shows_in_the_steps_too(ranks):
@@ -274,7 +330,8 @@ def test_wrong_norm_shows_in_the_steps_too(ranks):
 
 
 def test_forgotten_last_backward_is_named(ranks):
-    """Nothing would be updated, and nothing would say so: the code checks, and says what was forgotten."""
+    """Nothing would be updated, and nothing would say so: the code checks, and says what was
+    forgotten."""
     assert "no backward was its last" in check(ranks, DP, sabotage=last_backward_forgotten).crash
 
 
@@ -283,11 +340,17 @@ def test_forgotten_last_backward_without_the_check_is_found(ranks):
 
 
 def test_loss_off_by_log_tp_is_off_by_log_tp(ranks):
-    """The planted bug is the one meant: the mean loss is near log V, and misses about log(tp) of it."""
+    """The planted bug is the one meant: the mean loss is near log V, and misses about log(tp) of
+    it."""
     row = check(ranks, TP, sabotage=softmax_over_own_columns)
     assert row.loss == pytest.approx(math.log(2) / math.log(251), rel=0.2)
 
 
 def test_without_a_bug_nothing_is_found(ranks):
     """The planting itself does no harm, and the pool has recovered from the failures before."""
-    assert check(ranks, Case(MeshSizes(pp=2, tp=2), tie_embeddings=True), steps=2, sabotage=nothing_wrong).failures() == []
+    assert (
+        check(
+            ranks, Case(MeshSizes(pp=2, tp=2), tie_embeddings=True), steps=2, sabotage=nothing_wrong
+        ).failures()
+        == []
+    )

@@ -1,4 +1,5 @@
-"""A prepared folder reads as one sequence, and one that is damaged is refused with the file's name."""
+"""A prepared folder reads as one sequence, and one that is damaged is refused with the file's
+name."""
 
 import json
 import os
@@ -33,7 +34,9 @@ def folder(original: Path, tmp_path) -> Path:
 
 def whole(folder: Path, split: str) -> np.ndarray:
     shards = json.loads((folder / "index.json").read_text())["splits"][split]["shards"]
-    return np.concatenate([safetensors.numpy.load_file(folder / shard["file"])["tokens"] for shard in shards])
+    return np.concatenate(
+        [safetensors.numpy.load_file(folder / shard["file"])["tokens"] for shard in shards]
+    )
 
 
 def edit_index(folder: Path, **changes) -> None:
@@ -48,7 +51,10 @@ def test_windows_are_slices_of_the_whole(folder: Path, split: str) -> None:
     assert data.num_tokens == len(tokens)
     boundary = np.flatnonzero(np.arange(len(tokens)) == data._starts[1])[0]
     starts = np.concatenate(
-        [np.arange(0, len(tokens) - 300, 997), [boundary - 150, boundary - 300, boundary, len(tokens) - 300]]
+        [
+            np.arange(0, len(tokens) - 300, 997),
+            [boundary - 150, boundary - 300, boundary, len(tokens) - 300],
+        ]
     )
     for start in starts.tolist():
         assert np.array_equal(data.window(start, 300), tokens[start : start + 300])
@@ -106,13 +112,17 @@ def test_shard_of_the_right_size_with_another_header_is_refused(folder: Path) ->
         data.window(0, 10)
 
 
-def header_file(path: Path, header: bytes, length: int | None = None, data: bytes = bytes(64)) -> Path:
+def header_file(
+    path: Path, header: bytes, length: int | None = None, data: bytes = bytes(64)
+) -> Path:
     path.write_bytes(struct.pack("<Q", len(header) if length is None else length) + header + data)
     return path
 
 
 def entry(**changes) -> bytes:
-    return json.dumps({"tokens": {"dtype": "U16", "shape": [32], "data_offsets": [0, 64]} | changes}).encode()
+    return json.dumps(
+        {"tokens": {"dtype": "U16", "shape": [32], "data_offsets": [0, 64]} | changes}
+    ).encode()
 
 
 HOSTILE_HEADERS = {
@@ -145,13 +155,25 @@ def test_hostile_headers_are_refused(tmp_path, header: bytes, length: int | None
 
 
 @pytest.mark.parametrize(
-    "changes", [{"shape": [31]}, {"shape": [8, 4]}, {"dtype": "U32"}, {"dtype": "U8"}, {"data_offsets": [0, 62]}]
+    "changes",
+    [
+        {"shape": [31]},
+        {"shape": [8, 4]},
+        {"dtype": "U32"},
+        {"dtype": "U8"},
+        {"data_offsets": [0, 62]},
+    ],
 )
 def test_tensor_that_is_not_what_the_index_says_is_refused(tmp_path, changes: dict) -> None:
     path = header_file(tmp_path / "x.safetensors", entry(**changes))
     with pytest.raises(UserError, match="the index says"):
         map_tensor(path, "tokens", np.dtype("uint16"), 32)
-    assert len(map_tensor(header_file(tmp_path / "control", entry()), "tokens", np.dtype("uint16"), 32)) == 32
+    assert (
+        len(
+            map_tensor(header_file(tmp_path / "control", entry()), "tokens", np.dtype("uint16"), 32)
+        )
+        == 32
+    )
 
 
 @pytest.mark.parametrize(
@@ -217,13 +239,19 @@ def test_checksum_follows_the_content_not_the_place(folder: Path, tmp_path) -> N
     other = TokenDataset.open(prepared(tmp_path / "xml", str(STDLIB_FOLDER / "xml")), "train")
     assert one.checksum == again.checksum
     assert len({one.checksum, other.checksum, TokenDataset.open(folder, "heldout").checksum}) == 3
-    mixtures = [Mixture([one, other], [1, 1]), Mixture([other, one], [1, 1]), Mixture([one, other], [1, 2])]
+    mixtures = [
+        Mixture([one, other], [1, 1]),
+        Mixture([other, one], [1, 1]),
+        Mixture([one, other], [1, 2]),
+    ]
     assert len({mixture.checksum for mixture in mixtures}) == 3
     assert Mixture([one], [1]).checksum == Mixture([one], [2]).checksum == one.checksum
 
 
 def test_more_shards_than_file_descriptors(tmp_path, monkeypatch) -> None:
-    folder = prepared(tmp_path / "many", str(STDLIB_FOLDER / "encodings"), shard_tokens=1, heldout_fraction=0.05)
+    folder = prepared(
+        tmp_path / "many", str(STDLIB_FOLDER / "encodings"), shard_tokens=1, heldout_fraction=0.05
+    )
     tokens = whole(folder, "train")
     starts = np.arange(0, len(tokens) - 65, 64)
     expected = np.stack([tokens[s : s + 65] for s in starts])
@@ -235,7 +263,8 @@ def test_more_shards_than_file_descriptors(tmp_path, monkeypatch) -> None:
         assert data.num_shards > 80
         assert np.array_equal(data.gather(starts, 65), expected)
         del data
-        monkeypatch.setattr("data.dataset.OPEN_SHARDS", None)  # the control: as many maps as there are shards
+        # the control: as many maps as there are shards
+        monkeypatch.setattr("data.dataset.OPEN_SHARDS", None)
         data = TokenDataset.open(folder, "train")
         with pytest.raises((OSError, UserError), match="open files"):
             data.gather(starts, 65)

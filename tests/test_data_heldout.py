@@ -20,7 +20,9 @@ from tools.ranks import Ranks
 from tools.tokenizer import texts as tokenizer_texts
 from training.load_config import load_config
 
-LINES = "".join(f"line {i} of a small text, in which there is little to learn\n" for i in range(400))
+LINES = "".join(
+    f"line {i} of a small text, in which there is little to learn\n" for i in range(400)
+)
 
 
 def parts(ids: list[str], fraction: float) -> tuple[list[Part], bool]:
@@ -34,7 +36,9 @@ def test_the_hash_of_an_id_is_what_it_was_when_folders_were_prepared_before() ->
 
 @pytest.mark.parametrize("fraction", [0.001, 0.05, 0.5, 0.99])
 @pytest.mark.parametrize(
-    "text", [LINES, "words " * 500, "x" * 3000, "ab", "a\r\nb\r\n"], ids=["lines", "words", "x", "ab", "crlf"]
+    "text",
+    [LINES, "words " * 500, "x" * 3000, "ab", "a\r\nb\r\n"],
+    ids=["lines", "words", "x", "ab", "crlf"],
 )
 def test_a_document_is_cut_near_its_share_and_at_a_line(text: str, fraction: float) -> None:
     at = cut(text, fraction)
@@ -64,15 +68,25 @@ def test_documents_of_which_the_hash_holds_out_none_or_all_are_cut() -> None:
     assert parts(none, 0.05)[1]
     assert parts([name for name in map(str, range(60)) if held_out(name, 0.9)], 0.9)[1]
     assert not parts(none, 0.0)[1]  # nothing is to be held out
-    assert not parts([f"{name} {i}" for name in none for i in range(9) if not held_out(f"{name} {i}", 0.05)], 0.05)[1]
+    assert not parts(
+        [f"{name} {i}" for name in none for i in range(9) if not held_out(f"{name} {i}", 0.05)],
+        0.05,
+    )[1]
     assert len(none) * 9 > MOST_DOCUMENTS
 
 
-def test_one_file_is_prepared_and_trains(ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_one_file_is_prepared_and_trains(
+    ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     source, out = tmp_path / "tiny.txt", tmp_path / "out"
     source.write_text(LINES)
     (tmp_path / "t.model").write_bytes(tokenizer().model)
-    assert prepare_command.main(["--source", str(source), "--tokenizer", str(tmp_path / "t.model"), "--out", str(out)]) == 0
+    assert (
+        prepare_command.main(
+            ["--source", str(source), "--tokenizer", str(tmp_path / "t.model"), "--out", str(out)]
+        )
+        == 0
+    )
     assert "the last 5% of each document's text is held out" in capsys.readouterr().out
     (trained,), (held,) = split_texts(out, "train"), split_texts(out, "heldout")
     assert trained + held == LINES
@@ -88,7 +102,17 @@ def test_the_index_of_many_documents_says_nothing_new(tmp_path: Path) -> None:
     """So a folder of many documents is, byte for byte, what older versions wrote."""
     keys = set(json.loads((prepared(tmp_path / "out") / "index.json").read_text()))
     assert keys == {
-        *("format", "version", "source", "dtype", "vocab_size", "tokenizer_sha256", "bos_id", "eos_id", "heldout_fraction"),
+        *(
+            "format",
+            "version",
+            "source",
+            "dtype",
+            "vocab_size",
+            "tokenizer_sha256",
+            "bos_id",
+            "eos_id",
+            "heldout_fraction",
+        ),
         *("empty_documents", "unigram_nats_per_token", "splits"),
     }
 

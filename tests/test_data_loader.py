@@ -35,14 +35,21 @@ def single(paths) -> TokenDataset:
     return TokenDataset.open(paths[0], "train")
 
 
-def take(data, count: int, *, dp_size: int = 1, batch: int = 8, **options) -> tuple[torch.Tensor, list[dict]]:
-    """`count` global batches [count, B, 2, S], gathered from the loaders of every rank, and the ranks' states after them."""
+def take(
+    data, count: int, *, dp_size: int = 1, batch: int = 8, **options
+) -> tuple[torch.Tensor, list[dict]]:
+    """`count` global batches [count, B, 2, S], gathered from the loaders of every rank, and the
+    ranks' states after them."""
     ranks, states = [], []
     for rank in range(dp_size):
         loader = BatchLoader(
-            data, **({"seq_len": S, "global_batch_size": batch, "seed": 1} | options), dp_rank=rank, dp_size=dp_size
+            data,
+            **({"seq_len": S, "global_batch_size": batch, "seed": 1} | options),
+            dp_rank=rank,
+            dp_size=dp_size,
         )
-        ranks.append(torch.stack([torch.stack(next(loader), dim=1) for _ in range(count)]))  # [count, B / dp, 2, S]
+        # [count, B / dp, 2, S]
+        ranks.append(torch.stack([torch.stack(next(loader), dim=1) for _ in range(count)]))
         states.append(loader.state())
         loader.close()
     return torch.cat(ranks, dim=1), states
@@ -72,7 +79,9 @@ def test_an_epoch_reads_every_window_once(single: TokenDataset) -> None:
     count = (single.num_tokens - 1) // S
     batches, _ = take(single, count // 8 + 1, shuffle=True)
     seen = sorted(row.tobytes() for row in batches.flatten(0, 1)[:count, 1].numpy())
-    assert seen == sorted(single.window(w * S + 1, S).astype(np.int64).tobytes() for w in range(count))
+    assert seen == sorted(
+        single.window(w * S + 1, S).astype(np.int64).tobytes() for w in range(count)
+    )
     ordered, _ = take(single, 3, shuffle=False)
     assert not torch.equal(ordered, batches[:3])
 
@@ -94,7 +103,9 @@ def test_resume_with_another_dp_size_and_another_batch_size(mixture: Mixture) ->
     rows = take(mixture, 40)[0].flatten(0, 1)  # samples 0 .. 319
     first, states = take(mixture, 5, dp_size=4)
     state = json.loads(json.dumps(states[0]))
-    second, states = take(mixture, 5, dp_size=2, batch=12, next_sample=state["next_sample"], skipped=state["skipped"])
+    second, states = take(
+        mixture, 5, dp_size=2, batch=12, next_sample=state["next_sample"], skipped=state["skipped"]
+    )
     third, states = take(mixture, 3, dp_size=3, batch=6, next_sample=states[0]["next_sample"])
     together = torch.cat([part.flatten(0, 1) for part in (first, second, third)])
     assert torch.equal(together, rows[: len(together)])
@@ -102,7 +113,9 @@ def test_resume_with_another_dp_size_and_another_batch_size(mixture: Mixture) ->
 
 
 def test_state_counts_what_was_handed_out_not_what_was_read_ahead(single: TokenDataset) -> None:
-    loader = BatchLoader(single, seq_len=S, global_batch_size=8, seed=1, dp_rank=0, dp_size=1, prefetch=4)
+    loader = BatchLoader(
+        single, seq_len=S, global_batch_size=8, seed=1, dp_rank=0, dp_size=1, prefetch=4
+    )
     for n in range(5):
         deadline = time.monotonic() + 5
         while loader._ready.qsize() < 4 and time.monotonic() < deadline:
@@ -141,19 +154,32 @@ def test_bad_arguments_are_refused(single: TokenDataset) -> None:
         with pytest.raises(UserError) as raised:
             take(single, 1, **options)
         assert raised.value.key == key
-    batches, _ = take(single, 2, seq_len=single.num_tokens - 1, batch=1)  # exactly one window: every sample is it
+    # exactly one window: every sample is it
+    batches, _ = take(single, 2, seq_len=single.num_tokens - 1, batch=1)
     assert torch.equal(batches[0], batches[1])
 
 
-def test_error_of_the_reading_thread_reaches_the_caller(single: TokenDataset, paths, tmp_path) -> None:
+def test_error_of_the_reading_thread_reaches_the_caller(
+    single: TokenDataset, paths, tmp_path
+) -> None:
     folder = prepared(tmp_path / "breaks")
     data = TokenDataset.open(folder, "train")
-    loader = BatchLoader(data, seq_len=S, global_batch_size=8, seed=1, dp_rank=0, dp_size=1, prefetch=1, shuffle=False)
+    loader = BatchLoader(
+        data,
+        seq_len=S,
+        global_batch_size=8,
+        seed=1,
+        dp_rank=0,
+        dp_size=1,
+        prefetch=1,
+        shuffle=False,
+    )
     next(loader)
     (folder / "train-00001.safetensors").unlink()  # reached later: maps are opened when needed
     with pytest.raises(UserError, match=r"train-00001\.safetensors"):
         list(zip(loader, range(data.num_tokens // S), strict=False))
-    with pytest.raises(UserError, match=r"train-00001\.safetensors"):  # and again: no hang, no later batch
+    # and again: no hang, no later batch
+    with pytest.raises(UserError, match=r"train-00001\.safetensors"):
         next(loader)
     before = loader.state()["next_sample"]
     assert 0 < before <= data._starts[1] // S
@@ -173,14 +199,21 @@ def test_close_ends_the_thread_at_any_moment(single: TokenDataset) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dp_size", "rows", "samples"), [(1, 4, 50), (2, 4, 50), (3, 5, 50), (4, 16, 50), (2, 3, None), (1, 7, 10**9)]
+    ("dp_size", "rows", "samples"),
+    [(1, 4, 50), (2, 4, 50), (3, 5, 50), (4, 16, 50), (2, 3, None), (1, 7, 10**9)],
 )
-def test_heldout_mean_is_the_same_on_every_layout(paths, dp_size: int, rows: int, samples: int | None) -> None:
+def test_heldout_mean_is_the_same_on_every_layout(
+    paths, dp_size: int, rows: int, samples: int | None
+) -> None:
     data = TokenDataset.open(paths[0], "heldout")
     available = (data.num_tokens - 1) // S
     count = min(samples or available, available)
     ranks = [
-        list(heldout_batches(data, seq_len=S, num_samples=samples, dp_rank=rank, dp_size=dp_size, rows=rows))
+        list(
+            heldout_batches(
+                data, seq_len=S, num_samples=samples, dp_rank=rank, dp_size=dp_size, rows=rows
+            )
+        )
         for rank in range(dp_size)
     ]
     assert {len(batches) for batches in ranks} == {-(-count // (rows * dp_size))}
@@ -191,7 +224,10 @@ def test_heldout_mean_is_the_same_on_every_layout(paths, dp_size: int, rows: int
             counted = targets != IGNORED
             assert torch.equal(counted.all(1), counted.any(1))  # whole rows
             assert int(tokens.min()) >= 0
-            seen += [torch.cat([t[:1], u]).tolist() for t, u in zip(tokens[counted[:, 0]], targets[counted[:, 0]], strict=True)]
+            seen += [
+                torch.cat([t[:1], u]).tolist()
+                for t, u in zip(tokens[counted[:, 0]], targets[counted[:, 0]], strict=True)
+            ]
     assert seen == [data.window(w * S, S + 1).tolist() for w in range(count)]
 
 

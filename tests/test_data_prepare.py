@@ -1,4 +1,5 @@
-"""Sources are read exactly and in order; what is prepared is what was there, whatever the number of workers."""
+"""Sources are read exactly and in order; what is prepared is what was there, whatever the number of
+workers."""
 
 import gzip
 import json
@@ -36,7 +37,10 @@ def split_texts(folder: Path, split: str) -> list[str]:
         tensors = safetensors.numpy.load_file(folder / shard["file"])
         assert tensors["tokens"].dtype == np.uint16
         assert tensors["document_starts"].dtype == np.int64
-        assert (len(tensors["tokens"]), len(tensors["document_starts"])) == (shard["tokens"], shard["documents"])
+        assert (len(tensors["tokens"]), len(tensors["document_starts"])) == (
+            shard["tokens"],
+            shard["documents"],
+        )
         for ids in np.split(tensors["tokens"], tensors["document_starts"][1:]):
             assert (ids[0], ids[-1]) == (tokenizer().bos_id, tokenizer().eos_id)
             assert not {tokenizer().bos_id, tokenizer().eos_id} & set(ids[1:-1].tolist())
@@ -49,7 +53,11 @@ def test_stdlib_is_real_sorted_and_without_tests() -> None:
     names = [document.id for document in read]
     assert names == sorted(names)
     assert {"json/decoder.py", "asyncio/base_events.py", "heapq.py"} <= set(names)
-    assert not [name for name in names if {"test", "tests", "site-packages", "idle_test"} & set(name.split("/")[:-1])]
+    assert not [
+        name
+        for name in names
+        if {"test", "tests", "site-packages", "idle_test"} & set(name.split("/")[:-1])
+    ]
     assert sum(len(document.text) for document in read) > 5_000_000
 
 
@@ -78,7 +86,11 @@ def write_tables(folder: Path) -> dict[str, Path]:
     """The same four rows in every table format."""
     rows = [{"id": i, "text": text} for i, text in enumerate(TEXTS)]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
-    paths = {"jsonl": folder / "rows.jsonl", "jsonl_gz": folder / "rows2.jsonl.gz", "parquet": folder / "rows.parquet"}
+    paths = {
+        "jsonl": folder / "rows.jsonl",
+        "jsonl_gz": folder / "rows2.jsonl.gz",
+        "parquet": folder / "rows.parquet",
+    }
     paths["jsonl"].write_text(lines)
     paths["jsonl_gz"].write_bytes(gzip.compress(lines.encode()))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), paths["parquet"])
@@ -101,7 +113,9 @@ def test_tables(tmp_path, form: str) -> None:
 def test_folder_of_tables_is_a_data_set_with_splits(tmp_path) -> None:
     """The same call as for a name on the hub."""
     for split, texts in (("train", TEXTS), ("test", ["only here"])):
-        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        (tmp_path / f"{split}.jsonl").write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        )
     assert texts_of(str(tmp_path)) == TEXTS
     assert texts_of(str(tmp_path), split="test") == ["only here"]
     with pytest.raises(UserError, match="--split"):
@@ -134,7 +148,11 @@ def test_prepared_documents_are_the_source(tmp_path) -> None:
     folder = prepared(tmp_path / "out")
     source = list(documents(MANY))
     for split, out in (("train", False), ("heldout", True)):
-        expected = [document.text for document in source if document.text and held_out(document.id, 0.3) == out]
+        expected = [
+            document.text
+            for document in source
+            if document.text and held_out(document.id, 0.3) == out
+        ]
         assert len(expected) > 3
         assert split_texts(folder, split) == expected
 
@@ -145,19 +163,30 @@ def test_index_counts_what_is_there(tmp_path) -> None:
     named = {shard["file"] for split in index["splits"].values() for shard in split["shards"]}
     assert {path.name for path in folder.iterdir()} == named | {"index.json", "tokenizer.model"}
     assert (folder / "tokenizer.model").read_bytes() == tokenizer().model
-    assert (index["vocab_size"], index["tokenizer_sha256"]) == (tokenizer().vocab_size, tokenizer().sha256)
+    assert (index["vocab_size"], index["tokenizer_sha256"]) == (
+        tokenizer().vocab_size,
+        tokenizer().sha256,
+    )
     ids = {}
     for name, split in index["splits"].items():
         texts = split_texts(folder, name)
-        ids[name] = [t for text in texts for t in [tokenizer().bos_id, *tokenizer().encode(text), tokenizer().eos_id]]
+        ids[name] = [
+            t
+            for text in texts
+            for t in [tokenizer().bos_id, *tokenizer().encode(text), tokenizer().eos_id]
+        ]
         assert (split["documents"], split["tokens"]) == (len(texts), len(ids[name]))
         assert split["characters"] == sum(map(len, texts))
         assert split["utf8_bytes"] == sum(len(text.encode()) for text in texts)
         assert len(split["shards"]) > 1
         assert all(shard["tokens"] >= 20_000 for shard in split["shards"][:-1])
-        assert all(shard["bytes"] == (folder / shard["file"]).stat().st_size for shard in split["shards"])
+        assert all(
+            shard["bytes"] == (folder / shard["file"]).stat().st_size for shard in split["shards"]
+        )
     seen, total = Counter(ids["train"]), len(ids["train"]) + tokenizer().vocab_size
-    nats = -math.fsum(math.log((seen[token] + 1) / total) for token in ids["heldout"]) / len(ids["heldout"])
+    nats = -math.fsum(math.log((seen[token] + 1) / total) for token in ids["heldout"]) / len(
+        ids["heldout"]
+    )
     assert index["unigram_nats_per_token"] == pytest.approx(nats, rel=1e-12)
 
 
@@ -174,13 +203,23 @@ def test_same_bytes_for_any_number_of_workers(tmp_path) -> None:
 def test_empty_documents_are_counted_and_left_out(tmp_path) -> None:
     rows = [{"text": ""}, {"text": "some text"}, {"text": None}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    index = prepare(str(tmp_path / "rows.jsonl"), tokenizer(), tmp_path / "out", heldout_fraction=0.0)
+    index = prepare(
+        str(tmp_path / "rows.jsonl"), tokenizer(), tmp_path / "out", heldout_fraction=0.0
+    )
     assert (index["empty_documents"], index["splits"]["train"]["documents"]) == (2, 1)
-    assert index["splits"]["heldout"] == {"tokens": 0, "documents": 0, "characters": 0, "utf8_bytes": 0, "shards": []}
+    assert index["splits"]["heldout"] == {
+        "tokens": 0,
+        "documents": 0,
+        "characters": 0,
+        "utf8_bytes": 0,
+        "shards": [],
+    }
     assert index["unigram_nats_per_token"] is None
 
 
-@pytest.mark.parametrize("content", ["", "\n".join(['{"text": ""}'] * 3)], ids=["no rows", "no text"])
+@pytest.mark.parametrize(
+    "content", ["", "\n".join(['{"text": ""}'] * 3)], ids=["no rows", "no text"]
+)
 def test_nothing_to_prepare_is_refused_and_leaves_nothing(tmp_path, content: str) -> None:
     (tmp_path / "rows.jsonl").write_text(content)
     with pytest.raises(UserError):
@@ -259,24 +298,40 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("--heldout-fraction", "1"), ("--max-characters", "0"), ("--out", "."), ("--vocab-size", "0")]
+    ("option", "value"),
+    [("--heldout-fraction", "1"), ("--max-characters", "0"), ("--out", "."), ("--vocab-size", "0")],
 )
-def test_the_tokenizer_s_command_refuses_what_makes_no_sense(tmp_path, capsys, option: str, value: str) -> None:
+def test_the_tokenizer_s_command_refuses_what_makes_no_sense(
+    tmp_path, capsys, option: str, value: str
+) -> None:
     (tmp_path / "a.txt").write_text("some text\n" * 9)
-    arguments = {"--source": str(tmp_path), "--vocab-size": "300", "--out": str(tmp_path / "out.model")} | {option: value}
+    arguments = {
+        "--source": str(tmp_path),
+        "--vocab-size": "300",
+        "--out": str(tmp_path / "out.model"),
+    } | {option: value}
     assert tokenizer_command.main([word for pair in arguments.items() for word in pair]) == 2
     assert capsys.readouterr().err.startswith(f"error: {option} = ")
 
 
 def run(*command: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
 
 
 def test_commands(tmp_path) -> None:
     model, out = str(tmp_path / "models" / "t.model"), str(tmp_path / "deep" / "out")
     trained = run("tools.tokenizer", "--source", MANY, "--vocab-size", "600", "--out", model)
     assert (trained.returncode, trained.stderr) == (0, "")
-    done = run("tools.prepare", "--source", MANY, "--tokenizer", model, "--out", out, "--workers", "2")
+    done = run(
+        "tools.prepare", "--source", MANY, "--tokenizer", model, "--out", out, "--workers", "2"
+    )
     assert (done.returncode, done.stderr) == (0, "")  # no progress bar where nobody watches
     assert "tokens/s" in done.stdout
     again = run("tools.prepare", "--source", MANY, "--tokenizer", model, "--out", out)

@@ -1,4 +1,5 @@
-"""Sample i of a run is a pure function of (seed, i): a bijection per epoch, exact quotas per mixture."""
+"""Sample i of a run is a pure function of (seed, i): a bijection per epoch, exact quotas per
+mixture."""
 
 from collections import Counter
 
@@ -27,10 +28,15 @@ def test_permutation_is_a_bijection(n: int) -> None:
 
 def test_permutation_depends_on_the_key_only() -> None:
     points = np.arange(1000)
-    one, again, other = Permutation(1000, "k")(points), Permutation(1000, "k")(points), Permutation(1000, "l")(points)
+    one, again, other = (
+        Permutation(1000, "k")(points),
+        Permutation(1000, "k")(points),
+        Permutation(1000, "l")(points),
+    )
     assert np.array_equal(one, again)
     assert np.mean(one == other) < 0.02
-    assert np.array_equal(one[[7, 3, 3]], Permutation(1000, "k")(np.array([7, 3, 3])))  # point by point, in any order
+    # point by point, in any order
+    assert np.array_equal(one[[7, 3, 3]], Permutation(1000, "k")(np.array([7, 3, 3])))
 
 
 @pytest.mark.parametrize("n", [10**12, 10**12 + 39, 2**61 + 1])
@@ -39,13 +45,15 @@ def test_permutation_of_huge_ranges_stays_inside_and_does_not_collide(n: int) ->
     images = Permutation(n, "huge")(points)
     assert len(np.unique(images)) == len(points)
     assert images.max() < n
-    # Spread over the whole range: each tenth gets a tenth of the images (binomial: sigma 95 of 10000).
+    # Spread over the whole range: each tenth gets a tenth of the images (binomial: sigma 95 of
+    # 10000).
     tenths = np.bincount((images // np.uint64(-(-n // 10))).astype(int), minlength=10)
     assert np.all(np.abs(tenths - 10_000) < 600)
 
 
 def test_permutation_looks_random() -> None:
-    """Over many keys every point goes to every image equally often; neighbours do not stay neighbours."""
+    """Over many keys every point goes to every image equally often; neighbours do not stay
+    neighbours."""
     counts = np.zeros((6, 6))
     for key in range(6000):
         counts[np.arange(6), Permutation(6, str(key))(np.arange(6)).astype(int)] += 1
@@ -61,7 +69,8 @@ def test_permutation_refuses_points_outside() -> None:
 
 
 @pytest.mark.parametrize(
-    "weights", [[1], [0.7, 0.3], [1, 1, 1], [0.29, 0.01, 0.7], [5, 3, 2, 1e-3], [1 / 3, 2 / 3], [1e-5, 1.0]]
+    "weights",
+    [[1], [0.7, 0.3], [1, 1, 1], [0.29, 0.01, 0.7], [5, 3, 2, 1e-3], [1 / 3, 2 / 3], [1e-5, 1.0]],
 )
 def test_mixture_quotas_are_exact_and_even(weights: list[float]) -> None:
     source_of, rank_of, quota = mixture_pattern(weights)
@@ -71,16 +80,20 @@ def test_mixture_quotas_are_exact_and_even(weights: list[float]) -> None:
     positions = np.arange(1, MIXTURE_PERIOD + 1)
     for s in range(len(weights)):
         mine = source_of == s
-        assert np.array_equal(rank_of[mine], np.arange(quota[s]))  # its samples, in order, none left out
+        # its samples, in order, none left out
+        assert np.array_equal(rank_of[mine], np.arange(quota[s]))
         drift = np.cumsum(mine) - positions * quota[s] / MIXTURE_PERIOD
-        assert np.abs(drift).max() <= len(weights)  # at every moment the mixture holds, to a few samples
+        # at every moment the mixture holds, to a few samples
+        assert np.abs(drift).max() <= len(weights)
 
 
 def test_mixture_weights_that_are_round_are_exact() -> None:
     assert mixture_pattern([0.29, 0.01, 0.7])[2].tolist() == [29_000, 1_000, 70_000]
 
 
-@pytest.mark.parametrize("weights", [[], [1.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [float("inf")], [1.0, 1e-9]])
+@pytest.mark.parametrize(
+    "weights", [[], [1.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [float("inf")], [1.0, 1e-9]]
+)
 def test_mixture_refuses(weights: list[float]) -> None:
     with pytest.raises(UserError):
         mixture_pattern(weights)
@@ -111,7 +124,9 @@ def test_every_window_once_per_epoch(shuffle: bool) -> None:
 
 def test_epochs_seeds_and_sources_are_shuffled_apart() -> None:
     def first_epochs(seed: int) -> list[tuple]:
-        source, epoch, window = SampleOrder([50, 50], [1, 1], seed=seed, shuffle=True).locate(np.arange(200))
+        source, epoch, window = SampleOrder([50, 50], [1, 1], seed=seed, shuffle=True).locate(
+            np.arange(200)
+        )
         return [tuple(window[(source == s) & (epoch == e)]) for s in (0, 1) for e in (0, 1)]
 
     assert len({*first_epochs(0), *first_epochs(1)}) == 8

@@ -39,7 +39,9 @@ def write(folder: Path, files: dict[str, str | bytes]) -> Path:
 def read(source: Path | str, **options) -> tuple[list[str], dict[str, list[str]]]:
     """The texts, and what was left out."""
     report = Report()
-    return [document.text for document in documents(str(source), report=report, **options)], report.left_out
+    return [
+        document.text for document in documents(str(source), report=report, **options)
+    ], report.left_out
 
 
 def refusal(source: Path | str, **options) -> UserError:
@@ -52,7 +54,7 @@ def row(text: object) -> str:
     return json.dumps({"text": text}) + "\n"
 
 
-# --- which files ------------------------------------------------------------------------------------------------------
+# --- which files ----------------------------------------------------------------------------------
 
 
 def test_a_folder_of_mixed_kinds_is_read_whole_and_the_rest_is_named(tmp_path: Path) -> None:
@@ -115,12 +117,17 @@ def test_the_report_for_a_person(tmp_path: Path) -> None:
     [
         ({}, "the folder is empty"),
         ({".git/a.txt": "x"}, "nothing in it can be read (hidden: .git/)"),
-        ({"c.xyz": "text", "d.xyz": "text", "b.png": "", "b.zip": "PK"}, "none of its files is of a known kind"),
+        (
+            {"c.xyz": "text", "d.xyz": "text", "b.png": "", "b.zip": "PK"},
+            "none of its files is of a known kind",
+        ),
         ({"a.txt": "", "b.jsonl": ""}, "there is no text in it"),
     ],
     ids=["empty folder", "hidden", "unknown endings", "empty files"],
 )
-def test_a_folder_without_text_is_refused_for_its_own_reason(tmp_path: Path, files: dict, why: str) -> None:
+def test_a_folder_without_text_is_refused_for_its_own_reason(
+    tmp_path: Path, files: dict, why: str
+) -> None:
     folder = tmp_path / "a [folder]"
     folder.mkdir()
     error = refusal(write(folder, files))
@@ -147,8 +154,18 @@ def test_a_glob_reads_each_file_once_and_names_folders(tmp_path: Path) -> None:
 
 
 def test_tables_of_a_folder_have_splits_by_their_names(tmp_path: Path) -> None:
-    write(tmp_path, {"data/train-00000-of-00002.jsonl": row("a"), "data/test-0.jsonl": row("b"), "latest.jsonl": row("c")})
-    assert read(tmp_path) == (["a", "c"], {"of the split 'test' (--split test)": ["data/test-0.jsonl"]})
+    write(
+        tmp_path,
+        {
+            "data/train-00000-of-00002.jsonl": row("a"),
+            "data/test-0.jsonl": row("b"),
+            "latest.jsonl": row("c"),
+        },
+    )
+    assert read(tmp_path) == (
+        ["a", "c"],
+        {"of the split 'test' (--split test)": ["data/test-0.jsonl"]},
+    )
     assert read(tmp_path, split="test")[0] == ["b"]
     error = refusal(tmp_path, split="validation")
     assert (error.key, error.remedy.split(";")[0]) == ("--split", "one of: test, train")
@@ -158,7 +175,10 @@ def test_tables_of_a_folder_have_splits_by_their_names(tmp_path: Path) -> None:
 
 
 def test_a_data_set_s_card_is_not_text(tmp_path: Path) -> None:
-    write(tmp_path, {"README.md": "---\nconfigs:\n- config_name: en\n---\n# Data", "a.jsonl": row("a")})
+    write(
+        tmp_path,
+        {"README.md": "---\nconfigs:\n- config_name: en\n---\n# Data", "a.jsonl": row("a")},
+    )
     assert read(tmp_path) == (["a"], {"describes the data set": ["README.md"]})
     write(tmp_path, {"README.md": "---\nconfigs:\n- config_name: en\n- config_name: fr\n---\n"})
     assert "several data sets: en, fr" in refusal(tmp_path).why
@@ -172,13 +192,19 @@ def test_several_sources_say_that_the_shell_expanded_a_pattern() -> None:
         one_source(["a.txt", "b.txt"])
 
 
-# --- what is in them --------------------------------------------------------------------------------------------------
+# --- what is in them ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ending", COMPRESS)
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv"])
-def test_compressed_files_are_read_and_damaged_ones_refused(tmp_path: Path, ending: str, name: str) -> None:
-    content = {"a.txt": "first\r\nsecond\n" * 999, "a.jsonl": row("x" * 99) * 99, "a.csv": "text\n" + "words\n" * 999}[name]
+def test_compressed_files_are_read_and_damaged_ones_refused(
+    tmp_path: Path, ending: str, name: str
+) -> None:
+    content = {
+        "a.txt": "first\r\nsecond\n" * 999,
+        "a.jsonl": row("x" * 99) * 99,
+        "a.csv": "text\n" + "words\n" * 999,
+    }[name]
     file = write(tmp_path, {name + ending: COMPRESS[ending](content.encode())}) / (name + ending)
     write(tmp_path, {name: content})
     assert read(file)[0] == read(tmp_path / name)[0]
@@ -189,7 +215,9 @@ def test_compressed_files_are_read_and_damaged_ones_refused(tmp_path: Path, endi
         assert error.why.startswith("it is damaged or cut short")
 
 
-def test_a_python_without_a_compression_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_without_a_compression_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def missing(name: str) -> None:
         raise ImportError(name)
 
@@ -201,7 +229,10 @@ def test_a_python_without_a_compression_says_so(tmp_path: Path, monkeypatch: pyt
 BAD_LINES = {
     "malformed": (b'{"text": \n', "line 3: it is not JSON"),
     "Latin-1": ('{"text": "naïve"}\n'.encode("latin-1"), "line 3: it is not UTF-8"),
-    "lone surrogate": (b'{"text": "\\ud83d alone"}\n', r"line 3: 'text' has the lone surrogate \ud83d"),
+    "lone surrogate": (
+        b'{"text": "\\ud83d alone"}\n',
+        r"line 3: 'text' has the lone surrogate \ud83d",
+    ),
     "list": (b"[1]\n", "line 3: a row is an object"),
     "nested": (b"[" * 100_000 + b"\n", "line 3: it is nested too deeply"),
 }
@@ -222,18 +253,29 @@ def test_json_in_its_forms(tmp_path: Path) -> None:
     rows = [{"text": "a"}, {"text": None}, {"other": 1}, {"text": "nul \0 and \u2028 and 🐍"}]
     expected = ["a", "", "", rows[3]["text"]]
     lines = "\r\n".join(json.dumps(row) for row in rows)
-    write(tmp_path, {"a.jsonl": b"\xef\xbb\xbf" + lines.encode(), "b.json": lines, "c.ndjson": lines})
-    write(tmp_path, {"d.json": json.dumps(rows, indent=1), "e.json": json.dumps({"text": "one"}, indent=1)})
+    write(
+        tmp_path, {"a.jsonl": b"\xef\xbb\xbf" + lines.encode(), "b.json": lines, "c.ndjson": lines}
+    )
+    write(
+        tmp_path,
+        {"d.json": json.dumps(rows, indent=1), "e.json": json.dumps({"text": "one"}, indent=1)},
+    )
     for name in ("a.jsonl", "b.json", "c.ndjson", "d.json"):
         assert read(tmp_path / name)[0] == expected
     assert read(tmp_path / "e.json")[0] == ["one"]
-    assert len(read(write(tmp_path, {"long.jsonl": row("x" * 5_000_000)}) / "long.jsonl")[0][0]) == 5_000_000
+    assert (
+        len(read(write(tmp_path, {"long.jsonl": row("x" * 5_000_000)}) / "long.jsonl")[0][0])
+        == 5_000_000
+    )
 
 
 @pytest.mark.parametrize("separator", [",", ";", "\t"])
 def test_csv_is_read_exactly(tmp_path: Path, separator: str) -> None:
     rows = [["1", "NA"], ["2", 'two\r\nlines, "quoted"; and\ttabs'], ["3", ""]]
-    lines = ["id,text", *(f'{number},"{text.replace(chr(34), chr(34) * 2)}"' for number, text in rows)]
+    lines = [
+        "id,text",
+        *(f'{number},"{text.replace(chr(34), chr(34) * 2)}"' for number, text in rows),
+    ]
     content = "\r\n\r\n".join(line.replace(",", separator, 1) for line in lines)
     write(tmp_path, {"a.csv": b"\xef\xbb\xbf" + content.encode()})
     assert read(tmp_path / "a.csv")[0] == [text for _, text in rows]
@@ -256,11 +298,18 @@ def test_a_bad_line_of_csv_is_named(tmp_path: Path, content: str | bytes, why: s
 def test_the_column_of_the_text_is_found_or_asked_for(tmp_path: Path) -> None:
     write(
         tmp_path,
-        {"one.csv": "number,body\n1,words\n", "two.csv": "title,body\na,words\n", "late.jsonl": '{"b": "x"}\n' + row("y")},
+        {
+            "one.csv": "number,body\n1,words\n",
+            "two.csv": "title,body\na,words\n",
+            "late.jsonl": '{"b": "x"}\n' + row("y"),
+        },
     )
     assert read(tmp_path / "one.csv")[0] == ["words"]
     error = refusal(tmp_path / "two.csv")
-    assert (error.key, error.remedy) == ("--text-field", "give --text-field one of: title, body; or leave that file out")
+    assert (error.key, error.remedy) == (
+        "--text-field",
+        "give --text-field one of: title, body; or leave that file out",
+    )
     assert read(tmp_path / "two.csv", text_field="body")[0] == ["words"]
     assert "line 2 has a column 'text'" in refusal(tmp_path / "late.jsonl").why
     assert refusal(tmp_path / "one.csv", text_field="text").key == "--text-field"
@@ -287,8 +336,12 @@ def test_a_file_that_vanishes_is_named(tmp_path: Path) -> None:
     assert raised.value.value == str(tmp_path / "b.txt")
 
 
-@pytest.mark.parametrize(("encoding", "line"), [("latin-1", "line 2: it is not UTF-8"), ("utf-16", "it is UTF-16")])
-def test_text_in_another_encoding_is_refused_and_the_remedy_works(tmp_path: Path, encoding: str, line: str) -> None:
+@pytest.mark.parametrize(
+    ("encoding", "line"), [("latin-1", "line 2: it is not UTF-8"), ("utf-16", "it is UTF-16")]
+)
+def test_text_in_another_encoding_is_refused_and_the_remedy_works(
+    tmp_path: Path, encoding: str, line: str
+) -> None:
     text = "ein Satz\nnaïve\n"
     file = write(tmp_path, {"a text.txt": text.encode(encoding)}) / "a text.txt"
     error = refusal(tmp_path)

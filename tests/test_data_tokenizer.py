@@ -57,20 +57,34 @@ def test_every_stdlib_file_round_trips() -> None:
 def test_random_unicode_round_trips() -> None:
     generator = random.Random(0)
     for _ in range(300):
-        points = (generator.choice([generator.randrange(0x80), generator.randrange(0x110000)]) for _ in range(40))
+        points = (
+            generator.choice([generator.randrange(0x80), generator.randrange(0x110000)])
+            for _ in range(40)
+        )
         text = "".join(chr(point) for point in points if not 0xD800 <= point < 0xE000)
         assert tokenizer().decode(tokenizer().encode(text)) == text
 
 
 def test_control_plain_sentencepiece_does_not_round_trip(tmp_path) -> None:
-    """The hostile strings do find a tokenizer that alters text: SentencePiece as it comes, trained on the same lines."""
+    """The hostile strings do find a tokenizer that alters text: SentencePiece as it comes, trained
+    on the same lines."""
     lines = [line for document in documents(STDLIB) for line in document.text.split("\n")][:3000]
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_prefix=str(tmp_path / "plain"), vocab_size=800, model_type="bpe", minloglevel=2
+        sentence_iterator=iter(lines),
+        model_prefix=str(tmp_path / "plain"),
+        vocab_size=800,
+        model_type="bpe",
+        minloglevel=2,
     )
     plain = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "plain.model"))
     lost = [name for name, text in HOSTILE.items() if plain.decode(plain.encode(text)) != text]
-    assert {"tabs", "spaces around", "trailing newlines", "SentencePiece's space", "compatibility forms"} <= set(lost)
+    assert {
+        "tabs",
+        "spaces around",
+        "trailing newlines",
+        "SentencePiece's space",
+        "compatibility forms",
+    } <= set(lost)
 
 
 def test_control_space_mark_needs_our_spelling() -> None:
@@ -84,7 +98,9 @@ def test_lone_surrogates_become_replacement_characters() -> None:
 
 def test_bos_and_eos_are_silent_and_broken_bytes_do_not_raise() -> None:
     ids = tokenizer().encode("def f():\n    pass\n")
-    assert tokenizer().decode([tokenizer().bos_id, *ids, tokenizer().eos_id]) == "def f():\n    pass\n"
+    assert (
+        tokenizer().decode([tokenizer().bos_id, *ids, tokenizer().eos_id]) == "def f():\n    pass\n"
+    )
     snake = tokenizer().encode("🐍")
     assert len(snake) == 4  # not in the vocabulary: its four bytes
     assert "\ufffd" in tokenizer().decode(snake[:2])
@@ -105,7 +121,11 @@ def test_training_is_deterministic_and_reaches_the_size() -> None:
 
 @pytest.mark.parametrize(
     ("texts", "size", "key"),
-    [(["hello world"], 4000, "--vocab-size"), (["hello world"], 100, "--vocab-size"), ([], 300, "--source")],
+    [
+        (["hello world"], 4000, "--vocab-size"),
+        (["hello world"], 100, "--vocab-size"),
+        ([], 300, "--source"),
+    ],
     ids=["too large", "too small", "no text"],
 )
 def test_training_refuses(texts: list[str], size: int, key: str) -> None:

@@ -1,6 +1,8 @@
-"""The guided tour holds: every command of every page runs and prints what the page shows; every picture is what its code draws.
+"""The guided tour holds: every command of every page runs and prints what the page shows; every
+picture is what its code draws.
 
-What is not run is listed here, by page and reason, and the page says so too. tests/transcripts.py says how pages are written.
+What is not run is listed here, by page and reason, and the page says so too. tests/transcripts.py
+says how pages are written.
 """
 
 import importlib
@@ -10,12 +12,33 @@ from pathlib import Path
 
 import pytest
 
-from tests.transcripts import COMMENT, ROOT, Command, commands, commands_in_comments, copy_tree, matches, run
+from tests.transcripts import (
+    COMMENT,
+    ROOT,
+    Command,
+    commands,
+    commands_in_comments,
+    copy_tree,
+    matches,
+    run,
+)
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-TOUR = ["mesh", "tensor", "sequence", "pipeline", "data", "memory", "kernels", "checkpoints", "slurm", "extending"]
-DRAWN = ["mesh", "tensor", "sequence", "data", "memory", "checkpoints", "slurm", "extending"]  # the others by matplotlib
+TOUR = [
+    "mesh",
+    "tensor",
+    "sequence",
+    "pipeline",
+    "data",
+    "memory",
+    "kernels",
+    "checkpoints",
+    "slurm",
+    "extending",
+]
+# the others by matplotlib
+DRAWN = ["mesh", "tensor", "sequence", "data", "memory", "checkpoints", "slurm", "extending"]
 # Commands that are parsed and not run, by page: how many, for which reasons.
 EXERCISE = "an exercise"  # tests/test_exercises.py runs them with answers
 FIGURE = re.compile(r"\d\s?(%|[kMGT]i?B\b|bytes\b|m?s\b|seconds\b)")
@@ -29,19 +52,30 @@ NOT_RUN["README.md"] = Counter(
 )
 NOT_RUN["pipeline.md"] += {"trains for minutes": 1, "needs that run": 1}
 NOT_RUN["kernels.md"] += {"needs `make data`, and minutes": 1, "needs a GPU": 1}
-NOT_RUN["checkpoints.md"] += {"needs `make train`": 1, "trains for minutes": 1, "takes ten minutes": 1}
+NOT_RUN["checkpoints.md"] += {
+    "needs `make train`": 1,
+    "trains for minutes": 1,
+    "takes ten minutes": 1,
+}
 NOT_RUN["slurm.md"] += {"needs Slurm": 4}
 NOT_RUN["extending.md"] += {"needs Slurm": 1}
 NOT_RUN["huggingface.md"] = Counter(
     {"needs `make train`": 1, "needs that run": 1, "needs those weights": 2, "needs them too": 2}
 )
 NOT_RUN["profiling.md"] = Counter({"trains for a minute": 1, "needs that run": 3})
-NOT_RUN["planning.md"] = Counter({"takes a while": 4, "takes half a minute": 1, "takes a minute": 1})
+NOT_RUN["planning.md"] = Counter(
+    {"takes a while": 4, "takes half a minute": 1, "takes a minute": 1}
+)
 README_RUN = ("tools.timeline --schedule", "tools.plan configs/llama3_70b.yaml   ")
 
 ALL = {page.name: commands(page) for page in PAGES}
 # tests/test_recipes.py runs those of the recipes, each in a copy that it has changed first.
-RUN = {str(c): c for name, found in ALL.items() for c in found if not c.not_run and name != "extending.md"}
+RUN = {
+    str(c): c
+    for name, found in ALL.items()
+    for c in found
+    if not c.not_run and name != "extending.md"
+}
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 RUN |= {str(c): c for file in CONFIGS for c in commands_in_comments(file)}
 
@@ -61,13 +95,15 @@ def test_a_command_prints_what_the_page_shows(command: Command, copy: Path) -> N
         assert status == 0, f"{command}: status {status}\n{output}{errors}"
         printed[command.text] = output
     if command.output is not None:
-        assert matches(command.output, printed[command.text]), f"{command} printed\n{printed[command.text]}"
+        assert matches(command.output, printed[command.text]), (
+            f"{command} printed\n{printed[command.text]}"
+        )
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_a_configuration_states_no_figure_that_nothing_prints(file: Path) -> None:
-    """Bytes, seconds and shares stand in what a command prints, above. The label of a GPU and what is saved are other figures:
-    tests/test_configs.py."""
+    """Bytes, seconds and shares stand in what a command prints, above. The label of a GPU and what
+    is saved are other figures: tests/test_configs.py."""
     assert file.stem == "laptop" or commands_in_comments(file)
     for line in file.read_text(encoding="utf-8").splitlines():
         prose = line.partition("#")[2].replace("GPUs of 80 GB", "")
@@ -77,16 +113,29 @@ def test_a_configuration_states_no_figure_that_nothing_prints(file: Path) -> Non
 
 def test_a_figure_is_found() -> None:
     """The control."""
-    for text in ("would be 48 GB", "10.5% of a step", "39 kB", "takes 15.1 s", "1.5 ms", "6 bytes × 8"):
+    for text in (
+        "would be 48 GB",
+        "10.5% of a step",
+        "39 kB",
+        "takes 15.1 s",
+        "1.5 ms",
+        "6 bytes × 8",
+    ):
         assert FIGURE.search(text), text
 
 
 def test_what_is_not_run_is_listed() -> None:
-    found = {page: Counter(c.not_run for c in of_page if c.not_run) for page, of_page in ALL.items()}
+    found = {
+        page: Counter(c.not_run for c in of_page if c.not_run) for page, of_page in ALL.items()
+    }
     assert {page: reasons for page, reasons in found.items() if reasons} == NOT_RUN
 
 
-@pytest.mark.parametrize("command", [c for c in commands(ROOT / "README.md") if any(w in c.text for w in README_RUN)], ids=str)
+@pytest.mark.parametrize(
+    "command",
+    [c for c in commands(ROOT / "README.md") if any(w in c.text for w in README_RUN)],
+    ids=str,
+)
 def test_cheap_commands_of_the_readme(command: Command, copy: Path) -> None:
     status, output, errors = run(command.text, copy)
     assert status == 0, f"{command}\n{output}{errors}"
@@ -117,7 +166,9 @@ def test_a_picture_is_what_its_code_draws(name: str, monkeypatch: pytest.MonkeyP
 
 def test_make_docs_draws_every_picture() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert {file.stem for file in DOCS.glob("draw_*.py")} == set(re.findall(r"-m docs\.(draw_\w+)", makefile))
+    assert {file.stem for file in DOCS.glob("draw_*.py")} == set(
+        re.findall(r"-m docs\.(draw_\w+)", makefile)
+    )
 
 
 def test_an_output_that_is_no_longer_true_is_found() -> None:

@@ -1,7 +1,8 @@
 """data.document_mask: a window of packed documents is computed as each of its documents alone.
 
-On a GPU, flash attention takes the packed documents (test_gpu.py). Here plain kernels stand in for its own (flash.py), so
-that what we tell it, and what autograd, checkpoints and the compiler make of it, is tested without one.
+On a GPU, flash attention takes the packed documents (test_gpu.py). Here plain kernels stand in for
+its own (flash.py), so that what we tell it, and what autograd, checkpoints and the compiler make of
+it, is tested without one.
 """
 
 import contextlib
@@ -43,7 +44,10 @@ WINDOWS = {
     "bos last": [[T] * (S - 1) + [BOS]],
     "consecutive": [[T, T, BOS, BOS, BOS, T, T, T, BOS, T, T, T]],
     "nothing but bos": [[BOS] * S],
-    "two sequences": [[T, T, T, BOS, T, T, T, T, BOS, T, T, T], [BOS, T, T, T, T, T, BOS, T, T, T, T, BOS]],
+    "two sequences": [
+        [T, T, T, BOS, T, T, T, T, BOS, T, T, T],
+        [BOS, T, T, T, T, T, BOS, T, T, T, T, BOS],
+    ],
 }
 
 
@@ -54,12 +58,13 @@ def window(name):
 
 
 def documents_of(row):
-    """Where each document of a row of tokens begins and ends: the definition, one token at a time."""
+    """Where each document of a row of tokens begins and ends: the definition, one token at a
+    time."""
     begins = [0] + [i for i, token in enumerate(row.tolist()) if token == BOS and i > 0]
     return list(zip(begins, [*begins[1:], len(row)], strict=True))
 
 
-# --- finding them -----------------------------------------------------------------------------------------------------
+# --- finding them ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", WINDOWS)
@@ -83,17 +88,21 @@ def test_positions_boundaries_and_mask_are_those_of_the_documents(name):
 def test_a_mask_is_made_where_flash_attention_does_not_take_documents():
     positions, boundaries = find_documents(window("consecutive"), BOS, "cpu")
     assert attention_bounds(None, positions, torch.float32, 64) is None
-    assert attention_bounds(boundaries, positions, torch.bfloat16, 64).dtype == torch.bfloat16  # the CPU
+    # the CPU
+    assert attention_bounds(boundaries, positions, torch.bfloat16, 64).dtype == torch.bfloat16
 
 
-# --- the model --------------------------------------------------------------------------------------------------------
+# --- the model ------------------------------------------------------------------------------------
 
 
 def small_model(case, checkpointing="none", compile=False):
-    """The unsharded Transformer of a case, in this process; compiled blocks are traced, and run as traced."""
+    """The unsharded Transformer of a case, in this process; compiled blocks are traced, and run as
+    traced."""
     config = case.config().model
     mesh = build_mesh(MeshSizes(), "cpu")
-    model = Transformer(config, range(config.num_layers), True, True, mesh.tp, False).to(torch.float64)
+    model = Transformer(config, range(config.num_layers), True, True, mesh.tp, False).to(
+        torch.float64
+    )
     with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
         wrap_blocks(model.blocks.values(), checkpointing, compile, config.dim, 1)
     model.to_empty(device="cpu")
@@ -119,32 +128,46 @@ def gradients(model, outputs):
 
 
 def packed_alone_and_plain(name):
-    """Logits [S, B, V] and gradients of a window: packed, of each document alone, and with every sequence as one document."""
+    """Logits [S, B, V] and gradients of a window: packed, of each document alone, and with every
+    sequence as one document."""
     model, tokens = small_model(Case(MeshSizes(), num_kv_heads=2)), window(name)
-    alone = [torch.cat([model(None, plain(row[a:b].unsqueeze(0))) for a, b in documents_of(row)]) for row in tokens]
+    alone = [
+        torch.cat([model(None, plain(row[a:b].unsqueeze(0))) for a, b in documents_of(row)])
+        for row in tokens
+    ]
     found = []
-    for outputs in (model(None, packed(tokens)), torch.cat(alone, dim=1), model(None, plain(tokens))):
+    for outputs in (
+        model(None, packed(tokens)),
+        torch.cat(alone, dim=1),
+        model(None, plain(tokens)),
+    ):
         found.append((outputs.detach(), gradients(model, outputs)))
     return found
 
 
 @pytest.mark.parametrize("name", WINDOWS)
 def test_a_packed_window_is_its_documents_alone(ranks, name):
-    ((logits, grads), (expected, expected_grads), (unmasked, unmasked_grads)) = ranks.run(packed_alone_and_plain, 1, name)[0]
+    ((logits, grads), (expected, expected_grads), (unmasked, unmasked_grads)) = ranks.run(
+        packed_alone_and_plain, 1, name
+    )[0]
 
     def far(ours, theirs):
         return ((ours - theirs).norm() / theirs.norm()).item()
 
     assert far(logits, expected) < 1e-12
     for parameter, gradient in expected_grads.items():
-        if gradient.norm() > 1e-12:  # documents of one token each: no gradient reaches queries and keys
+        # documents of one token each: no gradient reaches queries and keys
+        if gradient.norm() > 1e-12:
             assert far(grads[parameter], gradient) < 1e-12, parameter
         else:
             assert name == "nothing but bos"
             assert grads[parameter].norm() < 1e-12, parameter
-    # The control: where there are several documents, a causal mask alone computes something else. (Equal tokens hide it: any
-    # weighted mean of equal values is the same.)
-    distances = [far(unmasked, expected), far(unmasked_grads["embedding.weight"], expected_grads["embedding.weight"])]
+    # The control: where there are several documents, a causal mask alone computes something else.
+    # (Equal tokens hide it: any weighted mean of equal values is the same.)
+    distances = [
+        far(unmasked, expected),
+        far(unmasked_grads["embedding.weight"], expected_grads["embedding.weight"]),
+    ]
     if name in ("no bos", "bos first"):
         assert max(distances) < 1e-12
     elif name != "nothing but bos":
@@ -158,7 +181,8 @@ def logits_of(tokens):
 
 @pytest.mark.parametrize(("row", "column"), [(0, 1), (0, 5), (1, 3), (1, 9)])
 def test_a_token_matters_in_its_own_document_alone(ranks, row, column):
-    """Every bit outside of the document stays, every position from the token to the document's end changes."""
+    """Every bit outside of the document stays, every position from the token to the document's end
+    changes."""
     tokens = window("two sequences")
     changed = tokens.clone()
     changed[row, column] += 100
@@ -169,12 +193,16 @@ def test_a_token_matters_in_its_own_document_alone(ranks, row, column):
     assert torch.equal((before != after).any(dim=-1), touched)
 
 
-# --- every layout -----------------------------------------------------------------------------------------------------
+# --- every layout ---------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def documents_forgotten():
-    with patch.object(training.step, "find_documents", lambda tokens, bos_id, device: (plain(tokens).positions, None)):
+    with patch.object(
+        training.step,
+        "find_documents",
+        lambda tokens, bos_id, device: (plain(tokens).positions, None),
+    ):
         yield
 
 
@@ -193,27 +221,32 @@ def documents_forgotten():
     ids=str,
 )
 def test_layouts_agree(ranks, case):
-    """Against the reference, which runs each document alone. The covering array (test_parity.py) meets every other option."""
+    """Against the reference, which runs each document alone. The covering array (test_parity.py)
+    meets every other option."""
     row = check(ranks, case, 2)
     assert not row.failures(), line(row, 2)
 
 
 def test_forgotten_documents_are_found(ranks):
-    row = check(ranks, Case(MeshSizes(pp=2, tp=2), document_mask=True), sabotage=documents_forgotten)
+    row = check(
+        ranks, Case(MeshSizes(pp=2, tp=2), document_mask=True), sabotage=documents_forgotten
+    )
     assert {"loss", "gradient", "norm"} <= set(row.failures()), row.crash
 
 
-# --- flash attention's bookkeeping ------------------------------------------------------------------------------------
+# --- flash attention's bookkeeping ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("name", WINDOWS)
 def test_flash_attention_is_told_the_documents(name, kv_heads):
-    """Outputs and gradients by boundaries and by mask are the same, for one sequence and for two."""
+    """Outputs and gradients by boundaries and by mask are the same, for one sequence and for
+    two."""
     tokens = window(name)
     torch.manual_seed(0)
     q, k, v = (
-        torch.randn(S, len(tokens), heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, kv_heads, kv_heads)
+        torch.randn(S, len(tokens), heads, 8, dtype=torch.float64, requires_grad=True)
+        for heads in (4, kv_heads, kv_heads)
     )
     positions, boundaries = find_documents(tokens, BOS, "cpu")
     weights = torch.randn(S, len(tokens), 4, 8, dtype=torch.float64)
@@ -230,7 +263,10 @@ def test_flash_attention_is_told_the_documents(name, kv_heads):
 
 def by_boundaries(name, checkpointing, compile):
     """As `packed_alone_and_plain`: by mask and by boundaries, and the stand-in's calls."""
-    model, tokens = small_model(Case(MeshSizes(), num_kv_heads=2), checkpointing, compile), window(name)
+    model, tokens = (
+        small_model(Case(MeshSizes(), num_kv_heads=2), checkpointing, compile),
+        window(name),
+    )
     by_mask = model(None, packed(tokens))
     found = [(by_mask.detach(), gradients(model, by_mask))]
     with flash_attention_stands_in() as calls:
@@ -240,10 +276,15 @@ def by_boundaries(name, checkpointing, compile):
 
 
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize(("checkpointing", "forwards"), [("none", 1), ("selective", 1), ("full", 2)])
+@pytest.mark.parametrize(
+    ("checkpointing", "forwards"), [("none", 1), ("selective", 1), ("full", 2)]
+)
 def test_model_by_boundaries_is_the_model_by_mask(ranks, checkpointing, forwards, compile):
-    """Selective checkpointing keeps attention's output, and full checkpointing computes it again."""
-    ((by_mask, by_boundary), calls, blocks) = ranks.run(by_boundaries, 1, "two sequences", checkpointing, compile)[0]
+    """Selective checkpointing keeps attention's output, and full checkpointing computes it
+    again."""
+    ((by_mask, by_boundary), calls, blocks) = ranks.run(
+        by_boundaries, 1, "two sequences", checkpointing, compile
+    )[0]
     assert calls == {"forward": forwards * blocks, "backward": blocks}
     assert (by_mask[0] - by_boundary[0]).abs().max() < 1e-12
     for parameter, gradient in by_mask[1].items():
@@ -263,7 +304,7 @@ def test_another_number_of_documents_compiles_no_more_than_once_again():
     assert compiler.frame_count <= 2
 
 
-# --- runs -------------------------------------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------
 
 
 def test_data_without_bos_is_refused(tmp_path: Path):
@@ -292,12 +333,21 @@ def test_a_step_does_not_forget_the_mask_for_want_of_a_bos(ranks):
 
 @pytest.mark.thorough
 def test_a_run_masks_in_training_and_evaluation(ranks, tmp_path: Path):
-    """Lines of code as documents, through all of train.py: on two ranks as on one, and unlike a run without the mask."""
-    lines = [text for file in sorted(Path(SOURCE).glob("*.py")) for text in file.read_text().splitlines() if text.strip()]
-    (tmp_path / "short.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in lines))
+    """Lines of code as documents, through all of train.py: on two ranks as on one, and unlike a run
+    without the mask."""
+    lines = [
+        text
+        for file in sorted(Path(SOURCE).glob("*.py"))
+        for text in file.read_text().splitlines()
+        if text.strip()
+    ]
+    (tmp_path / "short.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in lines)
+    )
     data = prepared(tmp_path / "data", str(tmp_path / "short.jsonl"))
     train = {"steps": 2, "eval_interval": 2}
-    config = write_config(tmp_path, data, train=train, model={"init_std": 0.2})  # large: attention is far from uniform
+    # large: attention is far from uniform
+    config = write_config(tmp_path, data, train=train, model={"init_std": 0.2})
     found = []
     for world, overrides in (
         (2, ["parallel.tp=2", "data.document_mask=true"]),

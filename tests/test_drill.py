@@ -1,4 +1,5 @@
-"""Ranks that are killed at any moment, and what is left: the short form of benchmarks/kill_drill.py."""
+"""Ranks that are killed at any moment, and what is left: the short form of
+benchmarks/kill_drill.py."""
 
 import time
 from pathlib import Path
@@ -9,7 +10,18 @@ import torch.distributed as dist
 import yaml
 
 import tools.ranks
-from benchmarks.kill_drill import LAYOUTS, WHERE, Kill, check_folder, drill, last_state, numbers, plan, planted, small
+from benchmarks.kill_drill import (
+    LAYOUTS,
+    WHERE,
+    Kill,
+    check_folder,
+    drill,
+    last_state,
+    numbers,
+    plan,
+    planted,
+    small,
+)
 from runtime import signals
 from runtime.events import append_event, read_events
 from runtime.ledger import CAUSES, Ledger, account
@@ -19,7 +31,8 @@ from tools.report import __main__ as report
 
 
 def drilled(arguments: list[str], kill: Kill | None) -> str:
-    signals.STARTED = time.monotonic()  # this start's, not that of the server that this process was forked from
+    # this start's, not that of the server that this process was forked from
+    signals.STARTED = time.monotonic()
     if kill is not None and kill.rank == dist.get_rank():
         with planted(kill):
             return train_run(arguments)
@@ -35,14 +48,20 @@ KILLS = {
         Kill(3, "step", 2, 0.0),
         Kill(0, "deletion", 1, 3),
     ],
-    8: [Kill(6, "step", 4, 0.0), Kill(0, "commit", 1, 1), Kill(0, "commit", 1, 5), Kill(0, "deletion", 1, 3)],
+    8: [
+        Kill(6, "step", 4, 0.0),
+        Kill(0, "commit", 1, 1),
+        Kill(0, "commit", 1, 5),
+        Kill(0, "deletion", 1, 3),
+    ],
 }
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("world", [4, 8])
 def test_killed_again_and_again(ranks: Ranks, data: Path, tmp_path: Path, world: int) -> None:
-    """In every phase: the same numbers as undisturbed, every checkpoint good, and the ledger adds up. In 3D thoroughly."""
+    """In every phase: the same numbers as undisturbed, every checkpoint good, and the ledger adds
+    up. In 3D thoroughly."""
     runs = {}
     for name, kills in (("alone", []), ("drilled", KILLS[world])):
         folder = tmp_path / name
@@ -70,7 +89,13 @@ def test_killed_again_and_again(ranks: Ranks, data: Path, tmp_path: Path, world:
 
     events = read_events(runs["drilled"])
     seconds = account(events)
-    assert min(seconds[cause] for cause in ("steps", "lost", "evaluation", "saving", "start", "end", "down")) > 0
+    assert (
+        min(
+            seconds[cause]
+            for cause in ("steps", "lost", "evaluation", "saving", "start", "end", "down")
+        )
+        > 0
+    )
     first, last = (next(e for e in events if e["event"] == "start")["began"], events[-1]["time"])
     assert sum(seconds.values()) == pytest.approx(last - first, abs=0.5)
     assert last - first <= took
@@ -78,7 +103,8 @@ def test_killed_again_and_again(ranks: Ranks, data: Path, tmp_path: Path, world:
 
 @pytest.mark.thorough
 def test_torchrun_restarts_by_itself(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    """A killed rank, `torchrun --max-restarts`: nobody does anything, and the run ends as one that was left alone."""
+    """A killed rank, `torchrun --max-restarts`: nobody does anything, and the run ends as one that
+    was left alone."""
     raw = small(Path(write_config(tmp_path, data)), 4, steps=6)
     (tmp_path / "alone.yaml").write_text(yaml.safe_dump(raw))
     assert ranks.run(train_run, 4, [str(tmp_path / "alone.yaml")]) == [""] * 4
@@ -105,15 +131,18 @@ def test_the_checks_can_fail(ranks: Ranks, data: Path, tmp_path: Path) -> None:
 def test_a_plan_has_every_phase(tmp_path: Path) -> None:
     assert {kill.phase for kill in KILLS[4]} == set(WHERE)
     kills = plan(0, 48, 4)
-    assert {phase: sum(kill.phase == phase for kill in kills) for phase in WHERE} == dict.fromkeys(WHERE, 8)
+    assert {phase: sum(kill.phase == phase for kill in kills) for phase in WHERE} == dict.fromkeys(
+        WHERE, 8
+    )
     assert kills == plan(0, 48, 4) != plan(1, 48, 4)
 
 
-# --- the ledger -------------------------------------------------------------------------------------------------------
+# --- the ledger -----------------------------------------------------------------------------------
 
 
 def test_the_ledger_of_a_told_story() -> None:
-    """Killed in step 7 after a checkpoint at 4; then back from 9 to 8 in the second start; each figure by hand."""
+    """Killed in step 7 after a checkpoint at 4; then back from 9 to 8 in the second start; each
+    figure by hand."""
 
     def spent(step: int, **seconds: float) -> dict:
         return {"event": "spent", "time": 0.0, "step": step, "seconds": seconds}
@@ -123,11 +152,18 @@ def test_the_ledger_of_a_told_story() -> None:
         spent(2, start=5.0, steps=2.0, data=0.5),
         spent(6, steps=4.0, saving=1.0),  # until 112.5; steps 5 and 6, half of 4.0, are made again
         {"event": "start", "time": 0.0, "began": 120.0, "step": 4},
-        spent(9, start=5.0, steps=5.0, evaluation=2.0),  # until 132; step 9, a fifth of 5.0, is made again
+        # until 132; step 9, a fifth of 5.0, is made again
+        spent(9, start=5.0, steps=5.0, evaluation=2.0),
         {"event": "rollback", "time": 0.0, "from_step": 9, "step": 8},
         spent(10, rollback=3.0, steps=2.0, end=1.0),
     ]
-    expected = dict.fromkeys(CAUSES, 0.0) | {"steps": 10.0, "lost": 3.0, "data": 0.5, "saving": 1.0, "evaluation": 2.0}
+    expected = dict.fromkeys(CAUSES, 0.0) | {
+        "steps": 10.0,
+        "lost": 3.0,
+        "data": 0.5,
+        "saving": 1.0,
+        "evaluation": 2.0,
+    }
     expected |= {"rollback": 3.0, "start": 10.0, "end": 1.0, "down": 7.5}
     assert account(events) == pytest.approx(expected)
     assert sum(expected.values()) == 138.0 - 100.0
@@ -135,7 +171,10 @@ def test_the_ledger_of_a_told_story() -> None:
 
 def test_the_ledger_counts_every_second_once(tmp_path: Path) -> None:
     clock = [1000.0]
-    with patch("runtime.ledger.time.monotonic", lambda: clock[0]), patch.object(signals, "STARTED", 990.0):
+    with (
+        patch("runtime.ledger.time.monotonic", lambda: clock[0]),
+        patch.object(signals, "STARTED", 990.0),
+    ):
         ledger = Ledger(tmp_path, 3, 8)
         ledger.spent("start")
         clock[0] += 7
@@ -145,7 +184,11 @@ def test_the_ledger_counts_every_second_once(tmp_path: Path) -> None:
         ledger.spent("end")
         ledger.write(5)
     events = read_events(tmp_path)
-    assert [event.get("seconds") for event in events] == [None, {"start": 10.0, "steps": 5.0, "data": 2.0}, {"end": 1.0}]
+    assert [event.get("seconds") for event in events] == [
+        None,
+        {"start": 10.0, "steps": 5.0, "data": 2.0},
+        {"end": 1.0},
+    ]
     assert (events[0]["step"], events[0]["world_size"]) == (3, 8)
 
 

@@ -1,4 +1,5 @@
-"""Every exercise of docs/exercises can be solved, its tests fail until it is, and every page that should has some."""
+"""Every exercise of docs/exercises can be solved, its tests fail until it is, and every page that
+should has some."""
 
 import importlib
 import inspect
@@ -18,11 +19,19 @@ NAMES = sorted(file.stem for file in (ROOT / "docs" / "exercises").glob("test_*.
 
 
 def functions(module: ModuleType) -> dict[str, Callable[..., Any]]:
-    return {name: f for name, f in inspect.getmembers(module, inspect.isfunction) if f.__module__ == module.__name__}
+    return {
+        name: f
+        for name, f in inspect.getmembers(module, inspect.isfunction)
+        if f.__module__ == module.__name__
+    }
 
 
 def to_complete(module: ModuleType) -> list[str]:
-    return [name for name, f in functions(module).items() if 'NotImplementedError("yours to write")' in inspect.getsource(f)]
+    return [
+        name
+        for name, f in functions(module).items()
+        if 'NotImplementedError("yours to write")' in inspect.getsource(f)
+    ]
 
 
 def calls(module: ModuleType, ranks: Ranks) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -33,7 +42,9 @@ def calls(module: ModuleType, ranks: Ranks) -> Iterator[tuple[str, Callable[[], 
         choices = []
         for mark in getattr(test, "pytestmark", []):
             keys = mark.args[0] if isinstance(mark.args[0], tuple) else (mark.args[0],)
-            values = [value if isinstance(mark.args[0], tuple) else (value,) for value in mark.args[1]]
+            values = [
+                value if isinstance(mark.args[0], tuple) else (value,) for value in mark.args[1]
+            ]
             choices.append([dict(zip(keys, value, strict=True)) for value in values])
         for chosen in itertools.product(*choices):
             given = {key: value for some in chosen for key, value in some.items()}
@@ -43,7 +54,9 @@ def calls(module: ModuleType, ranks: Ranks) -> Iterator[tuple[str, Callable[[], 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_exercise_fails_until_it_is_done_and_can_be_done(name: str, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exercise_fails_until_it_is_done_and_can_be_done(
+    name: str, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     module = importlib.import_module(f"docs.exercises.{name}")
     exercises = to_complete(module)
@@ -68,9 +81,14 @@ def test_a_page_names_its_exercises(name: str) -> None:
 
 def test_a_wrong_answer_is_not_accepted(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: the communication left out of two answers."""
-    for name, exercise in (("test_tensor", "column_parallel_backward"), ("test_sequence", "norm_weight_gradient")):
+    for name, exercise in (
+        ("test_tensor", "column_parallel_backward"),
+        ("test_sequence", "norm_weight_gradient"),
+    ):
         module = importlib.import_module(f"docs.exercises.{name}")
-        monkeypatch.setattr(module, "leave_backward", exercise_answers.leave_backward, raising=False)
+        monkeypatch.setattr(
+            module, "leave_backward", exercise_answers.leave_backward, raising=False
+        )
         monkeypatch.setattr(module, exercise, WRONG[exercise])
         with pytest.raises(AssertionError):
             assert [call() for _, call in calls(module, ranks)]
@@ -84,4 +102,7 @@ def without_the_other_rows(dy: Any, normed: Any, group: Any, sequence_parallel: 
     return (dy * normed).sum(0)
 
 
-WRONG = {"column_parallel_backward": without_all_reduce, "norm_weight_gradient": without_the_other_rows}
+WRONG = {
+    "column_parallel_backward": without_all_reduce,
+    "norm_weight_gradient": without_the_other_rows,
+}

@@ -15,7 +15,9 @@ from tests.test_huggingface import make_model, save
 from tools import import_hf
 from tools.huggingface.foreign import refuse_foreign
 
-TEKKEN = json.dumps({"config": {"pattern": ".", "version": "v3"}, "vocab": [{"rank": 0, "token_bytes": "AA=="}]})
+TEKKEN = json.dumps(
+    {"config": {"pattern": ".", "version": "v3"}, "vocab": [{"rank": 0, "token_bytes": "AA=="}]}
+)
 FILES = {
     "tekken.json": (TEKKEN, "Mistral's tekken format, which is not supported"),
     "tokenizer.model": (
@@ -24,8 +26,14 @@ FILES = {
     ),
     "model.gguf": ("GGUF\x03\0\0\0", "a GGUF model, which is not supported"),
     "vocab.json": (json.dumps({"a": 0, "b": 1}), "a vocabulary without its merges"),
-    "tokenizer_config.json": (json.dumps({"tokenizer_class": "LlamaTokenizer"}), "describes a tokenizer"),
-    "tokenizer.json": ("version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a pointer of Git LFS"),
+    "tokenizer_config.json": (
+        json.dumps({"tokenizer_class": "LlamaTokenizer"}),
+        "describes a tokenizer",
+    ),
+    "tokenizer.json": (
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+        "a pointer of Git LFS",
+    ),
     "broken.json": ("{", "this is not a tokenizer.json that can be read"),
     "broken.model": ("junk", "this is not a SentencePiece model"),
 }
@@ -74,7 +82,13 @@ MODELS = {
 def test_a_model_of_another_format_is_called_what_it_is(
     tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    for name in ("model.gguf", "model.bin", "gguf/a.gguf", "meta/params.json", "meta/consolidated.00.pth"):
+    for name in (
+        "model.gguf",
+        "model.bin",
+        "gguf/a.gguf",
+        "meta/params.json",
+        "meta/consolidated.00.pth",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"GGUF" if name.endswith("gguf") else b"{}")
     monkeypatch.chdir(tmp_path)
@@ -85,23 +99,34 @@ def test_a_model_of_another_format_is_called_what_it_is(
         refuse_foreign(Path(given), "--checkpoint")
     assert raised.value.key == "--checkpoint"
     if case == "hub name":
-        assert "`hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B`" in raised.value.remedy
+        assert (
+            "`hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B`" in raised.value.remedy
+        )
 
 
-def test_a_model_without_a_tokenizer_is_imported_with_one(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_model_without_a_tokenizer_is_imported_with_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     hf = save(make_model("Llama 3, sharded"), tmp_path / "hf", "1GB")
     shutil.move(hf / "tokenizer.model", tmp_path / "elsewhere.model")
     arguments = ["--hf", str(hf), "--out", str(tmp_path / "out")]
     assert import_hf.main(arguments) == 2
-    assert "give the model's tokenizer, its file or folder: --tokenizer PATH" in capsys.readouterr().err
+    assert (
+        "give the model's tokenizer, its file or folder: --tokenizer PATH"
+        in capsys.readouterr().err
+    )
     assert import_hf.main([*arguments, "--tokenizer", str(tmp_path / "nowhere")]) == 2
     assert "--tokenizer = " in capsys.readouterr().err
     assert import_hf.main([*arguments, "--tokenizer", str(tmp_path / "elsewhere.model")]) == 0
     assert Tokenizer.load(tmp_path / "out").sha256 == tokenizer().sha256
 
 
-def test_weights_that_are_a_pointer_of_git_lfs_are_called_so(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_weights_that_are_a_pointer_of_git_lfs_are_called_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     hf = save(make_model("Llama 3, sharded"), tmp_path / "hf", "1GB")
-    (hf / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    (hf / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    )
     assert import_hf.main(["--hf", str(hf), "--out", str(tmp_path / "out")]) == 2
     assert "run `git lfs pull`" in capsys.readouterr().err

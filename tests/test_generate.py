@@ -1,4 +1,5 @@
-"""tools/generate from folder to text: what transformers writes, whatever the layout; and what it refuses."""
+"""tools/generate from folder to text: what transformers writes, whatever the layout; and what it
+refuses."""
 
 import contextlib
 import functools
@@ -40,27 +41,37 @@ def tokens_after(arguments, prompt):
     options = program.parse(arguments)
     loaded = load_model(options.checkpoint, torch.float32, "cpu")
     tokens = loaded.encode(prompt)
-    new = generate(loaded.model, [tokens], options.max_new_tokens, Sampling(temperature=0), loaded.stop)
+    new = generate(
+        loaded.model, [tokens], options.max_new_tokens, Sampling(temperature=0), loaded.stop
+    )
     return tokens, [token for (token,) in new]
 
 
 @functools.cache
 def by_transformers(folder, prompt, count):
-    """The tokens of a prompt by the folder's own tokenizer, and those that `transformers` writes greedily after them."""
+    """The tokens of a prompt by the folder's own tokenizer, and those that `transformers` writes
+    greedily after them."""
     from transformers import LlamaForCausalLM
 
     coder = Tokenizer.load(folder)
     tokens = [coder.bos_id, *coder.encode(prompt)]
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     row = torch.tensor([tokens])
-    out = model.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=count, do_sample=False, pad_token_id=0)
+    out = model.generate(
+        row,
+        attention_mask=torch.ones_like(row),
+        max_new_tokens=count,
+        do_sample=False,
+        pad_token_id=0,
+    )
     new = out[0, len(tokens) :].tolist()
     return tokens, new[:-1] if len(new) < count else new  # without the token that ended it
 
 
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory):
-    """A folder as transformers writes it, in several files: a random Llama with the tests' tokenizer."""
+    """A folder as transformers writes it, in several files: a random Llama with the tests'
+    tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("foreign")
@@ -78,7 +89,10 @@ def foreign(tmp_path_factory):
 def test_a_hugging_face_folder_writes_what_transformers_writes(ranks, foreign, tp):
     """On 4 ranks with fewer key/value heads than ranks, and no even share of the vocabulary."""
     arguments = ["--checkpoint", str(foreign), "--max-new-tokens", "100"]
-    assert ranks.run(tokens_after, tp, arguments, "import") == [by_transformers(foreign, "import", 100)] * tp
+    assert (
+        ranks.run(tokens_after, tp, arguments, "import")
+        == [by_transformers(foreign, "import", 100)] * tp
+    )
     assert len(list(foreign.glob("*.safetensors"))) > 1
 
 
@@ -87,11 +101,15 @@ def test_transformers_writes_from_our_export_what_the_checkpoint_writes(ranks, s
     export(newest(saved / "run"), out)
     for folder in (saved / "run", out):
         arguments = ["--checkpoint", str(folder), "--max-new-tokens", "60"]
-        assert ranks.run(tokens_after, 2, arguments, "def f") == [by_transformers(out, "def f", 60)] * 2
+        assert (
+            ranks.run(tokens_after, 2, arguments, "def f")
+            == [by_transformers(out, "def f", 60)] * 2
+        )
 
 
 def test_any_ranks_write_what_a_checkpoint_of_any_layout_would(ranks, saved):
-    """Of a run with tp 2 and pp 2: the whole text, from one process or two, alone or among others."""
+    """Of a run with tp 2 and pp 2: the whole text, from one process or two, alone or among
+    others."""
     folder = ["--checkpoint", str(saved / "run"), "--max-new-tokens", "30", "--temperature", "0"]
     (alone,) = ranks.run(written, 1, [*folder, "--prompt", "import email"])
     assert alone.startswith("import email")
@@ -134,7 +152,8 @@ def test_a_damaged_hugging_face_folder_is_refused(ranks, foreign, tmp_path, dama
 
 
 def test_nothing_is_generated_from_a_damaged_checkpoint(ranks, saved, tmp_path):
-    """A byte of a weight's: what tools.verify finds, after which no token comes; on every rank alike."""
+    """A byte of a weight's: what tools.verify finds, after which no token comes; on every rank
+    alike."""
     folder = tmp_path / "run"
     shutil.copytree(newest(saved / "run"), folder)
     arguments = ["--checkpoint", str(folder), "--prompt", "x", "--max-new-tokens", "1"]
@@ -167,7 +186,15 @@ def test_more_ranks_than_heads_are_refused(ranks, saved):
 
 
 def test_the_command(saved):
-    command = [sys.executable, "-m", "tools.generate", "--checkpoint", str(saved / "run"), "--prompt", "naïve €"]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.generate",
+        "--checkpoint",
+        str(saved / "run"),
+        "--prompt",
+        "naïve €",
+    ]
     options = ["--max-new-tokens", "5", "--top-k", "3", "--dtype", "bfloat16"]
     done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr.decode()

@@ -28,7 +28,12 @@ def test_first_losses_agree_with_the_cpu(tmp_path: Path) -> None:
     for device, visible in (("gpu", None), ("cpu", "")):
         folder = tmp_path / device
         folder.mkdir()
-        config = write_config(folder, data, train={"dtype": "bfloat16", "eval_interval": 6}, checkpoint={"interval": 3})
+        config = write_config(
+            folder,
+            data,
+            train={"dtype": "bfloat16", "eval_interval": 6},
+            checkpoint={"interval": 3},
+        )
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         if visible is not None:
             environment["CUDA_VISIBLE_DEVICES"] = visible
@@ -42,19 +47,23 @@ def test_first_losses_agree_with_the_cpu(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_split_backward_and_trace(tmp_path: Path) -> None:
-    """Two stages on one GPU in the shape of a V: deferred weight gradients in bfloat16, and the times of a step's actions."""
+    """Two stages on one GPU in the shape of a V: deferred weight gradients in bfloat16, and the
+    times of a step's actions."""
     data = prepared(tmp_path / "data")
     found = {}
     for schedule, stages in (("1f1b", 1), ("zb_v", 2)):
         folder = tmp_path / schedule
         folder.mkdir()
         parallel = {"schedule": schedule, "stages_per_rank": stages, "zero_stage": 2}
-        config = write_config(folder, data, train={"dtype": "bfloat16"}, parallel=parallel, run={"trace": True})
+        config = write_config(
+            folder, data, train={"dtype": "bfloat16"}, parallel=parallel, run={"trace": True}
+        )
         subprocess.run([sys.executable, "train.py", config], cwd=ROOT, check=True)
         found[schedule] = losses(folder)
     assert found["zb_v"] == pytest.approx(found["1f1b"], rel=2**-8)
     timeline = from_chrome(json.loads((tmp_path / "zb_v" / "run" / "trace.json").read_text()))
-    assert [event.action for event in timeline.ranks[0]] == build_schedule("zb_v", 1, 2, 4)[0]  # 8 sequences, 2 at a time
+    # 8 sequences, 2 at a time
+    assert [event.action for event in timeline.ranks[0]] == build_schedule("zb_v", 1, 2, 4)[0]
     assert all(a.end <= b.start + 1e-3 for a, b in pairwise(timeline.ranks[0]))
 
 
@@ -63,15 +72,18 @@ def test_split_backward_and_trace(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kv_heads", [8, 2])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_packed_documents_by_flash_attention(batch: int, kv_heads: int) -> None:
-    """Flash attention, told the boundaries, computes in bfloat16 what a mask gives in float32, outputs and gradients, and not
-    what causal attention gives."""
+    """Flash attention, told the boundaries, computes in bfloat16 what a mask gives in float32,
+    outputs and gradients, and not what causal attention gives."""
     length, heads, head_dim = 512, 8, 64
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, 100, (batch, length), generator=generator)  # a document begins at each 1: about every hundredth
+    # a document begins at each 1: about every hundredth
+    tokens = torch.randint(0, 100, (batch, length), generator=generator)
     positions, boundaries = find_documents(tokens, 1, "cuda")
     assert attention_bounds(boundaries, positions, torch.bfloat16, head_dim) is boundaries
     shapes = [(length, batch, count, head_dim) for count in (heads, kv_heads, kv_heads, heads)]
-    q, k, v, weights = (torch.randn(shape, generator=generator).cuda().bfloat16() for shape in shapes)
+    q, k, v, weights = (
+        torch.randn(shape, generator=generator).cuda().bfloat16() for shape in shapes
+    )
 
     def outputs(dtype: torch.dtype, documents: torch.Tensor | None) -> list[torch.Tensor]:
         inputs = [t.to(dtype).requires_grad_() for t in (q, k, v)]
@@ -114,7 +126,14 @@ torch.cuda.set_sync_debug_mode("default")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("document_mask", [False, True])
 def test_a_step_never_waits_for_the_device(tmp_path: Path, document_mask: bool) -> None:
-    """Forward, backward, norm, clipping, update: the host runs ahead. Only who reads a number waits."""
+    """Forward, backward, norm, clipping, update: the host runs ahead. Only who reads a number
+    waits."""
     config = write_config(tmp_path, prepared(tmp_path / "data"), train={"dtype": "bfloat16"})
-    command = [sys.executable, "-c", STEPS_WITHOUT_WAITING, config, f"data.document_mask={document_mask}"]
+    command = [
+        sys.executable,
+        "-c",
+        STEPS_WITHOUT_WAITING,
+        config,
+        f"data.document_mask={document_mask}",
+    ]
     subprocess.run(command, cwd=ROOT, check=True)

@@ -1,4 +1,5 @@
-"""Steps that must not update do not, on every rank alike; a run with many of them goes back, and past what they were given."""
+"""Steps that must not update do not, on every rank alike; a run with many of them goes back, and
+past what they were given."""
 
 import contextlib
 import json
@@ -24,7 +25,7 @@ from training.step import TrainStep
 LAYOUTS = {4: {"tp": 2, "dp_shard": 2}, 8: {"tp": 2, "pp": 2, "dp_shard": 2}}  # world → 2D, 3D
 
 
-# --- what the guard decides -------------------------------------------------------------------------------------------
+# --- what the guard decides -----------------------------------------------------------------------
 
 
 def judged(guard: UpdateGuard, loss: float, norm: float = 1.0) -> bool:
@@ -41,7 +42,8 @@ def quiet(guard: UpdateGuard, steps: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (4.0, math.inf), (4.0, math.nan), (-math.inf, 1.0)]
+    ("loss", "norm"),
+    [(math.nan, 1.0), (math.inf, 1.0), (4.0, math.inf), (4.0, math.nan), (-math.inf, 1.0)],
 )
 def test_what_is_not_finite_does_not_update(loss: float, norm: float) -> None:
     guard = UpdateGuard(6.0, "cpu")
@@ -93,12 +95,13 @@ def test_a_restored_guard_decides_as_before() -> None:
     assert len(set(decisions)) == 2
 
 
-# --- planted in runs --------------------------------------------------------------------------------------------------
+# --- planted in runs ------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def poisoned(is_bad: Callable[[int, torch.Tensor], bool], rank: int) -> Iterator[None]:
-    """One number of one gradient of `rank` becomes NaN in steps that are bad (number of the call, tokens of this rank)."""
+    """One number of one gradient of `rank` becomes NaN in steps that are bad (number of the call,
+    tokens of this rank)."""
     forward_backward, calls = TrainStep.forward_backward, []
 
     def planted(self: TrainStep, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
@@ -108,7 +111,9 @@ def poisoned(is_bad: Callable[[int, torch.Tensor], bool], rank: int) -> Iterator
 
         def norm_of(gradients: list[Any], *others: Any) -> torch.Tensor:
             if bad and dist.get_rank() == rank:
-                next(g.to_local() for g in gradients if g.to_local().numel()).view(-1)[-1] = math.nan
+                next(g.to_local() for g in gradients if g.to_local().numel()).view(-1)[-1] = (
+                    math.nan
+                )
             return honest(gradients, *others)
 
         with patch.object(training.step, "gradient_norm", norm_of):
@@ -124,15 +129,31 @@ def run_with_bad_steps(arguments: list[str], rank: int, bad: set[int]) -> str:
 
 
 @pytest.mark.parametrize("world", [4, pytest.param(8, marks=pytest.mark.thorough)])
-def test_a_nan_in_one_ranks_gradient_skips_one_update(ranks: Ranks, data: Path, tmp_path: Path, world: int) -> None:
-    """On all ranks: what they hold in common is compared before the save. It is counted, and the run resumes bitwise."""
-    config = write_config(tmp_path, data, parallel=LAYOUTS[world], checkpoint={"interval": 3, "keep_last": 9})
+def test_a_nan_in_one_ranks_gradient_skips_one_update(
+    ranks: Ranks, data: Path, tmp_path: Path, world: int
+) -> None:
+    """On all ranks: what they hold in common is compared before the save. It is counted, and the
+    run resumes bitwise."""
+    config = write_config(
+        tmp_path, data, parallel=LAYOUTS[world], checkpoint={"interval": 3, "keep_last": 9}
+    )
     rank = world - 1
     assert ranks.run(run_with_bad_steps, world, [config], rank, {3}) == [""] * world
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [math.isfinite(line["grad_norm"]) for line in lines] == [True, True, False, True, True, True]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [math.isfinite(line["grad_norm"]) for line in lines] == [
+        True,
+        True,
+        False,
+        True,
+        True,
+        True,
+    ]
     assert [line["skipped_updates"] for line in lines] == [0, 0, 1, 1, 1, 1]
-    trainer = json.loads((tmp_path / "run" / "checkpoints" / "step-00000006" / "trainer.json").read_text())
+    trainer = json.loads(
+        (tmp_path / "run" / "checkpoints" / "step-00000006" / "trainer.json").read_text()
+    )
     assert (trainer["step"], trainer["updates"]) == (6, 5)
 
     for path in (tmp_path / "run" / "checkpoints").glob("*6"):
@@ -174,9 +195,14 @@ def run_without(arguments: list[str], samples: tuple[int, int]) -> str:
         return train_run(arguments)
 
 
-@pytest.mark.parametrize(("world", "log_interval"), [(4, 1), pytest.param(8, 2, marks=pytest.mark.thorough)])
-def test_bad_batches_are_left_out(ranks: Ranks, data: Path, tmp_path: Path, world: int, log_interval: int) -> None:
-    """Steps 6 and 7 of 10 have bad batches; the run was saved after 4: it goes back there, and on as if they had never been."""
+@pytest.mark.parametrize(
+    ("world", "log_interval"), [(4, 1), pytest.param(8, 2, marks=pytest.mark.thorough)]
+)
+def test_bad_batches_are_left_out(
+    ranks: Ranks, data: Path, tmp_path: Path, world: int, log_interval: int
+) -> None:
+    """Steps 6 and 7 of 10 have bad batches; the run was saved after 4: it goes back there, and on
+    as if they had never been."""
     kept = {"interval": 4, "keep_last": 9}
     sections = {"parallel": LAYOUTS[world], "train": {"steps": 10}, "guard": {"max_bad_steps": 2}}
     sections["run"] = {"log_interval": log_interval}
@@ -186,12 +212,19 @@ def test_bad_batches_are_left_out(ranks: Ranks, data: Path, tmp_path: Path, worl
 
     # Logged every second step, bad steps 7 and 8 are heard of together; logged each, 6 and 7 are.
     first = 6 if log_interval == 1 else 7
-    assert ranks.run(run_with_bad_batches, world, [config], marks[first - 1 : first + 1], 0) == [""] * world
+    assert (
+        ranks.run(run_with_bad_batches, world, [config], marks[first - 1 : first + 1], 0)
+        == [""] * world
+    )
     run = tmp_path / "run"
     found, events = losses(tmp_path), read_events(run)
     left_out = ((first - 1) * 8, (first + 1) * 8)
     (rollback,) = [event for event in events if event["event"] == "rollback"]
-    assert (rollback["from_step"], rollback["step"], tuple(rollback["left_out"])) == (first + 1, 4, left_out)
+    assert (rollback["from_step"], rollback["step"], tuple(rollback["left_out"])) == (
+        first + 1,
+        4,
+        left_out,
+    )
     trainer = json.loads((run / "checkpoints" / "step-00000010" / "trainer.json").read_text())
     assert trainer["data"]["skipped"] == [list(left_out)]
     assert trainer["updates"] == 10
@@ -209,7 +242,9 @@ def test_a_run_without_checkpoint_cannot_go_back(ranks: Ranks, data: Path, tmp_p
 
 
 def test_a_run_that_stays_bad_ends(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path, data, train={"steps": 90}, guard={"max_bad_steps": 2}, checkpoint={"interval": 2})
+    config = write_config(
+        tmp_path, data, train={"steps": 90}, guard={"max_bad_steps": 2}, checkpoint={"interval": 2}
+    )
     with pytest.raises(RankError, match=r"3 times back at .*step-00000002 already"):
         ranks.run(run_with_bad_steps, 2, [config], 0, set(range(3, 90)))
     assert [event["event"] for event in read_events(tmp_path / "run")].count("rollback") == 3
@@ -224,7 +259,10 @@ def run_with_a_spike(arguments: list[str]) -> str:
         calls.append(None)
         return (loss * 1.5 if len(calls) == 6 else loss), norm
 
-    with patch.object(TrainStep, "forward_backward", spiking), patch.object(training.guard, "WINDOW", 8):
+    with (
+        patch.object(TrainStep, "forward_backward", spiking),
+        patch.object(training.guard, "WINDOW", 8),
+    ):
         return train_run(arguments)
 
 
@@ -233,7 +271,11 @@ def test_a_spike_is_skipped_in_a_run(ranks: Ranks, data: Path, tmp_path: Path) -
     skipped = []
     for sigmas in (6.0, 0.0):
         assert ranks.run(run_with_a_spike, 4, [config, f"guard.spike_sigmas={sigmas}"]) == [""] * 4
-        skipped.append(json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["skipped_updates"])
+        skipped.append(
+            json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])[
+                "skipped_updates"
+            ]
+        )
         fresh(tmp_path)
     assert skipped == [1, 0]
 
@@ -253,27 +295,46 @@ def run_with_bad_weights(arguments: list[str], rank: int) -> str:
 
 
 def test_what_is_not_finite_is_not_saved(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path, data, parallel={"dp_shard": 2}, train={"steps": 3}, checkpoint={"interval": 2})
-    with pytest.raises(RankError, match=r"on rank 1 FloatingPointError: optimizer\.\S+ is not finite"):
+    config = write_config(
+        tmp_path, data, parallel={"dp_shard": 2}, train={"steps": 3}, checkpoint={"interval": 2}
+    )
+    with pytest.raises(
+        RankError, match=r"on rank 1 FloatingPointError: optimizer\.\S+ is not finite"
+    ):
         ranks.run(run_with_bad_weights, 2, [config], 1)
     found = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert found == ["latest", "step-00000002"]
 
 
 @pytest.mark.thorough
-def test_what_was_saved_among_bad_steps_is_not_gone_back_to(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    """A run ends with two bad steps, and is saved; it goes on with a third: back to before the first."""
+def test_what_was_saved_among_bad_steps_is_not_gone_back_to(
+    ranks: Ranks, data: Path, tmp_path: Path
+) -> None:
+    """A run ends with two bad steps, and is saved; it goes on with a third: back to before the
+    first."""
     bounds = {"guard": {"max_bad_steps": 3}, "checkpoint": {"interval": 2, "keep_last": 1}}
     config = write_config(tmp_path, data, parallel=LAYOUTS[4], **bounds)
     checkpoints = tmp_path / "run" / "checkpoints"
     assert ranks.run(run_with_bad_steps, 4, [config, "train.steps=4"], 2, {3, 4}) == [""] * 4
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step-00000002", "step-00000004"]
+    assert sorted(path.name for path in checkpoints.iterdir()) == [
+        "latest",
+        "step-00000002",
+        "step-00000004",
+    ]
     assert ranks.run(run_with_bad_steps, 4, [config, "train.steps=8"], 2, {1}) == [""] * 4
     (rollback,) = [event for event in read_events(tmp_path / "run") if event["event"] == "rollback"]
     assert (rollback["from_step"], rollback["step"], rollback["left_out"]) == (5, 2, [32, 40])
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step-00000004.abandoned", "step-00000008"]
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["skipped_updates"]) for line in lines] == [(step, 0) for step in range(1, 9)]
+    assert sorted(path.name for path in checkpoints.iterdir()) == [
+        "latest",
+        "step-00000004.abandoned",
+        "step-00000008",
+    ]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [(line["step"], line["skipped_updates"]) for line in lines] == [
+        (step, 0) for step in range(1, 9)
+    ]
 
 
 def test_a_save_waits_for_a_good_step(ranks: Ranks, data: Path, tmp_path: Path) -> None:
@@ -283,16 +344,22 @@ def test_a_save_waits_for_a_good_step(ranks: Ranks, data: Path, tmp_path: Path) 
     assert found == ["step-00000003", "step-00000004", "step-00000006"], "2 is late, 6 is the last"
 
 
-def test_a_save_that_was_due_before_a_rollback_is_not_made_after_it(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+def test_a_save_that_was_due_before_a_rollback_is_not_made_after_it(
+    ranks: Ranks, data: Path, tmp_path: Path
+) -> None:
     """Steps 3 to 5 are bad, 4 was to be saved: back at 2, the next save is at 4 again."""
     bounds = {"guard": {"max_bad_steps": 3}, "checkpoint": {"interval": 2, "keep_last": 9}}
     config = write_config(tmp_path, data, **bounds)
     assert ranks.run(run_with_bad_steps, 2, [config], 1, {3, 4, 5}) == ["", ""]
-    saved = [event["step"] for event in read_events(tmp_path / "run") if event["event"] == "checkpoint"]
+    saved = [
+        event["step"] for event in read_events(tmp_path / "run") if event["event"] == "checkpoint"
+    ]
     assert saved == [2, 4, 6]
 
 
-def test_without_a_good_checkpoint_the_bad_one_stays(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+def test_without_a_good_checkpoint_the_bad_one_stays(
+    ranks: Ranks, data: Path, tmp_path: Path
+) -> None:
     config = write_config(tmp_path, data, guard={"max_bad_steps": 3}, checkpoint={"interval": 4})
     assert ranks.run(run_with_bad_steps, 2, [config, "train.steps=4"], 1, {3, 4}) == ["", ""]
     with pytest.raises(RankError, match="no checkpoint to go back to"):
@@ -300,8 +367,13 @@ def test_without_a_good_checkpoint_the_bad_one_stays(ranks: Ranks, data: Path, t
     assert (tmp_path / "run" / "checkpoints" / "step-00000004").is_dir()
 
 
-@pytest.mark.parametrize(("bad", "said"), [({1, 2, 3}, "no update was made up"), ({2, 3}, "no update was made after step 1")])
-def test_a_run_that_learnt_nothing_is_not_finished(ranks: Ranks, data: Path, tmp_path: Path, bad: set[int], said: str) -> None:
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [({1, 2, 3}, "no update was made up"), ({2, 3}, "no update was made after step 1")],
+)
+def test_a_run_that_learnt_nothing_is_not_finished(
+    ranks: Ranks, data: Path, tmp_path: Path, bad: set[int], said: str
+) -> None:
     """Too short for guard.max_bad_steps to end it."""
     config = write_config(tmp_path, data, train={"steps": 3}, checkpoint={"interval": 3})
     with pytest.raises(RankError, match=said):

@@ -1,6 +1,8 @@
-"""The house keeps its own rules: who may import whom, no option that nothing reads, no file too long to read, no dead link.
+"""The house keeps its own rules: who may import whom, no option that nothing reads, no file too
+long to read, no dead link.
 
-The rules are stated in each folder's `__init__.py`; here they are held against the source, which is parsed, not run.
+The rules are stated in each folder's `__init__.py`; here they are held against the source, which is
+parsed, not run.
 """
 
 import ast
@@ -14,11 +16,22 @@ import pytest
 from training.config import Config
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("benchmarks", "data", "docs", "model", "parallel", "plan", "runtime", "tests", "tools", "training")
+ROOMS = (
+    "benchmarks",
+    "data",
+    "docs",
+    "model",
+    "parallel",
+    "plan",
+    "runtime",
+    "tests",
+    "tools",
+    "training",
+)
 MAX_LINES = 350
 
-# Which rooms a room may import beside itself; `errors`, `settings` and `hardware` may be imported everywhere.
-# tools/, tests/, benchmarks/: all.
+# Which rooms a room may import beside itself; `errors`, `settings` and `hardware` may be imported
+# everywhere. tools/, tests/, benchmarks/: all.
 MAY_IMPORT = {
     "model": {"parallel"},
     "parallel": set(),
@@ -31,7 +44,9 @@ MAY_IMPORT = {
     "settings": set(),
     "hardware": set(),
 }
-SOURCES = sorted([*ROOT.glob("*.py"), *(file for room in ROOMS for file in (ROOT / room).rglob("*.py"))])
+SOURCES = sorted(
+    [*ROOT.glob("*.py"), *(file for room in ROOMS for file in (ROOT / room).rglob("*.py"))]
+)
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
@@ -44,7 +59,8 @@ MODULES = {module_name(file): ast.parse(file.read_text(encoding="utf-8")) for fi
 
 
 def imports(tree: ast.AST) -> set[str]:
-    """Every module that `tree` imports, wherever it does so. `from a import b` imports a, and a.b where that is a module."""
+    """Every module that `tree` imports, wherever it does so. `from a import b` imports a, and a.b
+    where that is a module."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -52,7 +68,11 @@ def imports(tree: ast.AST) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "the house imports by absolute names"
             assert node.module
-            found |= {node.module} | {f"{node.module}.{a.name}" for a in node.names if f"{node.module}.{a.name}" in MODULES}
+            found |= {node.module} | {
+                f"{node.module}.{a.name}"
+                for a in node.names
+                if f"{node.module}.{a.name}" in MODULES
+            }
     return found
 
 
@@ -66,7 +86,7 @@ def forbidden(module: str, imported: set[str]) -> set[str]:
     return {name for name in imported if name.split(".")[0] in house - allowed}
 
 
-# --- who may know whom ------------------------------------------------------------------------------------------------
+# --- who may know whom ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -75,14 +95,22 @@ def test_imports_only_what_its_room_may_know(module: str) -> None:
 
 
 def test_the_import_rule_can_fail() -> None:
-    tree = ast.parse("def late():\n    from training.config import Config\nimport torch\nimport errors")
+    tree = ast.parse(
+        "def late():\n    from training.config import Config\nimport torch\nimport errors"
+    )
     assert forbidden("parallel.mesh", imports(tree)) == {"training.config"}
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name.split(".")[0] == "parallel"])
 def test_parallel_needs_torch_alone(module: str) -> None:
     packages = {name.split(".")[0] for name in imports(MODULES[module])}
-    assert packages - sys.stdlib_module_names <= {"torch", "parallel", "errors", "settings", "hardware"}
+    assert packages - sys.stdlib_module_names <= {
+        "torch",
+        "parallel",
+        "errors",
+        "settings",
+        "hardware",
+    }
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
@@ -106,12 +134,16 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 def test_no_module_imports_itself_through_others() -> None:
     assert circle({name: imports(tree) for name, tree in MODULES.items()}) == []
-    assert circle({"a": {"b"}, "b": {"c", "torch"}, "c": {"a"}}) == ["a", "b", "c", "a"]  # the control
+    # the control
+    assert circle({"a": {"b"}, "b": {"c", "torch"}, "c": {"a"}}) == ["a", "b", "c", "a"]
 
 
-# --- configuration ----------------------------------------------------------------------------------------------------
+# --- configuration --------------------------------------------------------------------------------
 
-SECTIONS = {field.name: [key.name for key in dataclasses.fields(field.type)] for field in dataclasses.fields(Config)}
+SECTIONS = {
+    field.name: [key.name for key in dataclasses.fields(field.type)]
+    for field in dataclasses.fields(Config)
+}
 
 
 def attributes_read(tree: ast.AST) -> set[str]:
@@ -129,11 +161,15 @@ def attributes_read(tree: ast.AST) -> set[str]:
     return found
 
 
-RUNNING = [tree for name, tree in MODULES.items() if name.split(".")[0] in {"train", *MAY_IMPORT["train"]}]
+RUNNING = [
+    tree for name, tree in MODULES.items() if name.split(".")[0] in {"train", *MAY_IMPORT["train"]}
+]
 READ = set().union(*(attributes_read(tree) for tree in RUNNING))
 
 
-@pytest.mark.parametrize("key", [f"{section}.{key}" for section, keys in SECTIONS.items() for key in keys])
+@pytest.mark.parametrize(
+    "key", [f"{section}.{key}" for section, keys in SECTIONS.items() for key in keys]
+)
 def test_every_configuration_key_is_read(key: str) -> None:
     assert key.split(".")[1] in READ
 
@@ -144,7 +180,7 @@ def test_an_option_that_nothing_reads_is_found() -> None:
     assert attributes_read(ast.parse(checks + uses)) == {"used"}
 
 
-# --- what a reader meets ----------------------------------------------------------------------------------------------
+# --- what a reader meets --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("file", SOURCES, ids=module_name)
@@ -152,24 +188,47 @@ def test_a_file_can_be_read_in_one_sitting(file: Path) -> None:
     assert len(file.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT))
+)
 def test_local_links_lead_somewhere(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|href)="([^"]+)"', text)
-    local = [link.split("#")[0] for link in links if not re.match(r"[a-z]+:", link) and not link.startswith("#")]
+    local = [
+        link.split("#")[0]
+        for link in links
+        if not re.match(r"[a-z]+:", link) and not link.startswith("#")
+    ]
     assert [link for link in local if not (document.parent / link).exists()] == []
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT))
+)
 def test_commands_and_keys_in_the_text_exist(document: Path) -> None:
-    text = re.sub(r"^```(?:python|diff)\n.*?^```$", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(
+        r"^```(?:python|diff)\n.*?^```$",
+        "",
+        document.read_text(encoding="utf-8"),
+        flags=re.MULTILINE | re.DOTALL,
+    )
     code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL))
-    targets = re.findall(r"^([a-z-]+):(?!=)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    assert [name for name in re.findall(r"\bmake ([a-z][a-z-]*)", code) if name not in targets] == []
-    assert [name for name in re.findall(r"-m ((?:tools|benchmarks)\.\w+)", code) if name not in MODULES] == []
+    targets = re.findall(
+        r"^([a-z-]+):(?!=)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert [
+        name for name in re.findall(r"\bmake ([a-z][a-z-]*)", code) if name not in targets
+    ] == []
+    assert [
+        name for name in re.findall(r"-m ((?:tools|benchmarks)\.\w+)", code) if name not in MODULES
+    ] == []
     keys = re.findall(rf"\b(?<!from )({'|'.join(SECTIONS)})\.([a-z_]+)\b(?!/)", code)
     files = {"py", "json", "yaml", "safetensors"}
-    assert [f"{section}.{key}" for section, key in keys if key not in files and key not in SECTIONS[section]] == []
+    assert [
+        f"{section}.{key}"
+        for section, key in keys
+        if key not in files and key not in SECTIONS[section]
+    ] == []
 
 
 def test_make_help_names_every_target() -> None:

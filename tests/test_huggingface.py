@@ -1,4 +1,5 @@
-"""Hugging Face folders in and out: the same model in transformers' code and in ours, and the same bits after a run of ours."""
+"""Hugging Face folders in and out: the same model in transformers' code and in ours, and the same
+bits after a run of ours."""
 
 import json
 import shutil
@@ -37,7 +38,8 @@ SMALL = {
     "max_position_embeddings": 128,
     "rms_norm_eps": 1e-5,
 }
-# Frequencies of all three kinds, kept, slowed and between, within the 64 positions that are compared.
+# Frequencies of all three kinds, kept, slowed and between, within the 64 positions that are
+# compared.
 SCALED = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -45,12 +47,18 @@ SCALED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-# class of transformers, its configuration beside SMALL, the size of its files, the dtype of its tensors
+# class of transformers, its configuration beside SMALL, the size of its files, the dtype of its
+# tensors
 CASES: dict[str, tuple[str, dict[str, Any], str, torch.dtype]] = {
     "Llama 3, sharded": ("Llama", {"rope_theta": 500_000.0}, "100KB", torch.float32),
     "Llama 3.2: scaled rope, tied": (
         "Llama",
-        {"rope_theta": 500_000.0, "rope_scaling": SCALED, "tie_word_embeddings": True, "head_dim": 16},
+        {
+            "rope_theta": 500_000.0,
+            "rope_scaling": SCALED,
+            "tie_word_embeddings": True,
+            "head_dim": 16,
+        },
         "1GB",
         torch.float32,
     ),
@@ -98,11 +106,17 @@ def save(model: Any, folder: Path, file_size: str) -> Path:
 
 def stored(folder: Path) -> dict[str, Tensor]:
     """Every tensor in the files of a Hugging Face folder."""
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(one[n].dtype == other[n].dtype and torch.equal(one[n], other[n]) for n in one)
+    return one.keys() == other.keys() and all(
+        one[n].dtype == other[n].dtype and torch.equal(one[n], other[n]) for n in one
+    )
 
 
 def our_logits(checkpoint: str, tokens: Tensor, changes: dict[str, Any]) -> Tensor:
@@ -110,7 +124,9 @@ def our_logits(checkpoint: str, tokens: Tensor, changes: dict[str, Any]) -> Tens
     reader = CheckpointReader(Path(checkpoint))
     config = ModelConfig(**(reader.trainer.model | changes))
     mesh = build_mesh(MeshSizes(), "cpu")
-    model = Transformer(config, range(config.num_layers), True, True, mesh.tp, False).to_empty(device="cpu")
+    model = Transformer(config, range(config.num_layers), True, True, mesh.tp, False).to_empty(
+        device="cpu"
+    )
     positions = torch.arange(tokens.shape[1]).unsqueeze(1)
     with torch.no_grad():
         for weight in weights_of(model):
@@ -120,11 +136,14 @@ def our_logits(checkpoint: str, tokens: Tensor, changes: dict[str, Any]) -> Tens
 
 @pytest.mark.parametrize("case", CASES)
 def test_round_trip(ranks: Ranks, data: Path, tmp_path: Path, case: str) -> None:
-    """Imported, its logits are transformers'; after a run of ours that changes nothing, exported, it is what it was."""
+    """Imported, its logits are transformers'; after a run of ours that changes nothing, exported,
+    it is what it was."""
     from transformers import AutoModelForCausalLM
 
     hf = save(make_model(case), tmp_path / "hf", CASES[case][2])
-    assert len(list(hf.glob("*.safetensors"))) == (1 if CASES[case][2] == "1GB" else pytest.approx(9, abs=6))
+    assert len(list(hf.glob("*.safetensors"))) == (
+        1 if CASES[case][2] == "1GB" else pytest.approx(9, abs=6)
+    )
     checkpoint = tmp_path / "imported"
     import_hf.import_hf(hf, checkpoint, file_bytes=200_000)
     assert verify(checkpoint)
@@ -165,13 +184,21 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as version 4 of transformers wrote it, without transformers."""
     folder = tmp_path_factory.mktemp("hf") / "llama"
     folder.mkdir()
-    content = {"architectures": ["LlamaForCausalLM"], "rope_theta": 10_000.0, "torch_dtype": "float32", **SMALL}
+    content = {
+        "architectures": ["LlamaForCausalLM"],
+        "rope_theta": 10_000.0,
+        "torch_dtype": "float32",
+        **SMALL,
+    }
     (folder / "config.json").write_text(json.dumps(content))
     generator = torch.Generator().manual_seed(2)
     wanted = parameters(HuggingFaceConfig(folder).model)
     tensors = {p.theirs: torch.randn(p.shape, generator=generator) for p in wanted}
     names = list(tensors)
-    file_of = {name: f"model-0000{1 + i * 2 // len(names)}-of-00002.safetensors" for i, name in enumerate(names)}
+    file_of = {
+        name: f"model-0000{1 + i * 2 // len(names)}-of-00002.safetensors"
+        for i, name in enumerate(names)
+    }
     for file in set(file_of.values()):
         save_file({name: tensors[name] for name in names if file_of[name] == file}, folder / file)
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
@@ -179,10 +206,12 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# --- folders ----------------------------------------------------------------------------------------------------------
+# --- folders --------------------------------------------------------------------------------------
 
 
-def change_tensors(folder: Path, name: str, tensor: Tensor | None, index: str | None = None) -> None:
+def change_tensors(
+    folder: Path, name: str, tensor: Tensor | None, index: str | None = None
+) -> None:
     """Another tensor of that name in the first file, or none; and what the index says of it."""
     file = folder / "model-00001-of-00002.safetensors"
     tensors = load_file(file)
@@ -208,25 +237,42 @@ DAMAGE = {
         lambda f: change_tensors(f, "model.layers.0.self_attn.q_proj.bias", torch.zeros(64), FIRST),
         "q_proj.bias is no",
     ),
-    "extra tensor the index does not name": (lambda f: change_tensors(f, "x", torch.zeros(1)), "x is no tensor"),
+    "extra tensor the index does not name": (
+        lambda f: change_tensors(f, "x", torch.zeros(1)),
+        "x is no tensor",
+    ),
     "other shape": (
         lambda f: change_tensors(f, EMBEDDING, torch.zeros(VOCAB, 32), FIRST),
         f"(800, 32), and by config.json ({VOCAB}",
     ),
-    "codes": (lambda f: change_tensors(f, EMBEDDING, torch.zeros(VOCAB, 64, dtype=torch.int8), FIRST), "of the type I8"),
+    "codes": (
+        lambda f: change_tensors(f, EMBEDDING, torch.zeros(VOCAB, 64, dtype=torch.int8), FIRST),
+        "of the type I8",
+    ),
     "index that lies": (lambda f: change_tensors(f, EMBEDDING, None, FIRST), f"has no {EMBEDDING}"),
-    "index that leaves": (lambda f: change_tensors(f, EMBEDDING, None, "../secret.safetensors"), "has no weight_map"),
-    "truncated": (lambda f: (f / FIRST).write_bytes((f / FIRST).read_bytes()[:-1]), "is no file of tensors"),
+    "index that leaves": (
+        lambda f: change_tensors(f, EMBEDDING, None, "../secret.safetensors"),
+        "has no weight_map",
+    ),
+    "truncated": (
+        lambda f: (f / FIRST).write_bytes((f / FIRST).read_bytes()[:-1]),
+        "is no file of tensors",
+    ),
     "missing file": (lambda f: (f / FIRST).unlink(), "is no file of tensors"),
     "pickles": (only_pickles, "pytorch_model.bin would have to be unpickled"),
     "no config": (lambda f: (f / "config.json").unlink(), "cannot be read"),
     "config that is no JSON": (lambda f: (f / "config.json").write_text("{"), "is not JSON"),
-    "no tokenizer": (lambda f: (f / "tokenizer.model").unlink(), "neither tokenizer.model nor tokenizer.json"),
+    "no tokenizer": (
+        lambda f: (f / "tokenizer.model").unlink(),
+        "neither tokenizer.model nor tokenizer.json",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_folder_that_is_not_whole_is_refused(hf: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture) -> None:
+def test_a_folder_that_is_not_whole_is_refused(
+    hf: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture
+) -> None:
     damage, said = DAMAGE[name]
     copy = tmp_path / "copy"
     shutil.copytree(hf, copy)
@@ -239,7 +285,8 @@ def test_a_folder_that_is_not_whole_is_refused(hf: Path, tmp_path: Path, name: s
 
 
 def test_what_older_folders_have_beside_is_left_out(hf: Path, tmp_path: Path) -> None:
-    """Rotary frequencies as tensors, and a tied head written out; a head that is another is not left out."""
+    """Rotary frequencies as tensors, and a tied head written out; a head that is another is not
+    left out."""
     folder = tmp_path / "copy"
     shutil.copytree(hf, folder)
     change_tensors(folder, "model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(8), FIRST)
@@ -253,7 +300,8 @@ def test_what_older_folders_have_beside_is_left_out(hf: Path, tmp_path: Path) ->
 
 
 def test_commands(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """In and out by the commands, which overwrite nothing and leave nothing half done; both say what they did."""
+    """In and out by the commands, which overwrite nothing and leave nothing half done; both say
+    what they did."""
     imported, out = tmp_path / "imported", tmp_path / "out"
     assert import_hf.main(["--hf", str(hf), "--out", str(imported)]) == 0
     said = capsys.readouterr()
@@ -263,8 +311,14 @@ def test_commands(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     assert export.main(["--checkpoint", str(imported), "--out", str(out)]) == 0
     assert SINGLE in capsys.readouterr().out
     assert same_bits(stored(out), stored(hf))
-    assert json.loads((out / "config.json").read_text())["max_position_embeddings"] == SMALL["max_position_embeddings"]
-    assert json.loads((out / "generation_config.json").read_text()) == {"bos_token_id": 1, "eos_token_id": 2}
+    assert (
+        json.loads((out / "config.json").read_text())["max_position_embeddings"]
+        == SMALL["max_position_embeddings"]
+    )
+    assert json.loads((out / "generation_config.json").read_text()) == {
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     for again in ([*("--hf", str(hf))], [*("--checkpoint", str(imported))]):
         command = import_hf.main if again[0] == "--hf" else export.main
         assert command([*again, "--out", str(out)]) == 2
@@ -278,8 +332,11 @@ def test_commands(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ["imported", "out"]
 
 
-def test_the_model_is_never_whole_in_memory(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At no time is more alive than the tensors of one file and one more; the control: with one file, all are."""
+def test_the_model_is_never_whole_in_memory(
+    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At no time is more alive than the tensors of one file and one more; the control: with one
+    file, all are."""
     alive: dict[int, tuple[weakref.ref, int]] = {}
     most = 0
 

@@ -68,7 +68,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
             "num_key_value_heads": 8,
             "rms_norm_eps": 1e-05,
             "rope_parameters": LLAMA31
-            | {"factor": 32.0, "original_max_position_embeddings": 8192, "rope_theta": 500000.0},  # as version 5 writes it
+            # as version 5 writes it
+            | {"factor": 32.0, "original_max_position_embeddings": 8192, "rope_theta": 500000.0},
             "tie_word_embeddings": True,
             "vocab_size": 128256,
         },
@@ -118,13 +119,16 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configurations(tmp_path: Path, name: str) -> None:
-    """Their number of parameters, by our formula and by the table of tensors; and what we write of them says the same."""
+    """Their number of parameters, by our formula and by the table of tensors; and what we write of
+    them says the same."""
     content, count = PUBLISHED[name]
     (tmp_path / "config.json").write_text(json.dumps(content))
     read = HuggingFaceConfig(tmp_path)
     assert read.model.num_parameters == count
     assert sum(torch.Size(p.shape).numel() for p in parameters(read.model)) == count
-    written = config_json(read.model, dtype="bfloat16", max_length=read.max_length, bos_id=1, eos_id=2)
+    written = config_json(
+        read.model, dtype="bfloat16", max_length=read.max_length, bos_id=1, eos_id=2
+    )
     (tmp_path / "config.json").write_text(json.dumps(written))
     again = HuggingFaceConfig(tmp_path)
     assert (again.model, again.max_length) == (read.model, read.max_length)
@@ -139,7 +143,10 @@ def test_versions_of_transformers_say_rope_alike(tmp_path: Path) -> None:
         {"rope_scaling": scaling, "rope_theta": theta},
         {"rope_parameters": scaling | {"rope_theta": theta}},
         {
-            "rope_scaling": {"type": "llama3", **{k: v for k, v in scaling.items() if k != "rope_type"}},
+            "rope_scaling": {
+                "type": "llama3",
+                **{k: v for k, v in scaling.items() if k != "rope_type"},
+            },
             "rope_theta": int(theta),
         },
     ):
@@ -152,35 +159,73 @@ def test_versions_of_transformers_say_rope_alike(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("another model", {"architectures": ["Qwen2ForCausalLM"]}, "architectures = ['Qwen2ForCausalLM']"),
+    (
+        "another model",
+        {"architectures": ["Qwen2ForCausalLM"]},
+        "architectures = ['Qwen2ForCausalLM']",
+    ),
     ("none", {"architectures": None}, "architectures = None"),
     ("bias", {"attention_bias": True}, "attention_bias = True"),
     ("bias of the feed-forward", {"mlp_bias": True}, "mlp_bias = True"),
     ("activation", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     ("quantized", {"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4}"),
     ("its own code", {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}, "auto_map = "),
-    ("linear rope", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling = {'type': 'linear'"),
-    ("yarn", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters = {'rope_type': 'yarn'"),
+    (
+        "linear rope",
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        "rope_scaling = {'type': 'linear'",
+    ),
+    (
+        "yarn",
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+        "rope_parameters = {'rope_type': 'yarn'",
+    ),
     ("half rotated", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
-    ("half rotated, newer", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "rope_parameters = "),
-    ("by layer", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters = "),
-    ("window", {"architectures": ["MistralForCausalLM"], "sliding_window": 64}, "sliding_window = 64"),
-    ("window by default", {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192}, "sliding_window = 4096"),
+    (
+        "half rotated, newer",
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        "rope_parameters = ",
+    ),
+    (
+        "by layer",
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+        "rope_parameters = ",
+    ),
+    (
+        "window",
+        {"architectures": ["MistralForCausalLM"], "sliding_window": 64},
+        "sliding_window = 64",
+    ),
+    (
+        "window by default",
+        {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192},
+        "sliding_window = 4096",
+    ),
     (
         "window of Qwen3",
         {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "sliding_window": 64},
         "sliding_window = 64",
     ),
-    ("layers of kinds", {"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types = "),
+    (
+        "layers of kinds",
+        {"layer_types": ["full_attention", "sliding_attention"] * 2},
+        "layer_types = ",
+    ),
     ("missing", {"hidden_size": None}, "hidden_size = None"),
     ("text for a number", {"vocab_size": "800"}, "vocab_size = '800'"),
-    ("half a scaling", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling.low_freq_factor = None"),
+    (
+        "half a scaling",
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        "rope_scaling.low_freq_factor = None",
+    ),
     ("heads", {"num_key_value_heads": 3}, "model.num_kv_heads = 3"),
 ]
 
 
 @pytest.mark.parametrize(("name", "change", "said"), REFUSED, ids=[name for name, *_ in REFUSED])
-def test_what_would_be_another_model_is_refused(tmp_path: Path, name: str, change: dict[str, Any], said: str) -> None:
+def test_what_would_be_another_model_is_refused(
+    tmp_path: Path, name: str, change: dict[str, Any], said: str
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMALL | change))
     with pytest.raises(UserError) as refusal:
         HuggingFaceConfig(tmp_path)

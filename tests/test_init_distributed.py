@@ -32,7 +32,9 @@ def joined(store: dist.TCPStore) -> list[dist.Store]:
 
 @pytest.fixture
 def store() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    return dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
 
 
 def test_a_start_sees_nothing_of_the_one_before(store: dist.TCPStore) -> None:
@@ -44,7 +46,8 @@ def test_a_start_sees_nothing_of_the_one_before(store: dist.TCPStore) -> None:
 
 
 def test_a_start_that_was_not_complete(store: dist.TCPStore) -> None:
-    """Rank 0 and rank 1 died while they waited for the others, rank 3 never asked: the next start is complete all the same."""
+    """Rank 0 and rank 1 died while they waited for the others, rank 3 never asked: the next start
+    is complete all the same."""
     with patch.object(signals, "PATIENCE_SECONDS", 0.3), ThreadPoolExecutor(2) as pool:
         dead = [pool.submit(join_as, store, rank, WORLD, [signal.SIGTERM]) for rank in (0, 1)]
         assert isinstance(dead[0].exception(), SystemExit)
@@ -66,7 +69,8 @@ def test_patience_without_a_signal_has_no_end(store: dist.TCPStore) -> None:
 
 
 def test_who_is_late_is_waited_for_in_a_file_too(tmp_path: Path) -> None:
-    """tools.launch's ranks meet in a file, whose store has an exception of its own for what did not come in time."""
+    """tools.launch's ranks meet in a file, whose store has an exception of its own for what did not
+    come in time."""
     found: list[dist.Store] = []
 
     def join(rank: int) -> None:

@@ -1,4 +1,5 @@
-"""The optimizer's kernels: one update of many tensors against float64 and torch's AdamW, skipped steps, rounding, the norm."""
+"""The optimizer's kernels: one update of many tensors against float64 and torch's AdamW, skipped
+steps, rounding, the norm."""
 
 import math
 
@@ -17,7 +18,10 @@ KERNELS = ["torch", pytest.param("triton", marks=triton)]
 SIZES = (1, 13, BLOCK, 0, BLOCK + 1, 997, 7, 5)
 DECAYS = [0.1, 0.0] * 4
 RATES = Rates(lr=3e-3, betas=(0.9, 0.95), eps=1e-8, max_norm=1.0)
-BFLOAT16_LOCATIONS = [Location(key=i + 1, first=0, width=max(1, n), global_width=max(1, n)) for i, n in enumerate(SIZES)]
+BFLOAT16_LOCATIONS = [
+    Location(key=i + 1, first=0, width=max(1, n), global_width=max(1, n))
+    for i, n in enumerate(SIZES)
+]
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +42,10 @@ class State:
     def __init__(self, dtype):
         self.generator = torch.Generator().manual_seed(0)
         self.p = [t.to(dtype) for t in self.draw()]
-        self.m, self.v = [torch.zeros_like(t) for t in self.p], [torch.zeros_like(t) for t in self.p]
+        self.m, self.v = (
+            [torch.zeros_like(t) for t in self.p],
+            [torch.zeros_like(t) for t in self.p],
+        )
         self.step = torch.zeros(())
 
     def draw(self):
@@ -47,7 +54,18 @@ class State:
     def update(self, gradients, norm, kernels, rates=RATES):
         copies = [g.clone() for g in gradients]
         norm = torch.tensor(norm, dtype=torch.float64)
-        adamw(self.p, copies, self.m, self.v, DECAYS, BFLOAT16_LOCATIONS, self.step, norm, rates, kernels)
+        adamw(
+            self.p,
+            copies,
+            self.m,
+            self.v,
+            DECAYS,
+            BFLOAT16_LOCATIONS,
+            self.step,
+            norm,
+            rates,
+            kernels,
+        )
 
     def tensors(self):
         return [*self.p, *self.m, *self.v, self.step]
@@ -63,16 +81,20 @@ def norm_of(gradients):
 
 
 def worst(ours, theirs):
-    """The largest error, relative to the largest number: sums of gradients of both signs come out small here and there."""
+    """The largest error, relative to the largest number: sums of gradients of both signs come out
+    small here and there."""
     a, b = (torch.cat(list(tensors)).double() for tensors in (ours, theirs))
     return ((a - b).abs().max() / b.abs().max()).item()
 
 
 def torch_adamw(weights, steps, max_norm, fused):
-    """What torch's own optimizer makes of clipped gradients: weights and moments after the last of `steps`."""
+    """What torch's own optimizer makes of clipped gradients: weights and moments after the last of
+    `steps`."""
     parameters = [torch.nn.Parameter(w.clone()) for w in weights]
     groups = [{"params": parameters[i::2], "weight_decay": DECAYS[i]} for i in range(2)]
-    optimizer = torch.optim.AdamW(groups, lr=RATES.lr, betas=RATES.betas, eps=RATES.eps, fused=fused)
+    optimizer = torch.optim.AdamW(
+        groups, lr=RATES.lr, betas=RATES.betas, eps=RATES.eps, fused=fused
+    )
     for gradients in steps:
         norm = torch.tensor(norm_of(gradients), dtype=torch.float64)
         factor = (max_norm / norm).clamp(max=1.0) if max_norm else torch.ones(())
@@ -83,7 +105,7 @@ def torch_adamw(weights, steps, max_norm, fused):
     return [[p.detach() for p in parameters], *moments]
 
 
-# --- the update -------------------------------------------------------------------------------------------------------
+# --- the update -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 1.0])
@@ -92,9 +114,19 @@ def torch_adamw(weights, steps, max_norm, fused):
 def test_three_steps_are_torchs_in_float64(kernels, dtype, bound, max_norm):
     state = State(dtype)
     steps = [gradients_of(i, dtype) for i in range(3)]
-    expected = torch_adamw([p.double() for p in state.p], [[g.double() for g in s] for s in steps], max_norm, fused=False)
+    expected = torch_adamw(
+        [p.double() for p in state.p],
+        [[g.double() for g in s] for s in steps],
+        max_norm,
+        fused=False,
+    )
     for gradients in steps:
-        state.update(gradients, norm_of(gradients), kernels, Rates(RATES.lr, RATES.betas, RATES.eps, max_norm))
+        state.update(
+            gradients,
+            norm_of(gradients),
+            kernels,
+            Rates(RATES.lr, RATES.betas, RATES.eps, max_norm),
+        )
     for ours, theirs in zip((state.p, state.m, state.v), expected, strict=True):
         assert worst(ours, theirs) <= bound
     assert state.step == 3
@@ -105,7 +137,9 @@ def test_the_comparison_sees_a_wrong_bias_correction(kernels):
     state = State(torch.float32)
     state.step += 1  # the first update is taken for the second
     gradients = gradients_of(0, torch.float32)
-    expected = torch_adamw([p.double() for p in state.p], [[g.double() for g in gradients]], 1.0, fused=False)
+    expected = torch_adamw(
+        [p.double() for p in state.p], [[g.double() for g in gradients]], 1.0, fused=False
+    )
     state.update(gradients, norm_of(gradients), kernels)
     assert worst(state.m, expected[1]) <= 2e-6
     assert worst(state.p, expected[0]) > 1e-4
@@ -118,18 +152,23 @@ def test_the_reference_is_torchs_fused_adamw_to_the_bit(dtype):
     weights, first, second = torch_adamw(state.p, steps, 1.0, fused=True)
     for gradients in steps:
         state.update(gradients, norm_of(gradients), "torch")
-    assert all(torch.equal(a, b) for a, b in zip(state.tensors(), [*weights, *first, *second, state.step], strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(state.tensors(), [*weights, *first, *second, state.step], strict=True)
+    )
 
 
 @triton
 def test_bias_corrections_lose_no_digits():
-    """1 − βᵗ of β = 0.999999 at t = 1: as a difference in float32 it would have no correct digit after the first."""
+    """1 − βᵗ of β = 0.999999 at t = 1: as a difference in float32 it would have no correct digit
+    after the first."""
     state = State(torch.float32)
     gradients = [torch.full_like(p, 0.5) for p in state.p]
     before = [p.clone() for p in state.p]
     state.update(gradients, 1.0, "triton", Rates(1.0, (0.999999, 0.999999), 1e-12, 0.0))
     for p, old, decay in zip(state.p, before, DECAYS, strict=True):
-        assert torch.allclose(old * (1 - decay) - p, torch.ones_like(p), rtol=2e-6)  # m/(1−β₁) = g, v/(1−β₂) = g²
+        # m/(1−β₁) = g, v/(1−β₂) = g²
+        assert torch.allclose(old * (1 - decay) - p, torch.ones_like(p), rtol=2e-6)
 
 
 @triton
@@ -144,9 +183,22 @@ def test_gradients_may_start_anywhere_and_have_any_strides(dtype):
     assert not prepare([views], [], BLOCK).aligned
     norm = torch.tensor(norm_of(gradients), dtype=torch.float64)
     for state, theirs in ((aligned, gradients), (odd, views), (strided, wide)):
-        adamw(state.p, theirs, state.m, state.v, DECAYS, BFLOAT16_LOCATIONS, state.step, norm, RATES, "triton")
+        adamw(
+            state.p,
+            theirs,
+            state.m,
+            state.v,
+            DECAYS,
+            BFLOAT16_LOCATIONS,
+            state.step,
+            norm,
+            RATES,
+            "triton",
+        )
     for other in (odd, strided):
-        assert all(torch.equal(a, b) for a, b in zip(aligned.tensors(), other.tensors(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(aligned.tensors(), other.tensors(), strict=True)
+        )
 
 
 @triton
@@ -158,10 +210,14 @@ def test_a_table_of_unlike_tensors_is_refused():
             prepare(lists, [], BLOCK)
 
 
-@pytest.mark.parametrize(("dtype", "bad"), [(torch.float32, math.nan), (torch.float64, math.inf), (torch.bfloat16, math.nan)])
+@pytest.mark.parametrize(
+    ("dtype", "bad"),
+    [(torch.float32, math.nan), (torch.float64, math.inf), (torch.bfloat16, math.nan)],
+)
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_a_step_without_a_finite_norm_never_was(kernels, bad, dtype):
-    """Not for the weights, not for the moments, and not for the bias correction or the random bits of the next."""
+    """Not for the weights, not for the moments, and not for the bias correction or the random bits
+    of the next."""
     state, undisturbed = State(dtype), State(dtype)
     first, second = gradients_of(0, dtype), gradients_of(1, dtype)
     for either in (state, undisturbed):
@@ -173,11 +229,13 @@ def test_a_step_without_a_finite_norm_never_was(kernels, bad, dtype):
     assert all(torch.equal(a, b) for a, b in zip(state.tensors(), before, strict=True))
     for either in (state, undisturbed):
         either.update(second, norm_of(second), kernels)
-    assert all(torch.equal(a, b) for a, b in zip(state.tensors(), undisturbed.tensors(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(state.tensors(), undisturbed.tensors(), strict=True)
+    )
     assert not torch.equal(state.p[4], before[4])
 
 
-# --- rounding ---------------------------------------------------------------------------------------------------------
+# --- rounding -------------------------------------------------------------------------------------
 
 
 def plain_lowbias32(x):
@@ -193,8 +251,11 @@ def test_the_hash_is_lowbias32():
 
 
 def test_every_input_bit_turns_every_output_bit_half_of_the_time():
-    """What tells a hash from a counter. A wrong constant or shift leaves some pair of bits far from one half."""
-    x = torch.randint(0, 2**32, (1 << 13,), generator=torch.Generator().manual_seed(0), device="cpu").to(DEVICE)
+    """What tells a hash from a counter. A wrong constant or shift leaves some pair of bits far from
+    one half."""
+    x = torch.randint(
+        0, 2**32, (1 << 13,), generator=torch.Generator().manual_seed(0), device="cpu"
+    ).to(DEVICE)
     for bit in range(32):
         turned = lowbias32(x) ^ lowbias32(x ^ (1 << bit))
         rates = torch.stack([(turned >> out & 1).double().mean() for out in range(32)])
@@ -211,20 +272,23 @@ def test_rounding_is_to_a_neighbour_and_right_on_average():
         ulp = 2.0 ** (math.floor(math.log2(abs(value))) - 7)
         assert above - below <= ulp
         assert below <= x[0].item() <= above
-        assert abs(rounded.mean().item() - x[0].item()) < 4 * 0.5 * ulp / math.sqrt(count)  # of standard deviations, four
+        # of standard deviations, four
+        assert abs(rounded.mean().item() - x[0].item()) < 4 * 0.5 * ulp / math.sqrt(count)
 
 
 def test_rounding_leaves_what_is_exact_and_what_is_no_number():
     exact = torch.tensor([0.0, -0.0, 1.0, -1.5, 2.0**-130, 3.0e38, math.inf, -math.inf]).bfloat16()
     bits = torch.full(exact.shape, 0xFFFF)
     assert torch.equal(stochastic(exact.float(), bits).view(torch.int16), exact.view(torch.int16))
-    worst_nan = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)  # NVIDIA's: one more bit would make it −0
+    # NVIDIA's: one more bit would make it −0
+    worst_nan = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
     assert stochastic(worst_nan, bits[:1]).isnan().all()
 
 
 @triton
 def test_kernel_and_reference_round_with_the_same_bits():
-    """The interpreter multiplies and adds as PyTorch does on the CPU, so here whole updates agree; a GPU fuses the two."""
+    """The interpreter multiplies and adds as PyTorch does on the CPU, so here whole updates agree;
+    a GPU fuses the two."""
     if not INTERPRETED:
         pytest.skip("kernels are compiled here")
     states = State(torch.bfloat16), State(torch.bfloat16)
@@ -232,24 +296,42 @@ def test_kernel_and_reference_round_with_the_same_bits():
         gradients = gradients_of(i, torch.bfloat16)
         for state, kernels in zip(states, ("triton", "torch"), strict=True):
             state.update(gradients, norm_of(gradients), kernels)
-    assert all(torch.equal(a, b) for a, b in zip(states[0].tensors(), states[1].tensors(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(states[0].tensors(), states[1].tensors(), strict=True)
+    )
 
 
 def one_bfloat16_update(p, v, location, kernels, rates=RATES, step=0.0):
     m, g = torch.zeros_like(p), torch.zeros_like(p)
     count = torch.tensor(step)
-    adamw([p], [g], [m], [v], [0.1], [location], count, torch.ones((), dtype=torch.float64), rates, kernels)
+    adamw(
+        [p],
+        [g],
+        [m],
+        [v],
+        [0.1],
+        [location],
+        count,
+        torch.ones((), dtype=torch.float64),
+        rates,
+        kernels,
+    )
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_small_changes_are_not_lost(kernels):
-    """0.95 lies a fifth of the way between two bfloat16: rounded to nearest, all would be a fifth of a unit too small."""
+    """0.95 lies a fifth of the way between two bfloat16: rounded to nearest, all would be a fifth
+    of a unit too small."""
     count = 4 * BLOCK
     p, v = torch.ones(count).bfloat16(), torch.ones(count).bfloat16()
     one_bfloat16_update(p, v, Location(1, 0, count, count), kernels)
     ulp = 2**-8
     bound = 5 * 0.4 * ulp / math.sqrt(count)  # five standard deviations
-    assert abs(v.double().mean().item() - 0.95) < bound < abs(torch.tensor(0.95).bfloat16().item() - 0.95) / 5
+    assert (
+        abs(v.double().mean().item() - 0.95)
+        < bound
+        < abs(torch.tensor(0.95).bfloat16().item() - 0.95) / 5
+    )
     decayed = 1 - RATES.lr * 0.1  # 2⁻⁸·0.077 below one: to nearest, no weight would ever decay
     assert abs(p.double().mean().item() - decayed) < bound < (1 - decayed) / 3
 
@@ -258,7 +340,13 @@ ROWS, COLUMNS = 9, 701
 
 
 @pytest.mark.parametrize(
-    "cuts", [(range(9), range(701)), (range(2, 7), range(701)), (range(9), range(300, 701)), (range(4, 9), range(17, 18))]
+    "cuts",
+    [
+        (range(9), range(701)),
+        (range(2, 7), range(701)),
+        (range(9), range(300, 701)),
+        (range(4, 9), range(17, 18)),
+    ],
 )
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_a_part_rounds_as_the_whole_does(kernels, cuts):
@@ -276,19 +364,26 @@ def test_a_part_rounds_as_the_whole_does(kernels, cuts):
     assert torch.equal(my_v, v[region])
     if len(columns) > 1:  # the control: without its location, a part rounds differently
         lost_p, lost_v = whole[region].clone(), whole[region].clone()
-        one_bfloat16_update(lost_p, lost_v, Location(5, first + 1, len(columns), len(columns)), kernels)
+        one_bfloat16_update(
+            lost_p, lost_v, Location(5, first + 1, len(columns), len(columns)), kernels
+        )
         assert not torch.equal(lost_v, v[region])
 
 
 def test_bits_differ_from_step_to_step_and_from_tensor_to_tensor():
     shape = torch.Size([1 << 12])
-    draws = [random_bits(Location(key, 0, 1 << 12, 1 << 12), shape, torch.tensor(t)) for key in (1, 2) for t in (1, 2)]
+    draws = [
+        random_bits(Location(key, 0, 1 << 12, 1 << 12), shape, torch.tensor(t))
+        for key in (1, 2)
+        for t in (1, 2)
+    ]
     draws += [draws[0] >> 16, lowbias32(draws[0])]  # what m and v take
     low = torch.stack([(draw & 0xFFFF).double() for draw in draws])
-    assert (torch.corrcoef(low) - torch.eye(len(draws))).abs().max() < 0.08  # five standard deviations
+    # five standard deviations
+    assert (torch.corrcoef(low) - torch.eye(len(draws))).abs().max() < 0.08
 
 
-# --- the norm ---------------------------------------------------------------------------------------------------------
+# --- the norm -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -297,14 +392,18 @@ def test_squares_are_summed_in_float64_and_divided_by_the_copies(kernels, dtype)
     sizes = (1, 0, 13, NORM_BLOCK, NORM_BLOCK + 1, 2 * NORM_BLOCK + 77)
     generator = torch.Generator().manual_seed(0)
     gradients = [randn(n, generator, torch.float32).to(dtype) for n in sizes]
-    gradients.append(randn(99, generator, torch.float32).to(dtype)[1:])  # starts at no multiple of 16 bytes
+    # starts at no multiple of 16 bytes
+    gradients.append(randn(99, generator, torch.float32).to(dtype)[1:])
     copies = [1, 2, 8, 4, 1, 2, 3]
-    expected = math.fsum(g.double().square().sum().item() / c for g, c in zip(gradients, copies, strict=True))
+    expected = math.fsum(
+        g.double().square().sum().item() / c for g, c in zip(gradients, copies, strict=True)
+    )
     total = square_sum(gradients, copies, kernels)
     assert total.dtype == torch.float64
     assert total.item() == pytest.approx(expected, rel=1e-14)
     assert total.item() == square_sum(gradients, copies, kernels).item()
-    assert square_sum(gradients, [1] * 7, kernels).item() != pytest.approx(expected, rel=0.1)  # the control
+    # the control
+    assert square_sum(gradients, [1] * 7, kernels).item() != pytest.approx(expected, rel=0.1)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -312,7 +411,9 @@ def test_squares_are_summed_in_float64_and_divided_by_the_copies(kernels, dtype)
 def test_no_square_leaves_the_range(kernels, value):
     """Each is a float32, and its square is none."""
     gradients = [torch.full((100,), value)]
-    assert square_sum(gradients, [1], kernels).item() == pytest.approx(100 * value * value, rel=1e-6)
+    assert square_sum(gradients, [1], kernels).item() == pytest.approx(
+        100 * value * value, rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -324,7 +425,7 @@ def test_a_gradient_that_is_no_number_is_noticed_wherever_it_is(kernels):
     assert square_sum([gradient[:0]], [1], kernels) == 0
 
 
-# --- as PyTorch's operations ------------------------------------------------------------------------------------------
+# --- as PyTorch's operations ----------------------------------------------------------------------
 
 
 @triton

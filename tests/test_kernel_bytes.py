@@ -1,7 +1,7 @@
 """Every kernel moves as many bytes as its file says, to the byte, small terms included.
 
-T rows of D elements in bfloat16, if nothing else is said. What a program loads a second time comes from a cache; it is counted
-apart and named where it happens.
+T rows of D elements in bfloat16, if nothing else is said. What a program loads a second time comes
+from a cache; it is counted apart and named where it happens.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,9 @@ def launches_of(call: Callable[[], object]) -> list[Launch]:
     return launches
 
 
-def forward_and_backward(call: Callable[[], Tensor | tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Launch, Launch]:
+def forward_and_backward(
+    call: Callable[[], Tensor | tuple[Tensor, ...]], *inputs: Tensor
+) -> tuple[Launch, Launch]:
     def both() -> None:
         y = call()
         outputs = (y,) if isinstance(y, Tensor) else y
@@ -56,15 +58,23 @@ def moved(launch: Launch) -> int:
 def test_norm(rows: int, width: int, add: bool) -> None:
     x, residual, weight = tensor(rows, width), tensor(rows, width), tensor(width)
     if add:
-        forward, backward = forward_and_backward(lambda: add_rms_norm(x, residual, weight, 1e-5, "triton"), x, residual, weight)
+        forward, backward = forward_and_backward(
+            lambda: add_rms_norm(x, residual, weight, 1e-5, "triton"), x, residual, weight
+        )
     else:
-        forward, backward = forward_and_backward(lambda: rms_norm(x, weight, 1e-5, "triton"), x, weight)
+        forward, backward = forward_and_backward(
+            lambda: rms_norm(x, weight, 1e-5, "triton"), x, weight
+        )
     elements, weights, rstd = rows * width, 2 * width, 4 * rows
     assert moved(forward) == (8 if add else 4) * elements + weights + rstd
-    assert moved(backward) == (8 if add else 6) * elements + weights + rstd + 4 * width * backward.programs
+    assert (
+        moved(backward)
+        == (8 if add else 6) * elements + weights + rstd + 4 * width * backward.programs
+    )
     assert forward.loaded_again == 0
     tiles = backend.cdiv(rows, backend.rows_at_once(backend.next_power_of_2(width)))
-    assert backward.loaded_again == weights * (tiles - backward.programs)  # the weight, for each tile after a program's first
+    # the weight, for each tile after a program's first
+    assert backward.loaded_again == weights * (tiles - backward.programs)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 2, 64), (3, 1, 24)])
@@ -99,34 +109,46 @@ def test_cross_entropy(tokens: int, width: int) -> None:
     assert moved(found) == 2 * logits.numel() + 20 * tokens
     assert found.loaded_again == 2 * tokens  # the target's logit
     row = merge(statistics(logits, targets, 0, "triton").unsqueeze(0))
-    (found,) = launches_of(lambda: gradient_over_logits_(logits, targets, row, torch.ones(()), 0, 1e-4, "triton"))
-    assert moved(found) == 4 * logits.numel() + 16 * tokens + 4  # a target, two statistics; the scale
+    (found,) = launches_of(
+        lambda: gradient_over_logits_(logits, targets, row, torch.ones(()), 0, 1e-4, "triton")
+    )
+    # a target, two statistics; the scale
+    assert moved(found) == 4 * logits.numel() + 16 * tokens + 4
     assert found.loaded_again == 0
 
 
-@pytest.mark.parametrize(("dtype", "per_parameter", "fields", "scalars"), [(torch.float32, 28, 6, 4), (BF16, 14, 10, 5)])
+@pytest.mark.parametrize(
+    ("dtype", "per_parameter", "fields", "scalars"), [(torch.float32, 28, 6, 4), (BF16, 14, 10, 5)]
+)
 def test_adamw(dtype: torch.dtype, per_parameter: int, fields: int, scalars: int) -> None:
     sizes = [5000, 3]
     p, g, m, v = ([torch.rand(size).to(dtype) for size in sizes] for _ in range(4))
     locations = [Location(1, 0, size, size) for size in sizes]
     norm, rates = torch.ones((), dtype=torch.float64), Rates(1e-3, (0.9, 0.95), 1e-8, 1.0)
-    (found,) = launches_of(lambda: adamw(p, g, m, v, [0.1, 0.0], locations, torch.zeros(()), norm, rates, "triton"))
+    (found,) = launches_of(
+        lambda: adamw(p, g, m, v, [0.1, 0.0], locations, torch.zeros(()), norm, rates, "triton")
+    )
     blocks = sum(backend.cdiv(size, adamw_file.BLOCK) for size in sizes)
-    assert moved(found) == per_parameter * sum(sizes) + 8 * blocks + 8 * fields * len(sizes) + 8 * scalars
+    assert (
+        moved(found)
+        == per_parameter * sum(sizes) + 8 * blocks + 8 * fields * len(sizes) + 8 * scalars
+    )
     assert found.loaded_again == 0
 
 
 @pytest.mark.parametrize(("dtype", "per_element"), [(torch.float32, 4), (BF16, 2)])
 def test_gradient_norm(dtype: torch.dtype, per_element: int) -> None:
     sizes = [20_000, 7]
-    squares, total = launches_of(lambda: square_sum([torch.rand(size).to(dtype) for size in sizes], [1, 2], "triton"))
+    squares, total = launches_of(
+        lambda: square_sum([torch.rand(size).to(dtype) for size in sizes], [1, 2], "triton")
+    )
     blocks = sum(backend.cdiv(size, gradient_norm.BLOCK) for size in sizes)
     assert moved(squares) == per_element * sum(sizes) + (8 + 8) * blocks + 8 * 3 * len(sizes)
     assert moved(total) == 8 * blocks + 8
     assert squares.loaded_again == total.loaded_again == 0
 
 
-# --- the controls -----------------------------------------------------------------------------------------------------
+# --- the controls ---------------------------------------------------------------------------------
 
 
 def test_wasteful_kernels_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +158,16 @@ def test_wasteful_kernels_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # looked up when a kernel is defined
 
     @triton.jit
-    def copy(X, EXTRA, Y, n, READ_EXTRA: tl.constexpr, AGAIN: tl.constexpr, STORE_ALL: tl.constexpr, BLOCK: tl.constexpr):
+    def copy(
+        X,
+        EXTRA,
+        Y,
+        n,
+        READ_EXTRA: tl.constexpr,
+        AGAIN: tl.constexpr,
+        STORE_ALL: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
         i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(X + i, mask=i < n)
         if READ_EXTRA:

@@ -1,6 +1,8 @@
-"""Every Triton kernel, compiled for GPUs that are not here: no spills, accesses of 16 bytes, and limits kept.
+"""Every Triton kernel, compiled for GPUs that are not here: no spills, accesses of 16 bytes, and
+limits kept.
 
-tools/compile_kernels is run as a user runs it, in a process of its own: this one's kernels are interpreted.
+tools/compile_kernels is run as a user runs it, in a process of its own: this one's kernels are
+interpreted.
 """
 
 import ast
@@ -77,8 +79,19 @@ SPECIMENS = [
 def compiled(folder: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
     """Exit status and table of the tool."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-m", "tools.compile_kernels", "--json", str(folder / "kernels.json"), *options]
+    environment |= {
+        "TRITON_CACHE_DIR": str(folder / "cache"),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "tools.compile_kernels",
+        "--json",
+        str(folder / "kernels.json"),
+        *options,
+    ]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode in (0, 1), done.stderr
     return done.returncode, json.loads((folder / "kernels.json").read_text())
@@ -91,7 +104,9 @@ def kernels(target: str) -> list[dict[str, Any]]:
         return compiled(Path(folder), "--target", target)[1]
 
 
-EACH_TARGET = pytest.mark.parametrize("target", [pytest.param(target, marks=pytest.mark.thorough) for target in TARGETS])
+EACH_TARGET = pytest.mark.parametrize(
+    "target", [pytest.param(target, marks=pytest.mark.thorough) for target in TARGETS]
+)
 
 
 @EACH_TARGET
@@ -103,9 +118,21 @@ def launched(file: Path) -> set[str]:
     """The kernels that a file launches: `name[grid](…)`, where `name` is decorated with @jit."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    jitted = {f.name for f in functions if any(isinstance(d, ast.Name) and d.id == "jit" for d in f.decorator_list)}
-    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)]
-    return {f"{file.stem}.{call.value.id}" for call in calls if isinstance(call.value, ast.Name) and call.value.id in jitted}
+    jitted = {
+        f.name
+        for f in functions
+        if any(isinstance(d, ast.Name) and d.id == "jit" for d in f.decorator_list)
+    }
+    calls = [
+        node.func
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
+    ]
+    return {
+        f"{file.stem}.{call.value.id}"
+        for call in calls
+        if isinstance(call.value, ast.Name) and call.value.id in jitted
+    }
 
 
 @EACH_TARGET
@@ -115,9 +142,14 @@ def test_every_kernel_has_a_specimen(target: str) -> None:
 
 def test_faults_are_found(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
-    status, reports = compiled(tmp_path, "--specimens", str(tmp_path / "broken.py"), "--target", "sm_90", "gfx942")
+    status, reports = compiled(
+        tmp_path, "--specimens", str(tmp_path / "broken.py"), "--target", "sm_90", "gfx942"
+    )
     assert status == 1
-    found = {(r["target"], r["specimen"]): sorted({fault.split(":")[0] for fault in r["faults"]}) for r in reports}
+    found = {
+        (r["target"], r["specimen"]): sorted({fault.split(":")[0] for fault in r["faults"]})
+        for r in reports
+    }
     for target in ("sm_90", "gfx942"):
         assert found[target, "sound"] == []
         assert found[target, "odd size"] == ["narrow"]
@@ -129,22 +161,31 @@ def test_faults_are_found(tmp_path: Path) -> None:
     assert ("sm_90", "threads") in found
     assert found["sm_90", "threads"] == []
     assert found["gfx942", "threads"] == ["threads"]
-    (allowed,) = (r["faults"] for r in reports if r["specimen"] == "odd but allowed" and r["target"] == "sm_90")
+    (allowed,) = (
+        r["faults"]
+        for r in reports
+        if r["specimen"] == "odd but allowed" and r["target"] == "sm_90"
+    )
     assert all("tl.load(X" in fault and "tl.store" not in fault for fault in allowed)
-    assert {(r["wide_loads"], r["narrow_loads"]) for r in reports if r["specimen"] == "sound" and r["target"] == "sm_90"} == {
-        (2, 0)
-    }
+    assert {
+        (r["wide_loads"], r["narrow_loads"])
+        for r in reports
+        if r["specimen"] == "sound" and r["target"] == "sm_90"
+    } == {(2, 0)}
 
 
 def test_help_and_refusals_need_no_triton(tmp_path: Path) -> None:
-    """As on a machine without it: `import triton` fails there, and the command explains itself all the same."""
+    """As on a machine without it: `import triton` fails there, and the command explains itself all
+    the same."""
     code = "import sys; sys.modules['triton'] = None\n"
     code += "from tools.compile_kernels.__main__ import main; sys.exit(main(sys.argv[1:]))"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
     def run(*options: str, **more: str) -> subprocess.CompletedProcess:
         command = [sys.executable, "-c", code, *options]
-        return subprocess.run(command, cwd=ROOT, env=environment | more, capture_output=True, text=True)
+        return subprocess.run(
+            command, cwd=ROOT, env=environment | more, capture_output=True, text=True
+        )
 
     helped, refused, interpreted = run("--help"), run(), run(TRITON_INTERPRET="1")
     assert (helped.returncode, helped.stderr) == (0, "")

@@ -1,4 +1,5 @@
-"""Kernels in company: the compiler, activation checkpointing, tensors without data; and which implementation a run gets."""
+"""Kernels in company: the compiler, activation checkpointing, tensors without data; and which
+implementation a run gets."""
 
 import os
 import subprocess
@@ -34,19 +35,30 @@ def block_gradients(case, mode, compile):
     config = case.config()
     mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     torch.manual_seed(0)
-    block = Block(config.model, mesh.tp, case.sequence_parallel).to(torch.float64).to_empty(device="cpu")
+    block = (
+        Block(config.model, mesh.tp, case.sequence_parallel)
+        .to(torch.float64)
+        .to_empty(device="cpu")
+    )
     with torch.no_grad():
         for p in block.parameters():
             p.to_local().normal_(std=0.2)
     x = torch.randn(S, B, config.model.dim, dtype=torch.float64, requires_grad=True)
-    cos, sin = rotary_angles(torch.arange(S).unsqueeze(1), config.model.head_dim, 1e4, torch.float64)
+    cos, sin = rotary_angles(
+        torch.arange(S).unsqueeze(1), config.model.head_dim, 1e4, torch.float64
+    )
     wrap_blocks([block], mode, compile, config.model.dim, mesh.tp.size())
     listener = Listener(mesh)
-    with nullcontext() if compile else listener:  # the compiler does not look at operations that somebody watches
+    # the compiler does not look at operations that somebody watches
+    with nullcontext() if compile else listener:
         y = block(x, cos, sin)
         y.cos().sum().backward()
     gradients = {name: p.grad.full_tensor() for name, p in block.named_parameters()}
-    ours = {name.removeprefix("lattice::"): n for name, n in listener.operations.items() if name.startswith("lattice::")}
+    ours = {
+        name.removeprefix("lattice::"): n
+        for name, n in listener.operations.items()
+        if name.startswith("lattice::")
+    }
     return [y.detach(), x.grad, *gradients.values()], ours
 
 
@@ -66,7 +78,8 @@ def test_a_compiled_block_has_them_as_operations(ranks):
 
 @needs_triton
 def test_what_runs_again_under_activation_checkpointing(ranks):
-    """Forward kernels once; again where their outputs were not kept. The backward ones once in any case."""
+    """Forward kernels once; again where their outputs were not kept. The backward ones once in any
+    case."""
     forward = {"rms_norm": 1, "add_rms_norm": 1, "swiglu": 1}
     backward = {"rms_norm_backward": 2, "swiglu_backward": 1}
     expected, once = run_alone(ranks, Case(MeshSizes(), kernels="triton"), "none", False)
@@ -84,8 +97,18 @@ def through_all(device):
         return torch.empty(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
 
     cos = sin = torch.empty(S, 1, 1, 8, device=device)
-    x, r, w, q, k = empty(S, B, 32), empty(S, B, 32), empty(32), empty(S, B, 4, 16), empty(S, B, 2, 16)
-    outputs = [rms_norm(x, w, 1e-5, "triton"), *add_rms_norm(x, r, w, 1e-5, "triton"), swiglu(x, r, "triton")]
+    x, r, w, q, k = (
+        empty(S, B, 32),
+        empty(S, B, 32),
+        empty(32),
+        empty(S, B, 4, 16),
+        empty(S, B, 2, 16),
+    )
+    outputs = [
+        rms_norm(x, w, 1e-5, "triton"),
+        *add_rms_norm(x, r, w, 1e-5, "triton"),
+        swiglu(x, r, "triton"),
+    ]
     outputs += rotate(q, k, cos, sin, "triton")
     torch.autograd.backward(outputs, [torch.empty_like(y) for y in outputs])
     for tensor in (x, r, w, q, k):
@@ -95,7 +118,8 @@ def through_all(device):
 
 
 def test_tensors_without_data():
-    """The shapes of a run that does not fit this machine; no kernel is launched, and none need exist."""
+    """The shapes of a run that does not fit this machine; no kernel is launched, and none need
+    exist."""
     assert all(y.device.type == "meta" for y in through_all("meta"))
     with FakeTensorMode():
         assert {y.shape for y in through_all("cpu")} == {(S, B, 32), (S, B, 4, 16), (S, B, 2, 16)}
@@ -105,7 +129,11 @@ def test_auto_is_pytorch_on_a_cpu_and_triton_on_a_gpu():
     with FakeTensorMode():
         on_gpu = torch.empty(1, device="cuda")
     for x, auto in ((torch.empty(1), False), (on_gpu, True)):
-        assert [backend.use_triton(x, mode) for mode in ("auto", "triton", "torch")] == [auto, True, False]
+        assert [backend.use_triton(x, mode) for mode in ("auto", "triton", "torch")] == [
+            auto,
+            True,
+            False,
+        ]
 
 
 def test_a_run_that_cannot_have_triton_is_refused(monkeypatch):
@@ -120,6 +148,13 @@ def test_a_run_that_cannot_have_triton_is_refused(monkeypatch):
 
 def test_nothing_needs_triton_to_be_installed():
     """A CPU build of torch brings none."""
-    code = "import sys; sys.modules['triton'] = None; import train; from model.kernels import backend"
+    code = (
+        "import sys; sys.modules['triton'] = None; import train; from model.kernels import backend"
+    )
     code += "; sys.exit(backend.triton is not None)"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, check=True)
+    subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        check=True,
+    )

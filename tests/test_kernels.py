@@ -1,8 +1,9 @@
-"""Every kernel against float64, on a GPU or in Triton's interpreter: forward and each gradient, both implementations of each
-operation.
+"""Every kernel against float64, on a GPU or in Triton's interpreter: forward and each gradient,
+both implementations of each operation.
 
-float32: within 2e-6 of the largest value. bfloat16: at most 1.1 times as far from the exact result as the exact result rounded
-to bfloat16 is (1.9 times where a residual sum, itself rounded, feeds a norm).
+float32: within 2e-6 of the largest value. bfloat16: at most 1.1 times as far from the exact result
+as the exact result rounded to bfloat16 is (1.9 times where a residual sum, itself rounded, feeds a
+norm).
 """
 
 from itertools import pairwise
@@ -12,7 +13,13 @@ import torch
 import torch.nn.functional as F
 
 from model.kernels.backend import INTERPRETED, why_not_triton
-from model.kernels.cross_entropy import IGNORE, gradient_over_logits_, merge, statistics, token_losses
+from model.kernels.cross_entropy import (
+    IGNORE,
+    gradient_over_logits_,
+    merge,
+    statistics,
+    token_losses,
+)
 from model.kernels.rms_norm import add_rms_norm, rms_norm
 from model.kernels.rotary import rotate
 from model.kernels.swiglu import swiglu
@@ -36,25 +43,31 @@ def on_device():
 def randn(*shape, dtype, seed=0):
     """The same numbers on every device."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(DEVICE, dtype)
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(
+        DEVICE, dtype
+    )
 
 
 def assert_close(found, exact, *, rounded_input=False, terms=0.0):
-    """`found` against `exact`, float64, to the bound of its dtype (top of this file). `terms`: the size of what cancels."""
+    """`found` against `exact`, float64, to the bound of its dtype (top of this file). `terms`: the
+    size of what cancels."""
     assert found.shape == exact.shape
     if not exact.numel():
         return
     error, size = (found.double() - exact).abs().max(), max(exact.abs().max().item(), terms)
     if found.dtype == torch.bfloat16:
         rounding = (exact.to(torch.bfloat16).double() - exact).abs().max()
-        assert error <= (1.9 if rounded_input else 1.1) * rounding + 2e-6 * terms, f"{error:.2e}, rounding {rounding:.2e}"
+        assert error <= (1.9 if rounded_input else 1.1) * rounding + 2e-6 * terms, (
+            f"{error:.2e}, rounding {rounding:.2e}"
+        )
     else:
         bound = (2e-6 if found.dtype == torch.float32 else 1e-14) * size
         assert error <= bound, f"{error:.2e} > {bound:.2e}"
 
 
 def compare(function, exact_function, inputs, **bound):
-    """Outputs and gradients of `function` on inputs against those of `exact_function` on the same in float64."""
+    """Outputs and gradients of `function` on inputs against those of `exact_function` on the same
+    in float64."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     exact_leaves = [x.detach().double().requires_grad_() for x in inputs]
     outputs, exact = function(*leaves), exact_function(*exact_leaves)
@@ -73,17 +86,24 @@ def exact_rms_norm(x, w):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(5, width) for width in WIDTHS] + [(2, 3, 16), (1, 33), (0, 8)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(5, width) for width in WIDTHS] + [(2, 3, 16), (1, 33), (0, 8)], ids=str
+)
 def test_rms_norm(shape, dtype):
     inputs = randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype, seed=1)
-    cancels = 1.0 if shape[-1] == 1 else 0.0  # of one number only the sign is left, and its gradient is eps
+    # of one number only the sign is left, and its gradient is eps
+    cancels = 1.0 if shape[-1] == 1 else 0.0
     compare(lambda x, w: (rms_norm(x, w, EPS, "triton"),), exact_rms_norm, inputs, terms=cancels)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(5, 97), (2, 3, 64), (0, 8)], ids=str)
 def test_add_rms_norm(shape, dtype):
-    inputs = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype, seed=2), randn(shape[-1], dtype=dtype, seed=1)
+    inputs = (
+        randn(*shape, dtype=dtype),
+        randn(*shape, dtype=dtype, seed=2),
+        randn(shape[-1], dtype=dtype, seed=1),
+    )
 
     def exact(x, r, w):
         s = x + r
@@ -93,7 +113,11 @@ def test_add_rms_norm(shape, dtype):
 
 
 def test_add_rms_norm_where_one_output_goes_nowhere():
-    x, r, w = randn(4, 16, dtype=torch.float32), randn(4, 16, dtype=torch.float32, seed=1), torch.ones(16)
+    x, r, w = (
+        randn(4, 16, dtype=torch.float32),
+        randn(4, 16, dtype=torch.float32, seed=1),
+        torch.ones(16),
+    )
     for used in (0, 1):
         gradients = []
         for kernels in KERNELS:
@@ -106,10 +130,14 @@ def test_add_rms_norm_where_one_output_goes_nowhere():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(
-    ("s", "b", "q_heads", "k_heads", "width"), [(5, 2, 4, 2, 8), (3, 1, 1, 1, 2), (4, 2, 3, 1, 20), (0, 2, 4, 4, 8)]
+    ("s", "b", "q_heads", "k_heads", "width"),
+    [(5, 2, 4, 2, 8), (3, 1, 1, 1, 2), (4, 2, 3, 1, 20), (0, 2, 4, 4, 8)],
 )
 def test_rotary(s, b, q_heads, k_heads, width, kernels, dtype):
-    inputs = randn(s, b, q_heads, width, dtype=dtype), randn(s, b, k_heads, width, dtype=dtype, seed=1)
+    inputs = (
+        randn(s, b, q_heads, width, dtype=dtype),
+        randn(s, b, k_heads, width, dtype=dtype, seed=1),
+    )
     for positions in (torch.arange(s).unsqueeze(1), torch.arange(s * b).view(s, b) * 37):
         cos, sin = rotary_angles(positions, width, 1e4, dtype)
 
@@ -162,16 +190,26 @@ def test_inputs_of_any_strides(dtype):
     """Every other row; every other column; transposed; a gradient that is one number expanded."""
     wide = randn(10, 64, dtype=dtype)
     w = randn(32, dtype=dtype, seed=1)
-    for x in (wide[::2, :32], wide[:, ::2], randn(32, 10, dtype=dtype).T, wide[:1, :32].expand(10, 32)):
+    for x in (
+        wide[::2, :32],
+        wide[:, ::2],
+        randn(32, 10, dtype=dtype).T,
+        wide[:1, :32].expand(10, 32),
+    ):
         other = x.flip(0)
         compare(lambda a, w: (rms_norm(a, w, EPS, "triton"),), exact_rms_norm, (x, w))
-        compare(lambda g, u: (swiglu(g, u, "triton"),), lambda g, u: (g * torch.sigmoid(g) * u,), (x, other))
+        compare(
+            lambda g, u: (swiglu(g, u, "triton"),),
+            lambda g, u: (g * torch.sigmoid(g) * u,),
+            (x, other),
+        )
         found = x.detach().requires_grad_()
         swiglu(found, other, "triton").sum().backward()
         exact = x.detach().double().requires_grad_()
         swiglu(exact, other.double(), "torch").sum().backward()
         assert_close(found.grad, exact.grad)
-    q = randn(2, 3, 5, 8, dtype=dtype).permute(2, 0, 1, 3)  # [S, B, H, E], as attention's backward returns gradients
+    # [S, B, H, E], as attention's backward returns gradients
+    q = randn(2, 3, 5, 8, dtype=dtype).permute(2, 0, 1, 3)
     cos, sin = rotary_angles(torch.arange(5).unsqueeze(1), 8, 1e4, dtype)
     for back in (False, True):
         turned, _ = torch.ops.lattice.rotate(q, q, cos, sin, back)
@@ -187,10 +225,18 @@ def exact_loss(z, targets, z_loss):
 
 
 def whole_loss(z, targets, first_rows, z_loss, scale, kernels):
-    """Loss and gradient of logits cut into columns at `first_rows`, as so many ranks compute them."""
+    """Loss and gradient of logits cut into columns at `first_rows`, as so many ranks compute
+    them."""
     cuts = [*first_rows, z.shape[1]]
     shards = [z[:, a:b].clone() for a, b in pairwise(cuts)]
-    row = merge(torch.stack([statistics(s, targets, first, kernels) for s, first in zip(shards, first_rows, strict=True)]))
+    row = merge(
+        torch.stack(
+            [
+                statistics(s, targets, first, kernels)
+                for s, first in zip(shards, first_rows, strict=True)
+            ]
+        )
+    )
     loss = token_losses(row, targets, z_loss).sum()
     for shard, first in zip(shards, first_rows, strict=True):
         gradient_over_logits_(shard, targets, row, torch.tensor(scale), first, z_loss, kernels)
@@ -213,20 +259,25 @@ def whole_loss(z, targets, first_rows, z_loss, scale, kernels):
 )
 def test_cross_entropy(tokens, vocab, first_rows, z_loss, kernels, dtype):
     z = randn(tokens, vocab, dtype=dtype) * 3
-    targets = torch.randint(vocab, (tokens,), generator=torch.Generator().manual_seed(1), device="cpu").to(DEVICE)
+    targets = torch.randint(
+        vocab, (tokens,), generator=torch.Generator().manual_seed(1), device="cpu"
+    ).to(DEVICE)
     targets[1:2] = IGNORE
     loss, gradient = whole_loss(z, targets, first_rows, z_loss, 0.25, kernels)
     exact = z.double().requires_grad_()
     expected = exact_loss(exact, targets, z_loss)
     (0.25 * expected).backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=2e-6 if dtype != torch.float64 else 1e-14, abs=1e-9)
+    assert loss.item() == pytest.approx(
+        expected.item(), rel=2e-6 if dtype != torch.float64 else 1e-14, abs=1e-9
+    )
     assert_close(gradient, exact.grad)
     assert not gradient[1:2].any()
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_cross_entropy_far_out(kernels):
-    """Logits of ±1e4, columns that are masked out, a row of them on one rank, and where there is no target no finite logit."""
+    """Logits of ±1e4, columns that are masked out, a row of them on one rank, and where there is no
+    target no finite logit."""
     z = randn(6, 40, dtype=torch.float32)
     z[0] *= 1e4
     z[1], z[1, 7] = -1e4, 1e4
@@ -247,7 +298,8 @@ def test_cross_entropy_far_out(kernels):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_operations_keep_the_library_contract(dtype):
-    """Schema, fake tensors, autograd registration, ahead-of-time autograd: what compiler and checkpointing rely on."""
+    """Schema, fake tensors, autograd registration, ahead-of-time autograd: what compiler and
+    checkpointing rely on."""
     x, r = (randn(4, 2, 16, dtype=dtype, seed=i).requires_grad_() for i in (0, 1))
     w = randn(16, dtype=dtype, seed=2).requires_grad_()
     q, k = (randn(3, 2, h, 8, dtype=dtype, seed=h).requires_grad_() for h in (4, 2))
@@ -271,7 +323,8 @@ def test_operations_keep_the_library_contract(dtype):
 
 
 def test_a_planted_error_is_caught():
-    """eps forgotten, a gradient without its mean term, a target one column off: each is far outside the bounds."""
+    """eps forgotten, a gradient without its mean term, a target one column off: each is far outside
+    the bounds."""
     x, w = randn(5, 64, dtype=torch.float32) * 1e-2, torch.ones(64)
     with pytest.raises(AssertionError):
         compare(lambda x, w: (rms_norm(x, w, 0.0, "triton"),), exact_rms_norm, (x, w))
@@ -281,13 +334,16 @@ def test_a_planted_error_is_caught():
     exact_loss(exact, targets, 0.0).backward()
     with pytest.raises(AssertionError):
         assert_close(gradient, exact.grad)
-    truncated = (exact.grad.float().view(torch.int32) & -65536).view(torch.float32).to(torch.bfloat16)
+    truncated = (
+        (exact.grad.float().view(torch.int32) & -65536).view(torch.float32).to(torch.bfloat16)
+    )
     with pytest.raises(AssertionError):
         assert_close(truncated, exact.grad)
 
 
 def test_the_interpreter_rounds_as_a_gpu_does():
-    """Every bfloat16 comes back from float32; what lies between rounds to the nearest, ties to even; NaN stays."""
+    """Every bfloat16 comes back from float32; what lies between rounds to the nearest, ties to
+    even; NaN stays."""
     if not INTERPRETED:
         pytest.skip("kernels are compiled here")
     from model.kernels.interpreter import to_bfloat16, to_float32
@@ -295,8 +351,12 @@ def test_the_interpreter_rounds_as_a_gpu_does():
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
     as_float = torch.from_numpy(to_float32(every.numpy()))
     assert torch.equal(as_float.nan_to_num(7), every.view(torch.bfloat16).float().nan_to_num(7))
-    between = randn(1 << 16, dtype=torch.float32) * as_float.abs().clamp(1e-30, 1e30).nan_to_num(1).sqrt()
+    between = (
+        randn(1 << 16, dtype=torch.float32) * as_float.abs().clamp(1e-30, 1e30).nan_to_num(1).sqrt()
+    )
     ties = (every.to(torch.int32) << 16 | 0x8000).view(torch.float32)
     for x in (between, ties):
         rounded = torch.from_numpy(to_bfloat16(x.numpy())).view(torch.bfloat16)
-        assert torch.equal(rounded.float().nan_to_num(7), x.to(torch.bfloat16).float().nan_to_num(7))
+        assert torch.equal(
+            rounded.float().nan_to_num(7), x.to(torch.bfloat16).float().nan_to_num(7)
+        )

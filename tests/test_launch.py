@@ -1,6 +1,8 @@
-"""`python -m tools.launch`, which `make train` calls: nobody outside can reach it, a stop loses nothing, and it leaves nothing.
+"""`python -m tools.launch`, which `make train` calls: nobody outside can reach it, a stop loses
+nothing, and it leaves nothing.
 
-The whole matrix of requests to stop, `python -m benchmarks.stop_matrix`, takes minutes: a part of it is tried here.
+The whole matrix of requests to stop, `python -m benchmarks.stop_matrix`, takes minutes: a part of
+it is tried here.
 """
 
 import contextlib
@@ -24,7 +26,11 @@ from tests.runs import LAYOUT_3D, write_config
 from tools import launch
 
 ROOT = Path(__file__).parent.parent
-ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_") and key != "OMP_NUM_THREADS"}
+ENVIRONMENT = {
+    key: value
+    for key, value in os.environ.items()
+    if not key.startswith("MALLOC_") and key != "OMP_NUM_THREADS"
+}
 
 
 def run_launcher(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -34,11 +40,19 @@ def run_launcher(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @contextlib.contextmanager
 def running(folder: Path, *arguments: str) -> Iterator[subprocess.Popen]:
-    """A launcher whose ranks are in their steps; what it says is in `folder`/log, and temporary files in `folder`/tmp."""
+    """A launcher whose ranks are in their steps; what it says is in `folder`/log, and temporary
+    files in `folder`/tmp."""
     (folder / "tmp").mkdir(exist_ok=True)
     with open(folder / "log", "w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tools.launch", *arguments, "train.steps=1000000", "run.log_interval=1"],
+            [
+                sys.executable,
+                "-m",
+                "tools.launch",
+                *arguments,
+                "train.steps=1000000",
+                "run.log_interval=1",
+            ],
             cwd=ROOT,
             stdout=log,
             stderr=log,
@@ -70,7 +84,9 @@ def test_it_trains_and_it_refuses(data: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
     assert done.stderr == ""
 
-    done = run_launcher("--nproc-per-node", "2", config, "parallel.tp=3", f"run.dir={tmp_path / 'refused'}")
+    done = run_launcher(
+        "--nproc-per-node", "2", config, "parallel.tp=3", f"run.dir={tmp_path / 'refused'}"
+    )
     assert done.returncode == 2
     assert done.stderr.count("error: ") == 1
     assert "parallel.tp = 3" in done.stderr
@@ -78,12 +94,20 @@ def test_it_trains_and_it_refuses(data: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "refused").exists()
 
 
-@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's /proc to see what processes listen on")
+@pytest.mark.skipif(
+    not Path("/proc/net/tcp").exists(), reason="needs Linux's /proc to see what processes listen on"
+)
 def test_it_listens_on_loopback_only_and_leaves_nothing(data: Path, tmp_path: Path) -> None:
     with running(tmp_path, "--nproc-per-node", "2", write_config(tmp_path, data)) as launcher:
-        processes = [psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(recursive=True)]
+        processes = [
+            psutil.Process(launcher.pid),
+            *psutil.Process(launcher.pid).children(recursive=True),
+        ]
         assert len(processes) == 3
-        listening = [[c.laddr.ip for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN] for p in processes]
+        listening = [
+            [c.laddr.ip for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+            for p in processes
+        ]
         assert listening[0] == [], "the launcher itself"
         assert all(listening[1:]), "gloo's"
         assert {address for each in listening for address in each} <= {"127.0.0.1", "::1"}
@@ -94,7 +118,7 @@ def test_it_listens_on_loopback_only_and_leaves_nothing(data: Path, tmp_path: Pa
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-# --- requests to stop -------------------------------------------------------------------------------------------------
+# --- requests to stop -----------------------------------------------------------------------------
 
 COVERING = {
     ("SIGINT", "launcher", "start-up"),
@@ -102,11 +126,17 @@ COVERING = {
     ("SIGTERM", "launcher", "save"),
     ("SIGINT", "one rank", "evaluation"),
 }
-THOROUGH = {("SIGINT", "torchrun", "step"), ("SIGTERM", "torchrun", "save"), ("SIGHUP", "torchrun", "evaluation")}
+THOROUGH = {
+    ("SIGINT", "torchrun", "step"),
+    ("SIGTERM", "torchrun", "save"),
+    ("SIGHUP", "torchrun", "evaluation"),
+}
 
 
 def tier(case: tuple[str, str, str]) -> list[pytest.MarkDecorator]:
-    return [] if case in COVERING else [pytest.mark.thorough if case in THOROUGH else pytest.mark.slow]
+    return (
+        [] if case in COVERING else [pytest.mark.thorough if case in THOROUGH else pytest.mark.slow]
+    )
 
 
 ALL = [(number, target, phase) for target in TARGETS for phase in PHASES for number in SIGNALS]
@@ -147,7 +177,10 @@ def test_a_second_request_ends_it_at_once(data: Path, tmp_path: Path) -> None:
 def test_it_hears_no_hang_up_under_nohup(data: Path, tmp_path: Path) -> None:
     heard = "from runtime.signals import requests; print(*(number.name for number in requests()))"
     command = ["sh", "-c", f"trap '' HUP; exec {sys.executable} -c '{heard}'"]
-    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout == "SIGTERM SIGUSR1 SIGINT\n"
+    assert (
+        subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        == "SIGTERM SIGUSR1 SIGINT\n"
+    )
 
 
 def test_during_its_imports_it_leaves_with_one_line() -> None:
@@ -168,14 +201,22 @@ def test_during_its_imports_it_leaves_with_one_line() -> None:
     finally:
         process.kill()
         process.wait()
-    assert (process.returncode, said, out) == (130, "SIGINT was received: nothing was started\n", "")
+    assert (process.returncode, said, out) == (
+        130,
+        "SIGINT was received: nothing was started\n",
+        "",
+    )
 
 
 def _status_line(pid: int, name: str) -> str:
-    return next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith(name)).split()[1]
+    return next(
+        line
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        if line.startswith(name)
+    ).split()[1]
 
 
-# --- failures ---------------------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
 def status(folder: Path) -> dict:
@@ -213,7 +254,9 @@ def rank(store, heard):
 
 print(launch.start_processes(2, rank).why())
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert (done.stdout, done.stderr) == ("rank 1 was killed by signal 9 (SIGKILL)\n", "")
 
 
@@ -255,23 +298,34 @@ def test_ranks_save_when_the_launcher_is_killed(data: Path, tmp_path: Path) -> N
     ],
 )
 def test_nothing_is_started_of_what_is_refused(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], processes: str, override: str, said: str
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    processes: str,
+    override: str,
+    said: str,
 ) -> None:
     def start(*_: object) -> None:
         raise AssertionError("processes were started")
 
     words = ["launch", "--nproc-per-node", processes, write_config(tmp_path, data), override]
-    with patch.object(sys, "argv", words), patch.object(launch, "start_processes", start), pytest.raises(SystemExit) as left:
+    with (
+        patch.object(sys, "argv", words),
+        patch.object(launch, "start_processes", start),
+        pytest.raises(SystemExit) as left,
+    ):
         launch.main()
     assert left.value.code == 2
     assert said in capsys.readouterr().err
 
 
-# --- speed ------------------------------------------------------------------------------------------------------------
+# --- speed ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux's scheduling")
-@pytest.mark.parametrize("program", ["tools.launch", pytest.param("torch.distributed.run", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "program", ["tools.launch", pytest.param("torch.distributed.run", marks=pytest.mark.thorough)]
+)
 def test_ranks_share_the_cores(tmp_path: Path, program: str) -> None:
     """However they are started: each sets it for itself."""
     script = tmp_path / "say.py"
@@ -280,7 +334,8 @@ def test_ranks_share_the_cores(tmp_path: Path, program: str) -> None:
         "from runtime.init_distributed import init_distributed\n"
         "def say(store=None, *_):\n"
         "    init_distributed(store=store)\n"
-        "    torch.distributed.barrier()\n"  # who leaves before the other has its connections breaks them
+        # who leaves before the other has its connections breaks them
+        "    torch.distributed.barrier()\n"
         "    line = (os.sched_getscheduler(0), torch.get_num_threads(), os.environ['GLOO_SOCKET_IFNAME'])\n"
         "    os.write(1, (' '.join(map(str, line)) + chr(10)).encode())\n"
         "if __name__ == '__main__' and 'RANK' in os.environ:\n"
@@ -294,12 +349,19 @@ def test_ranks_share_the_cores(tmp_path: Path, program: str) -> None:
         command = ["-m", program, "--standalone", "--nproc-per-node", "2", str(script)]
     environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment
+        [sys.executable, *command],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
     )
     assert done.stdout.splitlines() == [f"{os.SCHED_BATCH} 1 lo"] * 2, done.stderr
 
 
-@pytest.mark.skipif(sys.platform != "linux" or platform.libc_ver()[0] != "glibc", reason="glibc's allocator")
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.libc_ver()[0] != "glibc", reason="glibc's allocator"
+)
 def test_memory_is_kept_by_the_allocator() -> None:
     """Page faults where the memory of activations is given back, out of order, and taken again."""
     program = (
@@ -318,8 +380,11 @@ def test_memory_is_kept_by_the_allocator() -> None:
     )
     command = [sys.executable, "-c", program]
     said = [
-        subprocess.run([*command, how], cwd=ROOT, capture_output=True, check=True, env=ENVIRONMENT).stdout
+        subprocess.run(
+            [*command, how], cwd=ROOT, capture_output=True, check=True, env=ENVIRONMENT
+        ).stdout
         for how in ("given back", "kept")
     ]
     given_back, kept = map(int, said)
-    assert kept < given_back / 2  # what is in the way of the heap by chance moves it up once: a tenth
+    # what is in the way of the heap by chance moves it up once: a tenth
+    assert kept < given_back / 2

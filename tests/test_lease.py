@@ -57,7 +57,7 @@ def quick(seconds: float) -> Iterator[None]:
         yield
 
 
-# --- taking it --------------------------------------------------------------------------------------------------------
+# --- taking it ------------------------------------------------------------------------------------
 
 
 def test_it_is_taken_renewed_and_released(tmp_path: Path) -> None:
@@ -97,18 +97,26 @@ def test_a_living_holder_is_named_and_nothing_is_written(tmp_path: Path) -> None
     [
         (DEAD, {}),
         ({"process_began": "1"}, {}),
-        (ELSEWHERE | {"job": "77", "restart": 1}, {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "2"}),
+        (
+            ELSEWHERE | {"job": "77", "restart": 1},
+            {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "2"},
+        ),
     ],
     ids=["a dead process", "another process of that number", "the same Slurm job, requeued"],
 )
 def test_it_is_taken_over_at_once(tmp_path: Path, about: dict, environment: dict) -> None:
     hold(tmp_path / "run", **about)
-    with patch.dict(os.environ, environment), patch.object(time, "sleep", side_effect=AssertionError("it waits")):
+    with (
+        patch.dict(os.environ, environment),
+        patch.object(time, "sleep", side_effect=AssertionError("it waits")),
+    ):
         Lease(tmp_path / "run", "cpu")._try_to_take()
     assert newest_lease(tmp_path / "run" / "lease").number == 4
 
 
-@pytest.mark.parametrize("environment", [{"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"}, {"SLURM_JOB_ID": "78"}, {}])
+@pytest.mark.parametrize(
+    "environment", [{"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"}, {"SLURM_JOB_ID": "78"}, {}]
+)
 def test_another_job_is_not_the_same(tmp_path: Path, environment: dict) -> None:
     hold(tmp_path / "run", job="77", restart=1)
     with patch.dict(os.environ, environment), pytest.raises(UserError, match="of Slurm job 77"):
@@ -122,12 +130,17 @@ def test_a_holder_elsewhere_is_watched(tmp_path: Path, capsys: pytest.CaptureFix
         with Lease(tmp_path / "silent", "cpu"):
             assert not silent.exists()
         path = hold(tmp_path / "renewed", age=0.5, **ELSEWHERE)
-        with patch.object(time, "sleep", lambda _: os.utime(path)), pytest.raises(UserError, match="host n17"):
+        with (
+            patch.object(time, "sleep", lambda _: os.utime(path)),
+            pytest.raises(UserError, match="host n17"),
+        ):
             Lease(tmp_path / "renewed", "cpu")._try_to_take()
     assert "this run waits until that renews its lease" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"token": 3}', "\x00" * 100, '{"host": "\\u001b[2J"}'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"token": 3}', "\x00" * 100, '{"host": "\\u001b[2J"}']
+)
 def test_a_lease_that_cannot_be_read_is_one_too(tmp_path: Path, content: str) -> None:
     path = hold(tmp_path / "run")
     path.write_text(content)
@@ -138,7 +151,7 @@ def test_a_lease_that_cannot_be_read_is_one_too(tmp_path: Path, content: str) ->
         assert newest_lease(tmp_path / "run" / "lease").number == 4
 
 
-# --- the fence --------------------------------------------------------------------------------------------------------
+# --- the fence ------------------------------------------------------------------------------------
 
 
 def paused(run: Path) -> Lease:
@@ -176,7 +189,10 @@ def test_a_displaced_run_changes_nothing(tmp_path: Path, what: str, when: str) -
         else:
             require = first._require
             checks = iter([take_over, require])  # the check is over when the other takes the lease
-            with patch.object(first, "_require", lambda: next(checks)()), pytest.raises(Ended, match="was displaced by"):
+            with (
+                patch.object(first, "_require", lambda: next(checks)()),
+                pytest.raises(Ended, match="was displaced by"),
+            ):
                 first.move(source, target)
     assert sorted(path.name for path in first.checkpoints.iterdir()) == ["step-00000020"]
 
@@ -213,13 +229,17 @@ def test_what_was_being_put_aside_is_not_swept_away(tmp_path: Path) -> None:
 def test_starts_that_are_paused_and_killed(data: Path, tmp_path: Path, most: int) -> None:
     """The short form of benchmarks/lease_drill.py."""
     counts, wrong = one_round(
-        tmp_path, tiny(tmp_path / "config.yaml", data, tokenizer().vocab_size), seed=most, most=most, events=12
+        tmp_path,
+        tiny(tmp_path / "config.yaml", data, tokenizer().vocab_size),
+        seed=most,
+        most=most,
+        events=12,
     )
     assert wrong == []
     assert counts["starts"] > 1
 
 
-# --- in a run ---------------------------------------------------------------------------------------------------------
+# --- in a run -------------------------------------------------------------------------------------
 
 
 def test_a_second_start_is_refused_on_every_rank(ranks: Ranks, saved: Path, tmp_path: Path) -> None:
@@ -234,7 +254,9 @@ def test_a_second_start_is_refused_on_every_rank(ranks: Ranks, saved: Path, tmp_
     assert losses(tmp_path) == before
 
 
-def test_a_run_that_is_displaced_ends_with_status_2(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_displaced_ends_with_status_2(
+    ranks: Ranks, data: Path, tmp_path: Path
+) -> None:
     config = write_config(tmp_path, data, checkpoint={"interval": 2})
     with pytest.raises(RankError, match="rank 0: died with exit code 2"):
         ranks.run(train_until_displaced, 2, [config])
@@ -243,7 +265,8 @@ def test_a_run_that_is_displaced_ends_with_status_2(ranks: Ranks, data: Path, tm
 
 
 def train_until_displaced(arguments: list[str]) -> str:
-    """Another start takes the folder over in step 4, unnoticed until the line of that step is written."""
+    """Another start takes the folder over in step 4, unnoticed until the line of that step is
+    written."""
     import train
 
     honest = train.learning_rate
@@ -251,14 +274,18 @@ def train_until_displaced(arguments: list[str]) -> str:
     def displaced(step: int, *about: object) -> float:
         if step == 3 and dist.get_rank() == 0:
             run = Path(arguments[0]).parent / "run"
-            (run / "lease" / "00000002.json").write_text(Holder.this_process("00000002-0").model_dump_json())
+            (run / "lease" / "00000002.json").write_text(
+                Holder.this_process("00000002-0").model_dump_json()
+            )
         return honest(step, *about)
 
     with patch.object(train, "learning_rate", displaced), patch.object(lease, "TRUST_SECONDS", 0.0):
         return train_run(arguments)
 
 
-def test_a_run_folder_has_the_permissions_of_the_umask(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+def test_a_run_folder_has_the_permissions_of_the_umask(
+    ranks: Ranks, data: Path, tmp_path: Path
+) -> None:
     config = write_config(tmp_path, data, train={"steps": 1}, checkpoint={"interval": 1})
     assert ranks.run(train_with_umask, 1, [config]) == [""]
     paths = [tmp_path / "run", *(tmp_path / "run").rglob("*")]

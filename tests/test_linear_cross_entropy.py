@@ -1,4 +1,5 @@
-"""The head's projection and loss in pieces, against whole logits on one rank: the loss, and the gradient of each operand."""
+"""The head's projection and loss in pieces, against whole logits on one rank: the loss, and the
+gradient of each operand."""
 
 from unittest.mock import patch
 
@@ -19,7 +20,12 @@ from tests.counting import Listener
 
 S, B, D = 20, 2, 24
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-KERNELS = [pytest.param("triton", marks=pytest.mark.skipif(why_not_triton("cpu") is not None, reason="needs Triton")), "torch"]
+KERNELS = [
+    pytest.param(
+        "triton", marks=pytest.mark.skipif(why_not_triton("cpu") is not None, reason="needs Triton")
+    ),
+    "torch",
+]
 
 
 def operands(vocab, dtype):
@@ -43,7 +49,8 @@ def expected(vocab, dtype, z_loss):
 
 
 def in_pieces(vocab, dtype, sequence_parallel, z_loss, kernels, sizes):
-    """For each size of a piece's logits in bytes: this rank's loss, dx and dw, heights of the pieces, and what travelled."""
+    """For each size of a piece's logits in bytes: this rank's loss, dx and dw, heights of the
+    pieces, and what travelled."""
     mesh = build_mesh(MeshSizes(tp=dist.get_world_size()), "cpu")
     tp, rank = mesh.tp.size(), mesh.tp.get_local_rank()
     x, weight, targets = operands(vocab, dtype)
@@ -54,7 +61,12 @@ def in_pieces(vocab, dtype, sequence_parallel, z_loss, kernels, sizes):
     for piece_bytes in sizes:
         x, weight = (t.detach().clone().requires_grad_() for t in (x, weight))
         arguments = (x, weight, targets, scale, rows.start, mesh.tp.get_group(), sequence_parallel)
-        options = {"vocab_size": vocab, "z_loss": z_loss, "kernels": kernels, "piece_bytes": piece_bytes}
+        options = {
+            "vocab_size": vocab,
+            "z_loss": z_loss,
+            "kernels": kernels,
+            "piece_bytes": piece_bytes,
+        }
         heights = []
 
         def watched(*given, heights=heights):
@@ -67,7 +79,9 @@ def in_pieces(vocab, dtype, sequence_parallel, z_loss, kernels, sizes):
         with Listener(mesh) as backward:
             (3 * loss).backward()
         with torch.no_grad():
-            assert torch.equal(linear_cross_entropy(*arguments, **options), loss), "without gradients the loss is the same"
+            assert torch.equal(linear_cross_entropy(*arguments, **options), loss), (
+                "without gradients the loss is the same"
+            )
         travelled = forward.count(), backward.count(), forward.largest
         results.append((loss.detach(), x.grad, weight.grad, heights, *travelled))
     return results
@@ -78,7 +92,9 @@ def relative(found, exact):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, True), (2, True), (2, False), (4, True), (4, False)])
+@pytest.mark.parametrize(
+    ("tp", "sequence_parallel"), [(1, True), (2, True), (2, False), (4, True), (4, False)]
+)
 @pytest.mark.parametrize(
     ("dtype", "bounds"),
     [
@@ -89,8 +105,9 @@ def relative(found, exact):
     ids=str,
 )
 def test_is_what_whole_logits_give(ranks, tp, sequence_parallel, dtype, bounds, kernels):
-    """In three pieces of unequal size; in float64 also in one, and (interpreted that takes long) one row at a time; with the
-    normaliser's loss and a vocabulary tp does not divide. The gradient that arrives is not 1."""
+    """In three pieces of unequal size; in float64 also in one, and (interpreted that takes long)
+    one row at a time; with the normaliser's loss and a vocabulary tp does not divide. The gradient
+    that arrives is not 1."""
     vocab, z_loss = 51, 1e-2
     loss, dx, dw = expected(vocab, dtype, z_loss)
     rows = S // tp if sequence_parallel else S
@@ -98,11 +115,15 @@ def test_is_what_whole_logits_give(ranks, tp, sequence_parallel, dtype, bounds, 
     sizes = {14 * cdiv(vocab, tp) * dtype.itemsize: unequal}
     if dtype == torch.float64:
         sizes |= {1 << 20: [rows]} | ({1: [1] * rows} if kernels == "torch" else {})
-    of_ranks = ranks.run(in_pieces, tp, vocab, dtype, sequence_parallel, z_loss, kernels, list(sizes))
+    of_ranks = ranks.run(
+        in_pieces, tp, vocab, dtype, sequence_parallel, z_loss, kernels, list(sizes)
+    )
     for heights, *results in zip(sizes.values(), *of_ranks, strict=True):
         found_dx = torch.cat([r[1] for r in results]) if sequence_parallel else results[-1][1]
         found_dw = torch.cat([r[2] for r in results])
-        assert all(torch.equal(r[0], results[0][0]) for r in results), "every rank returns the same loss"
+        assert all(torch.equal(r[0], results[0][0]) for r in results), (
+            "every rank returns the same loss"
+        )
         assert found_dx.dtype == found_dw.dtype == dtype
         assert all(r[3] == heights for r in results)
         errors = relative(results[0][0], loss), relative(found_dx, dx), relative(found_dw, dw)
@@ -112,7 +133,10 @@ def test_is_what_whole_logits_give(ranks, tp, sequence_parallel, dtype, bounds, 
 def test_more_ranks_than_rows_of_the_vocabulary(ranks):
     """A rank without columns takes part all the same."""
     loss, dx, dw = expected(3, torch.float64, 0.0)
-    results = [found for (found,) in ranks.run(in_pieces, 4, 3, torch.float64, True, 0.0, "torch", [1 << 20])]
+    results = [
+        found
+        for (found,) in ranks.run(in_pieces, 4, 3, torch.float64, True, 0.0, "torch", [1 << 20])
+    ]
     assert relative(results[0][0], loss) < 1e-14
     assert relative(torch.cat([r[1] for r in results]), dx) < 1e-14
     assert relative(torch.cat([r[2] for r in results]), dw) < 1e-14
@@ -120,11 +144,13 @@ def test_more_ranks_than_rows_of_the_vocabulary(ranks):
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_what_travels_and_what_is_held(ranks, sequence_parallel):
-    """In any number of pieces the same bytes; nothing in backward; and no tensor larger than a piece's logits, a weight or the
-    input. (With whole logits, 40 · 512 numbers, there is one.)"""
+    """In any number of pieces the same bytes; nothing in backward; and no tensor larger than a
+    piece's logits, a weight or the input. (With whole logits, 40 · 512 numbers, there is one.)"""
     tp, vocab, hidden, tokens = 2, 1024, S * B * D * 8, S * B
     sizes = {1: 1 << 20, 5: vocab // tp * 8 * tokens // 5}
-    for of_rank in ranks.run(in_pieces, tp, vocab, torch.float64, sequence_parallel, 0.0, "torch", list(sizes.values())):
+    for of_rank in ranks.run(
+        in_pieces, tp, vocab, torch.float64, sequence_parallel, 0.0, "torch", list(sizes.values())
+    ):
         for pieces, (*_, heights, forward, backward, largest) in zip(sizes, of_rank, strict=True):
             statistics = pieces, tp * 3 * tokens * 8
             if sequence_parallel:
@@ -143,7 +169,12 @@ def whole_logits(vocab, kernels):
     rows = chunk_range(vocab, mesh.tp.size(), mesh.tp.get_local_rank())
     x, weight, targets = operands(vocab, torch.float64)
     weight = weight[rows.start : rows.stop].clone().requires_grad_()
-    loss = vocab_parallel_cross_entropy(x @ weight.T, targets, rows.start, mesh.tp.get_group(), 1e-2, kernels) / 7
+    loss = (
+        vocab_parallel_cross_entropy(
+            x @ weight.T, targets, rows.start, mesh.tp.get_group(), 1e-2, kernels
+        )
+        / 7
+    )
     (3 * loss).backward()
     return loss.detach(), weight.grad
 
@@ -166,16 +197,22 @@ def test_backward_twice_is_refused():
 
     x, weight, targets = operands(51, torch.float64)
     x.requires_grad_()
-    loss = linear_cross_entropy(x, weight, targets, torch.tensor(1.0).double(), 0, Alone(), True, vocab_size=51)
+    loss = linear_cross_entropy(
+        x, weight, targets, torch.tensor(1.0).double(), 0, Alone(), True, vocab_size=51
+    )
     loss.backward(retain_graph=True)
     with pytest.raises(AssertionError, match="handed on already"):
         loss.backward()
 
 
 def test_the_weight_gradient_is_summed_in_float32():
-    """Sixty-four pieces of bfloat16: rounded once, where a sum in bfloat16 would be rounded at every piece. On a GPU, where
-    there is one: its product takes bfloat16 and returns float32; a CPU's has its operands copied."""
-    dy, x = (torch.randn(64 * 16, n, generator=torch.Generator().manual_seed(n)).bfloat16().to(DEVICE) for n in (8, 12))
+    """Sixty-four pieces of bfloat16: rounded once, where a sum in bfloat16 would be rounded at
+    every piece. On a GPU, where there is one: its product takes bfloat16 and returns float32; a
+    CPU's has its operands copied."""
+    dy, x = (
+        torch.randn(64 * 16, n, generator=torch.Generator().manual_seed(n)).bfloat16().to(DEVICE)
+        for n in (8, 12)
+    )
     exact = dy.double().T @ x.double()
     wide = narrow = None
     for a, b in zip(dy.split(16), x.split(16), strict=True):

@@ -25,7 +25,8 @@ from training.load_config import load_config
 
 
 def run_out_of_memory(arguments: list[str], actions: int) -> bool:
-    """A run that has no memory left after so many actions of its second step. Whether it ended so."""
+    """A run that has no memory left after so many actions of its second step. Whether it ended
+    so."""
     give, done = PipelineRunner._give, [0]
 
     def give_until_it_is_full(*given: Any) -> None:
@@ -45,12 +46,23 @@ def run_out_of_memory(arguments: list[str], actions: int) -> bool:
 def cells(report: str) -> dict[str, list[str]]:
     """Category → what stands beside it."""
     rows = [line.split("  ") for line in report.splitlines() if line.endswith("MB")]
-    return {row[0].strip() or row[1].strip(): [cell.strip() for cell in row[1:] if cell.endswith("MB")] for row in rows}
+    return {
+        row[0].strip() or row[1].strip(): [cell.strip() for cell in row[1:] if cell.endswith("MB")]
+        for row in rows
+    }
 
 
-def test_out_of_memory(ranks: Ranks, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """bfloat16, ZeRO-1, two micro-batches done: weights are whole, and gradients whole in float32, known to FSDP alone."""
-    overrides = ["train.dtype=bfloat16", "model.num_layers=2", "parallel.dp_shard=2", "train.micro_batch_size=1"]
+def test_out_of_memory(
+    ranks: Ranks, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """bfloat16, ZeRO-1, two micro-batches done: weights are whole, and gradients whole in float32,
+    known to FSDP alone."""
+    overrides = [
+        "train.dtype=bfloat16",
+        "model.num_layers=2",
+        "parallel.dp_shard=2",
+        "train.micro_batch_size=1",
+    ]
     arguments = [write_config(tmp_path, data), *overrides]
     assert ranks.run(run_out_of_memory, 2, arguments, 4) == [True, True]
     config = load_config(arguments[0], overrides)
@@ -63,14 +75,24 @@ def test_out_of_memory(ranks: Ranks, data: Path, tmp_path: Path, capsys: pytest.
         assert "Tried to allocate 2.00 GiB." in report
         assert "planned" not in report.partition("What was planned")[0]
         capsys.readouterr()
-        assert tools.plan.__main__.main([str(tmp_path / "run/config.yaml"), "--beside", str(written.with_suffix(".json"))]) == 0
-        found, plan = cells(capsys.readouterr().out), planner.Memory(Layout.of_rank(config, 2, rank))
+        assert (
+            tools.plan.__main__.main(
+                [str(tmp_path / "run/config.yaml"), "--beside", str(written.with_suffix(".json"))]
+            )
+            == 0
+        )
+        found, plan = (
+            cells(capsys.readouterr().out),
+            planner.Memory(Layout.of_rank(config, 2, rank)),
+        )
         for category in ("sharded weights", "optimizer state", "gathered weights"):
             assert found[category] == [f"{plan.at_peak[category] / 1e6:,.3f} MB"] * 2, category
         whole = sum(unit.numel for unit in plan.units[0]) * 4
         assert found["whole gradients"][0] == f"{whole / 1e6:,.3f} MB"
         assert found["together"][1] == f"{plan.peak / 1e6:,.3f} MB"
-        assert float(found["together"][0].split()[0].replace(",", "")) > 50, "a process with torch in it"
+        assert float(found["together"][0].split()[0].replace(",", "")) > 50, (
+            "a process with torch in it"
+        )
         assert found["activations"] == [f"{plan.at_peak['activations'] / 1e6:,.3f} MB"]
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
 
@@ -89,30 +111,45 @@ def train_with_requests(arguments: list[str]) -> str:
             request.touch()
         return made[-1]
 
-    with patch.object(train.TrainStep, "__call__", asking), patch.object(memory_report, "LOOK_SECONDS", 0.0):
+    with (
+        patch.object(train.TrainStep, "__call__", asking),
+        patch.object(memory_report, "LOOK_SECONDS", 0.0),
+    ):
         return train_run(arguments)
 
 
 def test_on_request(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    assert ranks.run(train_with_requests, 1, [write_config(tmp_path, data, train={"steps": 5})]) == [""]
+    assert ranks.run(
+        train_with_requests, 1, [write_config(tmp_path, data, train={"steps": 5})]
+    ) == [""]
     assert not (tmp_path / "run" / "profile").exists()
     numbers, report = sorted((tmp_path / "run" / "memory").iterdir())
-    assert (numbers.name, report.name) == ("step-00000003-rank-00000.json", "step-00000003-rank-00000.txt")
+    assert (numbers.name, report.name) == (
+        "step-00000003-rank-00000.json",
+        "step-00000003-rank-00000.txt",
+    )
     assert "asked for after step 3" in report.read_text()
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
 
 
 def test_categories_are_the_planners() -> None:
     names = ("WEIGHTS", "MOMENTS", "GATHERED", "GRADIENTS", "SHARDED_GRADIENTS")
-    assert [getattr(memory_report, name) for name in names] == [getattr(categories, name) for name in names]
+    assert [getattr(memory_report, name) for name in names] == [
+        getattr(categories, name) for name in names
+    ]
 
 
-# --- the table --------------------------------------------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------
 
 
 def test_the_table_adds_up() -> None:
     plan = {"sharded weights": 4_000_000, "activations": 5_000_000, "temporary": 500_000}
-    rows = [line.split() for line in table({"sharded weights": 4_000_000, "whole gradients": 2_000_000}, 7_500_000, plan)]
+    rows = [
+        line.split()
+        for line in table(
+            {"sharded weights": 4_000_000, "whole gradients": 2_000_000}, 7_500_000, plan
+        )
+    ]
     assert rows[1:] == [
         ["sharded", "weights", "4.000", "MB", "4.000", "MB"],
         ["whole", "gradients", "2.000", "MB", "0.000", "MB"],
@@ -134,7 +171,8 @@ class PretendedMesh:
 
 
 def report_of_a_gpu(folder: str) -> None:
-    """The parts of a report that ask torch.cuda, with its answers made up; out of memory in step 8."""
+    """The parts of a report that ask torch.cuda, with its answers made up; out of memory in step
+    8."""
     run = SimpleNamespace(dir=folder, memory_history=True, profile_ranks=[0])
     pretended: Any = SimpleNamespace(
         mesh=PretendedMesh,
@@ -143,12 +181,22 @@ def report_of_a_gpu(folder: str) -> None:
         weights=[],
         optimizer=SimpleNamespace(state={"exp_avg": [torch.ones(1_000_000)]}),
     )
-    answers = {"memory_allocated": 8_000_000, "memory_reserved": 9_000_000, "mem_get_info": (1_000_000, 80_000_000)}
+    answers = {
+        "memory_allocated": 8_000_000,
+        "memory_reserved": 9_000_000,
+        "mem_get_info": (1_000_000, 80_000_000),
+    }
     with contextlib.ExitStack() as stack:
         for name, answer in [*answers.items(), ("memory_summary", "torch's own table")]:
             stack.enter_context(patch.object(torch.cuda, name, lambda answer=answer: answer))
         history = stack.enter_context(patch.object(torch.cuda.memory, "_record_memory_history"))
-        stack.enter_context(patch.object(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"snapshot")))
+        stack.enter_context(
+            patch.object(
+                torch.cuda.memory,
+                "_dump_snapshot",
+                lambda path: Path(path).write_bytes(b"snapshot"),
+            )
+        )
         stack.enter_context(contextlib.suppress(torch.OutOfMemoryError))
         with MemoryReports(pretended, step=7):
             assert history.call_args.kwargs == {"max_entries": 100_000, "stacks": "python"}
@@ -188,7 +236,9 @@ REPORT = {
         (json.dumps(REPORT | {"world": 3, "rank": 1}), "must be a multiple"),
     ],
 )
-def test_a_report_that_is_none(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, why: str) -> None:
+def test_a_report_that_is_none(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, why: str
+) -> None:
     (tmp_path / "report.json").write_text(text)
     config = write_config(tmp_path, data)
     assert tools.plan.__main__.main([config, "--beside", str(tmp_path / "report.json")]) == 2
@@ -197,8 +247,15 @@ def test_a_report_that_is_none(data: Path, tmp_path: Path, capsys: pytest.Captur
     assert len(said.splitlines()) <= 2
 
 
-def test_a_run_that_cannot_be_planned(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_cannot_be_planned(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "report.json").write_text(json.dumps(REPORT))
-    arguments = [write_config(tmp_path, data), "parallel.cpu_offload=true", "--beside", str(tmp_path / "report.json")]
+    arguments = [
+        write_config(tmp_path, data),
+        "parallel.cpu_offload=true",
+        "--beside",
+        str(tmp_path / "report.json"),
+    ]
     assert tools.plan.__main__.main(arguments) == 2
     assert "parallel.cpu_offload" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""The model: its size, its first weights, what may see what, and how exactly positions are told apart."""
+"""The model: its size, its first weights, what may see what, and how exactly positions are told
+apart."""
 
 import math
 import re
@@ -23,7 +24,13 @@ from tools.parity.run import assemble, global_batch, parts, reference_model
 from training.build import build_stages
 
 LLAMA_3_70B = ModelConfig(
-    dim=8192, num_layers=80, num_heads=64, num_kv_heads=8, ffn_dim=28672, vocab_size=128256, rope_theta=500_000.0
+    dim=8192,
+    num_layers=80,
+    num_heads=64,
+    num_kv_heads=8,
+    ffn_dim=28672,
+    vocab_size=128256,
+    rope_theta=500_000.0,
 )
 
 
@@ -47,11 +54,14 @@ QWEN3_0_6B = ModelConfig(
 def test_parameters_of_qwen3():
     assert QWEN3_0_6B.head_dim == 128
     assert QWEN3_0_6B.num_parameters == 596_049_920
-    # Attention's two products of S × S are as wide as the heads: 12 · S · 2048 a layer for the whole square; half is counted.
+    # Attention's two products of S × S are as wide as the heads: 12 · S · 2048 a layer for the
+    # whole square; half is counted.
     assert QWEN3_0_6B.flops_per_token(8192) - QWEN3_0_6B.flops_per_token(0) == 6 * 28 * 8192 * 2048
 
 
-@pytest.mark.parametrize("options", [{}, {"tie_embeddings": True}, {"attention_dim": 64, "qk_norm": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"tie_embeddings": True}, {"attention_dim": 64, "qk_norm": True}], ids=str
+)
 def test_num_parameters_counts_what_there_is(options):
     config = Case(MeshSizes(), **options).config().model
     reference = reference_model(config, torch.float32, seed=0)
@@ -61,7 +71,9 @@ def test_num_parameters_counts_what_there_is(options):
 def first_weights(case):
     config = case.config()
     mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
-    return parts(named for stage in build_stages(config, mesh).values() for named in stage.named_parameters())
+    return parts(
+        named for stage in build_stages(config, mesh).values() for named in stage.named_parameters()
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,11 +89,14 @@ def first_weights(case):
     ],
 )
 def test_every_layout_starts_from_the_same_bits(ranks, layout):
-    """Global weights assembled from a layout's parts, against one process that draws each whole tensor."""
+    """Global weights assembled from a layout's parts, against one process that draws each whole
+    tensor."""
     case = Case(layout, dtype="float32")
     reference = reference_model(case.config().model, torch.float32, seed=0)
     expected = {name: p.detach() for name, p in reference.named_parameters()}
-    whole, spread = assemble(ranks.run(first_weights, case.world, case), {n: p.shape for n, p in expected.items()})
+    whole, spread = assemble(
+        ranks.run(first_weights, case.world, case), {n: p.shape for n, p in expected.items()}
+    )
     assert spread == 0
     assert whole.keys() == expected.keys()
     for name, weight in expected.items():
@@ -89,7 +104,8 @@ def test_every_layout_starts_from_the_same_bits(ranks, layout):
 
 
 def test_rows_are_the_same_whoever_draws_them():
-    """Any cut of the rows gives the same numbers, also across the blocks that are drawn at a time, and never the same twice."""
+    """Any cut of the rows gives the same numbers, also across the blocks that are drawn at a time,
+    and never the same twice."""
     shape = torch.Size((300, 700))  # several blocks
     whole = draw_rows("x", shape, range(300), 1.0, seed=1)
     cuts = [0, 1, 92, 93, 94, 187, 299, 300]
@@ -116,7 +132,9 @@ def test_initial_weights_are_smaller_where_the_residual_is_written(ranks):
             assert initial == Constant(1.0), name
         else:
             writes = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
-            assert initial == Normal(model.init_std / math.sqrt(2 * model.num_layers) if writes else model.init_std), name
+            assert initial == Normal(
+                model.init_std / math.sqrt(2 * model.num_layers) if writes else model.init_std
+            ), name
 
 
 def test_draws_have_their_standard_deviation_and_no_mean():
@@ -131,7 +149,9 @@ def logits_of(case, tokens):
     mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     (stage,) = build_stages(config, mesh).values()
     with torch.no_grad():
-        return stage(None, Batch(tokens.T.contiguous(), None, torch.arange(tokens.shape[1]).unsqueeze(1)))
+        return stage(
+            None, Batch(tokens.T.contiguous(), None, torch.arange(tokens.shape[1]).unsqueeze(1))
+        )
 
 
 @pytest.mark.parametrize("layout", [MeshSizes(), MeshSizes(tp=4)], ids=str)
@@ -162,12 +182,16 @@ def turn(x, angles):
 
 
 def test_rotation_knows_only_distance():
-    """The product of a rotated query and key depends on how far apart they are, not on where (the point of the paper)."""
+    """The product of a rotated query and key depends on how far apart they are, not on where (the
+    point of the paper)."""
     torch.manual_seed(0)
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
 
     def product(i, j):
-        turned = [turn(x, rotary_angles(torch.tensor([[p]]), 8, 1e4, torch.float64)) for x, p in ((q, i), (k, j))]
+        turned = [
+            turn(x, rotary_angles(torch.tensor([[p]]), 8, 1e4, torch.float64))
+            for x, p in ((q, i), (k, j))
+        ]
         return (turned[0] * turned[1]).sum().item()
 
     assert product(5, 3) == pytest.approx(product(1005, 1003), abs=1e-12)
@@ -182,7 +206,9 @@ def test_rotation_is_the_references(scaling):
     torch.manual_seed(0)
     x = torch.randn(16, 2, 4, 8, dtype=torch.float64)  # [S, B, H, E]
     ours = turn(x, rotary_angles(torch.arange(16).unsqueeze(1), 8, 1e4, torch.float64, *scaling))
-    theirs = reference_rotate(x.permute(1, 2, 0, 3), Rotary(1e4, *(scaling[0] if scaling else ()))).permute(2, 0, 1, 3)
+    theirs = reference_rotate(
+        x.permute(1, 2, 0, 3), Rotary(1e4, *(scaling[0] if scaling else ()))
+    ).permute(2, 0, 1, 3)
     assert (ours - theirs).abs().max() < 1e-14
 
 
@@ -191,15 +217,24 @@ def test_scaled_frequencies_are_those_of_hugging_face():
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import _compute_llama3_parameters
 
-    rope = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     theirs = LlamaConfig(
-        hidden_size=4096, num_attention_heads=32, rope_parameters={**rope, "original_max_position_embeddings": 8192}
+        hidden_size=4096,
+        num_attention_heads=32,
+        rope_parameters={**rope, "original_max_position_embeddings": 8192},
     )
     expected, _ = _compute_llama3_parameters(theirs, device=None)
     position = torch.ones(1, 1, dtype=torch.int64)
     for scaling, same in ((LLAMA_3_1, True), (LLAMA_3_1._replace(high_freq_factor=5.0), False)):
         cos, sin = rotary_angles(position, 128, 500_000.0, torch.float64, scaling)
-        found = torch.atan2(sin, cos).flatten()  # the angle at position 1 is the frequency, which is at most 1
+        # the angle at position 1 is the frequency, which is at most 1
+        found = torch.atan2(sin, cos).flatten()
         assert torch.allclose(found, expected.double(), rtol=1e-6, atol=0) is same
     plain = 500_000.0 ** (-torch.arange(64, dtype=torch.float64) / 64)
     ratio = expected.double() / plain
@@ -215,20 +250,30 @@ def test_rotation_gradient_is_right():
 
 
 def test_angles_are_exact_enough_to_tell_positions_apart():
-    """bfloat16 angles would be the same at positions 256 and 257. Float32 ones are off by a hundredth of a radian at 128k,
-    and a float64 model's by nothing that matters to a proof."""
+    """bfloat16 angles would be the same at positions 256 and 257. Float32 ones are off by a
+    hundredth of a radian at 128k, and a float64 model's by nothing that matters to a proof."""
     positions = torch.tensor([[256], [257], [131_071]])
-    for dtype, exact in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)):
+    for dtype, exact in (
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ):
         cos, sin = rotary_angles(positions, 128, 500_000.0, dtype)
         assert cos.dtype == sin.dtype == exact
         assert not torch.equal(cos[0], cos[1])
         for row, position in enumerate(positions.flatten().tolist()):
-            truth = torch.tensor([math.cos(position * 500_000.0 ** (-2 * i / 128)) for i in range(64)], dtype=torch.float64)
-            assert (cos[row].double().flatten() - truth).abs().max() < (1e-9 if exact == torch.float64 else 2e-2)
+            truth = torch.tensor(
+                [math.cos(position * 500_000.0 ** (-2 * i / 128)) for i in range(64)],
+                dtype=torch.float64,
+            )
+            assert (cos[row].double().flatten() - truth).abs().max() < (
+                1e-9 if exact == torch.float64 else 2e-2
+            )
 
 
 def test_attention_follows_the_key_value_head_of_its_group(ranks):
-    """Grouped-query attention on more tp ranks than key/value heads: each rank slices the head that its queries belong to."""
+    """Grouped-query attention on more tp ranks than key/value heads: each rank slices the head that
+    its queries belong to."""
     for kv, tp in ((2, 4), (2, 8), (1, 8)):
         case = Case(MeshSizes(tp=tp), num_kv_heads=kv)
         tokens, _ = global_batch(case.vocab_size, 1)

@@ -1,4 +1,5 @@
-"""The update: learning rate, decay, clipping, and a step in which the host never waits for the device."""
+"""The update: learning rate, decay, clipping, and a step in which the host never waits for the
+device."""
 
 import math
 from dataclasses import replace
@@ -44,13 +45,16 @@ def test_cosine_is_the_formula():
 
 
 def test_wsd_is_flat_then_falls_linearly():
-    config = OptimizerConfig(lr=1.0, warmup_steps=2, schedule="wsd", decay_steps=4, min_lr_ratio=0.0)
+    config = OptimizerConfig(
+        lr=1.0, warmup_steps=2, schedule="wsd", decay_steps=4, min_lr_ratio=0.0
+    )
     rates = [learning_rate(step, 12, config) for step in range(13)]
     assert rates == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0])
 
 
 def updated_without_gradient(case):
-    """Weights without a gradient move by decay alone: the ratio of each after one update to before it."""
+    """Weights without a gradient move by decay alone: the ratio of each after one update to before
+    it."""
     config = case.config()
     mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     stages = build_stages(config, mesh)
@@ -59,7 +63,9 @@ def updated_without_gradient(case):
     before = {name: p.to_local().clone() for name, p in named}
     for _, p in named:
         p.grad = torch.zeros_like(p)
-    step.optimizer.step(learning_rate(0, 20, config.optimizer), torch.zeros((), dtype=torch.float64), 1.0)
+    step.optimizer.step(
+        learning_rate(0, 20, config.optimizer), torch.zeros((), dtype=torch.float64), 1.0
+    )
     return {name: (p.to_local() / before[name]).flatten() for name, p in named}
 
 
@@ -73,7 +79,10 @@ def test_decay_is_of_matrices_only(ranks):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize(("size", "limit", "expected"), [(5.0, 1.0, 1.0), (5.0, 0.0, 5.0), (0.5, 1.0, 0.5), (0.0, 1.0, 0.0)])
+@pytest.mark.parametrize(
+    ("size", "limit", "expected"),
+    [(5.0, 1.0, 1.0), (5.0, 0.0, 5.0), (0.5, 1.0, 0.5), (0.0, 1.0, 0.0)],
+)
 def test_clipping_limits_the_norm_and_never_enlarges(size, limit, expected, kernels):
     """The first moment after one update from zero is (1 − β₁) times the gradient that was used."""
     gradients = [torch.tensor([0.6, 0.0]) * size, torch.tensor([[0.8]]) * size]
@@ -85,7 +94,8 @@ def test_clipping_limits_the_norm_and_never_enlarges(size, limit, expected, kern
 
 
 def weights_with_a_bad_step(case, kernels, bad_steps):
-    """Weights after two updates; `bad_steps` between them have a gradient that is not a number, on one rank alone."""
+    """Weights after two updates; `bad_steps` between them have a gradient that is not a number, on
+    one rank alone."""
     config = case.config()
     mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     step = TrainStep(config, mesh, build_stages(config, mesh))
@@ -103,13 +113,17 @@ def weights_with_a_bad_step(case, kernels, bad_steps):
     norms += [step(1, *rows).grad_norm for _ in range(bad_steps)]
     step.partial.sum_over_tp = honest
     norms.append(step(1, *rows).grad_norm)
-    return [norm.item() for norm in norms], parts((each.name, each.parameter) for each in step.weights)
+    return [norm.item() for norm in norms], parts(
+        (each.name, each.parameter) for each in step.weights
+    )
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_every_rank_skips_a_step_whose_norm_is_no_number(ranks, kernels):
     case = Case(MeshSizes(pp=2, dp_shard=2))
-    disturbed, honest = (ranks.run(weights_with_a_bad_step, 4, case, kernels, bad_steps) for bad_steps in (1, 0))
+    disturbed, honest = (
+        ranks.run(weights_with_a_bad_step, 4, case, kernels, bad_steps) for bad_steps in (1, 0)
+    )
     for (norms, mine), (expected_norms, expected) in zip(disturbed, honest, strict=True):
         assert math.isnan(norms[1])
         assert [norms[0], norms[2]] == expected_norms
@@ -150,16 +164,26 @@ def operations_of_a_step(case):
     return dict(listener.operations), dict(control.operations)
 
 
-WAITS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal", "aten::unique", "aten::masked_select")
+WAITS = (
+    "aten::_local_scalar_dense",
+    "aten::is_nonzero",
+    "aten::nonzero",
+    "aten::equal",
+    "aten::unique",
+    "aten::masked_select",
+)
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_the_host_waits_for_nothing_in_a_step(ranks, zero_stage):
-    """No operation reads a number back from the device: loss and norm stay there until the logger asks."""
+    """No operation reads a number back from the device: loss and norm stay there until the logger
+    asks."""
     case = Case(MeshSizes(pp=2, dp_shard=2, tp=2), zero_stage=zero_stage, tie_embeddings=True)
     for step, control in ranks.run(operations_of_a_step, 8, case):
         assert not [name for name in WAITS if name in step]
-        assert "aten::_local_scalar_dense" in control, "the listener would see a wait if there were one"
+        assert "aten::_local_scalar_dense" in control, (
+            "the listener would see a wait if there were one"
+        )
 
 
 def weights_after(case, steps):
@@ -168,7 +192,10 @@ def weights_after(case, steps):
     stages = build_stages(config, mesh)
     step = TrainStep(config, mesh, stages)
     for index in range(steps):
-        step(index, *(t.chunk(mesh.dp_size)[mesh.dp_rank] for t in global_batch(case.vocab_size, index)))
+        step(
+            index,
+            *(t.chunk(mesh.dp_size)[mesh.dp_rank] for t in global_batch(case.vocab_size, index)),
+        )
     return parts(named for stage in stages.values() for named in stage.named_parameters())
 
 
@@ -181,7 +208,8 @@ def test_a_step_is_repeatable_bit_for_bit(ranks):
 
 
 def rounded_updates(case, resume):
-    """bfloat16 weights and moments after three updates with given gradients; with `resume`, the third by a new optimizer."""
+    """bfloat16 weights and moments after three updates with given gradients; with `resume`, the
+    third by a new optimizer."""
     config = case.config()
     config = replace(config, optimizer=replace(config.optimizer, pure_bfloat16=True))
     config.validate(dist.get_world_size())
@@ -206,8 +234,8 @@ def rounded_updates(case, resume):
 
 
 def test_stochastic_rounding_depends_on_no_layout(ranks):
-    """The same gradients, given; then every layout has the same weights and moments to the bit, every copy of a number too, and
-    so has a run that was resumed."""
+    """The same gradients, given; then every layout has the same weights and moments to the bit,
+    every copy of a number too, and so has a run that was resumed."""
     found = []
     for layout, resume in (
         (MeshSizes(pp=2), False),
@@ -216,7 +244,9 @@ def test_stochastic_rounding_depends_on_no_layout(ranks):
     ):
         case = Case(layout, tie_embeddings=True, dtype="bfloat16")
         runs = ranks.run(rounded_updates, case.world, case, resume)
-        shapes = {name: shape for shapes_of_rank, _ in runs for name, shape in shapes_of_rank.items()}
+        shapes = {
+            name: shape for shapes_of_rank, _ in runs for name, shape in shapes_of_rank.items()
+        }
         whole, spread = assemble([run for _, run in runs], shapes)
         assert spread == 0
         assert all(t.dtype == torch.bfloat16 and t.isfinite().all() for t in whole.values())

@@ -1,8 +1,9 @@
-"""Every split of the model computes what the unsharded model computes: the quick part of `python -m tools.parity`.
+"""Every split of the model computes what the unsharded model computes: the quick part of `python -m
+tools.parity`.
 
-`make test` takes from it cases in which every value of every option occurs; `make test-rest` all others, so that every two
-values meet; the whole matrix, all layouts of 1 to 8 ranks, is `make test-slow`. test_controls.py shows that this comparison can
-fail.
+`make test` takes from it cases in which every value of every option occurs; `make test-rest` all
+others, so that every two values meet; the whole matrix, all layouts of 1 to 8 ranks, is `make
+test-slow`. test_controls.py shows that this comparison can fail.
 """
 
 import math
@@ -43,7 +44,8 @@ def values_of(case):
 
 
 def each_value_once():
-    """A few of the quick cases, in which every value of every option occurs: greedily the one with the most new values."""
+    """A few of the quick cases, in which every value of every option occurs: greedily the one with
+    the most new values."""
     left = set().union(*map(values_of, PAIRS))
     chosen = []
     while left:
@@ -54,7 +56,9 @@ def each_value_once():
 
 def thorough_but(kept, cases):
     """`cases` as parameters; what is not among `kept` is thorough."""
-    return [case if case in kept else pytest.param(case, marks=pytest.mark.thorough) for case in cases]
+    return [
+        case if case in kept else pytest.param(case, marks=pytest.mark.thorough) for case in cases
+    ]
 
 
 @pytest.mark.parametrize("case", thorough_but(each_value_once(), PAIRS), ids=str)
@@ -75,7 +79,8 @@ def test_every_pair_of_options(ranks, case):
     ],
 )
 def test_twenty_steps(ranks, layout, dtype):
-    """Loss and norm stay together over 20 optimizer steps with warmup, decay and clipping; copies stay bitwise the same."""
+    """Loss and norm stay together over 20 optimizer steps with warmup, decay and clipping; copies
+    stay bitwise the same."""
     row = check(ranks, Case(layout, dtype=dtype, num_microbatches=2), STEPS)
     assert not row.failures(), line(row, STEPS)
 
@@ -86,7 +91,9 @@ def test_whole_matrix(world, tmp_path):
     assert parity.main(["--world", str(world), "--json", str(tmp_path / "parity.json")]) == 0
 
 
-@pytest.mark.parametrize("stages", [1, 2, *(pytest.param(stages, marks=pytest.mark.thorough) for stages in (4, 8))])
+@pytest.mark.parametrize(
+    "stages", [1, 2, *(pytest.param(stages, marks=pytest.mark.thorough) for stages in (4, 8))]
+)
 def test_clipping_is_active_in_some_of_the_steps(stages):
     norms = expected(Case(MeshSizes(pp=stages)), STEPS).norms
     assert min(norms) < OPTIMIZER.grad_clip < max(norms)
@@ -97,10 +104,16 @@ def test_covering_array_covers():
     met = set().union(*PAIRS.values())
     layouts = {case.layout for case, _ in QUICK}
     values = {"layout": layouts, **option_values()}
-    wanted = {((a, x), (b, y)) for a, b in combinations(values, 2) for x in values[a] for y in values[b]}
+    wanted = {
+        ((a, x), (b, y)) for a, b in combinations(values, 2) for x in values[a] for y in values[b]
+    }
     assert wanted - met == set(IMPOSSIBLE)
     for (option, given), (name, value) in IMPOSSIBLE:
-        contradiction = (option, name) == ("pipeline", "num_microbatches") and given[0] == "dualpipe_v" and value == 1
+        contradiction = (
+            (option, name) == ("pipeline", "num_microbatches")
+            and given[0] == "dualpipe_v"
+            and value == 1
+        )
         if option == "layout":
             contradiction = (name == "zero_stage" and value == 0 and given.dp_shard > 1) or (
                 name == "num_microbatches" and given.dp * value > 32
@@ -110,11 +123,14 @@ def test_covering_array_covers():
 
 def test_every_value_is_in_make_test():
     values = {"layout": {case.layout for case in PAIRS}, **option_values()}
-    assert set().union(*map(values_of, each_value_once())) == {(name, value) for name in values for value in values[name]}
+    assert set().union(*map(values_of, each_value_once())) == {
+        (name, value) for name in values for value in values[name]
+    }
 
 
 def test_schedules_at_every_depth():
-    """pp 2, 4 and 8, one, two and four stages per rank, fewer micro-batches than ranks and four times as many."""
+    """pp 2, 4 and 8, one, two and four stages per rank, fewer micro-batches than ranks and four
+    times as many."""
     cases = schedule_cases(parity.WORLDS)
     assert {case.schedule for case in cases} == set(SCHEDULES)
     for schedule in SCHEDULES:
@@ -127,10 +143,13 @@ def test_schedules_at_every_depth():
         assert {case.stages_per_rank for case in cases if case.schedule == schedule} == {1, 2, 4}
 
 
-# Every schedule on four ranks in a row, over tp: in `make test` with up to two stages per rank and twice as many micro-batches
-# as ranks; thoroughly with every number of stages and four times as many. The others are in the whole matrix.
+# Every schedule on four ranks in a row, over tp: in `make test` with up to two stages per rank and
+# twice as many micro-batches as ranks; thoroughly with every number of stages and four times as
+# many. The others are in the whole matrix.
 ROWS = [case for case in schedule_cases((8,)) if case.layout == MeshSizes(pp=4, tp=2)]
-DEEP = {case.schedule: case for case in ROWS if case.stages_per_rank <= 2 and case.num_microbatches == 8}
+DEEP = {
+    case.schedule: case for case in ROWS if case.stages_per_rank <= 2 and case.num_microbatches == 8
+}
 DEEPER = [*DEEP.values(), *(case for case in ROWS if case.num_microbatches == 16)]
 
 
@@ -144,8 +163,13 @@ def test_every_schedule(ranks, case):
     assert not row.failures(), line(row, 0)
 
 
-# Each kernel forward and backward, over tp and without, kept whole, recomputed and split: the cheapest that do.
-KERNELS_ONCE = [case for case in kernel_cases(parity.WORLDS) if case.layout.tp == 1 or not case.sequence_parallel]
+# Each kernel forward and backward, over tp and without, kept whole, recomputed and split: the
+# cheapest that do.
+KERNELS_ONCE = [
+    case
+    for case in kernel_cases(parity.WORLDS)
+    if case.layout.tp == 1 or not case.sequence_parallel
+]
 
 
 @pytest.mark.skipif(why_not_triton("cpu") is not None, reason="needs Triton")
@@ -156,14 +180,19 @@ def test_triton_kernels(ranks, case):
 
 
 def test_heads_narrower_than_dp_shard(ranks):
-    """Their norms' two numbers are cut over four ranks: two of them, and their tp groups, have none."""
-    case = Case(MeshSizes(dp_shard=4, tp=2), attention_dim=16, qk_norm=True, sequence_parallel=False)
+    """Their norms' two numbers are cut over four ranks: two of them, and their tp groups, have
+    none."""
+    case = Case(
+        MeshSizes(dp_shard=4, tp=2), attention_dim=16, qk_norm=True, sequence_parallel=False
+    )
     row = check(ranks, case, steps=3)
     assert not row.failures(), line(row, 3)
 
 
 def test_covering_array_is_the_same_every_time():
-    assert covering_cases([MeshSizes(tp=2), MeshSizes(pp=2)]) == covering_cases([MeshSizes(tp=2), MeshSizes(pp=2)])
+    assert covering_cases([MeshSizes(tp=2), MeshSizes(pp=2)]) == covering_cases(
+        [MeshSizes(tp=2), MeshSizes(pp=2)]
+    )
 
 
 def test_every_option_of_the_code_is_combined():
@@ -173,9 +202,12 @@ def test_every_option_of_the_code_is_combined():
 
 
 def test_all_layouts_of_a_world():
-    # The number of ordered ways to write 2^k as a product of n factors, one for each axis, is C(k + n − 1, n − 1).
+    # The number of ordered ways to write 2^k as a product of n factors, one for each axis, is C(k +
+    # n − 1, n − 1).
     n = len(AXES)
-    assert [len(MeshSizes.all_of(2**k)) for k in range(4)] == [math.comb(k + n - 1, n - 1) for k in range(4)]
+    assert [len(MeshSizes.all_of(2**k)) for k in range(4)] == [
+        math.comb(k + n - 1, n - 1) for k in range(4)
+    ]
 
 
 def full_tensors(case):
@@ -188,15 +220,20 @@ def full_tensors(case):
     local = tokens.chunk(mesh.dp_size)[mesh.dp_rank]
     step.forward_backward(local, local)
     gradients = {name: p.grad for stage in stages.values() for name, p in stage.named_parameters()}
-    return {name: gradient.full_tensor() for name, gradient in gradients.items()}, parts(gradients.items())
+    return {name: gradient.full_tensor() for name, gradient in gradients.items()}, parts(
+        gradients.items()
+    )
 
 
 @pytest.mark.thorough
 def test_full_tensor_gathers_uneven_shards_too(ranks):
-    """`DTensor.full_tensor` is what tools use; 251 rows over tp 2 and then dp_shard 4 leave uneven parts everywhere."""
+    """`DTensor.full_tensor` is what tools use; 251 rows over tp 2 and then dp_shard 4 leave uneven
+    parts everywhere."""
     results = ranks.run(full_tensors, 8, Case(MeshSizes(dp_shard=4, tp=2)))
     gathered = results[0][0]
-    whole, spread = assemble([mine for _, mine in results], {name: tensor.shape for name, tensor in gathered.items()})
+    whole, spread = assemble(
+        [mine for _, mine in results], {name: tensor.shape for name, tensor in gathered.items()}
+    )
     assert spread == 0
     assert whole.keys() == gathered.keys()
     for name, tensor in gathered.items():
@@ -206,5 +243,7 @@ def test_full_tensor_gathers_uneven_shards_too(ranks):
 def test_missing_parts_are_found(ranks):
     case = Case(MeshSizes(tp=2))
     runs = ranks.run(run_on_ranks, 2, case, 0)
-    whole, _ = assemble([runs[0].gradients], {name: g.shape for name, g in expected(case, 0).gradients.items()})
+    whole, _ = assemble(
+        [runs[0].gradients], {name: g.shape for name, g in expected(case, 0).gradients.items()}
+    )
     assert whole["embedding.weight"].isnan().any()

@@ -1,4 +1,5 @@
-"""The real runner takes as long as the simulator says: actions that wait instead of computing, four ranks over gloo."""
+"""The real runner takes as long as the simulator says: actions that wait instead of computing, four
+ranks over gloo."""
 
 import pytest
 
@@ -7,7 +8,8 @@ from benchmarks.pipeline_schedules import PAIRS, measure
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_no_step_is_shorter_than_simulated(ranks, name):
-    """True on any machine, however slow: nothing is skipped, and nothing is counted twice in the simulation."""
+    """True on any machine, however slow: nothing is skipped, and nothing is counted twice in the
+    simulation."""
     measured, simulated, _ = measure(ranks, name, PAIRS[name][0], 8, seconds=0.004)
     assert measured > 0.999 * simulated
 

@@ -1,4 +1,5 @@
-"""What goes wrong in other codebases, from their issue threads: one test for each mistake that touches the mathematics.
+"""What goes wrong in other codebases, from their issue threads: one test for each mistake that
+touches the mathematics.
 
 Most hide from a loss curve. (Loader state, signals and background saves have their own test files.)
 """
@@ -43,14 +44,17 @@ def one_pass(case, batch=None):
 
 
 def gradients(results, case):
-    shapes = {name: g.shape for name, g in expected(case, 0).gradients.items()} | {"head.weight": (case.vocab_size, 32)}
+    shapes = {name: g.shape for name, g in expected(case, 0).gradients.items()} | {
+        "head.weight": (case.vocab_size, 32)
+    }
     whole, spread = assemble([mine for _, _, mine in results], shapes)
     assert spread == 0
     return whole
 
 
 def test_loss_scaled_per_rank_or_per_microbatch(ranks):
-    """One target in the first half of the batch, all in the second: all targets weigh the same, however rows are dealt."""
+    """One target in the first half of the batch, all in the second: all targets weigh the same,
+    however rows are dealt."""
     tokens, _ = global_batch(251, 3)
     targets = tokens.roll(-1, dims=1)
     targets[: BATCH // 2] = IGNORE
@@ -76,14 +80,17 @@ def test_rank_without_a_target(ranks):
     """A whole data-parallel rank of padding: no division by its zero, and the others' loss."""
     tokens, targets = global_batch(251, 3)
     targets[: BATCH // 2] = IGNORE
-    alone, split = (ranks.run(one_pass, w, Case(MeshSizes(dp_shard=w)), (tokens, targets))[0] for w in (1, 2))
+    alone, split = (
+        ranks.run(one_pass, w, Case(MeshSizes(dp_shard=w)), (tokens, targets))[0] for w in (1, 2)
+    )
     assert math.isfinite(split[0])
     assert split[:2] == pytest.approx(alone[:2], rel=1e-13)
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_sequence_parallel_norm_gradients_averaged_or_never_reduced(ranks, sequence_parallel):
-    """Each norm's gradient is the whole one on every tp rank: neither 1/tp of it, nor one rank's part, nor tp times it."""
+    """Each norm's gradient is the whole one on every tp rank: neither 1/tp of it, nor one rank's
+    part, nor tp times it."""
     for tp in (2, 4):
         case = Case(MeshSizes(tp=tp), sequence_parallel=sequence_parallel)
         whole = gradients(ranks.run(one_pass, tp, case), case)
@@ -95,11 +102,17 @@ def test_sequence_parallel_norm_gradients_averaged_or_never_reduced(ranks, seque
 
 @pytest.mark.parametrize(
     "layout",
-    [MeshSizes(tp=2), MeshSizes(tp=8), MeshSizes(dp_replicate=2, tp=2), MeshSizes(dp_replicate=2, dp_shard=2, tp=2)],
+    [
+        MeshSizes(tp=2),
+        MeshSizes(tp=8),
+        MeshSizes(dp_replicate=2, tp=2),
+        MeshSizes(dp_replicate=2, dp_shard=2, tp=2),
+    ],
     ids=str,
 )
 def test_replicated_weights_counted_tp_times_in_the_norm(ranks, layout):
-    """Norm weights, and here key and value weights with fewer heads than tp, are on every tp rank and count once."""
+    """Norm weights, and here key and value weights with fewer heads than tp, are on every tp rank
+    and count once."""
     case = Case(layout, num_kv_heads=1 if layout.tp == 8 else 4)
     for _, norm, _ in ranks.run(one_pass, case.world, case):
         assert norm == pytest.approx(expected(case, 0).norm, rel=1e-13)
@@ -115,7 +128,8 @@ def test_norm_local_to_a_stage(ranks, pp):
 
 
 def norm_of_the_same(dtype):
-    """The norm of one set of fixed numbers, cut over all ranks in turn by rows, by columns, and not at all."""
+    """The norm of one set of fixed numbers, cut over all ranks in turn by rows, by columns, and not
+    at all."""
     mesh = build_mesh(MeshSizes(tp=dist.get_world_size()), "cpu")
     generator = torch.Generator().manual_seed(0)
     numbers = (torch.randn(1024, 512, generator=generator) * torch.logspace(-3, 3, 512)).to(dtype)
@@ -123,7 +137,9 @@ def norm_of_the_same(dtype):
     for placement in (Shard(0), Shard(1), Replicate()):
         local = numbers
         if isinstance(placement, Shard):
-            local = numbers.chunk(dist.get_world_size(), placement.dim)[dist.get_rank()].contiguous()
+            local = numbers.chunk(dist.get_world_size(), placement.dim)[
+                dist.get_rank()
+            ].contiguous()
         cut = DTensor.from_local(local, mesh.tp, [placement], run_check=False)
         norms.append(gradient_norm([cut, cut], mesh).item())
     truth = math.sqrt(2) * numbers.double().norm().item()
@@ -132,15 +148,21 @@ def norm_of_the_same(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norm_that_depends_on_the_partition(ranks, dtype):
-    """Summed in the gradients' own dtype, half a million bfloat16 numbers round differently for every cut."""
+    """Summed in the gradients' own dtype, half a million bfloat16 numbers round differently for
+    every cut."""
     for world in (1, 2, 8):
         for norms, truth in ranks.run(norm_of_the_same, world, dtype):
             assert norms == pytest.approx([truth] * 3, rel=1e-12)
 
 
-@pytest.mark.parametrize("layout", [MeshSizes(), MeshSizes(pp=2), MeshSizes(pp=2, dp_shard=2), MeshSizes(pp=4, tp=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [MeshSizes(), MeshSizes(pp=2), MeshSizes(pp=2, dp_shard=2), MeshSizes(pp=4, tp=2)],
+    ids=str,
+)
 def test_tied_embeddings_counted_twice_or_never_combined(ranks, layout):
-    """The gradient of the one tensor is the sum of its two uses; both copies have it; the norm counts it once."""
+    """The gradient of the one tensor is the sum of its two uses; both copies have it; the norm
+    counts it once."""
     case = Case(layout, tie_embeddings=True)
     results = ranks.run(one_pass, case.world, case)
     whole = gradients(results, case)
@@ -179,7 +201,8 @@ def probabilities(case):
 
 
 def test_padded_vocabulary_rows_win_probability(ranks):
-    """251 rows on 4 ranks: nobody pads, so there is no column beyond the vocabulary for softmax to give anything to."""
+    """251 rows on 4 ranks: nobody pads, so there is no column beyond the vocabulary for softmax to
+    give anything to."""
     case = Case(MeshSizes(tp=4), vocab_size=251)
     results = ranks.run(probabilities, 4, case)
     assert [logits.shape[-1] for logits, _, _ in results] == [63, 63, 63, 62]
@@ -196,14 +219,16 @@ def loss_of_equal_logits(vocab):
 
 @pytest.mark.parametrize("vocab", [251, 256])
 def test_loss_off_by_log_tp(ranks, vocab):
-    """With all logits equal each of the five targets costs exactly log V, on every number of ranks."""
+    """With all logits equal each of the five targets costs exactly log V, on every number of
+    ranks."""
     for tp in (1, 2, 4, 8):
         for loss in ranks.run(loss_of_equal_logits, tp, vocab):
             assert loss == pytest.approx(5 * math.log(vocab), rel=1e-14)
 
 
 def gradients_around_an_evaluation(case):
-    """Gradients right after backward, and after an evaluation on the same stages; then those of a second step."""
+    """Gradients right after backward, and after an evaluation on the same stages; then those of a
+    second step."""
     mesh, step, named = prepare(case)
     rows = rows_of(mesh, global_batch(case.vocab_size, 0))
     step.forward_backward(*rows)
@@ -215,13 +240,19 @@ def gradients_around_an_evaluation(case):
     step.evaluate(*rows)
     step.forward_backward(*rows)
     again = [p.grad.to_local().clone() for _, p in named]
-    return [torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(before, after, again, strict=True)]
+    return [
+        torch.equal(a, b) and torch.equal(a, c)
+        for a, b, c in zip(before, after, again, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_accumulated_gradients_wiped_when_a_stage_is_used_again(ranks, zero_stage):
-    """Setting a stage up for something else, here an evaluation, neither loses gradients nor leaves anything in them."""
-    for same in ranks.run(gradients_around_an_evaluation, 4, Case(MeshSizes(pp=2, dp_shard=2), zero_stage=zero_stage)):
+    """Setting a stage up for something else, here an evaluation, neither loses gradients nor leaves
+    anything in them."""
+    for same in ranks.run(
+        gradients_around_an_evaluation, 4, Case(MeshSizes(pp=2, dp_shard=2), zero_stage=zero_stage)
+    ):
         assert all(same)
 
 
@@ -234,9 +265,13 @@ def trained(case, steps):
 
 @pytest.mark.thorough
 def test_gate_and_up_permuted_by_resharding(ranks):
-    """The trained global gate and up are the same tensors whether one rank or eight held them, row for row. A fused [gate; up]
-    cut naively would come back interleaved."""
-    names = [f"blocks.{layer}.feed_forward.{matrix}.weight" for layer in range(2) for matrix in ("gate", "up", "down")]
+    """The trained global gate and up are the same tensors whether one rank or eight held them, row
+    for row. A fused [gate; up] cut naively would come back interleaved."""
+    names = [
+        f"blocks.{layer}.feed_forward.{matrix}.weight"
+        for layer in range(2)
+        for matrix in ("gate", "up", "down")
+    ]
     whole = {}
     for layout in (MeshSizes(), MeshSizes(tp=4), MeshSizes(dp_shard=2, tp=2), MeshSizes(tp=8)):
         case = Case(layout)
@@ -246,4 +281,6 @@ def test_gate_and_up_permuted_by_resharding(ranks):
         for name in names:
             assert split[name].shape == ((48, 32) if "down" not in name else (32, 48))
             assert error_of(split[name], alone[name]) < 1e-11, name
-    assert error_of(alone[names[0]], alone[names[1]]) > 0.1, "gate and up are different tensors: a swap would show"
+    assert error_of(alone[names[0]], alone[names[1]]) > 0.1, (
+        "gate and up are different tensors: a swap would show"
+    )

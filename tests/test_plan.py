@@ -1,4 +1,5 @@
-"""The planner against the training code: bytes and collectives as a rehearsal counts them; and its other promises."""
+"""The planner against the training code: bytes and collectives as a rehearsal counts them; and its
+other promises."""
 
 import json
 import statistics
@@ -47,14 +48,23 @@ def test_another_layout_would_be_noticed() -> None:
     assert abs(Memory(other).peak / measured["peak_memory_bytes"] - 1) > plan_memory.LIMIT
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb_h1", "zb_v", "dualpipe_v", "interleaved_1f1b", "breadth_first"])
+@pytest.mark.parametrize(
+    "schedule",
+    ["1f1b", "gpipe", "zb_h1", "zb_v", "dualpipe_v", "interleaved_1f1b", "breadth_first"],
+)
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_a_step_frees_what_it_allocates(schedule: str, zero_stage: int) -> None:
-    """All that stays is what was there before, the reduced gradients, and a last message on its way."""
+    """All that stays is what was there before, the reduced gradients, and a last message on its
+    way."""
     stages = 1 if schedule in ("1f1b", "gpipe", "zb_h1") else 2
-    keys = [f"parallel.schedule={schedule}", f"parallel.stages_per_rank={stages}", f"parallel.zero_stage={zero_stage}"]
+    keys = [
+        f"parallel.schedule={schedule}",
+        f"parallel.stages_per_rank={stages}",
+        f"parallel.zero_stage={zero_stage}",
+    ]
     config = load_config(
-        str(CONFIGS / "llama3_70b.yaml"), [*plan_memory.SMALL.split(), "parallel.tp=2", "parallel.pp=2", *keys]
+        str(CONFIGS / "llama3_70b.yaml"),
+        [*plan_memory.SMALL.split(), "parallel.tp=2", "parallel.pp=2", *keys],
     )
     for rank in (0, 7):
         layout = Layout.of_rank(config, 8, rank)
@@ -67,7 +77,7 @@ def test_a_step_frees_what_it_allocates(schedule: str, zero_stage: int) -> None:
         assert memory.peak == sum(memory.at_peak.values())
 
 
-# --- time -------------------------------------------------------------------------------------------------------------
+# --- time -----------------------------------------------------------------------------------------
 
 
 def test_megatrons_weak_scaling() -> None:
@@ -80,7 +90,8 @@ QUICK_ROWS = [row for row in ROWS if row.pp == 1]  # no pipeline to simulate
 
 
 def test_rows_it_was_not_fitted_on_are_planned_as_recorded() -> None:
-    """Whoever changes a constant sees what it does to them: python -m benchmarks.plan_published writes the file anew."""
+    """Whoever changes a constant sees what it does to them: python -m benchmarks.plan_published
+    writes the file anew."""
     recorded = json.loads(plan_published.RESULTS.read_text(encoding="utf-8"))
     assert [(row["system"], row["model"], row["gpus"]) for row in recorded["rows"]] == [
         (row.system.name, row.model_name, row.gpus) for row in ROWS
@@ -89,7 +100,9 @@ def test_rows_it_was_not_fitted_on_are_planned_as_recorded() -> None:
     for row, found in zip(ROWS, recorded["rows"], strict=True):
         assert row.system.source
         if row in QUICK_ROWS:
-            assert plan_published.compare(row)["predicted_mfu"] == pytest.approx(found["predicted_mfu"], rel=1e-6)
+            assert plan_published.compare(row)["predicted_mfu"] == pytest.approx(
+                found["predicted_mfu"], rel=1e-6
+            )
 
 
 def test_the_page_has_the_recorded_figures() -> None:
@@ -108,12 +121,19 @@ def test_the_page_has_the_recorded_figures() -> None:
         one = found[name]
         row = f"| {label} | {one['rows']} | {one['mean']:.1f} | {one['largest']:.1f} | {one['bias']:+.1f} |"
         assert row.replace("-", "−") in page.replace("-", "−"), row
-    searches = json.loads((plan_published.RESULTS.parent / "plan_search.json").read_text(encoding="utf-8"))["rows"]
+    searches = json.loads(
+        (plan_published.RESULTS.parent / "plan_search.json").read_text(encoding="utf-8")
+    )["rows"]
     seconds = {(row["gpus"], row["device"]): f"{row['cpu_seconds']:.0f}" for row in searches}
-    assert max(row["cpu_seconds"] for row in searches) == pytest.approx(float(seconds[512, "h100"]), abs=0.5)
+    assert max(row["cpu_seconds"] for row in searches) == pytest.approx(
+        float(seconds[512, "h100"]), abs=0.5
+    )
     slowest, large, hard = seconds[512, "h100"], seconds[16384, "h100"], seconds[64, "a100"]
     text = " ".join(page.split())
-    assert f"405B on 512 GPUs, takes {slowest} seconds of a core; 405B on 16,384 takes {large}, 175B on 64 A100" in text
+    assert (
+        f"405B on 512 GPUs, takes {slowest} seconds of a core; 405B on 16,384 takes {large}, 175B on 64 A100"
+        in text
+    )
     assert f"1536 micro-batches {hard} (" in text
 
 
@@ -122,7 +142,10 @@ def test_a100_has_efficiencies_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     rows = [row for row in QUICK_ROWS if row.system.device == "a100" and not row.apart]
     of_its_own = mean_error(rows)
     h100, a100 = find_device("h100"), find_device("a100")
-    fitted = {key: getattr(h100, key) for key in ("matmul_efficiency", "attention_efficiency", "memory_efficiency")}
+    fitted = {
+        key: getattr(h100, key)
+        for key in ("matmul_efficiency", "attention_efficiency", "memory_efficiency")
+    }
     monkeypatch.setitem(DEVICES, "a100", replace(a100, **fitted))
     assert of_its_own < 3.5
     assert mean_error(rows) > 2 * of_its_own
@@ -142,7 +165,9 @@ def test_the_search_estimates_what_is_simulated_and_finds_what_fits() -> None:
         assert one.estimate == pytest.approx(one.seconds, rel=0.1)
         assert one.peak <= device.memory_bytes - device.reserved_bytes
         assert load_config(str(CONFIGS / "llama3_8b.yaml"), one.overrides().split()) == one.config
-    assert [one.peak for one in result.frontier] == sorted((one.peak for one in result.frontier), reverse=True)
+    assert [one.peak for one in result.frontier] == sorted(
+        (one.peak for one in result.frontier), reverse=True
+    )
     with pytest.raises(UserError, match="--gpus"):
         search(config, 32, replace(device, memory_bytes=9e9))
 
@@ -170,7 +195,10 @@ def test_the_fullest_rank_counts_wherever_it_is(schedule: str) -> None:
         f"parallel.schedule={schedule}",
         "model.num_layers=14",
     ]
-    config = load_config(str(CONFIGS / "llama3_70b.yaml"), [*keys, f"parallel.stages_per_rank={v}", "parallel.zero_stage=2"])
+    config = load_config(
+        str(CONFIGS / "llama3_70b.yaml"),
+        [*keys, f"parallel.stages_per_rank={v}", "parallel.zero_stage=2"],
+    )
     found = Found(config, 8, find_device("h100"))
     peaks = summarise(config, 8, find_device("h100"))["peak_memory_bytes"]
     assert found.peak == max(peaks)
@@ -183,7 +211,9 @@ def test_the_fullest_rank_counts_wherever_it_is(schedule: str) -> None:
 @pytest.mark.parametrize(("world", "batch"), [(12, 12), (20, 20)])
 def test_worlds_that_tp_does_not_divide(world: int, batch: int) -> None:
     keys = [*plan_memory.SMALL.split(), f"train.global_batch_size={batch}"]
-    result = search(load_config(str(CONFIGS / "llama3_70b.yaml"), keys), world, find_device("h100"), wanted=1)
+    result = search(
+        load_config(str(CONFIGS / "llama3_70b.yaml"), keys), world, find_device("h100"), wanted=1
+    )
     assert len(result.best) == 1
 
 
@@ -191,7 +221,11 @@ def test_only_what_a_run_would_start_is_found() -> None:
     keys = [*plan_memory.SMALL.split(), "parallel.reduce_dtype=bfloat16", "train.compile=true"]
     result = search(load_config(str(CONFIGS / "llama3_70b.yaml"), keys), 8, find_device("h100"))
     assert all(one.config.train.compile for one in result.best)
-    assert not {one.config.parallel.schedule for one in result.best} & {"zb_h1", "zb_v", "dualpipe_v"}
+    assert not {one.config.parallel.schedule for one in result.best} & {
+        "zb_h1",
+        "zb_v",
+        "dualpipe_v",
+    }
     assert "train.compile=true" in " ".join(result.space)
 
 
@@ -205,8 +239,17 @@ def test_only_what_a_run_would_start_is_found() -> None:
         ("train.global_batch_size=7", "train.global_batch_size"),
     ],
 )
-def test_a_search_refuses_what_no_layout_mends(key: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [str(CONFIGS / "llama3_70b.yaml"), *plan_memory.SMALL.split(), "model.num_layers=1", key, "--gpus", "64"]
+def test_a_search_refuses_what_no_layout_mends(
+    key: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        str(CONFIGS / "llama3_70b.yaml"),
+        *plan_memory.SMALL.split(),
+        "model.num_layers=1",
+        key,
+        "--gpus",
+        "64",
+    ]
     assert main([*arguments, "--search"]) == 2
     assert named in capsys.readouterr().err
 
@@ -221,12 +264,16 @@ def test_a_stage_as_one_unit_hides_nothing() -> None:
             "parallel.zero_stage=3",
             f"parallel.fsdp_unit={unit}",
         ]
-        summary = summarise(load_config(str(CONFIGS / "llama3_70b.yaml"), keys), 8, find_device("h100"))
+        summary = summarise(
+            load_config(str(CONFIGS / "llama3_70b.yaml"), keys), 8, find_device("h100")
+        )
         row = summary["ranks"][0]["collectives"]["dp_shard"]
         seconds[unit] = summary["step_seconds"]
         assert row["exposed_seconds"] <= row["wire_seconds"]
         assert ("nothing" in row["hidden"]) == (unit == "stage")
-        assert sum(summary["ranks"][0]["activations"].values()) == summary["ranks"][0]["memory"].get(ACTIVATIONS, 0)
+        assert sum(summary["ranks"][0]["activations"].values()) == summary["ranks"][0][
+            "memory"
+        ].get(ACTIVATIONS, 0)
     assert seconds["stage"] > seconds["block"]
 
 
@@ -237,37 +284,54 @@ def test_latency_grows_with_the_group() -> None:
     assert large == pytest.approx(small + 255 * device.hop_seconds)
 
 
-# --- what guides say --------------------------------------------------------------------------------------------------
+# --- what guides say ------------------------------------------------------------------------------
 
 
 def test_the_guides_table() -> None:
     """7 billion parameters on 4 GPUs."""
-    assert [guide_bytes(7e9, 4, stage) / 1e9 for stage in range(4)] == pytest.approx([84, 42, 31.5, 21])
+    assert [guide_bytes(7e9, 4, stage) / 1e9 for stage in range(4)] == pytest.approx(
+        [84, 42, 31.5, 21]
+    )
 
 
 def test_ours_counts_float32_weights_and_gradients() -> None:
     config = load_config(str(CONFIGS / "llama3_8b.yaml"), [])
-    per_parameter = [sum(our_bytes(config, 4, stage).values()) / config.model.num_parameters for stage in STAGES]
+    per_parameter = [
+        sum(our_bytes(config, 4, stage).values()) / config.model.num_parameters for stage in STAGES
+    ]
     # Sharded: weights 4, moments 8. Whole: weights 2; gradients 4, or 4 sharded from stage 2 on.
     assert per_parameter == pytest.approx([12 + 2 + 4, 3 + 2 + 4, 3 + 2 + 1, 3 + 1], rel=1e-3)
 
 
-# --- the command ------------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def test_the_file_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.json"
     keys = [*plan_memory.SMALL.split(), "parallel.tp=2", "parallel.pp=2"]
     assert (
-        main([str(CONFIGS / "llama3_70b.yaml"), *keys, "--gpus", "8", "--json", str(file), "--tokens", "1e9", "--price", "2"])
+        main(
+            [
+                str(CONFIGS / "llama3_70b.yaml"),
+                *keys,
+                "--gpus",
+                "8",
+                "--json",
+                str(file),
+                "--tokens",
+                "1e9",
+                "--price",
+                "2",
+            ]
+        )
         == 0
     )
     plan = json.loads(file.read_text())
     assert len(plan["peak_memory_bytes"]) == 2
     assert plan["fits"]
-    flops = plan["tokens_per_second_per_device"] * load_config(str(CONFIGS / "llama3_70b.yaml"), keys).model.flops_per_token(
-        1024
-    )
+    flops = plan["tokens_per_second_per_device"] * load_config(
+        str(CONFIGS / "llama3_70b.yaml"), keys
+    ).model.flops_per_token(1024)
     assert plan["mfu"] == pytest.approx(flops / plan["peak_flops"])
     assert plan["step_seconds"] > 0
     assert 0 < plan["bubble_fraction"] < 1
@@ -277,7 +341,9 @@ def test_the_file_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_a_reader_that_stops_reading_gets_no_traceback() -> None:
     """As `| head -n 1`: the pipe is closed before the first line is printed."""
     command = [sys.executable, "-m", "tools.plan", str(CONFIGS / "llama3_8b.yaml"), "--guide", "4"]
-    process = subprocess.Popen(command, cwd=CONFIGS.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command, cwd=CONFIGS.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     assert process.stdout is not None
     process.stdout.close()
     assert process.stderr is not None

@@ -1,4 +1,5 @@
-"""docs/planning.md states no figure that the planner, or a file that a benchmark wrote, does not."""
+"""docs/planning.md states no figure that the planner, or a file that a benchmark wrote, does
+not."""
 
 import json
 import re
@@ -25,7 +26,9 @@ def configuration(name: str, keys: str = "") -> Config:
 
 
 def recorded(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads(
+        (ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8")
+    )
     return found
 
 
@@ -36,7 +39,7 @@ def row(label: str) -> list[str]:
     return [cell.strip() for cell in found[1].split("|")]
 
 
-# --- what benchmarks recorded -----------------------------------------------------------------------------------------
+# --- what benchmarks recorded ---------------------------------------------------------------------
 
 
 def test_how_far_it_is_off() -> None:
@@ -46,7 +49,9 @@ def test_how_far_it_is_off() -> None:
     label = f"peak memory, {len(memory['rows'])} configurations over tp, pp, dp, schedules, ZeRO stages, recomputation, dtypes"
     assert row(label)[1] == f"{stated.replace('%', ' %')} at most"
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert f"within {stated} and on collectives exactly, over {len(memory['rows'])} layouts" in readme
+    assert (
+        f"within {stated} and on collectives exactly, over {len(memory['rows'])} layouts" in readme
+    )
     label = "MFU of Megatron-LM's five rows, one set of constants"
     assert row(label)[1] == f"{megatron['mean_error']:.1f} and {megatron['largest_error']:.1f}"
     published = recorded("plan_published")["summary"]["all"]
@@ -56,10 +61,22 @@ def test_how_far_it_is_off() -> None:
 
 
 PUBLISHED = {  # label and column of GPUs → the rows of the file
-    ("NeMo, GPT-3 175B, tp 4 × pp 8", "128, 2048 H100"): [("NeMo", "175B", 128), ("NeMo", "175B", 2048)],
-    ("Llama 3 405B, tp 8 × pp 16", "8192, 16384 H100"): [("Llama 3", "405B", 8192), ("Llama 3", "405B", 16384)],
-    ("llm-foundry 70B, FSDP", "64 H100, 64 A100"): [("llm-foundry", "70B", 64), ("llm-foundry A100", "70B", 64)],
-    ("llm-foundry 7B, FSDP", "8 H100, 8 A100"): [("llm-foundry", "7B", 8), ("llm-foundry A100", "7B", 8)],
+    ("NeMo, GPT-3 175B, tp 4 × pp 8", "128, 2048 H100"): [
+        ("NeMo", "175B", 128),
+        ("NeMo", "175B", 2048),
+    ],
+    ("Llama 3 405B, tp 8 × pp 16", "8192, 16384 H100"): [
+        ("Llama 3", "405B", 8192),
+        ("Llama 3", "405B", 16384),
+    ],
+    ("llm-foundry 70B, FSDP", "64 H100, 64 A100"): [
+        ("llm-foundry", "70B", 64),
+        ("llm-foundry A100", "70B", 64),
+    ],
+    ("llm-foundry 7B, FSDP", "8 H100, 8 A100"): [
+        ("llm-foundry", "7B", 8),
+        ("llm-foundry A100", "7B", 8),
+    ],
     ("nanochat 1.9B, ZeRO-1", "8 H100"): [("nanochat", "1.9B", 8)],
     ("Megatron 2022, 530B, tp 8 × pp 35", "280 A100"): [("Megatron 2022", "530B", 280)],
 }
@@ -69,16 +86,22 @@ PUBLISHED = {  # label and column of GPUs → the rows of the file
 def test_published_rows(label: str, gpus: str) -> None:
     rows: dict[tuple[str, str, int], dict[str, Any]] = {}
     for one in recorded("plan_published")["rows"]:
-        rows.setdefault((one["system"], one["model"], one["gpus"]), one)  # the first of several with other settings
+        # the first of several with other settings
+        rows.setdefault((one["system"], one["model"], one["gpus"]), one)
     found = [rows[key] for key in PUBLISHED[label, gpus]]
-    cells = [", ".join(f"{one[key]:.1%}" for one in found) for key in ("published_mfu", "predicted_mfu")]
+    cells = [
+        ", ".join(f"{one[key]:.1%}" for one in found) for key in ("published_mfu", "predicted_mfu")
+    ]
     assert row(f"{label} | {gpus}")[:2] == cells
 
 
 def test_how_far_comparable_rows_are() -> None:
     rows = [one for one in recorded("plan_published")["rows"] if not one["apart"]]
     off = [abs(one["predicted_mfu"] / one["published_mfu"] - 1) for one in rows]
-    assert f"{sum(one <= 0.1 for one in off)} of the {len(off)} comparable rows are nearer than that" in TEXT
+    assert (
+        f"{sum(one <= 0.1 for one in off)} of the {len(off)} comparable rows are nearer than that"
+        in TEXT
+    )
     assert 0.15 <= max(off) <= 0.25
     assert "the farthest is a fifth off" in TEXT
 
@@ -89,21 +112,32 @@ def test_what_follows() -> None:
     for one in recorded("plan_published")["rows"]:
         of.setdefault((one["system"], one["model"]), []).append(one)
     eager, compiled = (one["published_mfu"] for one in of["torchtitan", "8B"][:2])
-    assert f"torchtitan's 8B: {100 * (compiled - eager):.0f} points between eager and compiled" in TEXT
-    points = {key: max(100 * (one["published_mfu"] - one["predicted_mfu"]) for one in rows) for key, rows in of.items()}
+    assert (
+        f"torchtitan's 8B: {100 * (compiled - eager):.0f} points between eager and compiled" in TEXT
+    )
+    points = {
+        key: max(100 * (one["published_mfu"] - one["predicted_mfu"]) for one in rows)
+        for key, rows in of.items()
+    }
     assert f"attention made for Hopper (NeMo's 8B, {points['NeMo', '8B']:.0f} points)" in TEXT
     large = [points["Megatron 2022", model] for model in ("530B", "1T")]
     assert f"(Megatron's 530B and 1T, {large[0]:.0f} and {large[1]:.0f} points)" in TEXT
 
 
-# --- what guides say of 8 A100 ----------------------------------------------------------------------------------------
+# --- what guides say of 8 A100 --------------------------------------------------------------------
 
 A100 = (
     "train.seq_len=4096 train.global_batch_size=64 train.micro_batch_size=1 train.activation_checkpointing=selective "
     "model.vocab_size=32000 "
 )
-B7 = A100 + "model.num_layers=32 model.dim=4096 model.num_heads=32 model.num_kv_heads=32 model.ffn_dim=11008 "
-B13 = A100 + "model.num_layers=40 model.dim=5120 model.num_heads=40 model.num_kv_heads=40 model.ffn_dim=13824 "
+B7 = (
+    A100
+    + "model.num_layers=32 model.dim=4096 model.num_heads=32 model.num_kv_heads=32 model.ffn_dim=11008 "
+)
+B13 = (
+    A100
+    + "model.num_layers=40 model.dim=5120 model.num_heads=40 model.num_kv_heads=40 model.ffn_dim=13824 "
+)
 B70 = A100 + "parallel.tp=1 parallel.pp=1 "
 B175 = A100 + (
     "parallel.tp=8 parallel.pp=2 model.dim=12288 model.num_layers=96 model.num_heads=96 model.num_kv_heads=96 "
@@ -146,12 +180,15 @@ def test_what_rows_say_besides() -> None:
     assert row("175B on 64: tp 8 × pp 2 × dp 4")[1].endswith(f"; with ZeRO-1 {first:.0f} GB")
     billions = configuration("llama3_70b", B70).model.num_parameters / 1e9
     assert row("70B, FSDP")[1].endswith(f"16 × {billions:.1f} / 8 = {16 * billions / 8:.0f} GB")
-    layouts = [Layout(configuration("llama3_8b", f"{B7} parallel.zero_stage={zero}"), 8, 0) for zero in (2, 3)]
+    layouts = [
+        Layout(configuration("llama3_8b", f"{B7} parallel.zero_stage={zero}"), 8, 0)
+        for zero in (2, 3)
+    ]
     two, three = (StepTime(layout, find_device("a100")).step_seconds for layout in layouts)
     assert row("7B, FSDP")[1].endswith(f"{three / two - 1:.0%} slower than ZeRO-2")
 
 
-# --- what the search prefers ------------------------------------------------------------------------------------------
+# --- what the search prefers ----------------------------------------------------------------------
 
 
 def mfu(found: Found) -> str:
@@ -159,8 +196,14 @@ def mfu(found: Found) -> str:
 
 
 def test_the_search_on_one_machine() -> None:
-    best = [search(configuration("llama3_8b"), 8, find_device(name)).best[0] for name in ("h100", "a100")]
-    assert row("8B | 8 H100, 8 A100") == ["FSDP 8, ZeRO-2, nothing recomputed", ", ".join(map(mfu, best))]
+    best = [
+        search(configuration("llama3_8b"), 8, find_device(name)).best[0]
+        for name in ("h100", "a100")
+    ]
+    assert row("8B | 8 H100, 8 A100") == [
+        "FSDP 8, ZeRO-2, nothing recomputed",
+        ", ".join(map(mfu, best)),
+    ]
     for one in best:
         parallel, train = one.config.parallel, one.config.train
         assert (parallel.tp, parallel.pp, parallel.dp_shard, parallel.zero_stage) == (1, 1, 8, 2)
@@ -171,9 +214,16 @@ def test_the_search_on_one_machine() -> None:
 def test_the_search_on_more() -> None:
     small = search(configuration("llama3_8b"), 64, find_device("h100")).best[0]
     parallel, train = small.config.parallel, small.config.train
-    assert (parallel.dp_shard, train.micro_batch_size, train.activation_checkpointing) == (64, 2, "selective")
+    assert (parallel.dp_shard, train.micro_batch_size, train.activation_checkpointing) == (
+        64,
+        2,
+        "selective",
+    )
     assert row("8B | 64 H100") == ["FSDP 64, two sequences at a time, selective", mfu(small)]
-    large = [search(configuration("llama3_70b"), 64, find_device(name)).best[0] for name in ("h100", "a100")]
+    large = [
+        search(configuration("llama3_70b"), 64, find_device(name)).best[0]
+        for name in ("h100", "a100")
+    ]
     for one in large:
         p = one.config.parallel
         assert (p.tp, p.pp, p.dp_shard, p.schedule, p.zero_stage) == (4, 4, 4, "zb_v", 2)
@@ -182,7 +232,9 @@ def test_the_search_on_more() -> None:
 
 def test_the_largest_configurations_layout_and_the_fastest() -> None:
     """Of the search the benchmark's file has the seconds."""
-    found = next(one for one in recorded("plan_search")["rows"] if (one["name"], one["gpus"]) == ("70B", 256))
+    found = next(
+        one for one in recorded("plan_search")["rows"] if (one["name"], one["gpus"]) == ("70B", 256)
+    )
     own = StepTime(Layout(configuration("llama3_70b"), 256, 0), find_device("h100")).step_seconds
     assert f"ZB-V ({found['best_step_seconds']:.1f} s a step)" in TEXT
     assert f"({own:.1f} s), because tp costs more" in TEXT

@@ -1,4 +1,5 @@
-"""The planner's search looks at few layouts, and at few micro-batches of each: that neither changes what it finds."""
+"""The planner's search looks at few layouts, and at few micro-batches of each: that neither changes
+what it finds."""
 
 import itertools
 import re
@@ -36,7 +37,8 @@ GPT3 = (
 
 
 def job(schedule: str, pp: int, v: int, m: int, *keys: str) -> Layout:
-    """`m` micro-batches of two sequences on `pp` ranks, each sharded over two; the last stage has a layer less than others."""
+    """`m` micro-batches of two sequences on `pp` ranks, each sharded over two; the last stage has a
+    layer less than others."""
     sizes = {
         "model.num_layers": 2 * pp * v - 1,
         "parallel.tp": 1,
@@ -67,8 +69,14 @@ MODES = [
 
 @pytest.mark.parametrize("schedule", STAGES)
 @pytest.mark.parametrize(("zero", "mode", "unit", "dtype"), MODES)
-def test_a_shortened_step_peaks_where_the_whole_one_does(schedule: str, zero: int, mode: str, unit: str, dtype: str) -> None:
-    keys = [f"parallel.zero_stage={zero}", f"train.activation_checkpointing={mode}", f"parallel.fsdp_unit={unit}"]
+def test_a_shortened_step_peaks_where_the_whole_one_does(
+    schedule: str, zero: int, mode: str, unit: str, dtype: str
+) -> None:
+    keys = [
+        f"parallel.zero_stage={zero}",
+        f"train.activation_checkpointing={mode}",
+        f"parallel.fsdp_unit={unit}",
+    ]
     keys += [f"train.dtype={dtype}", "data.document_mask=true"]
     for pp, v in itertools.product((2, 3, 4), STAGES[schedule]):
         m = 9 * pp if schedule == "interleaved_1f1b" else 9 * pp + 1
@@ -89,7 +97,14 @@ def test_a_step_can_be_too_short(schedule: str) -> None:
 def test_a_shortened_step_is_refused_where_the_whole_one_is(schedule: str) -> None:
     layout = job(schedule, 4, STAGES[schedule][-1], 36)
     shortened(layout, CHECKED).config.validate(layout.world)
-    refused = job(schedule, 4, STAGES[schedule][-1], 36, "parallel.reduce_dtype=bfloat16", "parallel.zero_stage=1")
+    refused = job(
+        schedule,
+        4,
+        STAGES[schedule][-1],
+        36,
+        "parallel.reduce_dtype=bfloat16",
+        "parallel.zero_stage=1",
+    )
     for one in (refused, shortened(refused, CHECKED)):  # it sums micro-batches, in bfloat16
         with pytest.raises(UserError, match=r"parallel\.reduce_dtype"):
             one.config.validate(one.world)
@@ -101,7 +116,9 @@ def test_bounds_are_bounds_and_near_where_schedules_repeat_themselves() -> None:
     by_schedule: dict[tuple[str, int], list[Candidate]] = {}
     for one in candidates(config, 8, device):
         if one.pipeline.pp > 1:
-            by_schedule.setdefault((one.pipeline.schedule, one.pipeline.stages_per_rank), []).append(one)
+            by_schedule.setdefault(
+                (one.pipeline.schedule, one.pipeline.stages_per_rank), []
+            ).append(one)
     assert {schedule for schedule, _ in by_schedule} == set(STAGES)
     ratios = []
     for found in by_schedule.values():
@@ -112,20 +129,23 @@ def test_bounds_are_bounds_and_near_where_schedules_repeat_themselves() -> None:
     assert median(ratios) > 0.9
 
 
-# --- searches in which hardly anything fits ---------------------------------------------------------------------------
+# --- searches in which hardly anything fits -------------------------------------------------------
 
 
 def test_of_a_hard_case_few_layouts_are_counted() -> None:
     """175 billion parameters on 40 A100, up to 320 micro-batches a step."""
     config, device = (
-        load_config(str(CONFIGS / "llama3_70b.yaml"), [*GPT3.split(), "train.global_batch_size=320"]),
+        load_config(
+            str(CONFIGS / "llama3_70b.yaml"), [*GPT3.split(), "train.global_batch_size=320"]
+        ),
         find_device("a100"),
     )
     result = search(config, 40, device)
     assert result.best
     assert result.layouts > 20_000
     assert result.counted < 40
-    # What the backward needs besides makes the difference: without it, these would be counted before it is known.
+    # What the backward needs besides makes the difference: without it, these would be counted
+    # before it is known.
     room = device.memory_bytes - device.reserved_bytes
     every = list(candidates(config, 40, device))
     assert sum(one.bound <= room for one in every) < 0.5 * sum(one.kept <= room for one in every)
@@ -136,22 +156,32 @@ def test_a_hopeless_search_says_what_is_nearest() -> None:
     config = load_config(str(CONFIGS / "llama3_8b.yaml"), ["train.seq_len=1048576"])
     device = find_device("h100")
     with pytest.raises(
-        UserError, match=r"--gpus = 8: none of [\d,]+ layouts fits 77 GB a GPU \(\d were counted exactly\)"
+        UserError,
+        match=r"--gpus = 8: none of [\d,]+ layouts fits 77 GB a GPU \(\d were counted exactly\)",
     ) as e:
         search(config, 8, device)
     stated = re.search(r"the nearest needs ([\d.]+) GB", e.value.why)
     assert stated
     overrides = re.findall(r"(?:parallel|train)\.\S+=\S+", e.value.remedy)
-    nearest = Found(load_config(str(CONFIGS / "llama3_8b.yaml"), ["train.seq_len=1048576", *overrides]), 8, device)
+    nearest = Found(
+        load_config(str(CONFIGS / "llama3_8b.yaml"), ["train.seq_len=1048576", *overrides]),
+        8,
+        device,
+    )
     nearest.config.validate(8)
     assert nearest.peak / 1e9 == pytest.approx(float(stated[1]), abs=0.05)
     assert nearest.peak > device.memory_bytes - device.reserved_bytes
     assert nearest.describe() in e.value.why
-    # And nearly so: no other layout needs less than the bound that it is chosen by, which is close to what it needs.
-    assert 0.8 * nearest.peak < min(one.bound for one in candidates(config, 8, device)) <= nearest.peak
+    # And nearly so: no other layout needs less than the bound that it is chosen by, which is close
+    # to what it needs.
+    assert (
+        0.8 * nearest.peak < min(one.bound for one in candidates(config, 8, device)) <= nearest.peak
+    )
 
 
-def test_where_states_alone_do_not_fit_no_layout_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_states_alone_do_not_fit_no_layout_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """405 billion parameters on 8 GPUs; on 86 their states fit, and nothing else."""
     config, device = load_config(str(CONFIGS / "llama3_405b.yaml"), []), find_device("h100")
     looked = []
@@ -165,7 +195,7 @@ def test_where_states_alone_do_not_fit_no_layout_is_looked_at(monkeypatch: pytes
     assert looked
 
 
-# --- what is shown ----------------------------------------------------------------------------------------------------
+# --- what is shown --------------------------------------------------------------------------------
 
 TEN = """
 14.550  74.23  tp 1 pp 1 dp_shard 8 dp_replicate 1 · 1f1b · micro-batch 1 · zero 2 · none checkpointing
@@ -188,18 +218,30 @@ def eight() -> Result:
 
 
 def test_the_ten_fastest(eight: Result) -> None:
-    """As they were when these rates were fitted: a change of the search itself does not change what it finds."""
-    assert TEN.strip().splitlines() == [f"{one.seconds:.3f}  {one.peak / 1e9:.2f}  {one.describe()}" for one in eight.best]
+    """As they were when these rates were fitted: a change of the search itself does not change what
+    it finds."""
+    assert TEN.strip().splitlines() == [
+        f"{one.seconds:.3f}  {one.peak / 1e9:.2f}  {one.describe()}" for one in eight.best
+    ]
 
 
 def test_layouts_that_hardly_differ_are_one_row(eight: Result) -> None:
     shown = rows([*eight.best, *eight.also])
     assert [one for row in shown for one in row if one in eight.best[:2]] == eight.best[:2]
-    assert sorted(map(id, itertools.chain(*shown))) == sorted(map(id, [*eight.best, *eight.also]))  # each once
+    # each once
+    assert sorted(map(id, itertools.chain(*shown))) == sorted(map(id, [*eight.best, *eight.also]))
     assert [row[0].seconds for row in shown] == sorted(row[0].seconds for row in shown)
     for row in shown:
         assert row[-1].seconds <= (1 + ALIKE) * row[0].seconds
-        assert len({(one.config.parallel.tp, one.config.parallel.pp, one.config.parallel.schedule) for one in row}) == 1
+        assert (
+            len(
+                {
+                    (one.config.parallel.tp, one.config.parallel.pp, one.config.parallel.schedule)
+                    for one in row
+                }
+            )
+            == 1
+        )
     third = shown[2]
     assert len(third) >= 6
     assert "interleaved_1f1b×3/4/5/6/7/8" in describe(third)
@@ -212,7 +254,11 @@ def test_layouts_that_hardly_differ_are_one_row(eight: Result) -> None:
 def test_what_differs_more_is_another_row(eight: Result) -> None:
     """The control: the fastest beside itself with other checkpointing, or twice as slow."""
     first = eight.best[0]
-    other = Found(replace(first.config, train=replace(first.config.train, activation_checkpointing="full")), 8, first.device)
+    other = Found(
+        replace(first.config, train=replace(first.config.train, activation_checkpointing="full")),
+        8,
+        first.device,
+    )
     slow = replace(first)
     vars(slow)["_simulated"] = (2 * first.seconds, 0.0)
     assert [len(row) for row in rows([first, first, other, slow])] == [2, 1, 1]

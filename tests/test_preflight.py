@@ -1,4 +1,5 @@
-"""What the preflight concludes from what nodes report, and two nodes that really meet: on this machine, over gloo.
+"""What the preflight concludes from what nodes report, and two nodes that really meet: on this
+machine, over gloo.
 
 On a real Slurm: tests/slurm_scenarios.py.
 """
@@ -18,7 +19,8 @@ from tools.preflight.node import addresses, judge_addresses, judge_gpus
 from tools.preflight.verdict import choose, odd_ones, slow_ones
 
 ROOT = Path(__file__).parent.parent
-GOOD = ["NVIDIA H100 80GB HBM3", "550.54.15", "4", "345", "1980", "Enabled", "0"]  # one row of nvidia-smi, but for the index
+# one row of nvidia-smi, but for the index
+GOOD = ["NVIDIA H100 80GB HBM3", "550.54.15", "4", "345", "1980", "Enabled", "0"]
 
 
 @pytest.mark.parametrize("num_nodes", range(1, 12))
@@ -27,7 +29,10 @@ def test_every_node_is_in_two_pairs_and_in_one_at_a_time(num_nodes: int) -> None
     for together in pairs:
         nodes = [node for pair in together for node in pair]
         assert len(nodes) == len(set(nodes))
-    partners = {node: {n for r in pairs for p in r if node in p for n in p} - {node} for node in range(num_nodes)}
+    partners = {
+        node: {n for r in pairs for p in r if node in p for n in p} - {node}
+        for node in range(num_nodes)
+    }
     assert all(len(found) == min(2, num_nodes - 1) for found in partners.values())
 
 
@@ -78,12 +83,20 @@ def test_missing_gpus_foreign_processes_and_unlike_settings() -> None:
         "GPUs are in use by processes 4711",
     ]
     rows[1][6] = "Disabled"
-    assert judge_gpus(rows, [], 7)["warnings"] == ["several settings of ECC: {'Enabled': 6, 'Disabled': 1}"]
+    assert judge_gpus(rows, [], 7)["warnings"] == [
+        "several settings of ECC: {'Enabled': 6, 'Disabled': 1}"
+    ]
     assert judge_gpus([], [], 8)["problems"] == ["0 of 8 GPUs are visible"]
 
 
 def test_an_address_that_is_reachable_from_outside() -> None:
-    private = [("lo", "127.0.0.1"), ("eth0", "10.1.2.3"), ("ib0", "192.168.7.1"), ("eth0", "fe80::1"), ("eth1", "fd00::7")]
+    private = [
+        ("lo", "127.0.0.1"),
+        ("eth0", "10.1.2.3"),
+        ("ib0", "192.168.7.1"),
+        ("eth0", "fe80::1"),
+        ("eth1", "fd00::7"),
+    ]
     assert judge_addresses(private) == []
     (warning,) = judge_addresses([*private, ("eth1", "8.8.8.8"), ("eth1", "2600:1f18::7")])
     assert warning.startswith("8.8.8.8 (eth1), 2600:1f18::7 (eth1) can be reached from outside")
@@ -101,11 +114,23 @@ def test_this_machines_addresses_are_found() -> None:
         pass  # no network
 
 
-def preflight(folder: Path, data: Path, nodes: tuple[int, ...], *options: str, **sections: dict) -> list[tuple[int, str, str]]:
+def preflight(
+    folder: Path, data: Path, nodes: tuple[int, ...], *options: str, **sections: dict
+) -> list[tuple[int, str, str]]:
     """Status, standard output and error of these of two nodes."""
     config = write_config(folder, data, **sections)
     meet = f"127.0.0.1:{free_ports(1)[0]}"
-    command = [sys.executable, "-m", "tools.preflight", "--meet", meet, "--device", "cpu", "--ranks-per-node", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.preflight",
+        "--meet",
+        meet,
+        "--device",
+        "cpu",
+        "--ranks-per-node",
+        "2",
+    ]
     environment = {**os.environ, "SLURM_NNODES": "2", "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(
@@ -139,17 +164,23 @@ def test_two_nodes_meet_and_measure(data: Path, tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_node_that_does_not_come_is_named(data: Path, tmp_path: Path) -> None:
-    [(status, answer, report)] = preflight(tmp_path, data, (0,), "--seconds", "30", "--node-names", "node0,far")
+    [(status, answer, report)] = preflight(
+        tmp_path, data, (0,), "--seconds", "30", "--node-names", "node0,far"
+    )
     assert (status, answer) == (1, "")
     assert "FAILED   far: it did not come" in report
     assert "--exclude=far" in report
-    [(status, answer, report)] = preflight(tmp_path, data, (0,), "--seconds", "30", "--spare-nodes", "1")
+    [(status, answer, report)] = preflight(
+        tmp_path, data, (0,), "--seconds", "30", "--spare-nodes", "1"
+    )
     assert (status, answer) == (0, f"node0 {tmp_path}/run\n"), report
 
 
 @pytest.mark.thorough  # what is refused, and how it is told: tests/test_refusals.py
 def test_data_that_training_would_refuse(tmp_path: Path) -> None:
-    (status, answer, report), other = preflight(tmp_path, tmp_path / "none", (0, 1), "--seconds", "300")
+    (status, answer, report), other = preflight(
+        tmp_path, tmp_path / "none", (0, 1), "--seconds", "300"
+    )
     assert (status, answer) == (2, "")
     assert report.startswith("error: data.path")
     assert other == (1, "", "")

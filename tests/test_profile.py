@@ -25,7 +25,7 @@ from tools.ranks import Ranks
 from training.config import Config
 from training.load_config import dump_config, load_config
 
-# --- intervals --------------------------------------------------------------------------------------------------------
+# --- intervals ------------------------------------------------------------------------------------
 
 
 def points(intervals: list[tuple[int, int]]) -> set[int]:
@@ -54,20 +54,37 @@ def test_the_time_an_operator_takes_by_itself() -> None:
     def event(name: str, begin: float, end: float) -> Event:
         return Event(name, "cpu_op", 0, begin, end, {})
 
-    told = [event("a", 0, 10), event("b", 1, 4), event("c", 2, 3), event("d", 4, 9), event("e", 12, 13)]
-    assert [(e.name, alone) for e, alone in self_times(told)] == [("a", 2), ("b", 2), ("c", 1), ("d", 5), ("e", 1)]
+    told = [
+        event("a", 0, 10),
+        event("b", 1, 4),
+        event("c", 2, 3),
+        event("d", 4, 9),
+        event("e", 12, 13),
+    ]
+    assert [(e.name, alone) for e, alone in self_times(told)] == [
+        ("a", 2),
+        ("b", 2),
+        ("c", 1),
+        ("d", 5),
+        ("e", 1),
+    ]
 
 
-# --- told traces ------------------------------------------------------------------------------------------------------
+# --- told traces ----------------------------------------------------------------------------------
 
 
-def told(name: str, category: str, begin: float, end: float, thread: int = 7, **arguments: Any) -> dict[str, Any]:
+def told(
+    name: str, category: str, begin: float, end: float, thread: int = 7, **arguments: Any
+) -> dict[str, Any]:
     """An event, in milliseconds."""
     where = {"pid": 0, "tid": thread, "ts": begin * 1e3, "dur": (end - begin) * 1e3}
     return {"ph": "X", "name": name, "cat": category, **where, "args": arguments}
 
 
-GATHER, SENDRECV = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "ncclDevKernel_SendRecv(…)"
+GATHER, SENDRECV = (
+    "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+    "ncclDevKernel_SendRecv(…)",
+)
 
 
 def test_a_gpus_trace() -> None:
@@ -88,10 +105,22 @@ def test_a_gpus_trace() -> None:
             told("aten::mm", "cpu_op", at, at + 40, thread=1),
             told("matmul", "kernel", at, at + 10),
             told("matmul", "kernel", at + 20, at + 30),
-            told(GATHER, "kernel", at + 5, at + 20, 20, **{"Process Group Name": "11", "Process Group Description": "mesh_tp"}),
+            told(
+                GATHER,
+                "kernel",
+                at + 5,
+                at + 20,
+                20,
+                **{"Process Group Name": "11", "Process Group Description": "mesh_tp"},
+            ),
             told(SENDRECV, "kernel", at + 20, at + 35, 24),
             told(
-                GATHER, "kernel", at + 30, at + 40, 28, **{"Process Group Name": "0", "Process Group Description": "default_pg"}
+                GATHER,
+                "kernel",
+                at + 30,
+                at + 40,
+                28,
+                **{"Process Group Name": "0", "Process Group Description": "default_pg"},
             ),
             told("Memcpy HtoD", "gpu_memcpy", at, at + 40, 32),
             told("Memset", "gpu_memset", at + 45, at + 50, 32),
@@ -100,17 +129,41 @@ def test_a_gpus_trace() -> None:
     about = {"rank": 3, "coordinates": {"pp": 1, "tp": 0}, "axes": {"11": "tp", "0": "dp_shard"}}
     found = summarise({"traceEvents": events, "lattice": about})
     assert found["steps"] == [4, 5]
-    seconds = {key: round(found[key], 9) for key in ("step_seconds", "compute", "copies", "exposed", "idle")}
-    assert seconds == {"step_seconds": 0.050, "compute": 0.020, "copies": 0.005, "exposed": 0.020, "idle": 0.005}
-    exposed = {axis: (round(p["seconds"], 9), round(p["exposed"], 9), p["calls"]) for axis, p in found["communication"].items()}
-    assert exposed == {"tp": (0.015, 0.010, 1), "dp_shard": (0.010, 0.010, 1), "pp": (0.015, 0.005, 1)}
-    assert [(row["name"], row["calls"]) for row in found["top"]] == [(GATHER, 2), ("matmul", 2), (SENDRECV, 1)]
+    seconds = {
+        key: round(found[key], 9)
+        for key in ("step_seconds", "compute", "copies", "exposed", "idle")
+    }
+    assert seconds == {
+        "step_seconds": 0.050,
+        "compute": 0.020,
+        "copies": 0.005,
+        "exposed": 0.020,
+        "idle": 0.005,
+    }
+    exposed = {
+        axis: (round(p["seconds"], 9), round(p["exposed"], 9), p["calls"])
+        for axis, p in found["communication"].items()
+    }
+    assert exposed == {
+        "tp": (0.015, 0.010, 1),
+        "dp_shard": (0.010, 0.010, 1),
+        "pp": (0.015, 0.005, 1),
+    }
+    assert [(row["name"], row["calls"]) for row in found["top"]] == [
+        (GATHER, 2),
+        ("matmul", 2),
+        (SENDRECV, 1),
+    ]
     text = describe(found)
     assert "rank 3 (pp 1, tp 0), on its cuda, mean of steps 4 to 5" in text
     assert "exposed communication       0.0200 s   40.0%" in text
 
     del about["axes"]  # a trace of somebody else's: what DeviceMesh calls its groups
-    assert set(summarise({"traceEvents": events, "lattice": about})["communication"]) == {"tp", "pp", "other"}
+    assert set(summarise({"traceEvents": events, "lattice": about})["communication"]) == {
+        "tp",
+        "pp",
+        "other",
+    }
 
 
 def test_a_cpus_trace() -> None:
@@ -128,9 +181,21 @@ def test_a_cpus_trace() -> None:
         told("gloo:all_reduce", "user_annotation", 12, 57, thread=9),
     ]
     found = summarise({"traceEvents": events})
-    seconds = {key: round(found[key], 9) for key in ("step_seconds", "compute", "copies", "exposed", "idle")}
-    assert seconds == {"step_seconds": 0.100, "compute": 0.030, "copies": 0.0, "exposed": 0.018, "idle": 0.052}
-    parts = {axis: (round(p["seconds"], 9), round(p["exposed"], 9), p["calls"]) for axis, p in found["communication"].items()}
+    seconds = {
+        key: round(found[key], 9)
+        for key in ("step_seconds", "compute", "copies", "exposed", "idle")
+    }
+    assert seconds == {
+        "step_seconds": 0.100,
+        "compute": 0.030,
+        "copies": 0.0,
+        "exposed": 0.018,
+        "idle": 0.052,
+    }
+    parts = {
+        axis: (round(p["seconds"], 9), round(p["exposed"], 9), p["calls"])
+        for axis, p in found["communication"].items()
+    }
     assert parts == {"pp": (0.010, 0.010, 0), "tp": (0.048, 0.008, 1)}
     assert found["top"][0] == {"name": "aten::mm", "seconds": pytest.approx(0.030), "calls": 1.0}
 
@@ -146,7 +211,9 @@ def test_a_cpus_trace() -> None:
         b'{"traceEvents": [1, {"ph": "X"}]}',
     ],
 )
-def test_what_is_no_trace_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], written: bytes) -> None:
+def test_what_is_no_trace_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], written: bytes
+) -> None:
     path = tmp_path / "trace.json.gz"
     path.write_bytes(written)
     assert tool.main([str(path)]) == 2
@@ -155,7 +222,7 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err.startswith("error: RUN = ")
 
 
-# --- the key ----------------------------------------------------------------------------------------------------------
+# --- the key --------------------------------------------------------------------------------------
 
 
 def resolved(folder: Path, *overrides: str) -> Config:
@@ -196,7 +263,7 @@ def test_steps_are_counted_as_in_the_metrics(tmp_path: Path) -> None:
     assert not resolved(tmp_path).run.profiled_steps
 
 
-# --- a real run -------------------------------------------------------------------------------------------------------
+# --- a real run -----------------------------------------------------------------------------------
 
 PROFILED = [0, 5]
 
@@ -212,7 +279,10 @@ def train_profiled(arguments: list[str]) -> tuple[str, bool]:
 def profiled(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The second of two steps."""
     folder = tmp_path_factory.mktemp("profiled")
-    arguments = [write_config(folder, data, parallel=LAYOUT_3D, train={"steps": 2}), "run.profile=2:3"]
+    arguments = [
+        write_config(folder, data, parallel=LAYOUT_3D, train={"steps": 2}),
+        "run.profile=2:3",
+    ]
     arguments.append(f"run.profile_ranks={PROFILED}")
     assert ranks.run(train_profiled, 8, arguments) == [("", True)] * 8
     return folder / "run"
@@ -221,11 +291,17 @@ def profiled(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory)
 def test_what_a_run_leaves(profiled: Path) -> None:
     names = sorted(path.name for path in (profiled / "profile").iterdir())
     traces = [f"step-00000002-rank-{rank:05d}.json.gz" for rank in PROFILED]
-    assert names == sorted(traces + [f"summary-rank-{rank:05d}.{kind}" for rank in PROFILED for kind in ("json", "txt")])
+    assert names == sorted(
+        traces
+        + [f"summary-rank-{rank:05d}.{kind}" for rank in PROFILED for kind in ("json", "txt")]
+    )
     for rank in PROFILED:
         found = json.loads((profiled / "profile" / f"summary-rank-{rank:05d}.json").read_text())
         assert (found["rank"], found["device"], found["steps"]) == (rank, "cpu", [2])
-        assert found["coordinates"] == {**dict.fromkeys(AXES, 0), **[{}, {"pp": 1, "tp": 1}][PROFILED.index(rank)]}
+        assert found["coordinates"] == {
+            **dict.fromkeys(AXES, 0),
+            **[{}, {"pp": 1, "tp": 1}][PROFILED.index(rank)],
+        }
         parts = [found[key] for key in ("compute", "exposed", "idle")]
         assert sum(parts) == pytest.approx(found["step_seconds"])
         assert min(parts) > 0
@@ -238,24 +314,38 @@ def test_collectives_are_those_that_the_planner_counts(profiled: Path) -> None:
     """Its dp_shard has what is `loss` here, too: they are the same ranks."""
     config = load_config(str(profiled / "config.yaml"), [])
     for rank in PROFILED:
-        found = json.loads((profiled / "profile" / f"summary-rank-{rank:05d}.json").read_text())["communication"]
+        found = json.loads((profiled / "profile" / f"summary-rank-{rank:05d}.json").read_text())[
+            "communication"
+        ]
         assert found.keys() == {"tp", "pp", "dp_shard", "dp_replicate", "loss", "world"}
         calls = {axis: part["calls"] for axis, part in found.items()}
-        planned = {axis: row["count"] for axis, row in by_axis(collectives(Layout.of_rank(config, 8, rank))).items()}
-        assert (calls["tp"], calls["pp"], calls["world"]) == (planned["tp"], planned["pp"], planned["world"])
+        planned = {
+            axis: row["count"]
+            for axis, row in by_axis(collectives(Layout.of_rank(config, 8, rank))).items()
+        }
+        assert (calls["tp"], calls["pp"], calls["world"]) == (
+            planned["tp"],
+            planned["pp"],
+            planned["world"],
+        )
         assert calls["dp_shard"] + calls["loss"] == planned["dp_shard"]
 
 
 def test_the_tool_says_it_again(profiled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tool.main([str(profiled)]) == 0
-    tables = [(profiled / "profile" / f"summary-rank-{rank:05d}.txt").read_text() for rank in PROFILED]
+    tables = [
+        (profiled / "profile" / f"summary-rank-{rank:05d}.txt").read_text() for rank in PROFILED
+    ]
     assert capsys.readouterr().out == "\n".join(tables)
 
 
 def profile_a_loop(config: str, visited: list[int]) -> None:
     """The loop alone, on steps `visited`."""
     resolved = load_config(config, ["run.profile=2:5"])
-    with Watchdog(resolved) as watchdog, StepProfile(resolved, build_mesh(MeshSizes(), "cpu"), watchdog) as profile:
+    with (
+        Watchdog(resolved) as watchdog,
+        StepProfile(resolved, build_mesh(MeshSizes(), "cpu"), watchdog) as profile,
+    ):
         for step in visited:
             with profile.around(step):
                 torch.ones(3) + 1
@@ -273,7 +363,9 @@ def profile_a_loop(config: str, visited: list[int]) -> None:
     ],
     ids=["all", "stopped", "went back", "began late", "stopped before", "began after"],
 )
-def test_however_the_loop_goes(ranks: Ranks, data: Path, tmp_path: Path, visited: list[int], steps: list[int] | None) -> None:
+def test_however_the_loop_goes(
+    ranks: Ranks, data: Path, tmp_path: Path, visited: list[int], steps: list[int] | None
+) -> None:
     ranks.run(profile_a_loop, 1, write_config(tmp_path, data), visited)
     summary = tmp_path / "run" / "profile" / "summary-rank-00000.json"
     assert (json.loads(summary.read_text())["steps"] if summary.exists() else None) == steps

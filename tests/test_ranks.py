@@ -1,4 +1,5 @@
-"""The pool of ranks (tools/ranks.py): fresh process groups, honest failures, and no trace of one task in the next."""
+"""The pool of ranks (tools/ranks.py): fresh process groups, honest failures, and no trace of one
+task in the next."""
 
 import os
 import time
@@ -69,7 +70,9 @@ def empty_like_on_a_mesh(extra_groups):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     tensor = DTensor.from_local(torch.ones(2), mesh["b"], [Shard(0)], run_check=False)
     other = torch.empty_like(tensor).fill_(dist.get_rank())
-    return other.device_mesh.get_group().group_name == mesh["b"].get_group().group_name, other.full_tensor().tolist()
+    return other.device_mesh.get_group().group_name == mesh[
+        "b"
+    ].get_group().group_name, other.full_tensor().tolist()
 
 
 def test_no_mesh_of_an_earlier_task_comes_back(ranks):

@@ -1,7 +1,8 @@
-"""The recipes of docs/extending.md: in a copy of the repository, exactly the edits that the page shows, then its commands.
+"""The recipes of docs/extending.md: in a copy of the repository, exactly the edits that the page
+shows, then its commands.
 
-Each recipe must fit the repository as it is; the commands run in one copy that has all of them. A failure of `apply` means that
-the code has moved on under a recipe: change the page.
+Each recipe must fit the repository as it is; the commands run in one copy that has all of them. A
+failure of `apply` means that the code has moved on under a recipe: change the page.
 """
 
 import shutil
@@ -51,7 +52,9 @@ def test_a_recipe_fits_the_repository_as_it_is(recipe: Recipe, tmp_path: Path) -
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
-def test_a_recipe_proves_what_the_page_says(recipe: Recipe, printed: dict[str, tuple[int, str, str]]) -> None:
+def test_a_recipe_proves_what_the_page_says(
+    recipe: Recipe, printed: dict[str, tuple[int, str, str]]
+) -> None:
     mine = commands_of(recipe)
     assert any(command.output for command in mine), "a recipe ends with a proof"
     for command in mine:
@@ -64,7 +67,9 @@ def test_a_recipe_proves_what_the_page_says(recipe: Recipe, printed: dict[str, t
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_the_cluster_s_scripts_pass_shellcheck(changed: Path) -> None:
     scripts = ["slurm/train_70b.sh", "slurm/environment.sh"]
-    done = subprocess.run(["shellcheck", "--external-sources", *scripts], cwd=changed, capture_output=True, text=True)
+    done = subprocess.run(
+        ["shellcheck", "--external-sources", *scripts], cwd=changed, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout
 
 

@@ -1,4 +1,5 @@
-"""What the user can get wrong: one message naming key, value and remedy; the same on every rank; nothing written."""
+"""What the user can get wrong: one message naming key, value and remedy; the same on every rank;
+nothing written."""
 
 import os
 import shutil
@@ -36,7 +37,11 @@ WRONG = [
     ("model.attention_dim=30", "model.attention_dim", "for example 512, or null for model.dim"),
     ("model.attention_dim=12", "model.attention_dim", "even width"),
     ("model.rope_scaling_factor=0.5", "model.rope_scaling_factor", "give 1 or more"),
-    ("model.rope_low_freq_factor=4", "model.rope_low_freq_factor", "below model.rope_high_freq_factor=4.0"),
+    (
+        "model.rope_low_freq_factor=4",
+        "model.rope_low_freq_factor",
+        "below model.rope_high_freq_factor=4.0",
+    ),
     ("model.rope_original_length=0", "model.rope_original_length", "8192"),
     ("train.global_batch_size=7", "train.global_batch_size", "multiple"),
     ("train.micro_batch_size=0", "train.micro_batch_size", "at least 1"),
@@ -53,7 +58,11 @@ WRONG = [
     ("train.seq_len=1000000", "train.seq_len", "tokens"),
     ("data.path=/nowhere", "data.path", "prepare"),
     ("checkpoint.resume=/nowhere", "checkpoint.resume", "a run folder or a folder step-…"),
-    ("checkpoint.load_weights_only=/nowhere", "checkpoint.load_weights_only", "a run folder or a folder step-…"),
+    (
+        "checkpoint.load_weights_only=/nowhere",
+        "checkpoint.load_weights_only",
+        "a run folder or a folder step-…",
+    ),
     ("model.dim=1048576", "model", "use more processes"),
     ("run.dir=/proc/run", "run.dir", "not a writable folder"),
     (f"run.dir={'x' * 300}", "run.dir", "longer than the file system allows"),
@@ -63,7 +72,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("override", "key", "remedy"), WRONG, ids=[w[0] for w in WRONG])
-def test_wrong_value(ranks: Ranks, data: Path, tmp_path: Path, override: str, key: str, remedy: str) -> None:
+def test_wrong_value(
+    ranks: Ranks, data: Path, tmp_path: Path, override: str, key: str, remedy: str
+) -> None:
     messages = ranks.run(train_run, 2, [write_config(tmp_path, data), override])
     assert messages[0].startswith(f"{key} = ")
     assert remedy in messages[0]
@@ -71,10 +82,14 @@ def test_wrong_value(ranks: Ranks, data: Path, tmp_path: Path, override: str, ke
     assert not (tmp_path / "run").exists(), "nothing is written"
 
 
-def test_compiled_blocks_do_not_defer_weight_gradients(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+def test_compiled_blocks_do_not_defer_weight_gradients(
+    ranks: Ranks, data: Path, tmp_path: Path
+) -> None:
     overrides = ["train.compile=true", "parallel.schedule=zb_h1"]
     message = ranks.run(train_run, 2, [write_config(tmp_path, data), *overrides])[0]
-    assert message.startswith("train.compile = True: a compiled block forms its weight gradients in backward")
+    assert message.startswith(
+        "train.compile = True: a compiled block forms its weight gradients in backward"
+    )
     assert "zb_h1" in message
     assert not (tmp_path / "run").exists()
 
@@ -82,18 +97,26 @@ def test_compiled_blocks_do_not_defer_weight_gradients(ranks: Ranks, data: Path,
 def test_micro_batches_are_not_summed_in_bfloat16(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     overrides = ["parallel.reduce_dtype=bfloat16", "train.dtype=bfloat16"]
     message = ranks.run(train_run, 2, [write_config(tmp_path, data), *overrides])[0]
-    assert message.startswith("parallel.reduce_dtype = 'bfloat16': gradients of micro-batches would be summed in bfloat16")
+    assert message.startswith(
+        "parallel.reduce_dtype = 'bfloat16': gradients of micro-batches would be summed in bfloat16"
+    )
     assert "parallel.zero_stage=2" in message
 
 
-def test_a_schedule_that_would_wait_for_ever_is_refused(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+def test_a_schedule_that_would_wait_for_ever_is_refused(
+    ranks: Ranks, data: Path, tmp_path: Path
+) -> None:
     message = ranks.run(train_with_a_broken_schedule, 2, write_config(tmp_path, data))[0]
-    assert message.startswith("parallel.schedule = 'backward_first': these cannot go on: rank 0 at B0.0")
+    assert message.startswith(
+        "parallel.schedule = 'backward_first': these cannot go on: rank 0 at B0.0"
+    )
     assert not (tmp_path / "run").exists()
 
 
 def train_with_a_broken_schedule(config: str) -> str:
-    SCHEDULES["backward_first"] = lambda p, v, m: [[Action(k, r, i) for k in (B, F) for i in range(m)] for r in range(p)]
+    SCHEDULES["backward_first"] = lambda p, v, m: [
+        [Action(k, r, i) for k in (B, F) for i in range(m)] for r in range(p)
+    ]
     return train_run([config, "parallel.schedule=backward_first", "parallel.pp=2"])
 
 
@@ -127,13 +150,19 @@ def test_damaged_data(ranks: Ranks, data: Path, tmp_path: Path, damage) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_resume_refuses_another_model_data_or_sequence_length(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+def test_resume_refuses_another_model_data_or_sequence_length(
+    ranks: Ranks, data: Path, tmp_path: Path
+) -> None:
     config = write_config(tmp_path, data, train={"steps": 1}, checkpoint={"interval": 1})
     assert ranks.run(train_run, 1, [config]) == [""]
 
     def times() -> list[int]:
         """Of all but the lease, which says who was here last."""
-        return sorted(path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if "lease" not in str(path))
+        return sorted(
+            path.stat().st_mtime_ns
+            for path in (tmp_path / "run").rglob("*")
+            if "lease" not in str(path)
+        )
 
     before = times()
     other = prepared(tmp_path / "other", heldout_fraction=0.5)
@@ -175,7 +204,8 @@ def _blind_rank_1(config: str) -> str:
 
 @pytest.mark.thorough  # test_exit_status_and_one_message starts torchrun in `make test`
 def test_an_error_in_the_middle_of_a_run_ends_it(data: Path, tmp_path: Path) -> None:
-    """A shard whose header is broken is found when it is first read: by some ranks, while others wait for them."""
+    """A shard whose header is broken is found when it is first read: by some ranks, while others
+    wait for them."""
     copy = tmp_path / "data"
     shutil.copytree(data, copy)
     for shard in sorted(copy.glob("train-*.safetensors"))[1:]:  # the right size, but no header
@@ -189,7 +219,11 @@ def test_an_error_in_the_middle_of_a_run_ends_it(data: Path, tmp_path: Path) -> 
 
 def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
     """`train.py` under torchrun, as 2 processes on this machine."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+    }
     launcher = [
         sys.executable,
         "-m",
@@ -201,11 +235,14 @@ def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
         "2",
     ]
     command = [*launcher, "train.py", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
 
 
 def test_exit_status_and_one_message(data: Path, tmp_path: Path) -> None:
-    """The real program under the real launcher: each process ends with 2, one message, no traceback of ours."""
+    """The real program under the real launcher: each process ends with 2, one message, no traceback
+    of ours."""
     config = write_config(tmp_path, data)
     done = launch(config, "model.num_heads=5")
     assert done.stderr.count("model.num_heads = 5") == 1

@@ -36,7 +36,8 @@ TINY = [
 
 
 @pytest.mark.parametrize(
-    ("name", "stage"), [(n, s) for n in ("llama3_70b", "llama3_405b") for s in ("first", "middle", "last")]
+    ("name", "stage"),
+    [(n, s) for n in ("llama3_70b", "llama3_405b") for s in ("first", "middle", "last")],
 )
 def test_every_kind_of_stage_goes_forward_and_backward(name: str, stage: str) -> None:
     """One micro-batch on each pipeline; full recomputation is the most code."""
@@ -48,7 +49,9 @@ def test_every_kind_of_stage_goes_forward_and_backward(name: str, stage: str) ->
     assert report["stages"] == [pp_rank]
     assert report["host_bytes"] < 2 << 30
     blocks, model = len(config.split_layers()[pp_rank]), config.model
-    numel = blocks * block_parameters(model) + (pp_rank in (0, pp - 1)) * model.vocab_size * model.dim
+    numel = (
+        blocks * block_parameters(model) + (pp_rank in (0, pp - 1)) * model.vocab_size * model.dim
+    )
     # Norm weights, which are whole on every tp rank, are a ten-thousandth.
     assert report["memory"]["sharded weights"] == pytest.approx(4 * numel / 64, rel=1e-3)
     assert report["memory"]["optimizer state"] == pytest.approx(8 * numel / 64, rel=1e-3)
@@ -88,26 +91,42 @@ def tape_of_tensors() -> dict[str, object]:
 
 
 def test_the_tape_knows_views_rounding_and_resized_storages() -> None:
-    assert alone(tape_of_tensors) == {"before": 4096 + 512, "after": 6144, "peak": 6144 + 8192, "in": "B0.0"}
+    assert alone(tape_of_tensors) == {
+        "before": 4096 + 512,
+        "after": 6144,
+        "peak": 6144 + 8192,
+        "in": "B0.0",
+    }
 
 
 def test_for_real_every_action_is_timed_and_the_job_simulated() -> None:
     config = load_config(str(CONFIGS / "llama3_70b.yaml"), [*TINY, "train.dtype=float32"])
     reports = [alone(rehearse_for_real, config, 8, rank) for rank in (0, 4)]
     assert [set(report["action_seconds"]) for report in reports] == [{"0"}, {"1"}]
-    busy = [4 * sum(report["action_seconds"][str(i)].values()) for i, report in enumerate(reports)]  # four micro-batches
+    # four micro-batches
+    busy = [4 * sum(report["action_seconds"][str(i)].values()) for i, report in enumerate(reports)]
     step = predicted_step(config, 8, reports, find_device("h100"))
     assert step["communication_seconds"] > 0
-    assert step["step_seconds"] == pytest.approx(step["computing_seconds"] + step["communication_seconds"])
-    slow = predicted_step(config, 8, reports, replace(find_device("h100"), node_bytes_per_second=1e9))
+    assert step["step_seconds"] == pytest.approx(
+        step["computing_seconds"] + step["communication_seconds"]
+    )
+    slow = predicted_step(
+        config, 8, reports, replace(find_device("h100"), node_bytes_per_second=1e9)
+    )
     assert slow["computing_seconds"] == step["computing_seconds"]
     assert slow["communication_seconds"] > step["communication_seconds"]
-    assert max(busy) <= step["step_seconds"] <= sum(busy) + sum(report["other_seconds"] for report in reports) + 1.0
+    assert (
+        max(busy)
+        <= step["step_seconds"]
+        <= sum(busy) + sum(report["other_seconds"] for report in reports) + 1.0
+    )
 
 
 def test_what_cannot_be_rehearsed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match=r"train\.compile"):
-        check_can_be_rehearsed(load_config(str(CONFIGS / "llama3_70b.yaml"), ["train.compile=true"]))
+        check_can_be_rehearsed(
+            load_config(str(CONFIGS / "llama3_70b.yaml"), ["train.compile=true"])
+        )
     assert main([str(CONFIGS / "llama3_70b.yaml"), "parallel.cpu_offload=true"]) == 2
     assert "parallel.cpu_offload" in capsys.readouterr().err
     assert main([str(CONFIGS / "llama3_70b.yaml"), "--rank", "256"]) == 2

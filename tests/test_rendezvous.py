@@ -1,8 +1,10 @@
-"""The runner on a network that buffers nothing: a send completes only when its receive is posted, as with NCCL.
+"""The runner on a network that buffers nothing: a send completes only when its receive is posted,
+as with NCCL.
 
-The transport stands in for `torch.distributed.batch_isend_irecv`. A thread works off the batches one after the other, as NCCL's
-stream does: the receiver of a message first says that it is ready, and only then does the sender send. A batch has one answer
-for all its operations. Programs that rely on a buffer hang on it, and a control shows that they do.
+The transport stands in for `torch.distributed.batch_isend_irecv`. A thread works off the batches
+one after the other, as NCCL's stream does: the receiver of a message first says that it is ready,
+and only then does the sender send. A batch has one answer for all its operations. Programs that
+rely on a buffer hang on it, and a control shows that they do.
 """
 
 import contextlib
@@ -72,7 +74,8 @@ class Network(threading.Thread):
                 waiting.append(dist.irecv(o.tensor, o.peer, group=o.group, tag=DATA))
         for o in operations:
             if o.op is dist.isend:
-                dist.irecv(torch.zeros(1), o.peer, group=o.group, tag=READY).wait()  # nothing leaves before
+                # nothing leaves before
+                dist.irecv(torch.zeros(1), o.peer, group=o.group, tag=READY).wait()
                 waiting.append(dist.isend(o.tensor, o.peer, group=o.group, tag=DATA))
         for work in waiting:
             work.wait()
@@ -84,8 +87,8 @@ def no_buffers():
         yield
 
 
-# In `make test` one of each kind: straight through the ranks, around them in a circle, and there and back. All are checked for
-# programs that wait for each other in test_schedule.py.
+# In `make test` one of each kind: straight through the ranks, around them in a circle, and there
+# and back. All are checked for programs that wait for each other in test_schedule.py.
 KINDS = [DEEP["1f1b"], DEEP["interleaved_1f1b"], DEEP["dualpipe_v"]]
 
 
@@ -100,7 +103,8 @@ def test_every_schedule_is_tried():
 
 
 def exchange_opposite_ways(together):
-    """Two ranks send to each other and receive from each other: in one batch, or each first its send."""
+    """Two ranks send to each other and receive from each other: in one batch, or each first its
+    send."""
     with no_buffers():
         peer = 1 - dist.get_rank()
         sent, received = torch.full((4,), float(dist.get_rank())), torch.zeros(4)

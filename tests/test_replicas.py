@@ -28,15 +28,24 @@ def flip(tensor: torch.Tensor) -> None:
 
 
 def differing(case: Case, rank: int, name: str) -> str:
-    """After a step: what is said when the tensor `name` of `rank` has one bit wrong; nothing is, before."""
+    """After a step: what is said when the tensor `name` of `rank` has one bit wrong; nothing is,
+    before."""
     config = case.config()
     mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     step = TrainStep(config, mesh, build_stages(config, mesh))
-    tokens, targets = (t.chunk(mesh.dp_size)[mesh.dp_rank] for t in global_batch(case.vocab_size, 0))
+    tokens, targets = (
+        t.chunk(mesh.dp_size)[mesh.dp_rank] for t in global_batch(case.vocab_size, 0)
+    )
     step(0, tokens, targets)
     check_replicas(step)
     if dist.get_rank() == rank:
-        flip(next(h.tensor.to_local() for h in held_tensors(step) if name in h.name and h.tensor.to_local().numel()))
+        flip(
+            next(
+                h.tensor.to_local()
+                for h in held_tensors(step)
+                if name in h.name and h.tensor.to_local().numel()
+            )
+        )
     try:
         check_replicas(step)
     except ReplicasDiffer as found:
@@ -50,7 +59,12 @@ thorough = partial(pytest.param, marks=pytest.mark.thorough)
 @pytest.mark.parametrize(
     ("case", "rank", "name", "said"),
     [
-        (Case(MeshSizes(tp=2)), 1, "norm.weight", "ranks 0, 1, copies over tp, hold different numbers"),
+        (
+            Case(MeshSizes(tp=2)),
+            1,
+            "norm.weight",
+            "ranks 0, 1, copies over tp, hold different numbers",
+        ),
         thorough(
             Case(MeshSizes(tp=4)),
             2,
@@ -63,7 +77,12 @@ thorough = partial(pytest.param, marks=pytest.mark.thorough)
             "attention.key.weight",
             "rank 5 holds other numbers",
         ),
-        (Case(MeshSizes(dp_replicate=2)), 0, "down.weight", "ranks 0, 1, copies over dp_replicate, hold different numbers"),
+        (
+            Case(MeshSizes(dp_replicate=2)),
+            0,
+            "down.weight",
+            "ranks 0, 1, copies over dp_replicate, hold different numbers",
+        ),
         thorough(
             Case(MeshSizes(dp_replicate=4), zero_stage=0),
             3,
@@ -85,13 +104,17 @@ thorough = partial(pytest.param, marks=pytest.mark.thorough)
     ],
     ids=str,
 )
-def test_a_flipped_bit_names_its_rank(ranks: Ranks, case: Case, rank: int, name: str, said: str) -> None:
+def test_a_flipped_bit_names_its_rank(
+    ranks: Ranks, case: Case, rank: int, name: str, said: str
+) -> None:
     found = ranks.run(differing, case.world, case, rank, name)
     assert len(set(found)) == 1, "every rank says the same"
     assert said in found[0]
 
 
-@pytest.mark.parametrize("case", [Case(MeshSizes(dp_shard=2)), Case(MeshSizes(pp=2), tie_embeddings=True)], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case(MeshSizes(dp_shard=2)), Case(MeshSizes(pp=2), tie_embeddings=True)], ids=str
+)
 def test_what_is_no_copy_is_not_compared(ranks: Ranks, case: Case) -> None:
     """Control: shards differ, and a bit wrong in one has no copy to differ from."""
     assert set(ranks.run(differing, case.world, case, 1, "down.weight")) == {""}
@@ -120,7 +143,13 @@ def run_with_a_bit_flipped(config: str) -> str:
     def check(step: TrainStep) -> None:
         calls.append(None)
         if len(calls) == 2 and dist.get_rank() == 1:
-            flip(next(held.tensor.to_local() for held in held_tensors(step) if "norm.weight" in held.name))
+            flip(
+                next(
+                    held.tensor.to_local()
+                    for held in held_tensors(step)
+                    if "norm.weight" in held.name
+                )
+            )
         honest(step)
 
     with patch.object(train, "check_replicas", check):

@@ -1,4 +1,5 @@
-"""The report page: what is on it, that it needs nothing else, and that nothing in a run's files can harm it."""
+"""The report page: what is on it, that it needs nothing else, and that nothing in a run's files can
+harm it."""
 
 import json
 import random
@@ -16,7 +17,9 @@ from tools.ranks import Ranks
 from tools.report import __main__ as report
 from tools.report.charts import BINS, thin, ticks
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 PLANTED = '</pre><script>console.error("planted")</script><img src=http://127.0.0.1:9/planted.png>'
 
 
@@ -46,18 +49,28 @@ class Parsed(HTMLParser):
     def references(self) -> list[str]:
         """Whatever a browser would fetch or follow."""
         keys = ("src", "href", "xlink:href", "srcset", "data", "action", "poster")
-        found = [value or "" for _, attributes in self.tags for key, value in attributes.items() if key in keys]
+        found = [
+            value or ""
+            for _, attributes in self.tags
+            for key, value in attributes.items()
+            if key in keys
+        ]
         return [value for value in found if value != "data:,"]
 
     def charts(self) -> dict[str, dict]:
         """What can be read off each chart, by the name of its first line."""
-        data = [json.loads(attributes["data-chart"] or "") for _, attributes in self.tags if "data-chart" in attributes]
+        data = [
+            json.loads(attributes["data-chart"] or "")
+            for _, attributes in self.tags
+            if "data-chart" in attributes
+        ]
         return {chart["series"][0][0]: chart for chart in data if "series" in chart}
 
 
 @pytest.fixture(scope="module")
 def finished(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of 6 steps in two starts, on 4 ranks in two stages, traced; its configuration holds PLANTED."""
+    """The folder of a run of 6 steps in two starts, on 4 ranks in two stages, traced; its
+    configuration holds PLANTED."""
     folder = tmp_path_factory.mktemp("report")
     config = write_config(
         folder,
@@ -83,22 +96,37 @@ def written(run: Path, out: Path) -> Parsed:
     return parsed
 
 
-def test_the_page_has_everything_and_needs_nothing(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_has_everything_and_needs_nothing(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = written(finished, tmp_path / "page.html")
     assert "steps that count" in capsys.readouterr().out, "the ledger is still printed"
     lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     charts = found.charts()
-    assert list(charts) == ["training", "norm", "rate", "all devices", "step", "peak"], "no MFU on a CPU"
+    assert list(charts) == ["training", "norm", "rate", "all devices", "step", "peak"], (
+        "no MFU on a CPU"
+    )
     (_, _, steps, losses), (_, _, at, heldout) = charts["training"]["series"]
     assert steps == [1, 2, 3, 4, 5, 6]
     assert losses == pytest.approx([line["loss"] for line in lines], rel=1e-5)
     assert at == [2, 3, 4, 6], "the first start ended with step 3, and evaluated"
-    assert heldout == pytest.approx([line["eval_loss"] for line in lines if "eval_loss" in line], rel=1e-5)
+    assert heldout == pytest.approx(
+        [line["eval_loss"] for line in lines if "eval_loss" in line], rel=1e-5
+    )
     assert charts["peak"]["series"][0][2] == [0, 1, 2, 3], "every rank"
-    for words in ("finished", "all steps done", "Pipeline timeline", "effective time", "starting", "4 ranks = pp 2"):
+    for words in (
+        "finished",
+        "all steps done",
+        "Pipeline timeline",
+        "effective time",
+        "starting",
+        "4 ranks = pp 2",
+    ):
         assert words in found.text
     assert "2 checkpoints were committed" in found.text
-    assert sum("rank 1" in (attributes.get("aria-label") or "") for _, attributes in found.tags) == 1, "a lane of the timeline"
+    assert (
+        sum("rank 1" in (attributes.get("aria-label") or "") for _, attributes in found.tags) == 1
+    ), "a lane of the timeline"
     assert PLANTED in found.text, "as text"
     assert found.count("img") == 0
 
@@ -110,7 +138,9 @@ def test_a_run_that_goes_on_or_was_killed(finished: Path, tmp_path: Path) -> Non
     (run / "status.json").unlink()
     for name in ("metrics.jsonl", "events.jsonl"):
         with open(run / name, "a") as file:
-            file.write('{"step": 7, "loss": NaN, "event": "hang", "time": Infinity}\n[]\n{"step": 8, "lo')
+            file.write(
+                '{"step": 7, "loss": NaN, "event": "hang", "time": Infinity}\n[]\n{"step": 8, "lo'
+            )
     found = written(run, tmp_path / "page.html")
     assert "running, or killed" in found.text
     assert "last line at 20" in found.text
@@ -140,10 +170,16 @@ def test_what_went_wrong_is_told(tmp_path: Path) -> None:
     append_event(run, "rollback", from_step=9, step=4, left_out=[32, 72])
     append_event(run, "hang", step=11, ranks=[1], stacks=PLANTED)
     (run / "status.json").write_text(json.dumps({"state": "failed", "step": 11, "reason": PLANTED}))
-    lines = [{"step": step, "loss": 3.0, "skipped_updates": max(0, step - 6)} for step in range(1, 10)]
+    lines = [
+        {"step": step, "loss": 3.0, "skipped_updates": max(0, step - 6)} for step in range(1, 10)
+    ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = written(run, tmp_path / "page.html")
-    for words in ("No space left on device <b>", "back from step 9, leaving out samples 32 to 71", f"stacks {PLANTED}"):
+    for words in (
+        "No space left on device <b>",
+        "back from step 9, leaving out samples 32 to 71",
+        f"stacks {PLANTED}",
+    ):
         assert words in found.text
     assert "The updates of 3 steps were skipped; it was logged at step 7, 8, 9." in found.text
     assert found.text.count(PLANTED) == 2
@@ -157,7 +193,9 @@ def test_a_long_run_is_thinned_and_loses_no_spike(tmp_path: Path) -> None:
     norms = [(step, 1e4 if step == 54_321 else 1 + noise.random()) for step in range(1, 100_001)]
     with open(run / "metrics.jsonl", "w") as file:
         for step, norm in norms:
-            file.write(f'{{"step": {step}, "loss": {3 + 8 / step + noise.random()}, "grad_norm": {norm}}}\n')
+            file.write(
+                f'{{"step": {step}, "loss": {3 + 8 / step + noise.random()}, "grad_norm": {norm}}}\n'
+            )
     out = tmp_path / "page.html"
     found = written(run, out)
     assert out.stat().st_size < 200_000, "of eight charts, less than a megabyte"
@@ -175,35 +213,61 @@ def test_ticks_are_round() -> None:
     assert ticks(0, 3e-4) == pytest.approx([0, 1e-4, 2e-4, 3e-4])
 
 
-def test_what_cannot_be_done_is_refused(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_done_is_refused(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for arguments, said in (
         ([str(tmp_path), "--out", str(tmp_path / "page.html")], "RUN = "),
         ([str(finished), "--out", str(tmp_path / "page.pdf")], "end it in .html"),
-        ([str(finished), "--out", str(finished / "config.yaml" / "page.html")], "cannot be written"),
+        (
+            [str(finished), "--out", str(finished / "config.yaml" / "page.html")],
+            "cannot be written",
+        ),
     ):
         assert report.main(arguments) == 2
         assert said in capsys.readouterr().err
 
 
-# --- in a browser -----------------------------------------------------------------------------------------------------
+# --- in a browser ---------------------------------------------------------------------------------
 
 
 def opened(page: Path, folder: Path) -> tuple[Path, list[str], list[str]]:
-    """`page` in a headless Chromium: its picture, the addresses that it asked for, and what its console said.
+    """`page` in a headless Chromium: its picture, the addresses that it asked for, and what its
+    console said.
 
-    Some that the browser asks for of its own accord no flag can stop; they have no page as initiator, and no name is resolved.
+    Some that the browser asks for of its own accord no flag can stop; they have no page as
+    initiator, and no name is resolved.
     """
     assert BROWSER is not None
     folder.mkdir()
     quiet = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking disable-component-update"
-    flags = [*quiet.split(), "disable-sync", "hide-scrollbars", "host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
-    flags += ["window-size=1200,1800", f"user-data-dir={folder / 'profile'}", f"screenshot={folder / 'page.png'}"]
+    flags = [
+        *quiet.split(),
+        "disable-sync",
+        "hide-scrollbars",
+        "host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+    ]
+    flags += [
+        "window-size=1200,1800",
+        f"user-data-dir={folder / 'profile'}",
+        f"screenshot={folder / 'page.png'}",
+    ]
     flags += [f"log-net-log={folder / 'net.json'}", "enable-logging=stderr"]
     command = [BROWSER, *(f"--{flag}" for flag in flags), page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
-    asked = [event.get("params", {}) for event in json.loads((folder / "net.json").read_text())["events"]]
-    urls = [one["url"] for one in asked if "url" in one and one.get("initiator", "not an origin") != "not an origin"]
-    return folder / "page.png", urls, [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
+    asked = [
+        event.get("params", {}) for event in json.loads((folder / "net.json").read_text())["events"]
+    ]
+    urls = [
+        one["url"]
+        for one in asked
+        if "url" in one and one.get("initiator", "not an origin") != "not an origin"
+    ]
+    return (
+        folder / "page.png",
+        urls,
+        [line for line in done.stderr.splitlines() if ":CONSOLE" in line],
+    )
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium (Debian: apt-get install chromium)")
@@ -215,8 +279,11 @@ def test_a_browser_shows_it_and_asks_for_nothing(finished: Path, tmp_path: Path)
     assert console == []
     assert picture.stat().st_size > 50_000, "something is drawn"
 
-    bad = tmp_path / "bad.html"  # the control: the same, were PLANTED not escaped and the policy not there
-    bad.write_text(re.sub("<meta http-equiv[^>]*>", "", page.read_text()).replace("<footer>", PLANTED))
+    # the control: the same, were PLANTED not escaped and the policy not there
+    bad = tmp_path / "bad.html"
+    bad.write_text(
+        re.sub("<meta http-equiv[^>]*>", "", page.read_text()).replace("<footer>", PLANTED)
+    )
     _, asked, console = opened(bad, tmp_path / "bad")
     assert set(asked) == {"http://127.0.0.1:9/planted.png"}
     assert any("planted" in line for line in console)

@@ -40,8 +40,14 @@ def test_the_readme_shows_the_same_line() -> None:
 
 
 def test_the_loss_beside_a_unigram_models() -> None:
-    assert compare_to_unigram(4.8487, 6.352) == "held-out loss 4.849 nats per token, 1.503 below a unigram model's 6.352"
-    assert compare_to_unigram(6.412, 6.352) == "held-out loss 6.412 nats per token, 0.060 above a unigram model's 6.352"
+    assert (
+        compare_to_unigram(4.8487, 6.352)
+        == "held-out loss 4.849 nats per token, 1.503 below a unigram model's 6.352"
+    )
+    assert (
+        compare_to_unigram(6.412, 6.352)
+        == "held-out loss 6.412 nats per token, 0.060 above a unigram model's 6.352"
+    )
 
 
 def test_a_world_that_the_axes_do_not_make() -> None:
@@ -60,13 +66,15 @@ def test_a_world_that_the_axes_do_not_make() -> None:
     assert "--gpus 12 --search" in refused.value.remedy
 
 
-# --- commands that are left before their end --------------------------------------------------------------------------
+# --- commands that are left before their end ------------------------------------------------------
 
 LEFT = "from tools.command import run_command\nimport os, sys, time\n"
 
 
 def leave(program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", LEFT + program], capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, "-c", LEFT + program], capture_output=True, text=True, timeout=300
+    )
 
 
 def test_ctrl_c_leaves_no_traceback_and_what_must_be_done_is() -> None:
@@ -85,6 +93,22 @@ def test_only_the_pipe_of_standard_output_may_break_quietly() -> None:
 
 
 def test_every_command_ends_so() -> None:
-    for name in ("verify", "tokenizer", "plot", "profile", "report", "timeline", "rehearse", "parity", "plan"):
-        file = next(file for file in (Path(f"tools/{name}.py"), Path(f"tools/{name}/__main__.py")) if file.exists())
-        assert file.read_text(encoding="utf-8").endswith('if __name__ == "__main__":\n    run_command(main)\n'), name
+    for name in (
+        "verify",
+        "tokenizer",
+        "plot",
+        "profile",
+        "report",
+        "timeline",
+        "rehearse",
+        "parity",
+        "plan",
+    ):
+        file = next(
+            file
+            for file in (Path(f"tools/{name}.py"), Path(f"tools/{name}/__main__.py"))
+            if file.exists()
+        )
+        assert file.read_text(encoding="utf-8").endswith(
+            'if __name__ == "__main__":\n    run_command(main)\n'
+        ), name

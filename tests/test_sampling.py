@@ -23,22 +23,27 @@ def probabilities(logits, temperature, top_k, top_p):
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
 @pytest.mark.parametrize(
-    ("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.5), (0, 0.95), (5, 0.8), (1, 1.0), (0, 1e-9), (99, 0.9)]
+    ("top_k", "top_p"),
+    [(0, 1.0), (3, 1.0), (0, 0.5), (0, 0.95), (5, 0.8), (1, 1.0), (0, 1e-9), (99, 0.9)],
 )
 def test_tokens_are_as_frequent_as_they_are_probable(temperature, top_k, top_p):
-    """Numbers evenly spread over [0, 1) must meet each token as often as its probability says, give or take one."""
+    """Numbers evenly spread over [0, 1) must meet each token as often as its probability says, give
+    or take one."""
     logits = torch.tensor([0.5, -1.0, 2.0, 1.9, -30.0, 0.0, 1.0], dtype=torch.float32)
     n = 4000
     numbers = (torch.arange(n, dtype=torch.float64) + 0.5) / n
     tokens = draw(logits.expand(n, -1), Sampling(temperature, top_k, top_p), numbers)
     counts = torch.bincount(tokens, minlength=len(logits)).tolist()
-    for count, probability in zip(counts, probabilities(logits.tolist(), temperature, top_k, top_p), strict=True):
+    for count, probability in zip(
+        counts, probabilities(logits.tolist(), temperature, top_k, top_p), strict=True
+    ):
         assert abs(count - n * probability) <= 1 + 1e-3 * n * probability
         assert probability > 0 or count == 0
 
 
 def test_the_ends_of_the_numbers_meet_tokens_that_may_be_drawn():
-    """0 draws no token of probability 0 before the first, the largest number below 1 none behind the last."""
+    """0 draws no token of probability 0 before the first, the largest number below 1 none behind
+    the last."""
     logits = torch.tensor([[-math.inf, 0.0, -math.inf, 1.0, -math.inf]] * 2)
     numbers = torch.tensor([0.0, math.nextafter(1.0, 0.0)], dtype=torch.float64)
     assert draw(logits, Sampling(1.0), numbers).tolist() == [1, 3]

@@ -1,4 +1,5 @@
-"""Schedules as data: complete, in order, free of deadlock, and as long and as large as their papers say."""
+"""Schedules as data: complete, in order, free of deadlock, and as long and as large as their papers
+say."""
 
 import random
 import subprocess
@@ -9,7 +10,17 @@ from pathlib import Path
 import pytest
 
 from errors import UserError
-from parallel.pipeline.actions import Action, B, F, I, W, forward_only, num_microbatches, splits_backward, stage_ranks
+from parallel.pipeline.actions import (
+    Action,
+    B,
+    F,
+    I,
+    W,
+    forward_only,
+    num_microbatches,
+    splits_backward,
+    stage_ranks,
+)
 from parallel.pipeline.check import Fault, check, check_complete, check_exchanges, check_order
 from parallel.pipeline.lower import Exchange, Message, Transfer, lower
 from parallel.pipeline.schedules import SCHEDULES, build_schedule
@@ -25,7 +36,7 @@ def built(name, p, v, m):
         return None
 
 
-# --- right --------------------------------------------------------------------------------------------------------------
+# --- right ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -47,7 +58,9 @@ def test_random_sizes():
     rng = random.Random(0)
     taken = 0
     while taken < 120:
-        schedule = built(rng.choice(list(SCHEDULES)), rng.randint(1, 12), rng.randint(1, 6), rng.randint(1, 60))
+        schedule = built(
+            rng.choice(list(SCHEDULES)), rng.randint(1, 12), rng.randint(1, 6), rng.randint(1, 60)
+        )
         if schedule is not None:
             check(schedule)
             taken += 1
@@ -69,18 +82,31 @@ def test_evaluation_is_free_of_deadlock_too(name):
 def test_one_message_for_each_boundary_and_microbatch():
     for name, v in (("1f1b", 1), ("interleaved_1f1b", 2), ("zb_v", 2)):
         schedule = build_schedule(name, 4, v, 8)
-        transfers = [t for program in lower(schedule) for e in program if isinstance(e, Exchange) for t in e.transfers]
+        transfers = [
+            t
+            for program in lower(schedule)
+            for e in program
+            if isinstance(e, Exchange)
+            for t in e.transfers
+        ]
         where = stage_ranks(schedule)
         boundaries = sum(a != b for a, b in pairwise(where))
-        assert sum(t.sends for t in transfers) == sum(not t.sends for t in transfers) == 2 * boundaries * 8
+        assert (
+            sum(t.sends for t in transfers)
+            == sum(not t.sends for t in transfers)
+            == 2 * boundaries * 8
+        )
 
 
 def test_steady_state_of_1f1b_pairs_a_send_with_a_receive():
     program = lower(build_schedule("1f1b", 4, 1, 8))[0]
-    assert Exchange((Transfer(True, 1, Message(False, 1, 5)), Transfer(False, 1, Message(True, 0, 2)))) in program
+    assert (
+        Exchange((Transfer(True, 1, Message(False, 1, 5)), Transfer(False, 1, Message(True, 0, 2))))
+        in program
+    )
 
 
-# --- as the papers say --------------------------------------------------------------------------------------------------
+# --- as the papers say ----------------------------------------------------------------------------
 
 DEPTHS = (2, 3, 4, 8, 16, 32, 64)
 
@@ -103,7 +129,8 @@ def test_gpipe_and_1f1b(p, costs):
 @pytest.mark.parametrize("p", [*DEPTHS[:-1], pytest.param(DEPTHS[-1], marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("v", [1, 2, 3, 4, 8])
 def test_interleaved_1f1b_and_breadth_first(p, v):
-    """Bubble (p − 1)(F + B) of stages a v-th of the size: a fraction (p − 1) / (v m) of the work (Narayanan et al., 2.2)."""
+    """Bubble (p − 1)(F + B) of stages a v-th of the size: a fraction (p − 1) / (v m) of the work
+    (Narayanan et al., 2.2)."""
     for m in [p, 2 * p, 8 * p] if p < 64 else [p, 4 * p]:
         work = 3.0 * m * v
         for name in ("interleaved_1f1b", "breadth_first"):
@@ -118,23 +145,29 @@ def test_interleaved_1f1b_and_breadth_first(p, v):
 
 @pytest.mark.parametrize("p", DEPTHS)
 def test_zb_h1(p):
-    """Bubble (p − 1)(F + I − W), a third of 1F1B's if all are equal, for 1F1B's largest memory (Qi et al. 2023, table 2)."""
+    """Bubble (p − 1)(F + I − W), a third of 1F1B's if all are equal, for 1F1B's largest memory (Qi
+    et al. 2023, table 2)."""
     for m in (p, 2 * p, 4 * p, 8 * p) if p < 64 else (p, 4 * p):
         timeline = simulate(build_schedule("zb_h1", p, 1, m), Costs.equal(p))
         assert timeline.bubble == pytest.approx(p - 1)
         assert timeline.step_time == pytest.approx(3 * m + p - 1)
         assert [timeline.peak_live(r) for r in range(p)] == [p] * p
-        # Other costs: the formula holds as long as the weight gradients are no longer than what they fill.
-        assert simulate(build_schedule("zb_h1", p, 1, m), Costs.equal(p, 1, 1.25, 0.75)).bubble == pytest.approx((p - 1) * 1.5)
+        # Other costs: the formula holds as long as the weight gradients are no longer than what
+        # they fill.
+        assert simulate(
+            build_schedule("zb_h1", p, 1, m), Costs.equal(p, 1, 1.25, 0.75)
+        ).bubble == pytest.approx((p - 1) * 1.5)
 
 
 @pytest.mark.parametrize("p", DEPTHS)
 def test_zb_v(p):
-    """No bubble where F = I = W, in the memory of 1F1B's first rank: 2 p stages of half the size (Qi et al. 2024, table 1)."""
+    """No bubble where F = I = W, in the memory of 1F1B's first rank: 2 p stages of half the size
+    (Qi et al. 2024, table 1)."""
     for m in (2 * p - 1, 2 * p, 4 * p, 8 * p) if p < 64 else (2 * p,):
         timeline = simulate(build_schedule("zb_v", p, 2, m), Costs.equal(2 * p))
         assert timeline.bubble == pytest.approx(0)
-        assert timeline.step_time == pytest.approx(6 * m + p - 1)  # rank r begins, and ends, r forwards later
+        # rank r begins, and ends, r forwards later
+        assert timeline.step_time == pytest.approx(6 * m + p - 1)
         assert max(timeline.peak_live(r) for r in range(p)) == 2 * p
 
 
@@ -149,13 +182,17 @@ def test_dualpipe_v(p):
 
 def test_smaller_bubble_in_the_order_of_the_papers():
     work = [(("1f1b", 1), 2), (("interleaved_1f1b", 2), 1), (("zb_h1", 1), 2), (("zb_v", 2), 1)]
-    bubbles = [simulate(build_schedule(n, 4, v, 8), Costs.equal(4 * v, c, c, c)).bubble_fraction for (n, v), c in work]
+    bubbles = [
+        simulate(build_schedule(n, 4, v, 8), Costs.equal(4 * v, c, c, c)).bubble_fraction
+        for (n, v), c in work
+    ]
     assert bubbles == sorted(bubbles, reverse=True)
     assert len(set(bubbles)) == 4
 
 
 def test_communication_delays_the_next_rank_only():
-    """Two ranks, one micro-batch: F, message, F, B, message, B. Between two stages of one rank nothing is waited for."""
+    """Two ranks, one micro-batch: F, message, F, B, message, B. Between two stages of one rank
+    nothing is waited for."""
     costs = Costs.equal(2, communication=0.5)
     assert simulate(build_schedule("1f1b", 2, 1, 1), costs).step_time == 1 + 0.5 + 1 + 2 + 0.5 + 2
     assert simulate(build_schedule("interleaved_1f1b", 1, 2, 1), costs).step_time == 6
@@ -187,7 +224,7 @@ def test_sizes_that_a_schedule_does_not_take_are_refused(name, p, v, m, key, why
     assert refused.value.key == key
 
 
-# --- the checker finds what is wrong ------------------------------------------------------------------------------------
+# --- the checker finds what is wrong --------------------------------------------------------------
 
 
 def mutable(name="zb_h1", p=4, v=1, m=8):
@@ -253,7 +290,8 @@ def test_any_forward_and_its_backward_exchanged_are_found():
 
 
 def paired():
-    """1F1B on two ranks, and where rank 0 sends forward 1 and receives backward 0 in one batch; rank 1's side of it."""
+    """1F1B on two ranks, and where rank 0 sends forward 1 and receives backward 0 in one batch;
+    rank 1's side of it."""
     schedule = build_schedule("1f1b", 2, 1, 4)
     return schedule, lower(schedule)
 
@@ -266,7 +304,9 @@ def test_lowered_programs_pass():
 def test_two_ranks_that_both_send_first_are_found():
     schedule, programs = paired()
     for rank, program in enumerate(programs):
-        at = next(i for i, e in enumerate(program) if isinstance(e, Exchange) and len(e.transfers) == 2)
+        at = next(
+            i for i, e in enumerate(program) if isinstance(e, Exchange) and len(e.transfers) == 2
+        )
         program[at : at + 1] = [Exchange((t,)) for t in sorted(program[at].transfers, reverse=True)]
         assert program[at].transfers[0].sends, rank
     with pytest.raises(Fault, match="a deadlock"):
@@ -275,7 +315,9 @@ def test_two_ranks_that_both_send_first_are_found():
 
 def test_two_messages_in_another_order_are_found():
     schedule, programs = paired()
-    receives = [i for i, e in enumerate(programs[1]) if isinstance(e, Exchange) and not e.transfers[0].sends]
+    receives = [
+        i for i, e in enumerate(programs[1]) if isinstance(e, Exchange) and not e.transfers[0].sends
+    ]
     a, b = receives[:2]
     programs[1][a], programs[1][b] = programs[1][b], programs[1][a]
     with pytest.raises(Fault, match="meets"):
@@ -299,7 +341,11 @@ def test_a_send_before_its_action_is_found():
 
 def test_a_receive_that_nobody_sends_is_found():
     schedule, programs = paired()
-    programs[0] = [e for e in programs[0] if not (isinstance(e, Exchange) and e.transfers[0].message == Message(False, 1, 3))]
+    programs[0] = [
+        e
+        for e in programs[0]
+        if not (isinstance(e, Exchange) and e.transfers[0].message == Message(False, 1, 3))
+    ]
     with pytest.raises(Fault):
         check_exchanges(programs, schedule)
 
@@ -312,12 +358,14 @@ def test_an_action_that_the_schedule_does_not_have_is_found():
 
 
 def test_which_schedules_split_backward():
-    split = {name: splits_backward(built(name, 4, 1, 8) or built(name, 4, 2, 8)) for name in SCHEDULES}
+    split = {
+        name: splits_backward(built(name, 4, 1, 8) or built(name, 4, 2, 8)) for name in SCHEDULES
+    }
     assert not any(split[name] for name in ("gpipe", "1f1b", "interleaved_1f1b", "breadth_first"))
     assert all(split[name] for name in ("zb_h1", "zb_v", "dualpipe_v"))
 
 
-# --- what the docstrings show -------------------------------------------------------------------------------------------
+# --- what the docstrings show ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -335,6 +383,9 @@ def test_the_timeline_in_the_docstring_is_the_schedule(name, v, m):
 
 def test_pure_modules_need_no_torch():
     """They run where torch is not installed: the import of torch is made to fail."""
-    modules = [f"parallel.pipeline.{m}" for m in ("actions", "schedules", "simulate", "lower", "check", "balance", "chrome")]
+    modules = [
+        f"parallel.pipeline.{m}"
+        for m in ("actions", "schedules", "simulate", "lower", "check", "balance", "chrome")
+    ]
     code = f"import sys; sys.modules['torch'] = None\nfor m in {modules}: __import__(m)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)

@@ -1,4 +1,5 @@
-"""Planned stops: asked in any way, at any moment, of any rank, all ranks stop after the same step, and nothing is lost."""
+"""Planned stops: asked in any way, at any moment, of any rank, all ranks stop after the same step,
+and nothing is lost."""
 
 import contextlib
 import json
@@ -28,16 +29,21 @@ from training.load_config import load_config
 
 ROOT = Path(__file__).parent.parent
 STEPS = 6
-LAYOUTS = {4: ["parallel.tp=2"], 8: ["parallel.tp=2", "parallel.pp=2", "train.micro_batch_size=2"]}  # world → 2 × 2, 2 × 2 × 2
+# world → 2 × 2, 2 × 2 × 2
+LAYOUTS = {4: ["parallel.tp=2"], 8: ["parallel.tp=2", "parallel.pp=2", "train.micro_batch_size=2"]}
 
 
 @pytest.fixture(scope="module")
-def whole(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[int, float]]:
+def whole(
+    ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, dict[int, float]]:
     """World → losses of a run that nothing disturbs."""
     found = {}
     for world in LAYOUTS:
         folder = tmp_path_factory.mktemp(f"whole{world}")
-        assert ranks.run(train_run, world, [config_of(folder, data), *LAYOUTS[world]]) == [""] * world
+        assert (
+            ranks.run(train_run, world, [config_of(folder, data), *LAYOUTS[world]]) == [""] * world
+        )
         found[world] = losses(folder)
     return found
 
@@ -53,10 +59,14 @@ def status(folder: Path) -> dict[str, Any]:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    return sorted(int(path.name[5:]) for path in (folder / "run" / "checkpoints").glob("step-*") if not path.suffix)
+    return sorted(
+        int(path.name[5:])
+        for path in (folder / "run" / "checkpoints").glob("step-*")
+        if not path.suffix
+    )
 
 
-# --- on each rank -----------------------------------------------------------------------------------------------------
+# --- on each rank ---------------------------------------------------------------------------------
 
 
 class Known(StopRequests):
@@ -90,7 +100,8 @@ def ask(how: str) -> None:
 
 @contextlib.contextmanager
 def before(owner: type, method: str, call: int, action: Any):
-    """`action()` when `method` of `owner` is called for the `call`th time, from 0; yields a list with one item a call."""
+    """`action()` when `method` of `owner` is called for the `call`th time, from 0; yields a list
+    with one item a call."""
     original, calls = getattr(owner, method), []
 
     def wrapped(*arguments: Any) -> Any:
@@ -103,13 +114,23 @@ def before(owner: type, method: str, call: int, action: Any):
         yield calls
 
 
-WHERE = {"step": (train.TrainStep, "__call__"), "evaluation": (train.TrainStep, "evaluate"), "save": (train.Saver, "save")}
+WHERE = {
+    "step": (train.TrainStep, "__call__"),
+    "evaluation": (train.TrainStep, "evaluate"),
+    "save": (train.Saver, "save"),
+}
 
 
-def train_and_ask(arguments: list[str], rank: int, how: str, where: str, call: int) -> dict[str, Any]:
-    """A run in which `rank` is asked to stop when it is at `where` for the `call`th time; how often this rank was where."""
+def train_and_ask(
+    arguments: list[str], rank: int, how: str, where: str, call: int
+) -> dict[str, Any]:
+    """A run in which `rank` is asked to stop when it is at `where` for the `call`th time; how often
+    this rank was where."""
     mine = dist.get_rank() == rank
-    before_it = [signal.getsignal(n) for n in signals.requests()], signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    before_it = (
+        [signal.getsignal(n) for n in signals.requests()],
+        signal.pthread_sigmask(signal.SIG_BLOCK, []),
+    )
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(train, "StopRequests", Known))
         stack.enter_context(patch.object(stop, "LOOK_SECONDS", 0.0))
@@ -120,13 +141,16 @@ def train_and_ask(arguments: list[str], rank: int, how: str, where: str, call: i
             action = (lambda: ask(how)) if name == where and mine else (lambda: None)
             counts[name] = stack.enter_context(before(*place, call, action))
         assert train_run(arguments) == ""
-    after_it = [signal.getsignal(n) for n in signals.requests()], signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    after_it = (
+        [signal.getsignal(n) for n in signals.requests()],
+        signal.pthread_sigmask(signal.SIG_BLOCK, []),
+    )
     assert after_it == before_it
     assert "signals" not in [thread.name for thread in threading.enumerate()]
     return {name: len(calls) for name, calls in counts.items()}
 
 
-# --- planned stops ----------------------------------------------------------------------------------------------------
+# --- planned stops --------------------------------------------------------------------------------
 
 ASKED = [  # world, the rank that is asked, how, status.json's reason
     (4, 2, "SIGTERM", "SIGTERM was received"),
@@ -144,10 +168,22 @@ THOROUGH = [(2, "SIGTERM"), (1, "SIGUSR1"), (3, "SIGTERM twice"), (1, "SIGHUP")]
 
 @pytest.mark.parametrize(
     ("world", "rank", "how", "reason"),
-    [pytest.param(*a, id=f"{a[2]}-{a[0]}", marks=pytest.mark.thorough if a[1:3] in THOROUGH else ()) for a in ASKED],
+    [
+        pytest.param(
+            *a, id=f"{a[2]}-{a[0]}", marks=pytest.mark.thorough if a[1:3] in THOROUGH else ()
+        )
+        for a in ASKED
+    ],
 )
 def test_all_stop_after_the_same_step_and_go_on(
-    ranks: Ranks, data: Path, tmp_path: Path, whole: dict, world: int, rank: int, how: str, reason: str
+    ranks: Ranks,
+    data: Path,
+    tmp_path: Path,
+    whole: dict,
+    world: int,
+    rank: int,
+    how: str,
+    reason: str,
 ) -> None:
     """Asked in the second step, agreed after the third."""
     arguments = [config_of(tmp_path, data), *LAYOUTS[world], "train.max_minutes=1e6"]
@@ -164,12 +200,16 @@ def test_all_stop_after_the_same_step_and_go_on(
 def test_an_evaluation_is_abandoned(ranks: Ranks, data: Path, tmp_path: Path, whole: dict) -> None:
     arguments = [config_of(tmp_path, data), *LAYOUTS[4], "train.eval_interval=2"]
     counts = ranks.run(train_and_ask, 4, arguments, 2, "SIGTERM", "evaluation", 0)
-    assert counts == [{"step": 2, "evaluation": 2, "save": 1}] * 4, "of 4 batches the one that was begun, and one more"
+    assert counts == [{"step": 2, "evaluation": 2, "save": 1}] * 4, (
+        "of 4 batches the one that was begun, and one more"
+    )
     assert saved_steps(tmp_path) == [2]
     assert status(tmp_path)["state"] == "requeue"
     assert ranks.run(train_run, 4, arguments) == [""] * 4
     assert losses(tmp_path) == whole[4]
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in lines if "eval_loss" in line] == [4, 6]
 
 
@@ -195,17 +235,24 @@ def test_save_saves_once_and_goes_on(ranks: Ranks, data: Path, tmp_path: Path, w
 
 @pytest.mark.parametrize("call", [STEPS - 2, STEPS - 1], ids=["agreed", "too late"])
 @pytest.mark.parametrize("how", ["SIGTERM", pytest.param("STOP", marks=pytest.mark.thorough)])
-def test_a_run_that_makes_its_last_step_is_finished(ranks: Ranks, data: Path, tmp_path: Path, how: str, call: int) -> None:
+def test_a_run_that_makes_its_last_step_is_finished(
+    ranks: Ranks, data: Path, tmp_path: Path, how: str, call: int
+) -> None:
     ranks.run(train_and_ask, 2, [config_of(tmp_path, data)], 0, how, "step", call)
     assert status(tmp_path) == {"state": "finished", "step": STEPS, "reason": "all steps done"}
     assert not (tmp_path / "run" / "STOP").exists()
 
 
 def test_asked_before_the_first_step(ranks: Ranks, data: Path, tmp_path: Path, whole: dict) -> None:
-    """Nothing is trained and nothing is saved, not even what a run that goes on has started from."""
+    """Nothing is trained and nothing is saved, not even what a run that goes on has started
+    from."""
     arguments = [config_of(tmp_path, data), *LAYOUTS[4]]
     assert ranks.run(train_run, 4, [*arguments, "train.max_minutes=1e-9"]) == [""] * 4
-    assert status(tmp_path) == {"state": "requeue", "step": 0, "reason": "train.max_minutes are over"}
+    assert status(tmp_path) == {
+        "state": "requeue",
+        "step": 0,
+        "reason": "train.max_minutes are over",
+    }
     assert not saved_steps(tmp_path)
     ranks.run(train_and_ask, 4, arguments, 0, "STOP", "step", 0)
     assert saved_steps(tmp_path) == [2]
@@ -225,18 +272,27 @@ def test_a_refused_run_leaves_the_file(ranks: Ranks, data: Path, tmp_path: Path)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["STOP"]
 
 
-# --- while processes start --------------------------------------------------------------------------------------------
+# --- while processes start ------------------------------------------------------------------------
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc to know when a process is ready")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(),
+    reason="needs Linux's /proc to know when a process is ready",
+)
 def test_a_signal_during_the_imports(data: Path, tmp_path: Path) -> None:
-    """The real program: two processes, of which one is signalled long before torch is imported; both end well."""
+    """The real program: two processes, of which one is signalled long before torch is imported;
+    both end well."""
     config = config_of(tmp_path, data)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback, "WORLD_SIZE": "2"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": loopback,
+        "WORLD_SIZE": "2",
+    }
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     processes = [
         subprocess.Popen(
@@ -265,7 +321,7 @@ def test_a_signal_during_the_imports(data: Path, tmp_path: Path) -> None:
     assert status(tmp_path) == {"state": "requeue", "step": 0, "reason": "SIGTERM was received"}
 
 
-# --- when it goes wrong -----------------------------------------------------------------------------------------------
+# --- when it goes wrong ---------------------------------------------------------------------------
 
 
 def lose_a_peer(arguments: list[str], folder: str, where: str, call: int) -> None:
@@ -279,7 +335,10 @@ def lose_a_peer(arguments: list[str], folder: str, where: str, call: int) -> Non
             hear(signal.SIGTERM)
             heard.touch()
 
-        with patch.object(train, "StopRequests", Known), before(train.TrainStep, "__call__", 2, signalled):
+        with (
+            patch.object(train, "StopRequests", Known),
+            before(train.TrainStep, "__call__", 2, signalled),
+        ):
             try:
                 train_run(arguments)
             except Exception as error:
@@ -297,7 +356,8 @@ def lose_a_peer(arguments: list[str], folder: str, where: str, call: int) -> Non
 
 @pytest.mark.parametrize(("where", "call"), [("step", 2), ("save", 1)])
 def test_a_dead_peer(data: Path, tmp_path: Path, where: str, call: int) -> None:
-    """Of two ranks, one is to stop and one dies: in the step of the signal, or where that led them to save."""
+    """Of two ranks, one is to stop and one dies: in the step of the signal, or where that led them
+    to save."""
     arguments = [config_of(tmp_path, data), "checkpoint.interval=2", "checkpoint.async_save=false"]
     with Ranks(2) as pool, pytest.raises(RankError) as error:
         pool.run(lose_a_peer, 2, arguments, str(tmp_path), where, call)
@@ -346,5 +406,8 @@ def wait_for_ever(arguments: list[str]) -> None:
 
 
 def test_a_second_signal_ends_it_at_once(data: Path, tmp_path: Path) -> None:
-    with Ranks(2) as pool, pytest.raises(RankError, match=f"rank 0: died with exit code {128 + signal.SIGTERM}"):
+    with (
+        Ranks(2) as pool,
+        pytest.raises(RankError, match=f"rank 0: died with exit code {128 + signal.SIGTERM}"),
+    ):
         pool.run(wait_for_ever, 2, [config_of(tmp_path, data)])

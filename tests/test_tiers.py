@@ -1,4 +1,5 @@
-"""No test is in no tier: each one belongs to exactly one of `make test`, `make test-rest` and `make test-slow`."""
+"""No test is in no tier: each one belongs to exactly one of `make test`, `make test-rest` and `make
+test-slow`."""
 
 import ast
 import os
@@ -11,7 +12,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
-PYTEST = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
+PYTEST = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"][
+    "ini_options"
+]
 MARKERS = [line.split(":")[0] for line in PYTEST["markers"]]
 TIERS = ("test", "test-rest", "test-slow")
 
@@ -26,7 +29,9 @@ def commands(target: str) -> list[str]:
 def expression(target: str) -> str:
     """The marker expression by which a target chooses from all tests: it names no file."""
     (command,) = (line for line in commands(target) if "-m pytest" in line)
-    chosen = re.fullmatch(r"\tOMP_NUM_THREADS=1 \$\(PYTHON\) -m pytest (?:\$\(workers\) )?-m (\w+|\".+\")", command)
+    chosen = re.fullmatch(
+        r"\tOMP_NUM_THREADS=1 \$\(PYTHON\) -m pytest (?:\$\(workers\) )?-m (\w+|\".+\")", command
+    )
     assert chosen, command
     return chosen[1].strip('"')
 
@@ -41,23 +46,45 @@ def one_test_for_each(subsets: list[tuple[str, ...]]) -> str:
 
 def chosen(file: Path, expression: str) -> set[int]:
     """The numbers of the tests that pytest chooses by `expression`."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", expression, file.name]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        expression,
+        file.name,
+    ]
     plain = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = subprocess.run(command, cwd=file.parent, env=plain, capture_output=True, text=True, timeout=100)
-    return {int(number) for number in re.findall(rf"^{file.name}::test_(\d+)$", done.stdout, re.MULTILINE)}
+    done = subprocess.run(
+        command, cwd=file.parent, env=plain, capture_output=True, text=True, timeout=100
+    )
+    return {
+        int(number)
+        for number in re.findall(rf"^{file.name}::test_(\d+)$", done.stdout, re.MULTILINE)
+    }
 
 
 def test_every_test_is_in_exactly_one_tier(tmp_path: Path) -> None:
     """Whatever its markers: there is a test for each set of them, and pytest itself chooses."""
-    subsets = [markers for count in range(len(MARKERS) + 1) for markers in combinations(MARKERS, count)]
+    subsets = [
+        markers for count in range(len(MARKERS) + 1) for markers in combinations(MARKERS, count)
+    ]
     file = tmp_path / "test_subsets.py"
     file.write_text(one_test_for_each(subsets))
     found = {tier: chosen(file, expression(tier)) for tier in TIERS}
-    assert sorted(number for numbers in found.values() for number in numbers) == list(range(len(subsets)))
+    assert sorted(number for numbers in found.values() for number in numbers) == list(
+        range(len(subsets))
+    )
 
     # The control: a tier that is forgotten leaves tests in none.
     left = set(range(len(subsets))) - found["test"] - found["test-rest"]
-    assert {subsets[number] for number in left} == {markers for markers in subsets if "slow" in markers}
+    assert {subsets[number] for number in left} == {
+        markers for markers in subsets if "slow" in markers
+    }
 
 
 def test_every_file_of_tests_is_collected() -> None:
@@ -72,9 +99,14 @@ def test_every_file_of_tests_is_collected() -> None:
 
 
 def test_every_marker_that_is_used_is_declared_and_says_where_it_runs() -> None:
-    """pytest itself refuses what is not declared (--strict-markers). `gpu` names no tier: such a test skips without one."""
+    """pytest itself refuses what is not declared (--strict-markers). `gpu` names no tier: such a
+    test skips without one."""
     assert "--strict-markers" in PYTEST["addopts"]
-    named = set().union(*(re.findall(r"\w+", expression(tier)) for tier in TIERS)) - {"not", "and", "or"}
+    named = set().union(*(re.findall(r"\w+", expression(tier)) for tier in TIERS)) - {
+        "not",
+        "and",
+        "or",
+    }
     assert named | {"gpu"} == set(MARKERS)
 
 

@@ -1,4 +1,5 @@
-"""The timeline tool: what it prints, draws and refuses, and that a trace comes back as it was written."""
+"""The timeline tool: what it prints, draws and refuses, and that a trace comes back as it was
+written."""
 
 import json
 import random
@@ -23,7 +24,7 @@ def timeline(name, ranks, stages_per_rank, microbatches, *costs):
     return simulate(schedule, Costs.equal(ranks * stages_per_rank, *costs))
 
 
-# --- text -------------------------------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 
 
 def test_1f1b_as_text():
@@ -44,12 +45,18 @@ def test_zb_v_as_text():
 def test_text_is_cut_where_told():
     lines = ascii_timeline(build_schedule("1f1b", 2, 1, 3), Costs.equal(2), columns=22)
     assert lines == ["rank 0 ▏F0 F1       B…", "rank 1 ▏   F0 B0─── F…"]
-    assert ascii_timeline(build_schedule("1f1b", 2, 1, 3), Costs.equal(2), columns=200)[0].endswith("B2───")
+    assert ascii_timeline(build_schedule("1f1b", 2, 1, 3), Costs.equal(2), columns=200)[0].endswith(
+        "B2───"
+    )
 
 
 def test_text_of_micro_batches_with_two_digits_and_of_short_actions():
-    assert ascii_timeline([[Action(F, 0, 10), Action(B, 0, 10)]], Costs.equal(1)) == ["rank 0 ▏F10B10──"]
-    assert ascii_timeline([[Action(F, 0, 0), Action(B, 0, 0)]], Costs.equal(1, 1 / 3, 1 / 3, 0)) == ["rank 0 ▏FB"]
+    assert ascii_timeline([[Action(F, 0, 10), Action(B, 0, 10)]], Costs.equal(1)) == [
+        "rank 0 ▏F10B10──"
+    ]
+    assert ascii_timeline(
+        [[Action(F, 0, 0), Action(B, 0, 0)]], Costs.equal(1, 1 / 3, 1 / 3, 0)
+    ) == ["rank 0 ▏FB"]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -57,11 +64,13 @@ def test_text_shows_every_action_of_every_rank(name):
     schedule = build_schedule(name, 3, 2 if name.endswith("_v") else 1, 6)
     for line, actions in zip(ascii_timeline(schedule, Costs.equal(6)), schedule, strict=True):
         labels = line.split("▏")[1].replace("─", "").split()
-        assert [label.upper() for label in labels] == [f"{a.kind.value}{a.microbatch}" for a in actions]
+        assert [label.upper() for label in labels] == [
+            f"{a.kind.value}{a.microbatch}" for a in actions
+        ]
         assert any(label.islower() for label in labels) == name.endswith("_v")
 
 
-# --- traces -----------------------------------------------------------------------------------------------------------
+# --- traces ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
@@ -69,7 +78,9 @@ def test_a_trace_comes_back_as_it_was_written(name):
     written = timeline(name, 3, 1, 5, 1.2345, 0.7, 1 / 3, 0.1)
     trace = json.loads(json.dumps(to_chrome(written)))
     read = from_chrome(trace)
-    assert [[e.action for e in lane] for lane in read.ranks] == [[e.action for e in lane] for lane in written.ranks]
+    assert [[e.action for e in lane] for lane in read.ranks] == [
+        [e.action for e in lane] for lane in written.ranks
+    ]
     for lane, expected in zip(read.ranks, written.ranks, strict=True):
         for event, other in zip(lane, expected, strict=True):
             assert event.start == pytest.approx(other.start, abs=2e-6)
@@ -82,14 +93,26 @@ def test_what_a_trace_looks_like():
     assert trace["traceEvents"][1:] == [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": 0, "args": {"name": "rank 0"}},
         {
-            **{"ph": "X", "name": "F0.3", "cat": "forward", "pid": 0, "tid": 0, "ts": 2000.0, "dur": 500.0},
+            **{
+                "ph": "X",
+                "name": "F0.3",
+                "cat": "forward",
+                "pid": 0,
+                "tid": 0,
+                "ts": 2000.0,
+                "dur": 500.0,
+            },
             "args": {"kind": "F", "stage": 0, "microbatch": 3},
         },
     ]
 
 
 def test_measured_costs_are_means_and_halves_of_whole_backwards():
-    lane = [Event(Action(F, 0, 0), 0, 1), Event(Action(F, 0, 1), 1, 4), Event(Action(B, 0, 0), 4, 8)]
+    lane = [
+        Event(Action(F, 0, 0), 0, 1),
+        Event(Action(F, 0, 1), 1, 4),
+        Event(Action(B, 0, 0), 4, 8),
+    ]
     lane += [Event(Action(I, 0, 1), 8, 9), Event(Action(W, 0, 1), 9, 13)]
     costs = measured_costs(Timeline([lane]))
     assert (costs.forward, costs.input_grad, costs.weight_grad) == ([2.0], [1.5], [3.0])
@@ -99,7 +122,9 @@ def test_measured_costs_are_means_and_halves_of_whole_backwards():
 @pytest.mark.parametrize(("name", "stages_per_rank"), [("1f1b", 1), ("zb_v", 2), ("dualpipe_v", 2)])
 def test_a_simulation_from_measured_costs_is_the_measured_step(name, stages_per_rank):
     step = timeline(name, 2, stages_per_rank, 4, 3.0, 2.0, 2.0)
-    again = simulate([[event.action for event in lane] for lane in step.ranks], measured_costs(step))
+    again = simulate(
+        [[event.action for event in lane] for lane in step.ranks], measured_costs(step)
+    )
     assert again.step_time == pytest.approx(step.step_time)
 
 
@@ -117,13 +142,33 @@ def broken(change):
         ({"traceEvents": [7]}, r"traceEvents\[0\] = 7: is no event"),
         ({"traceEvents": []}, "no event is of rank 0"),
         (broken(lambda events: events[3].pop("ts")), r"traceEvents\[3\].ts = None: is missing"),
-        (broken(lambda events: events[3].update(dur=-1)), r"traceEvents\[3\].dur = -1: must be microseconds, 0 or more"),
-        (broken(lambda events: events[3].update(ts=float("nan"))), r"traceEvents\[3\].ts = nan: must be a time"),
-        (broken(lambda events: events[3]["args"].update(kind="X")), r"traceEvents\[3\].args.kind = 'X': must be one of"),
-        (broken(lambda events: events[3]["args"].update(stage="0")), r"traceEvents\[3\].args.stage = '0': must be"),
+        (
+            broken(lambda events: events[3].update(dur=-1)),
+            r"traceEvents\[3\].dur = -1: must be microseconds, 0 or more",
+        ),
+        (
+            broken(lambda events: events[3].update(ts=float("nan"))),
+            r"traceEvents\[3\].ts = nan: must be a time",
+        ),
+        (
+            broken(lambda events: events[3]["args"].update(kind="X")),
+            r"traceEvents\[3\].args.kind = 'X': must be one of",
+        ),
+        (
+            broken(lambda events: events[3]["args"].update(stage="0")),
+            r"traceEvents\[3\].args.stage = '0': must be",
+        ),
         (broken(lambda events: events.append(events[3])), "F0.0': is there more than once"),
-        (broken(lambda events: [event.update(tid=2) for event in events if event.get("tid") == 1]), "no event is of rank 1"),
-        (broken(lambda events: [event.update(dur=0, ts=0) for event in events if "ts" in event]), "the events take no time"),
+        (
+            broken(
+                lambda events: [event.update(tid=2) for event in events if event.get("tid") == 1]
+            ),
+            "no event is of rank 1",
+        ),
+        (
+            broken(lambda events: [event.update(dur=0, ts=0) for event in events if "ts" in event]),
+            "the events take no time",
+        ),
     ],
 )
 def test_a_broken_trace_is_refused(trace, message):
@@ -131,7 +176,7 @@ def test_a_broken_trace_is_refused(trace, message):
         from_chrome(trace)
 
 
-# --- pictures ---------------------------------------------------------------------------------------------------------
+# --- pictures -------------------------------------------------------------------------------------
 
 
 def test_pictures_are_the_same_bytes_each_time(tmp_path):
@@ -154,7 +199,7 @@ def test_shades_differ():
     assert len(set(colours)) == len(colours)
 
 
-# --- the command ------------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def test_the_command_prints_text_and_figures(capsys):
@@ -174,7 +219,16 @@ def test_the_command_draws_every_schedule(name, tmp_path, capsys):
 
 def test_the_command_draws_two_schedules_below_each_other(tmp_path):
     out = tmp_path / "two.png"
-    arguments = ["--schedule", "interleaved_1f1b", "zb_v", *SCHEDULE, "--stages-per-rank", "2", "--costs", "2,1,1"]
+    arguments = [
+        "--schedule",
+        "interleaved_1f1b",
+        "zb_v",
+        *SCHEDULE,
+        "--stages-per-rank",
+        "2",
+        "--costs",
+        "2,1,1",
+    ]
     assert main([*arguments, "--communication", "0.5", "--out", str(out)]) == 0
     assert out.stat().st_size > 1000
 
@@ -194,7 +248,12 @@ def test_the_command_reads_what_it_writes(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "rank 0 ▏F0 F1" in said
     assert "ms · bubble" in said
-    assert main(["--trace", str(run / "trace.json"), "--simulated", "--out", str(tmp_path / "step.svg")]) == 0
+    assert (
+        main(
+            ["--trace", str(run / "trace.json"), "--simulated", "--out", str(tmp_path / "step.svg")]
+        )
+        == 0
+    )
     assert (tmp_path / "step.svg").exists()
     assert "simulated" in capsys.readouterr().out
 
@@ -206,17 +265,47 @@ def test_the_command_reads_what_it_writes(tmp_path, capsys):
         (["--schedule", "1f1b", "--stages", "4"], "--micro-batches = None: "),
         (["--schedule", "1f1b", "--stages", "0", "--micro-batches", "1"], "--stages = 0: "),
         (["--schedule", "1f1b", *SCHEDULE, "--stages-per-rank", "2"], "runs one stage per rank"),
-        (["--schedule", "1f1b", *SCHEDULE, "--stages-per-rank", "1", "1"], "--stages-per-rank = [1, 1]: there are 1"),
-        (["--schedule", "interleaved_1f1b", "--stages", "4", "--micro-batches", "6"], "in groups of parallel.pp=4"),
-        (["--schedule", "1f1b", *SCHEDULE, "--costs", "1,1"], "--costs = '1,1': is not three numbers"),
-        (["--schedule", "1f1b", *SCHEDULE, "--costs", "1,-1,1"], "--costs = '1,-1,1': F must be positive"),
-        (["--schedule", "1f1b", *SCHEDULE, "--costs", "nan,1,1"], "--costs = 'nan,1,1': F must be positive"),
+        (
+            ["--schedule", "1f1b", *SCHEDULE, "--stages-per-rank", "1", "1"],
+            "--stages-per-rank = [1, 1]: there are 1",
+        ),
+        (
+            ["--schedule", "interleaved_1f1b", "--stages", "4", "--micro-batches", "6"],
+            "in groups of parallel.pp=4",
+        ),
+        (
+            ["--schedule", "1f1b", *SCHEDULE, "--costs", "1,1"],
+            "--costs = '1,1': is not three numbers",
+        ),
+        (
+            ["--schedule", "1f1b", *SCHEDULE, "--costs", "1,-1,1"],
+            "--costs = '1,-1,1': F must be positive",
+        ),
+        (
+            ["--schedule", "1f1b", *SCHEDULE, "--costs", "nan,1,1"],
+            "--costs = 'nan,1,1': F must be positive",
+        ),
         (["--schedule", "1f1b", *SCHEDULE, "--communication", "-1"], "--communication = -1.0: "),
-        (["--schedule", "1f1b", *SCHEDULE, "--simulated"], "--simulated = True: belongs to --trace"),
-        (["--schedule", "1f1b", *SCHEDULE, "--out", "timeline.gif"], "--out = 'timeline.gif': is neither"),
-        (["--schedule", "1f1b", "zb_h1", *SCHEDULE, "--out", "two.json"], "--out = 'two.json': a trace holds one timeline"),
-        (["--schedule", "1f1b", *SCHEDULE, "--out", "/dev/null/a.svg"], "--out = '/dev/null/a.svg': cannot be written"),
-        (["--trace", "/nowhere"], "--trace = '/nowhere': cannot be read (No such file or directory)"),
+        (
+            ["--schedule", "1f1b", *SCHEDULE, "--simulated"],
+            "--simulated = True: belongs to --trace",
+        ),
+        (
+            ["--schedule", "1f1b", *SCHEDULE, "--out", "timeline.gif"],
+            "--out = 'timeline.gif': is neither",
+        ),
+        (
+            ["--schedule", "1f1b", "zb_h1", *SCHEDULE, "--out", "two.json"],
+            "--out = 'two.json': a trace holds one timeline",
+        ),
+        (
+            ["--schedule", "1f1b", *SCHEDULE, "--out", "/dev/null/a.svg"],
+            "--out = '/dev/null/a.svg': cannot be written",
+        ),
+        (
+            ["--trace", "/nowhere"],
+            "--trace = '/nowhere': cannot be read (No such file or directory)",
+        ),
     ],
 )
 def test_what_does_not_work_is_said_so(arguments, message, capsys):
@@ -233,10 +322,20 @@ def test_what_does_not_work_is_said_so(arguments, message, capsys):
     [
         ("{", [], "is no JSON"),
         ("{}", [], "has no list traceEvents"),
-        (json.dumps(broken(lambda events: events.pop())), ["--simulated"], "is no whole step: stage 1 does F to micro-batch 1"),
-        (json.dumps(to_chrome(Timeline([[Event(Action(F, 1, 0), 0, 1)]]))), ["--simulated"], "no rank has stage 0"),
         (
-            json.dumps(to_chrome(Timeline([[Event(Action(B, 0, 0), 0, 1), Event(Action(F, 0, 0), 1, 2)]]))),
+            json.dumps(broken(lambda events: events.pop())),
+            ["--simulated"],
+            "is no whole step: stage 1 does F to micro-batch 1",
+        ),
+        (
+            json.dumps(to_chrome(Timeline([[Event(Action(F, 1, 0), 0, 1)]]))),
+            ["--simulated"],
+            "no rank has stage 0",
+        ),
+        (
+            json.dumps(
+                to_chrome(Timeline([[Event(Action(B, 0, 0), 0, 1), Event(Action(F, 0, 0), 1, 2)]]))
+            ),
             ["--simulated"],
             "these cannot go on: rank 0 at B0.0",
         ),

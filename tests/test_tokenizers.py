@@ -1,4 +1,5 @@
-"""One interface for two libraries: `tokenizer.json` beside SentencePiece, chosen by the file, carried along whole."""
+"""One interface for two libraries: `tokenizer.json` beside SentencePiece, chosen by the file,
+carried along whole."""
 
 import hashlib
 import io
@@ -34,7 +35,8 @@ CONFIG = {"bos_token": BOS, "eos_token": EOS, "model_max_length": 128}
 
 @cache
 def llama3() -> bytes:
-    """A tokenizer.json of Llama 3's kind: BPE of bytes, special tokens after all others. The file asks for truncation."""
+    """A tokenizer.json of Llama 3's kind: BPE of bytes, special tokens after all others. The file
+    asks for truncation."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -43,7 +45,9 @@ def llama3() -> bytes:
     made.train_from_iterator((document.text for document in documents(SOURCE)), trainer)
     made.add_special_tokens([BOS, EOS, "<|eot_id|>"])
     made.add_tokens([AddedToken("<think>", special=False)])
-    made.post_processor = processors.TemplateProcessing(f"{BOS} $A", special_tokens=[(BOS, made.token_to_id(BOS))])
+    made.post_processor = processors.TemplateProcessing(
+        f"{BOS} $A", special_tokens=[(BOS, made.token_to_id(BOS))]
+    )
     made.enable_truncation(16)
     return made.to_str().encode()
 
@@ -64,7 +68,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_bos_begins_a_prompt_as_the_tokenizer_s_configuration_says(tmp_path: Path) -> None:
-    """add_bos_token, else what the post-processor adds (transformers 5 looks only at the latter); ours: as training did."""
+    """add_bos_token, else what the post-processor adds (transformers 5 looks only at the latter);
+    ours: as training did."""
     processed, plain = json.loads(llama3()), json.loads(llama3())
     plain["post_processor"] = None
     cases = {  # tokenizer.json, add_bos_token → whether bos begins
@@ -83,7 +88,10 @@ def test_bos_begins_a_prompt_as_the_tokenizer_s_configuration_says(tmp_path: Pat
     assert tokenizer().adds_bos
     told = (json.dumps({"add_bos_token": False})).encode()
     assert not Tokenizer({MODEL: tokenizer().model, "tokenizer_config.json": told}).adds_bos
-    assert Tokenizer({MODEL: tokenizer().model, "tokenizer_config.json": told}).sha256 == tokenizer().sha256
+    assert (
+        Tokenizer({MODEL: tokenizer().model, "tokenizer_config.json": told}).sha256
+        == tokenizer().sha256
+    )
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -100,7 +108,9 @@ def test_ids_and_roles(folder: Path) -> None:
     ids = loaded.encode("def f(x): return x\n" * 50)
     assert len(ids) > 16, "what the file says of truncation is for others"
     assert loaded.decode([loaded.bos_id, *ids, loaded.eos_id]) == "def f(x): return x\n" * 50
-    assert loaded.decode([*loaded.encode("x"), 504, 600]) == "x", "beyond the vocabulary: rows that pad a model's"
+    assert loaded.decode([*loaded.encode("x"), 504, 600]) == "x", (
+        "beyond the vocabulary: rows that pad a model's"
+    )
     assert tokenizer().decode([*tokenizer().encode("x"), tokenizer().vocab_size]) == "x"
     assert loaded.decode(loaded.encode("a\ud800b")) == "a\ufffdb"
     assert loaded.encode_arrays(["x"])[0].dtype == "int32"
@@ -128,7 +138,9 @@ def test_special_tokens_in_a_text_are_text(folder: Path) -> None:
     ],
     ids=["as objects", "no bos", "special_tokens_map", "either", "by their names"],
 )
-def test_who_says_what_begins_and_ends(tmp_path: Path, config: dict | None, files: dict[str, str], expected: tuple) -> None:
+def test_who_says_what_begins_and_ends(
+    tmp_path: Path, config: dict | None, files: dict[str, str], expected: tuple
+) -> None:
     loaded = Tokenizer.load(write(tmp_path, config, **files))
     assert (loaded.bos_id, loaded.eos_id) == expected
 
@@ -138,7 +150,10 @@ def test_who_says_what_begins_and_ends(tmp_path: Path, config: dict | None, file
     [
         (lambda f: write(f, {"eos_token": None}), "nothing says which token closes a document"),
         (lambda f: write(f, CONFIG | {"eos_token": "<end>"}), "names '<end>' as eos_token"),
-        (lambda f: (f / "tokenizer_config.json").write_text("{"), "tokenizer_config.json beside it is not JSON"),
+        (
+            lambda f: (f / "tokenizer_config.json").write_text("{"),
+            "tokenizer_config.json beside it is not JSON",
+        ),
         (lambda f: (f / JSON).write_text("{}"), "not a tokenizer.json that can be read"),
         (lambda f: (f / JSON).unlink(), "neither tokenizer.model nor tokenizer.json"),
         (lambda f: (f / MODEL).write_text("junk"), "this is not a SentencePiece model"),
@@ -157,7 +172,9 @@ def test_the_file_chooses_and_the_digest_covers_what_decides(folder: Path, tmp_p
     assert Tokenizer.load(folder / JSON).sha256 == one.sha256 == Tokenizer(one.files).sha256
     other_name = tmp_path / "any.bin"
     other_name.write_bytes(llama3())
-    assert Tokenizer.load(other_name).files == {JSON: llama3()}, "by its content, and without what lies beside it"
+    assert Tokenizer.load(other_name).files == {JSON: llama3()}, (
+        "by its content, and without what lies beside it"
+    )
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     assert Tokenizer.load(folder).sha256 == one.sha256, "a template decides no ids"
     write(folder, CONFIG | {"eos_token": "<|eot_id|>"})
@@ -165,16 +182,27 @@ def test_the_file_chooses_and_the_digest_covers_what_decides(folder: Path, tmp_p
     (folder / MODEL).write_bytes(tokenizer().model)
     both = Tokenizer.load(folder)
     assert both.sha256 == tokenizer().sha256 == hashlib.sha256(tokenizer().model).hexdigest()
-    assert list(both.files) == [MODEL, "tokenizer_config.json", "chat_template.jinja", JSON], "carried along"
+    assert list(both.files) == [MODEL, "tokenizer_config.json", "chat_template.jinja", JSON], (
+        "carried along"
+    )
 
 
 def test_llama_2s_kind_of_sentencepiece() -> None:
     """With a space before each text, which is not there again afterwards."""
     out = io.BytesIO()
     texts = [line for document in documents(SOURCE) for line in document.text.split("\n")]
-    options = {"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    options = {
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+    }
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts), model_writer=out, model_type="bpe", vocab_size=600, minloglevel=2, **options
+        sentence_iterator=iter(texts),
+        model_writer=out,
+        model_type="bpe",
+        vocab_size=600,
+        minloglevel=2,
+        **options,
     )
     loaded = Tokenizer({MODEL: out.getvalue()})
     for text in ("def f():\n    return '漢字'\n", "  x", "a"):
@@ -185,17 +213,31 @@ def test_llama_2s_kind_of_sentencepiece() -> None:
     assert other.encode_batch(texts) == loaded.encode_batch(texts)
 
 
-# --- through the house ------------------------------------------------------------------------------------------------
+# --- through the house ----------------------------------------------------------------------------
 
 
-def test_prepare_with_a_tokenizer_json(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """In several processes, by the command; the prepared folder has what it takes to read it again."""
+def test_prepare_with_a_tokenizer_json(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """In several processes, by the command; the prepared folder has what it takes to read it
+    again."""
     out = tmp_path / "out"
-    arguments = ["--source", MANY, "--tokenizer", str(folder / JSON), "--out", str(out), "--workers", "2"]
+    arguments = [
+        "--source",
+        MANY,
+        "--tokenizer",
+        str(folder / JSON),
+        "--out",
+        str(out),
+        "--workers",
+        "2",
+    ]
     assert prepare_command.main(arguments) == 0, capsys.readouterr().err
     loaded = Tokenizer.load(out)
     assert loaded.files == Tokenizer.load(folder).files
-    data = open_data(DataConfig(str(out), tokenizer=str(folder / JSON), document_mask=True), "train")
+    data = open_data(
+        DataConfig(str(out), tokenizer=str(folder / JSON), document_mask=True), "train"
+    )
     assert (data.vocab_size, data.bos_id, data.tokenizer_path) == (504, 500, out / JSON)
     source = data.sources[0]
     starts = source.document_starts(0)
@@ -222,11 +264,16 @@ def test_documents_without_bos(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_takes_it_along(folder: Path, ranks: Ranks, tmp_path: Path) -> None:
-    """All of its files, each with its checksum; and a model may have a few rows more than the tokenizer has tokens."""
+    """All of its files, each with its checksum; and a model may have a few rows more than the
+    tokenizer has tokens."""
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     data = tmp_path / "data"
     prepare(MANY, Tokenizer.load(folder), data)
-    sections = {"train": {"steps": 1}, "checkpoint": {"interval": 1}, "model": {"num_layers": 1, "vocab_size": 508}}
+    sections = {
+        "train": {"steps": 1},
+        "checkpoint": {"interval": 1},
+        "model": {"num_layers": 1, "vocab_size": 508},
+    }
     config = write_config(tmp_path, data, **sections)
     assert ranks.run(train_run, 1, [config]) == [""]
     checkpoint = newest(tmp_path / "run")
@@ -234,11 +281,17 @@ def test_a_checkpoint_takes_it_along(folder: Path, ranks: Ranks, tmp_path: Path)
     assert loaded.files == Tokenizer.load(folder).files
     assert loaded.files.keys() <= read_manifest(checkpoint).files.keys()
     for vocab_size in (503, 600):
-        refusal = ranks.run(train_run, 1, [config, f"model.vocab_size={vocab_size}", f"run.dir={tmp_path / 'other'}"])[0]
-        assert refusal.startswith(f"model.vocab_size = {vocab_size}: the data's tokenizer has 504 tokens")
+        refusal = ranks.run(
+            train_run,
+            1,
+            [config, f"model.vocab_size={vocab_size}", f"run.dir={tmp_path / 'other'}"],
+        )[0]
+        assert refusal.startswith(
+            f"model.vocab_size = {vocab_size}: the data's tokenizer has 504 tokens"
+        )
 
 
-# --- for Hugging Face's tools -----------------------------------------------------------------------------------------
+# --- for Hugging Face's tools ---------------------------------------------------------------------
 
 
 def test_our_sentencepiece_as_tokenizer_json(tmp_path: Path) -> None:
@@ -248,16 +301,23 @@ def test_our_sentencepiece_as_tokenizer_json(tmp_path: Path) -> None:
     files = huggingface_files(tokenizer(), 100_000)
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
-    texts = [document.text for document in documents(MANY)] + [text for text in HOSTILE.values() if "\u2581" not in text]
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+    )
+    texts = [document.text for document in documents(MANY)] + [
+        text for text in HOSTILE.values() if "\u2581" not in text
+    ]
     expected = tokenizer().encode_batch(texts)
     other = Tokenizer.load(tmp_path / JSON)
     assert other.encode_batch(texts) == expected
     assert (other.bos_id, other.eos_id, other.vocab_size) == (1, 2, tokenizer().vocab_size)
     assert [other.decode(ids) for ids in expected] == texts
     theirs = AutoTokenizer.from_pretrained(tmp_path)
-    plain = [index for index, text in enumerate(texts) if "</s>" not in text]  # which is a control token to transformers
-    assert [theirs.encode(texts[index]) for index in plain] == [[1, *expected[index]] for index in plain]
+    # which is a control token to transformers
+    plain = [index for index, text in enumerate(texts) if "</s>" not in text]
+    assert [theirs.encode(texts[index]) for index in plain] == [
+        [1, *expected[index]] for index in plain
+    ]
     assert [theirs.decode(expected[index]) for index in plain] == [texts[index] for index in plain]
 
 
@@ -266,7 +326,12 @@ def test_a_model_that_no_tokenizer_json_can_be_is_left_as_it_is() -> None:
     out = io.BytesIO()
     texts = (document.text for document in documents(SOURCE))
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=texts, model_writer=out, model_type="bpe", vocab_size=400, minloglevel=2, byte_fallback=True
+        sentence_iterator=texts,
+        model_writer=out,
+        model_type="bpe",
+        vocab_size=400,
+        minloglevel=2,
+        byte_fallback=True,
     )
     files = huggingface_files(Tokenizer({MODEL: out.getvalue()}), 32)
     assert list(files) == [MODEL]

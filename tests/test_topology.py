@@ -1,4 +1,5 @@
-"""What is inside a node and what between nodes, and what a tensor-parallel group that reaches over nodes costs."""
+"""What is inside a node and what between nodes, and what a tensor-parallel group that reaches over
+nodes costs."""
 
 import pytest
 
@@ -12,17 +13,30 @@ from tools.parity.cases import Case
 @pytest.mark.parametrize(
     ("sizes", "ranks_per_node", "text"),
     [
-        (MeshSizes(pp=4, dp_shard=8, tp=8), 8, "inside a node of 8 ranks: tp 8; between nodes: pp 4, dp_shard 8"),
-        (MeshSizes(pp=2, dp_shard=8, tp=2), 8, "inside a node of 8 ranks: tp 2, dp_shard 4; between nodes: pp 2, dp_shard 2"),
+        (
+            MeshSizes(pp=4, dp_shard=8, tp=8),
+            8,
+            "inside a node of 8 ranks: tp 8; between nodes: pp 4, dp_shard 8",
+        ),
+        (
+            MeshSizes(pp=2, dp_shard=8, tp=2),
+            8,
+            "inside a node of 8 ranks: tp 2, dp_shard 4; between nodes: pp 2, dp_shard 2",
+        ),
         (
             MeshSizes(pp=2, dp_replicate=2, dp_shard=2, tp=2),
             8,
             "inside a node of 8 ranks: tp 2, dp_shard 2, dp_replicate 2; between nodes: pp 2",
         ),
-        (MeshSizes(dp_replicate=2, tp=16), 8, "inside a node of 8 ranks: tp 8; between nodes: dp_replicate 2, tp 2"),
+        (
+            MeshSizes(dp_replicate=2, tp=16),
+            8,
+            "inside a node of 8 ranks: tp 8; between nodes: dp_replicate 2, tp 2",
+        ),
         (MeshSizes(pp=2, dp_shard=2, tp=2), 8, "all 8 ranks in one node"),
         (MeshSizes(), 1, "all 1 ranks in one node"),
-        (MeshSizes(pp=2, tp=6), 4, "inside a node of 4 ranks: nothing; between nodes: pp 2, tp 6"),  # groups straddle nodes
+        # groups straddle nodes
+        (MeshSizes(pp=2, tp=6), 4, "inside a node of 4 ranks: nothing; between nodes: pp 2, tp 6"),
     ],
 )
 def test_which_axes_a_node_holds(sizes: MeshSizes, ranks_per_node: int, text: str) -> None:
@@ -30,7 +44,8 @@ def test_which_axes_a_node_holds(sizes: MeshSizes, ranks_per_node: int, text: st
 
 
 @pytest.mark.parametrize(
-    ("tp", "ranks_per_node", "warns"), [(1, 8, False), (8, 8, False), (4, 8, False), (3, 8, True), (16, 8, True), (2, 1, True)]
+    ("tp", "ranks_per_node", "warns"),
+    [(1, 8, False), (8, 8, False), (4, 8, False), (3, 8, True), (16, 8, True), (2, 1, True)],
 )
 def test_a_group_over_nodes_is_warned_of(tp: int, ranks_per_node: int, warns: bool) -> None:
     """By the ranks themselves: does any group of consecutive ranks have two nodes?"""
@@ -53,9 +68,18 @@ def test_the_bytes_are_those_of_a_real_block(ranks, tp: int, sequence_parallel: 
     case = Case(MeshSizes(tp=tp), sequence_parallel=sequence_parallel)
     dim = case.config().model.dim
     expected = tp_bytes_per_step(
-        tp, tokens=S * B, dim=dim, layers=1, bytes_per_number=DOUBLE, sequence_parallel=sequence_parallel
+        tp,
+        tokens=S * B,
+        dim=dim,
+        layers=1,
+        bytes_per_number=DOUBLE,
+        sequence_parallel=sequence_parallel,
     )
     for forward, backward in ranks.run(one_block, tp, case):
-        seen = [(kind, total) for counted in (forward, backward) for kind, (_, total) in counted.items()]
-        sent = sum(total * (tp - 1) / tp * (2 if kind == "all_reduce" else 1) for kind, total in seen)
+        seen = [
+            (kind, total) for counted in (forward, backward) for kind, (_, total) in counted.items()
+        ]
+        sent = sum(
+            total * (tp - 1) / tp * (2 if kind == "all_reduce" else 1) for kind, total in seen
+        )
         assert sent == expected

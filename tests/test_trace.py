@@ -20,10 +20,17 @@ def trace_of(ranks, folder, data, *overrides):
 
 
 def test_every_action_of_every_rank_is_there_in_order(ranks, tmp_path):
-    overrides = ["parallel.pp=2", "parallel.tp=2", "parallel.schedule=zb_v", "parallel.stages_per_rank=2", "run.trace=true"]
+    overrides = [
+        "parallel.pp=2",
+        "parallel.tp=2",
+        "parallel.schedule=zb_v",
+        "parallel.stages_per_rank=2",
+        "run.trace=true",
+    ]
     overrides.append("train.micro_batch_size=1")
     trace = trace_of(ranks, tmp_path, prepared(tmp_path), *overrides)
-    schedule = build_schedule("zb_v", 2, 2, 4)  # 8 sequences, two data-parallel ranks, micro-batches of 1
+    # 8 sequences, two data-parallel ranks, micro-batches of 1
+    schedule = build_schedule("zb_v", 2, 2, 4)
     names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
     assert names == [f"dp_replicate 0 dp_shard {d} tp {t}" for d in (0, 1) for t in (0, 1)]
     for pipeline in range(4):
@@ -31,7 +38,8 @@ def test_every_action_of_every_rank_is_there_in_order(ranks, tmp_path):
         assert [[event.action for event in lane] for lane in timeline.ranks] == schedule
         ended = {event.action: event.end for lane in timeline.ranks for event in lane}
         started = {event.action: event.start for lane in timeline.ranks for event in lane}
-        slack = 50.0  # milliseconds: the clocks are one here, but a barrier on two cores is left late
+        # milliseconds: the clocks are one here, but a barrier on two cores is left late
+        slack = 50.0
         for (kind, stage, m), begin in started.items():
             below = Action(kind, stage - 1, m)
             if kind.value == "F" and stage:

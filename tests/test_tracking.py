@@ -28,7 +28,8 @@ SECRET = "0123456789abcdef0123456789abcdef01234567"  # as long as a key of wandb
 
 
 def tracked(arguments: list[str], environment: dict[str, str]) -> str:
-    """`train_run` with these variables on top of the rank's, which wandb would read once in a process."""
+    """`train_run` with these variables on top of the rank's, which wandb would read once in a
+    process."""
     import wandb
 
     before = dict(os.environ)
@@ -43,7 +44,8 @@ def tracked(arguments: list[str], environment: dict[str, str]) -> str:
 
 @pytest.fixture(scope="module")
 def thrice(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 6 steps in three starts, on 2 ranks, with all trackers: 3 steps; 3 more; these again, their checkpoint lost."""
+    """A run of 6 steps in three starts, on 2 ranks, with all trackers: 3 steps; 3 more; these
+    again, their checkpoint lost."""
     folder = tmp_path_factory.mktemp("tracked")
     config = write_config(
         folder,
@@ -60,7 +62,7 @@ def thrice(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
-# --- wandb ------------------------------------------------------------------------------------------------------------
+# --- wandb ----------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -90,8 +92,14 @@ def test_three_starts_are_one_run_of_wandb(thrice: Path) -> None:
         assert about["config"]["update"]["system"]["world_size"] == 2
         assert start["exit"][0].get("exit_code", 0) == 0
     history = [[item["item"] for item in start["history"]] for start in starts]
-    assert [[item["step"] for item in items] for items in history] == [[1, 2, 3], [4, 5, 6], [4, 5, 6]]
-    assert [item["_step"] for items in history for item in items] == [1, 2, 3, 4, 5, 6, 7, 8, 9], "nothing is dropped"
+    assert [[item["step"] for item in items] for items in history] == [
+        [1, 2, 3],
+        [4, 5, 6],
+        [4, 5, 6],
+    ]
+    assert [item["_step"] for items in history for item in items] == [1, 2, 3, 4, 5, 6, 7, 8, 9], (
+        "nothing is dropped"
+    )
     assert {item["step"]: item["loss"] for items in history for item in items} == losses(thrice)
     assert "eval_loss" in history[0][2]
     assert {"glob_name": "*", "step_metric": "step"}.items() <= starts[0]["metric"][1].items()
@@ -115,15 +123,23 @@ def test_no_secret_is_written(thrice: Path) -> None:
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
 
 
-def test_without_a_server_wandb_writes_to_the_folder(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+def test_without_a_server_wandb_writes_to_the_folder(
+    ranks: Ranks, data: Path, tmp_path: Path
+) -> None:
     config = write_config(tmp_path, data, train={"steps": 1}, run={"wandb": "online"})
-    nobody = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "", "NETRC": str(tmp_path / "none")}
+    nobody = {
+        "WANDB_BASE_URL": "http://127.0.0.1:9",
+        "WANDB_API_KEY": "",
+        "NETRC": str(tmp_path / "none"),
+    }
     assert ranks.run(tracked, 1, [config], nobody) == [""]
     assert list(losses(tmp_path)) == [1]
     assert len(list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))) == 1
 
 
-def test_wandb_goes_on_when_its_process_is_stopped(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wandb_goes_on_when_its_process_is_stopped(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Slurm's SIGTERM reaches that process too, two steps before the run ends."""
     import wandb
 
@@ -132,7 +148,9 @@ def test_wandb_goes_on_when_its_process_is_stopped(data: Path, tmp_path: Path, c
     try:
         trackers = Trackers(config, 0, {})
         trackers.log({"step": 1, "eval_loss": 1.0})
-        (process,) = (child for child in psutil.Process().children() if "wandb-core" in child.name())
+        (process,) = (
+            child for child in psutil.Process().children() if "wandb-core" in child.name()
+        )
         process.terminate()
         process.wait(60)
         for step in (2, 3):
@@ -146,7 +164,7 @@ def test_wandb_goes_on_when_its_process_is_stopped(data: Path, tmp_path: Path, c
     assert [item["item"]["step"] for item in wandb_records(files[-1])["history"]] == [2, 3]
 
 
-# --- TensorBoard ------------------------------------------------------------------------------------------------------
+# --- TensorBoard ----------------------------------------------------------------------------------
 
 
 def tensorboard_loss(folder: Path, purge: bool) -> list[tuple[int, float]]:
@@ -159,12 +177,16 @@ def tensorboard_loss(folder: Path, purge: bool) -> list[tuple[int, float]]:
 
 def test_tensorboard_reads_every_step_once(thrice: Path) -> None:
     folder = thrice / "run" / "tensorboard"
-    assert dict(tensorboard_loss(folder, purge=True)) == pytest.approx(losses(thrice), rel=1e-6), "it keeps float32"
+    assert dict(tensorboard_loss(folder, purge=True)) == pytest.approx(losses(thrice), rel=1e-6), (
+        "it keeps float32"
+    )
     assert [step for step, _ in tensorboard_loss(folder, purge=True)] == [1, 2, 3, 4, 5, 6]
-    assert len(tensorboard_loss(folder, purge=False)) == 9, "the control: steps 4 to 6 were written twice"
+    assert len(tensorboard_loss(folder, purge=False)) == 9, (
+        "the control: steps 4 to 6 were written twice"
+    )
 
 
-# --- all of them ------------------------------------------------------------------------------------------------------
+# --- all of them ----------------------------------------------------------------------------------
 
 
 class Broken(Tracker):
@@ -193,11 +215,19 @@ def test_a_tracker_that_fails_is_left_out_and_it_is_said_once(
     trackers.close(failed=False)
     said = capsys.readouterr()
     assert broken.calls == 2
-    assert said.err.count("warning: broken failed, and is left out from now on: RuntimeError: no route to host") == 1
+    assert (
+        said.err.count(
+            "warning: broken failed, and is left out from now on: RuntimeError: no route to host"
+        )
+        == 1
+    )
     assert said.err.count("warning: TensorBoard failed, and is left out") == 1
     assert said.err.count("warning") == 2
     assert said.out.count("held-out 1.0000") == 4, "the others go on"
-    assert [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
+    assert [
+        json.loads(line)["step"]
+        for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ] == [1, 2, 3, 4]
 
 
 def test_a_rollback_replaces_lines_and_scalars(data: Path, tmp_path: Path) -> None:
@@ -215,7 +245,9 @@ def test_a_rollback_replaces_lines_and_scalars(data: Path, tmp_path: Path) -> No
     assert tensorboard_loss(tmp_path / "run" / "tensorboard", purge=True) == [(1, 1.0), (2, 20.0)]
 
 
-def test_lines_wait_while_the_disk_is_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_wait_while_the_disk_is_full(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = JsonLines(tmp_path, 0)
     lines.path = tmp_path / "gone" / "metrics.jsonl"  # cannot be written, whoever tries
     for step in (1, 2):
@@ -231,7 +263,8 @@ def test_a_line_that_the_disk_has_no_room_for_is_not_begun(tmp_path: Path) -> No
     lines = JsonLines(tmp_path / "run", 0)
     lines.log({"step": 1, "loss": 1.0})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (lines.path.stat().st_size + 5, before[1]))  # a write is cut short
+    # a write is cut short
+    resource.setrlimit(resource.RLIMIT_FSIZE, (lines.path.stat().st_size + 5, before[1]))
     try:
         lines.log({"step": 2, "loss": 2.0})
         assert lines.path.read_text() == '{"step": 1, "loss": 1.0}\n'
@@ -242,7 +275,9 @@ def test_a_line_that_the_disk_has_no_room_for_is_not_begun(tmp_path: Path) -> No
 
 
 def test_a_start_drops_what_is_beyond_it_and_what_is_broken(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 2}\n{"step": 3}\n{"step": 4')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1}\nnonsense\n{"step": 2}\n{"step": 3}\n{"step": 4'
+    )
     lines = JsonLines(tmp_path, 2)
     assert (lines.reached, lines.begins_anew) == (3, False)
     assert lines.path.read_text() == '{"step": 1}\n{"step": 2}\n'
@@ -252,7 +287,9 @@ def test_a_start_drops_what_is_beyond_it_and_what_is_broken(tmp_path: Path) -> N
 
 def test_memory_is_known_by_rank(thrice: Path) -> None:
     events = read_events(thrice / "run")
-    lines = [json.loads(line) for line in (thrice / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (thrice / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     first = next(event for event in events if event["event"] == "memory")
     assert first["step"] == 1
     assert len(first["peak_bytes"]) == 2
@@ -261,7 +298,7 @@ def test_memory_is_known_by_rank(thrice: Path) -> None:
     assert (system["world_size"], system["parameters"]) == (2, 88352)
 
 
-# --- progress ---------------------------------------------------------------------------------------------------------
+# --- progress -------------------------------------------------------------------------------------
 
 
 def on_a_terminal(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> str:
@@ -279,9 +316,13 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object])
     return said
 
 
-def test_bars_are_for_terminals(thrice: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bars_are_for_terminals(
+    thrice: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     checkpoint = str(thrice / "run" / "checkpoints" / "step-00000003")
-    assert "checking step-00000003:" in on_a_terminal(monkeypatch, lambda: verify.main([checkpoint]))
+    assert "checking step-00000003:" in on_a_terminal(
+        monkeypatch, lambda: verify.main([checkpoint])
+    )
     capsys.readouterr()
     assert verify.main([checkpoint]) == 0
     said = capsys.readouterr()

@@ -30,29 +30,59 @@ def forget_step_6(folder: Path) -> None:
 
 
 def test_a_run_leaves_what_it_promises(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path, data, parallel={"tp": 2, "pp": 2}, train={"eval_interval": 3}, checkpoint={"interval": 3})
+    config = write_config(
+        tmp_path,
+        data,
+        parallel={"tp": 2, "pp": 2},
+        train={"eval_interval": 3},
+        checkpoint={"interval": 3},
+    )
     run(ranks, 8, config)
     folder = tmp_path / "run"
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    keys = {"loss", "grad_norm", "lr", "tokens", "tokens_per_second", "tokens_per_second_per_device", "mfu", "step_seconds"}
+    keys = {
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "tokens_per_second",
+        "tokens_per_second_per_device",
+        "mfu",
+        "step_seconds",
+    }
     assert all(keys | {"data_seconds", "peak_memory_bytes"} <= set(line) for line in lines)
     assert [line["tokens"] for line in lines] == [256 * (i + 1) for i in range(6)]
     assert [("eval_loss" in line) for line in lines] == [False, False, True, False, False, True]
     assert lines[-1]["loss"] < lines[0]["loss"], "it learns"
     assert json.loads((folder / "status.json").read_text())["state"] == "finished"
-    assert yaml.safe_load((folder / "config.yaml").read_text())["optimizer"]["eps"] == 1e-8, "defaults are written out"
-    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["latest", "step-00000003", "step-00000006"]
+    assert yaml.safe_load((folder / "config.yaml").read_text())["optimizer"]["eps"] == 1e-8, (
+        "defaults are written out"
+    )
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == [
+        "latest",
+        "step-00000003",
+        "step-00000006",
+    ]
     assert (folder / "checkpoints" / "latest").read_text() == "step-00000006"
 
 
 def test_evaluation_is_the_same_on_every_layout(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     """5 held-out sequences, which no layout divides: the padding must not count."""
     values = []
-    for world, layout in ((1, []), (4, ["parallel.tp=2", "parallel.pp=2"]), (4, []), (8, ["parallel.pp=4"])):
+    for world, layout in (
+        (1, []),
+        (4, ["parallel.tp=2", "parallel.pp=2"]),
+        (4, []),
+        (8, ["parallel.pp=4"]),
+    ):
         folder = tmp_path / f"{world}{len(layout)}"
         folder.mkdir()
-        config = write_config(folder, data, train={"steps": 1, "eval_interval": 1, "eval_samples": 5, "dtype": "float64"})
+        config = write_config(
+            folder,
+            data,
+            train={"steps": 1, "eval_interval": 1, "eval_samples": 5, "dtype": "float64"},
+        )
         run(ranks, world, config, *layout)
         values.append(json.loads((folder / "run" / "metrics.jsonl").read_text())["eval_loss"])
     assert max(values) - min(values) < 1e-9 * values[0]
@@ -60,8 +90,13 @@ def test_evaluation_is_the_same_on_every_layout(ranks: Ranks, data: Path, tmp_pa
 
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_resume_is_bitwise(ranks: Ranks, data: Path, tmp_path: Path, tied: bool) -> None:
-    """6 steps in one go, and 6 steps of which the last 3 were run again from the checkpoint: the same bits."""
-    sections = {"parallel": {"tp": 2, "pp": 2}, "model": {"tie_embeddings": tied}, "checkpoint": {"interval": 3}}
+    """6 steps in one go, and 6 steps of which the last 3 were run again from the checkpoint: the
+    same bits."""
+    sections = {
+        "parallel": {"tp": 2, "pp": 2},
+        "model": {"tie_embeddings": tied},
+        "checkpoint": {"interval": 3},
+    }
     config = write_config(tmp_path, data, **sections)
     run(ranks, 8, config)
     whole = losses(tmp_path)
@@ -82,10 +117,13 @@ def test_resume_is_bitwise(ranks: Ranks, data: Path, tmp_path: Path, tied: bool)
 
 @pytest.mark.thorough
 def test_any_layout_loads_what_another_saved(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    """Weights and moments of (pp 2, dp 2, tp 2), bit for bit, under other layouts; with a vocabulary that tp does not divide,
-    tied embeddings, an uneven split, and norms of heads that are shorter than dp_shard."""
+    """Weights and moments of (pp 2, dp 2, tp 2), bit for bit, under other layouts; with a
+    vocabulary that tp does not divide, tied embeddings, an uneven split, and norms of heads that
+    are shorter than dp_shard."""
     model = {"tie_embeddings": True, "qk_norm": True, "attention_dim": 8}
-    config = write_config(tmp_path, data, model=model, checkpoint={"interval": 2}, train={"steps": 2})
+    config = write_config(
+        tmp_path, data, model=model, checkpoint={"interval": 2}, train={"steps": 2}
+    )
     run(ranks, 8, config, "parallel.tp=2", "parallel.pp=2", "parallel.layers_per_stage=[1, 3]")
     saved = tmp_path / "run" / "checkpoints" / "step-00000002"
     reference: dict[str, torch.Tensor] = {}
@@ -105,12 +143,16 @@ def test_any_layout_loads_what_another_saved(ranks: Ranks, data: Path, tmp_path:
             assert torch.equal(state[name], tensor), (layout, name)
     files = sorted(saved.glob("*.safetensors"))
     names = {key for file in files for key in safe_open(str(file), "pt").keys()}  # noqa: SIM118
-    assert "model.blocks.3.attention.output.weight" in names, "global names, the last stage's layers among them"
+    assert "model.blocks.3.attention.output.weight" in names, (
+        "global names, the last stage's layers among them"
+    )
     assert "model.head.weight" not in names, "a tied weight is saved once"
 
 
 @pytest.mark.thorough
-def test_a_checkpoint_older_than_a_field_of_the_model(ranks: Ranks, saved: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_older_than_a_field_of_the_model(
+    ranks: Ranks, saved: Path, tmp_path: Path
+) -> None:
     """The field is then what it was in effect: its default. Anything else is another model."""
     config, checkpoints = copy_of(saved, tmp_path)
     newest = checkpoints / "step-00000006"
@@ -128,7 +170,9 @@ def test_a_checkpoint_older_than_a_field_of_the_model(ranks: Ranks, saved: Path,
     assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_resume_on_another_layout_reads_the_same_batches(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+def test_resume_on_another_layout_reads_the_same_batches(
+    ranks: Ranks, data: Path, tmp_path: Path
+) -> None:
     config = write_config(tmp_path, data, train={"dtype": "float64"}, checkpoint={"interval": 3})
     run(ranks, 1, config)
     whole = losses(tmp_path)
@@ -160,24 +204,49 @@ def test_bfloat16_follows_float32(ranks: Ranks, data: Path, tmp_path: Path, step
     exact = losses(tmp_path)
     for reduce_dtype in ("float32", "bfloat16"):
         fresh(tmp_path)
-        overrides = [f"parallel.reduce_dtype={reduce_dtype}", "parallel.tp=2", "parallel.zero_stage=2"]
+        overrides = [
+            f"parallel.reduce_dtype={reduce_dtype}",
+            "parallel.tp=2",
+            "parallel.zero_stage=2",
+        ]
         run(ranks, 2, config, "train.dtype=bfloat16", *overrides)
         rounded = losses(tmp_path)
         assert rounded != exact, "bfloat16 was not used"
         assert max(abs(rounded[s] / exact[s] - 1) for s in exact) < 0.02
 
 
-@pytest.mark.parametrize("zero_stage", [pytest.param(stage, marks=pytest.mark.thorough) for stage in (1, 2, 3)])
-def test_bfloat16_with_split_backwards(ranks: Ranks, data: Path, tmp_path: Path, zero_stage: int) -> None:
-    """Gradients in bfloat16 that are formed after backward reach the float32 sums as those formed in it: losses and norms agree
-    to the rounding that another split of the layers has too."""
-    config = write_config(tmp_path, data, train={"steps": 3, "dtype": "bfloat16", "micro_batch_size": 1})
-    layout = ["parallel.pp=2", "parallel.dp_replicate=2", f"parallel.zero_stage={zero_stage}", "parallel.tp=2"]
+@pytest.mark.parametrize(
+    "zero_stage", [pytest.param(stage, marks=pytest.mark.thorough) for stage in (1, 2, 3)]
+)
+def test_bfloat16_with_split_backwards(
+    ranks: Ranks, data: Path, tmp_path: Path, zero_stage: int
+) -> None:
+    """Gradients in bfloat16 that are formed after backward reach the float32 sums as those formed
+    in it: losses and norms agree to the rounding that another split of the layers has too."""
+    config = write_config(
+        tmp_path, data, train={"steps": 3, "dtype": "bfloat16", "micro_batch_size": 1}
+    )
+    layout = [
+        "parallel.pp=2",
+        "parallel.dp_replicate=2",
+        f"parallel.zero_stage={zero_stage}",
+        "parallel.tp=2",
+    ]
     found = []
     for schedule, stages_per_rank in (("1f1b", 1), ("zb_h1", 1), ("zb_v", 2), ("dualpipe_v", 2)):
         fresh(tmp_path)
-        run(ranks, 8, config, *layout, f"parallel.schedule={schedule}", f"parallel.stages_per_rank={stages_per_rank}")
-        lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+        run(
+            ranks,
+            8,
+            config,
+            *layout,
+            f"parallel.schedule={schedule}",
+            f"parallel.stages_per_rank={stages_per_rank}",
+        )
+        lines = [
+            json.loads(line)
+            for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        ]
         found.append([(line["loss"], line["grad_norm"]) for line in lines])
     for other in found[1:]:
         for (loss, norm), (expected_loss, expected_norm) in zip(other, found[0], strict=True):
@@ -186,7 +255,8 @@ def test_bfloat16_with_split_backwards(ranks: Ranks, data: Path, tmp_path: Path,
 
 
 def train_traced(arguments: list[str]) -> str:
-    """A run whose compiled blocks are captured, forward and backward, but not translated to C++, which takes a minute."""
+    """A run whose compiled blocks are captured, forward and backward, but not translated to C++,
+    which takes a minute."""
     with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
         return train_run(arguments)
 
@@ -195,13 +265,20 @@ def train_traced(arguments: list[str]) -> str:
     ("mode", "compiled_run"),
     [
         pytest.param("selective", train_traced, marks=pytest.mark.thorough),
-        *(pytest.param(mode, train_run, marks=pytest.mark.thorough) for mode in ("none", "selective", "full")),
+        *(
+            pytest.param(mode, train_run, marks=pytest.mark.thorough)
+            for mode in ("none", "selective", "full")
+        ),
     ],
 )
-def test_compiled_agrees(ranks: Ranks, data: Path, tmp_path: Path, mode: str, compiled_run: Callable[[list[str]], str]) -> None:
+def test_compiled_agrees(
+    ranks: Ranks, data: Path, tmp_path: Path, mode: str, compiled_run: Callable[[list[str]], str]
+) -> None:
     layout = ["parallel.tp=2", f"train.activation_checkpointing={mode}"]
     # Each block is compiled; two are as good as four. Evaluation runs them too.
-    config = write_config(tmp_path, data, train={"steps": 3, "eval_interval": 3}, model={"num_layers": 2})
+    config = write_config(
+        tmp_path, data, train={"steps": 3, "eval_interval": 3}, model={"num_layers": 2}
+    )
     run(ranks, 2, config, *layout)
     eager = losses(tmp_path)
     fresh(tmp_path)
@@ -212,16 +289,21 @@ def test_compiled_agrees(ranks: Ranks, data: Path, tmp_path: Path, mode: str, co
 
 @pytest.mark.thorough
 def test_weights_that_were_ruined_are_not_saved(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    """Each step multiplies them by a million: the fourth's loss is no number, and a save is due after it."""
+    """Each step multiplies them by a million: the fourth's loss is no number, and a save is due
+    after it."""
     ruinous = {"lr": 1e3, "weight_decay": 1e3, "warmup_steps": 0}
-    config = write_config(tmp_path, data, checkpoint={"interval": 4}, optimizer=ruinous, guard={"max_bad_steps": 2})
+    config = write_config(
+        tmp_path, data, checkpoint={"interval": 4}, optimizer=ruinous, guard={"max_bad_steps": 2}
+    )
     with pytest.raises(RankError, match="no checkpoint to go back to"):
         run(ranks, 2, config, "parallel.tp=2")
     assert not (tmp_path / "run" / "checkpoints").exists()
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
 
 
-def test_a_second_run_in_the_same_folder_keeps_the_first_ones_numbers(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+def test_a_second_run_in_the_same_folder_keeps_the_first_ones_numbers(
+    ranks: Ranks, data: Path, tmp_path: Path
+) -> None:
     config = write_config(tmp_path, data, train={"steps": 2})
     run(ranks, 1, config)
     first = (tmp_path / "run" / "metrics.jsonl").read_text()

@@ -38,7 +38,10 @@ def run_with_a_sleeper(arguments: list[str], rank: int) -> str:
         return microbatches(self, *batch, **options)
 
     constants = {"LOOK_SECONDS": 0.1, "GRACE_SECONDS": 5.0}
-    with patch.multiple(runtime.watchdog, **constants), patch.object(TrainStep, "microbatches", sleeping):
+    with (
+        patch.multiple(runtime.watchdog, **constants),
+        patch.object(TrainStep, "microbatches", sleeping),
+    ):
         return train_run(arguments)
 
 
@@ -53,21 +56,30 @@ def test_a_rank_that_sleeps_for_ever(ranks: Ranks, data: Path, tmp_path: Path, w
     assert sorted(files) == [f"step-00000003-rank-{r:05d}.txt" for r in range(world)]
     for name, text in files.items():
         first, *rest = text.splitlines()
-        assert re.match(r"rank \d is not done with step 3 after \d+ s: at [a-z_/]+\.py:\d+ \w+, waiting in ", first)
+        assert re.match(
+            r"rank \d is not done with step 3 after \d+ s: at [a-z_/]+\.py:\d+ \w+, waiting in ",
+            first,
+        )
         assert "last collectives:" in rest[0]
         assert any("(done)" in line for line in rest), "those before it are told too"
         assert "MainThread" in text or "most recent call first" in text
-        assert (f"rank-{rank:05d}" in name) == ("at tests/test_watchdog.py" in first), "the culprit is where it sleeps"
-    others = [text.splitlines()[0] for name, text in files.items() if f"rank-{rank:05d}" not in name]
+        assert (f"rank-{rank:05d}" in name) == ("at tests/test_watchdog.py" in first), (
+            "the culprit is where it sleeps"
+        )
+    others = [
+        text.splitlines()[0] for name, text in files.items() if f"rank-{rank:05d}" not in name
+    ]
     assert any(re.search(r"waiting in gloo:\w+ number \d+ of \w+, \[\[", line) for line in others)
     (event,) = [event for event in read_events(tmp_path / "run") if event["event"] == "hang"]
     assert event["step"] == 2
 
 
 def test_the_clock_rests_and_is_patient(data: Path, tmp_path: Path) -> None:
-    """No alarm before a step was measured, while it rests, or where steps take that long; one where they do not. The test
-    moves the clock."""
-    config = load_config(write_config(tmp_path, data, guard={"hang_factor": 3.0, "hang_seconds": 20.0}), [])
+    """No alarm before a step was measured, while it rests, or where steps take that long; one where
+    they do not. The test moves the clock."""
+    config = load_config(
+        write_config(tmp_path, data, guard={"hang_factor": 3.0, "hang_seconds": 20.0}), []
+    )
     now, alarms = [0.0], []
     looks = threading.Semaphore(0)
 
@@ -84,7 +96,11 @@ def test_the_clock_rests_and_is_patient(data: Path, tmp_path: Path) -> None:
         assert looks.acquire(timeout=60)
 
     with (
-        patch.object(Watchdog, "_give_up", lambda self: (alarms.append(self._step), setattr(self, "_due", float("inf")))),
+        patch.object(
+            Watchdog,
+            "_give_up",
+            lambda self: (alarms.append(self._step), setattr(self, "_due", float("inf"))),
+        ),
         patch.object(runtime.watchdog, "LOOK_SECONDS", 0.01),
         patch.object(runtime.watchdog, "time", SimpleNamespace(monotonic=monotonic)),
         patch.object(runtime.watchdog, "faulthandler", Mock()),
@@ -114,7 +130,8 @@ def test_the_clock_rests_and_is_patient(data: Path, tmp_path: Path) -> None:
 
 
 def test_native_code_that_never_returns(data: Path, tmp_path: Path) -> None:
-    """A C function that keeps Python's lock: no Python thread can look at a clock, and the process ends all the same."""
+    """A C function that keeps Python's lock: no Python thread can look at a clock, and the process
+    ends all the same."""
     config = write_config(tmp_path, data, guard={"hang_factor": 1.0, "hang_seconds": 0.1})
     program = f"""
 import ctypes, runtime.watchdog
@@ -124,7 +141,9 @@ with runtime.watchdog.Watchdog(load_config({config!r}, [])) as watchdog:
     watchdog.step_done(1, 0.01)
     ctypes.PyDLL(None).sleep(1000)
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 1
     assert "Timeout" in done.stderr
     assert "Current thread" in done.stderr or "most recent call first" in done.stderr
@@ -141,7 +160,9 @@ def test_where_a_thread_waits() -> None:
     thread.start()
     started.wait()
     try:
-        while f"{os.sep}threading.py" not in str(sys._current_frames()[thread.ident or 0].f_code.co_filename):
+        while f"{os.sep}threading.py" not in str(
+            sys._current_frames()[thread.ident or 0].f_code.co_filename
+        ):
             time.sleep(0.001)
         assert re.match(r"at tests/test_watchdog\.py:\d+ here, waiting in ", where_it_waits(thread))
     finally:
@@ -159,6 +180,9 @@ def test_a_collective_is_named(ranks: Ranks) -> None:
 def left_and_entered() -> str:
     dist.all_reduce(torch.ones(3))
     deadline = time.monotonic() + 60
-    while "(done)" not in (line := runtime.watchdog.last_collectives()[-1]) and time.monotonic() < deadline:
+    while (
+        "(done)" not in (line := runtime.watchdog.last_collectives()[-1])
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.01)  # gloo's thread may not have noted it yet
     return line

@@ -25,7 +25,8 @@ class Job:
 
 
 def test_a_finished_job_is_let_go():
-    """Two are alive at a time, the one that computes and the one that gathers, and the list is empty in the end."""
+    """Two are alive at a time, the one that computes and the one that gathers, and the list is
+    empty in the end."""
     alive, log = weakref.WeakSet(), []
     jobs = [Job(alive, log) for _ in range(5)]
     run_jobs(jobs)
@@ -52,4 +53,7 @@ def test_all_layers_of_a_stage_share_one_queue():
 
     stage = nn.Sequential(Layer(), nn.Linear(2, 2), nn.Sequential(Layer()))
     queue = share_queue(stage)
-    assert [m.weight_gradient_queue for m in stage.modules() if isinstance(m, Layer)] == [queue, queue]
+    assert [m.weight_gradient_queue for m in stage.modules() if isinstance(m, Layer)] == [
+        queue,
+        queue,
+    ]

@@ -10,8 +10,9 @@
 
 In ```bash blocks every line is a command, without `$ `, and nothing is said of what it prints.
 
-Commands run at the root of a copy of the repository. One that only runs Python does so in a process that has imported torch
-already (forked from multiprocessing's server, as tools/ranks.py does), which saves seconds; the others are given to bash.
+Commands run at the root of a copy of the repository. One that only runs Python does so in a process
+that has imported torch already (forked from multiprocessing's server, as tools/ranks.py does),
+which saves seconds; the others are given to bash.
 """
 
 import io
@@ -34,7 +35,18 @@ from pathlib import Path
 from tools.ranks import PRELOAD
 
 ROOT = Path(__file__).parent.parent
-LEFT_OUT = (".git", ".venv", "runs", "prepared", "wandb", "__pycache__", ".*_cache", "*.pyc", ".whl", "api")
+LEFT_OUT = (
+    ".git",
+    ".venv",
+    "runs",
+    "prepared",
+    "wandb",
+    "__pycache__",
+    ".*_cache",
+    "*.pyc",
+    ".whl",
+    "api",
+)
 PYTHON = (".venv/bin/python", "python")
 SECONDS = 600  # for one command; far more than any takes
 
@@ -55,7 +67,9 @@ class Command:
 
 def blocks(text: str, *languages: str) -> Iterator[tuple[int, str, str]]:
     """(line of its first line, language, content) of every fenced block in one of `languages`."""
-    for match in re.finditer(rf"^```({'|'.join(languages)})\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+    for match in re.finditer(
+        rf"^```({'|'.join(languages)})\n(.*?)^```$", text, re.MULTILINE | re.DOTALL
+    ):
         yield text[: match.start(2)].count("\n") + 1, match[1], match[2]
 
 
@@ -70,7 +84,9 @@ def commands(page: Path) -> list[Command]:
             if language == "bash" and (not lines[at].strip() or lines[at].startswith("#")):
                 at += 1
                 continue
-            assert language == "bash" or lines[at].startswith("$ "), f"{page.name}:{start + at}: output before any command"
+            assert language == "bash" or lines[at].startswith("$ "), (
+                f"{page.name}:{start + at}: output before any command"
+            )
             command = [lines[at].removeprefix("$ ")]
             here = re.search(r"<<'(\w+)'$", command[0])
             last = here[1] if here else "'" if command[0].endswith(" -c '") else None
@@ -88,7 +104,11 @@ def commands(page: Path) -> list[Command]:
             if reason:
                 command[-1] = command[-1][: reason.start()]
             shown = None if output is None else "\n".join(output)
-            found.append(Command(page.name, start + first, "\n".join(command), shown, reason[1] if reason else ""))
+            found.append(
+                Command(
+                    page.name, start + first, "\n".join(command), shown, reason[1] if reason else ""
+                )
+            )
     return found
 
 
@@ -96,39 +116,61 @@ COMMENT = "#     "  # in a configuration's comments: a command after `$ `, or wh
 
 
 def commands_in_comments(file: Path) -> list[Command]:
-    """The same of a configuration: its comments show commands and what they print, indented by four."""
+    """The same of a configuration: its comments show commands and what they print, indented by
+    four."""
     found: list[Command] = []
-    shown = [line.removeprefix(COMMENT) if line.startswith(COMMENT) else None for line in file.read_text("utf-8").splitlines()]
+    shown = [
+        line.removeprefix(COMMENT) if line.startswith(COMMENT) else None
+        for line in file.read_text("utf-8").splitlines()
+    ]
     for i, line in enumerate(shown):
         if line is not None and line.startswith("$ "):
-            output = takewhile(lambda row: row is not None and not row.startswith("$ "), shown[i + 1 :])
-            found.append(Command(file.name, i + 1, line.removeprefix("$ "), "\n".join(filter(None, output)), ""))
+            output = takewhile(
+                lambda row: row is not None and not row.startswith("$ "), shown[i + 1 :]
+            )
+            found.append(
+                Command(
+                    file.name, i + 1, line.removeprefix("$ "), "\n".join(filter(None, output)), ""
+                )
+            )
     return found
 
 
 def matches(shown: str, printed: str) -> bool:
-    """Whether a command printed what the page shows. Blank lines and spaces at the ends of lines do not count."""
+    """Whether a command printed what the page shows. Blank lines and spaces at the ends of lines do
+    not count."""
     pattern = ""
     for row in filter(None, map(str.rstrip, shown.splitlines())):
-        pattern += r"(?:.*\n)*?" if row == "…" else ".*?".join(map(re.escape, row.split("…"))) + r"\n"
+        pattern += (
+            r"(?:.*\n)*?" if row == "…" else ".*?".join(map(re.escape, row.split("…"))) + r"\n"
+        )
     rows = "".join(f"{row}\n" for row in filter(None, map(str.rstrip, printed.splitlines())))
     return re.fullmatch(pattern, rows) is not None
 
 
 def copy_tree(folder: Path) -> Path:
-    """The repository's sources in `folder`, with a .venv/bin that has this interpreter under the names that pages use."""
+    """The repository's sources in `folder`, with a .venv/bin that has this interpreter under the
+    names that pages use."""
     copy = folder / "lattice"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*LEFT_OUT))
     programs = copy / ".venv" / "bin"
     programs.mkdir(parents=True)
-    for name, run in (("python", ""), ("torchrun", " -m torch.distributed.run"), ("pytest", " -m pytest")):
+    for name, run in (
+        ("python", ""),
+        ("torchrun", " -m torch.distributed.run"),
+        ("pytest", " -m pytest"),
+    ):
         (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{run} "$@"\n')
         (programs / name).chmod(0o755)
     return copy
 
 
 def environment(folder: Path) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{folder / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{folder / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}",
+    }
 
 
 def run(command: str, folder: Path) -> tuple[int, str, str]:
@@ -150,7 +192,8 @@ def run(command: str, folder: Path) -> tuple[int, str, str]:
 
 
 def run_in_copy(wanted: list[str], folder: Path) -> list[tuple[int, str, str]]:
-    """The same of several commands in a copy that was changed, with its own modules: one process for all of them."""
+    """The same of several commands in a copy that was changed, with its own modules: one process
+    for all of them."""
     program = "import json, sys; from pathlib import Path; from tests.transcripts import run; said = json.load(sys.stdin)\n"
     program += "if __name__ == '__main__': json.dump([run(command, Path.cwd()) for command in said], sys.stdout)"
     done = subprocess.run(
@@ -167,14 +210,16 @@ def run_in_copy(wanted: list[str], folder: Path) -> list[tuple[int, str, str]]:
 
 
 def as_python(command: str) -> tuple[list[str], str] | None:
-    """(arguments, program) where a command does nothing but run Python: `-m MODULE …` (no program), `-c PROGRAM …`, or a
-    program in a here-document. None where it needs a shell."""
+    """(arguments, program) where a command does nothing but run Python: `-m MODULE …` (no program),
+    `-c PROGRAM …`, or a program in a here-document. None where it needs a shell."""
     first, _, rest = command.partition("\n")
     here = re.fullmatch(r"(\S+) - <<'(\w+)'", first)
     if here:
         return ([], rest.removesuffix(here[2])) if here[1] in PYTHON else None
     words = shlex.split(command.replace("\\\n", " "), comments=True)
-    shell = any(re.fullmatch(r"\d?[<>|&;].*", word) or ("$" in word and "\n" not in word) for word in words)
+    shell = any(
+        re.fullmatch(r"\d?[<>|&;].*", word) or ("$" in word and "\n" not in word) for word in words
+    )
     if shell or len(words) < 3 or words[0] not in PYTHON:
         return None
     if words[1] == "-m":
@@ -183,7 +228,8 @@ def as_python(command: str) -> tuple[list[str], str] | None:
 
 
 def run_python(arguments: list[str], program: str, folder: Path) -> tuple[int, str, str]:
-    """In a process that has imported torch already. It sees this repository's modules, and works in `folder`."""
+    """In a process that has imported torch already. It sees this repository's modules, and works in
+    `folder`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)  # of no effect where the server runs already
     ours, theirs = context.Pipe(duplex=False)

@@ -1,6 +1,6 @@
-"""Commands beside training, `python -m tools.NAME --help` each. A folder is a command and its parts, but for huggingface/,
-which import_hf and export share; ranks.py is the pool of processes that parity and the tests compute on,
-command.py how a command ends.
+"""Commands beside training, `python -m tools.NAME --help` each. A folder is a command and its
+parts, but for huggingface/, which import_hf and export share; ranks.py is the pool of processes
+that parity and the tests compute on, command.py how a command ends.
 
 Before a run      tokenizer, prepare     text → tokens → token shards
                   plan, rehearse         what a job will need, computed; and any rank of it, carried out here

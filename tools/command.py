@@ -1,4 +1,5 @@
-"""How a command of this folder ends when nobody wants the rest: `| head` and Ctrl-C leave no traceback."""
+"""How a command of this folder ends when nobody wants the rest: `| head` and Ctrl-C leave no
+traceback."""
 
 import os
 import select
@@ -9,7 +10,8 @@ from typing import NoReturn
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:
-    """Exits with main's status; or as other programs do that die of SIGPIPE or SIGINT, after what main has to clean up."""
+    """Exits with main's status; or as other programs do that die of SIGPIPE or SIGINT, after what
+    main has to clean up."""
     try:
         status = main()
         sys.stdout.flush()
@@ -19,7 +21,8 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     except BrokenPipeError:
         if not _reader_is_gone():  # it was a pipe to another process
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
+        # the interpreter flushes once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     sys.exit(status)
 

@@ -1,10 +1,11 @@
 """A checkpoint to a Hugging Face folder: `python -m tools.export --checkpoint DIR --out DIR`
 
-DIR is a checkpoint of any layout, or a run folder: then its newest one. Written are config.json, generation_config.json,
-safetensors files of at most 5 GB with an index, and the tokenizer's files: what transformers, vLLM and their like load. The
-architecture is Llama; Qwen3 for a model with norms of queries and keys; Mistral where the heads do not divide the width, for
-transformers' Llama refuses that (huggingface/config.py). The checkpoint is compared with its checksums first. One file's
-tensors are in memory at a time. The exit status is 2 where something is refused.
+DIR is a checkpoint of any layout, or a run folder: then its newest one. Written are config.json,
+generation_config.json, safetensors files of at most 5 GB with an index, and the tokenizer's files:
+what transformers, vLLM and their like load. The architecture is Llama; Qwen3 for a model with norms
+of queries and keys; Mistral where the heads do not divide the width, for transformers' Llama
+refuses that (huggingface/config.py). The checkpoint is compared with its checksums first. One
+file's tensors are in memory at a time. The exit status is 2 where something is refused.
 """
 
 import argparse
@@ -30,26 +31,35 @@ from training.precision import DTYPES
 
 
 def export(
-    checkpoint: Path, out: Path, dtype: str = "float32", file_bytes: int = FILE_BYTES, max_length: int | None = None
+    checkpoint: Path,
+    out: Path,
+    dtype: str = "float32",
+    file_bytes: int = FILE_BYTES,
+    max_length: int | None = None,
 ) -> dict[str, Any]:
     """Writes `out`, whole or not at all, and returns its config.json.
 
     Args:
         dtype: `float32`, or `bfloat16`, to which weights are rounded.
         file_bytes: of tensors in a file, unless one alone has more.
-        max_length: tokens of the longest sequence that the model is said to be for; None: as long as those of its training.
+        max_length: tokens of the longest sequence that the model is said to be for; None: as long
+            as those of its training.
 
     Raises UserError for what the user can fix.
     """
     refuse_existing(out)
     for key, value in (("--file-bytes", file_bytes), ("--max-length", max_length)):
         if value is not None and value < 1:
-            raise UserError(key, value, "must be at least 1", "leave it out, or give a larger number")
+            raise UserError(
+                key, value, "must be at least 1", "leave it out, or give a larger number"
+            )
     try:
         verify_checkpoint(checkpoint)
     except Damaged as damaged:
         why = f"is no good checkpoint: {damaged}"
-        raise UserError("--checkpoint", str(checkpoint), why, "give another folder step-…") from None
+        raise UserError(
+            "--checkpoint", str(checkpoint), why, "give another folder step-…"
+        ) from None
     reader = CheckpointReader(checkpoint)
     tokenizer = Tokenizer.load(checkpoint)
     wanted = parameters(reader.model)
@@ -58,16 +68,26 @@ def export(
         raise UserError("--checkpoint", str(checkpoint), why, "give another folder step-…")
     max_length = max_length or reader.trainer.seq_len
     bos_id = tokenizer.bos_id if tokenizer.bos_id >= 0 else None
-    config = config_json(reader.model, dtype=dtype, max_length=max_length, bos_id=bos_id, eos_id=tokenizer.eos_id)
+    config = config_json(
+        reader.model, dtype=dtype, max_length=max_length, bos_id=bos_id, eos_id=tokenizer.eos_id
+    )
 
     size = DTYPES[dtype].itemsize
-    pieces = [Piece(p.theirs, math.prod(p.shape) * size, partial(_load, reader, p.ours, DTYPES[dtype])) for p in wanted]
+    pieces = [
+        Piece(p.theirs, math.prod(p.shape) * size, partial(_load, reader, p.ours, DTYPES[dtype]))
+        for p in wanted
+    ]
     with new_folder(out) as folder:
-        file_of = write_files(folder, pieces, file_bytes, lambda tensors: {"format": "pt"}, f"exporting {out.name}")
+        file_of = write_files(
+            folder, pieces, file_bytes, lambda tensors: {"format": "pt"}, f"exporting {out.name}"
+        )
         if set(file_of.values()) != {SINGLE}:
             write_index(folder, file_of, sum(piece.num_bytes for piece in pieces))
         _write(folder / CONFIG, config)
-        _write(folder / "generation_config.json", {"bos_token_id": bos_id, "eos_token_id": tokenizer.eos_id})
+        _write(
+            folder / "generation_config.json",
+            {"bos_token_id": bos_id, "eos_token_id": tokenizer.eos_id},
+        )
         for name, content in huggingface_files(tokenizer, max_length).items():
             (folder / name).write_bytes(content)
     return config
@@ -83,29 +103,61 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--checkpoint", required=True, type=Path, metavar="DIR", help="a checkpoint, or a run folder")
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="the folder to write; it must not exist")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights (%(default)s)")
-    parser.add_argument(
-        "--file-bytes", type=int, default=FILE_BYTES, metavar="N", help="of tensors in one file (default: %(default)s)"
+        prog="python -m tools.export",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--max-length", type=int, metavar="N", help="max_position_embeddings (default: the sequence length of its training)"
+        "--checkpoint",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="a checkpoint, or a run folder",
+    )
+    parser.add_argument(
+        "--out",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="the folder to write; it must not exist",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of the weights (%(default)s)",
+    )
+    parser.add_argument(
+        "--file-bytes",
+        type=int,
+        default=FILE_BYTES,
+        metavar="N",
+        help="of tensors in one file (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-length",
+        type=int,
+        metavar="N",
+        help="max_position_embeddings (default: the sequence length of its training)",
     )
     options = parser.parse_args(arguments)
     try:
         checkpoint = newest(options.checkpoint)
-        config = export(checkpoint, options.out, options.dtype, options.file_bytes, options.max_length)
+        config = export(
+            checkpoint, options.out, options.dtype, options.file_bytes, options.max_length
+        )
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     files = sorted(options.out.iterdir())
     size = sum(file.stat().st_size for file in files)
-    print(f"{options.out}: {config['architectures'][0]} of {checkpoint}, {size:,} bytes: {', '.join(f.name for f in files)}")
+    print(
+        f"{options.out}: {config['architectures'][0]} of {checkpoint}, {size:,} bytes: {', '.join(f.name for f in files)}"
+    )
     if not (options.out / JSON).exists():
-        print("without tokenizer.json: this SentencePiece model does what no such file that we could make does")
+        print(
+            "without tokenizer.json: this SentencePiece model does what no such file that we could make does"
+        )
     return 0
 
 

@@ -5,8 +5,9 @@ DIR holds config.json, safetensors files (several: with their index) and a token
 would be another model here is refused, and named (huggingface/config.py). Weights keep their dtype,
 and pass through memory in files of at most 5 GB.
 
-OUT is a checkpoint for checkpoint.load_weights_only, tools.generate, tools.verify and tools.export, with a model.yaml: the
-section `model` of its configuration. The exit status is 2 where something is refused.
+OUT is a checkpoint for checkpoint.load_weights_only, tools.generate, tools.verify and tools.export,
+with a model.yaml: the section `model` of its configuration. The exit status is 2 where something is
+refused.
 """
 
 import argparse
@@ -30,12 +31,22 @@ from tools.huggingface.checkpoint_reader import WEIGHTS
 from tools.huggingface.config import CONFIG, HuggingFaceConfig, parameters
 from tools.huggingface.foreign import refuse_foreign
 from tools.huggingface.new_folder import new_folder, refuse_existing
-from tools.huggingface.tensor_files import DTYPES, FILE_BYTES, FolderTensors, Piece, check_tensors, write_files
+from tools.huggingface.tensor_files import (
+    DTYPES,
+    FILE_BYTES,
+    FolderTensors,
+    Piece,
+    check_tensors,
+    write_files,
+)
 
-ALWAYS_SAID = ("norm_eps", "rope_theta", "tie_embeddings")  # in model.yaml, also where they are what they are by default
+# in model.yaml, also where they are what they are by default
+ALWAYS_SAID = ("norm_eps", "rope_theta", "tie_embeddings")
 
 
-def import_hf(hf: Path, out: Path, file_bytes: int = FILE_BYTES, tokenizer_path: Path | None = None) -> ModelConfig:
+def import_hf(
+    hf: Path, out: Path, file_bytes: int = FILE_BYTES, tokenizer_path: Path | None = None
+) -> ModelConfig:
     """Writes the checkpoint `out`, whole or not at all. Raises UserError for what the user can fix.
 
     tokenizer_path: a tokenizer's file or folder; None: the one in `hf`.
@@ -48,11 +59,16 @@ def import_hf(hf: Path, out: Path, file_bytes: int = FILE_BYTES, tokenizer_path:
     tokenizer = load_tokenizer(hf, tokenizer_path)
     if tokenizer.vocab_size > config.model.vocab_size:
         why = f"the tokenizer has {tokenizer.vocab_size} tokens"
-        raise UserError(f"{hf / CONFIG}: vocab_size", config.model.vocab_size, why, "give the two of one model")
+        raise UserError(
+            f"{hf / CONFIG}: vocab_size", config.model.vocab_size, why, "give the two of one model"
+        )
 
     wanted = parameters(config.model)
     sizes = {p: math.prod(p.shape) * DTYPES[tensors.dtypes[p.theirs]].itemsize for p in wanted}
-    pieces = [Piece(WEIGHTS + p.ours, size, partial(tensors.tensor, p.theirs)) for p, size in sizes.items()]
+    pieces = [
+        Piece(WEIGHTS + p.ours, size, partial(tensors.tensor, p.theirs))
+        for p, size in sizes.items()
+    ]
     with new_folder(out) as folder:
         write_files(folder, pieces, file_bytes, _places, f"importing {out.name}")
         for name, content in tokenizer.files.items():
@@ -60,7 +76,12 @@ def import_hf(hf: Path, out: Path, file_bytes: int = FILE_BYTES, tokenizer_path:
         write_durably(folder / "trainer.json", json.dumps(trainer(config), indent=1))
         write_durably(folder / "model.yaml", model_yaml(config.model, out))
         files = {path.name: fingerprint(path) for path in folder.iterdir()}
-        write_manifest(folder, Manifest(files, {WEIGHTS + p.ours: (tensors.dtypes[p.theirs], p.shape) for p in wanted}))
+        write_manifest(
+            folder,
+            Manifest(
+                files, {WEIGHTS + p.ours: (tensors.dtypes[p.theirs], p.shape) for p in wanted}
+            ),
+        )
     return config.model
 
 
@@ -70,17 +91,27 @@ def load_tokenizer(hf: Path, named: Path | None) -> Tokenizer:
         return Tokenizer.load(named or hf)
     except UserError as error:
         why = error.why if named else f"{hf} has none that can be read: {error.why}"
-        remedy = error.remedy if named else "give the model's tokenizer, its file or folder: --tokenizer PATH"
+        remedy = (
+            error.remedy
+            if named
+            else "give the model's tokenizer, its file or folder: --tokenizer PATH"
+        )
         raise UserError("--tokenizer", named and str(named), why, remedy) from error
 
 
 def _places(tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Where in the global tensors those of a file are: each is whole, and begins at the beginning."""
-    return {PLACES: json.dumps({name: {"saved_offsets": [0] * tensor.ndim} for name, tensor in tensors.items()})}
+    """Where in the global tensors those of a file are: each is whole, and begins at the
+    beginning."""
+    return {
+        PLACES: json.dumps(
+            {name: {"saved_offsets": [0] * tensor.ndim} for name, tensor in tensors.items()}
+        )
+    }
 
 
 def trainer(config: HuggingFaceConfig) -> dict[str, Any]:
-    """The trainer.json of a model that no run of ours has trained: nothing of it can be resumed but the weights."""
+    """The trainer.json of a model that no run of ours has trained: nothing of it can be resumed but
+    the weights."""
     return {
         "step": 0,
         "updates": 0,
@@ -98,21 +129,42 @@ def said(model: ModelConfig) -> dict[str, Any]:
     """The keys of the section `model` that make it this model."""
     fields = [field for field in dataclasses.fields(model) if field.name not in FREE_MODEL_KEYS]
     values = {field.name: getattr(model, field.name) for field in fields}
-    return {f.name: values[f.name] for f in fields if f.name in ALWAYS_SAID or values[f.name] != f.default}
+    return {
+        f.name: values[f.name]
+        for f in fields
+        if f.name in ALWAYS_SAID or values[f.name] != f.default
+    }
 
 
 def model_yaml(model: ModelConfig, out: Path) -> str:
     """The section `model` for a configuration file."""
-    return f"# The model of {out}, for a configuration file.\n" + yaml.safe_dump({"model": said(model)}, sort_keys=False)
+    return f"# The model of {out}, for a configuration file.\n" + yaml.safe_dump(
+        {"model": said(model)}, sort_keys=False
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.import_hf", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.import_hf",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--hf", required=True, type=Path, metavar="DIR", help="the folder of Hugging Face's format")
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="the checkpoint to write; it must not exist")
-    parser.add_argument("--tokenizer", type=Path, metavar="PATH", help="the model's tokenizer (default: the one in --hf)")
+    parser.add_argument(
+        "--hf", required=True, type=Path, metavar="DIR", help="the folder of Hugging Face's format"
+    )
+    parser.add_argument(
+        "--out",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="the checkpoint to write; it must not exist",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="PATH",
+        help="the model's tokenizer (default: the one in --hf)",
+    )
     options = parser.parse_args(arguments)
     out = options.out
     try:
@@ -121,9 +173,15 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     size = sum(path.stat().st_size for path in out.iterdir() if path.name != MANIFEST)
-    print(f"{out}: {model.num_parameters:,} parameters, {size:,} bytes, and {MANIFEST} with their checksums")
-    print(f"to train on from it, put the section of {out / 'model.yaml'} into a configuration, say configs/mine.yaml, and then")
-    print(f"  python -m tools.prepare --source 'corpus/*.jsonl' --tokenizer {out} --out prepared/mine")
+    print(
+        f"{out}: {model.num_parameters:,} parameters, {size:,} bytes, and {MANIFEST} with their checksums"
+    )
+    print(
+        f"to train on from it, put the section of {out / 'model.yaml'} into a configuration, say configs/mine.yaml, and then"
+    )
+    print(
+        f"  python -m tools.prepare --source 'corpus/*.jsonl' --tokenizer {out} --out prepared/mine"
+    )
     print("  torchrun --nproc-per-node 8 train.py configs/mine.yaml data.path=prepared/mine \\")
     print(f"      checkpoint.load_weights_only={out}")
     return 0

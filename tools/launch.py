@@ -2,21 +2,24 @@
 
     python -m tools.launch [--nproc-per-node N] CONFIG [section.key=value …]
 
-With --nproc-per-node: N processes, laid out as the file and the overrides say, as torchrun would start them. Without it, on
-what there is. Without a GPU: 8 processes over gloo, one thread each, laid out as the file says. With GPUs: one process for each
-of as many as are a power of two, at most 8, over NCCL, in bfloat16, with the axes as large as they allow; overrides that you
-give come last, so they win.
+With --nproc-per-node: N processes, laid out as the file and the overrides say, as torchrun would
+start them. Without it, on what there is. Without a GPU: 8 processes over gloo, one thread each,
+laid out as the file says. With GPUs: one process for each of as many as are a power of two, at most
+8, over NCCL, in bfloat16, with the axes as large as they allow; overrides that you give come last,
+so they win.
 
     launcher   imports ─┬ fork … fork ─┬─ waits ─────────────────┬─ removes the store, ends with the first failure's status
     rank r              └── joins, trains: train.main ───────────┘
 
-The ranks share the memory of what is imported, and the time that it took. They find each other in a file, in a folder that only
-this user may enter: no port is opened but those of gloo and NCCL, on the loopback interface. (Who reaches torchrun's port can
-run code as you: README, "More GPUs, more machines".)
+The ranks share the memory of what is imported, and the time that it took. They find each other in a
+file, in a folder that only this user may enter: no port is opened but those of gloo and NCCL, on
+the loopback interface. (Who reaches torchrun's port can run code as you: README, "More GPUs, more
+machines".)
 
-A signal that asks for a stop is passed to every rank, once; a second request ends all at once. The ranks are a process group of
-their own, so that Ctrl-C reaches them no other way. Exit status: 0; the first failure's; 2 where the configuration is refused;
-128 + the signal's number where one ended the run.
+A signal that asks for a stop is passed to every rank, once; a second request ends all at once. The
+ranks are a process group of their own, so that Ctrl-C reaches them no other way. Exit status: 0;
+the first failure's; 2 where the configuration is refused; 128 + the signal's number where one ended
+the run.
 """
 
 from runtime import signals
@@ -50,9 +53,11 @@ from runtime.signals import Signals
 from runtime.status import read_status, record_failure
 from training.load_config import load_config
 
-MAX_PROCESSES = 8  # the smallest world in which tensor, pipeline and data parallelism all have two ranks
+# the smallest world in which tensor, pipeline and data parallelism all have two ranks
+MAX_PROCESSES = 8
 PROCESSES_PER_CORE = 32  # at most, without GPUs: each takes 0.3 GB
-NOTICE_SECONDS = 2.0  # after a failure, until the others are told to leave: they notice, and rank 0 writes it down
+# after a failure, until the others are told to leave: they notice, and rank 0 writes it down
+NOTICE_SECONDS = 2.0
 KILL_SECONDS = 15.0  # after that, until they are killed
 PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 
@@ -60,18 +65,25 @@ PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 def layout(num_gpus: int) -> tuple[int, list[str]]:
     """How many processes to start, and the overrides that fit the configuration to them.
 
-    GPUs are used in powers of two, which divide the batch and the heads; the doublings go to tp, then pp, then dp_shard.
+    GPUs are used in powers of two, which divide the batch and the heads; the doublings go to tp,
+    then pp, then dp_shard.
     """
     if num_gpus == 0:
         return MAX_PROCESSES, []
     processes = 1 << (min(num_gpus, MAX_PROCESSES).bit_length() - 1)
     tp = min(processes, 2)
     pp = min(processes // tp, 2)
-    return processes, [f"parallel.tp={tp}", f"parallel.pp={pp}", "parallel.dp_shard=-1", "train.dtype=bfloat16"]
+    return processes, [
+        f"parallel.tp={tp}",
+        f"parallel.pp={pp}",
+        "parallel.dp_shard=-1",
+        "train.dtype=bfloat16",
+    ]
 
 
 def count_gpus() -> int:
-    """Asked in a process of its own: one that has spoken to the driver cannot be forked any more."""
+    """Asked in a process of its own: one that has spoken to the driver cannot be forked any
+    more."""
     pid = os.fork()
     if pid == 0:
         os._exit(torch.cuda.device_count())
@@ -82,11 +94,13 @@ def check_processes(processes: int, gpus: int) -> None:
     """Raises UserError for more than this machine has room for."""
     most = gpus or PROCESSES_PER_CORE * (os.cpu_count() or 1)
     if not 1 <= processes <= most:
-        why = f"this machine has {gpus} GPUs" if gpus else f"this machine has {os.cpu_count()} cores"
+        why = (
+            f"this machine has {gpus} GPUs" if gpus else f"this machine has {os.cpu_count()} cores"
+        )
         raise UserError("--nproc-per-node", processes, why, f"give 1 to {most}")
 
 
-# --- a rank -----------------------------------------------------------------------------------------------------------
+# --- a rank ---------------------------------------------------------------------------------------
 
 
 def run_rank(store: dist.Store, heard: Signals, arguments: list[str]) -> None:
@@ -94,7 +108,14 @@ def run_rank(store: dist.Store, heard: Signals, arguments: list[str]) -> None:
     train.main(arguments, heard, store)
 
 
-def _become_rank(rank: int, processes: int, store: Path, group: int, function: Callable[..., None], arguments: tuple) -> None:
+def _become_rank(
+    rank: int,
+    processes: int,
+    store: Path,
+    group: int,
+    function: Callable[..., None],
+    arguments: tuple,
+) -> None:
     """In the forked process, which does not return from here."""
     status = 1
     try:
@@ -118,8 +139,8 @@ def _become_rank(rank: int, processes: int, store: Path, group: int, function: C
 
 
 def _end_with(launcher: int) -> None:
-    """Ask this process to stop when the launcher is killed (Linux only): by another signal than who killed it may have sent
-    before, for a second one of the same means at once."""
+    """Ask this process to stop when the launcher is killed (Linux only): by another signal than who
+    killed it may have sent before, for a second one of the same means at once."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(PR_SET_PDEATHSIG, signal.SIGUSR1)
@@ -127,7 +148,7 @@ def _end_with(launcher: int) -> None:
             os.kill(os.getpid(), signal.SIGUSR1)
 
 
-# --- the launcher -----------------------------------------------------------------------------------------------------
+# --- the launcher ---------------------------------------------------------------------------------
 
 
 @dataclass
@@ -154,10 +175,12 @@ class Ending:
 
 
 def start_processes(processes: int, function: Callable[..., None], *arguments: object) -> Ending:
-    """`function(store, signals, *arguments)` as ranks of one world on this machine; returns when all have ended."""
+    """`function(store, signals, *arguments)` as ranks of one world on this machine; returns when
+    all have ended."""
     awaited = {*signals.requests(), signal.SIGCHLD, signal.SIGALRM}
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # the default, to ignore it, would hide it from sigwait on macOS
+    # the default, to ignore it, would hide it from sigwait on macOS
+    signal.signal(signal.SIGCHLD, lambda *_: None)
     _sweep()
     folder = Path(tempfile.mkdtemp(prefix=f"lattice-{os.getpid()}-"))  # mode 0700
     try:
@@ -180,7 +203,8 @@ def start_processes(processes: int, function: Callable[..., None], *arguments: o
 
 
 def _wait(ranks: dict[int, int], awaited: set[signal.Signals]) -> Ending:
-    """Until all ranks have ended. Signals wait for this loop (they are blocked), so none is lost and none interrupts it."""
+    """Until all ranks have ended. Signals wait for this loop (they are blocked), so none is lost
+    and none interrupts it."""
     ending, group = Ending(), next(iter(ranks))
     asked_at, told_to_leave = 0.0, False
     while ranks:
@@ -192,7 +216,8 @@ def _wait(ranks: dict[int, int], awaited: set[signal.Signals]) -> Ending:
                 if status is not None:
                     del ranks[pid]
             if failed and ending.failure is None:
-                ending.failure = min(failed, key=lambda one: one[1])  # of several, one that was killed
+                # of several, one that was killed
+                ending.failure = min(failed, key=lambda one: one[1])
                 signal.setitimer(signal.ITIMER_REAL, NOTICE_SECONDS)
         elif number == signal.SIGALRM and not told_to_leave:
             told_to_leave = True
@@ -203,7 +228,11 @@ def _wait(ranks: dict[int, int], awaited: set[signal.Signals]) -> Ending:
         elif not ending.received:
             ending.received, asked_at = [number], time.monotonic()
             _send(ranks, number)
-        elif not ending.at_once and number == ending.received[0] and time.monotonic() - asked_at > signals.SAME_REQUEST_SECONDS:
+        elif (
+            not ending.at_once
+            and number == ending.received[0]
+            and time.monotonic() - asked_at > signals.SAME_REQUEST_SECONDS
+        ):
             ending.at_once = True
             print(f"{signal.Signals(number).name} {signals.AGAIN}", file=sys.stderr, flush=True)
             os.killpg(group, signal.SIGKILL)
@@ -226,7 +255,12 @@ def _sweep() -> None:
     """Remove the folders of this user's launchers that were killed."""
     for folder in Path(tempfile.gettempdir()).glob("lattice-*-*"):
         pid = folder.name.split("-")[1]
-        if pid.isdecimal() and folder.lstat().st_uid == os.getuid() and folder.is_dir() and not folder.is_symlink():
+        if (
+            pid.isdecimal()
+            and folder.lstat().st_uid == os.getuid()
+            and folder.is_dir()
+            and not folder.is_symlink()
+        ):
             try:
                 os.kill(int(pid), 0)
             except ProcessLookupError:
@@ -235,11 +269,12 @@ def _sweep() -> None:
                 continue
 
 
-# --- the command ------------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def finish(ending: Ending, folder: Path) -> int:
-    """Say why the run failed, last of all, and in its folder where nobody else could; returns the exit status."""
+    """Say why the run failed, last of all, and in its folder where nobody else could; returns the
+    exit status."""
     status = ending.status()
     if ending.at_once or (ending.failure is not None and status != 2):
         why = ending.why()
@@ -256,14 +291,20 @@ def finish(ending: Ending, folder: Path) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.launch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.launch",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--nproc-per-node", type=int, metavar="N", help="processes; the layout is then yours")
+    parser.add_argument(
+        "--nproc-per-node", type=int, metavar="N", help="processes; the layout is then yours"
+    )
     parser.add_argument("config", metavar="CONFIG.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     options = parser.parse_intermixed_args()
     gpus = count_gpus()
-    processes, overrides = layout(gpus) if options.nproc_per_node is None else (options.nproc_per_node, [])
+    processes, overrides = (
+        layout(gpus) if options.nproc_per_node is None else (options.nproc_per_node, [])
+    )
     arguments = [options.config, *overrides, *options.overrides]
     try:
         check_processes(processes, gpus)

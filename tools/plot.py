@@ -1,8 +1,8 @@
 """Draws a run's loss curve: `python -m tools.plot RUN --out FILE.png`.
 
-From RUN/metrics.jsonl: the training loss of every logged step, and the held-out loss where it was measured. The dashed line is
-what a model would reach that knows how frequent each token is and nothing more; it is kept in the prepared data, and left out
-where that is gone.
+From RUN/metrics.jsonl: the training loss of every logged step, and the held-out loss where it was
+measured. The dashed line is what a model would reach that knows how frequent each token is and
+nothing more; it is kept in the prepared data, and left out where that is gone.
 """
 
 import argparse
@@ -30,19 +30,27 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
         records = [json.loads(line) for line in lines if line.strip()]
     except OSError as error:
         raise UserError(
-            "RUN", str(run), f"metrics.jsonl cannot be read ({error.strerror})", "give a run's folder: run.dir"
+            "RUN",
+            str(run),
+            f"metrics.jsonl cannot be read ({error.strerror})",
+            "give a run's folder: run.dir",
         ) from None
     except ValueError as error:
-        raise UserError("RUN", str(path), f"is damaged: {error}", "remove the broken line") from None
+        raise UserError(
+            "RUN", str(path), f"is damaged: {error}", "remove the broken line"
+        ) from None
     if not any("loss" in record for record in records):
         raise UserError("RUN", str(path), "has no logged step yet", "wait for the first")
     return records
 
 
 def unigram_baseline(run: Path) -> float | None:
-    """The unigram model's held-out loss in nats per token, or None where configuration or data are not there any more."""
+    """The unigram model's held-out loss in nats per token, or None where configuration or data are
+    not there any more."""
     try:
-        return open_data(load_config(str(run / "config.yaml"), []).data, "heldout").unigram_nats_per_token
+        return open_data(
+            load_config(str(run / "config.yaml"), []).data, "heldout"
+        ).unigram_nats_per_token
     except UserError:
         return None
 
@@ -55,7 +63,14 @@ def draw(records: list[dict[str, Any]], baseline: float | None, title: str) -> F
 
     axes.plot(*zip(*train, strict=True), color=BLUE, linewidth=1.4, label="training")
     if heldout:
-        axes.plot(*zip(*heldout, strict=True), color=ORANGE, marker="o", markersize=5, linewidth=0, label="held-out")
+        axes.plot(
+            *zip(*heldout, strict=True),
+            color=ORANGE,
+            marker="o",
+            markersize=5,
+            linewidth=0,
+            label="held-out",
+        )
         step, loss = heldout[-1]
         offset = {"xytext": (0, 9), "textcoords": "offset points"}
         axes.annotate(f"{loss:.2f}", (step, loss), color=ORANGE, ha="center", fontsize=9, **offset)
@@ -75,17 +90,31 @@ def draw(records: list[dict[str, Any]], baseline: float | None, title: str) -> F
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.plot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.plot",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder (run.dir)")
-    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the picture to write: .png, .svg or .pdf")
+    parser.add_argument(
+        "--out",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="the picture to write: .png, .svg or .pdf",
+    )
     options = parser.parse_args(arguments)
     try:
         records = read_metrics(options.run)
         if options.out.suffix not in (".png", ".svg", ".pdf"):
-            raise UserError("--out", str(options.out), "is not a picture's name", "end it in .png, .svg or .pdf")
+            raise UserError(
+                "--out", str(options.out), "is not a picture's name", "end it in .png, .svg or .pdf"
+            )
         matplotlib.rcParams["svg.hashsalt"] = "lattice"  # the same run gives the same file
-        figure = draw(records, unigram_baseline(options.run), f"{options.run.name}: loss over {records[-1]['step']:,} steps")
+        figure = draw(
+            records,
+            unigram_baseline(options.run),
+            f"{options.run.name}: loss over {records[-1]['step']:,} steps",
+        )
         options.out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(options.out, dpi=150)
     except UserError as error:

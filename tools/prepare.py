@@ -21,7 +21,9 @@ from errors import UserError
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.prepare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--source", required=True, nargs="+", help="where the text comes from")
     parser.add_argument(
@@ -30,18 +32,37 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="FILE",
         help="a SentencePiece model (tools.tokenizer trains one), a tokenizer.json, or a folder with either (a checkpoint)",
     )
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="the folder to write")
-    parser.add_argument("--text-field", metavar="NAME", help="the column of the text (default: text, or the only one of text)")
-    parser.add_argument("--split", default="train", help="which split of a Hugging Face data set (default: %(default)s)")
+    parser.add_argument(
+        "--out", required=True, type=Path, metavar="DIR", help="the folder to write"
+    )
+    parser.add_argument(
+        "--text-field",
+        metavar="NAME",
+        help="the column of the text (default: text, or the only one of text)",
+    )
+    parser.add_argument(
+        "--split",
+        default="train",
+        help="which split of a Hugging Face data set (default: %(default)s)",
+    )
     parser.add_argument(
         "--heldout-fraction",
         type=float,
         default=0.05,
         help="not trained on: of the documents or, of a few, of each one's end (default: %(default)s; 0: none)",
     )
-    parser.add_argument("--shard-tokens", type=int, default=1 << 27, help="tokens in a file (default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: one per core, %(default)s)")
-    parser.add_argument("--overwrite", action="store_true", help="replace the folder if it is there")
+    parser.add_argument(
+        "--shard-tokens", type=int, default=1 << 27, help="tokens in a file (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=os.cpu_count(),
+        help="processes (default: one per core, %(default)s)",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace the folder if it is there"
+    )
     options = parser.parse_args(arguments)
     started, report = time.monotonic(), Report()
     try:
@@ -72,11 +93,17 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{index['empty_documents']:,} documents are empty, and were left out")
     if "heldout" in index:
         share = f"the last {100 * index['heldout_fraction']:.3g}% of each document's text"
-        print(f"there are too few documents to hold out whole ones: {share} is held out for evaluation")
+        print(
+            f"there are too few documents to hold out whole ones: {share} is held out for evaluation"
+        )
     tokens = sum(split["tokens"] for split in index["splits"].values())
-    print(f"{options.out} is complete: {tokens / seconds:,.0f} tokens/s in {seconds:.1f} s with {options.workers} workers")
+    print(
+        f"{options.out} is complete: {tokens / seconds:,.0f} tokens/s in {seconds:.1f} s with {options.workers} workers"
+    )
     if index["splits"]["heldout"]["tokens"] == 0:
-        print("nothing was held out: train with train.eval_interval=0, or prepare again with a larger --heldout-fraction")
+        print(
+            "nothing was held out: train with train.eval_interval=0, or prepare again with a larger --heldout-fraction"
+        )
     return 0
 
 

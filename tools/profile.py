@@ -1,7 +1,9 @@
-"""Where the time of a profiled step went: `python -m tools.profile RUN`, after run.profile=start:stop (docs/profiling.md).
+"""Where the time of a profiled step went: `python -m tools.profile RUN`, after
+run.profile=start:stop (docs/profiling.md).
 
-Prints, for each rank's trace in RUN/profile, or for one trace file: compute, communication by axis and how much of it is
-exposed, idle, and the operators or kernels that took most. It reads nothing but the trace.
+Prints, for each rank's trace in RUN/profile, or for one trace file: compute, communication by axis
+and how much of it is exposed, idle, and the operators or kernels that took most. It reads nothing
+but the trace.
 """
 
 import argparse
@@ -25,12 +27,16 @@ def traces_of(run: Path) -> list[Path]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.profile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.profile",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or a trace file")
     options = parser.parse_args(arguments)
     try:
-        tables = [describe(summarise(read_trace(path), str(path))) for path in traces_of(options.run)]
+        tables = [
+            describe(summarise(read_trace(path), str(path))) for path in traces_of(options.run)
+        ]
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

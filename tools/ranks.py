@@ -1,15 +1,17 @@
 """A pool of ready processes that run a function as `world` ranks of a fresh process group.
 
-Starting processes and importing torch costs seconds; a distributed computation on a small model costs a tenth of one. So a
-server process imports torch once, forks the ranks, and they serve one task after another, each in a process group of its own
-(gloo, bound to the loopback interface, meeting in a file). Hundreds of layouts are then checked in minutes.
+Starting processes and importing torch costs seconds; a distributed computation on a small model
+costs a tenth of one. So a server process imports torch once, forks the ranks, and they serve one
+task after another, each in a process group of its own (gloo, bound to the loopback interface,
+meeting in a file). Hundreds of layouts are then checked in minutes.
 
     with Ranks(8) as ranks:
         results = ranks.run(function, 4, *arguments)    # function(*arguments) on 4 ranks; the list of what they returned
 
-`function` must be importable by name (not a lambda), arguments and results must pickle. When a rank fails or a task takes too
-long, the others wait in a collective forever, so all ranks of the task are killed, and the next task that needs them forks new
-ones. Ranks that had no part in it stay: what they have imported and cached would cost each new one a second.
+`function` must be importable by name (not a lambda), arguments and results must pickle. When a rank
+fails or a task takes too long, the others wait in a collective forever, so all ranks of the task
+are killed, and the next task that needs them forks new ones. Ranks that had no part in it stay:
+what they have imported and cached would cost each new one a second.
 """
 
 import atexit
@@ -30,8 +32,17 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-# The server imports these before it forks; what is missing here each rank imports for itself, slowly.
-PRELOAD = ["torch", "torch.distributed.fsdp", "torch._dynamo", "sympy", "safetensors.torch", "tools.parity.run", "train"]
+# The server imports these before it forks; what is missing here each rank imports for itself,
+# slowly.
+PRELOAD = [
+    "torch",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+    "sympy",
+    "safetensors.torch",
+    "tools.parity.run",
+    "train",
+]
 _CACHED = type(functools.cache(lambda: None))  # functools has no public name for it
 GRACE_SECONDS = 3.0  # for other ranks to report too, after one has failed
 
@@ -50,10 +61,12 @@ class Ranks:
 
     def __init__(self, size: int = 8, timeout: float = 600.0) -> None:
         self.size, self.timeout = size, timeout
-        # A fork server and not a fork of this process: autograd refuses to run in the fork of a process that has used it.
+        # A fork server and not a fork of this process: autograd refuses to run in the fork of a
+        # process that has used it.
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
-        self._ranks: dict[int, tuple[Any, Connection]] = {}  # rank → its process and our end of its pipe
+        # rank → its process and our end of its pipe
+        self._ranks: dict[int, tuple[Any, Connection]] = {}
         atexit.register(self.close)
 
     def __enter__(self) -> "Ranks":
@@ -63,7 +76,8 @@ class Ranks:
         self.close()
 
     def run(self, function: Callable[..., Any], world: int, *arguments: Any) -> list[Any]:
-        """function(*arguments) on `world` ranks inside a process group of their own; what each rank returned.
+        """function(*arguments) on `world` ranks inside a process group of their own; what each rank
+        returned.
 
         Raises:
             RankError: a rank raised, died or did not answer in time.
@@ -78,7 +92,9 @@ class Ranks:
             answers, failures = self._collect(world)
         if failures:
             self._kill(world)
-            raise RankError("\n".join(f"rank {rank}: {failures[rank]}" for rank in sorted(failures)))
+            raise RankError(
+                "\n".join(f"rank {rank}: {failures[rank]}" for rank in sorted(failures))
+            )
         return [answers[rank] for rank in range(world)]
 
     def close(self) -> None:
@@ -98,7 +114,9 @@ class Ranks:
         """Start what is missing of ranks 0 to `world` - 1."""
         for rank in set(range(world)) - self._ranks.keys():
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(rank, theirs), name=f"rank-{rank}", daemon=True)
+            process = self._context.Process(
+                target=_serve, args=(rank, theirs), name=f"rank-{rank}", daemon=True
+            )
             process.start()
             theirs.close()
             self._ranks[rank] = process, ours
@@ -137,7 +155,9 @@ def _serve(rank: int, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    os.environ["GLOO_SOCKET_IFNAME"] = next(
+        name for _, name in socket.if_nameindex() if name.startswith("lo")
+    )
     torch.set_num_threads(1)
     gc.freeze()  # what is imported stays; collections below look at the rest alone
     while True:
@@ -148,13 +168,18 @@ def _serve(rank: int, pipe: Connection) -> None:
         try:
             function, arguments, world, store = pickle.loads(task)
             dist.init_process_group(
-                "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=300)
+                "gloo",
+                store=dist.FileStore(store, world),
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(seconds=300),
             )
             result = pickle.dumps((True, function(*arguments)))
             dist.barrier()  # no rank may tear its connections down while another still uses them
             dist.destroy_process_group()
             _forget_meshes()
-            gc.collect()  # process groups are in cycles, and each keeps three threads until it is collected
+            # process groups are in cycles, and each keeps three threads until it is collected
+            gc.collect()
         except BaseException:  # whatever it was, the parent must hear of it
             result = pickle.dumps((False, traceback.format_exc()))
         with contextlib.suppress(BrokenPipeError):
@@ -162,8 +187,9 @@ def _serve(rank: int, pipe: Connection) -> None:
 
 
 def _forget_meshes() -> None:
-    """Clear torch's caches of what it knows about meshes. Meshes of one shape are equal to it, so a cached answer would bring
-    back a mesh whose process groups are gone, or, under the same name, another's."""
+    """Clear torch's caches of what it knows about meshes. Meshes of one shape are equal to it, so a
+    cached answer would bring back a mesh whose process groups are gone, or, under the same name,
+    another's."""
     from torch.distributed.tensor import debug
 
     debug._clear_sharding_prop_cache()

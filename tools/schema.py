@@ -2,8 +2,9 @@
 
     python -m tools.schema --out configs/schema.json
 
-A file's line `# yaml-language-server: $schema=schema.json` names it to them (VS Code, Neovim, JetBrains).
-Types, bounds and defaults are the sections' own; descriptions are the comments beside the fields.
+A file's line `# yaml-language-server: $schema=schema.json` names it to them (VS Code, Neovim,
+JetBrains). Types, bounds and defaults are the sections' own; descriptions are the comments beside
+the fields.
 """
 
 import argparse
@@ -30,7 +31,9 @@ def schema() -> dict[str, Any]:
         for described in properties.values():
             del described["title"]  # the key again, with a capital
     whole["additionalProperties"] = False
-    whole["required"] = [name for name, cls in sections.items() if whole["$defs"][cls.__name__].get("required")]
+    whole["required"] = [
+        name for name, cls in sections.items() if whole["$defs"][cls.__name__].get("required")
+    ]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **whole}
 
 

@@ -1,9 +1,11 @@
 """Trains a tokenizer: `python -m tools.tokenizer --source … --vocab-size N --out FILE`.
 
-    python -m tools.tokenizer --source 'corpus/*.jsonl' --vocab-size 32000 --out prepared/corpus.model
+    python -m tools.tokenizer --source 'corpus/*.jsonl' --vocab-size 32000 --out
+    prepared/corpus.model
 
-SentencePiece BPE that can spell every text exactly (data/sentencepiece_codec.py). It sees the training documents only, never
-the held-out ones, and at most --max-characters of them from the start of the source: give a source that is mixed, not sorted.
+SentencePiece BPE that can spell every text exactly (data/sentencepiece_codec.py). It sees the
+training documents only, never the held-out ones, and at most --max-characters of them from the
+start of the source: give a source that is mixed, not sorted.
 """
 
 import argparse
@@ -19,7 +21,9 @@ from errors import UserError
 from tools.command import run_command
 
 
-def texts(source: str, text_field: str | None, split: str, heldout_fraction: float, max_characters: int) -> Iterator[str]:
+def texts(
+    source: str, text_field: str | None, split: str, heldout_fraction: float, max_characters: int
+) -> Iterator[str]:
     """What of `source` is trained on, until `max_characters` characters are reached."""
     characters = 0
     not_empty = (document for document in documents(source, text_field, split) if document.text)
@@ -38,45 +42,86 @@ def check(options: argparse.Namespace) -> None:
         why = "it is a fraction of the documents"
         raise UserError("--heldout-fraction", options.heldout_fraction, why, "0 <= fraction < 1")
     if options.max_characters < 1:
-        raise UserError("--max-characters", options.max_characters, "there is nothing to learn from", "at least 1")
+        raise UserError(
+            "--max-characters",
+            options.max_characters,
+            "there is nothing to learn from",
+            "at least 1",
+        )
     if options.out.is_dir():
-        raise UserError("--out", str(options.out), "it is a folder", f"name a file: {options.out / 'tokenizer.model'}")
+        raise UserError(
+            "--out",
+            str(options.out),
+            "it is a folder",
+            f"name a file: {options.out / 'tokenizer.model'}",
+        )
     if options.out.exists():
         try:
             Tokenizer.load(options.out)
         except UserError:
             why = "there is a file of that name, and it is no tokenizer"
-            raise UserError("--out", str(options.out), why, "name another one; only a tokenizer is replaced") from None
+            raise UserError(
+                "--out", str(options.out), why, "name another one; only a tokenizer is replaced"
+            ) from None
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.tokenizer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--source", required=True, nargs="+", help="where the text comes from, as for tools.prepare")
-    parser.add_argument("--vocab-size", required=True, type=int, help="the number of tokens, bytes included")
-    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the model to write")
-    parser.add_argument("--text-field", metavar="NAME", help="the column of the text (default: text, or the only one of text)")
-    parser.add_argument("--split", default="train", help="which split of a Hugging Face data set (default: %(default)s)")
-    parser.add_argument(
-        "--heldout-fraction", type=float, default=0.05, help="as will be given to tools.prepare (default: %(default)s)"
+        prog="python -m tools.tokenizer",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--max-characters", type=int, default=100_000_000, help="enough to learn from; held in memory (default: %(default)s)"
+        "--source", required=True, nargs="+", help="where the text comes from, as for tools.prepare"
+    )
+    parser.add_argument(
+        "--vocab-size", required=True, type=int, help="the number of tokens, bytes included"
+    )
+    parser.add_argument(
+        "--out", required=True, type=Path, metavar="FILE", help="the model to write"
+    )
+    parser.add_argument(
+        "--text-field",
+        metavar="NAME",
+        help="the column of the text (default: text, or the only one of text)",
+    )
+    parser.add_argument(
+        "--split",
+        default="train",
+        help="which split of a Hugging Face data set (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--heldout-fraction",
+        type=float,
+        default=0.05,
+        help="as will be given to tools.prepare (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-characters",
+        type=int,
+        default=100_000_000,
+        help="enough to learn from; held in memory (default: %(default)s)",
     )
     options = parser.parse_args(arguments)
     partial = options.out.parent / f"{options.out.name}.partial"
     try:
         check(options)
         read = texts(
-            one_source(options.source), options.text_field, options.split, options.heldout_fraction, options.max_characters
+            one_source(options.source),
+            options.text_field,
+            options.split,
+            options.heldout_fraction,
+            options.max_characters,
         )
         tokenizer = Tokenizer.train(read, options.vocab_size)
         options.out.parent.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(tokenizer.model)
         partial.replace(options.out)
     except OSError as error:  # what reading the source raises is a UserError
-        print(f"error: --out = {str(options.out)!r}: cannot be written ({error.strerror})", file=sys.stderr)
+        print(
+            f"error: --out = {str(options.out)!r}: cannot be written ({error.strerror})",
+            file=sys.stderr,
+        )
         print("  remedy: make room, or name a file where you may write", file=sys.stderr)
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)

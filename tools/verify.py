@@ -1,8 +1,9 @@
 """Whether a checkpoint is what was saved: `python -m tools.verify CHECKPOINT`
 
-Reads every file of it, compares each with the checksum in manifest.json, and looks whether the pieces of every tensor make it
-up, and whether trainer.json says what it should. CHECKPOINT is a folder step-…, or a run folder: then all its checkpoints.
-Nothing is unpickled, and no weights are loaded. The exit status is 1 if any is damaged.
+Reads every file of it, compares each with the checksum in manifest.json, and looks whether the
+pieces of every tensor make it up, and whether trainer.json says what it should. CHECKPOINT is a
+folder step-…, or a run folder: then all its checkpoints. Nothing is unpickled, and no weights are
+loaded. The exit status is 1 if any is damaged.
 """
 
 import argparse
@@ -18,9 +19,16 @@ from tools.command import run_command
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.verify",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="runs/laptop, or runs/laptop/checkpoints/step-…")
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="runs/laptop, or runs/laptop/checkpoints/step-…",
+    )
     options = parser.parse_args(arguments)
     try:
         checkpoints = checkpoints_of(options.checkpoint, "CHECKPOINT")
@@ -31,7 +39,9 @@ def main(arguments: list[str] | None = None) -> int:
     for path in checkpoints:
         try:
             manifest = verify_checkpoint(path)
-            print(f"{path}: good, {len(manifest.tensors)} tensors in {len(manifest.files)} files, {manifest.num_bytes:,} bytes")
+            print(
+                f"{path}: good, {len(manifest.tensors)} tensors in {len(manifest.files)} files, {manifest.num_bytes:,} bytes"
+            )
         except Damaged as problem:
             damaged += 1
             print(f"{path}: damaged: {problem}")

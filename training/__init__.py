@@ -6,5 +6,6 @@
     precision.py   which numbers are in which dtype
     gradient.py    the norm of all gradients              guard.py        which updates are made
 
-May import `model/`, `parallel/` and `data/`. What keeps a run alive and observed is in runtime/, and is not known here.
+May import `model/`, `parallel/` and `data/`. What keeps a run alive and observed is in runtime/,
+and is not known here.
 """

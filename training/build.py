@@ -1,4 +1,5 @@
-"""From a configuration and a mesh to this rank's model: meta device → checkpointing → compile → FSDP → memory → weights."""
+"""From a configuration and a mesh to this rank's model: meta device → checkpointing → compile →
+FSDP → memory → weights."""
 
 import os
 
@@ -21,7 +22,8 @@ from training.precision import Precision
 
 
 def build_stages(config: Config, mesh: Mesh) -> dict[int, Transformer]:
-    """This rank's pipeline stages by global index, sharded and initialised, on the mesh's device (or offloaded to the host)."""
+    """This rank's pipeline stages by global index, sharded and initialised, on the mesh's device
+    (or offloaded to the host)."""
     split = config.split_layers()
     stages = {}
     for s, rank in enumerate(config.parallel.ranks_of_stages):
@@ -31,14 +33,19 @@ def build_stages(config: Config, mesh: Mesh) -> dict[int, Transformer]:
 
 
 def check_fits(config: Config, device: str) -> None:
-    """Raises UserError where weights and optimizer states are more than a rank's share of the memory: what is certain, before
-    anything is allocated. (What else a step needs, `tools.plan` says.)"""
+    """Raises UserError where weights and optimizer states are more than a rank's share of the
+    memory: what is certain, before anything is allocated. (What else a step needs, `tools.plan`
+    says.)"""
     parallel, world = config.parallel, dist.get_world_size()
     needed = config.model.num_parameters * state_bytes(config) * parallel.dp_replicate / world
     if device == "cuda" and not parallel.cpu_offload:
         memory = torch.cuda.get_device_properties().total_memory
     else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        memory = (
+            os.sysconf("SC_PAGE_SIZE")
+            * os.sysconf("SC_PHYS_PAGES")
+            // int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        )
     if needed > memory:
         why = f"weights and optimizer states are {needed / 1e9:,.1f} GB of each rank, which has {memory / 1e9:,.1f} GB"
         remedy = "use more processes (parallel.dp_shard, tp, pp) or a smaller model; `python -m tools.plan` says what fits"
@@ -46,7 +53,8 @@ def check_fits(config: Config, device: str) -> None:
 
 
 def describe_places(config: Config, mesh: Mesh, ranks_per_node: int) -> str:
-    """What of the mesh lies inside a node, and what it costs if tensor parallelism does not: one line, or two."""
+    """What of the mesh lies inside a node, and what it costs if tensor parallelism does not: one
+    line, or two."""
     model, train, tp = config.model, config.train, config.parallel.tp
     sent = tp_bytes_per_step(
         tp,
@@ -62,9 +70,17 @@ def describe_places(config: Config, mesh: Mesh, ranks_per_node: int) -> str:
 def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bool) -> Transformer:
     """One stage, ready to train."""
     precision = Precision.of(config)
-    stage = Transformer(config.model, layers, first, last, mesh.tp, config.parallel.sequence_parallel).to(precision.master)
+    stage = Transformer(
+        config.model, layers, first, last, mesh.tp, config.parallel.sequence_parallel
+    ).to(precision.master)
     blocks = list(stage.blocks.values())
-    wrap_blocks(blocks, config.train.activation_checkpointing, config.train.compile, config.model.dim, mesh.tp.size())
+    wrap_blocks(
+        blocks,
+        config.train.activation_checkpointing,
+        config.train.compile,
+        config.model.dim,
+        mesh.tp.size(),
+    )
     units: list[list[torch.nn.Module]] = [[block] for block in blocks]
     if stage.embedding is not None:
         units.insert(0, [stage.embedding])
@@ -86,22 +102,33 @@ def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bo
 
 
 def describe_stages(config: Config) -> str:
-    """How the blocks are split, for the log: `4 stages of 8, 9, 9, 6 blocks: the slowest rank computes 5% more than the mean
-    (even split: 19%)`."""
+    """How the blocks are split, for the log: `4 stages of 8, 9, 9, 6 blocks: the slowest rank
+    computes 5% more than the mean (even split: 19%)`."""
     costs = layer_costs(config.model, config.train.seq_len, config.train.activation_checkpointing)
     split = [len(layers) for layers in config.split_layers()]
     even = even_split(config.model.num_layers, len(split))
-    over, over_even = (imbalance(s, costs, config.parallel.ranks_of_stages) - 1 for s in (split, even))
-    blocks = f"{split[0]} blocks each" if len(set(split)) == 1 else f"{', '.join(map(str, split))} blocks"
+    over, over_even = (
+        imbalance(s, costs, config.parallel.ranks_of_stages) - 1 for s in (split, even)
+    )
+    blocks = (
+        f"{split[0]} blocks each"
+        if len(set(split)) == 1
+        else f"{', '.join(map(str, split))} blocks"
+    )
     beside = "" if split == even else f" (even split: {over_even:.0%})"
     return f"{len(split)} stages of {blocks}: the slowest rank computes {over:.0%} more than the mean{beside}"
 
 
-def build_tied_embedding(config: Config, mesh: Mesh, stages: dict[int, Transformer]) -> TiedEmbedding:
-    """The tied weight's copies on this rank; no copies where embeddings are not tied. Every rank must call it."""
+def build_tied_embedding(
+    config: Config, mesh: Mesh, stages: dict[int, Transformer]
+) -> TiedEmbedding:
+    """The tied weight's copies on this rank; no copies where embeddings are not tied. Every rank
+    must call it."""
     if not config.model.tie_embeddings:
         return TiedEmbedding([], None)
     copies = []
     for stage in stages.values():
         copies += [module.weight for module in (stage.embedding, stage.head) if module is not None]
-    return TiedEmbedding(copies, first_and_last_stage_group(mesh.root, config.parallel.ranks_of_stages))
+    return TiedEmbedding(
+        copies, first_and_last_stage_group(mesh.root, config.parallel.ranks_of_stages)
+    )

@@ -13,14 +13,17 @@ from parallel.mesh import Mesh
 
 @torch.no_grad()
 def gradient_norm(gradients: Sequence[DTensor], mesh: Mesh, kernels: str = "auto") -> Tensor:
-    """The L2 norm over the whole model, each parameter counted once: a float64 scalar, the same bits on every rank.
+    """The L2 norm over the whole model, each parameter counted once: a float64 scalar, the same
+    bits on every rank.
 
-    A shard that r ranks of the stage hold alike would be counted r times by a sum over the world, so each square sum is
-    divided by r: the product of the sizes of the axes on which the gradient is replicated. One all-reduce of one number; the
-    host waits for nothing (but, with cpu_offload, for its own sums).
+    A shard that r ranks of the stage hold alike would be counted r times by a sum over the world,
+    so each square sum is divided by r: the product of the sizes of the axes on which the gradient
+    is replicated. One all-reduce of one number; the host waits for nothing (but, with cpu_offload,
+    for its own sums).
 
     Args:
-        gradients: this rank's, reduced; a tied embedding must be listed on one stage only (see `training/step.py`).
+        gradients: this rank's, reduced; a tied embedding must be listed on one stage only (see
+            `training/step.py`).
         mesh: the mesh.
         kernels: auto, triton or torch; torch where gradients are offloaded to the CPU of a GPU.
     """
@@ -33,6 +36,8 @@ def gradient_norm(gradients: Sequence[DTensor], mesh: Mesh, kernels: str = "auto
     local = [gradient.to_local() for gradient in gradients]
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     if local:
-        total += square_sum(local, copies, kernels if local[0].device == total.device else "torch").to(mesh.device)
+        total += square_sum(
+            local, copies, kernels if local[0].device == total.device else "torch"
+        ).to(mesh.device)
     dist.all_reduce(total)
     return total.sqrt()

@@ -9,8 +9,8 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     """The learning rate of update `step`, 0-based, of a run of `steps`.
 
     Linear warmup to lr, then `cosine` to min_lr_ratio · lr at the end (Loshchilov and Hutter 2017,
-    https://arxiv.org/abs/1608.03983), or `wsd`: constant, then linear over the last decay_steps (Hu et al. 2024,
-    https://arxiv.org/abs/2404.06395).
+    https://arxiv.org/abs/1608.03983), or `wsd`: constant, then linear over the last decay_steps (Hu
+    et al. 2024, https://arxiv.org/abs/2404.06395).
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps

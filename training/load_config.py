@@ -1,4 +1,5 @@
-"""A YAML file and `section.key=value` overrides → `Config`. Unknown keys and wrong types are errors; nothing is guessed."""
+"""A YAML file and `section.key=value` overrides → `Config`. Unknown keys and wrong types are
+errors; nothing is guessed."""
 
 import dataclasses
 import difflib
@@ -14,17 +15,24 @@ KEYS = {name: [field.name for field in dataclasses.fields(cls)] for name, cls in
 
 
 def load_config(path: str, overrides: list[str]) -> Config:
-    """Read `path`, apply `overrides` in order, and build the configuration (each section checks itself).
+    """Read `path`, apply `overrides` in order, and build the configuration (each section checks
+    itself).
 
     Raises:
-        UserError: an unreadable file, an unknown section or key, a missing key, or a value that its key does not take.
+        UserError: an unreadable file, an unknown section or key, a missing key, or a value that its
+            key does not take.
     """
     raw = _read(path)
     for override in overrides:
         name, equals, text = override.partition("=")
         section, dot, key = name.partition(".")
         if not (equals and section and dot and key):
-            raise UserError("command line", override, "is not section.key=value", "write for example train.steps=100")
+            raise UserError(
+                "command line",
+                override,
+                "is not section.key=value",
+                "write for example train.steps=100",
+            )
         try:
             raw.setdefault(section, {})[key] = parse(text)
         except NotYaml as error:
@@ -33,7 +41,8 @@ def load_config(path: str, overrides: list[str]) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """The whole resolved configuration as YAML, defaults included; `load_config` reads it back to the same."""
+    """The whole resolved configuration as YAML, defaults included; `load_config` reads it back to
+    the same."""
     plain = dataclasses.asdict(config)
     plain["optimizer"]["betas"] = list(config.optimizer.betas)
     return dump(plain)
@@ -54,12 +63,24 @@ def _read(path: str) -> dict[str, dict[str, Any]]:
     except NotYaml as error:
         raise UserError("configuration file", path, str(error), "correct the file") from None
     except ValueError as error:  # no UTF-8 in it, or a path with NUL
-        raise UserError("configuration file", path, f"is not a text file: {error}", "give a YAML file") from None
+        raise UserError(
+            "configuration file", path, f"is not a text file: {error}", "give a YAML file"
+        ) from None
     if not isinstance(raw, dict):
-        raise UserError("configuration file", path, "must be a mapping of sections to keys", "see configs/laptop.yaml")
+        raise UserError(
+            "configuration file",
+            path,
+            "must be a mapping of sections to keys",
+            "see configs/laptop.yaml",
+        )
     for section, keys in raw.items():
         if not isinstance(section, str) or not isinstance(keys, dict):
-            raise UserError(str(section), keys, "is no section with keys", f"see configs/laptop.yaml; the file is {path}")
+            raise UserError(
+                str(section),
+                keys,
+                "is no section with keys",
+                f"see configs/laptop.yaml; the file is {path}",
+            )
     return raw
 
 

@@ -1,4 +1,5 @@
-"""One training step, on one screen: micro-batches through the schedule → norm → guard → clipped update."""
+"""One training step, on one screen: micro-batches through the schedule → norm → guard → clipped
+update."""
 
 from dataclasses import dataclass
 
@@ -37,18 +38,22 @@ class StepResult:
 
 
 class TrainStep:
-    """Holds what a step needs, and makes it: `TrainStep(config, mesh, stages, bos_id)(step, tokens, targets)`.
+    """Holds what a step needs, and makes it: `TrainStep(config, mesh, stages, bos_id)(step, tokens,
+    targets)`.
 
     bos_id: the token that begins a document, for data.document_mask.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, stages: dict[int, Transformer], bos_id: int | None = None) -> None:
+    def __init__(
+        self, config: Config, mesh: Mesh, stages: dict[int, Transformer], bos_id: int | None = None
+    ) -> None:
         assert bos_id is not None or not config.data.document_mask
         self.config, self.mesh, self.stages = config, mesh, stages
         self.bos_id = bos_id if config.data.document_mask else None
         self.precision = Precision.of(config)
         parallel, train = config.parallel, config.train
-        # Listed once, while they are sharded: while its weights are gathered, a module calls other objects its parameters.
+        # Listed once, while they are sharded: while its weights are gathered, a module calls other
+        # objects its parameters.
         self.weights = [weight for stage in stages.values() for weight in weights_of(stage)]
         self.partial = PartialGradients(self.weights, mesh.tp.get_group())
         self.tied = build_tied_embedding(config, mesh, stages)
@@ -58,37 +63,47 @@ class TrainStep:
 
         positions = train.seq_len // mesh.tp.size() if parallel.sequence_parallel else train.seq_len
         hidden_shape = (positions, train.micro_batch_size, config.model.dim)
-        transfers = Transfers(mesh.pp.get_group(), hidden_shape, self.precision.compute, mesh.device)
+        transfers = Transfers(
+            mesh.pp.get_group(), hidden_shape, self.precision.compute, mesh.device
+        )
         schedule = config.schedule(mesh.dp_size)
         self.ranks_of_stages = stage_ranks(schedule)
         self.program = lower(schedule)[mesh.pp_rank]
         zero = ZeroStage(parallel.zero_stage)
-        self.runner = PipelineRunner(dict(stages), parallel.num_stages, transfers, zero, splits_backward(schedule))
+        self.runner = PipelineRunner(
+            dict(stages), parallel.num_stages, transfers, zero, splits_backward(schedule)
+        )
 
     def __call__(self, step: int, tokens: Tensor, targets: Tensor) -> StepResult:
-        """Train on this data-parallel rank's rows of the global batch, tokens and targets [rows, S]; `step` is 0-based."""
+        """Train on this data-parallel rank's rows of the global batch, tokens and targets [rows,
+        S]; `step` is 0-based."""
         loss, norm = self.forward_backward(tokens, targets)
         lr = learning_rate(step, self.config.train.steps, self.config.optimizer)
         self.optimizer.step(lr, self.guard(loss, norm), self.config.optimizer.grad_clip)
         return StepResult(loss, norm, self.optimizer.updates, self.guard.bad_in_a_row)
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of the mean loss over the global batch's target tokens, reduced, in the parameters; loss and norm."""
-        # The one division of the whole run: every later reduction is a plain sum. (A mean per rank, then a mean over ranks,
-        # is wrong as soon as token counts differ.)
-        microbatches = self.microbatches(tokens, targets, loss_scale=1 / self.count_targets(targets))
+        """Gradients of the mean loss over the global batch's target tokens, reduced, in the
+        parameters; loss and norm."""
+        # The one division of the whole run: every later reduction is a plain sum. (A mean per rank,
+        # then a mean over ranks, is wrong as soon as token counts differ.)
+        microbatches = self.microbatches(
+            tokens, targets, loss_scale=1 / self.count_targets(targets)
+        )
         loss = self.runner.step(self.program, microbatches, self.record)
         check_reduced(weight.parameter for weight in self.weights)
         self.partial.sum_over_tp()
         self.tied.sum_gradients()
-        # A tied embedding's second copy has the same gradient as the first, and does not count again in the norm.
+        # A tied embedding's second copy has the same gradient as the first, and does not count
+        # again in the norm.
         gradients = [weight.gradient for weight in self.weights if not weight.is_copy]
         norm = gradient_norm(gradients, self.mesh, self.config.model.kernels)
         return self.sum_over_ranks(loss), norm
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Summed loss and number of target tokens over all data-parallel ranks' rows, each [rows, S]."""
+        """Summed loss and number of target tokens over all data-parallel ranks' rows, each [rows,
+        S]."""
         num_targets = self.count_targets(targets)
         microbatches = self.microbatches(tokens, targets, loss_scale=torch.ones_like(num_targets))
         program = lower(forward_only(self.ranks_of_stages, len(microbatches)))[self.mesh.pp_rank]
@@ -96,7 +111,8 @@ class TrainStep:
         return self.sum_over_ranks(loss), num_targets
 
     def count_targets(self, targets: Tensor) -> Tensor:
-        """Target tokens of the global batch, from this data-parallel rank's rows: a scalar in the loss's dtype."""
+        """Target tokens of the global batch, from this data-parallel rank's rows: a scalar in the
+        loss's dtype."""
         num_targets = to_device((targets != IGNORE).sum(), self.mesh.device)
         dist.all_reduce(num_targets, group=self.mesh.loss.get_group())
         return num_targets.to(self.precision.exact)
@@ -104,17 +120,25 @@ class TrainStep:
     def microbatches(self, tokens: Tensor, targets: Tensor, loss_scale: Tensor) -> list[Batch]:
         """Cut [rows, S] into micro-batches of [S, micro_batch_size] on the device."""
         size = self.config.train.micro_batch_size
-        positions = torch.arange(self.config.train.seq_len, device=self.mesh.device).unsqueeze(1)  # [S, 1]
+        # [S, 1]
+        positions = torch.arange(self.config.train.seq_len, device=self.mesh.device).unsqueeze(1)
         places: list[tuple[Tensor, Tensor | None]] = [(positions, None)] * (len(tokens) // size)
         if self.bos_id is not None:
             places = [find_documents(t, self.bos_id, self.mesh.device) for t in tokens.split(size)]
         tokens, targets = (to_device(t, self.mesh.device) for t in (tokens, targets))
         cut = zip(tokens.split(size), targets.split(size), places, strict=True)
-        return [Batch(t.T.contiguous(), y.T.contiguous(), p, loss_scale, documents) for t, y, (p, documents) in cut]
+        return [
+            Batch(t.T.contiguous(), y.T.contiguous(), p, loss_scale, documents)
+            for t, y, (p, documents) in cut
+        ]
 
     def sum_over_ranks(self, loss: Tensor | None) -> Tensor:
         """The last stages' losses, summed over data-parallel ranks, known to every rank."""
-        total = torch.zeros((), dtype=self.precision.exact, device=self.mesh.device) if loss is None else loss
+        total = (
+            torch.zeros((), dtype=self.precision.exact, device=self.mesh.device)
+            if loss is None
+            else loss
+        )
         for view in (self.mesh.loss, self.mesh.pp):  # all tp ranks have the same already
             dist.all_reduce(total, group=view.get_group())
         return total

@@ -1,8 +1,10 @@
-"""YAML as a configuration is written in it: the safe subset of PyYAML, and what is easily mistaken is an error or plain text.
+"""YAML as a configuration is written in it: the safe subset of PyYAML, and what is easily mistaken
+is an error or plain text.
 
-A key that stands twice is an error (YAML lets the last win); 1e-5 is a number (as in YAML 1.2); 10:13 and 2026-01-31 are text
-(not a number to base 60, not a date). An alias may repeat a single value, but no list or mapping, of which nine lines can make
-a billion items. What is written with `dump` is read back to the same.
+A key that stands twice is an error (YAML lets the last win); 1e-5 is a number (as in YAML 1.2);
+10:13 and 2026-01-31 are text (not a number to base 60, not a date). An alias may repeat a single
+value, but no list or mapping, of which nine lines can make a billion items. What is written with
+`dump` is read back to the same.
 """
 
 import re
@@ -52,7 +54,9 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 continue
             if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands here twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key.value!r} stands here twice", key.start_mark
+                )
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -65,10 +69,15 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _resolvers() -> dict[Any, Any]:
-    """What an unquoted text is, by its first character: PyYAML's list, changed as the docstring says."""
+    """What an unquoted text is, by its first character: PyYAML's list, changed as the docstring
+    says."""
     changed = {}
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items():
-        left_out = ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:float", "tag:yaml.org,2002:int")
+        left_out = (
+            "tag:yaml.org,2002:timestamp",
+            "tag:yaml.org,2002:float",
+            "tag:yaml.org,2002:int",
+        )
         changed[first] = [(tag, pattern) for tag, pattern in rules if tag not in left_out]
     return changed
 

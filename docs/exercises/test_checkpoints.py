@@ -1,5 +1,5 @@
-"""An exercise: complete the function, then `.venv/bin/python -m pytest docs/exercises/test_checkpoints.py`.
-Page: docs/checkpoints.md"""
+"""An exercise: complete the function, then `.venv/bin/python -m pytest
+docs/exercises/test_checkpoints.py`. Page: docs/checkpoints.md"""
 
 import itertools
 
@@ -10,10 +10,12 @@ from docs.draw_checkpoints import Region, regions
 
 
 def needed(saved: Region, wanted: Region) -> tuple[tuple[slice, slice], tuple[slice, slice]] | None:
-    """What a rank that wants the region `wanted` of a global matrix takes from a file with the region `saved` of it.
+    """What a rank that wants the region `wanted` of a global matrix takes from a file with the
+    region `saved` of it.
 
-    A region is (rows, columns), two ranges. Returns where it is in the saved piece and where it goes in the wanted one, each
-    as (rows, columns), two slices that count from that piece's own corner. None: nothing.
+    A region is (rows, columns), two ranges. Returns where it is in the saved piece and where it
+    goes in the wanted one, each as (rows, columns), two slices that count from that piece's own
+    corner. None: nothing.
     """
     raise NotImplementedError("yours to write")
 

@@ -1,4 +1,5 @@
-"""Two exercises: complete the functions, then `.venv/bin/python -m pytest docs/exercises/test_data.py`. Page: docs/data.md"""
+"""Two exercises: complete the functions, then `.venv/bin/python -m pytest
+docs/exercises/test_data.py`. Page: docs/data.md"""
 
 import pytest
 
@@ -7,10 +8,12 @@ from training.load_config import load_config
 
 
 def bytes_per_parameter(zero_stage: int, ranks: int) -> float:
-    """What one of `ranks` data-parallel ranks holds of a parameter between two micro-batches, activations left out.
+    """What one of `ranks` data-parallel ranks holds of a parameter between two micro-batches,
+    activations left out.
 
-    Whole: weights 4 and two moments 4 each, in float32; weights to compute with 2, in bfloat16; gradients 4. Which of them are
-    cut over the ranks at which stage says the table in parallel/data.py. (Stage 3 keeps no weights to compute with.)
+    Whole: weights 4 and two moments 4 each, in float32; weights to compute with 2, in bfloat16;
+    gradients 4. Which of them are cut over the ranks at which stage says the table in
+    parallel/data.py. (Stage 3 keeps no weights to compute with.)
     """
     raise NotImplementedError("yours to write")
 
@@ -18,8 +21,9 @@ def bytes_per_parameter(zero_stage: int, ranks: int) -> float:
 def rows_of(step: int, dp_rank: int, dp_size: int, batches: list[tuple[int, int]]) -> range:
     """The indices of the samples that data-parallel rank `dp_rank` reads in `step`, 0-based.
 
-    batches: how the run went so far, and goes on: (how many steps, global batch size), one after the other; the batch size may
-    change in between, and the number of ranks, `dp_size` now, at any time. No sample is left out and none is read twice.
+    batches: how the run went so far, and goes on: (how many steps, global batch size), one after
+    the other; the batch size may change in between, and the number of ranks, `dp_size` now, at any
+    time. No sample is left out and none is read twice.
     """
     raise NotImplementedError("yours to write")
 

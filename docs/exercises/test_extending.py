@@ -1,5 +1,5 @@
-"""Two exercises: complete the functions, then `.venv/bin/python -m pytest docs/exercises/test_extending.py`.
-Page: docs/extending.md"""
+"""Two exercises: complete the functions, then `.venv/bin/python -m pytest
+docs/exercises/test_extending.py`. Page: docs/extending.md"""
 
 from typing import Any
 
@@ -15,16 +15,19 @@ from parallel.pipeline.schedules import build_schedule
 
 
 def trust_ratio(weight: Tensor, update: Tensor, group: ProcessGroup) -> Tensor:
-    """‖weight‖ / ‖update‖ of a whole matrix, of which each rank of `group` holds some rows: LAMB's factor of a step (You et al.
-    2019, https://arxiv.org/abs/1904.00962). A scalar, the same on every rank. 1 where either norm is 0.
+    """‖weight‖ / ‖update‖ of a whole matrix, of which each rank of `group` holds some rows: LAMB's
+    factor of a step (You et al. 2019, https://arxiv.org/abs/1904.00962). A scalar, the same on
+    every rank. 1 where either norm is 0.
 
-    AdamW is elementwise, so a rank can update its shard alone. This is not: what must travel, and how often?
+    AdamW is elementwise, so a rank can update its shard alone. This is not: what must travel, and
+    how often?
     """
     raise NotImplementedError("yours to write")
 
 
 def break_it(schedule: list[list[Action]]) -> list[list[Action]]:
-    """The same actions of the same ranks in another order, so that ranks wait for each other for ever: `check` must say so.
+    """The same actions of the same ranks in another order, so that ranks wait for each other for
+    ever: `check` must say so.
 
     A checker that never complained would prove nothing.
     """
@@ -46,7 +49,9 @@ def test_the_checker_complains() -> None:
     schedule = build_schedule("1f1b", 4, 1, 8)
     check(schedule)
     broken = break_it([list(actions) for actions in schedule])
-    assert [sorted(map(str, actions)) for actions in broken] == [sorted(map(str, actions)) for actions in schedule]
+    assert [sorted(map(str, actions)) for actions in broken] == [
+        sorted(map(str, actions)) for actions in schedule
+    ]
     assert [actions[0].kind for actions in broken] == [F] * 4
     with pytest.raises(Fault):
         check(broken)

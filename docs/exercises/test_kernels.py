@@ -1,25 +1,28 @@
-"""Two exercises: complete the functions, then `.venv/bin/python -m pytest docs/exercises/test_kernels.py`.
-Page: docs/kernels.md"""
+"""Two exercises: complete the functions, then `.venv/bin/python -m pytest
+docs/exercises/test_kernels.py`. Page: docs/kernels.md"""
 
 import torch
 from torch import Tensor
 
-Block = tuple[Tensor, Tensor, Tensor]  # of some of the keys: maximum [...], sum of exponentials [...], weighted values [..., E]
+# of some of the keys: maximum [...], sum of exponentials [...], weighted values [..., E]
+Block = tuple[Tensor, Tensor, Tensor]
 
 
 def merge(a: Block, b: Block) -> Block:
     """Two blocks of an online softmax as one.
 
-    A block of scores s [..., n] and values v [n, E] is m = max s, l = Σ exp(s − m) and o = Σ exp(s − m) · v; the result of
-    attention is o / l. Merged, nothing may overflow: all exponents are ≤ 0. This is flash attention's inner loop, what ranks
-    that share a vocabulary do with their logits, and what context parallelism does around a ring.
+    A block of scores s [..., n] and values v [n, E] is m = max s, l = Σ exp(s − m) and o = Σ exp(s
+    − m) · v; the result of attention is o / l. Merged, nothing may overflow: all exponents are ≤ 0.
+    This is flash attention's inner loop, what ranks that share a vocabulary do with their logits,
+    and what context parallelism does around a ring.
     """
     raise NotImplementedError("yours to write")
 
 
 def moved_bytes(elements: int, fused: bool) -> int:
-    """Bytes that forward moves of y = silu(g) · u in bfloat16, for g and u of `elements` numbers: written as three operations,
-    s = sigmoid(g), t = g · s, y = t · u, or as one kernel. Each reads its inputs from memory and writes its output there."""
+    """Bytes that forward moves of y = silu(g) · u in bfloat16, for g and u of `elements` numbers:
+    written as three operations, s = sigmoid(g), t = g · s, y = t · u, or as one kernel. Each reads
+    its inputs from memory and writes its output there."""
     raise NotImplementedError("yours to write")
 
 
@@ -31,7 +34,8 @@ def block(scores: Tensor, values: Tensor) -> Block:
 
 def test_merging_is_softmax_over_all() -> None:
     numbers = torch.Generator().manual_seed(0)
-    scores = torch.randn((3, 12), generator=numbers, dtype=torch.float64) * 400  # exp alone would overflow
+    # exp alone would overflow
+    scores = torch.randn((3, 12), generator=numbers, dtype=torch.float64) * 400
     values = torch.randn((12, 5), generator=numbers, dtype=torch.float64)
     merged = block(scores[:, :4], values[:4])
     for start in (4, 8):

@@ -1,5 +1,5 @@
-"""Two exercises: complete the functions, then `.venv/bin/python -m pytest docs/exercises/test_memory.py`.
-Page: docs/memory.md"""
+"""Two exercises: complete the functions, then `.venv/bin/python -m pytest
+docs/exercises/test_memory.py`. Page: docs/memory.md"""
 
 import pytest
 
@@ -10,17 +10,19 @@ from training.load_config import load_config
 
 
 def kept_per_token(dim: int, ffn_dim: int, num_heads: int, num_kv_heads: int, tp: int) -> float:
-    """How many numbers a block keeps per token between forward and backward, on one of `tp` ranks with sequence parallelism and
-    nothing recomputed; 0 for what is one number per row.
+    """How many numbers a block keeps per token between forward and backward, on one of `tp` ranks
+    with sequence parallelism and nothing recomputed; 0 for what is one number per row.
 
-    Two norms, a sum and the block's output, each D wide; query and attention's result, and keys and values, by heads; gate, up
-    and their product, F wide. Which of them does tp cut? (All: that is what sequence parallelism is for.)
+    Two norms, a sum and the block's output, each D wide; query and attention's result, and keys and
+    values, by heads; gate, up and their product, F wide. Which of them does tp cut? (All: that is
+    what sequence parallelism is for.)
     """
     raise NotImplementedError("yours to write")
 
 
 def micro_batches_alive(rank: int, p: int, m: int) -> int:
-    """The most micro-batches whose activations pipeline rank `rank` holds at once, of m, under 1F1B with p ranks."""
+    """The most micro-batches whose activations pipeline rank `rank` holds at once, of m, under 1F1B
+    with p ranks."""
     raise NotImplementedError("yours to write")
 
 
@@ -33,10 +35,14 @@ def test_what_a_block_keeps(name: str, tp: int) -> None:
     sizes = Sizes(layout)
     per_row = sizes.rows + 2 * sizes.norm
     planned = (sizes.kept_none + sizes.part - per_row) / layout.tokens / layout.compute
-    assert kept_per_token(model.dim, model.ffn_dim, model.num_heads, model.num_kv_heads, tp) == pytest.approx(planned)
+    assert kept_per_token(
+        model.dim, model.ffn_dim, model.num_heads, model.num_kv_heads, tp
+    ) == pytest.approx(planned)
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 4), (4, 8), (4, 2), (8, 8)])
 def test_alive(p: int, m: int) -> None:
     timeline = simulate(build_schedule("1f1b", p, 1, m), Costs.equal(p))
-    assert [micro_batches_alive(rank, p, m) for rank in range(p)] == [timeline.peak_live(rank) for rank in range(p)]
+    assert [micro_batches_alive(rank, p, m) for rank in range(p)] == [
+        timeline.peak_live(rank) for rank in range(p)
+    ]

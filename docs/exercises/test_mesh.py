@@ -1,4 +1,5 @@
-"""An exercise: complete the function, then `.venv/bin/python -m pytest docs/exercises/test_mesh.py`. Page: docs/mesh.md"""
+"""An exercise: complete the function, then `.venv/bin/python -m pytest
+docs/exercises/test_mesh.py`. Page: docs/mesh.md"""
 
 import pytest
 import torch
@@ -7,10 +8,11 @@ AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 
 
 def ranks_that_share(axis: str, rank: int, shape: tuple[int, int, int, int]) -> list[int]:
-    """The ranks of `rank`'s group along `axis`, in order: those that differ from it in that coordinate alone.
+    """The ranks of `rank`'s group along `axis`, in order: those that differ from it in that
+    coordinate alone.
 
-    Use arithmetic, // and %, and no tensors: rank = ((pp · R + dp_replicate) · S + dp_shard) · T + tp, where `shape` is
-    (P, R, S, T).
+    Use arithmetic, // and %, and no tensors: rank = ((pp · R + dp_replicate) · S + dp_shard) · T +
+    tp, where `shape` is (P, R, S, T).
     """
     raise NotImplementedError("yours to write")
 

@@ -1,5 +1,5 @@
-"""Two exercises: complete the functions, then `.venv/bin/python -m pytest docs/exercises/test_pipeline.py`.
-Page: docs/pipeline.md"""
+"""Two exercises: complete the functions, then `.venv/bin/python -m pytest
+docs/exercises/test_pipeline.py`. Page: docs/pipeline.md"""
 
 import pytest
 
@@ -10,8 +10,9 @@ from parallel.pipeline.simulate import Costs, simulate
 
 
 def idle_fraction(schedule: str, p: int, m: int) -> float:
-    """The part of a step in which a rank of a pipeline of p ranks has nothing to do, averaged over ranks, with m ≥ p
-    micro-batches: of `gpipe`, `1f1b` and `zb_h1`, where a forward, an input gradient and a weight gradient take 1 each.
+    """The part of a step in which a rank of a pipeline of p ranks has nothing to do, averaged over
+    ranks, with m ≥ p micro-batches: of `gpipe`, `1f1b` and `zb_h1`, where a forward, an input
+    gradient and a weight gradient take 1 each.
 
     By formula, not by simulation. What is the step's length, and how much of it is work?
     """
@@ -19,10 +20,11 @@ def idle_fraction(schedule: str, p: int, m: int) -> float:
 
 
 def my_1f1b(p: int, m: int) -> list[list[Action]]:
-    """Each rank's list: warm up with forwards, then one forward and one backward in turn, then the backwards that are left.
+    """Each rank's list: warm up with forwards, then one forward and one backward in turn, then the
+    backwards that are left.
 
-    Rank r may never hold more than p − r micro-batches. `Action(F, stage, microbatch)`, with F and B from
-    parallel.pipeline.actions; rank r has stage r. Without looking into schedules.py.
+    Rank r may never hold more than p − r micro-batches. `Action(F, stage, microbatch)`, with F and
+    B from parallel.pipeline.actions; rank r has stage r. Without looking into schedules.py.
     """
     raise NotImplementedError("yours to write")
 

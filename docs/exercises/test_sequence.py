@@ -1,5 +1,5 @@
-"""Two exercises: complete the functions, then `.venv/bin/python -m pytest docs/exercises/test_sequence.py`.
-Page: docs/sequence.md"""
+"""Two exercises: complete the functions, then `.venv/bin/python -m pytest
+docs/exercises/test_sequence.py`. Page: docs/sequence.md"""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,18 +13,23 @@ S, D = 6, 4
 
 
 def leave_backward(dy: Tensor, group: ProcessGroup) -> Tensor:
-    """The backward of a reduce-scatter: partial sums x [S, D] on each of tp ranks became y [S/tp, D], this rank's rows of Σ x.
+    """The backward of a reduce-scatter: partial sums x [S, D] on each of tp ranks became y [S/tp,
+    D], this rank's rows of Σ x.
 
-    Given dy [S/tp, D], return dx [S, D]. The y of every rank depends on this rank's x: how often does each number count?
+    Given dy [S/tp, D], return dx [S, D]. The y of every rank depends on this rank's x: how often
+    does each number count?
     """
     raise NotImplementedError("yours to write")
 
 
-def norm_weight_gradient(dy: Tensor, normed: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+def norm_weight_gradient(
+    dy: Tensor, normed: Tensor, group: ProcessGroup, sequence_parallel: bool
+) -> Tensor:
     """The gradient of a norm's weight w [D], where y = normed · w.
 
-    dy and normed are [S/tp, D], this rank's rows, with sequence parallelism; else both are whole, [S, D], and the same on every
-    rank. The result is the same on every rank: the gradient over all S rows, each counted once.
+    dy and normed are [S/tp, D], this rank's rows, with sequence parallelism; else both are whole,
+    [S, D], and the same on every rank. The result is the same on every rank: the gradient over all
+    S rows, each counted once.
     """
     raise NotImplementedError("yours to write")
 
@@ -50,5 +55,7 @@ def leave(backward: Callable[..., Tensor], dy: Tensor) -> Tensor:
 
 def norms(gradient: Callable[..., Tensor], dy: Tensor, normed: Tensor) -> tuple[Tensor, Tensor]:
     rank, group = dist.get_rank(), dist.group.WORLD
-    with_parts = gradient(dy.chunk(2)[rank].contiguous(), normed.chunk(2)[rank].contiguous(), group, True)
+    with_parts = gradient(
+        dy.chunk(2)[rank].contiguous(), normed.chunk(2)[rank].contiguous(), group, True
+    )
     return with_parts, gradient(dy, normed, group, False)

@@ -1,30 +1,33 @@
-"""AdamW with decoupled weight decay (Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101, algorithm 2), over all
-parameters of a rank in one launch, with clipping on the way in.
+"""AdamW with decoupled weight decay (Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101,
+algorithm 2), over all parameters of a rank in one launch, with clipping on the way in.
 
     g ← g · min(1, max_norm / norm)
     m ← β₁ m + (1 − β₁) g
     v ← β₂ v + (1 − β₂) g²
     p ← p − lr · decay · p − lr / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + eps)         t: updates made, with this one
 
-A gradient norm that is not finite skips the step: p, m, v and t stay as they are. Norm, clip factor, t and the bias corrections
-are float64 scalars on the device; the host reads none of them.
+A gradient norm that is not finite skips the step: p, m, v and t stay as they are. Norm, clip
+factor, t and the bias corrections are float64 scalars on the device; the host reads none of them.
 
 | weights and moments | reads        | writes    | bytes per parameter                           |
 |---------------------|--------------|-----------|-----------------------------------------------|
 | float32             | p, m, v, g   | p, m, v   | 28 (clipping in a pass of its own: 8 more)    |
 | bfloat16            | p, m, v, g   | p, m, v   | 14                                            |
 
-Weights and moments in bfloat16 are computed in float32 and rounded stochastically (Gupta et al. 2015,
-https://arxiv.org/abs/1502.02551): up or down, with the probability that makes the mean exact. Rounded to nearest, an update
-below 2⁻⁹ of the weight would be lost every time, and with β₂ = 0.999 v would never decay.
+Weights and moments in bfloat16 are computed in float32 and rounded stochastically (Gupta et al.
+2015, https://arxiv.org/abs/1502.02551): up or down, with the probability that makes the mean exact.
+Rounded to nearest, an update below 2⁻⁹ of the weight would be lost every time, and with β₂ = 0.999
+v would never decay.
 
-A float32 is rounded by adding 16 random bits below what bfloat16 keeps, and cutting them off. The bits are no stream that a
-rank draws from, but a hash of what is rounded: of the seed and the parameter's name (`Location.key`), of t, and of the
-element's index in the global tensor. So every layout, every replica and the copies of a tied weight round alike, and a resumed
-run goes on with the same bits. p and m take the halves of one hash, v a half of the hash of that.
+A float32 is rounded by adding 16 random bits below what bfloat16 keeps, and cutting them off. The
+bits are no stream that a rank draws from, but a hash of what is rounded: of the seed and the
+parameter's name (`Location.key`), of t, and of the element's index in the global tensor. So every
+layout, every replica and the copies of a tied weight round alike, and a resumed run goes on with
+the same bits. p and m take the halves of one hash, v a half of the hash of that.
 
-The hash is lowbias32 (Wellons 2018, https://nullprogram.com/blog/2018/07/31/). Indices count modulo 2³²: in a tensor of more
-elements, those 2³² apart round with the same bits, and each of them still without bias.
+The hash is lowbias32 (Wellons 2018, https://nullprogram.com/blog/2018/07/31/). Indices count modulo
+2³²: in a tensor of more elements, those 2³² apart round with the same bits, and each of them still
+without bias.
 """
 
 import math
@@ -42,7 +45,8 @@ BLOCK = 2048  # 8 elements a thread: two 16-byte loads of float32 from each of p
 
 @dataclass(frozen=True)
 class Location:
-    """Where a local matrix lies in its global one, in elements counted row by row; a vector is one row."""
+    """Where a local matrix lies in its global one, in elements counted row by row; a vector is one
+    row."""
 
     key: int  # 32 bits: the random bits of this global tensor
     first: int  # index of the local tensor's first element
@@ -65,7 +69,8 @@ def adamw(
     p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor], decays: Sequence[float], locations: Sequence[Location],
     step: Tensor, norm: Tensor, rates: Rates, kernels: str,
 ) -> None:  # fmt: skip
-    """One update in place. Lists are of equal length, all of p, m, v and g have one dtype: float32, bfloat16 or float64.
+    """One update in place. Lists are of equal length, all of p, m, v and g have one dtype: float32,
+    bfloat16 or float64.
 
     Args:
         p, m, v: weights, first and second moments, contiguous.
@@ -82,7 +87,11 @@ def adamw(
     rounded = list(locations) if p[0].dtype == torch.bfloat16 else []
     shrink = [rates.lr * decay for decay in decays]
     if use_triton(p[0], kernels):
-        flat = [n for location in rounded for n in (location.key, location.first, location.width, location.global_width)]
+        flat = [
+            n
+            for location in rounded
+            for n in (location.key, location.first, location.width, location.global_width)
+        ]
         g = [gradient.contiguous() for gradient in g]
         torch.ops.lattice.adamw(p, g, m, v, scalars, shrink, *rates.betas, rates.eps, flat)
     elif rounded:
@@ -105,11 +114,14 @@ def _scalars(step: Tensor, norm: Tensor, applied: Tensor, rates: Rates) -> Tenso
     t = step.double()
     factor = (rates.max_norm / norm).clamp(max=1.0) if rates.max_norm else torch.ones_like(norm)
     # 1 − βᵗ with no loss of digits where βᵗ is near 1. β − 1 is exact for β ≥ 1/2.
-    one, two = (-torch.expm1(t * (math.log1p(beta - 1.0) if beta - 1.0 > -1.0 else -math.inf)) for beta in rates.betas)
+    one, two = (
+        -torch.expm1(t * (math.log1p(beta - 1.0) if beta - 1.0 > -1.0 else -math.inf))
+        for beta in rates.betas
+    )
     return torch.stack((applied.double(), factor, rates.lr / one, two.rsqrt(), t))
 
 
-# --- random bits ------------------------------------------------------------------------------------------------------
+# --- random bits ----------------------------------------------------------------------------------
 
 
 @jit
@@ -131,7 +143,8 @@ def _stochastic(x, bits):
 
 @jit
 def _random(row, start, offsets, t):
-    """The hash of this block's elements, uint32. Fields of the row from 6: those of a `Location`."""
+    """The hash of this block's elements, uint32. Fields of the row from 6: those of a
+    `Location`."""
     key = tl.load(row + 6).to(tl.uint32)
     first = tl.load(row + 7)
     width = tl.load(row + 8)
@@ -142,7 +155,9 @@ def _random(row, start, offsets, t):
         rows = start // width
         column = (start - rows * width).to(tl.uint32) + offsets.to(tl.uint32)
         corner = (first + rows * global_width).to(tl.uint32)
-        index = corner + column + column // width.to(tl.uint32) * (global_width - width).to(tl.uint32)
+        index = (
+            corner + column + column // width.to(tl.uint32) * (global_width - width).to(tl.uint32)
+        )
     return _lowbias32(index ^ _lowbias32(key ^ _lowbias32(t.to(tl.int32).to(tl.uint32))))
 
 
@@ -164,13 +179,16 @@ def stochastic(x: Tensor, bits: Tensor) -> Tensor:
 
 
 def random_bits(location: Location, shape: torch.Size, t: Tensor) -> Tensor:
-    """The hash of each element of a local tensor at update t (an integer scalar): int64 like `shape`."""
+    """The hash of each element of a local tensor at update t (an integer scalar): int64 like
+    `shape`."""
     local = torch.arange(shape.numel(), device=t.device)
-    index = location.first + local + local // location.width * (location.global_width - location.width)
+    index = (
+        location.first + local + local // location.width * (location.global_width - location.width)
+    )
     return lowbias32(index & 0xFFFFFFFF ^ lowbias32(location.key ^ lowbias32(t))).view(shape)
 
 
-# --- the update -------------------------------------------------------------------------------------------------------
+# --- the update -----------------------------------------------------------------------------------
 
 
 @jit
@@ -216,9 +234,37 @@ def _adamw(
     if tl.load(SCALARS) != 0:
         row, start, left = find(TABLE, PLACES, 10 if ROUND else 6, BLOCK)
         if left >= BLOCK:
-            _step(row, start, left, SCALARS, BETA1, BETA2, EPS, ACC, DTYPE, ALIGNED, ROUND, True, BLOCK)
+            _step(
+                row,
+                start,
+                left,
+                SCALARS,
+                BETA1,
+                BETA2,
+                EPS,
+                ACC,
+                DTYPE,
+                ALIGNED,
+                ROUND,
+                True,
+                BLOCK,
+            )
         else:
-            _step(row, start, left, SCALARS, BETA1, BETA2, EPS, ACC, DTYPE, ALIGNED, ROUND, False, BLOCK)
+            _step(
+                row,
+                start,
+                left,
+                SCALARS,
+                BETA1,
+                BETA2,
+                EPS,
+                ACC,
+                DTYPE,
+                ALIGNED,
+                ROUND,
+                False,
+                BLOCK,
+            )
 
 
 @torch.library.custom_op("lattice::adamw", mutates_args=("p", "m", "v"))
@@ -226,7 +272,8 @@ def _update_all(
     p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor], scalars: Tensor, shrink: list[float], beta1: float,
     beta2: float, eps: float, locations: list[int],
 ) -> None:  # fmt: skip
-    """`scalars`: see `_scalars`; `shrink`: lr · decay of each tensor; `locations`: four numbers a tensor, or none."""
+    """`scalars`: see `_scalars`; `shrink`: lr · decay of each tensor; `locations`: four numbers a
+    tensor, or none."""
     bits = torch.tensor(shrink, dtype=torch.float64).view(torch.int64).tolist()
     launch = prepare([p, g, m, v], [bits, *(locations[i::4] for i in range(4) if locations)], BLOCK)
     if launch.grid[0]:
@@ -247,14 +294,27 @@ def _(
 
 
 def _update_and_round(
-    p: Tensor, g: Tensor, m: Tensor, v: Tensor, shrink: float, location: Location, scalars: Tensor, rates: Rates
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    shrink: float,
+    location: Location,
+    scalars: Tensor,
+    rates: Rates,
 ) -> None:
     """What the kernel does with one tensor in bfloat16."""
     factor, step_size, scale = scalars[1:4].float()
     (beta1, beta2), gradient = rates.betas, g.float() * factor
     first = beta1 * m.float() + (1 - beta1) * gradient
     second = beta2 * v.float() + (1 - beta2) * gradient * gradient
-    weight = p.float() - shrink * p.float() - step_size * (first / (second.sqrt() * scale + rates.eps))
+    weight = (
+        p.float() - shrink * p.float() - step_size * (first / (second.sqrt() * scale + rates.eps))
+    )
     bits = random_bits(location, p.shape, scalars[4].long())
-    for old, new, random in ((p, weight, bits & 0xFFFF), (m, first, bits >> 16), (v, second, lowbias32(bits) & 0xFFFF)):
+    for old, new, random in (
+        (p, weight, bits & 0xFFFF),
+        (m, first, bits >> 16),
+        (v, second, lowbias32(bits) & 0xFFFF),
+    ):
         old.copy_(torch.where(scalars[0] != 0, stochastic(new, random), old))

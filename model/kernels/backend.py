@@ -1,6 +1,7 @@
 """Triton, where it is installed; and which implementation of an operation runs.
 
-Where it is not (a CPU build of torch brings none), the kernels are plain functions that nobody calls.
+Where it is not (a CPU build of torch brings none), the kernels are plain functions that nobody
+calls.
 """
 
 import os
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from errors import UserError
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch; it looks once, when it is imported
+# Triton's own switch; it looks once, when it is imported
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 try:
     import triton
@@ -34,7 +36,8 @@ MAX_THREADS = 1024  # of a program, on every GPU
 
 
 def use_triton(tensor: Tensor, mode: str) -> bool:
-    """Whether `model.kernels=mode` means the Triton kernel for this tensor: `auto` means a GPU's."""
+    """Whether `model.kernels=mode` means the Triton kernel for this tensor: `auto` means a
+    GPU's."""
     return mode == "triton" or (mode == "auto" and tensor.is_cuda)
 
 
@@ -82,22 +85,29 @@ def rows_at_once(block: int) -> int:
 
 
 def warps_for(block: int) -> int:
-    """Warps for a program that handles `block` elements at once: 16 a thread, two 16-byte loads of bfloat16."""
+    """Warps for a program that handles `block` elements at once: 16 a thread, two 16-byte loads of
+    bfloat16."""
     return max(1, min(block // 16, MAX_THREADS) // LANES)
 
 
 @cache
 def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 2
+    )
 
 
 def resident_programs(tensor: Tensor, num_warps: int) -> int:
-    """How many programs to launch where each works through many rows: about what the device runs at once, 32 warps on each of
-    its multiprocessors, which is what 64 registers a thread leave room for."""
+    """How many programs to launch where each works through many rows: about what the device runs at
+    once, 32 warps on each of its multiprocessors, which is what 64 registers a thread leave room
+    for."""
     return max(1, 32 // num_warps) * _multiprocessors(tensor.device)
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """x [..., D] as rows [T, D] with contiguous elements: a view where its strides allow one, else a copy."""
+    """x [..., D] as rows [T, D] with contiguous elements: a view where its strides allow one, else
+    a copy."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()

@@ -1,15 +1,17 @@
-"""Cross-entropy over a vocabulary that is cut over tp: no rank ever holds the whole logits (Shoeybi et al. 2019, section 3).
+"""Cross-entropy over a vocabulary that is cut over tp: no rank ever holds the whole logits (Shoeybi
+et al. 2019, section 3).
 
     loss = lse − z[y] (+ c · lse²)           lse = log Σ_j exp(z_j) = m + log s     m = max z,  s = Σ exp(z − m)
     dz_j = scale · ((1 + 2 c · lse) · exp(z_j − m) / s − [j = y])                   losses are summed over target tokens
 
-m and s are kept apart: at logits of 10⁴ float32 has three digits left for lse, and all of them for z − m.
+m and s are kept apart: at logits of 10⁴ float32 has three digits left for lse, and all of them for
+z − m.
 
-The second term, with c = `z_loss`, keeps the normaliser near 1 (PaLM: Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311,
-section 5). Each rank finds, in one pass over its columns and without writing to them, three numbers a token: its m, its s, and
-z[y] if the target is its own (an online softmax: Milakov and Gimelshein 2018,
-https://arxiv.org/abs/1805.02867). One all-gather of these three makes those of the
-whole row known to all.
+The second term, with c = `z_loss`, keeps the normaliser near 1 (PaLM: Chowdhery et al. 2022,
+https://arxiv.org/abs/2204.02311, section 5). Each rank finds, in one pass over its columns and
+without writing to them, three numbers a token: its m, its s, and z[y] if the target is its own (an
+online softmax: Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867). One all-gather of
+these three makes those of the whole row known to all.
 
 | pass       | reads  | writes                  | bytes per logit in bfloat16, V columns  | communication over tp |
 |------------|--------|-------------------------|------------------------------------------|-----------------------|
@@ -23,7 +25,17 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from model.kernels.backend import accumulator, cdiv, exact, jit, next_power_of_2, rows_at_once, tl, use_triton, warps_for
+from model.kernels.backend import (
+    accumulator,
+    cdiv,
+    exact,
+    jit,
+    next_power_of_2,
+    rows_at_once,
+    tl,
+    use_triton,
+    warps_for,
+)
 from parallel.collectives import start_all_gather
 
 IGNORE = -100  # a target that is no target: padding
@@ -49,9 +61,15 @@ def merge(shards: Tensor) -> Normaliser:
     return Normaliser(peak, (totals * (peaks - peak).exp()).sum(0), target_logits.sum(0))
 
 
-def normaliser(logits: Tensor, targets: Tensor, first_row: int, group: ProcessGroup, kernels: str) -> Normaliser:
+def normaliser(
+    logits: Tensor, targets: Tensor, first_row: int, group: ProcessGroup, kernels: str
+) -> Normaliser:
     """Of the whole vocabulary, from this rank's logits [T, V/tp]; one all-gather of [3, T]."""
-    return merge(start_all_gather(statistics(logits, targets, first_row, kernels), group).wait().unflatten(0, (-1, 3)))
+    return merge(
+        start_all_gather(statistics(logits, targets, first_row, kernels), group)
+        .wait()
+        .unflatten(0, (-1, 3))
+    )
 
 
 def statistics(logits: Tensor, targets: Tensor, first_row: int, kernels: str) -> Tensor:
@@ -70,24 +88,40 @@ def token_losses(row: Normaliser, targets: Tensor, z_loss: float) -> Tensor:
 
 
 def gradient_over_logits_(
-    logits: Tensor, targets: Tensor, row: Normaliser, scale: Tensor, first_row: int, z_loss: float, kernels: str
+    logits: Tensor,
+    targets: Tensor,
+    row: Normaliser,
+    scale: Tensor,
+    first_row: int,
+    z_loss: float,
+    kernels: str,
 ) -> None:
-    """Write the gradient of scale · Σ losses over the logits [T, V/tp]; `scale` is a scalar tensor."""
+    """Write the gradient of scale · Σ losses over the logits [T, V/tp]; `scale` is a scalar
+    tensor."""
     if use_triton(logits, kernels):
-        torch.ops.lattice.cross_entropy_gradient_(logits, targets, row.peak, row.total, scale, first_row, z_loss)
+        torch.ops.lattice.cross_entropy_gradient_(
+            logits, targets, row.peak, row.total, scale, first_row, z_loss
+        )
     else:
         _gradient_reference_(logits, targets, row, scale, first_row, z_loss)
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """[T, V/tp] logits on each of tp ranks → the same scalar loss on all; the gradient is written over the logits.
+    """[T, V/tp] logits on each of tp ranks → the same scalar loss on all; the gradient is written
+    over the logits.
 
     For logits that exist anyway. The model's head forms them in pieces (linear_cross_entropy.py).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, first_row: int, group: ProcessGroup, z_loss: float, kernels: str
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        first_row: int,
+        group: ProcessGroup,
+        z_loss: float,
+        kernels: str,
     ) -> Tensor:
         row = normaliser(logits, targets, first_row, group, kernels)
         ctx.save_for_backward(logits, targets, *row)
@@ -98,32 +132,48 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         logits, targets, *row = ctx.saved_tensors
         gradient = logits.detach()
-        gradient_over_logits_(gradient, targets, Normaliser(*row), dloss, ctx.first_row, ctx.z_loss, ctx.kernels)
+        gradient_over_logits_(
+            gradient, targets, Normaliser(*row), dloss, ctx.first_row, ctx.z_loss, ctx.kernels
+        )
         return gradient, None, None, None, None, None
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, targets: Tensor, first_row: int, group: ProcessGroup, z_loss: float = 0.0, kernels: str = "auto"
+    logits: Tensor,
+    targets: Tensor,
+    first_row: int,
+    group: ProcessGroup,
+    z_loss: float = 0.0,
+    kernels: str = "auto",
 ) -> Tensor:
     """Sum of the losses of all target tokens, a scalar in float32 (float64).
 
     Args:
-        logits: [..., V/tp], this tp rank's columns, of which the first is row `first_row` of the vocabulary. They are consumed:
-            backward overwrites them.
+        logits: [..., V/tp], this tp rank's columns, of which the first is row `first_row` of the
+            vocabulary. They are consumed: backward overwrites them.
         targets: [...] token ids of the whole vocabulary, or `IGNORE`.
         group: the tp group.
         z_loss: c above.
         kernels: auto, triton or torch.
     """
-    return VocabParallelCrossEntropy.apply(logits.flatten(0, -2), targets.flatten(), first_row, group, z_loss, kernels)
+    return VocabParallelCrossEntropy.apply(
+        logits.flatten(0, -2), targets.flatten(), first_row, group, z_loss, kernels
+    )
 
 
 def _statistics_reference(logits: Tensor, targets: Tensor, first_row: int) -> Tensor:
     z = logits.to(exact(logits.dtype))
     if not z.shape[-1]:  # more ranks than rows of the vocabulary
-        return torch.stack((z.new_full(targets.shape, -torch.inf), z.new_zeros(targets.shape), z.new_zeros(targets.shape)))
+        return torch.stack(
+            (
+                z.new_full(targets.shape, -torch.inf),
+                z.new_zeros(targets.shape),
+                z.new_zeros(targets.shape),
+            )
+        )
     peak = z.amax(dim=-1)
-    finite = peak.masked_fill(peak == -torch.inf, 0).unsqueeze(-1)  # all columns masked: their exponentials are 0, not NaN
+    # all columns masked: their exponentials are 0, not NaN
+    finite = peak.masked_fill(peak == -torch.inf, 0).unsqueeze(-1)
     index, mine = _columns(targets, first_row, z.shape[-1])
     target_logit = z.gather(-1, index).squeeze(-1).masked_fill(~mine, 0)
     return torch.stack((peak, (z - finite).exp_().sum(dim=-1), target_logit))
@@ -141,7 +191,9 @@ def _gradient_reference_(
     same = logits.dtype == exact_dtype
     z = logits if same else logits.to(exact_dtype)
     # Tokens without target get 0, whatever their logits are: exp(z − ∞) · 0.
-    z.sub_(row.peak.masked_fill(ignored, torch.inf).unsqueeze(-1)).exp_().mul_(factors.unsqueeze(-1))
+    z.sub_(row.peak.masked_fill(ignored, torch.inf).unsqueeze(-1)).exp_().mul_(
+        factors.unsqueeze(-1)
+    )
     index, mine = _columns(targets, first_row, z.shape[-1])
     at_target = z.gather(-1, index) - torch.where(mine, scales, 0).unsqueeze(-1)  # [T, 1]
     z.scatter_(-1, index, at_target)  # not scatter_add_, whose order of additions is free on a GPU
@@ -168,10 +220,13 @@ def _statistics_kernel(
     peak = tl.full((ROWS, 1), float("-inf"), ACC)
     total = tl.zeros((ROWS, BLOCK), ACC)  # of each lane: added up over the row once, at the end
     for start in range(0, width, BLOCK):
-        z = tl.load(row + start + columns, mask=there & (start + columns < width), other=float("-inf")).to(ACC)
+        z = tl.load(
+            row + start + columns, mask=there & (start + columns < width), other=float("-inf")
+        ).to(ACC)
         peak_before = peak
         peak = tl.maximum(peak, tl.max(z, 1, keep_dims=True))
-        finite = tl.where(peak == float("-inf"), 0.0, peak)  # all columns so far masked: their exponentials are 0, not NaN
+        # all columns so far masked: their exponentials are 0, not NaN
+        finite = tl.where(peak == float("-inf"), 0.0, peak)
         total = total * tl.exp(peak_before - finite) + tl.exp(z - finite)
     mine = there & (target >= 0) & (target < width)
     target_logit = tl.load(row + tl.where(mine, target, 0), mask=mine, other=0.0).to(ACC)
@@ -222,7 +277,13 @@ def _(logits: Tensor, targets: Tensor, first_row: int) -> Tensor:
 
 @torch.library.custom_op("lattice::cross_entropy_gradient_", mutates_args=("logits",))
 def _gradient_(
-    logits: Tensor, targets: Tensor, peak: Tensor, total: Tensor, scale: Tensor, first_row: int, z_loss: float
+    logits: Tensor,
+    targets: Tensor,
+    peak: Tensor,
+    total: Tensor,
+    scale: Tensor,
+    first_row: int,
+    z_loss: float,
 ) -> None:
     tokens, width = logits.shape
     assert logits.stride(-1) == 1
@@ -236,5 +297,13 @@ def _gradient_(
 
 
 @_gradient_.register_fake
-def _(logits: Tensor, targets: Tensor, peak: Tensor, total: Tensor, scale: Tensor, first_row: int, z_loss: float) -> None:
+def _(
+    logits: Tensor,
+    targets: Tensor,
+    peak: Tensor,
+    total: Tensor,
+    scale: Tensor,
+    first_row: int,
+    z_loss: float,
+) -> None:
     return None

@@ -7,9 +7,10 @@
 | squares of each block | gradients             | 8 bytes per block  | 4                                     |
 | their sum             | 8 bytes per block     | one number         | 0.001                                 |
 
-All arithmetic is in float64. A square of a float32 is exact there, and no gradient is so large or so small that its square
-leaves the range. (Square sums in the gradients' own dtype depend on how tensors are cut.) This is free where float64 runs at
-half the rate of float32: at 4.8 TB/s, 132 multiprocessors see 5 elements a cycle each, and can convert 16.
+All arithmetic is in float64. A square of a float32 is exact there, and no gradient is so large or
+so small that its square leaves the range. (Square sums in the gradients' own dtype depend on how
+tensors are cut.) This is free where float64 runs at half the rate of float32: at 4.8 TB/s, 132
+multiprocessors see 5 elements a cycle each, and can convert 16.
 
 The order of additions is fixed, with no atomic additions: the same bits every time.
 """
@@ -27,7 +28,8 @@ BLOCK = 8192  # 32 elements a thread
 
 @torch.no_grad()
 def square_sum(gradients: Sequence[Tensor], copies: Sequence[int], kernels: str) -> Tensor:
-    """Gradients of any shapes on one device, and a divisor for each → a float64 scalar there. The host waits for nothing.
+    """Gradients of any shapes on one device, and a divisor for each → a float64 scalar there. The
+    host waits for nothing.
 
     Args:
         gradients: at least one.
@@ -44,7 +46,9 @@ def square_sum(gradients: Sequence[Tensor], copies: Sequence[int], kernels: str)
 
 
 @jit
-def _squares(TABLE, PLACES, PARTIAL, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def _squares(
+    TABLE, PLACES, PARTIAL, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+):
     row, start, left = find(TABLE, PLACES, 3, BLOCK)
     x = pointer(row, 1, start, DTYPE, ALIGNED)
     copies = tl.load(row + 2).to(tl.float64)

@@ -1,9 +1,10 @@
 """Triton's CPU interpreter, mended: bfloat16 as a GPU computes it.
 
-The interpreter keeps bfloat16 as uint16 in numpy arrays. It rounds float32 to bfloat16 by cutting bits off, where every GPU
-rounds to nearest even, and it hands the raw bits to `tl.dot` and to arithmetic. (Triton's documentation lists bfloat16 as not
-supported by it.) Our kernels compute in float32 and round once at the end, so two conversions are all there is to mend; for
-other arithmetic on bfloat16 the mended interpreter raises an error instead of computing with bits.
+The interpreter keeps bfloat16 as uint16 in numpy arrays. It rounds float32 to bfloat16 by cutting
+bits off, where every GPU rounds to nearest even, and it hands the raw bits to `tl.dot` and to
+arithmetic. (Triton's documentation lists bfloat16 as not supported by it.) Our kernels compute in
+float32 and round once at the end, so two conversions are all there is to mend; for other arithmetic
+on bfloat16 the mended interpreter raises an error instead of computing with bits.
 
 Only the interpreter's builder is changed: compiled kernels never see it.
 """
@@ -44,15 +45,22 @@ def mend() -> None:
             source = handle(to_float32(source.data), tl.float32)
         if becomes == tl.bfloat16:
             return handle(to_bfloat16(source.data).reshape(source.data.shape), tl.bfloat16)
-        return source if becomes == tl.float32 and was == tl.bfloat16 else cast(self, source, target)
+        return (
+            source if becomes == tl.float32 and was == tl.bfloat16 else cast(self, source, target)
+        )
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> Any:
-        a, b = (handle(to_float32(t.data), tl.float32) if t.dtype.scalar == tl.bfloat16 else t for t in (a, b))
+        a, b = (
+            handle(to_float32(t.data), tl.float32) if t.dtype.scalar == tl.bfloat16 else t
+            for t in (a, b)
+        )
         return dot(self, a, b, d, precision, imprecise)
 
     def binary_op(self: Any, left: Any, right: Any, operation: Any) -> Any:
         if tl.bfloat16 in (left.dtype.scalar, right.dtype.scalar):
-            raise TypeError("arithmetic on bfloat16: convert to float32 after the load, and back at the store")
+            raise TypeError(
+                "arithmetic on bfloat16: convert to float32 after the load, and back at the store"
+            )
         return binary(self, left, right, operation)
 
     builder.cast_impl, builder.create_dot, builder.binary_op = cast_impl, create_dot, binary_op

@@ -1,4 +1,5 @@
-"""RMSNorm (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467), alone and with the residual added on the way in.
+"""RMSNorm (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467), alone and with the residual
+added on the way in.
 
     s = x + r        (the residual stream; `rms_norm` alone has s = x)
     y = s · rstd · w         rstd = 1 / sqrt(mean(s²) + eps), one number per row
@@ -15,11 +16,12 @@ The backward of the sum is free: x and r both have the gradient ds.
 | add_rms_norm       | x, r                 | s, y         | 8 (a sum and a norm apart: 10)     |
 | its backward       | dy, ds, s            | dx           | 8 (apart: 12)                      |
 
-The weight, rstd, and the weight gradient's partial sums (one row per program) are small beside these.
+The weight, rstd, and the weight gradient's partial sums (one row per program) are small beside
+these.
 
-One program normalises one row, or as many narrow ones as make a tile of 4096 elements, held in registers whole. In backward a
-program works through many tiles, and keeps its part of the weight gradient in registers until the end: no atomic additions, so
-the same bits every time.
+One program normalises one row, or as many narrow ones as make a tile of 4096 elements, held in
+registers whole. In backward a program works through many tiles, and keeps its part of the weight
+gradient in registers until the end: no atomic additions, so the same bits every time.
 """
 
 import torch
@@ -48,8 +50,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, kernels: str) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, kernels: str) -> tuple[Tensor, Tensor]:
-    """x, residual [..., D], weight [D] → (y, s): the normalised sum, and the sum in x's dtype, which is what is normalised."""
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, kernels: str
+) -> tuple[Tensor, Tensor]:
+    """x, residual [..., D], weight [D] → (y, s): the normalised sum, and the sum in x's dtype,
+    which is what is normalised."""
     if use_triton(x, kernels):
         y, s, _ = torch.ops.lattice.add_rms_norm(x, residual, weight, eps)
         return y, s
@@ -104,7 +109,9 @@ def _backward(
     tl.store(DW + program * width + columns, tl.sum(dw, 0, keep_dims=True), mask=columns < width)
 
 
-def _launch_forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _launch_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     shape, width = x.shape, x.shape[-1]
     x = rows_of(x)
     r = x if residual is None else rows_of(residual)
@@ -121,7 +128,9 @@ def _launch_forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: flo
     return y.view(shape), s.view(shape), rstd
 
 
-def _launch_backward(dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+def _launch_backward(
+    dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
     shape, width = s.shape, s.shape[-1]
     dy, s = rows_of(dy), rows_of(s)
     residual = dy if ds is None else rows_of(ds)
@@ -161,7 +170,9 @@ def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op("lattice::add_rms_norm", mutates_args=())
-def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     return _launch_forward(x, residual, weight, eps)
 
 
@@ -171,12 +182,16 @@ def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, 
 
 
 @torch.library.custom_op("lattice::rms_norm_backward", mutates_args=())
-def _rms_norm_backward(dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+def _rms_norm_backward(
+    dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
     return _launch_backward(dy, ds, s, weight, rstd)
 
 
 @_rms_norm_backward.register_fake
-def _(dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+def _(
+    dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
     return _like(s), _like(weight)
 
 

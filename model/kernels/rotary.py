@@ -1,17 +1,19 @@
-"""Rotary position embedding applied (Su et al. 2021, https://arxiv.org/abs/2104.09864): queries and keys in one launch.
+"""Rotary position embedding applied (Su et al. 2021, https://arxiv.org/abs/2104.09864): queries and
+keys in one launch.
 
     (a, b) = (x[i], x[i + E/2])   →   (a · cos − b · sin,  b · cos + a · sin)       angle = position · theta^(−2i/E)
 
-Pairing the two halves is Hugging Face's convention; Meta's original files pair neighbours, a permutation of the rows of the
-query and key weights. Turning is orthogonal, so backward turns the gradient back by the same angles; nothing of x is kept.
+Pairing the two halves is Hugging Face's convention; Meta's original files pair neighbours, a
+permutation of the rows of the query and key weights. Turning is orthogonal, so backward turns the
+gradient back by the same angles; nothing of x is kept.
 
-Bytes per element of q and k in bfloat16: 4, forward as backward, and 4 / (heads of q and k) for the float32 cosines and sines,
-which are read once per token for all heads: one program turns all heads of one token (or of several, where
-they are few).
+Bytes per element of q and k in bfloat16: 4, forward as backward, and 4 / (heads of q and k) for the
+float32 cosines and sines, which are read once per token for all heads: one program turns all heads
+of one token (or of several, where they are few).
 
-In place where it is safe: without gradients (evaluation, generation) q and k are overwritten, since whoever calls has just
-computed them. With gradients they are not: selective checkpointing may keep the product that q is, and a gradient that arrives
-in backward may be shared with another branch.
+In place where it is safe: without gradients (evaluation, generation) q and k are overwritten, since
+whoever calls has just computed them. With gradients they are not: selective checkpointing may keep
+the product that q is, and a gradient that arrives in backward may be shared with another branch.
 """
 
 from typing import Any
@@ -19,12 +21,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.kernels.backend import accumulator, cdiv, jit, next_power_of_2, rows_at_once, tl, use_triton, warps_for
+from model.kernels.backend import (
+    accumulator,
+    cdiv,
+    jit,
+    next_power_of_2,
+    rows_at_once,
+    tl,
+    use_triton,
+    warps_for,
+)
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kernels: str) -> tuple[Tensor, Tensor]:
-    """Turn q [S, B, H, E] and k [S, B, K, E] by cos, sin [S, B or 1, 1, E/2]; results in q's dtype. Without gradients q and k
-    are used up."""
+    """Turn q [S, B, H, E] and k [S, B, K, E] by cos, sin [S, B or 1, 1, E/2]; results in q's dtype.
+    Without gradients q and k are used up."""
     if not use_triton(q, kernels):
         return Rotate.apply(q, cos, sin), Rotate.apply(k, cos, sin)
     if torch.is_grad_enabled():
@@ -59,13 +70,20 @@ def _turn_heads(
     X, OUT, there, cos, sin, x_stride_h, out_stride_h, num_heads,
     HEADS: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """All heads of the tokens whose first heads X and OUT [TOKENS, 1, 1] point to, where they are `there`."""
+    """All heads of the tokens whose first heads X and OUT [TOKENS, 1, 1] point to, where they are
+    `there`."""
     heads, i = tl.arange(0, HEADS)[None, :, None], tl.arange(0, PADDED)[None, None, :]
     inside = there & (heads < num_heads) & (i < HALF)
     a = tl.load(X + heads * x_stride_h + i, mask=inside, other=0.0).to(ACC)
     b = tl.load(X + heads * x_stride_h + HALF + i, mask=inside, other=0.0).to(ACC)
-    tl.store(OUT + heads * out_stride_h + i, (a * cos - b * sin).to(OUT.dtype.element_ty), mask=inside)
-    tl.store(OUT + heads * out_stride_h + HALF + i, (b * cos + a * sin).to(OUT.dtype.element_ty), mask=inside)
+    tl.store(
+        OUT + heads * out_stride_h + i, (a * cos - b * sin).to(OUT.dtype.element_ty), mask=inside
+    )
+    tl.store(
+        OUT + heads * out_stride_h + HALF + i,
+        (b * cos + a * sin).to(OUT.dtype.element_ty),
+        mask=inside,
+    )
 
 
 @jit
@@ -87,22 +105,33 @@ def _rotate_kernel(
         sin = -sin
     q, q_out = Q + s * q_stride_s + b * q_stride_b, Q_OUT + s * q_out_stride_s + b * q_out_stride_b
     k, k_out = K + s * k_stride_s + b * k_stride_b, K_OUT + s * k_out_stride_s + b * k_out_stride_b
-    _turn_heads(q, q_out, there, cos, sin, q_stride_h, q_out_stride_h, q_heads, Q_HEADS, HALF, ACC, PADDED)
-    _turn_heads(k, k_out, there, cos, sin, k_stride_h, k_out_stride_h, k_heads, K_HEADS, HALF, ACC, PADDED)
+    _turn_heads(
+        q, q_out, there, cos, sin, q_stride_h, q_out_stride_h, q_heads, Q_HEADS, HALF, ACC, PADDED
+    )
+    _turn_heads(
+        k, k_out, there, cos, sin, k_stride_h, k_out_stride_h, k_heads, K_HEADS, HALF, ACC, PADDED
+    )
 
 
-def _launch(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
+def _launch(
+    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin: Tensor, back: bool
+) -> None:
     tokens, (q_heads, head_dim), k_heads = q.shape[0] * q.shape[1], q.shape[2:], k.shape[2]
     if not tokens:
         return
-    padded, q_padded, k_padded = next_power_of_2(head_dim // 2), next_power_of_2(q_heads), next_power_of_2(k_heads)
+    padded, q_padded, k_padded = (
+        next_power_of_2(head_dim // 2),
+        next_power_of_2(q_heads),
+        next_power_of_2(k_heads),
+    )
     at_once = rows_at_once(2 * q_padded * padded)
     _rotate_kernel[(cdiv(tokens, at_once),)](
         q, k, q_out, k_out, cos, sin, tokens, q.shape[1], q_heads, k_heads,
         cos.stride(0), cos.stride(1) if cos.shape[1] > 1 else 0,
         *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3],
         BACK=back, TOKENS=at_once, Q_HEADS=q_padded, K_HEADS=k_padded, HALF=head_dim // 2, PADDED=padded,
-        # As many threads as the smaller tile, k's, has 16-byte accesses for; q's threads then do several heads.
+        # As many threads as the smaller tile, k's, has 16-byte accesses for; q's threads then do
+        # several heads.
         ACC=accumulator(q.dtype), num_warps=warps_for(at_once * 2 * min(q_padded, k_padded) * padded),
     )  # fmt: skip
 

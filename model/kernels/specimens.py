@@ -1,8 +1,10 @@
-"""One call of every operation with Triton kernels for each way it is compiled, in sizes met in training.
+"""One call of every operation with Triton kernels for each way it is compiled, in sizes met in
+training.
 
-tools/compile_kernels compiles what these calls launch. Tensors are not filled, since nothing computes with them. A kernel is
-compiled anew for other dtypes, other blocks (by the width of a row) and other alignments: addresses, strides and sizes that are
-multiples of 16. So rows of odd width stand here too, where accesses of 16 bytes are impossible.
+tools/compile_kernels compiles what these calls launch. Tensors are not filled, since nothing
+computes with them. A kernel is compiled anew for other dtypes, other blocks (by the width of a row)
+and other alignments: addresses, strides and sizes that are multiples of 16. So rows of odd width
+stand here too, where accesses of 16 bytes are impossible.
 """
 
 from collections.abc import Callable
@@ -30,8 +32,10 @@ class Specimen:
 
     name: str
     launch: Callable[[], Any]
-    wide: bool = True  # tensors are aligned: accesses must be of 16 bytes (but for single numbers, one for each row)
-    narrow: tuple[str, ...] = ()  # except those with this in their line of the source, or in the line that called it
+    # tensors are aligned: accesses must be of 16 bytes (but for single numbers, one for each row)
+    wide: bool = True
+    # except those with this in their line of the source, or in the line that called it
+    narrow: tuple[str, ...] = ()
 
 
 def _empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -49,12 +53,19 @@ def _norm(width: int, dtype: torch.dtype = BF16) -> None:
 
 
 def _norm_of_sum(width: int, dtype: torch.dtype = BF16) -> None:
-    x, residual, weight = _empty(TOKENS, width, dtype=dtype), _empty(TOKENS, width, dtype=dtype), _empty(width, dtype=dtype)
+    x, residual, weight = (
+        _empty(TOKENS, width, dtype=dtype),
+        _empty(TOKENS, width, dtype=dtype),
+        _empty(width, dtype=dtype),
+    )
     _backward(add_rms_norm(x, residual, weight, 1e-5, "triton"), x, residual, weight)
 
 
 def _rotary(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype = BF16) -> None:
-    q, k = _empty(TOKENS, 1, heads, head_dim, dtype=dtype), _empty(TOKENS, 1, kv_heads, head_dim, dtype=dtype)
+    q, k = (
+        _empty(TOKENS, 1, heads, head_dim, dtype=dtype),
+        _empty(TOKENS, 1, kv_heads, head_dim, dtype=dtype),
+    )
     cos, sin = torch.empty(2, TOKENS, 1, 1, head_dim // 2)
     _backward(rotate(q, k, cos, sin, "triton"), q, k)
     with torch.no_grad():
@@ -67,43 +78,70 @@ def _gate(width: int, dtype: torch.dtype = BF16) -> None:
 
 
 def _loss(vocabulary: int, dtype: torch.dtype = BF16) -> None:
-    logits, targets = torch.empty(TOKENS, vocabulary, dtype=dtype), torch.zeros(TOKENS, dtype=torch.int64)
+    logits, targets = (
+        torch.empty(TOKENS, vocabulary, dtype=dtype),
+        torch.zeros(TOKENS, dtype=torch.int64),
+    )
     row = merge(statistics(logits, targets, vocabulary, "triton").unsqueeze(0))
     gradient_over_logits_(logits, targets, row, torch.ones(()), vocabulary, 1e-4, "triton")
 
 
 def _gradients(dtype: torch.dtype, shift: int = 0) -> None:
-    gradients = [torch.empty(4096 * 17 + shift, dtype=dtype)[shift:], torch.empty(4096, dtype=dtype)]
+    gradients = [
+        torch.empty(4096 * 17 + shift, dtype=dtype)[shift:],
+        torch.empty(4096, dtype=dtype),
+    ]
     square_sum(gradients, [1, 8], "triton")
 
 
 def _update(dtype: torch.dtype) -> None:
-    p, g, m, v = ([torch.empty(4096, 17, dtype=dtype), torch.empty(4096, dtype=dtype)] for _ in range(4))
+    p, g, m, v = (
+        [torch.empty(4096, 17, dtype=dtype), torch.empty(4096, dtype=dtype)] for _ in range(4)
+    )
     locations = [Location(1, 0, 17, 17), Location(2, 0, 4096, 4096)]
     norm = torch.ones((), dtype=torch.float64)
-    adamw(p, g, m, v, [0.1, 0.0], locations, torch.zeros(()), norm, Rates(1e-3, (0.9, 0.95), 1e-8, 1.0), "triton")
+    adamw(
+        p,
+        g,
+        m,
+        v,
+        [0.1, 0.0],
+        locations,
+        torch.zeros(()),
+        norm,
+        Rates(1e-3, (0.9, 0.95), 1e-8, 1.0),
+        "triton",
+    )
 
 
 ANGLES = ("COS + angles", "SIN + angles")  # 64 numbers a token, read by more threads than that
-# A rank's single head of k: a warp has more threads than that has 16-byte accesses for, with 16 heads of q beside it (so two
-# tokens at once) and, where a warp is AMD's, of 64, also with 8 (four tokens). Threads then move 8 bytes of k at a time. It is
-# 1/17 or 1/9 of the bytes; q's are moved 16 at a time.
+# A rank's single head of k: a warp has more threads than that has 16-byte accesses for, with 16
+# heads of q beside it (so two tokens at once) and, where a warp is AMD's, of 64, also with 8 (four
+# tokens). Threads then move 8 bytes of k at a time. It is 1/17 or 1/9 of the bytes; q's are moved
+# 16 at a time.
 ONE_OF_K = (*ANGLES, "_turn_heads(k, k_out")
 TAIL = ("mask=offsets < left", "ROUND, False, BLOCK")  # a tensor's last block: it may end anywhere
 SQUARES = (*TAIL, "PARTIAL + start")  # and the partial sums, 8 bytes for each block
 
 SPECIMENS = [
-    Specimen("rms_norm 1024", lambda: _norm(1024), narrow=("W + columns",)),  # four rows at once: more threads than weights
-    Specimen("rms_norm 128", lambda: _norm(128), narrow=("W + columns", "DW + program")),  # a head; likewise, 32 at once
+    # four rows at once: more threads than weights
+    Specimen("rms_norm 1024", lambda: _norm(1024), narrow=("W + columns",)),
+    # a head; likewise, 32 at once
+    Specimen("rms_norm 128", lambda: _norm(128), narrow=("W + columns", "DW + program")),
     *(Specimen(f"rms_norm {width}", partial(_norm, width)) for width in (4096, 8192, 16384)),
-    *(Specimen(f"add_rms_norm {width}", partial(_norm_of_sum, width)) for width in (4096, 8192, 16384)),
+    *(
+        Specimen(f"add_rms_norm {width}", partial(_norm_of_sum, width))
+        for width in (4096, 8192, 16384)
+    ),
     Specimen("rms_norm 8192 float32", lambda: _norm(8192, FP32)),
     Specimen("add_rms_norm 8192 float32", lambda: _norm_of_sum(8192, FP32)),
     Specimen("rms_norm 1023", lambda: _norm(1023), wide=False),
     Specimen("rotary 32 + 8 heads of 128", lambda: _rotary(32, 8, 128), narrow=ANGLES),
     Specimen("rotary 64 + 8 heads of 128", lambda: _rotary(64, 8, 128), narrow=ANGLES),
-    Specimen("rotary 8 + 1 heads of 128", lambda: _rotary(8, 1, 128), narrow=ONE_OF_K),  # 70 billion at tp 8
-    Specimen("rotary 16 + 1 heads of 128", lambda: _rotary(16, 1, 128), narrow=ONE_OF_K),  # 405 billion at tp 8
+    # 70 billion at tp 8
+    Specimen("rotary 8 + 1 heads of 128", lambda: _rotary(8, 1, 128), narrow=ONE_OF_K),
+    # 405 billion at tp 8
+    Specimen("rotary 16 + 1 heads of 128", lambda: _rotary(16, 1, 128), narrow=ONE_OF_K),
     Specimen("rotary 4 + 1 heads of 128 float32", lambda: _rotary(4, 1, 128, FP32), narrow=ANGLES),
     Specimen("rotary 12 + 4 heads of 96", lambda: _rotary(12, 4, 96), narrow=ANGLES),
     Specimen("swiglu 14336", lambda: _gate(14336)),

@@ -2,8 +2,8 @@
 
     dg = dy · u · (σ + silu · (1 − σ))          du = dy · silu
 
-Bytes per element in bfloat16: forward 6 (read g and u, write y), backward 10 (read dy, g, u; write dg, du). Only g and u are
-kept: σ is computed again.
+Bytes per element in bfloat16: forward 6 (read g and u, write y), backward 10 (read dy, g, u; write
+dg, du). Only g and u are kept: σ is computed again.
 """
 
 from typing import Any
@@ -65,7 +65,9 @@ def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     gate, up = gate.contiguous(), up.contiguous()
     y = gate.new_empty(gate.shape)
     if n := gate.numel():
-        _forward[(cdiv(n, BLOCK),)](gate, up, y, n, ACC=accumulator(gate.dtype), BLOCK=BLOCK, num_warps=4)
+        _forward[(cdiv(n, BLOCK),)](
+            gate, up, y, n, ACC=accumulator(gate.dtype), BLOCK=BLOCK, num_warps=4
+        )
     return y
 
 

@@ -1,4 +1,5 @@
-"""Pipeline parallelism: each rank holds one or more stages (ranges of layers) and works through a list of actions.
+"""Pipeline parallelism: each rank holds one or more stages (ranges of layers) and works through a
+list of actions.
 
 actions.py    the vocabulary: a schedule is data, each rank's list of actions
 schedules.py  who does what, when: GPipe, 1F1B, interleaved, breadth first, ZB-H1, ZB-V, DualPipeV

@@ -1,7 +1,9 @@
-"""The vocabulary of pipeline schedules: what one rank does to one micro-batch on one stage. No torch here.
+"""The vocabulary of pipeline schedules: what one rank does to one micro-batch on one stage. No
+torch here.
 
-A schedule is data: for each rank the list of its actions, in order. Where a stage lives follows from whose list it is in. The
-checker, the simulator, the drawing and the runner all read these lists and nothing else.
+A schedule is data: for each rank the list of its actions, in order. Where a stage lives follows
+from whose list it is in. The checker, the simulator, the drawing and the runner all read these
+lists and nothing else.
 """
 
 from collections.abc import Sequence
@@ -10,8 +12,9 @@ from typing import NamedTuple
 
 
 class Kind(Enum):
-    """What is done. A backward may be whole, or split in two: only its first half is waited for by the stage before
-    (Qi et al. 2023, https://arxiv.org/abs/2401.10241, section 2, where I is called B)."""
+    """What is done. A backward may be whole, or split in two: only its first half is waited for by
+    the stage before (Qi et al. 2023, https://arxiv.org/abs/2401.10241, section 2, where I is called
+    B)."""
 
     FORWARD = "F"
     BACKWARD = "B"  # both gradients at once
@@ -61,9 +64,15 @@ def splits_backward(schedule: Schedule) -> bool:
 
 
 def forward_only(ranks_of_stages: Sequence[int], num_microbatches: int) -> list[list[Action]]:
-    """Evaluation: every micro-batch through every stage, each rank its stages in order (breadth first), no backward."""
+    """Evaluation: every micro-batch through every stage, each rank its stages in order (breadth
+    first), no backward."""
     num_ranks = max(ranks_of_stages) + 1
     return [
-        [Action(F, s, m) for s, owner in enumerate(ranks_of_stages) if owner == rank for m in range(num_microbatches)]
+        [
+            Action(F, s, m)
+            for s, owner in enumerate(ranks_of_stages)
+            if owner == rank
+            for m in range(num_microbatches)
+        ]
         for rank in range(num_ranks)
     ]

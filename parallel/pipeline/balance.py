@@ -1,7 +1,8 @@
 """Which stage gets how many layers: the split in which the slowest is fastest. Pure, no torch.
 
-A pipeline runs at the speed of its slowest rank, and an even number of layers is not an even amount of work: the first stage
-has the embedding besides, the last the head and the loss, which for a large vocabulary cost as much as several layers.
+A pipeline runs at the speed of its slowest rank, and an even number of layers is not an even amount
+of work: the first stage has the embedding besides, the last the head and the loss, which for a
+large vocabulary cost as much as several layers.
 """
 
 from collections.abc import Sequence
@@ -25,17 +26,23 @@ def stage_costs(layers_per_stage: Sequence[int], costs: LayerCosts) -> list[floa
 
 
 def even_split(num_layers: int, num_stages: int) -> list[int]:
-    """As many layers for every stage; what is left goes to the earliest stages but the first, which has the embedding."""
-    surplus = set(sorted(range(num_stages), key=lambda s: (s == num_stages - 1, s == 0, s))[: num_layers % num_stages])
+    """As many layers for every stage; what is left goes to the earliest stages but the first, which
+    has the embedding."""
+    surplus = set(
+        sorted(range(num_stages), key=lambda s: (s == num_stages - 1, s == 0, s))[
+            : num_layers % num_stages
+        ]
+    )
     return [num_layers // num_stages + (s in surplus) for s in range(num_stages)]
 
 
 def balanced_split(num_layers: int, costs: LayerCosts, ranks_of_stages: Sequence[int]) -> list[int]:
     """The split whose slowest rank has least to do and, among those, whose slowest stage does.
 
-    Layers are alike, so dealing them one at a time to the rank that then has least is optimal: in any other split a layer can
-    be moved to where the deal put it without making the slowest rank slower. Of a rank's stages the cheapest gets it; of equals
-    the later, which keeps fewer micro-batches' activations. Every stage between the first and the last gets one at least.
+    Layers are alike, so dealing them one at a time to the rank that then has least is optimal: in
+    any other split a layer can be moved to where the deal put it without making the slowest rank
+    slower. Of a rank's stages the cheapest gets it; of equals the later, which keeps fewer
+    micro-batches' activations. Every stage between the first and the last gets one at least.
     """
     stages = range(len(ranks_of_stages))
     layers = [int(0 < s < len(stages) - 1) for s in stages]
@@ -54,7 +61,10 @@ def rank_costs(of_stages: Sequence[float], ranks_of_stages: Sequence[int]) -> li
     return ranks
 
 
-def imbalance(layers_per_stage: Sequence[int], costs: LayerCosts, ranks_of_stages: Sequence[int]) -> float:
-    """The slowest rank's cost over the mean: 1 is perfect, and a long step takes that much longer."""
+def imbalance(
+    layers_per_stage: Sequence[int], costs: LayerCosts, ranks_of_stages: Sequence[int]
+) -> float:
+    """The slowest rank's cost over the mean: 1 is perfect, and a long step takes that much
+    longer."""
     ranks = rank_costs(stage_costs(layers_per_stage, costs), ranks_of_stages)
     return max(ranks) * len(ranks) / sum(ranks)

@@ -1,7 +1,9 @@
-"""Proves, without running it, that a schedule is complete, in order, and free of deadlock. Pure, no torch.
+"""Proves, without running it, that a schedule is complete, in order, and free of deadlock. Pure, no
+torch.
 
-The network assumed is the strictest there is: it buffers nothing (a message moves only when both its sides are posted), knows
-messages by their order alone, and a rank's later batch waits for all of its earlier one.
+The network assumed is the strictest there is: it buffers nothing (a message moves only when both
+its sides are posted), knows messages by their order alone, and a rank's later batch waits for all
+of its earlier one.
 """
 
 from collections import deque
@@ -24,7 +26,8 @@ def check(schedule: Schedule) -> None:
 
 
 def check_complete(schedule: Schedule) -> None:
-    """Each stage is on one rank and does to every micro-batch, once, a forward, and a backward whole or in two parts."""
+    """Each stage is on one rank and does to every micro-batch, once, a forward, and a backward
+    whole or in two parts."""
     try:
         stages = len(stage_ranks(schedule))
     except ValueError as error:
@@ -40,11 +43,14 @@ def check_complete(schedule: Schedule) -> None:
             kinds = {kind for kind in (F, B, I, W) if Action(kind, s, m) in seen}
             if kinds not in ({F, B}, {F, I, W}):
                 has = ", ".join(sorted(kind.value for kind in kinds)) or "nothing"
-                raise Fault(f"stage {s} does {has} to micro-batch {m}, and not F and B, or F, I and W")
+                raise Fault(
+                    f"stage {s} does {has} to micro-batch {m}, and not F and B, or F, I and W"
+                )
 
 
 def check_order(schedule: Schedule) -> None:
-    """Whatever an action needs has been done before, if every rank runs its list from first to last."""
+    """Whatever an action needs has been done before, if every rank runs its list from first to
+    last."""
     try:
         simulate(schedule, Costs.equal(len(stage_ranks(schedule))))
     except Stuck as error:
@@ -55,18 +61,20 @@ def check_exchanges(programs: Sequence[Program], schedule: Schedule) -> None:
     """Run the programs on a network that buffers nothing.
 
     Raises:
-        Fault: ranks wait for each other, a receive meets another message than it expects, an action's input was not received
-            before it, or the actions are not those of the schedule.
+        Fault: ranks wait for each other, a receive meets another message than it expects, an
+            action's input was not received before it, or the actions are not those of the schedule.
     """
     where = stage_ranks(schedule)
     for rank, program in enumerate(programs):
         if [item for item in program if isinstance(item, Action)] != list(schedule[rank]):
             raise Fault(f"the program of rank {rank} has other actions than the schedule")
     position = [0] * len(programs)
-    batch: list[list[Transfer]] = [[] for _ in programs]  # what is left of the batch on the wire, oldest first
+    # what is left of the batch on the wire, oldest first
+    batch: list[list[Transfer]] = [[] for _ in programs]
     posted: list[deque[Exchange]] = [deque() for _ in programs]  # that batch and those behind it
     made: set[Message | None] = set()  # by an action
-    received: set[Message] = set()  # in batches that are through: NCCL has one answer for a whole batch
+    # in batches that are through: NCCL has one answer for a whole batch
+    received: set[Message] = set()
     awake = deque(range(len(programs)))
     while awake:
         rank = awake.popleft()
@@ -83,12 +91,17 @@ def check_exchanges(programs: Sequence[Program], schedule: Schedule) -> None:
                     batch[rank] = list(item.transfers)
             else:
                 need = need_of(item, len(where))
-                if need is not None and where[need.stage + (1 if need.is_gradient else -1)] != rank and need not in received:
+                if (
+                    need is not None
+                    and where[need.stage + (1 if need.is_gradient else -1)] != rank
+                    and need not in received
+                ):
                     break
                 made.add(result_of(item, len(where)))
             position[rank] += 1
             moved = True
-        # The wire: match the batch in front with those in front on other ranks; when it is through, the next one.
+        # The wire: match the batch in front with those in front on other ranks; when it is through,
+        # the next one.
         peers = _match(rank, batch)
         awake.extend(peers)
         while posted[rank] and not batch[rank]:
@@ -100,7 +113,9 @@ def check_exchanges(programs: Sequence[Program], schedule: Schedule) -> None:
     for rank, program in enumerate(programs):
         if position[rank] < len(program) or batch[rank]:
             at = str(program[position[rank]]) if position[rank] < len(program) else "its end"
-            raise Fault(f"rank {rank} stops before {at}, waiting for {[t.message for t in batch[rank]]}: a deadlock")
+            raise Fault(
+                f"rank {rank} stops before {at}, waiting for {[t.message for t in batch[rank]]}: a deadlock"
+            )
 
 
 def _match(rank: int, batch: list[list[Transfer]]) -> list[int]:
@@ -114,7 +129,9 @@ def _match(rank: int, batch: list[list[Transfer]]) -> list[int]:
         for theirs in batch[mine.peer]:
             if theirs.peer == rank and theirs.sends != mine.sends:
                 if theirs.message != mine.message:
-                    raise Fault(f"between ranks {rank} and {mine.peer}, {mine.message} meets {theirs.message}")
+                    raise Fault(
+                        f"between ranks {rank} and {mine.peer}, {mine.message} meets {theirs.message}"
+                    )
                 batch[rank].remove(mine)
                 batch[mine.peer].remove(theirs)
                 peers.append(mine.peer)

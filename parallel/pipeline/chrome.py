@@ -1,7 +1,8 @@
 """A timeline as a Chrome trace and back, and what each action cost. No torch here.
 
-One lane ("thread") per rank, one event per action; https://ui.perfetto.dev and chrome://tracing open it. A training step
-measured with `run.trace=true` and a simulated one look the same, so whatever reads one reads the other.
+One lane ("thread") per rank, one event per action; https://ui.perfetto.dev and chrome://tracing
+open it. A training step measured with `run.trace=true` and a simulated one look the same, so
+whatever reads one reads the other.
 """
 
 from collections import defaultdict
@@ -19,9 +20,19 @@ MICROSECONDS = 1000.0  # in a unit of the timeline, which is a millisecond
 
 def to_chrome(timeline: Timeline) -> dict[str, Any]:
     """The trace of `timeline`, whose unit of time is a millisecond."""
-    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "pipeline"}}]
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "pipeline"}}
+    ]
     for rank in range(len(timeline.ranks)):
-        events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}})
+        events.append(
+            {
+                "ph": "M",
+                "name": "thread_name",
+                "pid": 0,
+                "tid": rank,
+                "args": {"name": f"rank {rank}"},
+            }
+        )
     for rank, lane in enumerate(timeline.ranks):
         for action, start, end in lane:
             events.append(
@@ -33,14 +44,19 @@ def to_chrome(timeline: Timeline) -> dict[str, Any]:
                     "tid": rank,
                     "ts": round(start * MICROSECONDS, 3),
                     "dur": round((end - start) * MICROSECONDS, 3),
-                    "args": {"kind": action.kind.value, "stage": action.stage, "microbatch": action.microbatch},
+                    "args": {
+                        "kind": action.kind.value,
+                        "stage": action.stage,
+                        "microbatch": action.microbatch,
+                    },
                 }
             )
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
 def merge_chrome(pipelines: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """One trace of several pipelines that run beside each other: a process for each, with its name."""
+    """One trace of several pipelines that run beside each other: a process for each, with its
+    name."""
     events = []
     for pid, (name, trace) in enumerate(pipelines):
         for event in trace["traceEvents"]:
@@ -50,47 +66,76 @@ def merge_chrome(pipelines: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, A
 
 
 def from_chrome(trace: Any, name: str = "trace", pipeline: int = 0) -> Timeline:
-    """The timeline of a trace as `to_chrome` makes it, in milliseconds; `name` is what messages call it. Of a merged trace,
-    that of pipeline number `pipeline`.
+    """The timeline of a trace as `to_chrome` makes it, in milliseconds; `name` is what messages
+    call it. Of a merged trace, that of pipeline number `pipeline`.
 
     Raises:
         UserError: it is not such a trace.
     """
     events = trace.get("traceEvents") if isinstance(trace, dict) else None
     if not isinstance(events, list):
-        raise UserError(name, _short(trace), "has no list traceEvents", "give a trace.json that a run or this tool has written")
+        raise UserError(
+            name,
+            _short(trace),
+            "has no list traceEvents",
+            "give a trace.json that a run or this tool has written",
+        )
     lanes: dict[int, list[Event]] = defaultdict(list)
     seen: set[Action] = set()
     for i, event in enumerate(events):
         at = f"{name}: traceEvents[{i}]"
         if not isinstance(event, dict):
             raise UserError(at, _short(event), "is no event", "remove it")
-        if event.get("ph") != "X" or event.get("pid", 0) != pipeline:  # names of lanes, and whatever a viewer added
+        # names of lanes, and whatever a viewer added
+        if event.get("ph") != "X" or event.get("pid", 0) != pipeline:
             continue
         rank = _field(event, "tid", at, "the rank, 0 or more", _is_count)
         start = _field(event, "ts", at, "a time in microseconds", _is_number) / MICROSECONDS
-        duration = _field(event, "dur", at, "microseconds, 0 or more", lambda x: _is_number(x) and x >= 0) / MICROSECONDS
-        arguments = _field(event, "args", at, "kind, stage and microbatch", lambda x: isinstance(x, dict))
+        duration = (
+            _field(event, "dur", at, "microseconds, 0 or more", lambda x: _is_number(x) and x >= 0)
+            / MICROSECONDS
+        )
+        arguments = _field(
+            event, "args", at, "kind, stage and microbatch", lambda x: isinstance(x, dict)
+        )
         kind = _field(arguments, "kind", f"{at}.args", f"one of {LETTERS}", lambda x: x in LETTERS)
         stage = _field(arguments, "stage", f"{at}.args", "0 or more", _is_count)
-        action = Action(Kind(kind), stage, _field(arguments, "microbatch", f"{at}.args", "0 or more", _is_count))
+        action = Action(
+            Kind(kind), stage, _field(arguments, "microbatch", f"{at}.args", "0 or more", _is_count)
+        )
         if action in seen:
-            raise UserError(at, str(action), "is there more than once", "keep the events of a single step")
+            raise UserError(
+                at, str(action), "is there more than once", "keep the events of a single step"
+            )
         seen.add(action)
         lanes[rank].append(Event(action, start, start + duration))
     missing = set(range(max(lanes, default=0) + 1)) - lanes.keys()
     if missing:
-        raise UserError(f"{name}: tid", sorted(lanes), f"no event is of rank {min(missing)}", "join the events of all ranks")
-    timeline = Timeline([sorted(lanes[rank], key=lambda event: event.start) for rank in range(len(lanes))])
+        raise UserError(
+            f"{name}: tid",
+            sorted(lanes),
+            f"no event is of rank {min(missing)}",
+            "join the events of all ranks",
+        )
+    timeline = Timeline(
+        [sorted(lanes[rank], key=lambda event: event.start) for rank in range(len(lanes))]
+    )
     if timeline.step_time <= 0:
-        raise UserError(f"{name}: dur", 0, "the events take no time", "give a trace.json that a run or this tool has written")
+        raise UserError(
+            f"{name}: dur",
+            0,
+            "the events take no time",
+            "give a trace.json that a run or this tool has written",
+        )
     return timeline
 
 
 def measured_costs(timeline: Timeline, communication: float = 0.0) -> Costs:
-    """What each kind of action on each stage took on average; a message is taken to need `communication`.
+    """What each kind of action on each stage took on average; a message is taken to need
+    `communication`.
 
-    Half of a whole backward counts as an input gradient and half as a weight gradient; a stage that has both keeps its sum.
+    Half of a whole backward counts as an input gradient and half as a weight gradient; a stage that
+    has both keeps its sum.
     """
     durations: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     stages = set()
@@ -104,21 +149,33 @@ def measured_costs(timeline: Timeline, communication: float = 0.0) -> Costs:
                 durations[action.kind, action.stage].append(end - start)
 
     def means(kind: Kind) -> list[float]:
-        return [sum(d) / len(d) if (d := durations[kind, s]) else 0.0 for s in range(max(stages) + 1)]
+        return [
+            sum(d) / len(d) if (d := durations[kind, s]) else 0.0 for s in range(max(stages) + 1)
+        ]
 
     return Costs(means(F), means(I), means(W), communication)
 
 
-def _field(event: dict[str, Any], key: str, at: str, wanted: str, fits: Callable[[Any], bool]) -> Any:
+def _field(
+    event: dict[str, Any], key: str, at: str, wanted: str, fits: Callable[[Any], bool]
+) -> Any:
     value = event.get(key)
     if not fits(value):
         why = f"must be {wanted}" if key in event else f"is missing: {wanted}"
-        raise UserError(f"{at}.{key}", _short(value), why, "give a trace.json that a run or this tool has written")
+        raise UserError(
+            f"{at}.{key}",
+            _short(value),
+            why,
+            "give a trace.json that a run or this tool has written",
+        )
     return value
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")  # nan is not
+    # nan is not
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+    )
 
 
 def _is_count(value: Any) -> bool:

@@ -1,17 +1,21 @@
-"""From a schedule to programs: each rank's actions with the sends and receives between them. Pure, no torch.
+"""From a schedule to programs: each rank's actions with the sends and receives between them. Pure,
+no torch.
 
-Between GPUs a message needs both sides at once: NCCL buffers nothing and matches messages by their order alone, and what a rank
-posts later waits behind what it posted before. Ranks that post in different orders wait for each other for ever. So all
-messages are put into *one* order, that of the time at which they would be ready if every action took its nominal time, and
-every rank posts its own in that order. No deadlock is then possible: of all messages not yet through, take the first; whatever
-either of its ranks must do or exchange before it comes earlier in the same order, and has been done.
+Between GPUs a message needs both sides at once: NCCL buffers nothing and matches messages by their
+order alone, and what a rank posts later waits behind what it posted before. Ranks that post in
+different orders wait for each other for ever. So all messages are put into *one* order, that of the
+time at which they would be ready if every action took its nominal time, and every rank posts its
+own in that order. No deadlock is then possible: of all messages not yet through, take the first;
+whatever either of its ranks must do or exchange before it comes earlier in the same order, and has
+been done.
 
     rank 0   F0 ─send F0▸─ F1 ─send F1▸─ …  ─{send F4▸, receive ◂B1}─ B1 …
     rank 1      ─receive▸─ F0 ─receive▸─ …  ─{receive F4▸, send ◂B1}─ F4 …
 
-What a rank sends and receives at one instant is one batch (`Exchange`). A receive is posted when its message is ready to leave,
-before the action that runs meanwhile, and waited for only by the action that needs it: communication overlaps computing.
-Between two stages of one rank nothing travels.
+What a rank sends and receives at one instant is one batch (`Exchange`). A receive is posted when
+its message is ready to leave, before the action that runs meanwhile, and waited for only by the
+action that needs it: communication overlaps computing. Between two stages of one rank nothing
+travels.
 """
 
 from collections.abc import Sequence
@@ -24,7 +28,8 @@ from parallel.pipeline.simulate import Costs, Event, simulate
 
 
 class Message(NamedTuple):
-    """What one stage hands to the next (hidden states) or to the one before (their gradient), for one micro-batch."""
+    """What one stage hands to the next (hidden states) or to the one before (their gradient), for
+    one micro-batch."""
 
     is_gradient: bool
     stage: int  # that needs it
@@ -49,11 +54,14 @@ Program = list[Action | Exchange]
 
 
 def result_of(action: Action, num_stages: int) -> Message | None:
-    """What an action makes for another stage: None for a weight gradient, the loss, and the gradient of the first stage."""
+    """What an action makes for another stage: None for a weight gradient, the loss, and the
+    gradient of the first stage."""
     if action.kind is W:
         return None
     stage = action.stage + 1 if action.kind is F else action.stage - 1
-    return Message(action.kind is not F, stage, action.microbatch) if 0 <= stage < num_stages else None
+    return (
+        Message(action.kind is not F, stage, action.microbatch) if 0 <= stage < num_stages else None
+    )
 
 
 def need_of(action: Action, num_stages: int) -> Message | None:
@@ -61,7 +69,11 @@ def need_of(action: Action, num_stages: int) -> Message | None:
     if action.kind is W:
         return None
     sender = action.stage - 1 if action.kind is F else action.stage + 1
-    return Message(action.kind is not F, action.stage, action.microbatch) if 0 <= sender < num_stages else None
+    return (
+        Message(action.kind is not F, action.stage, action.microbatch)
+        if 0 <= sender < num_stages
+        else None
+    )
 
 
 def lower(schedule: Schedule) -> list[Program]:
@@ -81,13 +93,19 @@ def lower(schedule: Schedule) -> list[Program]:
     for instant, message, sender, receiver in messages:
         mine[sender].append((instant, Transfer(True, receiver, message)))
         mine[receiver].append((instant, Transfer(False, sender, message)))
-    return [_program(events, transfers) for events, transfers in zip(timeline.ranks, mine, strict=True)]
+    return [
+        _program(events, transfers) for events, transfers in zip(timeline.ranks, mine, strict=True)
+    ]
 
 
 def _program(events: Sequence[Event], transfers: Sequence[tuple[float, Transfer]]) -> Program:
-    """A rank's actions, and what it exchanges at one instant after the actions that have ended by then."""
+    """A rank's actions, and what it exchanges at one instant after the actions that have ended by
+    then."""
     program: Program = []
-    exchanges = [(at, Exchange(tuple(t for _, t in together))) for at, together in groupby(transfers, key=itemgetter(0))]
+    exchanges = [
+        (at, Exchange(tuple(t for _, t in together)))
+        for at, together in groupby(transfers, key=itemgetter(0))
+    ]
     exchanges.reverse()
     for action, _, end in events:
         while exchanges and exchanges[-1][0] < end:

@@ -1,6 +1,7 @@
 """Carries a program out: one training step's forwards and backwards on this rank's stages.
 
-One rank without a pipeline runs the same code: a pipeline of one stage, where 1F1B is gradient accumulation.
+One rank without a pipeline runs the same code: a pipeline of one stage, where 1F1B is gradient
+accumulation.
 """
 
 from collections import Counter
@@ -17,7 +18,8 @@ from parallel.pipeline.lower import Exchange, Message, Program, need_of, result_
 from parallel.pipeline.transfer import Transfers
 from parallel.weight import Job, run_jobs, share_queue
 
-Recorder = Callable[[Action], AbstractContextManager[object]]  # what is around an action is its time (trace.py)
+# what is around an action is its time (trace.py)
+Recorder = Callable[[Action], AbstractContextManager[object]]
 
 
 def record_nothing(action: Action) -> AbstractContextManager[None]:
@@ -28,8 +30,9 @@ class PipelineRunner:
     """Runs programs on stages.
 
     Args:
-        stages: this rank's modules by global stage index; called as `stage(hidden, batch)`, where hidden is None on stage 0,
-            and returning hidden states, or the loss (a scalar) on the last stage.
+        stages: this rank's modules by global stage index; called as `stage(hidden, batch)`, where
+            hidden is None on stage 0, and returning hidden states, or the loss (a scalar) on the
+            last stage.
         num_stages: of the whole pipeline.
         transfers: between stages.
         zero: when FSDP gathers, reduces and reshards.
@@ -37,10 +40,22 @@ class PipelineRunner:
     """
 
     def __init__(
-        self, stages: dict[int, nn.Module], num_stages: int, transfers: Transfers, zero: ZeroStage, splits_backward: bool
+        self,
+        stages: dict[int, nn.Module],
+        num_stages: int,
+        transfers: Transfers,
+        zero: ZeroStage,
+        splits_backward: bool,
     ) -> None:
-        self.stages, self.num_stages, self.transfers, self.zero = stages, num_stages, transfers, zero
-        self.queues = {s: share_queue(stage) for s, stage in stages.items()} if splits_backward else {}
+        self.stages, self.num_stages, self.transfers, self.zero = (
+            stages,
+            num_stages,
+            transfers,
+            zero,
+        )
+        self.queues = (
+            {s: share_queue(stage) for s, stage in stages.items()} if splits_backward else {}
+        )
 
     def step(
         self,
@@ -48,7 +63,8 @@ class PipelineRunner:
         microbatches: Sequence[object],
         record: Recorder = record_nothing,
     ) -> Tensor | None:
-        """Forward and backward of every micro-batch. Gradients are left, reduced, in the parameters.
+        """Forward and backward of every micro-batch. Gradients are left, reduced, in the
+        parameters.
 
         Args:
             program: this rank's.
@@ -60,8 +76,10 @@ class PipelineRunner:
         """
         for stage in self.stages.values():
             self.zero.begin_step(stage)
-        left = Counter({s: len(microbatches) for s in self.stages})  # micro-batches whose gradients are not complete
-        # (stage, micro-batch) → its input, and where its graph ends: the output itself is needed by the next stage alone.
+        # micro-batches whose gradients are not complete
+        left = Counter({s: len(microbatches) for s in self.stages})
+        # (stage, micro-batch) → its input, and where its graph ends: the output itself is needed by
+        # the next stage alone.
         kept: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
         deferred: dict[tuple[int, int], list[Job]] = {}  # between I and W
         total: Tensor | None = None
@@ -103,7 +121,8 @@ class PipelineRunner:
 
     @torch.no_grad()
     def evaluate(self, program: Program, microbatches: Sequence[object]) -> Tensor | None:
-        """Forwards only; the summed loss of all micro-batches on the rank with the last stage, else None."""
+        """Forwards only; the summed loss of all micro-batches on the rank with the last stage, else
+        None."""
         total: Tensor | None = None
         for item in program:
             if isinstance(item, Exchange):

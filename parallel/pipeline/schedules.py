@@ -1,10 +1,12 @@
 """Every pipeline schedule: pure functions from sizes to each rank's list of actions. No torch here.
 
-To add one, write a function `(p ranks, v stages per rank, m micro-batches) → list of actions for each rank` under
-`@schedule("name")`. Nothing else changes: the tests, the parity matrix, the timeline tool and the runner take what is here.
+To add one, write a function `(p ranks, v stages per rank, m micro-batches) → list of actions for
+each rank` under `@schedule("name")`. Nothing else changes: the tests, the parity matrix, the
+timeline tool and the runner take what is here.
 
-The timelines are of four ranks, as `python -m tools.timeline` prints them: a forward, an input gradient and a weight gradient
-take one column, a whole backward two; numbers are micro-batches; small letters are a rank's second stage.
+The timelines are of four ranks, as `python -m tools.timeline` prints them: a forward, an input
+gradient and a weight gradient take one column, a whole backward two; numbers are micro-batches;
+small letters are a rank's second stage.
 """
 
 from collections.abc import Callable
@@ -26,14 +28,22 @@ def schedule(name: str) -> Callable[[ScheduleFunction], ScheduleFunction]:
     return register
 
 
-def build_schedule(name: str, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> list[list[Action]]:
+def build_schedule(
+    name: str, num_ranks: int, stages_per_rank: int, num_microbatches: int
+) -> list[list[Action]]:
     """Each rank's actions under the schedule `name`.
 
     Raises:
-        UserError: there is none of that name (the message lists those there are), or it does not take these sizes.
+        UserError: there is none of that name (the message lists those there are), or it does not
+            take these sizes.
     """
     if name not in SCHEDULES:
-        raise UserError("parallel.schedule", name, "there is no such schedule", f"choose one of {sorted(SCHEDULES)}")
+        raise UserError(
+            "parallel.schedule",
+            name,
+            "there is no such schedule",
+            f"choose one of {sorted(SCHEDULES)}",
+        )
     return SCHEDULES[name](num_ranks, stages_per_rank, num_microbatches)
 
 
@@ -49,7 +59,9 @@ def gpipe(p: int, v: int, m: int) -> list[list[Action]]:
     Every rank holds the activations of all micro-batches at once. Bubble (p − 1)(F + B).
     """
     _stages_per_rank("gpipe", v, 1)
-    return [[Action(F, r, i) for i in range(m)] + [Action(B, r, i) for i in range(m)] for r in range(p)]
+    return [
+        [Action(F, r, i) for i in range(m)] + [Action(B, r, i) for i in range(m)] for r in range(p)
+    ]
 
 
 @schedule("1f1b")
@@ -61,7 +73,8 @@ def one_forward_one_backward(p: int, v: int, m: int) -> list[list[Action]]:
         rank 2 ▏      F0 F1       B0─── F2 B1─── F3 B2─── F4 B3─── F5 B4───    B5───
         rank 3 ▏         F0 B0─── F1 B1─── F2 B2─── F3 B3─── F4 B4─── F5 B5───
 
-    The bubble is GPipe's, (p − 1)(F + B), but rank r never holds more than p − r micro-batches' activations.
+    The bubble is GPipe's, (p − 1)(F + B), but rank r never holds more than p − r micro-batches'
+    activations.
     """
     _stages_per_rank("1f1b", v, 1)
     ranks = []
@@ -77,16 +90,18 @@ def one_forward_one_backward(p: int, v: int, m: int) -> list[list[Action]]:
 
 @schedule("interleaved_1f1b")
 def interleaved_one_forward_one_backward(p: int, v: int, m: int) -> list[list[Action]]:
-    """Interleaved 1F1B (Narayanan et al. 2021, section 2.2): rank r has the stages r, r + p, r + 2p, …; v = 2, m = 4.
+    """Interleaved 1F1B (Narayanan et al. 2021, section 2.2): rank r has the stages r, r + p, r +
+    2p, …; v = 2, m = 4.
 
         rank 0 ▏F0 F1 F2 F3 f0 f1 f2 f3                   b0───    b1───    b2───    b3─── B0─── B1─── B2─── B3───
         rank 1 ▏   F0 F1 F2 F3 f0 f1 f2 f3          b0───    b1───    b2───    b3─── B0─── B1─── B2─── B3───
         rank 2 ▏      F0 F1 F2 F3 f0 f1 f2    b0─── f3 b1───    b2───    b3─── B0─── B1─── B2─── B3───
         rank 3 ▏         F0 F1 F2 F3 f0 b0─── f1 b1─── f2 b2─── f3 b3─── B0─── B1─── B2─── B3───
 
-    Micro-batches go through a rank's v stages in groups of p: group 0 through the first stage, the second, …, then group 1.
-    A stage is 1/v of the work, so is the bubble: (p − 1)(F + B) / v, for v times the communication. It needs the last group
-    to be full, or all of the micro-batches to be fewer than a group.
+    Micro-batches go through a rank's v stages in groups of p: group 0 through the first stage, the
+    second, …, then group 1. A stage is 1/v of the work, so is the bubble: (p − 1)(F + B) / v, for v
+    times the communication. It needs the last group to be full, or all of the micro-batches to be
+    fewer than a group.
     """
     if m > p and m % p:
         raise UserError(
@@ -96,12 +111,18 @@ def interleaved_one_forward_one_backward(p: int, v: int, m: int) -> list[list[Ac
             f"make them a multiple of {p} through train.global_batch_size or train.micro_batch_size (or at most {p})",
         )
     group = min(p, m)
-    order = [(chunk, start + i) for start in range(0, m, group) for chunk in range(v) for i in range(group)]
+    order = [
+        (chunk, start + i)
+        for start in range(0, m, group)
+        for chunk in range(v)
+        for i in range(group)
+    ]
     ranks = []
     for r in range(p):
         forwards = [Action(F, chunk * p + r, i) for chunk, i in order]
         backwards = [Action(B, (v - 1 - chunk) * p + r, i) for chunk, i in order]
-        # The first backward comes when the group's first micro-batch has been through all stages and back to this one.
+        # The first backward comes when the group's first micro-batch has been through all stages
+        # and back to this one.
         ahead = (v - 1) * group + (p - 1 - r) * (2 if v > 1 else 1)
         ranks.append(_one_to_one(forwards, backwards, ahead))
     return ranks
@@ -109,17 +130,18 @@ def interleaved_one_forward_one_backward(p: int, v: int, m: int) -> list[list[Ac
 
 @schedule("breadth_first")
 def breadth_first(p: int, v: int, m: int) -> list[list[Action]]:
-    """Breadth-first pipeline (Lamy-Poirier 2022, https://arxiv.org/abs/2211.05953): stages dealt as in interleaved 1F1B, all
-    micro-batches through the first stage of a rank, then through its second; v = 2, m = 4.
+    """Breadth-first pipeline (Lamy-Poirier 2022, https://arxiv.org/abs/2211.05953): stages dealt as
+    in interleaved 1F1B, all micro-batches through the first stage of a rank, then through its
+    second; v = 2, m = 4.
 
         rank 0 ▏F0 F1 F2 F3 f0 f1 f2 f3                            b0─── b1─── b2─── b3─── B0─── B1─── B2─── B3───
         rank 1 ▏   F0 F1 F2 F3 f0 f1 f2 f3                   b0─── b1─── b2─── b3─── B0─── B1─── B2─── B3───
         rank 2 ▏      F0 F1 F2 F3 f0 f1 f2 f3          b0─── b1─── b2─── b3─── B0─── B1─── B2─── B3───
         rank 3 ▏         F0 F1 F2 F3 f0 f1 f2 f3 b0─── b1─── b2─── b3─── B0─── B1─── B2─── B3───
 
-    GPipe with a bubble 1/v of its size, (p − 1)(F + B) / v, for any number of micro-batches from p on. (Each stage's weights
-    are needed in two stretches of time, so fully sharded weights could be gathered twice a step; `zero_stage` 3 gathers them
-    twice a micro-batch, under any schedule.)
+    GPipe with a bubble 1/v of its size, (p − 1)(F + B) / v, for any number of micro-batches from p
+    on. (Each stage's weights are needed in two stretches of time, so fully sharded weights could be
+    gathered twice a step; `zero_stage` 3 gathers them twice a micro-batch, under any schedule.)
     """
     ranks = []
     for r in range(p):
@@ -131,16 +153,17 @@ def breadth_first(p: int, v: int, m: int) -> list[list[Action]]:
 
 @schedule("zb_h1")
 def zero_bubble_h1(p: int, v: int, m: int) -> list[list[Action]]:
-    """ZB-H1 (Qi et al. 2023, https://arxiv.org/abs/2401.10241, section 2.1): 1F1B with the backward split.
+    """ZB-H1 (Qi et al. 2023, https://arxiv.org/abs/2401.10241, section 2.1): 1F1B with the backward
+    split.
 
         rank 0 ▏F0 F1 F2 F3          I0 W0 F4 I1 W1 F5 I2 W2 I3 W3 I4 W4 I5 W5
         rank 1 ▏   F0 F1 F2       I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 I4 W3 I5 W4 W5
         rank 2 ▏      F0 F1    I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 I5 W3 W4 W5
         rank 3 ▏         F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5
 
-    Only input gradients make the stage before wait, so they run first; rank r puts its weight gradients r micro-batches later,
-    where it would wait. Bubble (p − 1)(F + I − W), a third of 1F1B's if all are equal, and no rank holds more than
-    rank 0 does in 1F1B: p micro-batches.
+    Only input gradients make the stage before wait, so they run first; rank r puts its weight
+    gradients r micro-batches later, where it would wait. Bubble (p − 1)(F + I − W), a third of
+    1F1B's if all are equal, and no rank holds more than rank 0 does in 1F1B: p micro-batches.
     """
     _stages_per_rank("zb_h1", v, 1)
     ranks = []
@@ -160,16 +183,17 @@ def zero_bubble_h1(p: int, v: int, m: int) -> list[list[Action]]:
 
 @schedule("zb_v")
 def zero_bubble_v(p: int, v: int, m: int) -> list[list[Action]]:
-    """ZB-V (Qi et al. 2024, https://arxiv.org/abs/2405.15362, section 4): two stages per rank in the shape of a V, rank r has
-    stages r and 2p − 1 − r. The loss is on rank 0, where backward can begin as soon as a micro-batch has gone down and up.
+    """ZB-V (Qi et al. 2024, https://arxiv.org/abs/2405.15362, section 4): two stages per rank in
+    the shape of a V, rank r has stages r and 2p − 1 − r. The loss is on rank 0, where backward can
+    begin as soon as a micro-batch has gone down and up.
 
         rank 0 ▏F0 F1 F2 F3 F4 F5 F6 f0 i0 w0 f1 i1 w1 f2 i2 w2 f3 i3 w3 I0 W0 f4 i4 w4 I1 W1 f5 i5 w5 I2 W2 f6 i6 w6 I…
         rank 1 ▏   F0 F1 F2 F3 F4 f0 F5 f1 i0 w0 f2 i1 w1 f3 i2 w2 F6 I0 W0 f4 i3 w3 I1 W1 f5 i4 w4 I2 W2 f6 i5 w5 I3 i…
         rank 2 ▏      F0 F1 F2 f0 F3 f1 F4 f2 i0 w0 f3 i1 w1 F5 I0 W0 f4 i2 w2 F6 I1 W1 f5 i3 w3 I2 W2 f6 i4 w4 I3 i5 I…
         rank 3 ▏         F0 f0 F1 f1 F2 f2 F3 f3 i0 w0 F4 I0 W0 f4 i1 w1 F5 I1 W1 f5 i2 w2 F6 I2 W2 f6 i3 w3 I3 i4 I4 i…
 
-    No rank waits between its first and its last action where F = I = W and m ≥ 2p − 1; where I > W, about 2 (p − 1)(I − W)
-    of a stage. It holds p micro-batches (2p halves), as rank 0 does in 1F1B.
+    No rank waits between its first and its last action where F = I = W and m ≥ 2p − 1; where I > W,
+    about 2 (p − 1)(I − W) of a stage. It holds p micro-batches (2p halves), as rank 0 does in 1F1B.
     """
     _stages_per_rank("zb_v", v, 2)
     ranks = []
@@ -182,7 +206,8 @@ def zero_bubble_v(p: int, v: int, m: int) -> list[list[Action]]:
             rank.do(F, up).do(F, down)
         for _ in range(p - r):
             rank.do(F, up).do(I, up).do(W, up)
-        while rank.done(F, up) < max(m, 2 * p - 1):  # steady state: each stage in turn, forward and backward
+        # steady state: each stage in turn, forward and backward
+        while rank.done(F, up) < max(m, 2 * p - 1):
             if rank.done(F, down) < max(m, 2 * p - 1):
                 rank.do(F, down)
             rank.do(I, down).do(W, down).do(F, up).do(I, up).do(W, up)
@@ -194,24 +219,27 @@ def zero_bubble_v(p: int, v: int, m: int) -> list[list[Action]]:
             rank.do(W, up)
         while rank.done(W, down) < rank.done(I, down):
             rank.do(W, down)
-        ranks.append([action for action in rank.actions if action.microbatch < m])  # fewer than 2p − 1 leave holes
+        # fewer than 2p − 1 leave holes
+        ranks.append([action for action in rank.actions if action.microbatch < m])
     return ranks
 
 
 @schedule("dualpipe_v")
 def dualpipe_v(p: int, v: int, m: int) -> list[list[Action]]:
-    """DualPipeV: the half of DeepSeek's DualPipe (DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437, section 3.2.1) that
-    needs one copy of the weights, on ZB-V's placement (Qi and others 2025, "Cut-in-half", https://hackmd.io/@ufotalent/r1lVXsa9Jg).
+    """DualPipeV: the half of DeepSeek's DualPipe (DeepSeek-AI 2024,
+    https://arxiv.org/abs/2412.19437, section 3.2.1) that needs one copy of the weights, on ZB-V's
+    placement (Qi and others 2025, "Cut-in-half", https://hackmd.io/@ufotalent/r1lVXsa9Jg).
 
         rank 0 ▏F0 F1 F2 F3 F4 F5 F6 f0 i0 w0 f1 i1 w1 f2 i2 w2 f3 F7 b3─── f4 B0─── b4─── f5    B1─── b5─── f6    B2──…
         rank 1 ▏   F0 F1 F2 F3 F4 f0 F5 f1 i0 w0 f2 i1 w1 f3 F6 b2─── f4 B0─── F7 b3─── f5 B1─── b4─── f6    B2─── b5──…
         rank 2 ▏      F0 F1 F2 f0 F3 f1 F4 f2 i0 w0 f3 F5 b1─── f4 B0─── F6 b2─── f5 B1─── F7 b3─── f6 B2─── b4─── f7  …
         rank 3 ▏         F0 f0 F1 f1 F2 f2 F3 f3 F4 b0─── f4 B0─── F5 b1─── f5 B1─── F6 b2─── f6 B2─── F7 b3─── f7 B3──…
 
-    In the steady state each forward of one stage stands beside a whole backward of the other, so that the communication inside
-    one (experts' all-to-all) hides behind the other's computing; here they run one after the other. Bubble, in stages of half
-    a rank's work: (p − 1)(F + I − W) near equal costs. (The paper counts the pair as one action, whose results leave together,
-    and gets (p − 1)(F + 2 I − W).) Memory: 2p + 1 halves.
+    In the steady state each forward of one stage stands beside a whole backward of the other, so
+    that the communication inside one (experts' all-to-all) hides behind the other's computing; here
+    they run one after the other. Bubble, in stages of half a rank's work: (p − 1)(F + I − W) near
+    equal costs. (The paper counts the pair as one action, whose results leave together, and gets (p
+    − 1)(F + 2 I − W).) Memory: 2p + 1 halves.
     """
     _stages_per_rank("dualpipe_v", v, 2)
     if m < 2 * p:
@@ -231,11 +259,13 @@ def dualpipe_v(p: int, v: int, m: int) -> list[list[Action]]:
             rank.do(F, down).do(F, up)
         for _ in range(p - 1 - r):
             rank.do(I, up).do(W, up).do(F, up)
-        for _ in range(m - 2 * p + r + 1):  # steady state: a forward of one stage beside a backward of the other
+        # steady state: a forward of one stage beside a backward of the other
+        for _ in range(m - 2 * p + r + 1):
             rank.do(F, down).do(B, up).do(F, up).do(B, down)
         for _ in range(p - 1 - r):
             rank.do(B, up).do(F, up).do(B, down)
-        # Drain: 2 (r + 1) backwards, up and down in turn. Input gradients alone in the second half: others wait for them.
+        # Drain: 2 (r + 1) backwards, up and down in turn. Input gradients alone in the second half:
+        # others wait for them.
         waiting: list[Action] = []
         for i in range(2 * (r + 1)):
             stage = down if i % 2 else up
@@ -253,7 +283,8 @@ def dualpipe_v(p: int, v: int, m: int) -> list[list[Action]]:
 
 
 class _Counting:
-    """One rank's list, in which each kind of action on each stage takes the next micro-batch in turn.
+    """One rank's list, in which each kind of action on each stage takes the next micro-batch in
+    turn.
 
     A whole backward counts as an input gradient and as a weight gradient."""
 
@@ -274,7 +305,8 @@ class _Counting:
 
 
 def _one_to_one(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
-    """`ahead` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    """`ahead` forwards, then one forward and one backward in turn, then the backwards that are
+    left."""
     ahead = min(ahead, len(forwards))
     steady = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
     return [*forwards[:ahead], *steady, *backwards[len(forwards) - ahead :]]

@@ -1,7 +1,8 @@
-"""Times a schedule without running it: who works when, the bubble, the step's length, the activations held. No torch here.
+"""Times a schedule without running it: who works when, the bubble, the step's length, the
+activations held. No torch here.
 
-An action starts when its rank has finished the one before and what it needs has arrived. That is all a pipeline is: lists, one
-clock per rank, and messages.
+An action starts when its rank has finished the one before and what it needs has arrived. That is
+all a pipeline is: lists, one clock per rank, and messages.
 """
 
 from collections.abc import Sequence
@@ -13,20 +14,33 @@ from parallel.pipeline.actions import Action, F, I, Kind, Schedule, W, num_micro
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds (or any unit) of each kind of action, by stage, and of one message between two ranks."""
+    """Seconds (or any unit) of each kind of action, by stage, and of one message between two
+    ranks."""
 
     forward: Sequence[float]
     input_grad: Sequence[float]
     weight_grad: Sequence[float]
-    communication: float = 0.0  # from the end of an action to the arrival of its result on another rank
-    weights_at: Sequence[float] = ()  # when each stage has gathered its weights: its first forward cannot end before
+    # from the end of an action to the arrival of its result on another rank
+    communication: float = 0.0
+    # when each stage has gathered its weights: its first forward cannot end before
+    weights_at: Sequence[float] = ()
 
     @classmethod
     def equal(
-        cls, num_stages: int, forward: float = 1, input_grad: float = 1, weight_grad: float = 1, communication: float = 0
+        cls,
+        num_stages: int,
+        forward: float = 1,
+        input_grad: float = 1,
+        weight_grad: float = 1,
+        communication: float = 0,
     ) -> "Costs":
         """The same for every stage."""
-        return cls([forward] * num_stages, [input_grad] * num_stages, [weight_grad] * num_stages, communication)
+        return cls(
+            [forward] * num_stages,
+            [input_grad] * num_stages,
+            [weight_grad] * num_stages,
+            communication,
+        )
 
     def of(self, kind: Kind, stage: int) -> float:
         if kind is F:
@@ -71,14 +85,17 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The papers' bubble: the time that a rank waits between its own first and last action, of the rank that waits longest.
+        """The papers' bubble: the time that a rank waits between its own first and last action, of
+        the rank that waits longest.
 
-        (Ranks that begin late also end late: where the optimizer step need not wait for all, only this time is lost.)
+        (Ranks that begin late also end late: where the optimizer step need not wait for all, only
+        this time is lost.)
         """
         return max(e[-1].end - e[0].start - self.busy(rank) for rank, e in enumerate(self.ranks))
 
     def peak_live(self, rank: int) -> int:
-        """The most micro-batches of a stage whose activations a rank holds at once: from forward until the weight gradient."""
+        """The most micro-batches of a stage whose activations a rank holds at once: from forward
+        until the weight gradient."""
         alive = peak = 0
         for event in self.ranks[rank]:
             if event.action.kind is F:
@@ -108,7 +125,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     position = [0] * len(schedule)
     timeline: list[list[Event]] = [[] for _ in schedule]
     ready = list(range(len(schedule)))
-    waiting: dict[tuple[bool, int, int], int] = {}  # (is a gradient, stage, micro-batch) → the rank that waits for it
+    # (is a gradient, stage, micro-batch) → the rank that waits for it
+    waiting: dict[tuple[bool, int, int], int] = {}
     while ready:
         rank = ready.pop()
         actions, events, now = schedule[rank], timeline[rank], clock[rank]
@@ -150,7 +168,9 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
             if woken is not None:
                 ready.append(woken)
         clock[rank] = now
-    stuck = [f"rank {r} at {schedule[r][at]}" for r, at in enumerate(position) if at < len(schedule[r])]
+    stuck = [
+        f"rank {r} at {schedule[r][at]}" for r, at in enumerate(position) if at < len(schedule[r])
+    ]
     if stuck:
         raise Stuck(f"these cannot go on: {', '.join(stuck)}")
     return Timeline(timeline)

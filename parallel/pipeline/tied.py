@@ -1,8 +1,9 @@
 """Tied embeddings across a pipeline: one global tensor, a copy on the first and on the last stage.
 
-One `nn.Parameter` cannot be in two FSDP units (it would silently become two), so each stage holds its own copy, initialised
-alike. After the last backward the two sharded gradients are summed, over the pair of ranks that hold them, so both copies see
-the same gradient, take the same optimizer step and stay equal bit for bit. The gradient norm and the checkpoint count one.
+One `nn.Parameter` cannot be in two FSDP units (it would silently become two), so each stage holds
+its own copy, initialised alike. After the last backward the two sharded gradients are summed, over
+the pair of ranks that hold them, so both copies see the same gradient, take the same optimizer step
+and stay equal bit for bit. The gradient norm and the checkpoint count one.
 """
 
 from collections.abc import Sequence
@@ -15,13 +16,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 
-def first_and_last_stage_group(root: DeviceMesh, ranks_of_stages: Sequence[int]) -> ProcessGroup | None:
-    """The group of the two pipeline ranks that hold the first and the last stage and share this rank's other coordinates;
-    None on all other ranks, and where one rank holds both. Every rank of the mesh must call it. `root`'s first axis is pp."""
+def first_and_last_stage_group(
+    root: DeviceMesh, ranks_of_stages: Sequence[int]
+) -> ProcessGroup | None:
+    """The group of the two pipeline ranks that hold the first and the last stage and share this
+    rank's other coordinates; None on all other ranks, and where one rank holds both. Every rank of
+    the mesh must call it. `root`'s first axis is pp."""
     first, last = ranks_of_stages[0], ranks_of_stages[-1]
     mine = None
     if first != last:
-        for line in root.mesh.reshape(root.shape[0], -1).T.tolist():  # pp ranks, for each other coordinate
+        # pp ranks, for each other coordinate
+        for line in root.mesh.reshape(root.shape[0], -1).T.tolist():
             group = dist.new_group([line[first], line[last]])
             if dist.get_rank() in (line[first], line[last]):
                 mine = group
@@ -46,4 +51,5 @@ class TiedEmbedding:
             gradients[1].copy_(gradients[0])
         elif gradients:
             assert self.group is not None
-            dist.all_reduce(gradients[0], group=self.group)  # [V / (tp · dp_shard), D] over the pair
+            # [V / (tp · dp_shard), D] over the pair
+            dist.all_reduce(gradients[0], group=self.group)

@@ -16,7 +16,8 @@ from parallel.pipeline.simulate import Event
 class ActionRecorder:
     """Hand it to the runner as `record`. Waiting for a message is before the action and not in it.
 
-    On a GPU the times are those at which the device reached the action's begin and end in its stream: nothing waits for it.
+    On a GPU the times are those at which the device reached the action's begin and end in its
+    stream: nothing waits for it.
     """
 
     def __init__(self, device: str) -> None:
@@ -35,10 +36,14 @@ class ActionRecorder:
         self._marks.append((action, begin, self._mark()))
 
     def events(self, offset: float) -> list[Event]:
-        """What was recorded, in milliseconds, `offset` seconds taken from this process's clock. Waits for the device."""
+        """What was recorded, in milliseconds, `offset` seconds taken from this process's clock.
+        Waits for the device."""
         if self.device == "cuda":
             torch.cuda.synchronize()
-        return [Event(action, self._milliseconds(a, offset), self._milliseconds(b, offset)) for action, a, b in self._marks]
+        return [
+            Event(action, self._milliseconds(a, offset), self._milliseconds(b, offset))
+            for action, a, b in self._marks
+        ]
 
     def _mark(self) -> Any:
         if self.device != "cuda":
@@ -56,8 +61,8 @@ class ActionRecorder:
 def clock_offset(device: str, rounds: int = 16) -> float:
     """How far this process's clock is ahead of rank 0's, in seconds; every rank must call it.
 
-    All ranks leave a barrier at nearly the same moment, so the difference of what their clocks say then is their offset; the
-    median over several barriers is good to about the time of one.
+    All ranks leave a barrier at nearly the same moment, so the difference of what their clocks say
+    then is their offset; the median over several barriers is good to about the time of one.
     """
     mine = []
     for _ in range(rounds):

@@ -1,4 +1,5 @@
-"""Carries out the exchanges of a program: what a stage hands to another, in the same process or over the network."""
+"""Carries out the exchanges of a program: what a stage hands to another, in the same process or
+over the network."""
 
 from typing import Any
 
@@ -13,28 +14,36 @@ from parallel.pipeline.lower import Exchange, Message
 class Transfers:
     """Hidden states and their gradients between stages, all of one shape and dtype.
 
-    `give` what an action made, `take` what one needs. In between, if they are on different ranks, both post the exchange that
-    holds the message (parallel/pipeline/lower.py).
+    `give` what an action made, `take` what one needs. In between, if they are on different ranks,
+    both post the exchange that holds the message (parallel/pipeline/lower.py).
 
     Args:
         group: the pp group.
         shape, dtype, device: of a hidden state between stages, [S/tp, B, D].
     """
 
-    def __init__(self, group: ProcessGroup, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        group: ProcessGroup,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
         self.group, self.shape, self.dtype, self.device = group, shape, dtype, device
         self.ranks = dist.get_process_group_ranks(group)
         self._here: dict[Message, Tensor] = {}  # given, not yet taken or sent
         self._receiving: dict[Message, tuple[Any, Tensor]] = {}
         self._sending: list[tuple[Any, Tensor]] = []
-        # The first use of an NCCL communicator must involve all its ranks, and an exchange involves few.
+        # The first use of an NCCL communicator must involve all its ranks, and an exchange involves
+        # few.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def give(self, message: Message, tensor: Tensor) -> None:
         self._here[message] = tensor.detach()
 
     def exchange(self, exchange: Exchange) -> None:
-        """Post sends of what was given and receives of what will be taken, in one batch; waits for nothing."""
+        """Post sends of what was given and receives of what will be taken, in one batch; waits for
+        nothing."""
         operations = []
         for transfer in exchange.transfers:
             if transfer.sends:
@@ -46,10 +55,13 @@ class Transfers:
         works = dist.batch_isend_irecv(operations)
         if len(works) == 1:  # NCCL gives one work for the batch, gloo one per operation, in order
             works = works * len(operations)
-        self._sending = [(work, tensor) for work, tensor in self._sending if not work.is_completed()]
+        self._sending = [
+            (work, tensor) for work, tensor in self._sending if not work.is_completed()
+        ]
         for transfer, operation, work in zip(exchange.transfers, operations, works, strict=True):
             if transfer.sends:
-                self._sending.append((work, operation.tensor))  # gloo reads it until it has gone: keep it that long
+                # gloo reads it until it has gone: keep it that long
+                self._sending.append((work, operation.tensor))
             else:
                 self._receiving[transfer.message] = (work, operation.tensor)
 

@@ -1,4 +1,5 @@
-"""Compiling what Triton's launcher would launch, and reading from the machine code what it will do. It needs Triton."""
+"""Compiling what Triton's launcher would launch, and reading from the machine code what it will do.
+It needs Triton."""
 
 import json
 import linecache
@@ -15,7 +16,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import triton  # before the kernels are imported: they are then compiled ones, GPU or no GPU (model/kernels/backend.py)
+# before the kernels are imported: they are then compiled ones, GPU or no GPU
+# (model/kernels/backend.py)
+import triton
 
 from errors import UserError
 
@@ -68,11 +71,12 @@ def gpu_target(name: str) -> GPUTarget:
     return GPUTarget(target.backend, target.arch, target.lanes)
 
 
-# --- what is launched -------------------------------------------------------------------------------------------------
+# --- what is launched -----------------------------------------------------------------------------
 
 
 class Absent:
-    """Stands for Triton's driver: says that there is such a GPU, so that the launcher prepares everything for it."""
+    """Stands for Triton's driver: says that there is such a GPU, so that the launcher prepares
+    everything for it."""
 
     def __init__(self, gpu: GPUTarget) -> None:
         self.gpu = gpu
@@ -103,42 +107,59 @@ def launches_of(chosen: Sequence[Specimen], target: str) -> list[Launch]:
     gpu = gpu_target(target)
     for specimen in chosen:
 
-        def keep(*, fn: Any, compile: dict[str, Any], specimen: Specimen = specimen, **_: Any) -> bool:
+        def keep(
+            *, fn: Any, compile: dict[str, Any], specimen: Specimen = specimen, **_: Any
+        ) -> bool:
             everything = compile["specialization_data"]
             options = json.loads(everything)["options"]
-            options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
-            source = ASTSource(fn.jit_function, compile["signature"], compile["constants"], compile["configs"][0])
-            found.setdefault((everything, specimen.wide, specimen.narrow), Launch(specimen, target, source, options))
+            options = {
+                key: tuple(value) if isinstance(value, list) else value
+                for key, value in options.items()
+            }
+            source = ASTSource(
+                fn.jit_function, compile["signature"], compile["constants"], compile["configs"][0]
+            )
+            found.setdefault(
+                (everything, specimen.wide, specimen.narrow),
+                Launch(specimen, target, source, options),
+            )
             return True  # it has been seen to: the launcher neither compiles nor launches
 
         with (
             mock.patch.object(driver, "_active", Absent(gpu)),
             mock.patch.object(triton.knobs.runtime, "jit_cache_hook", keep),
             mock.patch.object(backend, "LANES", gpu.warp_size),
-            mock.patch.object(multi_tensor, "INTERPRETED", True),  # it takes only tensors that a kernel could reach
+            # it takes only tensors that a kernel could reach
+            mock.patch.object(multi_tensor, "INTERPRETED", True),
         ):
             specimen.launch()
     return list(found.values())
 
 
-# --- what was compiled ------------------------------------------------------------------------------------------------
+# --- what was compiled ----------------------------------------------------------------------------
 
 Place = tuple[str, int, int]  # file, line and column of the source
 
 
 def row_accesses(ttir: str) -> set[Place]:
-    """Where single numbers are loaded and stored, or one for each row, by Triton's intermediate representation."""
+    """Where single numbers are loaded and stored, or one for each row, by Triton's intermediate
+    representation."""
     named = dict(re.findall(r"^#loc(\d*) = loc\((.*)\)$", ttir, re.MULTILINE))
 
     def place(text: str) -> Place:
         if found := re.match(r'"([^"]+)":(\d+):(\d+)', text):
             return Path(found[1]).name, int(found[2]), int(found[3])
-        inner = re.search(r"#loc(\d*)", text)  # "name"(#loc1), or callsite(#loc1 at #loc2): the callee stands first
+        # "name"(#loc1), or callsite(#loc1 at #loc2): the callee stands first
+        inner = re.search(r"#loc(\d*)", text)
         assert inner, text
         return place(named[inner[1]])
 
     found = re.findall(r"tt\.(?:load|store) .* : (.*) loc\((.*)\)$", ttir, re.MULTILINE)
-    return {place(location) for kind, location in found if not kind.startswith("tensor") or "x1x!tt.ptr" in kind}
+    return {
+        place(location)
+        for kind, location in found
+        if not kind.startswith("tensor") or "x1x!tt.ptr" in kind
+    }
 
 
 @dataclass(frozen=True)
@@ -150,12 +171,15 @@ class Access:
     places: tuple[Place, ...]  # in the source; then where that was called, and so on
 
 
-MERGED = 0  # the line of an access that the compiler made of two, of either branch: of single numbers that both need
+# the line of an access that the compiler made of two, of either branch: of single numbers that both
+# need
+MERGED = 0
 AMD_SIZES = {"dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}  # all others are smaller
 
 
 def accesses(assembly: str) -> list[Access]:
-    """Those in PTX or in AMD's assembly. Both say which line of the source an instruction comes from."""
+    """Those in PTX or in AMD's assembly. Both say which line of the source an instruction comes
+    from."""
     files = dict(re.findall(r'^\s*\.file\s+(\d+) "(?:.*[/"])?([\w.]+)"$', assembly, re.MULTILINE))
     found: list[Access] = []
     places: tuple[Place, ...] = (("an unknown file", -1, 0),)
@@ -166,22 +190,39 @@ def accesses(assembly: str) -> list[Access]:
         elif "end inline asm" in line:
             in_block = False
         elif re.match(r"\s*\.loc\s", line):
-            if not (in_block and known):  # in a block of PTX the first counts: from there on its own lines are counted
+            # in a block of PTX the first counts: from there on its own lines are counted
+            if not (in_block and known):
                 marks = re.findall(r"([\w.]+):(\d+):(\d+)", line)
                 marks += [
-                    (files[number], row, column) for number, row, column in re.findall(r"inlined_at (\d+) (\d+) (\d+)", line)
+                    (files[number], row, column)
+                    for number, row, column in re.findall(r"inlined_at (\d+) (\d+) (\d+)", line)
                 ]
-                places, known = tuple((file, int(row), int(column)) for file, row, column in marks), True
-        elif ptx := re.search(r"\b(ld|st)\.(?:[\w:]+\.)*?global\.(?:[\w:]+\.)*?(?:v(\d)\.)?[bfsu](\d+)\b", line):
-            found.append(Access("load" if ptx[1] == "ld" else "store", int(ptx[2] or 1) * int(ptx[3]) // 8, places))
+                places, known = (
+                    tuple((file, int(row), int(column)) for file, row, column in marks),
+                    True,
+                )
+        elif ptx := re.search(
+            r"\b(ld|st)\.(?:[\w:]+\.)*?global\.(?:[\w:]+\.)*?(?:v(\d)\.)?[bfsu](\d+)\b", line
+        ):
+            found.append(
+                Access(
+                    "load" if ptx[1] == "ld" else "store",
+                    int(ptx[2] or 1) * int(ptx[3]) // 8,
+                    places,
+                )
+            )
         elif amd := re.match(r"\s*(?:global|buffer|flat)_(load|store)_(\w+)", line):
             found.append(Access(amd[1], AMD_SIZES.get(amd[2], 2), places))
     return found
 
 
 def describe(access: Access, kernel: Path) -> str:
-    """The lines of the source that an access comes from; they stand in the kernel's file, or in one beside it."""
-    lines = [f"{file}:{row} {linecache.getline(str(kernel.with_name(file)), row).strip()}" for file, row, _ in access.places]
+    """The lines of the source that an access comes from; they stand in the kernel's file, or in one
+    beside it."""
+    lines = [
+        f"{file}:{row} {linecache.getline(str(kernel.with_name(file)), row).strip()}"
+        for file, row, _ in access.places
+    ]
     return ", called by ".join(lines)
 
 
@@ -191,17 +232,28 @@ def nvidia_usage(cubin: bytes) -> Usage:
         file.write(cubin)
         file.flush()
         listing, sass = (
-            subprocess.run([NVIDIA_TOOLS / "cuobjdump", what, file.name], capture_output=True, text=True, check=True).stdout
+            subprocess.run(
+                [NVIDIA_TOOLS / "cuobjdump", what, file.name],
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout
             for what in ("--dump-resource-usage", "-sass")
         )
     found = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", listing)}
-    local, wide = (len(re.findall(which, sass)) for which in (r"\b(?:LDL|STL)\b", r"\b(?:LDG|STG|LDGSTS)\S*\.128\b"))
+    local, wide = (
+        len(re.findall(which, sass))
+        for which in (r"\b(?:LDL|STL)\b", r"\b(?:LDG|STG|LDGSTS)\S*\.128\b")
+    )
     return Usage(found["REG"], found["STACK"], local, wide)
 
 
 def amd_usage(assembly: str) -> Usage:
     """By the metadata at the end of the assembly."""
-    found = {name: int(value) for name, value in re.findall(r"^\s+\.(\w+):\s+(\d+)$", assembly, re.MULTILINE)}
+    found = {
+        name: int(value)
+        for name, value in re.findall(r"^\s+\.(\w+):\s+(\d+)$", assembly, re.MULTILINE)
+    }
     spills = found["vgpr_spill_count"] + found["sgpr_spill_count"]
     return Usage(found["vgpr_count"], found["private_segment_fixed_size"], spills, None)
 
@@ -216,15 +268,27 @@ def compile_launch(launch: Launch) -> Report:
     threads, shared = compiled.metadata.num_warps * gpu.warp_size, compiled.metadata.shared
 
     of_rows = row_accesses(compiled.asm["ttir"])
-    of_tensors = [access for access in accesses(assembly) if access.places[0] not in of_rows and access.places[0][1] != MERGED]
+    of_tensors = [
+        access
+        for access in accesses(assembly)
+        if access.places[0] not in of_rows and access.places[0][1] != MERGED
+    ]
     count = Counter((access.size >= WIDE, access.what) for access in of_tensors)
-    narrow = {describe(access, Path(kernel.__code__.co_filename)) for access in of_tensors if access.size < WIDE}
+    narrow = {
+        describe(access, Path(kernel.__code__.co_filename))
+        for access in of_tensors
+        if access.size < WIDE
+    }
 
     faults = []
     if usage.stack or usage.local:
         faults.append(f"spills: {usage.stack} bytes of stack, {usage.local} accesses to them")
     if specimen.wide:
-        faults += [f"narrow: {text}" for text in sorted(narrow) if not any(part in text for part in specimen.narrow)]
+        faults += [
+            f"narrow: {text}"
+            for text in sorted(narrow)
+            if not any(part in text for part in specimen.narrow)
+        ]
     if usage.wide is not None and usage.wide < count[True, "load"] + count[True, "store"]:
         faults.append("narrow: the assembler divided accesses of 16 bytes")
     if shared > most_shared:
@@ -254,11 +318,23 @@ def _compile_one(index: int) -> Report:
     return compile_launch(_launches[index])
 
 
-# --- the table --------------------------------------------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------
 
 
 def table(reports: Sequence[Report]) -> str:
-    head = ("kernel", "specimen", "target", "threads", "registers", "stack", "local", "loads", "stores", "shared", "")
+    head = (
+        "kernel",
+        "specimen",
+        "target",
+        "threads",
+        "registers",
+        "stack",
+        "local",
+        "loads",
+        "stores",
+        "shared",
+        "",
+    )
     rows = [head] + [
         (
             r.kernel, r.specimen, r.target, str(r.threads), str(r.registers), str(r.stack), str(r.local),
@@ -271,7 +347,8 @@ def table(reports: Sequence[Report]) -> str:
     left = {0, 1, 2, len(head) - 1}
     return "\n".join(
         "  ".join(
-            cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(w) if i in left else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     )

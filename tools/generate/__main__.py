@@ -1,8 +1,10 @@
-"""Continue text with a trained model: `python -m tools.generate --checkpoint DIR --prompt TEXT [--max-new-tokens N] …`
+"""Continue text with a trained model: `python -m tools.generate --checkpoint DIR --prompt TEXT
+[--max-new-tokens N] …`
 
-DIR is a checkpoint, a run folder (its newest checkpoint) or an exported folder in Hugging Face's format. The text of a single
-prompt appears as it is written; several (`--prompt` again, or `--prompts FILE`) are computed together, and printed when they
-are done. On several processes the model is cut over all of them, whatever layout trained it:
+DIR is a checkpoint, a run folder (its newest checkpoint) or an exported folder in Hugging Face's
+format. The text of a single prompt appears as it is written; several (`--prompt` again, or
+`--prompts FILE`) are computed together, and printed when they are done. On several processes the
+model is cut over all of them, whatever layout trained it:
 
     torchrun --nproc-per-node 2 -m tools.generate --checkpoint DIR --prompt TEXT
 
@@ -30,18 +32,31 @@ from training.precision import DTYPES
 def read_options(options: argparse.Namespace) -> tuple[list[str], Sampling]:
     """The prompts, and how to draw. Raises UserError where an option makes no sense."""
     if options.max_new_tokens < 0:
-        raise UserError("--max-new-tokens", options.max_new_tokens, "is no number of tokens", "give 0 or more")
+        raise UserError(
+            "--max-new-tokens", options.max_new_tokens, "is no number of tokens", "give 0 or more"
+        )
     if options.batch_size < 1:
-        raise UserError("--batch-size", options.batch_size, "is no number of prompts", "give 1 or more")
+        raise UserError(
+            "--batch-size", options.batch_size, "is no number of prompts", "give 1 or more"
+        )
     prompts = list(options.prompt)
     if options.prompts is not None:
         try:
-            prompts += [line for line in options.prompts.read_text(encoding="utf-8").split("\n") if line]
+            prompts += [
+                line for line in options.prompts.read_text(encoding="utf-8").split("\n") if line
+            ]
         except (OSError, UnicodeDecodeError) as error:
             why = f"cannot be read: {error}"
-            raise UserError("--prompts", str(options.prompts), why, "give a UTF-8 file with one prompt a line") from None
+            raise UserError(
+                "--prompts", str(options.prompts), why, "give a UTF-8 file with one prompt a line"
+            ) from None
     if not prompts:
-        raise UserError("--prompt", None, "there is nothing to continue", "give --prompt TEXT, or --prompts FILE")
+        raise UserError(
+            "--prompt",
+            None,
+            "there is nothing to continue",
+            "give --prompt TEXT, or --prompts FILE",
+        )
     return prompts, Sampling(options.temperature, options.top_k, options.top_p, options.seed)
 
 
@@ -49,7 +64,9 @@ def run(options: argparse.Namespace, device: str) -> None:
     """On every rank; rank 0 writes to standard output. Raises UserError on all of them alike."""
     prompts, sampling = from_rank_0(lambda: read_options(options), device)
     loaded = load_model(options.checkpoint, DTYPES[options.dtype], device)
-    encoded = on_all_ranks(lambda: [loaded.encode(prompt, options.bos) for prompt in prompts], device)
+    encoded = on_all_ranks(
+        lambda: [loaded.encode(prompt, options.bos) for prompt in prompts], device
+    )
 
     def log(text: str) -> None:
         if dist.get_rank() == 0:
@@ -65,30 +82,74 @@ def run(options: argparse.Namespace, device: str) -> None:
     for first in range(0, len(prompts), options.batch_size):
         batch = slice(first, first + options.batch_size)
         texts = prompts[batch]
-        for row, piece in continue_texts(loaded, encoded[batch], options.max_new_tokens, sampling, first):
+        for row, piece in continue_texts(
+            loaded, encoded[batch], options.max_new_tokens, sampling, first
+        ):
             texts[row] += piece
         log("".join(f"--- {number}\n{text}\n" for number, text in enumerate(texts, first + 1)))
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.generate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="checkpoint, run or exported folder")
-    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="the text to continue; may be repeated")
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="checkpoint, run or exported folder",
+    )
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="the text to continue; may be repeated",
+    )
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="more of them, one a line")
-    parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="prompts computed at a time (default 16)")
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="for each prompt (default 128)")
-    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: the most likely token (default 0.8)")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K most likely tokens (default: all)")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="from the fewest of probability P (default 1)")
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=16,
+        metavar="N",
+        help="prompts computed at a time (default 16)",
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=128, metavar="N", help="for each prompt (default 128)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="0: the most likely token (default 0.8)",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="draw from the K most likely tokens (default: all)",
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="from the fewest of probability P (default 1)",
+    )
     parser.add_argument(
         "--bos",
         action=argparse.BooleanOptionalAction,
         help="begin with the token that begins a document, or not (default: as the tokenizer's configuration says)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default 0)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="to compute in (default float32)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="to compute in (default float32)"
+    )
     return parser.parse_args(arguments)
 
 

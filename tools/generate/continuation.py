@@ -12,10 +12,11 @@ class Decoder(Protocol):
 class Continuation:
     """The text that follows a prompt, token by token.
 
-    A character may take several tokens, and is held back until its last byte is there. And a token's text may depend on the
-    ones before it: SentencePiece models that begin each text with a space drop it at the beginning, and a word in the middle,
-    decoded alone, would lose its own. So a token's text is what it adds to that of the tokens before it. Not of all of them,
-    which would cost more with every token: those given last are enough.
+    A character may take several tokens, and is held back until its last byte is there. And a
+    token's text may depend on the ones before it: SentencePiece models that begin each text with a
+    space drop it at the beginning, and a word in the middle, decoded alone, would lose its own. So
+    a token's text is what it adds to that of the tokens before it. Not of all of them, which would
+    cost more with every token: those given last are enough.
 
         add("▁the") → " the"     add(E2) → ""     add(82) → ""     add(AC) → "€"     end() → ""
     """

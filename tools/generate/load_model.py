@@ -1,4 +1,5 @@
-"""A trained model to compute with: whole, or cut over all processes, from a checkpoint of any layout or an exported folder.
+"""A trained model to compute with: whole, or cut over all processes, from a checkpoint of any
+layout or an exported folder.
 
 Each rank reads its own part of every tensor and nothing else, into the dtype that it computes in. A
 checkpoint's files are compared with their checksums before, each by one rank. An exported folder
@@ -49,15 +50,27 @@ class Loaded:
         bos: whether the first is bos; None: as the tokenizer's own configuration says.
         """
         if bos and self.tokenizer.bos_id < 0:
-            raise UserError("--bos", True, "this tokenizer has no token that begins a document", "leave it out")
+            raise UserError(
+                "--bos", True, "this tokenizer has no token that begins a document", "leave it out"
+            )
         first = [self.tokenizer.bos_id] if (self.tokenizer.adds_bos if bos is None else bos) else []
         tokens = first + self.tokenizer.encode(prompt)
         vocab_size = self.model.config.vocab_size
         if not tokens:
-            raise UserError("--prompt", prompt, "has no tokens, and none is put before it", "give some text, or --bos")
+            raise UserError(
+                "--prompt",
+                prompt,
+                "has no tokens, and none is put before it",
+                "give some text, or --bos",
+            )
         if max(tokens) >= vocab_size:
             why = f"has the token {max(tokens)}, and the model knows {vocab_size}"
-            raise UserError("--prompt", prompt, why, "put the tokenizer beside it that the model was trained with")
+            raise UserError(
+                "--prompt",
+                prompt,
+                why,
+                "put the tokenizer beside it that the model was trained with",
+            )
         return tokens
 
 
@@ -71,7 +84,8 @@ class Source(NamedTuple):
 
 
 def load_model(folder: Path, dtype: torch.dtype, device: str) -> Loaded:
-    """Tensor parallelism over all ranks, each of which calls it. Raises AgreedError where there is nothing fit to load."""
+    """Tensor parallelism over all ranks, each of which calls it. Raises AgreedError where there is
+    nothing fit to load."""
     source = from_rank_0(lambda: find(folder, dist.get_world_size()), device)
     if source.is_checkpoint:
         require_good(source.folder, "--checkpoint", device)
@@ -87,18 +101,26 @@ def load_model(folder: Path, dtype: torch.dtype, device: str) -> Loaded:
 
 
 def find(folder: Path, tp: int) -> Source:
-    """What `folder` holds. Raises UserError where that is no model, or none that `tp` ranks can share."""
+    """What `folder` holds. Raises UserError where that is no model, or none that `tp` ranks can
+    share."""
     if (folder / CONFIG).is_file():
         with option_named():
             source = Source(folder, False, HuggingFaceConfig(folder).model, end_tokens(folder))
     else:
         refuse_foreign(folder, "--checkpoint")
         path = newest(folder)
-        source = Source(path, True, read_trainer(path, "--checkpoint").model_config_saved, frozenset())
+        source = Source(
+            path, True, read_trainer(path, "--checkpoint").model_config_saved, frozenset()
+        )
     config = replace(source.config, kernels="auto")  # what trained it may not be what there is here
     if not fits(config, tp):
         why = f"its {config.num_heads} query and {config.num_kv_heads} key/value heads cannot be shared by so many"
-        raise UserError("--nproc-per-node", tp, why, f"choose one of {[n for n in range(1, 65) if fits(config, n)]}")
+        raise UserError(
+            "--nproc-per-node",
+            tp,
+            why,
+            f"choose one of {[n for n in range(1, 65) if fits(config, n)]}",
+        )
     return source._replace(config=config)
 
 
@@ -113,18 +135,26 @@ def option_named() -> Iterator[None]:
 
 
 def end_tokens(folder: Path) -> frozenset[int]:
-    """Tokens at which transformers would end a text: one, or several (a model for chats ends its turns)."""
+    """Tokens at which transformers would end a text: one, or several (a model for chats ends its
+    turns)."""
     found: set[int] = set()
     for file in (folder / "generation_config.json", folder / CONFIG):
         said = read_json(file).get("eos_token_id") if file.is_file() else None
-        found |= {token for token in (said if isinstance(said, list) else [said]) if isinstance(token, int)}
+        found |= {
+            token
+            for token in (said if isinstance(said, list) else [said])
+            if isinstance(token, int)
+        }
     return frozenset(found)
 
 
 def fits(config: ModelConfig, tp: int) -> bool:
-    """Whether tp ranks can share the model: whole heads, equal feed-forwards, some of the vocabulary for each."""
+    """Whether tp ranks can share the model: whole heads, equal feed-forwards, some of the
+    vocabulary for each."""
     kv = config.num_kv_heads
-    parts = config.num_heads % tp == 0 and config.ffn_dim % tp == 0 and (kv % tp == 0 or tp % kv == 0)
+    parts = (
+        config.num_heads % tp == 0 and config.ffn_dim % tp == 0 and (kv % tp == 0 or tp % kv == 0)
+    )
     return parts and len(chunk_range(config.vocab_size, tp, tp - 1)) > 0
 
 
@@ -132,7 +162,9 @@ def empty_model(config: ModelConfig, dtype: torch.dtype, device: str) -> Transfo
     """The model in one stage, cut over all ranks, its weights not yet filled."""
     mesh = build_mesh(MeshSizes(tp=dist.get_world_size()), device)
     layers = range(config.num_layers)
-    model = Transformer(config, layers, first=True, last=True, tp=mesh.tp, sequence_parallel=False).to(dtype)
+    model = Transformer(
+        config, layers, first=True, last=True, tp=mesh.tp, sequence_parallel=False
+    ).to(dtype)
     return model.to_empty(device=device).requires_grad_(False)
 
 
@@ -144,11 +176,14 @@ def read_checkpoint(source: Source, weights: dict[str, DTensor]) -> None:
     except dcp.CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
         remedy = "give another folder step-…"
-        raise UserError("--checkpoint", str(source.folder), f"cannot be read: {first}", remedy) from None
+        raise UserError(
+            "--checkpoint", str(source.folder), f"cannot be read: {first}", remedy
+        ) from None
 
 
 def read_exported(source: Source, weights: dict[str, DTensor]) -> None:
-    """The same from safetensors files of whole tensors, which are mapped: what is not of this rank is not read."""
+    """The same from safetensors files of whole tensors, which are mapped: what is not of this rank
+    is not read."""
     with option_named():
         files = FolderTensors(source.folder)
         check_tensors(source.folder, source.config, files)

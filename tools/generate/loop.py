@@ -20,7 +20,8 @@ def generate(
     stop: Collection[int] = (),
     first_row: int = 0,
 ) -> Iterator[list[int | None]]:
-    """Each row's next token, up to `count` times; None once a row has met a token of `stop`. Ends when all rows have.
+    """Each row's next token, up to `count` times; None once a row has met a token of `stop`. Ends
+    when all rows have.
 
     Every tp rank calls it alike, and goes through it as far as the others do.
 
@@ -38,7 +39,8 @@ def generate(
     rows = range(first_row, first_row + len(prompts))
     numbers = row_numbers(sampling.seed, rows, count).to(device)
 
-    padded = [[0] * (max(lengths) - len(prompt)) + prompt for prompt in prompts]  # any token will do: nobody sees it
+    # any token will do: nobody sees it
+    padded = [[0] * (max(lengths) - len(prompt)) + prompt for prompt in prompts]
     tokens = torch.tensor(padded, device=device).T  # [S, B], then [1, B]
     running = [True] * len(prompts)
     for step in range(count):
@@ -55,7 +57,8 @@ def generate(
 def continue_texts(
     loaded: Loaded, prompts: list[list[int]], count: int, sampling: Sampling, first_row: int = 0
 ) -> Iterator[tuple[int, str]]:
-    """Pieces of text, each with the number of the prompt that it continues, as they become certain."""
+    """Pieces of text, each with the number of the prompt that it continues, as they become
+    certain."""
     texts = [Continuation(loaded.tokenizer, prompt) for prompt in prompts]
     for new in generate(loaded.model, prompts, count, sampling, loaded.stop, first_row):
         for row, token in enumerate(new):

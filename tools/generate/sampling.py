@@ -2,7 +2,8 @@
 
     logits ─ the top_k most likely ─ softmax(logits / temperature) ─ the fewest that make up top_p ─ draw
 
-Each row draws with numbers of its own, a function of (seed, row, step): who else is in the batch changes nothing.
+Each row draws with numbers of its own, a function of (seed, row, step): who else is in the batch
+changes nothing.
 """
 
 import hashlib
@@ -20,26 +21,42 @@ from parallel.collectives import start_all_gather
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. Raises UserError, naming the option of tools/generate, where a number makes no sense."""
+    """How tokens are drawn. Raises UserError, naming the option of tools/generate, where a number
+    makes no sense."""
 
     temperature: float = 0.8  # logits are divided by it; 0: always the most likely token
-    top_k: int = 0  # only among so many most likely tokens (Fan et al. 2018, https://arxiv.org/abs/1805.04833); 0: all
-    # Only among the fewest most likely tokens that together have this probability (nucleus sampling: Holtzman et al. 2019,
-    # https://arxiv.org/abs/1904.09751); 1: all.
+    # only among so many most likely tokens (Fan et al. 2018, https://arxiv.org/abs/1805.04833); 0:
+    # all
+    top_k: int = 0
+    # Only among the fewest most likely tokens that together have this probability (nucleus
+    # sampling: Holtzman et al. 2019, https://arxiv.org/abs/1904.09751); 1: all.
     top_p: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
-            raise UserError("--temperature", self.temperature, "is no temperature", "give 0 (most likely token) or more")
+            raise UserError(
+                "--temperature",
+                self.temperature,
+                "is no temperature",
+                "give 0 (most likely token) or more",
+            )
         if self.top_k < 0:
-            raise UserError("--top-k", self.top_k, "is no number of tokens", "give 1 or more, or 0 for all")
+            raise UserError(
+                "--top-k", self.top_k, "is no number of tokens", "give 1 or more, or 0 for all"
+            )
         if not 0 < self.top_p <= 1:
-            raise UserError("--top-p", self.top_p, "is no probability to keep", "give a number above 0, up to 1 (all)")
+            raise UserError(
+                "--top-p",
+                self.top_p,
+                "is no probability to keep",
+                "give a number above 0, up to 1 (all)",
+            )
 
 
 def row_numbers(seed: int, rows: range, steps: int) -> Tensor:
-    """[steps, B] float64 in [0, 1), on the CPU: what each of `rows` draws with, the same whatever other rows there are."""
+    """[steps, B] float64 in [0, 1), on the CPU: what each of `rows` draws with, the same whatever
+    other rows there are."""
     columns = []
     for row in rows:
         digest = hashlib.sha256(f"{seed}:{row}".encode()).digest()
@@ -51,12 +68,14 @@ def row_numbers(seed: int, rows: range, steps: int) -> Tensor:
 def draw(logits: Tensor, sampling: Sampling, numbers: Tensor) -> Tensor:
     """logits [B, V], numbers [B] float64 in [0, 1) → tokens [B] int64.
 
-    The number says how far to go through the cumulative probabilities of the tokens that may be drawn. In float64: in float32
-    the sum over a large vocabulary is off by more than a rare token's probability.
+    The number says how far to go through the cumulative probabilities of the tokens that may be
+    drawn. In float64: in float32 the sum over a large vocabulary is off by more than a rare token's
+    probability.
     """
     if sampling.temperature == 0:
         return logits.argmax(-1)
-    candidates: Tensor | None = None  # [B, candidates], most likely first; None: the whole vocabulary, as it is
+    # [B, candidates], most likely first; None: the whole vocabulary, as it is
+    candidates: Tensor | None = None
     if 0 < sampling.top_k < logits.shape[-1]:
         logits, candidates = logits.topk(sampling.top_k)
     elif sampling.top_p < 1:
@@ -64,26 +83,32 @@ def draw(logits: Tensor, sampling: Sampling, numbers: Tensor) -> Tensor:
     logits = logits.double()
     probabilities = ((logits - logits.amax(-1, keepdim=True)) / sampling.temperature).softmax(-1)
     if sampling.top_p < 1:
-        before = probabilities.cumsum(-1) - probabilities  # of the more likely ones; 0 for the first, which always stays
+        # of the more likely ones; 0 for the first, which always stays
+        before = probabilities.cumsum(-1) - probabilities
         probabilities = probabilities.masked_fill(before >= sampling.top_p, 0)
     cumulative = probabilities.cumsum(-1)
     # The first whose cumulative probability exceeds the number: never one of probability 0.
-    places = torch.searchsorted(cumulative, numbers.unsqueeze(1) * cumulative[:, -1:], right=True)  # [B, 1]
+    # [B, 1]
+    places = torch.searchsorted(cumulative, numbers.unsqueeze(1) * cumulative[:, -1:], right=True)
     return (places if candidates is None else candidates.gather(1, places)).squeeze(1)
 
 
-def draw_over_tp(logits: Tensor, vocab_size: int, sampling: Sampling, numbers: Tensor, group: ProcessGroup) -> Tensor:
+def draw_over_tp(
+    logits: Tensor, vocab_size: int, sampling: Sampling, numbers: Tensor, group: ProcessGroup
+) -> Tensor:
     """Each tp rank's logits [B, V/tp] → tokens [B], the same on all ranks.
 
-    All-gather over tp: B·⌈V/tp⌉ numbers of each rank; the last ones have fewer, and pad theirs for the way. Then all draw, and
-    take what the first has drawn (broadcast over tp: B numbers). For on a GPU a cumulative sum need not be the same bits twice,
-    and ranks that go on with different tokens would compute nonsense, unseen.
+    All-gather over tp: B·⌈V/tp⌉ numbers of each rank; the last ones have fewer, and pad theirs for
+    the way. Then all draw, and take what the first has drawn (broadcast over tp: B numbers). For on
+    a GPU a cumulative sum need not be the same bits twice, and ranks that go on with different
+    tokens would compute nonsense, unseen.
     """
     if group.size() == 1:
         return draw(logits, sampling, numbers)
     width = -(-vocab_size // group.size())
     parts = F.pad(logits.T, (0, 0, 0, width - logits.shape[1]))  # [⌈V/tp⌉, B]
-    whole = start_all_gather(parts, group).wait()[:vocab_size].T  # [B, V]: what is padded comes last
+    # [B, V]: what is padded comes last
+    whole = start_all_gather(parts, group).wait()[:vocab_size].T
     tokens = draw(whole, sampling, numbers)
     dist.broadcast(tokens, group=group, group_src=0)
     return tokens

@@ -1,4 +1,5 @@
-"""What tools/import_hf.py and tools/export.py are made of: our folders and Hugging Face's, both ways, a tensor at a time.
+"""What tools/import_hf.py and tools/export.py are made of: our folders and Hugging Face's, both
+ways, a tensor at a time.
 
 config.py             fields of config.json and names of tensors
 tokenizer.py          the tokenizer's files

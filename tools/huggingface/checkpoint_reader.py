@@ -1,9 +1,11 @@
-"""Reading a checkpoint without a run: which one, and its global tensors one at a time, whatever layout saved them.
+"""Reading a checkpoint without a run: which one, and its global tensors one at a time, whatever
+layout saved them.
 
     shard-00001-…   model.blocks.0.attention.query.weight   rows 0 … 63    ┐
     shard-00002-…   model.blocks.0.attention.query.weight   rows 64 … 127  ┴─►  [128, D]
 
-A tensor is put together from its pieces when it is asked for, so the largest one bounds the memory and not the model.
+A tensor is put together from its pieces when it is asked for, so the largest one bounds the memory
+and not the model.
 """
 
 from collections import Counter, defaultdict
@@ -24,39 +26,51 @@ WEIGHTS = "model."  # names of weights begin so; those of the optimizer's state 
 
 
 def newest(folder: Path) -> Path:
-    """`folder` itself if it is a checkpoint, else the newest complete one in it, or in its `checkpoints/`."""
+    """`folder` itself if it is a checkpoint, else the newest complete one in it, or in its
+    `checkpoints/`."""
     return checkpoints_of(folder, "--checkpoint")[-1]
 
 
 class CheckpointReader:
     """The weights of one checkpoint.
 
-    Opening reads the manifest and the headers of the files, no tensor, and compares no checksum (runtime/manifest.py does).
-    Raises UserError, naming --checkpoint, where the folder is no checkpoint, or its files do not hold every number once.
+    Opening reads the manifest and the headers of the files, no tensor, and compares no checksum
+    (runtime/manifest.py does). Raises UserError, naming --checkpoint, where the folder is no
+    checkpoint, or its files do not hold every number once.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._open = folder, file_opener()
-        self.trainer: TrainerState = read_trainer(folder, "--checkpoint")  # it compares the files' sizes too
+        # it compares the files' sizes too
+        self.trainer: TrainerState = read_trainer(folder, "--checkpoint")
         self.model: ModelConfig = self.trainer.model_config_saved
-        self._pieces: dict[str, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)  # tensor → file, where the piece begins
+        # tensor → file, where the piece begins
+        self._pieces: dict[str, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
         covered: Counter[str] = Counter()
         point = random_point()
         try:
             self.manifest: Manifest = read_manifest(folder)
             for file in self.manifest.files:
-                for piece in read_pieces(folder / file, self.manifest) if file.endswith(TENSORS) else []:
+                for piece in (
+                    read_pieces(folder / file, self.manifest) if file.endswith(TENSORS) else []
+                ):
                     self._pieces[piece.name].append((file, piece.offsets))
                     covered[piece.name] += value_at(point, piece.offsets, piece.sizes)
             check_whole(self.manifest, covered, point)
         except Damaged as damaged:
             why = f"is no good checkpoint: {damaged}"
-            raise UserError("--checkpoint", str(folder), why, "give another folder step-…") from None
+            raise UserError(
+                "--checkpoint", str(folder), why, "give another folder step-…"
+            ) from None
 
     def weights(self) -> dict[str, tuple[int, ...]]:
         """Name (`blocks.0.attention.query.weight`) → global shape."""
         tensors = self.manifest.tensors.items()
-        return {name.removeprefix(WEIGHTS): shape for name, (_, shape) in tensors if name.startswith(WEIGHTS)}
+        return {
+            name.removeprefix(WEIGHTS): shape
+            for name, (_, shape) in tensors
+            if name.startswith(WEIGHTS)
+        }
 
     def weight(self, name: str) -> Tensor:
         """The whole global tensor, on the CPU, in the dtype that it was saved in."""
@@ -64,5 +78,7 @@ class CheckpointReader:
         whole = torch.empty(shape, dtype=DTYPES[dtype])
         for file, offsets in self._pieces[WEIGHTS + name]:
             piece = self._open(self.folder / file).get_tensor(WEIGHTS + name)
-            whole[tuple(slice(at, at + n) for at, n in zip(offsets, piece.shape, strict=True))] = piece
+            whole[tuple(slice(at, at + n) for at, n in zip(offsets, piece.shape, strict=True))] = (
+                piece
+            )
         return whole

@@ -1,10 +1,13 @@
-"""What of a Hugging Face folder is what of ours: the fields of config.json and the names of the tensors, both ways.
+"""What of a Hugging Face folder is what of ours: the fields of config.json and the names of the
+tensors, both ways.
 
-A folder is understood whole or refused: what would make their code compute something that ours does not is named, with its
-value. Rotary embeddings pair the two halves of a head in both (model/kernels/rotary.py), so no weight is permuted.
+A folder is understood whole or refused: what would make their code compute something that ours does
+not is named, with its value. Rotary embeddings pair the two halves of a head in both
+(model/kernels/rotary.py), so no weight is permuted.
 
-Defaults are those of transformers for keys that are not in the file. transformers 5 writes `rope_parameters` and `dtype` where
-4 wrote `rope_theta`, `rope_scaling` and `torch_dtype`; both read the older names, so those are written.
+Defaults are those of transformers for keys that are not in the file. transformers 5 writes
+`rope_parameters` and `dtype` where 4 wrote `rope_theta`, `rope_scaling` and `torch_dtype`; both
+read the older names, so those are written.
 """
 
 import json
@@ -26,12 +29,13 @@ FIELDS = {
     "norm_eps": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
 }
-# Each architecture that this model is, and the defaults in which it differs from the others; null: as many, or as wide, as
-# num_attention_heads and hidden_size make it.
+# Each architecture that this model is, and the defaults in which it differs from the others; null:
+# as many, or as wide, as num_attention_heads and hidden_size make it.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"num_key_value_heads": None, "head_dim": None},
     "MistralForCausalLM": {"num_key_value_heads": 8, "head_dim": None, "sliding_window": 4096},
-    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128},  # norms of queries and keys (qk_norm)
+    # norms of queries and keys (qk_norm)
+    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128},
 }
 DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 # theirs → the one value with which their code computes what ours does, and why
@@ -92,7 +96,11 @@ def parameters(model: ModelConfig) -> list[Parameter]:
     def parameter(row: tuple[str, str, str], ours: str = "", theirs: str = "") -> Parameter:
         return Parameter(ours + row[0], theirs + row[1], tuple(sizes[letter] for letter in row[2]))
 
-    block = [row for row in BLOCK if model.qk_norm or not row[0].endswith(("query_norm.weight", "key_norm.weight"))]
+    block = [
+        row
+        for row in BLOCK
+        if model.qk_norm or not row[0].endswith(("query_norm.weight", "key_norm.weight"))
+    ]
     found = [parameter(EMBEDDING)]
     for layer in range(model.num_layers):
         found += [parameter(row, f"blocks.{layer}.", f"model.layers.{layer}.") for row in block]
@@ -101,7 +109,8 @@ def parameters(model: ModelConfig) -> list[Parameter]:
 
 
 class HuggingFaceConfig:
-    """The config.json of a folder. Raises UserError, naming the key, where it describes what this model is not.
+    """The config.json of a folder. Raises UserError, naming the key, where it describes what this
+    model is not.
 
     model: its dimensions. max_length: tokens of the longest sequence that it is meant for.
     """
@@ -112,7 +121,9 @@ class HuggingFaceConfig:
         named = content.get("architectures")
         architecture = named[0] if isinstance(named, list) and len(named) == 1 else None
         if architecture not in ARCHITECTURES:
-            raise self._refusal("architectures", named, f"only {', '.join(ARCHITECTURES)} are this model")
+            raise self._refusal(
+                "architectures", named, f"only {', '.join(ARCHITECTURES)} are this model"
+            )
         self._content = DEFAULTS | ARCHITECTURES[architecture] | content
         for key, (only, why) in MUST_BE.items():
             if content.get(key) not in (None, only):
@@ -127,23 +138,38 @@ class HuggingFaceConfig:
         attention_dim = heads * self._get("head_dim", int, null=values["dim"] // max(heads, 1))
         if attention_dim != values["dim"]:
             values["attention_dim"] = attention_dim
-        self.model = ModelConfig(**values, **self._rope(), qk_norm=architecture == "Qwen3ForCausalLM")
+        self.model = ModelConfig(
+            **values, **self._rope(), qk_norm=architecture == "Qwen3ForCausalLM"
+        )
 
     def _rope(self) -> dict[str, Any]:
         """ModelConfig's fields that begin with rope."""
         key = "rope_scaling" if self._content.get("rope_scaling") else "rope_parameters"
         rope = self._content.get(key) or {}
-        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
-        if kind not in ("default", "llama3") or any(isinstance(value, dict) for value in rope.values()):
-            raise self._refusal(key, rope, "only the rope_type default and llama3 are computed here, the same in all layers")
+        kind = (
+            rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
+        )
+        if kind not in ("default", "llama3") or any(
+            isinstance(value, dict) for value in rope.values()
+        ):
+            raise self._refusal(
+                key,
+                rope,
+                "only the rope_type default and llama3 are computed here, the same in all layers",
+            )
         if rope.get("partial_rotary_factor") not in (None, 1):
             raise self._refusal(key, rope, MUST_BE["partial_rotary_factor"][1])
         theta = rope.get("rope_theta", self._content.get("rope_theta"))
-        found = {"rope_theta": self._checked("rope_theta", 10_000.0 if theta is None else theta, float)}
+        found = {
+            "rope_theta": self._checked("rope_theta", 10_000.0 if theta is None else theta, float)
+        }
         if kind == "llama3":
             hints = get_type_hints(ModelConfig)
             rope = {"original_max_position_embeddings": self.max_length} | rope
-            found |= {ours: self._checked(f"{key}.{theirs}", rope.get(theirs), hints[ours]) for ours, theirs in ROPE.items()}
+            found |= {
+                ours: self._checked(f"{key}.{theirs}", rope.get(theirs), hints[ours])
+                for ours, theirs in ROPE.items()
+            }
         return found
 
     def _refuse_windows(self, architecture: str) -> None:
@@ -154,16 +180,17 @@ class HuggingFaceConfig:
         window = self._get("sliding_window", int, null=self.max_length) if used else self.max_length
         if window < self.max_length:
             why = f"a token would not see those further back, of up to max_position_embeddings={self.max_length}"
-            remedy = (
-                f"set max_position_embeddings to {window} in config.json: sequences of at most that length are the same in both"
-            )
+            remedy = f"set max_position_embeddings to {window} in config.json: sequences of at most that length are the same in both"
             raise self._refusal("sliding_window", window, why, remedy)
         kinds = self._content.get("layer_types") or []
         if not used and any(kind != "full_attention" for kind in kinds):
-            raise self._refusal("layer_types", sorted(set(kinds)), "every layer's attention is full here")
+            raise self._refusal(
+                "layer_types", sorted(set(kinds)), "every layer's attention is full here"
+            )
 
     def _get(self, key: str, kind: type, null: Any = None) -> Any:
-        """The value of `key`; `null` where that is what it says. Raises UserError unless it is of this kind."""
+        """The value of `key`; `null` where that is what it says. Raises UserError unless it is of
+        this kind."""
         value = self._content.get(key)
         return self._checked(key, null if value is None else value, kind)
 
@@ -171,25 +198,40 @@ class HuggingFaceConfig:
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
-            raise self._refusal(key, value, f"it must be of type {kind.__name__}", "mend config.json, or copy it again")
+            raise self._refusal(
+                key,
+                value,
+                f"it must be of type {kind.__name__}",
+                "mend config.json, or copy it again",
+            )
         return value
 
     def _refusal(self, key: str, value: Any, why: str, remedy: str = OTHER_MODEL) -> UserError:
         return UserError(f"{self.path}: {key}", value, why, remedy)
 
 
-def config_json(model: ModelConfig, *, dtype: str, max_length: int, bos_id: int | None, eos_id: int) -> dict[str, Any]:
-    """The config.json of an exported model. dtype: `float32` or `bfloat16`, as its tensors are; bos_id: None: there is none."""
+def config_json(
+    model: ModelConfig, *, dtype: str, max_length: int, bos_id: int | None, eos_id: int
+) -> dict[str, Any]:
+    """The config.json of an exported model. dtype: `float32` or `bfloat16`, as its tensors are;
+    bos_id: None: there is none."""
     if model.qk_norm:
         architecture, kind = "Qwen3ForCausalLM", "qwen3"
-    elif model.dim % model.num_heads:  # transformers' Llama refuses such a width, although it does not matter
+    # transformers' Llama refuses such a width, although it does not matter
+    elif model.dim % model.num_heads:
         architecture, kind = "MistralForCausalLM", "mistral"
     else:
         architecture, kind = "LlamaForCausalLM", "llama"
     content: dict[str, Any] = {"architectures": [architecture], "model_type": kind}
     content |= {theirs: getattr(model, ours) for ours, theirs in FIELDS.items()}
-    content |= {"head_dim": model.head_dim, "max_position_embeddings": max_length, "rope_theta": model.rope_theta}
-    scaled = {"rope_type": "llama3"} | {theirs: getattr(model, ours) for ours, theirs in ROPE.items()}
+    content |= {
+        "head_dim": model.head_dim,
+        "max_position_embeddings": max_length,
+        "rope_theta": model.rope_theta,
+    }
+    scaled = {"rope_type": "llama3"} | {
+        theirs: getattr(model, ours) for ours, theirs in ROPE.items()
+    }
     content["rope_scaling"] = scaled if model.rope_scaling else None
     content |= {"hidden_act": "silu", "attention_bias": False}
     content |= {"mlp_bias": False} if kind == "llama" else {"sliding_window": None}
@@ -201,7 +243,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError("--hf", str(path), f"cannot be read ({error.strerror})", COPY_AGAIN) from None
+        raise UserError(
+            "--hf", str(path), f"cannot be read ({error.strerror})", COPY_AGAIN
+        ) from None
     except (ValueError, RecursionError) as error:
         raise UserError("--hf", str(path), f"is not JSON: {error}", COPY_AGAIN) from None
     if not isinstance(content, dict):

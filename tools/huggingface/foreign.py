@@ -15,7 +15,11 @@ def refuse_foreign(folder: Path, key: str) -> None:
     if folder.is_file():
         with folder.open("rb") as file:
             is_gguf = file.read(4) == b"GGUF" or folder.suffix == ".gguf"
-        why = "it is a GGUF file, a format that is not supported" if is_gguf else "it is a file, not a folder"
+        why = (
+            "it is a GGUF file, a format that is not supported"
+            if is_gguf
+            else "it is a file, not a folder"
+        )
         raise UserError(key, str(folder), why, SAFETENSORS)
     if not folder.is_dir():
         why, remedy = "there is no such folder", "check the path"
@@ -27,7 +31,12 @@ def refuse_foreign(folder: Path, key: str) -> None:
     if CONFIG in names:
         return
     if any(name.endswith(".gguf") for name in names):
-        raise UserError(key, str(folder), "it holds a model in the format GGUF, which is not supported", SAFETENSORS)
+        raise UserError(
+            key,
+            str(folder),
+            "it holds a model in the format GGUF, which is not supported",
+            SAFETENSORS,
+        )
     if "params.json" in names and any(name.startswith("consolidated") for name in names):
         why = "it holds a model in its makers' own format (params.json, consolidated.*), which is not supported"
         raise UserError(key, str(folder), why, SAFETENSORS)

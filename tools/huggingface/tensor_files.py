@@ -1,7 +1,8 @@
 """Safetensors files of a folder: read one tensor at a time, write in files of bounded size.
 
-Reading maps a file into memory and copies nothing; what is mapped the system may drop again. Writing holds the tensors of one
-file. So a model of any size passes through the memory that one file takes.
+Reading maps a file into memory and copies nothing; what is mapped the system may drop again.
+Writing holds the tensors of one file. So a model of any size passes through the memory that one
+file takes.
 """
 
 import json
@@ -24,7 +25,8 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FILE_BYTES = 5_000_000_000  # as transformers 4 wrote them
 # As safetensors calls them.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-OPEN_FILES = 128  # a process may have no more than a thousand; a checkpoint of many ranks has as many files
+# a process may have no more than a thousand; a checkpoint of many ranks has as many files
+OPEN_FILES = 128
 
 
 def file_opener() -> Callable[[Path], Any]:
@@ -35,8 +37,8 @@ def file_opener() -> Callable[[Path], Any]:
 class FolderTensors:
     """The tensors of a Hugging Face folder: one file, or several with an index.
 
-    shapes: name → shape; dtypes: name → as safetensors calls it (`BF16`). Raises UserError, naming --hf, where a file is
-    missing or damaged, or is not what the index says.
+    shapes: name → shape; dtypes: name → as safetensors calls it (`BF16`). Raises UserError, naming
+    --hf, where a file is missing or damaged, or is not what the index says.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -51,15 +53,24 @@ class FolderTensors:
                 for name in opened.keys():  # noqa: SIM118 - not a dictionary
                     piece = opened.get_slice(name)
                     self._file_of[name] = path
-                    self.shapes[name], self.dtypes[name] = tuple(piece.get_shape()), piece.get_dtype()
+                    self.shapes[name], self.dtypes[name] = (
+                        tuple(piece.get_shape()),
+                        piece.get_dtype(),
+                    )
             except (SafetensorError, OSError) as error:
                 if path.is_file() and path.open("rb").read(23) == b"version https://git-lfs":
                     why = "is a pointer of Git LFS, not the file"
-                    raise UserError("--hf", str(path), why, f"run `git lfs pull` in {folder}") from None
-                raise UserError("--hf", str(path), f"is no file of tensors: {error}", COPY_AGAIN) from None
+                    raise UserError(
+                        "--hf", str(path), why, f"run `git lfs pull` in {folder}"
+                    ) from None
+                raise UserError(
+                    "--hf", str(path), f"is no file of tensors: {error}", COPY_AGAIN
+                ) from None
         for name, path in (index or {}).items():
             if self._file_of.get(name) != path:
-                raise UserError("--hf", str(path), f"has no {name}, which {INDEX} says it has", COPY_AGAIN)
+                raise UserError(
+                    "--hf", str(path), f"has no {name}, which {INDEX} says it has", COPY_AGAIN
+                )
 
     @staticmethod
     def _read_index(folder: Path) -> dict[str, Path] | None:
@@ -69,11 +80,22 @@ class FolderTensors:
                 return None
             pickled = sorted(path.name for path in folder.glob("*.bin"))
             why = f"there is neither {SINGLE} nor {INDEX} in it"
-            why += f", and {pickled[0]} would have to be unpickled, which can run any code" if pickled else ""
+            why += (
+                f", and {pickled[0]} would have to be unpickled, which can run any code"
+                if pickled
+                else ""
+            )
             raise UserError("--hf", str(folder), why, "give a folder with safetensors files")
         files = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(files, dict) or not all(isinstance(file, str) and Path(file).name == file for file in files.values()):
-            raise UserError("--hf", str(folder / INDEX), "has no weight_map of tensors to files of its folder", COPY_AGAIN)
+        if not isinstance(files, dict) or not all(
+            isinstance(file, str) and Path(file).name == file for file in files.values()
+        ):
+            raise UserError(
+                "--hf",
+                str(folder / INDEX),
+                "has no weight_map of tensors to files of its folder",
+                COPY_AGAIN,
+            )
         return {name: folder / file for name, file in files.items()}
 
     def tensor(self, name: str) -> Tensor:
@@ -82,24 +104,38 @@ class FolderTensors:
 
 
 def check_tensors(hf: Path, model: ModelConfig, tensors: FolderTensors) -> None:
-    """Raises UserError unless the folder has the tensors of this model: all, no others, of their shapes, not quantized."""
+    """Raises UserError unless the folder has the tensors of this model: all, no others, of their
+    shapes, not quantized."""
     shapes = {p.theirs: p.shape for p in parameters(model)}
     # What older versions stored beside the weights, although it follows from rope_theta.
     found = {name for name in tensors.shapes if not name.endswith("rotary_emb.inv_freq")}
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-    if model.tie_embeddings and {head, embedding} <= found and torch.equal(tensors.tensor(head), tensors.tensor(embedding)):
+    if (
+        model.tie_embeddings
+        and {head, embedding} <= found
+        and torch.equal(tensors.tensor(head), tensors.tensor(embedding))
+    ):
         found.remove(head)  # written out all the same
     problems = [f"{name} is missing" for name in sorted(shapes.keys() - found)]
     problems += [f"{name} is no tensor of this model" for name in sorted(found - shapes.keys())]
     for name in sorted(shapes.keys() & found):
         if tensors.shapes[name] != shapes[name]:
-            problems.append(f"{name} has the shape {tensors.shapes[name]}, and by {CONFIG} {shapes[name]}")
+            problems.append(
+                f"{name} has the shape {tensors.shapes[name]}, and by {CONFIG} {shapes[name]}"
+            )
         elif tensors.dtypes[name] not in DTYPES:
-            problems.append(f"{name} is of the type {tensors.dtypes[name]}, not one of {', '.join(DTYPES)}")
+            problems.append(
+                f"{name} is of the type {tensors.dtypes[name]}, not one of {', '.join(DTYPES)}"
+            )
     if problems:
         more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
         why = f"does not fit its {CONFIG}: {'; '.join(problems[:3])}{more}"
-        raise UserError("--hf", str(hf), why, f"{COPY_AGAIN}; biases, adapters and codes of a quantization are not read")
+        raise UserError(
+            "--hf",
+            str(hf),
+            why,
+            f"{COPY_AGAIN}; biases, adapters and codes of a quantization are not read",
+        )
 
 
 class Piece(NamedTuple):
@@ -111,11 +147,16 @@ class Piece(NamedTuple):
 
 
 def write_files(
-    folder: Path, pieces: Iterable[Piece], file_bytes: int, metadata: Callable[[dict[str, Tensor]], dict[str, str]], task: str
+    folder: Path,
+    pieces: Iterable[Piece],
+    file_bytes: int,
+    metadata: Callable[[dict[str, Tensor]], dict[str, str]],
+    task: str,
 ) -> dict[str, str]:
     """Writes `pieces`, in order, to safetensors files in `folder`; tensor → name of its file.
 
-    A file holds as many tensors as fit into `file_bytes`, and at least one. A single file is `model.safetensors`.
+    A file holds as many tensors as fit into `file_bytes`, and at least one. A single file is
+    `model.safetensors`.
 
     Args:
         metadata: of the file that holds these tensors; it is text in the file's header.
@@ -133,7 +174,11 @@ def write_files(
     file_of: dict[str, str] = {}
     with byte_bar(task, total) as bar:
         for number, group in enumerate(groups, 1):
-            file = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            file = (
+                SINGLE
+                if len(groups) == 1
+                else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            )
             tensors = {}
             for piece in group:
                 tensors[piece.name] = piece.load()

@@ -1,7 +1,9 @@
-"""The files of a tokenizer as Hugging Face's tools want them: a `tokenizer.json` of a SentencePiece model, too.
+"""The files of a tokenizer as Hugging Face's tools want them: a `tokenizer.json` of a SentencePiece
+model, too.
 
-transformers 5 would make one itself, with merges in the order of ids and with a space before every text; this is what the model
-was trained with. It takes U+2581 in a text for a space, and a control token's name (`</s>`) for that token, as their tools do.
+transformers 5 would make one itself, with merges in the order of ids and with a space before every
+text; this is what the model was trained with. It takes U+2581 in a text for a space, and a control
+token's name (`</s>`) for that token, as their tools do.
 """
 
 import json
@@ -26,7 +28,8 @@ PROBES = [
 
 
 def huggingface_files(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:
-    """Name → content: the tokenizer's own files, and what is missing of tokenizer.json and tokenizer_config.json.
+    """Name → content: the tokenizer's own files, and what is missing of tokenizer.json and
+    tokenizer_config.json.
 
     Without tokenizer.json where a SentencePiece model does what such a file, made here, would not.
     """
@@ -49,32 +52,48 @@ def huggingface_files(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]
 
 
 def tokenizer_json(model: bytes) -> bytes | None:
-    """A SentencePiece BPE model as tokenizer.json; None if that has other ids for some piece's text or some probe."""
+    """A SentencePiece BPE model as tokenizer.json; None if that has other ids for some piece's text
+    or some probe."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     ids = range(processor.get_piece_size())
     pieces = [processor.id_to_piece(token) for token in ids]
     special = [token for token in ids if processor.is_control(token) or processor.is_unknown(token)]
-    kept_out = {*special, *(token for token in ids if processor.is_byte(token) or processor.is_unused(token))}
+    kept_out = {
+        *special,
+        *(token for token in ids if processor.is_byte(token) or processor.is_unused(token)),
+    }
     normal = {pieces[token]: processor.get_score(token) for token in ids if token not in kept_out}
     splits = [(piece[:at], piece[at:]) for piece in normal for at in range(1, len(piece))]
     merges = [(left, right) for left, right in splits if left in normal and right in normal]
-    merges.sort(key=lambda pair: -normal[pair[0] + pair[1]])  # SentencePiece joins what makes the best piece first
+    # SentencePiece joins what makes the best piece first
+    merges.sort(key=lambda pair: -normal[pair[0] + pair[1]])
     unknown = pieces[processor.unk_id()]
     vocabulary = {piece: token for token, piece in enumerate(pieces)}
-    made = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    made = Tokenizer(
+        models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
     prefixed = processor.encode("a", out_type=str)[0].startswith(SPACE_MARK)
     prefix = [normalizers.Prepend(SPACE_MARK)] if prefixed else []
     made.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE_MARK)])
     strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
-    made.decoder = decoders.Sequence([decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
-    made.add_special_tokens([AddedToken(pieces[token], normalized=False, special=True) for token in special])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    made.add_special_tokens(
+        [AddedToken(pieces[token], normalized=False, special=True) for token in special]
+    )
     if (bos := processor.bos_id()) >= 0:
         opens = pieces[bos]
-        made.post_processor = processors.TemplateProcessing(f"{opens} $A", f"{opens} $A {opens} $B", [(opens, bos)])
+        made.post_processor = processors.TemplateProcessing(
+            f"{opens} $A", f"{opens} $A {opens} $B", [(opens, bos)]
+        )
 
     texts = [*PROBES, *(piece.replace(SPACE_MARK, " ") for piece in normal)]
     expected = processor.encode(texts, num_threads=1)
-    same = all(made.encode(text, add_special_tokens=False).ids == found for text, found in zip(texts, expected, strict=True))
+    same = all(
+        made.encode(text, add_special_tokens=False).ids == found
+        for text, found in zip(texts, expected, strict=True)
+    )
     return made.to_str().encode() if same else None

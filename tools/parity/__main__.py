@@ -1,10 +1,11 @@
 """The parity proof: `python -m tools.parity [--world N] [--quick] [--json FILE]`.
 
-Every way to split the model must compute what the unsharded model computes (reference.py). For every layout of 1, 2, 4
-and 8 ranks: initial weights, loss, gradient norm and every parameter's gradient, and 20 optimizer steps, in float64 and in
-float32; then every schedule, and a covering array over layouts and options, in float64; with TRITON_INTERPRET=1 before the
-command (or on a GPU machine) also the model with Triton's kernels. One line each, with the largest relative error; the exit
-status is 1 if any is out of bounds (row.py). On two cores, over gloo, the whole takes minutes.
+Every way to split the model must compute what the unsharded model computes (reference.py). For
+every layout of 1, 2, 4 and 8 ranks: initial weights, loss, gradient norm and every parameter's
+gradient, and 20 optimizer steps, in float64 and in float32; then every schedule, and a covering
+array over layouts and options, in float64; with TRITON_INTERPRET=1 before the command (or on a GPU
+machine) also the model with Triton's kernels. One line each, with the largest relative error; the
+exit status is 1 if any is out of bounds (row.py). On two cores, over gloo, the whole takes minutes.
 """
 
 import argparse
@@ -34,13 +35,20 @@ WORLDS = (1, 2, 4, 8)
 
 
 def plan(worlds: tuple[int, ...], quick: bool) -> tuple[list[tuple[Case, int]], list[Pair]]:
-    """The cases with the number of optimizer steps of each, and the pairs of options that go with no valid case."""
-    layouts = [sizes for world in worlds for sizes in MeshSizes.all_of(world) if Case(sizes).is_valid()]
+    """The cases with the number of optimizer steps of each, and the pairs of options that go with
+    no valid case."""
+    layouts = [
+        sizes for world in worlds for sizes in MeshSizes.all_of(world) if Case(sizes).is_valid()
+    ]
     if quick:
         layouts = [sizes for sizes in layouts if sizes in QUICK_LAYOUTS]
     # Without a pipeline two micro-batches show all that accumulation can do wrong.
     bases = [(Case(sizes, num_microbatches=4 if sizes.pp > 1 else 2), STEPS) for sizes in layouts]
-    bases = [] if quick else [(replace(case, dtype=dtype), steps) for case, steps in bases for dtype in BOUNDS]
+    bases = (
+        []
+        if quick
+        else [(replace(case, dtype=dtype), steps) for case, steps in bases for dtype in BOUNDS]
+    )
     combined, impossible = covering_cases(layouts)
     schedules = [] if quick else schedule_cases(worlds)
     kernels = [] if quick or why_not_triton("cpu") else kernel_cases(worlds)
@@ -54,10 +62,18 @@ def run(ranks: Ranks, cases: list[tuple[Case, int]]) -> Iterator[tuple[Row, int]
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.parity",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--world", type=int, metavar="N", help="layouts of N ranks alone (default: 1, 2, 4 and 8)")
-    parser.add_argument("--quick", action="store_true", help="the covering array over a few layouts alone, in a minute or two")
+    parser.add_argument(
+        "--world", type=int, metavar="N", help="layouts of N ranks alone (default: 1, 2, 4 and 8)"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="the covering array over a few layouts alone, in a minute or two",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every row")
     options = parser.parse_args(arguments)
     worlds = (options.world,) if options.world else WORLDS
@@ -75,7 +91,13 @@ def main(arguments: list[str] | None = None) -> int:
         finished = [row for row, _ in rows if row.case.dtype == dtype and not row.crash]
         if finished:
             worst = {name: max(getattr(row, name) for row in finished) for name in BOUNDS[dtype]}
-            print(f"{dtype} worst:", *(f"{name} {value:.1e} (≤ {BOUNDS[dtype][name]:.0e})" for name, value in worst.items()))
+            print(
+                f"{dtype} worst:",
+                *(
+                    f"{name} {value:.1e} (≤ {BOUNDS[dtype][name]:.0e})"
+                    for name, value in worst.items()
+                ),
+            )
     print(f"{len(rows) - len(failed)} of {len(rows)} cases within bounds, {seconds:.0f} s")
     if options.json:
         report = {

@@ -1,7 +1,8 @@
 """Which runs the parity proof compares: every layout, and every pair of options.
 
-`covering_cases` is a covering array: few cases in which every two values of different options meet in at least one (faults that
-need three at once are rare: Kuhn et al. 2004, https://doi.org/10.1109/TSE.2004.24).
+`covering_cases` is a covering array: few cases in which every two values of different options meet
+in at least one (faults that need three at once are rare: Kuhn et al. 2004,
+https://doi.org/10.1109/TSE.2004.24).
 """
 
 import functools
@@ -17,14 +18,22 @@ from model.config import ModelConfig
 from parallel.axes import MeshSizes
 from parallel.config import ParallelConfig
 from parallel.pipeline.schedules import SCHEDULES, build_schedule
-from training.config import CheckpointConfig, Config, GuardConfig, OptimizerConfig, RunConfig, TrainConfig
+from training.config import (
+    CheckpointConfig,
+    Config,
+    GuardConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+)
 
 STEPS = 20
 SEED = 0
 SEQ_LEN = 16
 BATCH = 32  # sequences of a global batch
 BOS = 1  # begins a document
-# Warmup, decay and a clip that is active in some steps and not in others: parity of the whole step, not of a part of it.
+# Warmup, decay and a clip that is active in some steps and not in others: parity of the whole step,
+# not of a part of it.
 OPTIMIZER = OptimizerConfig(lr=3e-3, warmup_steps=5, grad_clip=1.45)
 
 
@@ -44,13 +53,15 @@ class Case:
     attention_dim: int | None = None  # or 64: heads together twice as wide as the residual stream
     qk_norm: bool = False
     rope_scaling_factor: float = 1.0
-    layers: str = "even"  # or "uneven", "none_first", "none_last": blocks on the first or last stage
+    # or "uneven", "none_first", "none_last": blocks on the first or last stage
+    layers: str = "even"
     activation_checkpointing: str = "none"
     cpu_offload: bool = False
     document_mask: bool = False
     num_microbatches: int = 4
     dtype: str = "float64"
-    kernels: str = "torch"  # or "triton": slow where they are interpreted, so these have rows of their own
+    # or "triton": slow where they are interpreted, so these have rows of their own
+    kernels: str = "torch"
 
     @property
     def world(self) -> int:
@@ -58,7 +69,11 @@ class Case:
 
     def __str__(self) -> str:
         at = self.layout
-        changed = [f"{f.name}={getattr(self, f.name)}" for f in fields(self)[1:] if getattr(self, f.name) != f.default]
+        changed = [
+            f"{f.name}={getattr(self, f.name)}"
+            for f in fields(self)[1:]
+            if getattr(self, f.name) != f.default
+        ]
         return " ".join([f"pp={at.pp} dp={at.dp_replicate}x{at.dp_shard} tp={at.tp}", *changed])
 
     def config(self) -> Config:
@@ -74,12 +89,14 @@ class Case:
                 attention_dim=self.attention_dim,
                 qk_norm=self.qk_norm,
                 rope_scaling_factor=self.rope_scaling_factor,
-                rope_original_length=8,  # half of SEQ_LEN: of a head's two frequencies one is scaled in part, one whole
+                # half of SEQ_LEN: of a head's two frequencies one is scaled in part, one whole
+                rope_original_length=8,
                 ffn_dim=48,
                 vocab_size=self.vocab_size,
                 tie_embeddings=self.tie_embeddings,
                 kernels=self.kernels,
-                init_std=0.15,  # large, so that attention is far from uniform and every part matters
+                # large, so that attention is far from uniform and every part matters
+                init_std=0.15,
             ),
             ParallelConfig(
                 **self.layout.by_axis(),
@@ -135,7 +152,8 @@ def option_values() -> dict[str, Sequence[object]]:
     """The values of each option that the covering array combines."""
     return {
         "sequence_parallel": (True, False),
-        "pipeline": [pair for pair in product(SCHEDULES, (1, 2, 4)) if _takes(*pair)],  # schedule, stages per rank
+        # schedule, stages per rank
+        "pipeline": [pair for pair in product(SCHEDULES, (1, 2, 4)) if _takes(*pair)],
         "zero_stage": get_args(get_type_hints(ParallelConfig)["zero_stage"]),
         "fsdp_unit": get_args(get_type_hints(ParallelConfig)["fsdp_unit"]),
         "tie_embeddings": (False, True),
@@ -145,7 +163,9 @@ def option_values() -> dict[str, Sequence[object]]:
         "qk_norm": (False, True),
         "rope_scaling_factor": (1.0, 8.0),
         "layers": ("even", "uneven", "none_first", "none_last"),
-        "activation_checkpointing": get_args(get_type_hints(TrainConfig)["activation_checkpointing"]),
+        "activation_checkpointing": get_args(
+            get_type_hints(TrainConfig)["activation_checkpointing"]
+        ),
         "cpu_offload": (False, True),
         "document_mask": (False, True),
         "num_microbatches": (1, 2, 4, 8),
@@ -162,8 +182,9 @@ def _takes(schedule: str, stages_per_rank: int) -> bool:
 
 
 def schedule_cases(worlds: Sequence[int]) -> list[Case]:
-    """Every schedule, at every depth and number of stages per rank that it takes, with tp and dp_shard where they fit, and with
-    from fewer micro-batches than ranks to four times as many. zero_stage and sequence parallelism alternate."""
+    """Every schedule, at every depth and number of stages per rank that it takes, with tp and
+    dp_shard where they fit, and with from fewer micro-batches than ranks to four times as many.
+    zero_stage and sequence parallelism alternate."""
     cases: list[Case] = []
     for layout in (
         MeshSizes(pp=2),
@@ -188,10 +209,17 @@ def schedule_cases(worlds: Sequence[int]) -> list[Case]:
 
 
 def kernel_cases(worlds: Sequence[int]) -> list[Case]:
-    """The whole model with Triton's kernels: over tp, and with each way of keeping, gathering and splitting that they meet."""
+    """The whole model with Triton's kernels: over tp, and with each way of keeping, gathering and
+    splitting that they meet."""
     cases = [Case(MeshSizes(tp=tp), kernels="triton") for tp in (1, 2, 4)]
     cases += [
-        Case(MeshSizes(tp=2), kernels="triton", sequence_parallel=False, num_kv_heads=8, attention_dim=64),
+        Case(
+            MeshSizes(tp=2),
+            kernels="triton",
+            sequence_parallel=False,
+            num_kv_heads=8,
+            attention_dim=64,
+        ),
         Case(
             MeshSizes(dp_shard=2, tp=2),
             kernels="triton",
@@ -200,16 +228,37 @@ def kernel_cases(worlds: Sequence[int]) -> list[Case]:
             num_kv_heads=1,
             qk_norm=True,
         ),
-        Case(MeshSizes(dp_replicate=2), kernels="triton", activation_checkpointing="selective", document_mask=True),
-        Case(MeshSizes(pp=2, tp=2), kernels="triton", schedule="zb_v", stages_per_rank=2, tie_embeddings=True, vocab_size=256),
-        Case(MeshSizes(pp=2, dp_shard=2), kernels="triton", schedule="zb_h1", zero_stage=2, cpu_offload=True, qk_norm=True),
+        Case(
+            MeshSizes(dp_replicate=2),
+            kernels="triton",
+            activation_checkpointing="selective",
+            document_mask=True,
+        ),
+        Case(
+            MeshSizes(pp=2, tp=2),
+            kernels="triton",
+            schedule="zb_v",
+            stages_per_rank=2,
+            tie_embeddings=True,
+            vocab_size=256,
+        ),
+        Case(
+            MeshSizes(pp=2, dp_shard=2),
+            kernels="triton",
+            schedule="zb_h1",
+            zero_stage=2,
+            cpu_offload=True,
+            qk_norm=True,
+        ),
     ]
     return [case for case in cases if case.world in worlds]
 
 
-TRIES, ENOUGH = 200, 30  # random completions of a pair: before it is called impossible, and once it is possible
+# random completions of a pair: before it is called impossible, and once it is possible
+TRIES, ENOUGH = 200, 30
 Pair = tuple[tuple[str, object], tuple[str, object]]
-# For the quick proof: every axis alone and with every other, and where each kind of replica meets each kind of shard.
+# For the quick proof: every axis alone and with every other, and where each kind of replica meets
+# each kind of shard.
 QUICK_LAYOUTS = [
     MeshSizes(),
     MeshSizes(pp=2, tp=2),
@@ -224,14 +273,20 @@ QUICK_LAYOUTS = [
 
 def pairs_of(case: Case) -> set[Pair]:
     """Every two option values that meet in `case`, the layout counted as an option."""
-    given = {**asdict(case), "layout": case.layout, "pipeline": (case.schedule, case.stages_per_rank)}
+    given = {
+        **asdict(case),
+        "layout": case.layout,
+        "pipeline": (case.schedule, case.stages_per_rank),
+    }
     return set(combinations([(name, given[name]) for name in ("layout", *option_values())], 2))
 
 
 def covering_cases(layouts: Sequence[MeshSizes], seed: int = 0) -> tuple[list[Case], list[Pair]]:
-    """Cases in which every two option values meet, and the pairs that no valid case has. The same for the same arguments.
+    """Cases in which every two option values meet, and the pairs that no valid case has. The same
+    for the same arguments.
 
-    Greedy: the first pair not yet covered is fixed, and of many random completions the one that covers most new pairs is taken.
+    Greedy: the first pair not yet covered is fixed, and of many random completions the one that
+    covers most new pairs is taken.
     """
     values: dict[str, Sequence[object]] = {"layout": tuple(layouts), **option_values()}
     uncovered: dict[Pair, None] = {}  # an ordered set
@@ -245,7 +300,10 @@ def covering_cases(layouts: Sequence[MeshSizes], seed: int = 0) -> tuple[list[Ca
         best: Case | None = None
         gain = 0
         for attempt in range(TRIES):
-            chosen: dict[str, Any] = {**{name: rng.choice(choices) for name, choices in values.items()}, **dict(wanted)}
+            chosen: dict[str, Any] = {
+                **{name: rng.choice(choices) for name, choices in values.items()},
+                **dict(wanted),
+            }
             schedule, stages_per_rank = chosen.pop("pipeline")
             case = Case(**chosen, schedule=schedule, stages_per_rank=stages_per_rank)
             if case.is_valid():

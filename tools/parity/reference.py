@@ -1,8 +1,9 @@
 """The model again, unsharded and plainly: what the parallel one must equal.
 
-Written from the papers with torch alone, on purpose a second time: nothing here imports `model/`, `parallel/` or `training/`,
-layers are `nn.Linear` and `nn.Embedding`, batch comes first, [B, S, D], attention is a masked softmax, and AdamW is torch's
-own. Parameter names are the same, so that gradients compare by name. `tools/parity` holds the two against each other.
+Written from the papers with torch alone, on purpose a second time: nothing here imports `model/`,
+`parallel/` or `training/`, layers are `nn.Linear` and `nn.Embedding`, batch comes first, [B, S, D],
+attention is a masked softmax, and AdamW is torch's own. Parameter names are the same, so that
+gradients compare by name. `tools/parity` holds the two against each other.
 """
 
 import math
@@ -31,9 +32,9 @@ class Norm(nn.Module):
 
 @dataclass(frozen=True)
 class Rotary:
-    """Frequencies of the rotary embedding. With a factor above 1 as in Llama 3.1: waves longer than `original` / `low` are
-    stretched by it, those shorter than `original` / `high` are not; between the two, a frequency is mixed of both by how
-    many of its waves fit into `original`."""
+    """Frequencies of the rotary embedding. With a factor above 1 as in Llama 3.1: waves longer than
+    `original` / `low` are stretched by it, those shorter than `original` / `high` are not; between
+    the two, a frequency is mixed of both by how many of its waves fit into `original`."""
 
     theta: float
     factor: float = 1.0
@@ -53,11 +54,16 @@ class Rotary:
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotary embedding of x [B, H, S, E]: the pair (i, i + E/2) is a complex number, turned by position · frequency."""
+    """Rotary embedding of x [B, H, S, E]: the pair (i, i + E/2) is a complex number, turned by
+    position · frequency."""
     half = x.shape[-1] // 2
-    frequencies = torch.tensor([rotary.frequency(i / half) for i in range(half)], dtype=torch.float64)
+    frequencies = torch.tensor(
+        [rotary.frequency(i / half) for i in range(half)], dtype=torch.float64
+    )
     angles = torch.outer(torch.arange(x.shape[-2], dtype=torch.float64), frequencies)  # [S, E/2]
-    turn = torch.polar(torch.ones_like(angles), angles).to(torch.complex128 if x.dtype == torch.float64 else torch.complex64)
+    turn = torch.polar(torch.ones_like(angles), angles).to(
+        torch.complex128 if x.dtype == torch.float64 else torch.complex64
+    )
     turned = torch.complex(x[..., :half], x[..., half:]) * turn
     return torch.cat((turned.real, turned.imag), dim=-1)
 
@@ -66,7 +72,13 @@ class Attention(nn.Module):
     """Causal grouped-query attention: x [B, S, D] → [B, S, D]."""
 
     def __init__(
-        self, dim: int, head_dim: int, num_heads: int, num_kv_heads: int, rotary: Rotary, qk_norm_eps: float | None
+        self,
+        dim: int,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        rotary: Rotary,
+        qk_norm_eps: float | None,
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.rotary = num_heads, num_kv_heads, rotary
@@ -122,7 +134,8 @@ class Block(nn.Module):
 
 
 class Reference(nn.Module):
-    """The whole decoder: tokens [B, S] → logits [B, S, V]. With a `bos_id`, of each document by itself."""
+    """The whole decoder: tokens [B, S] → logits [B, S, V]. With a `bos_id`, of each document by
+    itself."""
 
     def __init__(
         self,
@@ -144,11 +157,14 @@ class Reference(nn.Module):
         self.bos_id = bos_id
         self.embedding = nn.Embedding(vocab_size, dim)
         heads = (head_dim, num_heads, num_kv_heads, rotary, norm_eps if qk_norm else None)
-        self.blocks = nn.ModuleList(Block(dim, Attention(dim, *heads), ffn_dim, norm_eps) for _ in range(num_layers))
+        self.blocks = nn.ModuleList(
+            Block(dim, Attention(dim, *heads), ffn_dim, norm_eps) for _ in range(num_layers)
+        )
         self.norm = Norm(dim, norm_eps)
         self.head = nn.Linear(dim, vocab_size, bias=False)
         if tie_embeddings:
-            self.head.weight = self.embedding.weight  # one Parameter: `named_parameters` names it once, embedding.weight
+            # one Parameter: `named_parameters` names it once, embedding.weight
+            self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.bos_id is None:
@@ -157,7 +173,9 @@ class Reference(nn.Module):
         documents = [document for row in cut for document in row if len(document)]
         # Each is a row, filled up at its end, which changes nothing: no position sees a later one.
         alone = self.logits(pad_sequence(documents, batch_first=True))
-        return torch.cat([logits[: len(d)] for logits, d in zip(alone, documents, strict=True)]).unflatten(0, tokens.shape)
+        return torch.cat(
+            [logits[: len(d)] for logits, d in zip(alone, documents, strict=True)]
+        ).unflatten(0, tokens.shape)
 
     def logits(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -171,7 +189,8 @@ class Reference(nn.Module):
 
 
 def warmup_cosine(*, peak: float, warmup: int, steps: int, floor: float) -> Callable[[int], float]:
-    """Learning rate of the 0-based update: linear to `peak` in `warmup` updates, then half a cosine down to floor · peak."""
+    """Learning rate of the 0-based update: linear to `peak` in `warmup` updates, then half a cosine
+    down to floor · peak."""
 
     def rate(step: int) -> float:
         if step < warmup:
@@ -192,10 +211,17 @@ def train(
     weight_decay: float,
     grad_clip: float,
 ) -> tuple[list[float], list[float]]:
-    """One AdamW update per (tokens, targets); the loss and the gradient norm (before clipping) of every step."""
+    """One AdamW update per (tokens, targets); the loss and the gradient norm (before clipping) of
+    every step."""
     parameters = list(model.parameters())
-    matrices, vectors = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    matrices, vectors = (
+        [p for p in parameters if p.ndim > 1],
+        [p for p in parameters if p.ndim == 1],
+    )
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=rate(0), betas=betas, eps=eps)
     losses, norms = [], []
     for step, (tokens, targets) in enumerate(batches):
@@ -203,7 +229,8 @@ def train(
         loss = model.loss(tokens, targets)
         loss.backward()
         norm = gradient_norm(parameters)
-        if norm > grad_clip:  # not torch's clip_grad_norm_: it adds 1e-6 to the norm, a millionth too much here
+        # not torch's clip_grad_norm_: it adds 1e-6 to the norm, a millionth too much here
+        if norm > grad_clip:
             for p in parameters:
                 p.grad.mul_(grad_clip / norm)
         for group in optimizer.param_groups:

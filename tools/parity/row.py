@@ -1,4 +1,5 @@
-"""One row of the parity proof: how far a case is from the reference, what is allowed, and the row as text and as JSON."""
+"""One row of the parity proof: how far a case is from the reference, what is allowed, and the row
+as text and as JSON."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -6,8 +7,9 @@ from typing import Any
 
 from tools.parity.cases import Case
 
-# Weights and copies are the same bits. Float64 leaves rounding so far below that it hides no bug. Float32 rounds at 6e-8, and
-# Adam, which divides by the gradient's size, amplifies that from step to step.
+# Weights and copies are the same bits. Float64 leaves rounding so far below that it hides no bug.
+# Float32 rounds at 6e-8, and Adam, which divides by the gradient's size, amplifies that from step
+# to step.
 BOUNDS: dict[str, dict[str, float]] = {
     "float64": {
         **{"weights": 0.0, "spread": 0.0, "loss": 1e-11, "norm": 1e-11, "gradient": 1e-11},
@@ -22,11 +24,13 @@ BOUNDS: dict[str, dict[str, float]] = {
 
 @dataclass
 class Row:
-    """How far a case is from the reference: relative errors, ‖a − b‖ / ‖b‖; NaN where something is missing."""
+    """How far a case is from the reference: relative errors, ‖a − b‖ / ‖b‖; NaN where something is
+    missing."""
 
     case: Case
     weights: float = 0.0  # initial weights, the worst parameter's
-    spread: float = 0.0  # the largest difference between copies; infinite where two ranks report another loss or norm
+    # the largest difference between copies; infinite where two ranks report another loss or norm
+    spread: float = 0.0
     loss: float = 0.0
     norm: float = 0.0
     gradient: float = 0.0
@@ -40,7 +44,11 @@ class Row:
         """The names of the errors that are out of bounds."""
         if self.crash:
             return ["crash"]
-        return [name for name, bound in BOUNDS[self.case.dtype].items() if not getattr(self, name) <= bound]
+        return [
+            name
+            for name, bound in BOUNDS[self.case.dtype].items()
+            if not getattr(self, name) <= bound
+        ]
 
 
 def line(row: Row, steps: int) -> str:
@@ -59,6 +67,14 @@ def line(row: Row, steps: int) -> str:
 
 def as_json(row: Row, steps: int) -> dict[str, Any]:
     errors = {name: value for name, value in asdict(row).items() if name != "case"}
-    numbers = {n: (None if isinstance(v, float) and not math.isfinite(v) else v) for n, v in errors.items()}
+    numbers = {
+        n: (None if isinstance(v, float) and not math.isfinite(v) else v) for n, v in errors.items()
+    }
     options = {name: value for name, value in asdict(row.case).items() if name != "layout"}
-    return {**row.case.layout.by_axis(), **options, "steps": steps, **numbers, "failures": row.failures()}
+    return {
+        **row.case.layout.by_axis(),
+        **options,
+        "steps": steps,
+        **numbers,
+        "failures": row.failures(),
+    }

@@ -1,7 +1,9 @@
-"""One case of the parity proof: what each rank does, what the reference does, and how far apart they are.
+"""One case of the parity proof: what each rank does, what the reference does, and how far apart
+they are.
 
-Ranks send home their own parts of every tensor with the region that each part is of the global tensor. So a gather needs no
-code under test, holes show, and so do replicas that are not equal bit for bit.
+Ranks send home their own parts of every tensor with the region that each part is of the global
+tensor. So a gather needs no code under test, holes show, and so do replicas that are not equal bit
+for bit.
 """
 
 import contextlib
@@ -28,8 +30,10 @@ from training.build import build_stages
 from training.precision import DTYPES
 from training.step import TrainStep
 
-Part = tuple[str, tuple[slice, ...], Tensor]  # canonical name, where in the global tensor, the numbers
-Sabotage = Callable[[], contextlib.AbstractContextManager[None]]  # plants a bug in a rank (tests/test_controls.py)
+# canonical name, where in the global tensor, the numbers
+Part = tuple[str, tuple[slice, ...], Tensor]
+# plants a bug in a rank (tests/test_controls.py)
+Sabotage = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 @dataclass
@@ -46,8 +50,9 @@ class Run:
 
 
 def global_batch(vocab_size: int, step: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets [BATCH, SEQ_LEN] of a step. Target counts differ from row to row, and four neighbouring rows have
-    none: a mean of means, over ranks or over micro-batches, is far from the mean. About every sixth token begins a document."""
+    """Tokens and targets [BATCH, SEQ_LEN] of a step. Target counts differ from row to row, and four
+    neighbouring rows have none: a mean of means, over ranks or over micro-batches, is far from the
+    mean. About every sixth token begins a document."""
     generator = torch.Generator().manual_seed(1000 + step)
     text = torch.randint(0, vocab_size, (BATCH, SEQ_LEN + 1), generator=generator)
     text[torch.rand(text.shape, generator=generator) < 1 / 6] = BOS
@@ -59,7 +64,8 @@ def global_batch(vocab_size: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def run_on_ranks(case: Case, steps: int, sabotage: Sabotage | None = None) -> Run:
-    """On each rank: one forward and backward, then `steps` optimizer steps from the same weights."""
+    """On each rank: one forward and backward, then `steps` optimizer steps from the same
+    weights."""
     with sabotage() if sabotage is not None else contextlib.nullcontext():
         config = case.config()
         mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
@@ -68,7 +74,9 @@ def run_on_ranks(case: Case, steps: int, sabotage: Sabotage | None = None) -> Ru
 
         def rows(index: int) -> tuple[Tensor, Tensor]:
             tokens, targets = global_batch(case.vocab_size, index)
-            return tokens.chunk(mesh.dp_size)[mesh.dp_rank], targets.chunk(mesh.dp_size)[mesh.dp_rank]
+            return tokens.chunk(mesh.dp_size)[mesh.dp_rank], targets.chunk(mesh.dp_size)[
+                mesh.dp_rank
+            ]
 
         named = [(weight.global_name, weight.parameter) for weight in step.weights]
         run = Run(weights=parts(named))
@@ -86,7 +94,8 @@ def run_on_ranks(case: Case, steps: int, sabotage: Sabotage | None = None) -> Ru
 
 
 def parts(tensors: Iterable[tuple[str, Tensor | None]]) -> list[Part]:
-    """This rank's part of each tensor; a missing one is left out, and found missing when the parts are put together."""
+    """This rank's part of each tensor; a missing one is left out, and found missing when the parts
+    are put together."""
     mine = []
     for name, tensor in tensors:
         if isinstance(tensor, DTensor):
@@ -95,9 +104,11 @@ def parts(tensors: Iterable[tuple[str, Tensor | None]]) -> list[Part]:
     return mine
 
 
-def assemble(runs: list[list[Part]], shapes: dict[str, torch.Size]) -> tuple[dict[str, Tensor], float]:
-    """The global tensors from all ranks' parts, and the largest difference between two copies of a number. A number that no
-    rank holds is NaN."""
+def assemble(
+    runs: list[list[Part]], shapes: dict[str, torch.Size]
+) -> tuple[dict[str, Tensor], float]:
+    """The global tensors from all ranks' parts, and the largest difference between two copies of a
+    number. A number that no rank holds is NaN."""
     whole: dict[str, Tensor] = {}
     spread = 0.0
     for name, region, numbers in (part for run in runs for part in run):
@@ -111,10 +122,14 @@ def assemble(runs: list[list[Part]], shapes: dict[str, torch.Size]) -> tuple[dic
     return whole, spread
 
 
-def reference_model(model: ModelConfig, dtype: torch.dtype, seed: int, bos_id: int | None = None) -> Reference:
-    """The unsharded model with the weights that every layout must start from: each whole global tensor drawn at once.
+def reference_model(
+    model: ModelConfig, dtype: torch.dtype, seed: int, bos_id: int | None = None
+) -> Reference:
+    """The unsharded model with the weights that every layout must start from: each whole global
+    tensor drawn at once.
 
-    Vectors are ones. Matrices are normal; those that write into the residual stream are smaller by sqrt(2 · layers).
+    Vectors are ones. Matrices are normal; those that write into the residual stream are smaller by
+    sqrt(2 · layers).
     """
     reference = Reference(
         dim=model.dim,
@@ -158,8 +173,14 @@ class Expected:
 
 
 def expected(case: Case, steps: int) -> Expected:
-    """The reference's run of a case: one computation for all cases that differ in the split alone."""
-    return _expected(replace(case.config().model, kernels="torch"), case.dtype, BOS if case.document_mask else None, steps)
+    """The reference's run of a case: one computation for all cases that differ in the split
+    alone."""
+    return _expected(
+        replace(case.config().model, kernels="torch"),
+        case.dtype,
+        BOS if case.document_mask else None,
+        steps,
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -188,14 +209,25 @@ def compare(case: Case, runs: list[Run], reference: Expected) -> Row:
     row = Row(case)
     shapes = {name: weight.shape for name, weight in reference.weights.items()}
     weights, gradients, final = (
-        assemble([getattr(run, kind) for run in runs], shapes) for kind in ("weights", "gradients", "final_weights")
+        assemble([getattr(run, kind) for run in runs], shapes)
+        for kind in ("weights", "gradients", "final_weights")
     )
     row.spread = max(weights[1], gradients[1], final[1])
     for run in runs:
-        same = (run.loss, run.norm, run.losses, run.norms) == (runs[0].loss, runs[0].norm, runs[0].losses, runs[0].norms)
+        same = (run.loss, run.norm, run.losses, run.norms) == (
+            runs[0].loss,
+            runs[0].norm,
+            runs[0].losses,
+            runs[0].norms,
+        )
         row.spread = row.spread if same else math.inf
-    row.weights = max(error_of(weights[0].get(name), weight) for name, weight in reference.weights.items())
-    errors = {name: error_of(gradients[0].get(name), gradient) for name, gradient in reference.gradients.items()}
+    row.weights = max(
+        error_of(weights[0].get(name), weight) for name, weight in reference.weights.items()
+    )
+    errors = {
+        name: error_of(gradients[0].get(name), gradient)
+        for name, gradient in reference.gradients.items()
+    }
     row.worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
     row.gradient = errors[row.worst]
     row.loss = abs(runs[0].loss / reference.loss - 1)
@@ -209,7 +241,10 @@ def error_of(ours: Tensor | None, theirs: Tensor) -> float:
     """‖ours − theirs‖ / ‖theirs‖; NaN where ours is missing."""
     if ours is None:
         return math.nan
-    difference, size = (ours.double() - theirs.double()).norm().item(), theirs.double().norm().item()
+    difference, size = (
+        (ours.double() - theirs.double()).norm().item(),
+        theirs.double().norm().item(),
+    )
     return difference / size if size else difference
 
 

@@ -1,4 +1,5 @@
-"""Says what a run needs and how long it takes, before it runs: memory, traffic, time and MFU of every rank. Needs no GPU.
+"""Says what a run needs and how long it takes, before it runs: memory, traffic, time and MFU of
+every rank. Needs no GPU.
 
     python -m tools.plan configs/llama3_70b.yaml                                    256 H100, as its first line says
     python -m tools.plan configs/llama3_70b.yaml parallel.dp_shard=2 --device h200  another layout, another device
@@ -7,8 +8,9 @@
     python -m tools.plan configs/llama3_8b.yaml --guide 4                           ZeRO's stages under the usual accounting
     python -m tools.plan RUN/config.yaml --beside RUN/memory/step-….json            a rank's memory report beside its plan
 
---pictures FOLDER draws memory.svg, timeline.svg and, with --search, frontier.svg. Bytes are decimal: 1 GB = 1e9.
-How it is computed, and how far it was from what was measured: docs/planning.md.
+--pictures FOLDER draws memory.svg, timeline.svg and, with --search, frontier.svg. Bytes are
+decimal: 1 GB = 1e9. How it is computed, and how far it was from what was measured:
+docs/planning.md.
 """
 
 import argparse
@@ -49,7 +51,9 @@ def describe(plan: dict[str, Any]) -> str:
     ]
     if run := plan.get("run"):
         cost = f"   cost {run['cost']:,.0f}" if "cost" in run else ""
-        lines.append(f"{run['tokens']:.3g} tokens: {run['days']:,.1f} days   {run['megawatt_hours']:,.0f} MWh{cost}")
+        lines.append(
+            f"{run['tokens']:.3g} tokens: {run['days']:,.1f} days   {run['megawatt_hours']:,.0f} MWh{cost}"
+        )
     lines += plan["assumptions"]
     fits = "fits" if plan["fits"] else "DOES NOT FIT"
     lines.append(
@@ -62,12 +66,16 @@ def describe(plan: dict[str, Any]) -> str:
             f"{rank['flops_per_step'] / 1e15:.2f} PFLOP a step"
         )
         live = f", {rank['live_micro_batches']} micro-batches of a stage alive at most"
-        lines.append(f"  {rank['peak_memory_bytes'] / GB:9.3f} GB  at the peak, in {rank['peak_in']}{live}")
+        lines.append(
+            f"  {rank['peak_memory_bytes'] / GB:9.3f} GB  at the peak, in {rank['peak_in']}{live}"
+        )
         for name, size in rank["memory"].items():
             if size >= 1e6:
                 lines.append(f"  {size / GB:9.3f} GB  {name}")
                 kinds = rank["activations"] if name == ACTIVATIONS else {}
-                lines += [f"  {part / GB:15.3f} GB  {kind}" for kind, part in kinds.items() if part >= 1e6]
+                lines += [
+                    f"  {part / GB:15.3f} GB  {kind}" for kind, part in kinds.items() if part >= 1e6
+                ]
         for axis, row in rank["collectives"].items():
             lines.append(
                 f"  {row['bytes'] / GB:9.3f} GB  over {axis} in {row['count']:,} collectives, "
@@ -94,7 +102,9 @@ def describe_search(result: Result) -> str:
         mfu = _range([one.time.mfu * 100 for one in row], 1) + "%"
         size = _range([one.peak / GB for one in row], 2)
         number = f"  ({len(row)} layouts)" if len(row) > 1 else ""
-        lines.append(f"{i + 1:2d} {seconds:>15}  {mfu:>10}  {size:>11}  {describe_row(row)}{number}")
+        lines.append(
+            f"{i + 1:2d} {seconds:>15}  {mfu:>10}  {size:>11}  {describe_row(row)}{number}"
+        )
     if len(found) > 1:
         lines.append(f"the second loses {why_not(found[0][0], found[1][0])}")
     lines.append(f"the first: {found[0][0].overrides()}")
@@ -119,19 +129,51 @@ def found_as_dict(one: Found) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", metavar="CONFIG", help="a configuration file")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="as train.py takes them")
-    parser.add_argument("--gpus", type=int, metavar="N", help="size of the world (default: its axes, or the file's first line)")
-    parser.add_argument("--device", default="h100", metavar="NAME", help=f"{', '.join(DEVICES)}, or a JSON file of rates")
-    parser.add_argument("--search", action="store_true", help="try all layouts, whatever the configuration says of them")
-    parser.add_argument("--guide", type=int, metavar="N", help="print ZeRO's memory and traffic on N GPUs as guides count them")
     parser.add_argument(
-        "--beside", type=Path, metavar="FILE", help="print a rank's memory report (RUN/memory/*.json) beside its plan"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="section.key=value",
+        help="as train.py takes them",
+    )
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="size of the world (default: its axes, or the file's first line)",
+    )
+    parser.add_argument(
+        "--device",
+        default="h100",
+        metavar="NAME",
+        help=f"{', '.join(DEVICES)}, or a JSON file of rates",
+    )
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="try all layouts, whatever the configuration says of them",
+    )
+    parser.add_argument(
+        "--guide",
+        type=int,
+        metavar="N",
+        help="print ZeRO's memory and traffic on N GPUs as guides count them",
+    )
+    parser.add_argument(
+        "--beside",
+        type=Path,
+        metavar="FILE",
+        help="print a rank's memory report (RUN/memory/*.json) beside its plan",
     )
     parser.add_argument("--tokens", type=float, default=0.0, metavar="T", help="to train on")
-    parser.add_argument("--price", type=float, default=0.0, metavar="P", help="of one GPU for one hour")
+    parser.add_argument(
+        "--price", type=float, default=0.0, metavar="P", help="of one GPU for one hour"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw there")
     options = parser.parse_intermixed_args(arguments)
@@ -150,7 +192,9 @@ def print_plan(options: argparse.Namespace) -> None:
             raise UserError(key, value, "must be at least 1", "give a number of GPUs")
     for key, number in (("--tokens", options.tokens), ("--price", options.price)):
         if not 0 <= number < float("inf"):
-            raise UserError(key, number, "must be a number, 0 or more", "leave it out where it is unknown")
+            raise UserError(
+                key, number, "must be a number, 0 or more", "leave it out where it is unknown"
+            )
     device = find_device(options.device)
     if options.guide is not None:
         print(zero_table(config, options.guide))
@@ -188,10 +232,16 @@ def print_plan(options: argparse.Namespace) -> None:
                 options.pictures / "timeline.svg",
             )
             if frontier:
-                save(draw_frontier(frontier, plan["memory_bytes_available"]), options.pictures / "frontier.svg")
+                save(
+                    draw_frontier(frontier, plan["memory_bytes_available"]),
+                    options.pictures / "frontier.svg",
+                )
     except OSError as error:
         raise UserError(
-            "--json or --pictures", str(error.filename), f"cannot be written ({error.strerror})", "choose another"
+            "--json or --pictures",
+            str(error.filename),
+            f"cannot be written ({error.strerror})",
+            "choose another",
         ) from None
 
 

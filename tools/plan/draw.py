@@ -40,11 +40,25 @@ def draw_memory(plan: dict[str, Any]) -> "Figure":
     assert len(names) <= len(COLOURS)
     for name, colour in zip(names, COLOURS, strict=False):
         sizes = [rank["memory"].get(name, 0) / GB for rank in ranks]
-        left = [sum(rank["memory"].get(before, 0) for before in names[: names.index(name)]) / GB for rank in ranks]
-        axes.barh([rank["pp_rank"] for rank in ranks], sizes, left=left, color=colour, label=name, height=0.8)
+        left = [
+            sum(rank["memory"].get(before, 0) for before in names[: names.index(name)]) / GB
+            for rank in ranks
+        ]
+        axes.barh(
+            [rank["pp_rank"] for rank in ranks],
+            sizes,
+            left=left,
+            color=colour,
+            label=name,
+            height=0.8,
+        )
     axes.axvline(plan["memory_bytes_available"] / GB, color=INK, linestyle="--", linewidth=1)
     axes.invert_yaxis()
-    axes.set_yticks([rank["pp_rank"] for rank in ranks], [f"pp rank {rank['pp_rank']}" for rank in ranks], size=TEXT_SIZE)
+    axes.set_yticks(
+        [rank["pp_rank"] for rank in ranks],
+        [f"pp rank {rank['pp_rank']}" for rank in ranks],
+        size=TEXT_SIZE,
+    )
     axes.set_xlabel("GB at the peak; dashed: what there is", size=TEXT_SIZE, color=MUTED)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside upper center", ncols=3, fontsize=TEXT_SIZE - 1, frameon=False)
@@ -64,7 +78,9 @@ def draw_frontier(frontier: Sequence["Found"], room: float) -> "Figure":
     for one, x, y in zip(frontier, memory, seconds, strict=True):
         p = one.config.parallel
         label = f"tp {p.tp} pp {p.pp} zero {p.zero_stage} {p.schedule}, {one.config.train.activation_checkpointing}"
-        axes.annotate(label, (x, y), xytext=(4, 5), textcoords="offset points", size=TEXT_SIZE - 2, color=INK)
+        axes.annotate(
+            label, (x, y), xytext=(4, 5), textcoords="offset points", size=TEXT_SIZE - 2, color=INK
+        )
     axes.axvline(room / GB, color=INK, linestyle="--", linewidth=1)
     axes.set_xlabel("GB at the peak", size=TEXT_SIZE, color=MUTED)
     axes.set_ylabel("seconds of a step", size=TEXT_SIZE, color=MUTED)

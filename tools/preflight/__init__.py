@@ -1,4 +1,5 @@
-"""Are the nodes of a job fit to train? `python -m tools.preflight` runs on each of them before a start; see slurm/train_70b.sh.
+"""Are the nodes of a job fit to train? `python -m tools.preflight` runs on each of them before a
+start; see slurm/train_70b.sh.
 
 __main__.py  the command: all nodes meet, the exit status
 node.py      what one node says of itself: GPUs, clocks, disk, versions

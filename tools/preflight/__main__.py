@@ -1,20 +1,23 @@
 """Are all nodes of a job fit to train? One process on each node, under a minute:
 
-    srun --ntasks-per-node=1 python -m tools.preflight --meet node1:10100 --ranks-per-node 8 CONFIG.yaml [section.key=value …]
+    srun --ntasks-per-node=1 python -m tools.preflight --meet node1:10100 --ranks-per-node 8
+    CONFIG.yaml [section.key=value …]
 
-Each node looks at itself (node.py), all meet at the first one, those that are fit measure their links (links.py), and the
-first one compares and decides (verdict.py):
+Each node looks at itself (node.py), all meet at the first one, those that are fit measure their
+links (links.py), and the first one compares and decides (verdict.py):
 
     failed    a GPU is missing, in use, or reports errors; no room for a checkpoint; other code or packages than most nodes
               have; the node did not come in time, or its ranks could not talk
     slow      links below three quarters of the median of the job
     warned    a clock is off, little room, an address that is reachable from outside
 
---spare-nodes of them are left out: the failed first, then the slow, then the last. The report goes to standard error. To
-standard output goes the answer, one line: the nodes to train on, with commas, and the run folder. The exit status is 0; 1 where
-fewer nodes are fit than are needed; 2 where the configuration is refused, as training would refuse it.
+--spare-nodes of them are left out: the failed first, then the slow, then the last. The report goes
+to standard error. To standard output goes the answer, one line: the nodes to train on, with commas,
+and the run folder. The exit status is 0; 1 where fewer nodes are fit than are needed; 2 where the
+configuration is refused, as training would refuse it.
 
-Under Slurm the number of this node and of all comes from SLURM_NODEID and SLURM_NNODES; without, this is the only one.
+Under Slurm the number of this node and of all comes from SLURM_NODEID and SLURM_NNODES; without,
+this is the only one.
 """
 
 import argparse
@@ -43,7 +46,9 @@ class Meeting:
         host, _, port = address.rpartition(":")
         self.node, self.num_nodes, self.deadline = node, num_nodes, deadline
         patience = timedelta(seconds=deadline - time.monotonic())
-        self.store = dist.TCPStore(host, int(port), is_master=node == 0, wait_for_workers=False, timeout=patience)
+        self.store = dist.TCPStore(
+            host, int(port), is_master=node == 0, wait_for_workers=False, timeout=patience
+        )
 
     def write(self, key: str, value: Any) -> None:
         self.store.set(key, json.dumps(value))
@@ -68,16 +73,24 @@ class Meeting:
             self.gather("left", list(range(self.num_nodes)), time.monotonic() + 3)
 
 
-def judge(meeting: Meeting, reports: dict[int, Report], names: list[str], needed: int, started: float) -> list[int]:
+def judge(
+    meeting: Meeting, reports: dict[int, Report], names: list[str], needed: int, started: float
+) -> list[int]:
     """On the first node: say what was found, and choose the nodes to train on."""
     problems = {node: list(report["problems"]) for node, report in reports.items()}
     for node in set(range(meeting.num_nodes)) - reports.keys():
         problems[node] = ["it did not come"]
-    warnings = [f"{report['name']}: {warning}" for report in reports.values() for warning in report["warnings"]]
+    warnings = [
+        f"{report['name']}: {warning}"
+        for report in reports.values()
+        for warning in report["warnings"]
+    ]
     for report in reports.values():
         report["skew"] = report.get("clock", 0.0) - reports[0]["clock"]
         if "clock" in report and abs(report["skew"]) > SKEW_SECONDS:
-            warnings.append(f"{report['name']}: its clock differs by {report['skew']:+.1f} s from {names[0]}'s")
+            warnings.append(
+                f"{report['name']}: its clock differs by {report['skew']:+.1f} s from {names[0]}'s"
+            )
     slow = slow_ones(reports)
     failed = {node for node, found in problems.items() if found}
     chosen = choose(names, failed, set(slow), needed)
@@ -93,9 +106,14 @@ def judge(meeting: Meeting, reports: dict[int, Report], names: list[str], needed
     left_out = [names[node] for node in range(meeting.num_nodes) if node not in chosen]
     if not chosen:
         bad = ",".join(names[node] for node in sorted(failed))
-        say(f"preflight failed: {needed} nodes are needed. Without the bad ones: sbatch --exclude={bad} …")
+        say(
+            f"preflight failed: {needed} nodes are needed. Without the bad ones: sbatch --exclude={bad} …"
+        )
     else:
-        say(f"preflight passed: {needed} nodes" + (f", without {', '.join(left_out)}" if left_out else ""))
+        say(
+            f"preflight passed: {needed} nodes"
+            + (f", without {', '.join(left_out)}" if left_out else "")
+        )
     return chosen
 
 
@@ -107,7 +125,12 @@ def read_config(options: argparse.Namespace, num_nodes: int) -> Config:
     """The configuration, refused as training would refuse it."""
     needed = num_nodes - options.spare_nodes
     if not 1 <= needed <= num_nodes:
-        raise UserError("--spare-nodes", options.spare_nodes, f"the job has {num_nodes} nodes", "leave one to train on")
+        raise UserError(
+            "--spare-nodes",
+            options.spare_nodes,
+            f"the job has {num_nodes} nodes",
+            "leave one to train on",
+        )
     config = load_config(options.config, options.overrides)
     config.validate(needed * options.ranks_per_node)
     return config
@@ -115,14 +138,25 @@ def read_config(options: argparse.Namespace, num_nodes: int) -> Config:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.preflight", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.preflight",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--meet", required=True, metavar="HOST:PORT", help="a free port of the first node")
+    parser.add_argument(
+        "--meet", required=True, metavar="HOST:PORT", help="a free port of the first node"
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--ranks-per-node", type=int, required=True)
     parser.add_argument("--spare-nodes", type=int, default=0)
-    parser.add_argument("--node-names", default="", metavar="A,B,…", help="of all, to name those that do not come")
-    parser.add_argument("--seconds", type=float, default=55, help="of all, from the import of torch on; half of it to come")
+    parser.add_argument(
+        "--node-names", default="", metavar="A,B,…", help="of all, to name those that do not come"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=55,
+        help="of all, from the import of torch on; half of it to come",
+    )
     parser.add_argument("config", metavar="CONFIG.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     options = parser.parse_args(arguments)
@@ -143,13 +177,20 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             meeting = Meeting(options.meet, node, num_nodes, deadline)
         except RuntimeError as error:
-            say(f"preflight: {name} does not reach {options.meet}: {str(error).partition(chr(10))[0]}; {report['problems']}")
+            say(
+                f"preflight: {name} does not reach {options.meet}: {str(error).partition(chr(10))[0]}; {report['problems']}"
+            )
             return 1
         return carry_out(meeting, links, report, options, config, started)
 
 
 def carry_out(
-    meeting: Meeting, links: Links, report: Report, options: argparse.Namespace, config: Config, started: float
+    meeting: Meeting,
+    links: Links,
+    report: Report,
+    options: argparse.Namespace,
+    config: Config,
+    started: float,
 ) -> int:
     """Between nodes: report, hear who measures, measure, report that, hear the answer."""
     node, everyone = meeting.node, list(range(meeting.num_nodes))
@@ -179,13 +220,20 @@ def carry_out(
     if members is None:
         say(f"preflight: {report['name']} hears nothing of the first node")
         return 1
-    meeting.write(f"measured/{node}", {"clock": clock, **(links.measure(members, node) if node in members else {})})
+    meeting.write(
+        f"measured/{node}",
+        {"clock": clock, **(links.measure(members, node) if node in members else {})},
+    )
 
     if node == 0 and not refused:
         for other, measured in meeting.gather("measured", list(reports), meeting.deadline).items():
             reports[other]["problems"] += measured.pop("problems", [])
             reports[other].update(measured)
-        names = options.node_names.split(",") if options.node_names else [f"node {other} of the job" for other in everyone]
+        names = (
+            options.node_names.split(",")
+            if options.node_names
+            else [f"node {other} of the job" for other in everyone]
+        )
         for other, known in reports.items():
             names[other] = known["name"]
         chosen = judge(meeting, reports, names, needed, started)

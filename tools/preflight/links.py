@@ -1,14 +1,14 @@
 """How fast ranks talk within a node and from node to node, for the preflight.
 
-All-reduces, timed on every rank: among the ranks of each node, and among those of two nodes at a time. One among all nodes
-would be as slow as its slowest, everywhere; pairs tell which it is. Each node is in two pairs, and its better one counts: a
-good node is not blamed for a bad neighbour.
+All-reduces, timed on every rank: among the ranks of each node, and among those of two nodes at a
+time. One among all nodes would be as slow as its slowest, everywhere; pairs tell which it is. Each
+node is in two pairs, and its better one counts: a good node is not blamed for a bad neighbour.
 
     round 0   (0 1) (2 3) (4 5)
     round 1   (1 2) (3 4) (5 0)      five nodes: (0 1) (2 3), (1 2) (3 4), (4 0)
 
-The bandwidth is what each rank's link carries, 2 (n − 1) / n of the bytes in the time of one all-reduce ("bus bandwidth" of
-nccl-tests), the lowest of the node's ranks.
+The bandwidth is what each rank's link carries, 2 (n − 1) / n of the bytes in the time of one
+all-reduce ("bus bandwidth" of nccl-tests), the lowest of the node's ranks.
 """
 
 import contextlib
@@ -22,14 +22,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Enough that latency does not matter, and short: on a GPU ten all-reduces of 256 MiB take 10 ms inside a node.
+# Enough that latency does not matter, and short: on a GPU ten all-reduces of 256 MiB take 10 ms
+# inside a node.
 BYTES = {"cuda": 256 * 2**20, "cpu": 4 * 2**20}
 TIMES = {"cuda": 10, "cpu": 4}
 CPU_RANKS = 2  # of each node: gloo needs no more to show whether and how fast nodes talk
 
 
 def rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
-    """Pairs of neighbours in a ring, in rounds where no node is in two; each node is in two pairs (two nodes: in one)."""
+    """Pairs of neighbours in a ring, in rounds where no node is in two; each node is in two pairs
+    (two nodes: in one)."""
     if num_nodes < 2:
         return []
     if num_nodes == 2:
@@ -40,27 +42,35 @@ def rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
 
 
 class Links:
-    """This node's ranks of the measurement: one process per GPU, or two without. They end with this object."""
+    """This node's ranks of the measurement: one process per GPU, or two without. They end with this
+    object."""
 
     def __init__(self, device: str, ranks_per_node: int, address: str, deadline: float) -> None:
         self.num_ranks = ranks_per_node if device == "cuda" else min(ranks_per_node, CPU_RANKS)
         self.deadline = deadline
-        context = multiprocessing.get_context("fork")  # torch is imported, and CUDA not yet initialised
+        # torch is imported, and CUDA not yet initialised
+        context = multiprocessing.get_context("fork")
         self.pipes: list[Connection] = []
         self.processes = []
         for local_rank in range(self.num_ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, device, local_rank, self.num_ranks, address), daemon=True)
+            process = context.Process(
+                target=_serve,
+                args=(theirs, device, local_rank, self.num_ranks, address),
+                daemon=True,
+            )
             process.start()
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
 
     def measure(self, members: list[int], node: int) -> dict[str, Any]:
-        """On each of `members` alike: `within` and `across` in bytes per second, None where there is nobody to talk to;
-        or `problems`."""
+        """On each of `members` alike: `within` and `across` in bytes per second, None where there
+        is nobody to talk to; or `problems`."""
         for pipe in self.pipes:
-            pipe.send((len(members), members.index(node), max(self.deadline - time.monotonic() - 5, 1.0)))
+            pipe.send(
+                (len(members), members.index(node), max(self.deadline - time.monotonic() - 5, 1.0))
+            )
         answers: list[Any] = []
         waiting = list(self.pipes)
         while waiting and (ready := wait(waiting, max(self.deadline - 3 - time.monotonic(), 0))):
@@ -72,14 +82,28 @@ class Links:
         errors = [answer for answer in answers if isinstance(answer, str)]
         if errors or len(answers) < self.num_ranks:
             why = errors[0] if errors else "in time" if waiting else "and died"
-            return {"problems": [f"{self.num_ranks - len(answers) + len(errors)} ranks could not talk: {why}"]}
-        lowest = [min(values) if None not in values else None for values in zip(*answers, strict=True)]
-        return {"within": lowest[0], "across": max((value for value in lowest[1:] if value), default=None)}
+            return {
+                "problems": [
+                    f"{self.num_ranks - len(answers) + len(errors)} ranks could not talk: {why}"
+                ]
+            }
+        lowest = [
+            min(values) if None not in values else None for values in zip(*answers, strict=True)
+        ]
+        return {
+            "within": lowest[0],
+            "across": max((value for value in lowest[1:] if value), default=None),
+        }
 
     def __enter__(self) -> "Links":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -87,7 +111,8 @@ class Links:
 
 
 def _serve(pipe: Connection, device: str, local_rank: int, num_ranks: int, address: str) -> None:
-    """One rank: wait to be told who measures, do it, and send the bandwidths, or the error in words."""
+    """One rank: wait to be told who measures, do it, and send the bandwidths, or the error in
+    words."""
     try:
         num_nodes, node, seconds = pipe.recv()
         pipe.send(_measure(device, local_rank, num_ranks, address, num_nodes, node, seconds))
@@ -99,17 +124,28 @@ def _serve(pipe: Connection, device: str, local_rank: int, num_ranks: int, addre
 
 
 def _measure(
-    device: str, local_rank: int, num_ranks: int, address: str, num_nodes: int, node: int, seconds: float
+    device: str,
+    local_rank: int,
+    num_ranks: int,
+    address: str,
+    num_nodes: int,
+    node: int,
+    seconds: float,
 ) -> list[float | None]:
-    """[within the node, and in each round of pairs] in bytes per second; None where this node has no partner."""
+    """[within the node, and in each round of pairs] in bytes per second; None where this node has
+    no partner."""
     if device == "cuda":
         torch.cuda.set_device(local_rank)
     host, _, port = address.rpartition(":")
     patience = timedelta(seconds=seconds)
-    store = dist.PrefixStore("links", dist.TCPStore(host, int(port), wait_for_workers=False, timeout=patience))
+    store = dist.PrefixStore(
+        "links", dist.TCPStore(host, int(port), wait_for_workers=False, timeout=patience)
+    )
     backend = "nccl" if device == "cuda" else "gloo"
     rank = node * num_ranks + local_rank
-    dist.init_process_group(backend, store=store, rank=rank, world_size=num_nodes * num_ranks, timeout=patience)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=num_nodes * num_ranks, timeout=patience
+    )
 
     def speed(nodes: tuple[int, ...]) -> float | None:
         ranks = [member * num_ranks + local for member in nodes for local in range(num_ranks)]
@@ -122,7 +158,8 @@ def _measure(
             if turn == 1:  # the first connects
                 _finish(device)
                 began = time.perf_counter()
-            dist.all_reduce(data, op=dist.ReduceOp.MAX, group=group)  # 2 (n − 1) / n · BYTES on each rank's link
+            # 2 (n − 1) / n · BYTES on each rank's link
+            dist.all_reduce(data, op=dist.ReduceOp.MAX, group=group)
         _finish(device)
         took = (time.perf_counter() - began) / TIMES[device]
         return 2 * (len(ranks) - 1) / len(ranks) * BYTES[device] / took

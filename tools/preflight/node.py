@@ -1,4 +1,5 @@
-"""What a node can say about itself, for the preflight: GPUs, room on disk, addresses, code and packages."""
+"""What a node can say about itself, for the preflight: GPUs, room on disk, addresses, code and
+packages."""
 
 import csv
 import fcntl
@@ -35,15 +36,21 @@ GPU_FIELDS = (
 
 
 def look_at_node(name: str, config: Config, device: str, ranks_per_node: int) -> dict[str, Any]:
-    """`name`; `gpus`, in words; `free_bytes` where the run folder will be; `code` and `packages`, each name → checksum or
-    version; `problems`, which forbid training, and `warnings`."""
-    report: dict[str, Any] = {"name": name, "gpus": "none asked for", "problems": [], "warnings": []}
+    """`name`; `gpus`, in words; `free_bytes` where the run folder will be; `code` and `packages`,
+    each name → checksum or version; `problems`, which forbid training, and `warnings`."""
+    report: dict[str, Any] = {
+        "name": name,
+        "gpus": "none asked for",
+        "problems": [],
+        "warnings": [],
+    }
     if device == "cuda":
         report |= look_at_gpus(ranks_per_node)
     report["free_bytes"] = _look_at_disk(config, report)
     report["warnings"] += judge_addresses(addresses())
     report["code"] = {
-        str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in sorted(_sources())
+        str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        for path in sorted(_sources())
     }
     report["packages"] = {"python": platform.python_version()} | {
         package.metadata["Name"]: package.version for package in metadata.distributions()
@@ -52,7 +59,8 @@ def look_at_node(name: str, config: Config, device: str, ranks_per_node: int) ->
 
 
 def addresses() -> list[tuple[str, str]]:
-    """Interface and address, of each interface of this node: its first of IPv4, and all of IPv6 (Linux only)."""
+    """Interface and address, of each interface of this node: its first of IPv4, and all of IPv6
+    (Linux only)."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
@@ -65,12 +73,18 @@ def addresses() -> list[tuple[str, str]]:
         rows = Path("/proc/net/if_inet6").read_text().split("\n")
     except OSError:
         return found
-    return found + [(row.split()[-1], str(ipaddress.IPv6Address(int(row.split()[0], 16)))) for row in rows if row]
+    return found + [
+        (row.split()[-1], str(ipaddress.IPv6Address(int(row.split()[0], 16))))
+        for row in rows
+        if row
+    ]
 
 
 def judge_addresses(found: list[tuple[str, str]]) -> list[str]:
     """A warning where somebody outside may reach torchrun's port, which listens on all of them."""
-    public = [f"{address} ({name})" for name, address in found if ipaddress.ip_address(address).is_global]
+    public = [
+        f"{address} ({name})" for name, address in found if ipaddress.ip_address(address).is_global
+    ]
     if not public:
         return []
     return [
@@ -85,15 +99,20 @@ def look_at_gpus(expected: int) -> dict[str, Any]:
         gpus = _smi(f"--query-gpu={','.join(GPU_FIELDS)}")
         users = _smi("--query-compute-apps=pid,used_memory")
     except (OSError, subprocess.SubprocessError) as error:
-        return {"gpus": "unknown", "problems": [f"nvidia-smi does not answer: {error}"], "warnings": []}
+        return {
+            "gpus": "unknown",
+            "problems": [f"nvidia-smi does not answer: {error}"],
+            "warnings": [],
+        }
     return judge_gpus(gpus, users, expected)
 
 
 def judge_gpus(gpus: list[list[str]], users: list[list[str]], expected: int) -> dict[str, Any]:
     """What rows of GPU_FIELDS, and of process and memory, say.
 
-    Clocks are in MHz and memory in MiB; "[N/A]" where a GPU has no such thing. An idle GPU's clock is low, and rises with work:
-    it is reported, and a clock that stays low shows in the bandwidth, and in training.
+    Clocks are in MHz and memory in MiB; "[N/A]" where a GPU has no such thing. An idle GPU's clock
+    is low, and rises with work: it is reported, and a clock that stays low shows in the bandwidth,
+    and in training.
     """
     rows = [dict(zip(GPU_FIELDS, row, strict=True)) for row in gpus]
     problems, warnings = [], []
@@ -109,7 +128,11 @@ def judge_gpus(gpus: list[list[str]], users: list[list[str]], expected: int) -> 
             problems.append(f"{gpu} is not idle: {int(used):,} MiB are in use")
     if users:
         problems.append(f"GPUs are in use by processes {', '.join(user[0] for user in users)}")
-    for field, what in (("name", "kinds of GPU"), ("ecc.mode.current", "settings of ECC"), ("clocks.max.sm", "top clocks")):
+    for field, what in (
+        ("name", "kinds of GPU"),
+        ("ecc.mode.current", "settings of ECC"),
+        ("clocks.max.sm", "top clocks"),
+    ):
         found = Counter(row[field] for row in rows)
         if len(found) > 1:
             warnings.append(f"several {what}: {dict(found)}")
@@ -124,12 +147,15 @@ def judge_gpus(gpus: list[list[str]], users: list[list[str]], expected: int) -> 
 
 def _smi(query: str) -> list[list[str]]:
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS, check=True).stdout
+    answer = subprocess.run(
+        command, capture_output=True, text=True, timeout=SMI_SECONDS, check=True
+    ).stdout
     return [[field.strip() for field in row] for row in csv.reader(io.StringIO(answer)) if row]
 
 
 def _look_at_disk(config: Config, report: dict[str, Any]) -> int:
-    """Bytes free where checkpoints will be. One that is being written and those that are kept must have room."""
+    """Bytes free where checkpoints will be. One that is being written and those that are kept must
+    have room."""
     folder = Path(config.run.dir).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
@@ -137,9 +163,13 @@ def _look_at_disk(config: Config, report: dict[str, Any]) -> int:
     kept = len(list((folder / "checkpoints").glob("step-????????")))
     missing = max(config.checkpoint.keep_last + 1 - kept, 1) * one
     if config.checkpoint.interval and free < one:
-        report["problems"].append(f"{existing} has {free / 1e9:,.0f} GB free, and one checkpoint takes {one / 1e9:,.0f}")
+        report["problems"].append(
+            f"{existing} has {free / 1e9:,.0f} GB free, and one checkpoint takes {one / 1e9:,.0f}"
+        )
     elif config.checkpoint.interval and free < missing:
-        report["warnings"].append(f"{existing} has {free / 1e9:,.0f} GB free; checkpoints will take {missing / 1e9:,.0f} more")
+        report["warnings"].append(
+            f"{existing} has {free / 1e9:,.0f} GB free; checkpoints will take {missing / 1e9:,.0f} more"
+        )
     return free
 
 

@@ -1,4 +1,5 @@
-"""What reports of nodes say when they are held side by side: who differs, who is slow, who is to train."""
+"""What reports of nodes say when they are held side by side: who differs, who is slow, who is to
+train."""
 
 import json
 import statistics
@@ -8,7 +9,8 @@ from typing import Any
 SLOW = 0.75  # of the median
 SKEW_SECONDS = 2.0  # logs of several nodes can then no longer be read side by side
 
-Report = dict[str, Any]  # what one node knows: see look_at_node; `within`, `across` in bytes/s; `clock`, `skew` in s
+# what one node knows: see look_at_node; `within`, `across` in bytes/s; `clock`, `skew` in s
+Report = dict[str, Any]
 
 
 def odd_ones(reports: dict[int, Report], key: str) -> dict[int, str]:
@@ -17,9 +19,15 @@ def odd_ones(reports: dict[int, Report], key: str) -> dict[int, str]:
     most = json.loads(Counter(texts.values()).most_common(1)[0][0])
     odd = {}
     for node, report in reports.items():
-        names = sorted(name for name in most.keys() | report[key].keys() if most.get(name) != report[key].get(name))
+        names = sorted(
+            name
+            for name in most.keys() | report[key].keys()
+            if most.get(name) != report[key].get(name)
+        )
         if names:
-            odd[node] = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            odd[node] = ", ".join(names[:3]) + (
+                f" and {len(names) - 3} more" if len(names) > 3 else ""
+            )
     return odd
 
 
@@ -36,15 +44,23 @@ def slow_ones(reports: dict[int, Report]) -> dict[int, str]:
 
 
 def choose(names: list[str], failed: set[int], slow: set[int], needed: int) -> list[int]:
-    """`needed` nodes, in their order, without the failed, and with slow ones only where there are too few others; or none."""
-    fit = sorted((node for node in range(len(names)) if node not in failed), key=lambda node: (node in slow, node))
+    """`needed` nodes, in their order, without the failed, and with slow ones only where there are
+    too few others; or none."""
+    fit = sorted(
+        (node for node in range(len(names)) if node not in failed),
+        key=lambda node: (node in slow, node),
+    )
     return sorted(fit[:needed]) if len(fit) >= needed else []
 
 
 def table(reports: dict[int, Report]) -> str:
-    lines = [f"  {'node':<16}{'GPUs':<44}{'within GB/s':>12}{'across GB/s':>12}{'run GB free':>12}{'clock':>10}"]
+    lines = [
+        f"  {'node':<16}{'GPUs':<44}{'within GB/s':>12}{'across GB/s':>12}{'run GB free':>12}{'clock':>10}"
+    ]
     for report in reports.values():
-        within, across = (f"{report[key] / 1e9:.2f}" if report.get(key) else "–" for key in ("within", "across"))
+        within, across = (
+            f"{report[key] / 1e9:.2f}" if report.get(key) else "–" for key in ("within", "across")
+        )
         skew = f"{report['skew']:+.2f} s" if "clock" in report else "–"
         lines.append(
             f"  {report['name']:<16}{report['gpus']:<44}{within:>12}{across:>12}{report['free_bytes'] / 1e9:>12,.0f}{skew:>10}"

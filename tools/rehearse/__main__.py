@@ -1,13 +1,15 @@
-"""Runs one rank of a job of any size alone, without a GPU; or on one, and then says how long the whole job's step is.
+"""Runs one rank of a job of any size alone, without a GPU; or on one, and then says how long the
+whole job's step is.
 
     python -m tools.rehearse configs/llama3_70b.yaml --rank 64                 one rank: its memory, its collectives
     python -m tools.rehearse configs/llama3_405b.yaml parallel.dp_shard=16 --stages
     python -m tools.rehearse configs/llama3_8b.yaml --rank 0 --real            on this machine's GPU or CPU: times too
 
-What runs is the training code itself: the model, the pipeline's runner, FSDP2, the optimizer, one whole step. The other ranks
-are fake: collectives return at once, and what should have arrived is whatever was in memory. Without --real nothing is computed
-either; tensors have shapes alone (fake_gpu.py), and the GPU whose memory is counted is one with Triton's kernels and
-flash attention. The world is that of the configuration's first line (`# world: N`), of its axes, or --gpus.
+What runs is the training code itself: the model, the pipeline's runner, FSDP2, the optimizer, one
+whole step. The other ranks are fake: collectives return at once, and what should have arrived is
+whatever was in memory. Without --real nothing is computed either; tensors have shapes alone
+(fake_gpu.py), and the GPU whose memory is counted is one with Triton's kernels and flash attention.
+The world is that of the configuration's first line (`# world: N`), of its axes, or --gpus.
 """
 
 import argparse
@@ -31,18 +33,29 @@ def ranks_asked_for(config: Config, world: int, rank: int | None) -> list[int]:
     if rank is None:
         return [i * (world // config.parallel.pp) for i in range(config.parallel.pp)]
     if not 0 <= rank < world:
-        raise UserError("--rank", rank, f"the world has ranks 0 to {world - 1}", "choose one of them")
+        raise UserError(
+            "--rank", rank, f"the world has ranks 0 to {world - 1}", "choose one of them"
+        )
     return [rank]
 
 
 def describe(report: dict[str, Any]) -> str:
     stages = ", ".join(map(str, report["stages"]))
     peak = report["peak_memory_bytes"]
-    lines = [f"rank {report['rank']} of {report['world']}, stage {stages}" + (f": {peak / GB:.2f} GB" if peak else "")]
-    lines += [f"  {size / GB:9.3f} GB  {name}" for name, size in report.get("memory", {}).items() if size >= 1e6]
+    lines = [
+        f"rank {report['rank']} of {report['world']}, stage {stages}"
+        + (f": {peak / GB:.2f} GB" if peak else "")
+    ]
+    lines += [
+        f"  {size / GB:9.3f} GB  {name}"
+        for name, size in report.get("memory", {}).items()
+        if size >= 1e6
+    ]
     for axis, row in report.get("collectives", {}).items():
         kinds = ", ".join(f"{kind} {part['count']:,}" for kind, part in row["kinds"].items())
-        lines.append(f"  {row['bytes'] / GB:9.3f} GB  over {axis} in {row['count']:,} collectives: {kinds}")
+        lines.append(
+            f"  {row['bytes'] / GB:9.3f} GB  over {axis} in {row['count']:,} collectives: {kinds}"
+        )
     for stage, kinds in report.get("action_seconds", {}).items():
         times = ", ".join(f"{kind} {seconds * 1e3:.3f} ms" for kind, seconds in kinds.items())
         lines.append(f"  stage {stage}: {times}")
@@ -54,16 +67,37 @@ def describe(report: dict[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.rehearse", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.rehearse",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", metavar="CONFIG", help="a configuration file")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="as train.py takes them")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="section.key=value",
+        help="as train.py takes them",
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--rank", type=int, metavar="R", help="this rank of the world (default: 0)")
-    which.add_argument("--stages", action="store_true", help="the first rank of every pipeline position, one after the other")
+    which.add_argument(
+        "--stages",
+        action="store_true",
+        help="the first rank of every pipeline position, one after the other",
+    )
     parser.add_argument("--gpus", type=int, metavar="N", help="size of the world")
-    parser.add_argument("--real", action="store_true", help="compute, on this machine's GPU, or on its CPU where it has none")
-    parser.add_argument("--device", default="h100", metavar="NAME", help="with --real --stages: whose links carry what is sent")
+    parser.add_argument(
+        "--real",
+        action="store_true",
+        help="compute, on this machine's GPU, or on its CPU where it has none",
+    )
+    parser.add_argument(
+        "--device",
+        default="h100",
+        metavar="NAME",
+        help="with --real --stages: whose links carry what is sent",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
     options = parser.parse_intermixed_args(arguments)
     try:
@@ -71,8 +105,14 @@ def main(arguments: list[str] | None = None) -> int:
         world = world_of(options.config, config, options.gpus)
         config.validate(world)
         device = find_device(options.device)
-        if options.json is not None and not options.json.absolute().parent.is_dir():  # before minutes of work
-            raise UserError("--json", str(options.json), "its folder is not there", "make the folder, or choose another")
+        # before minutes of work
+        if options.json is not None and not options.json.absolute().parent.is_dir():
+            raise UserError(
+                "--json",
+                str(options.json),
+                "its folder is not there",
+                "make the folder, or choose another",
+            )
         ranks = ranks_asked_for(config, world, None if options.stages else options.rank or 0)
         if not options.real:
             check_can_be_rehearsed(config)

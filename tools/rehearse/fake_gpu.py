@@ -1,14 +1,15 @@
 """A GPU that is not there, and a world of which this process is the only rank: for tools/rehearse.
 
-Tensors are on torch's meta device: they have shapes and dtypes and no memory. What the training code asks of a GPU is answered
-so that it takes the way it takes on one:
+Tensors are on torch's meta device: they have shapes and dtypes and no memory. What the training
+code asks of a GPU is answered so that it takes the way it takes on one:
 
     a tensor's `is_cuda`            True: Triton kernels (their registered shapes), gradients summed in a wider dtype by cuBLAS
     causal attention                flash attention's operator: its output and one number per row are kept, no square of S × S
     streams and events of FSDP      objects that do nothing; FSDP holds on to its buffers as it does on a GPU
     collectives                     torch's fake process group: nobody is there, and whoever waits goes on at once
 
-torch has fake tensors for the same purpose. They do this in Python, operation by operation, and take four times as long.
+torch has fake tensors for the same purpose. They do this in Python, operation by operation, and
+take four times as long.
 """
 
 from collections.abc import Callable, Iterator
@@ -74,28 +75,40 @@ class _AsOnGpu(TorchFunctionMode):
             return args[0].device.type == DEVICE
         if func is F.scaled_dot_product_attention:
             assert kwargs["attn_mask"] is None, "with a mask there is no flash attention"
-            return torch.ops.aten._scaled_dot_product_flash_attention(*args, 0.0, kwargs["is_causal"])[0]
+            return torch.ops.aten._scaled_dot_product_flash_attention(
+                *args, 0.0, kwargs["is_causal"]
+            )[0]
         return func(*args, **kwargs)
 
 
 @contextmanager
 def fake_gpu() -> Iterator[None]:
-    """Inside, modules sharded over a mesh live on the fake GPU, and code on its tensors believes in it."""
+    """Inside, modules sharded over a mesh live on the fake GPU, and code on its tensors believes in
+    it."""
     fully_shard = "torch.distributed.fsdp._fully_shard._fully_shard"
     with ExitStack() as stack:
-        stack.enter_context(patch(f"{fully_shard}._get_device_from_mesh", lambda mesh: torch.device(DEVICE)))
+        stack.enter_context(
+            patch(f"{fully_shard}._get_device_from_mesh", lambda mesh: torch.device(DEVICE))
+        )
         stack.enter_context(patch(f"torch.{DEVICE}", _DeviceModule, create=True))
-        stack.enter_context(patch.object(_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda group: None))
+        stack.enter_context(
+            patch.object(
+                _fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda group: None
+            )
+        )
         stack.enter_context(patch.object(FakeWork, "is_completed", lambda work: True))
         for module in ("training.step", "model.document"):  # a CPU's tensors stay where they are
-            stack.enter_context(patch(f"{module}.to_device", lambda tensor, device: tensor.to(device)))
+            stack.enter_context(
+                patch(f"{module}.to_device", lambda tensor, device: tensor.to(device))
+            )
         stack.enter_context(_AsOnGpu())
         yield
 
 
 @contextmanager
 def one_rank(sizes: MeshSizes, rank: int, device: str) -> Iterator[Mesh]:
-    """The mesh as `rank` of its world sees it, all others being fake; `device` is meta, cpu or cuda."""
+    """The mesh as `rank` of its world sees it, all others being fake; `device` is meta, cpu or
+    cuda."""
     backend = f"cpu:fake,{DEVICE}:fake" if device == DEVICE else "fake"
     dist.init_process_group(backend, rank=rank, world_size=sizes.world, store=FakeStore())
     try:
@@ -106,5 +119,6 @@ def one_rank(sizes: MeshSizes, rank: int, device: str) -> Iterator[Mesh]:
 
 
 def run_collective(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """An operator of torch.distributed on the fake GPU's tensors. The fake group looks at none, but wants some of the CPU's."""
+    """An operator of torch.distributed on the fake GPU's tensors. The fake group looks at none, but
+    wants some of the CPU's."""
     return func(*tree_map_only(torch.Tensor, lambda tensor: torch.empty(0), args), **kwargs)

@@ -10,10 +10,13 @@ from plan.time import Part, StepTime
 from training.config import Config
 
 
-def predicted_step(config: Config, world: int, reports: list[dict[str, Any]], device: Device) -> dict[str, float]:
-    """The whole job's step from the measured actions of every stage. On a fake process group communication takes no time: what
-    an action waits for over tp and the data-parallel axes, and messages, are added from the planner's model of `device`'s links
-    (plan/time.py), and all goes through the pipeline's simulator. `computing_seconds` is the same with nothing added."""
+def predicted_step(
+    config: Config, world: int, reports: list[dict[str, Any]], device: Device
+) -> dict[str, float]:
+    """The whole job's step from the measured actions of every stage. On a fake process group
+    communication takes no time: what an action waits for over tp and the data-parallel axes, and
+    messages, are added from the planner's model of `device`'s links (plan/time.py), and all goes
+    through the pipeline's simulator. `computing_seconds` is the same with nothing added."""
     means: dict[str, dict[str, float]] = {}
     for report in reports:
         means |= report["action_seconds"]
@@ -27,7 +30,10 @@ def predicted_step(config: Config, world: int, reports: list[dict[str, Any]], de
     alone = simulate(schedule, _costs(computing, 0.0))
     late = [gathered - time.costs.forward[s] for s, gathered in enumerate(time.costs.weights_at)]
     together = [mine + theirs for mine, theirs in zip(computing, waiting, strict=True)]
-    weights_at = [max(0.0, seconds + together[s].forward) if seconds > 0 else 0.0 for s, seconds in enumerate(late)]
+    weights_at = [
+        max(0.0, seconds + together[s].forward) if seconds > 0 else 0.0
+        for s, seconds in enumerate(late)
+    ]
     timeline = simulate(schedule, _costs(together, time.message_seconds, weights_at))
     after = max(report["other_seconds"] for report in reports)
     reductions = max(0.0, time.reductions_end - time.timeline.step_time)
@@ -46,4 +52,10 @@ def _part(measured: dict[str, float]) -> Part:
 
 
 def _costs(parts: list[Part], message: float, weights_at: Sequence[float] = ()) -> Costs:
-    return Costs([p.forward for p in parts], [p.input_grad for p in parts], [p.weight_grad for p in parts], message, weights_at)
+    return Costs(
+        [p.forward for p in parts],
+        [p.input_grad for p in parts],
+        [p.weight_grad for p in parts],
+        message,
+        weights_at,
+    )

@@ -1,4 +1,5 @@
-"""One rank of a world, alone: its step with tensors that have shapes alone, or for real on the device that is here."""
+"""One rank of a world, alone: its step with tensors that have shapes alone, or for real on the
+device that is here."""
 
 import multiprocessing
 import resource
@@ -24,10 +25,14 @@ from training.step import TrainStep
 
 
 def rehearse(config: Config, world: int, rank: int, steps: int = 1) -> dict[str, Any]:
-    """Peak memory of `rank` of `world`, and the collectives of the last of `steps` steps. A process can be one rank of one
-    world only: call it through `alone`."""
+    """Peak memory of `rank` of `world`, and the collectives of the last of `steps` steps. A process
+    can be one rank of one world only: call it through `alone`."""
     began, cpu_began = time.perf_counter(), time.process_time()
-    with one_rank(config.parallel.mesh_sizes(world), rank, DEVICE) as mesh, fake_gpu(), Tape(mesh) as tape:
+    with (
+        one_rank(config.parallel.mesh_sizes(world), rank, DEVICE) as mesh,
+        fake_gpu(),
+        Tape(mesh) as tape,
+    ):
         with patch("training.build.initialise", lambda stage, seed: None):
             train = TrainStep(config, mesh, build_stages(config, mesh), bos_id=0)
         train.record = tape.record
@@ -40,7 +45,9 @@ def rehearse(config: Config, world: int, rank: int, steps: int = 1) -> dict[str,
             "coordinates": mesh.coordinates(),
             "stages": sorted(train.stages),
             "peak_memory_bytes": tape.peak,
-            "peak_in": "after the last action" if tape.peak_action is None else str(tape.peak_action),
+            "peak_in": "after the last action"
+            if tape.peak_action is None
+            else str(tape.peak_action),
             "memory": tape.at_peak(),
             "collectives": by_axis(tape.collectives),
             "seconds": round(time.perf_counter() - began, 2),
@@ -52,7 +59,8 @@ def rehearse(config: Config, world: int, rank: int, steps: int = 1) -> dict[str,
 
 
 def rehearse_for_real(config: Config, world: int, rank: int) -> dict[str, Any]:
-    """The same on a device that is there: torch's own measure of memory (on a GPU), and how long each kind of action takes."""
+    """The same on a device that is there: torch's own measure of memory (on a GPU), and how long
+    each kind of action takes."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with one_rank(config.parallel.mesh_sizes(world), rank, device) as mesh:
         with patch("training.build.initialise", draw_on_device):
@@ -95,17 +103,25 @@ def check_can_be_rehearsed(config: Config) -> None:
 
 def rows(config: Config, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
     """Random tokens and targets of one data-parallel rank."""
-    shape = (config.num_microbatches(mesh.dp_size) * config.train.micro_batch_size, config.train.seq_len)
-    tokens = torch.randint(0, config.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    shape = (
+        config.num_microbatches(mesh.dp_size) * config.train.micro_batch_size,
+        config.train.seq_len,
+    )
+    tokens = torch.randint(
+        0, config.model.vocab_size, shape, generator=torch.Generator().manual_seed(0)
+    )
     return tokens, tokens.roll(-1, 1)
 
 
 @torch.no_grad()
 def draw_on_device(stage: torch.nn.Module, seed: int) -> None:
-    """Weights of the usual size. Those of a real run, the same on every layout, would take minutes to draw."""
+    """Weights of the usual size. Those of a real run, the same on every layout, would take minutes
+    to draw."""
     for each in weights_of(stage):
         local, initial = each.sharded.to_local(), each.weight.initial
-        local.fill_(initial.value) if isinstance(initial, Constant) else local.normal_(0.0, initial.std)
+        local.fill_(initial.value) if isinstance(initial, Constant) else local.normal_(
+            0.0, initial.std
+        )
 
 
 def _now(device: str) -> float:

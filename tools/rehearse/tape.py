@@ -1,9 +1,11 @@
-"""Records what a computation allocates on a device and which collectives it calls, below autograd and FSDP.
+"""Records what a computation allocates on a device and which collectives it calls, below autograd
+and FSDP.
 
-Every storage is noted when the first operator returns it and when it is freed, with the place in the source that asked for it.
-Afterwards the tape says how high memory rose and what was there at that moment. Sizes are rounded up as CUDA's caching
-allocator rounds them, so that the sum is what `torch.cuda.max_memory_allocated` counts; memory that operators use and free
-inside themselves is not seen.
+Every storage is noted when the first operator returns it and when it is freed, with the place in
+the source that asked for it. Afterwards the tape says how high memory rose and what was there at
+that moment. Sizes are rounded up as CUDA's caching allocator rounds them, so that the sum is what
+`torch.cuda.max_memory_allocated` counts; memory that operators use and free inside themselves is
+not seen.
 """
 
 import sys
@@ -54,8 +56,9 @@ KINDS = {  # operators of torch.distributed; the whole tensor of each is its lar
 HOUSE = str(Path(__file__).parent.parent.parent)
 FSDP = str(Path("torch", "distributed", "fsdp", "_fully_shard"))
 
-# A model is built on the meta device, where nothing takes memory, cut there by FSDP, and only then made. On the fake GPU, the
-# meta device too, what FSDP has cut counts as the weights; the uncut model and the weights made of it do not count.
+# A model is built on the meta device, where nothing takes memory, cut there by FSDP, and only then
+# made. On the fake GPU, the meta device too, what FSDP has cut counts as the weights; the uncut
+# model and the weights made of it do not count.
 NOT_YET_THERE = {
     ("parameter.py", "add_weight"),
     ("build.py", "build_stage"),
@@ -77,7 +80,8 @@ class Piece:
 
     @property
     def category(self) -> str:
-        """What it was for. Whether a storage outlived the action it was made in is what tells a result from a scratch pad."""
+        """What it was for. Whether a storage outlived the action it was made in is what tells a
+        result from a scratch pad."""
         outlived = self.died == sys.maxsize or self.died_in != self.born_in
         if self.function == "FSDPParam._init_sharded_param":
             return WEIGHTS
@@ -88,7 +92,11 @@ class Piece:
                 return SHARDED_GRADIENTS if outlived else REDUCING
             return GATHERING
         if self.file.startswith("_fsdp"):
-            return GRADIENTS if self.function == "FSDPParam.to_accumulated_grad_if_needed" else GATHERED
+            return (
+                GRADIENTS
+                if self.function == "FSDPParam.to_accumulated_grad_if_needed"
+                else GATHERED
+            )
         if self.file == "transfer.py":
             return MESSAGES if not outlived or self.born_in is not None else ACTIVATIONS
         if self.born_in is None:
@@ -103,7 +111,8 @@ class Piece:
 
 
 class Tape(TorchDispatchMode):
-    """`with Tape(mesh) as tape:` around everything that allocates, from the model on; `record` around each action."""
+    """`with Tape(mesh) as tape:` around everything that allocates, from the model on; `record`
+    around each action."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
@@ -128,8 +137,11 @@ class Tape(TorchDispatchMode):
         self._action = None
 
     def __enter__(self) -> "Tape":
-        # FSDP gives the memory of gathered weights back by resizing their storages, which no operator does.
-        self._patch = patch.object(torch.UntypedStorage, "resize_", lambda storage, size: self._resized(storage, size))
+        # FSDP gives the memory of gathered weights back by resizing their storages, which no
+        # operator does.
+        self._patch = patch.object(
+            torch.UntypedStorage, "resize_", lambda storage, size: self._resized(storage, size)
+        )
         self._patch.__enter__()
         return super().__enter__()
 
@@ -146,13 +158,21 @@ class Tape(TorchDispatchMode):
 
     def pieces_at_peak(self) -> list[Piece]:
         everything = [*self._dead, *self._live.values()]
-        return [piece for piece in everything if piece.born <= self._peak_tick < piece.died and piece.bytes]
+        return [
+            piece
+            for piece in everything
+            if piece.born <= self._peak_tick < piece.died and piece.bytes
+        ]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "c10d":
             self._heard(func, args)
-            return run_collective(func, args, kwargs) if self.device == DEVICE else func(*args, **kwargs)
+            return (
+                run_collective(func, args, kwargs)
+                if self.device == DEVICE
+                else func(*args, **kwargs)
+            )
         result = func(*args, **kwargs)
         if isinstance(result, Tensor):
             self._saw(result)
@@ -202,24 +222,35 @@ class Tape(TorchDispatchMode):
         return result
 
     def _heard(self, func: Any, args: Any) -> None:
-        boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()))
+        boxed = next(
+            arg
+            for arg in args
+            if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())
+        )
         group = dist.ProcessGroup.unbox(boxed)
         if group.group_name not in self._axis_of_group:
             ranks = frozenset(dist.get_process_group_ranks(group))
-            self._axis_of_group[group.group_name] = self._axis_of_ranks(ranks) if len(ranks) > 1 else None
+            self._axis_of_group[group.group_name] = (
+                self._axis_of_ranks(ranks) if len(ranks) > 1 else None
+            )
         axis = self._axis_of_group[group.group_name]
         if axis is not None:
-            tensors = [leaf for arg in args for leaf in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+            tensors = [
+                leaf for arg in args for leaf in (arg if isinstance(arg, (list, tuple)) else (arg,))
+            ]
             size = max(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
             name = func.name().split(".")[0].removeprefix("c10d::")
             self.collectives[Call(axis, KINDS.get(name, name), size)] += 1
 
 
 def axes_by_ranks(mesh: Mesh) -> Callable[[frozenset[int]], str]:
-    """Names a group by the axis whose ranks it has: an axis of the mesh (the innermost first), `loss` (both data-parallel
-    axes), `world`, or `ends` (the first and the last stage's rank, for a tied embedding)."""
+    """Names a group by the axis whose ranks it has: an axis of the mesh (the innermost first),
+    `loss` (both data-parallel axes), `world`, or `ends` (the first and the last stage's rank, for a
+    tied embedding)."""
     views = [(axis, mesh.root[axis]) for axis in reversed(AXES)] + [("loss", mesh.loss)]
-    groups = [(name, frozenset(dist.get_process_group_ranks(view.get_group()))) for name, view in views]
+    groups = [
+        (name, frozenset(dist.get_process_group_ranks(view.get_group()))) for name, view in views
+    ]
     groups.append(("world", frozenset(range(mesh.root.size()))))
     return lambda ranks: next((name for name, members in groups if members == ranks), "ends")
 
@@ -232,7 +263,9 @@ def _place(code: CodeType) -> tuple[str, str] | None:
         helper = path.name == "_fsdp_common.py" or code.co_name in ("allocate", "alloc_storage")
         return None if helper else (path.name, code.co_qualname)
     ours = (
-        code.co_filename.startswith(HOUSE) and "site-packages" not in path.parts and path.name not in ("tape.py", "fake_gpu.py")
+        code.co_filename.startswith(HOUSE)
+        and "site-packages" not in path.parts
+        and path.name not in ("tape.py", "fake_gpu.py")
     )
     return (path.name, code.co_qualname) if ours else None
 

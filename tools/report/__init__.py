@@ -1,4 +1,5 @@
-"""What became of a run: `python -m tools.report RUN` prints its ledger, with `--out FILE` one HTML page.
+"""What became of a run: `python -m tools.report RUN` prints its ledger, with `--out FILE` one HTML
+page.
 
 __main__.py  the command            page.py    the page, put together; assets/ has its style and its script
 run.py       what a folder says     charts.py  curves, bars and the pipeline's timeline

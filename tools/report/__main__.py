@@ -1,10 +1,11 @@
 """Where a run's time went: `python -m tools.report RUN [--out FILE.html]`
 
-Over all its starts, from events.jsonl in the run folder: seconds by cause, as runtime/ledger.py defines them, and the share
-that the run's last state owes its existence to.
+Over all its starts, from events.jsonl in the run folder: seconds by cause, as runtime/ledger.py
+defines them, and the share that the run's last state owes its existence to.
 
---out also writes the whole run as one HTML page: loss, gradient norm, speed, memory by rank, the ledger, what happened, and
-the pipeline's timeline if the run was traced (run.trace=true). It needs no network and no other file. The run may be going on.
+--out also writes the whole run as one HTML page: loss, gradient norm, speed, memory by rank, the
+ledger, what happened, and the pipeline's timeline if the run was traced (run.trace=true). It needs
+no network and no other file. The run may be going on.
 """
 
 import argparse
@@ -33,9 +34,14 @@ def ledger_lines(events: list[dict[str, Any]]) -> list[str]:
     try:
         seconds = account(events)
     except (KeyError, TypeError, AttributeError):
-        raise UserError("RUN", "events.jsonl", "has lines that no run writes", "remove them") from None
+        raise UserError(
+            "RUN", "events.jsonl", "has lines that no run writes", "remove them"
+        ) from None
     total = sum(seconds.values())
-    lines = [f"{MEANING[cause]:<22}{value:>12,.1f} s{value / max(total, 1e-9):>8.1%}" for cause, value in seconds.items()]
+    lines = [
+        f"{MEANING[cause]:<22}{value:>12,.1f} s{value / max(total, 1e-9):>8.1%}"
+        for cause, value in seconds.items()
+    ]
     lines.append(f"{'wall clock':<22}{total:>12,.1f} s")
     happened = Counter(event["event"] for event in events)
     failed = sum(event["event"] == "checkpoint" and "failed" in event for event in events)
@@ -54,12 +60,16 @@ def write_page(run: Path, out: Path) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError("--out", str(out), f"cannot be written ({error.strerror})", "name another file") from None
+        raise UserError(
+            "--out", str(out), f"cannot be written ({error.strerror})", "name another file"
+        ) from None
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder (run.dir)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the page to write: .html")

@@ -1,7 +1,9 @@
-"""The report page's charts: SVG that stretches with the page, its labels in HTML so that a phone does not shrink them.
+"""The report page's charts: SVG that stretches with the page, its labels in HTML so that a phone
+does not shrink them.
 
-Every chart is drawn in a box of 1000 × 100 units. What a reader points at is looked up in the chart's `data-chart`, by the
-page's script (assets/report.js). Text is escaped here; nothing that comes from a run's files is trusted.
+Every chart is drawn in a box of 1000 × 100 units. What a reader points at is looked up in the
+chart's `data-chart`, by the page's script (assets/report.js). Text is escaped here; nothing that
+comes from a run's files is trusted.
 """
 
 import html
@@ -48,7 +50,8 @@ def escape(text: Any) -> str:
 
 
 def thin(points: Sequence[tuple[float, float]], bins: int = BINS) -> list[Bin]:
-    """At most `bins` of them, over equal parts of x. No extreme is lost: a bin knows its smallest and its largest."""
+    """At most `bins` of them, over equal parts of x. No extreme is lost: a bin knows its smallest
+    and its largest."""
     if len(points) <= bins:
         return [Bin(x, y, y, y) for x, y in points]
     first = points[0][0]
@@ -70,7 +73,9 @@ def ticks(low: float, high: float, about: int = 4) -> list[float]:
     rough = (high - low) / about
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
-    return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+    return [
+        i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    ]
 
 
 def log_ticks(low: float, high: float) -> list[float]:
@@ -102,8 +107,9 @@ def line_chart(
 ) -> str:
     """A figure; empty text where no series has a point.
 
-    log: a logarithmic axis where all values are positive and span more than LOG_FROM. zero: the axis begins at 0.
-    tail: what is far above everything after the first tenth is cut off. wide: the figure has a row of its own.
+    log: a logarithmic axis where all values are positive and span more than LOG_FROM. zero: the
+    axis begins at 0. tail: what is far above everything after the first tenth is cut off. wide: the
+    figure has a row of its own.
     """
     series = [one for one in series if one.points]
     if not series:
@@ -140,12 +146,21 @@ def line_chart(
     ]
     for one in series:
         drawn += _draw(one, thinned[one.name], x_of, y_of)
-    labels = [f'<span class="y" style="top:{(top - y) / (top - bottom):.2%}">{text}</span>' for y, text in marks]
+    labels = [
+        f'<span class="y" style="top:{(top - y) / (top - bottom):.2%}">{text}</span>'
+        for y, text in marks
+    ]
     whole = [tick for tick in ticks(x0, x1, 5) if tick == int(tick)]
-    labels += [f'<span class="x" style="left:{(x - x0) / (x1 - x0):.2%}">{short(x)}</span>' for x in whole]
+    labels += [
+        f'<span class="x" style="left:{(x - x0) / (x1 - x0):.2%}">{short(x)}</span>' for x in whole
+    ]
     legend = _legend(series)
     means = {name: [(b.x, float(f"{b.mean:.6g}")) for b in bins] for name, bins in thinned.items()}
-    data = {"x": [x0, x1], "name": x_name, "series": [[s.name, s.colour, *zip(*means[s.name], strict=True)] for s in series]}
+    data = {
+        "x": [x0, x1],
+        "name": x_name,
+        "series": [[s.name, s.colour, *zip(*means[s.name], strict=True)] for s in series],
+    }
     scale = ", logarithmic" if log else ", the beginning cut off" if cut else ""
     return (
         f'<figure class="{"wide" if wide else ""}"><figcaption><b>{escape(title)}</b> <small>{escape(unit)}{scale}</small>'
@@ -157,15 +172,21 @@ def line_chart(
 
 
 def _draw(one: Series, bins: Sequence[Bin], x_of: Any, y_of: Any) -> list[str]:
-    """A line with the band of its extremes; dots, which are lines without length and stay round when stretched; or bars."""
+    """A line with the band of its extremes; dots, which are lines without length and stay round
+    when stretched; or bars."""
     if one.kind == "bars":
         half = min(0.4, 0.5 - 1e-3)
-        boxes = (f"M{x_of(b.x - half)} {y_of(0)}V{y_of(b.mean)}H{x_of(b.x + half)}V{y_of(0)}Z" for b in bins)
+        boxes = (
+            f"M{x_of(b.x - half)} {y_of(0)}V{y_of(b.mean)}H{x_of(b.x + half)}V{y_of(0)}Z"
+            for b in bins
+        )
         return [f'<path class="fill {one.colour}" d="{"".join(boxes)}"/>']
     line = "M" + "L".join(f"{x_of(b.x)} {y_of(b.mean)}" for b in bins)
     drawn = []
     if any(b.high > b.low for b in bins):
-        edge = [f"{x_of(b.x)} {y_of(b.high)}" for b in bins] + [f"{x_of(b.x)} {y_of(b.low)}" for b in reversed(bins)]
+        edge = [f"{x_of(b.x)} {y_of(b.high)}" for b in bins] + [
+            f"{x_of(b.x)} {y_of(b.low)}" for b in reversed(bins)
+        ]
         drawn.append(f'<path class="band {one.colour}" d="M{"L".join(edge)}Z"/>')
     if one.kind == "dots" or len(bins) == 1:
         dots = "".join(f"M{x_of(b.x)} {y_of(b.mean)}h0" for b in bins)
@@ -181,13 +202,16 @@ def _legend(series: Iterable[Series]) -> str:
     entries = []
     for one in series:
         last = one.points[-1][1]
-        value = "" if one.kind == "bars" else f" {last:,.0f}" if abs(last) >= 1000 else f" {last:.4g}"
+        value = (
+            "" if one.kind == "bars" else f" {last:,.0f}" if abs(last) >= 1000 else f" {last:.4g}"
+        )
         entries.append(f'<span class="key {one.colour}">{escape(one.name)}{value}</span>')
     return "".join(entries)
 
 
 def timeline_figure(timeline: Timeline, name: str) -> str:
-    """A pipeline's step: a lane per rank, a box per action, what is empty is idle. Times in milliseconds."""
+    """A pipeline's step: a lane per rank, a box per action, what is empty is idle. Times in
+    milliseconds."""
     lanes, kinds = [], set()
     several = max(len(chunk_of_stage(lane)) for lane in timeline.ranks) > 1
     for rank, lane in enumerate(timeline.ranks):
@@ -199,10 +223,14 @@ def timeline_figure(timeline: Timeline, name: str) -> str:
             start, width = begin - timeline.start, end - begin
             x, w = start / timeline.step_time * WIDTH, width / timeline.step_time * WIDTH
             colour = shade(action.kind, chunks[action.stage], len(chunks))
-            boxes.setdefault(colour, []).append(f"M{x:.2f} 0h{max(w - min(0.6, w / 5), 0.2):.2f}V{HEIGHT}H{x:.2f}Z")
+            boxes.setdefault(colour, []).append(
+                f"M{x:.2f} 0h{max(w - min(0.6, w / 5), 0.2):.2f}V{HEIGHT}H{x:.2f}Z"
+            )
             said = f"{NAMES[action.kind]}, micro-batch {action.microbatch}, stage {action.stage}: {width:.3g} ms"
             marks.append([round(start, 3), round(start + width, 3), said])
-        paths = "".join(f'<path fill="{colour}" d="{"".join(found)}"/>' for colour, found in boxes.items())
+        paths = "".join(
+            f'<path fill="{colour}" d="{"".join(found)}"/>' for colour, found in boxes.items()
+        )
         data = {"x": [0, timeline.step_time], "boxes": marks}
         lanes.append(
             f'<div class="lane"><span>rank {rank}</span><div class="plot" data-chart="{escape(json.dumps(data))}">'
@@ -210,10 +238,13 @@ def timeline_figure(timeline: Timeline, name: str) -> str:
             f"{POINTER}</div></div>"
         )
     legend = "".join(
-        f'<span class="key" style="--c:{shade(kind, 0, 1)}">{NAMES[kind]}</span>' for kind in Kind if kind in kinds
+        f'<span class="key" style="--c:{shade(kind, 0, 1)}">{NAMES[kind]}</span>'
+        for kind in Kind
+        if kind in kinds
     )
     marks_below = "".join(
-        f'<span style="left:{tick / timeline.step_time:.2%}">{short(tick)}</span>' for tick in ticks(0, timeline.step_time, 6)
+        f'<span style="left:{tick / timeline.step_time:.2%}">{short(tick)}</span>'
+        for tick in ticks(0, timeline.step_time, 6)
     )
     return (
         f'<figure class="wide timeline"><figcaption><b>Pipeline timeline</b> <small>{escape(name)}; one step of '

@@ -1,7 +1,8 @@
 """A run as one HTML page that needs nothing else: `page` puts it together from what run.py read.
 
-Its policy (Content-Security-Policy) forbids the browser to load anything at all, and to run any script but the page's own,
-which it knows by its hash. What comes from a run's files is text, escaped where it is written.
+Its policy (Content-Security-Policy) forbids the browser to load anything at all, and to run any
+script but the page's own, which it knows by its hash. What comes from a run's files is text,
+escaped where it is written.
 """
 
 import base64
@@ -19,7 +20,9 @@ GIB = 2**30
 
 def page(run: Run) -> str:
     """The whole document."""
-    style, script = ((ASSETS / name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
+    style, script = (
+        (ASSETS / name).read_text(encoding="utf-8") for name in ("report.css", "report.js")
+    )
     hashed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{hashed}'"
     body = [head(run), tiles(run), '<main class="charts">', *charts(run), "</main>"]
@@ -44,7 +47,8 @@ def head(run: Run) -> str:
     said += [str(system["device"])] if "device" in system else []
     said += [f"{name} {system[name]}" for name in ("torch", "python") if name in system]
     state, reason = str(run.status.get("state", "")), str(run.status.get("reason", ""))
-    if not state:  # status.json is written at the end of a start, and removed at the beginning of the next
+    # status.json is written at the end of a start, and removed at the beginning of the next
+    if not state:
         state = "running, or killed" if run.events or run.records else "nothing yet"
         times = [event["time"] for event in run.events if is_number(event["time"])]
         reason = f"last line at {clock(max(times))} UTC" if times else ""
@@ -74,13 +78,23 @@ def tiles(run: Run) -> str:
             found.append((name, form(value), unit))
     if total := sum(run.seconds.values()):
         found.append(("effective time", f"{run.seconds['steps'] / total:.1%}", ""))
-    cells = "".join(f"<div><dt>{name}</dt><dd>{escape(value)}<small>{unit}</small></dd></div>" for name, value, unit in found)
-    return f'<dl class="tiles">{cells}</dl>' if cells else '<p class="muted">No step has been logged yet.</p>'
+    cells = "".join(
+        f"<div><dt>{name}</dt><dd>{escape(value)}<small>{unit}</small></dd></div>"
+        for name, value, unit in found
+    )
+    return (
+        f'<dl class="tiles">{cells}</dl>'
+        if cells
+        else '<p class="muted">No step has been logged yet.</p>'
+    )
 
 
 def charts(run: Run) -> list[str]:
     """Figures, those that have no point left out."""
-    loss = [Series("training", "c1", run.points("loss")), Series("held-out", "c2", run.points("eval_loss"), "dots")]
+    loss = [
+        Series("training", "c1", run.points("loss")),
+        Series("held-out", "c2", run.points("eval_loss"), "dots"),
+    ]
     norm = [Series("norm", "c5", run.points("grad_norm"))]
     rate = [Series("rate", "c6", run.points("lr"))]
     speed = [Series("all devices", "c3", run.points("tokens_per_second"))]
@@ -91,14 +105,22 @@ def charts(run: Run) -> list[str]:
         line_chart("Gradient norm", "before clipping", norm, log=True),
         line_chart("Learning rate", "", rate, zero=True),
         line_chart("Speed", "tokens per second", speed, zero=True),
-        line_chart("Step time", "seconds", [Series("step", "c3", run.points("step_seconds")), waiting], zero=True),
+        line_chart(
+            "Step time",
+            "seconds",
+            [Series("step", "c3", run.points("step_seconds")), waiting],
+            zero=True,
+        ),
         line_chart("Model FLOPs utilization", "% of dense bf16 peak", mfu, zero=True),
         memory(run),
     ]
     if run.timelines:
         name, timeline = run.timelines[0]
         found.append(
-            timeline_figure(timeline, f"the first of {len(run.timelines)}, {name}" if len(run.timelines) > 1 else name)
+            timeline_figure(
+                timeline,
+                f"the first of {len(run.timelines)}, {name}" if len(run.timelines) > 1 else name,
+            )
         )
     if len(run.records) > BINS:
         thinned = "A point of a line is the mean of neighbouring steps; the band goes from the smallest of them to the largest."
@@ -110,8 +132,19 @@ def memory(run: Run) -> str:
     """By rank, as far as the last start said; of a run that did not, the largest."""
     event = run.last("memory")
     peaks = event.get("peak_bytes")
-    by_rank = [(rank, peak / GIB) for rank, peak in enumerate(peaks if isinstance(peaks, list) else []) if is_number(peak)]
+    by_rank = [
+        (rank, peak / GIB)
+        for rank, peak in enumerate(peaks if isinstance(peaks, list) else [])
+        if is_number(peak)
+    ]
     if by_rank:
         unit = f"GiB, up to step {event.get('step', '?')}"
-        return line_chart("Peak memory by rank", unit, [Series("peak", "c1", by_rank, "bars")], x_name="rank")
-    return line_chart("Peak memory", "GiB", [Series("largest rank", "c1", run.points("peak_memory_bytes", 1 / GIB))], zero=True)
+        return line_chart(
+            "Peak memory by rank", unit, [Series("peak", "c1", by_rank, "bars")], x_name="rank"
+        )
+    return line_chart(
+        "Peak memory",
+        "GiB",
+        [Series("largest rank", "c1", run.points("peak_memory_bytes", 1 / GIB))],
+        zero=True,
+    )

@@ -1,7 +1,7 @@
 """What a run's folder says, as far as it says anything: for the report page.
 
-A run may be going on, may have been killed in the middle of a line, may never have come to its first step. What is missing or
-cannot be read is empty.
+A run may be going on, may have been killed in the middle of a line, may never have come to its
+first step. What is missing or cannot be read is empty.
 """
 
 import json
@@ -32,7 +32,8 @@ class Run:
     records: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl
     events: list[dict[str, Any]] = field(default_factory=list)  # events.jsonl
     seconds: dict[str, float] = field(default_factory=dict)  # by cause (runtime/ledger.py)
-    timelines: list[tuple[str, Timeline]] = field(default_factory=list)  # a traced step: each pipeline's name, and what it did
+    # a traced step: each pipeline's name, and what it did
+    timelines: list[tuple[str, Timeline]] = field(default_factory=list)
 
     def last(self, event: str) -> dict[str, Any]:
         """The newest event of that kind."""
@@ -45,7 +46,10 @@ class Run:
 
     def newest(self, key: str) -> float | None:
         """The value of the last record that has a finite one."""
-        return next((value for record in reversed(self.records) if is_number(value := record.get(key))), None)
+        return next(
+            (value for record in reversed(self.records) if is_number(value := record.get(key))),
+            None,
+        )
 
     def section(self, name: str) -> dict[str, Any]:
         """A section of the configuration."""
@@ -60,7 +64,9 @@ def is_number(value: Any) -> bool:
 def read_run(folder: Path) -> Run:
     """Raises UserError where the folder is no run's."""
     if not any((folder / name).is_file() for name in FILES):
-        raise UserError("RUN", str(folder), f"has none of {', '.join(FILES)}", "give a run's folder (run.dir)")
+        raise UserError(
+            "RUN", str(folder), f"has none of {', '.join(FILES)}", "give a run's folder (run.dir)"
+        )
     config_text = _text(folder / "config.yaml")
     events = read_events(folder) if (folder / "events.jsonl").is_file() else []
     try:
@@ -76,7 +82,11 @@ def read_run(folder: Path) -> Run:
         config_text,
         config if isinstance(config, dict) else {},
         _object(_text(folder / "status.json")),
-        [record for line in _text(folder / "metrics.jsonl").splitlines() if (record := _object(line))],
+        [
+            record
+            for line in _text(folder / "metrics.jsonl").splitlines()
+            if (record := _object(line))
+        ],
         events,
         seconds,
         _timelines(folder / "trace.json"),
@@ -87,10 +97,15 @@ def _timelines(path: Path) -> list[tuple[str, Timeline]]:
     """Of every pipeline of a step that run.trace=true measured."""
     trace = _object(_text(path))
     names = [
-        event for event in trace.get("traceEvents") or [] if isinstance(event, dict) and event.get("name") == "process_name"
+        event
+        for event in trace.get("traceEvents") or []
+        if isinstance(event, dict) and event.get("name") == "process_name"
     ]
     try:
-        return [(str(event["args"]["name"]), from_chrome(trace, str(path), i)) for i, event in enumerate(names)]
+        return [
+            (str(event["args"]["name"]), from_chrome(trace, str(path), i))
+            for i, event in enumerate(names)
+        ]
     except (UserError, KeyError, TypeError):
         return []
 

@@ -1,5 +1,5 @@
-"""The report page's tables: where the time went, what happened, how the run was configured. Text is escaped where it is
-written."""
+"""The report page's tables: where the time went, what happened, how the run was configured. Text is
+escaped where it is written."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -34,17 +34,20 @@ def ledger(run: Run) -> str:
         if value > 0:
             name = MEANING[cause]
             bar.append(f'<i class="{cause}" style="width:{value / total:.3%}" title="{name}"></i>')
-            cells = (f'<span class="key {cause}">{name}</span>', duration(value), f"{value / total:.1%}")
+            cells = (
+                f'<span class="key {cause}">{name}</span>',
+                duration(value),
+                f"{value / total:.1%}",
+            )
             rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     foot = f"<tr><td>wall clock, over all starts</td><td>{duration(total)}</td><td></td></tr>"
     table = f'<table class="figures"><tbody>{"".join(rows)}</tbody><tfoot>{foot}</tfoot></table>'
-    return (
-        f'<section><h2>Where the time went</h2><div class="bar">{"".join(bar)}</div><div class="scroll">{table}</div></section>'
-    )
+    return f'<section><h2>Where the time went</h2><div class="bar">{"".join(bar)}</div><div class="scroll">{table}</div></section>'
 
 
 def happened(run: Run) -> str:
-    """Starts, ends, rollbacks, hangs, failed saves, by time; how many saves went well, and which updates were skipped."""
+    """Starts, ends, rollbacks, hangs, failed saves, by time; how many saves went well, and which
+    updates were skipped."""
     rows = []
     for event in run.events:
         told = tell(event)
@@ -53,17 +56,31 @@ def happened(run: Run) -> str:
             rows.append((event["time"], str(event["event"]), step, told))
     rows.sort()
     saved = sum(event["event"] == "checkpoint" and "failed" not in event for event in run.events)
-    said = [f"{saved:,} checkpoint{'s were' if saved != 1 else ' was'} committed."] if run.events else []
+    said = (
+        [f"{saved:,} checkpoint{'s were' if saved != 1 else ' was'} committed."]
+        if run.events
+        else []
+    )
     said += skipped_updates(run)
     if len(rows) > MOST_ROWS:
         said.append(f"The newest {MOST_ROWS} of {len(rows):,} lines:")
     cells = "".join(
         f'<tr><td>{clock(when)}</td><td class="event {what}">{what}</td><td>{step}</td><td>{told}</td></tr>'
-        for when, what, step, told in ((when, *map(escape, rest)) for when, *rest in rows[-MOST_ROWS:])
+        for when, what, step, told in (
+            (when, *map(escape, rest)) for when, *rest in rows[-MOST_ROWS:]
+        )
     )
     head = "<thead><tr><th>UTC</th><th></th><th>step</th><th></th></tr></thead>"
-    table = f'<div class="scroll"><table class="events">{head}<tbody>{cells}</tbody></table></div>' if cells else ""
-    return f"<section><h2>What happened</h2><p>{escape(' '.join(said))}</p>{table}</section>" if said else ""
+    table = (
+        f'<div class="scroll"><table class="events">{head}<tbody>{cells}</tbody></table></div>'
+        if cells
+        else ""
+    )
+    return (
+        f"<section><h2>What happened</h2><p>{escape(' '.join(said))}</p>{table}</section>"
+        if said
+        else ""
+    )
 
 
 def tell(event: dict[str, Any]) -> str | None:
@@ -83,7 +100,9 @@ def tell(event: dict[str, Any]) -> str | None:
         return f"back from step {event.get('from_step', '?')}" + (
             f", leaving out samples {samples[0]:,} to {samples[1] - 1:,}" if pair else ""
         )
-    return ", ".join(f"{name} {value}" for name, value in event.items() if name not in ("event", "time", "step"))
+    return ", ".join(
+        f"{name} {value}" for name, value in event.items() if name not in ("event", "time", "step")
+    )
 
 
 def skipped_updates(run: Run) -> list[str]:
@@ -96,7 +115,9 @@ def skipped_updates(run: Run) -> list[str]:
     if not heard:
         return []
     steps = f"{'… ' if len(heard) > MOST_STEPS else ''}{', '.join(heard[-MOST_STEPS:])}"
-    return [f"The updates of {before:,.0f} step{'s' if before != 1 else ''} were skipped; it was logged at step {steps}."]
+    return [
+        f"The updates of {before:,.0f} step{'s' if before != 1 else ''} were skipped; it was logged at step {steps}."
+    ]
 
 
 def configuration(run: Run) -> str:
@@ -105,15 +126,32 @@ def configuration(run: Run) -> str:
         return ""
     shown = {
         "model": ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "vocab_size"),
-        "parallel": ("tp", "pp", "dp_shard", "dp_replicate", "zero_stage", "schedule", "stages_per_rank"),
-        "train": ("global_batch_size", "micro_batch_size", "seq_len", "dtype", "activation_checkpointing", "seed"),
+        "parallel": (
+            "tp",
+            "pp",
+            "dp_shard",
+            "dp_replicate",
+            "zero_stage",
+            "schedule",
+            "stages_per_rank",
+        ),
+        "train": (
+            "global_batch_size",
+            "micro_batch_size",
+            "seq_len",
+            "dtype",
+            "activation_checkpointing",
+            "seed",
+        ),
         "optimizer": ("lr", "schedule", "warmup_steps", "weight_decay", "grad_clip"),
         "data": ("path",),
     }
     rows = []
     for name, keys in shown.items():
         section = run.section(name)
-        cells = "".join(f"<span>{key} <b>{escape(section[key])}</b></span>" for key in keys if key in section)
+        cells = "".join(
+            f"<span>{key} <b>{escape(section[key])}</b></span>" for key in keys if key in section
+        )
         rows.append(f"<tr><td>{name}</td><td>{cells}</td></tr>" if cells else "")
     table = f'<div class="scroll"><table class="settings">{"".join(rows)}</table></div>'
     whole = f"<details><summary>config.yaml</summary><pre>{escape(run.config_text)}</pre></details>"
@@ -135,4 +173,8 @@ def duration(seconds: float) -> str:
     if seconds < 3600:
         return f"{seconds // 60:.0f} min {seconds % 60 // 1:.0f} s"
     minutes = round(seconds / 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes < 48 * 60 else f"{minutes // 1440} d {minutes % 1440 // 60} h"
+    return (
+        f"{minutes // 60} h {minutes % 60} min"
+        if minutes < 48 * 60
+        else f"{minutes // 1440} d {minutes % 1440 // 60} h"
+    )

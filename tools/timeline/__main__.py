@@ -1,14 +1,17 @@
-"""Shows what each rank of a pipeline does when: simulated from a schedule, or measured in a training run.
+"""Shows what each rank of a pipeline does when: simulated from a schedule, or measured in a
+training run.
 
     python -m tools.timeline --schedule 1f1b --stages 4 --micro-batches 8                      as text
     python -m tools.timeline --schedule 1f1b zb_v --stages 4 --micro-batches 8 --out both.svg  below each other, on one axis
     python -m tools.timeline --trace runs/laptop --out step.svg --simulated                    a measured step, and a simulated
 
-A step is measured with `run.trace=true`, which writes trace.json into the run's folder. --out FILE.json writes the same format
-from a simulation, a unit of time as a millisecond; https://ui.perfetto.dev opens either.
+A step is measured with `run.trace=true`, which writes trace.json into the run's folder. --out
+FILE.json writes the same format from a simulation, a unit of time as a millisecond;
+https://ui.perfetto.dev opens either.
 
-In text, F0 is the forward of micro-batch 0 and B0 its backward, or I0 and W0 its input and its weight gradient where backward
-is split. Capitals are a rank's first stage (third, …), small letters its second.
+In text, F0 is the forward of micro-batch 0 and B0 its backward, or I0 and W0 its input and its
+weight gradient where backward is split. Capitals are a rank's first stage (third, …), small letters
+its second.
 """
 
 import argparse
@@ -30,64 +33,121 @@ SUFFIXES = (".svg", ".png", ".json")
 
 def write(panels: Sequence[Panel], unit: str, out: Path) -> None:
     if out.suffix not in SUFFIXES:
-        raise UserError("--out", str(out), "is neither a picture's nor a trace's name", f"end it in {', '.join(SUFFIXES)}")
+        raise UserError(
+            "--out",
+            str(out),
+            "is neither a picture's nor a trace's name",
+            f"end it in {', '.join(SUFFIXES)}",
+        )
     if out.suffix == ".json" and len(panels) > 1:
-        raise UserError("--out", str(out), f"a trace holds one timeline, not {len(panels)}", "give each a file of its own")
+        raise UserError(
+            "--out",
+            str(out),
+            f"a trace holds one timeline, not {len(panels)}",
+            "give each a file of its own",
+        )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         if out.suffix == ".json":
-            out.write_text(json.dumps(to_chrome(panels[0].timeline), indent=1) + "\n", encoding="utf-8")
+            out.write_text(
+                json.dumps(to_chrome(panels[0].timeline), indent=1) + "\n", encoding="utf-8"
+            )
         else:
             save(draw(panels, unit), out)
     except OSError as error:
-        raise UserError("--out", str(out), f"cannot be written ({error.strerror})", "choose another place") from None
+        raise UserError(
+            "--out", str(out), f"cannot be written ({error.strerror})", "choose another place"
+        ) from None
 
 
 def parse_costs(text: str) -> tuple[float, float, float]:
     try:
         forward, input_grad, weight_grad = (float(cost) for cost in text.split(","))
     except ValueError:
-        raise UserError("--costs", text, "is not three numbers", "give F,I,W, for example 1,1,1") from None
-    if not (0 < forward < float("inf") and 0 <= input_grad < float("inf") and 0 <= weight_grad < float("inf")):
-        raise UserError("--costs", text, "F must be positive, I and W not negative", "give F,I,W, for example 1,1,1")
+        raise UserError(
+            "--costs", text, "is not three numbers", "give F,I,W, for example 1,1,1"
+        ) from None
+    if not (
+        0 < forward < float("inf")
+        and 0 <= input_grad < float("inf")
+        and 0 <= weight_grad < float("inf")
+    ):
+        raise UserError(
+            "--costs",
+            text,
+            "F must be positive, I and W not negative",
+            "give F,I,W, for example 1,1,1",
+        )
     return forward, input_grad, weight_grad
 
 
 def panels_of(options: argparse.Namespace) -> list[Panel]:
     """What the command line asks for."""
     if not 0 <= options.communication < float("inf"):
-        raise UserError("--communication", options.communication, "must be a time, 0 or more", "give a number such as 0.2")
+        raise UserError(
+            "--communication",
+            options.communication,
+            "must be a time, 0 or more",
+            "give a number such as 0.2",
+        )
     if options.trace is not None:
         return traced_panels(options.trace, options.simulated, options.communication)
     if options.simulated:
-        raise UserError("--simulated", True, "belongs to --trace, and a schedule is always simulated", "leave it out")
+        raise UserError(
+            "--simulated",
+            True,
+            "belongs to --trace, and a schedule is always simulated",
+            "leave it out",
+        )
     for name in options.schedule:
         if name not in SCHEDULES:
-            raise UserError("--schedule", name, "there is no such schedule", f"choose of {', '.join(SCHEDULES)}")
+            raise UserError(
+                "--schedule", name, "there is no such schedule", f"choose of {', '.join(SCHEDULES)}"
+            )
     per_rank = options.stages_per_rank or []
     sizes = [("--stages", options.stages), ("--micro-batches", options.micro_batches)]
     for key, size in sizes + [("--stages-per-rank", v) for v in per_rank]:
         if size is None or size < 1:
-            raise UserError(key, size, "a schedule needs a positive number", f"give one, for example {key} 4")
+            raise UserError(
+                key, size, "a schedule needs a positive number", f"give one, for example {key} 4"
+            )
     if len(per_rank) not in (0, 1, len(options.schedule)):
         why = f"there are {len(options.schedule)} schedules"
-        raise UserError("--stages-per-rank", per_rank, why, "give one number for all, or one for each")
+        raise UserError(
+            "--stages-per-rank", per_rank, why, "give one number for all, or one for each"
+        )
     if len(per_rank) == 1:
         per_rank = per_rank * len(options.schedule)
     costs = parse_costs(options.costs)
-    return simulated_panels(options.schedule, options.stages, options.micro_batches, per_rank, costs, options.communication)
+    return simulated_panels(
+        options.schedule,
+        options.stages,
+        options.micro_batches,
+        per_rank,
+        costs,
+        options.communication,
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.timeline", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.timeline",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--schedule", nargs="+", metavar="NAME", help=f"one or several of {', '.join(SCHEDULES)}")
     source.add_argument(
-        "--trace", type=Path, metavar="RUN", help="a measured step: a run's folder, or a trace.json (its first pipeline)"
+        "--schedule", nargs="+", metavar="NAME", help=f"one or several of {', '.join(SCHEDULES)}"
     )
-    parser.add_argument("--stages", type=int, metavar="P", help="ranks of the pipeline, each with V stages")
+    source.add_argument(
+        "--trace",
+        type=Path,
+        metavar="RUN",
+        help="a measured step: a run's folder, or a trace.json (its first pipeline)",
+    )
+    parser.add_argument(
+        "--stages", type=int, metavar="P", help="ranks of the pipeline, each with V stages"
+    )
     parser.add_argument("--micro-batches", type=int, metavar="M", help="per step")
     per_rank = "stages of each rank: one number, or one per schedule (default: what the schedule takes, 1 or else 2)"
     parser.add_argument("--stages-per-rank", type=int, nargs="+", metavar="V", help=per_rank)
@@ -98,8 +158,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--costs", default="1,1,1", metavar="F,I,W", help=costs)
     message = "time of a message between ranks (default: %(default)s)"
     parser.add_argument("--communication", type=float, default=0.0, metavar="C", help=message)
-    parser.add_argument("--simulated", action="store_true", help="with --trace: the simulation of the same actions below it")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="a picture (.svg, .png) or a trace (.json); without, text")
+    parser.add_argument(
+        "--simulated",
+        action="store_true",
+        help="with --trace: the simulation of the same actions below it",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="a picture (.svg, .png) or a trace (.json); without, text",
+    )
     options = parser.parse_args(arguments)
     unit = "" if options.trace is None else "ms"
     try:
@@ -108,7 +177,10 @@ def main(arguments: list[str] | None = None) -> int:
             print_panels(panels, unit)
         else:
             write(panels, unit, options.out)
-            print("\n".join(f"{panel.title}\n  {panel.caption}" for panel in panels) + f"\nwrote {options.out}")
+            print(
+                "\n".join(f"{panel.title}\n  {panel.caption}" for panel in panels)
+                + f"\nwrote {options.out}"
+            )
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,5 @@
-"""Draws timelines: a lane per rank, a box per action, idle time hatched. Also for tools/plan, tools/report and docs."""
+"""Draws timelines: a lane per rank, a box per action, idle time hatched. Also for tools/plan,
+tools/report and docs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +14,14 @@ if TYPE_CHECKING:  # it takes a second to import, and text and traces do without
     from matplotlib.figure import Figure
 
 INK, MUTED, IDLE, HATCH, PAPER = "#1f2937", "#6b7280", "#f3f4f6", "#c5cad3", "#ffffff"
-# Of a rank's first stage and of its last. Chosen to differ in lightness where hues are alike to the colour-blind.
-SHADES = {F: ("#1740a8", "#8ba6f7"), B: ("#5e1040", "#cf6aa3"), I: ("#d39400", "#fbe68f"), W: ("#187a3a", "#c4f5d6")}
+# Of a rank's first stage and of its last. Chosen to differ in lightness where hues are alike to the
+# colour-blind.
+SHADES = {
+    F: ("#1740a8", "#8ba6f7"),
+    B: ("#5e1040", "#cf6aa3"),
+    I: ("#d39400", "#fbe68f"),
+    W: ("#187a3a", "#c4f5d6"),
+}
 FONT = ["DejaVu Sans", "Verdana", "Arial"]
 WIDTH = 9.0  # inches; 900 pixels of a page
 LANE, HEAD, FOOT, AXIS, LEGEND = 0.27, 0.34, 0.32, 0.42, 0.32  # inches high
@@ -33,7 +40,9 @@ class Panel(NamedTuple):
 
 def chunk_of_stage(lane: Sequence[Event]) -> dict[int, int]:
     """Which of its rank's stages each one is: 0 for the first."""
-    return {stage: chunk for chunk, stage in enumerate(sorted({event.action.stage for event in lane}))}
+    return {
+        stage: chunk for chunk, stage in enumerate(sorted({event.action.stage for event in lane}))
+    }
 
 
 def draw(panels: Sequence[Panel], unit: str = "", span: float = 0.0) -> "Figure":
@@ -41,7 +50,9 @@ def draw(panels: Sequence[Panel], unit: str = "", span: float = 0.0) -> "Figure"
     import matplotlib
     from matplotlib.figure import Figure
 
-    matplotlib.rcParams.update({"font.family": "sans-serif", "font.sans-serif": FONT, "hatch.linewidth": 0.7})
+    matplotlib.rcParams.update(
+        {"font.family": "sans-serif", "font.sans-serif": FONT, "hatch.linewidth": 0.7}
+    )
     heights = [HEAD + LANE * len(panel.timeline.ranks) + FOOT for panel in panels]
     height = LEGEND + sum(heights) + AXIS
     figure = Figure(figsize=(WIDTH, height), facecolor=PAPER)
@@ -50,13 +61,24 @@ def draw(panels: Sequence[Panel], unit: str = "", span: float = 0.0) -> "Figure"
     for panel, panel_height in zip(panels, heights, strict=True):
         lanes = len(panel.timeline.ranks)
         bottom = top - HEAD - LANE * lanes
-        axes = figure.add_axes((LEFT / WIDTH, bottom / height, 1 - (LEFT + RIGHT) / WIDTH, LANE * lanes / height))
+        axes = figure.add_axes(
+            (LEFT / WIDTH, bottom / height, 1 - (LEFT + RIGHT) / WIDTH, LANE * lanes / height)
+        )
         axes.set_xlim(0, span)
         axes.set_ylim(lanes, 0)
         _draw_lanes(axes, panel.timeline, points_per_unit=72 * (WIDTH - LEFT - RIGHT) / span)
         _dress(axes, lanes)
-        figure.text(LEFT / WIDTH, (bottom + LANE * lanes + 0.07) / height, panel.title, size=10.5, weight="bold", color=INK)
-        figure.text(LEFT / WIDTH, (bottom - 0.19) / height, panel.caption, size=TEXT_SIZE, color=INK)
+        figure.text(
+            LEFT / WIDTH,
+            (bottom + LANE * lanes + 0.07) / height,
+            panel.title,
+            size=10.5,
+            weight="bold",
+            color=INK,
+        )
+        figure.text(
+            LEFT / WIDTH, (bottom - 0.19) / height, panel.caption, size=TEXT_SIZE, color=INK
+        )
         top -= panel_height
     _draw_axis(figure, span, unit, y=AXIS / height)
     _draw_legend(figure, panels, y=(height - LEGEND / 2) / height)
@@ -86,24 +108,35 @@ def _draw_lanes(axes: "Axes", timeline: Timeline, points_per_unit: float) -> Non
         for action, begin, end in lane:
             start, width = begin - timeline.start, end - begin
             colour = shade(action.kind, chunks[action.stage], len(chunks))
-            gap = min(0.6 / points_per_unit, width / 5)  # so that one box ends before the next begins
+            # so that one box ends before the next begins
+            gap = min(0.6 / points_per_unit, width / 5)
             corners = [(start, rank + 0.06), (start + width - gap, rank + 0.06)]
-            corners += [(start + width - gap, rank + 0.94), (start, rank + 0.94), (start, rank + 0.06)]
+            corners += [
+                (start + width - gap, rank + 0.94),
+                (start, rank + 0.94),
+                (start, rank + 0.06),
+            ]
             boxes.setdefault(colour, []).append(Outline(corners, closed=True))
             number = str(action.microbatch)
             if len(number) * DIGIT * NUMBER_SIZE <= width * points_per_unit:
                 ink = PAPER if _lightness(colour) < 0.5 else INK
-                text = axes.text(start + (width - gap) / 2, rank + 0.5, number, color=ink, size=NUMBER_SIZE)
+                text = axes.text(
+                    start + (width - gap) / 2, rank + 0.5, number, color=ink, size=NUMBER_SIZE
+                )
                 text.set(ha="center", va="center_baseline")
     for colour, outlines in boxes.items():
-        axes.add_patch(PathPatch(Outline.make_compound_path(*outlines), facecolor=colour, linewidth=0))
+        axes.add_patch(
+            PathPatch(Outline.make_compound_path(*outlines), facecolor=colour, linewidth=0)
+        )
 
 
 def shade(kind: Kind, chunk: int, chunks: int) -> str:
     """The colour of a kind of action, the lighter the later its stage among the rank's."""
     part = chunk / (chunks - 1) if chunks > 1 else 0.0
     dark, light = (_channels(colour) for colour in SHADES[kind])
-    return "#" + "".join(f"{round(255 * (d + part * (b - d))):02x}" for d, b in zip(dark, light, strict=True))
+    return "#" + "".join(
+        f"{round(255 * (d + part * (b - d))):02x}" for d, b in zip(dark, light, strict=True)
+    )
 
 
 def _channels(colour: str) -> list[float]:
@@ -116,7 +149,12 @@ def _lightness(colour: str) -> float:
 
 
 def _dress(axes: "Axes", lanes: int) -> None:
-    axes.set_yticks([i + 0.5 for i in range(lanes)], [f"rank {i}" for i in range(lanes)], size=TEXT_SIZE, color=INK)
+    axes.set_yticks(
+        [i + 0.5 for i in range(lanes)],
+        [f"rank {i}" for i in range(lanes)],
+        size=TEXT_SIZE,
+        color=INK,
+    )
     axes.tick_params(length=0)
     axes.set_xticks([])
     axes.spines[:].set_visible(False)
@@ -134,7 +172,8 @@ def _draw_axis(figure: "Figure", span: float, unit: str, y: float) -> None:
 
 
 def _draw_legend(figure: "Figure", panels: Sequence[Panel], y: float) -> None:
-    """In the order F, B, I, W, a box per chunk where ranks have several stages; then the idle time."""
+    """In the order F, B, I, W, a box per chunk where ranks have several stages; then the idle
+    time."""
     from matplotlib.patches import Rectangle
 
     lanes = [lane for panel in panels for lane in panel.timeline.ranks]
@@ -143,7 +182,12 @@ def _draw_legend(figure: "Figure", panels: Sequence[Panel], y: float) -> None:
     entries: list[tuple[str, list[dict[str, str]]]] = []
     for kind in (F, B, I, W):
         if kind in kinds:
-            entries.append((NAMES[kind], [{"facecolor": shade(kind, chunk, chunks)} for chunk in range(chunks)]))
+            entries.append(
+                (
+                    NAMES[kind],
+                    [{"facecolor": shade(kind, chunk, chunks)} for chunk in range(chunks)],
+                )
+            )
     entries.append(("idle", [{"facecolor": IDLE, "edgecolor": HATCH, "hatch": "////"}]))
     if chunks > 1:
         entries.append(("light: a rank's later stage", []))
@@ -153,5 +197,12 @@ def _draw_legend(figure: "Figure", panels: Sequence[Panel], y: float) -> None:
             corner = (x / WIDTH, y - side / 2 / height)
             figure.add_artist(Rectangle(corner, side / WIDTH, side / height, linewidth=0, **look))  # type: ignore[arg-type]
             x += side + 0.02
-        figure.text((x + 0.04) / WIDTH, y, words, size=TEXT_SIZE, color=INK if looks else MUTED, va="center_baseline")
+        figure.text(
+            (x + 0.04) / WIDTH,
+            y,
+            words,
+            size=TEXT_SIZE,
+            color=INK if looks else MUTED,
+            va="center_baseline",
+        )
         x += 0.22 + 0.069 * len(words)

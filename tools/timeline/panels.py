@@ -14,10 +14,11 @@ from tools.timeline.draw import Panel, chunk_of_stage
 
 def figures(timeline: Timeline, unit: str = "") -> str:
     """Step time, bubble, and the activations held, in micro-batches of all of a rank's stages."""
-    held = [f"{timeline.peak_live(rank) / len(chunk_of_stage(lane)):.4g}" for rank, lane in enumerate(timeline.ranks)]
-    times = (
-        f"step time {timeline.step_time:.4g}{unit} · bubble {timeline.bubble:.4g}{unit} · idle {timeline.bubble_fraction:.1%}"
-    )
+    held = [
+        f"{timeline.peak_live(rank) / len(chunk_of_stage(lane)):.4g}"
+        for rank, lane in enumerate(timeline.ranks)
+    ]
+    times = f"step time {timeline.step_time:.4g}{unit} · bubble {timeline.bubble:.4g}{unit} · idle {timeline.bubble_fraction:.1%}"
     return f"{times} · holds at most {', '.join(held)} micro-batches"
 
 
@@ -31,9 +32,12 @@ def simulated_panels(
 ) -> list[Panel]:
     """A panel for each schedule, all of the same model on the same ranks.
 
-    `costs` are the F, I and W of a stage of the largest number of stages per rank; where a rank has fewer, each is longer.
+    `costs` are the F, I and W of a stage of the largest number of stages per rank; where a rank has
+    fewer, each is longer.
     """
-    per_rank = stages_per_rank or [stages_needed(name, num_ranks, num_microbatches) for name in names]
+    per_rank = stages_per_rank or [
+        stages_needed(name, num_ranks, num_microbatches) for name in names
+    ]
     panels = []
     for name, v in zip(names, per_rank, strict=True):
         forward, input_grad, weight_grad = (cost * max(per_rank) / v for cost in costs)
@@ -62,14 +66,19 @@ def read_trace(path: Path) -> Timeline:
         trace = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         remedy = "give a trace.json, or the folder of a run with run.trace=true"
-        raise UserError("--trace", str(file), f"cannot be read ({error.strerror})", remedy) from None
+        raise UserError(
+            "--trace", str(file), f"cannot be read ({error.strerror})", remedy
+        ) from None
     except ValueError as error:
-        raise UserError("--trace", str(file), f"is no JSON: {error}", "trace again: it may have been cut off") from None
+        raise UserError(
+            "--trace", str(file), f"is no JSON: {error}", "trace again: it may have been cut off"
+        ) from None
     return from_chrome(trace, str(file))
 
 
 def traced_panels(path: Path, simulated: bool, communication: float = 0.0) -> list[Panel]:
-    """A measured step and, if `simulated`, its ranks' actions in the same order, each as long as its like were on average."""
+    """A measured step and, if `simulated`, its ranks' actions in the same order, each as long as
+    its like were on average."""
     measured = read_trace(path)
     panels = [Panel("measured", measured, figures(measured, " ms"))]
     if simulated:
@@ -78,6 +87,10 @@ def traced_panels(path: Path, simulated: bool, communication: float = 0.0) -> li
             check_complete(schedule)
             timeline = simulate(schedule, measured_costs(measured, communication))
         except (Fault, Stuck) as error:
-            raise UserError("--trace", str(path), f"is no whole step: {error}", "draw it without --simulated") from None
-        panels.append(Panel("simulated, from the mean times measured", timeline, figures(timeline, " ms")))
+            raise UserError(
+                "--trace", str(path), f"is no whole step: {error}", "draw it without --simulated"
+            ) from None
+        panels.append(
+            Panel("simulated, from the mean times measured", timeline, figures(timeline, " ms"))
+        )
     return panels

@@ -12,7 +12,8 @@ UNIT_CHARACTERS = 3
 
 
 def ascii_timeline(schedule: Schedule, costs: Costs, columns: int | None = None) -> list[str]:
-    """A line per rank, three characters for a unit of time; cut to `columns` characters, the last then being …"""
+    """A line per rank, three characters for a unit of time; cut to `columns` characters, the last
+    then being …"""
     return ascii_lanes(simulate(schedule, costs), 1.0, columns)
 
 
@@ -23,21 +24,31 @@ def ascii_lanes(timeline: Timeline, unit: float, columns: int | None = None) -> 
         line = ""
         chunks = chunk_of_stage(lane)
         for action, start, end in lane:
-            first, after = (round((time - timeline.start) / unit * UNIT_CHARACTERS) for time in (start, end))
+            first, after = (
+                round((time - timeline.start) / unit * UNIT_CHARACTERS) for time in (start, end)
+            )
             letter = action.kind.value.lower() if chunks[action.stage] % 2 else action.kind.value
             label = f"{letter}{action.microbatch}"[: max(after - first, 0)]
             rest = after - first - len(label)
             line = line.ljust(first)[:first] + label + "─" * (rest - 1) + " " * (rest > 0)
         name = f"rank {rank}".ljust(len(f"rank {len(timeline.ranks) - 1}"))
         lines.append(f"{name} ▏{line.rstrip()}")
-    return [line if columns is None or len(line) <= columns else line[: columns - 1] + "…" for line in lines]
+    return [
+        line if columns is None or len(line) <= columns else line[: columns - 1] + "…"
+        for line in lines
+    ]
 
 
 def print_panels(panels: Sequence[Panel], unit: str) -> None:
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     lanes = [lane for panel in panels for lane in panel.timeline.ranks]
     durations = sorted(end - start for lane in lanes for _, start, end in lane if end > start)
-    scale = durations[len(durations) // 4]  # short actions can still be read, and one very short does not stretch the rest
+    # short actions can still be read, and one very short does not stretch the rest
+    scale = durations[len(durations) // 4]
     for panel in panels:
-        print("\n".join([panel.title, *ascii_lanes(panel.timeline, scale, columns), panel.caption, ""]))
+        print(
+            "\n".join(
+                [panel.title, *ascii_lanes(panel.timeline, scale, columns), panel.caption, ""]
+            )
+        )
     print(f"{UNIT_CHARACTERS} characters: time {scale:.3g} {unit}".rstrip())

@@ -1,9 +1,10 @@
-"""Optimizers over this rank's shards, a file each: `optimizer.name` is the file's, and its class `Optimizer` is used.
+"""Optimizers over this rank's shards, a file each: `optimizer.name` is the file's, and its class
+`Optimizer` is used.
 
     adamw.py   AdamW, in one launch for all weights; rounds stochastically where everything is bfloat16
 
-Another optimizer is another file here, and nothing else. What it keeps of each weight it says in `state_names`, which
-checkpoints, the memory report and the planner ask.
+Another optimizer is another file here, and nothing else. What it keeps of each weight it says in
+`state_names`, which checkpoints, the memory report and the planner ask.
 """
 
 import importlib
@@ -25,20 +26,28 @@ class ShardedOptimizer(ABC):
     """Updates sharded weights in place.
 
     Args:
-        weights: this rank's, sharded. Copies of a tied weight have the same gradient, and so take the same step.
+        weights: this rank's, sharded. Copies of a tied weight have the same gradient, and so take
+            the same step.
         config: the run's.
     """
 
-    state_names: tuple[str, ...]  # tensors kept of each weight; each has its shape, placement and dtype
-    rounds_stochastically = False  # without it states in bfloat16 would lose small updates (optimizer.pure_bfloat16)
+    # tensors kept of each weight; each has its shape, placement and dtype
+    state_names: tuple[str, ...]
+    # without it states in bfloat16 would lose small updates (optimizer.pure_bfloat16)
+    rounds_stochastically = False
 
     def __init__(self, weights: Sequence[NamedWeight], config: Config) -> None:
         self.weights, self.config = weights, config.optimizer
-        self.local = [each.sharded.to_local() for each in weights]  # aliases: they share the shards' memory
-        # State exists from the start: a checkpoint is loaded into it in place, and a planned size is the size from step one.
+        # aliases: they share the shards' memory
+        self.local = [each.sharded.to_local() for each in weights]
+        # State exists from the start: a checkpoint is loaded into it in place, and a planned size
+        # is the size from step one.
         self.state = {name: [torch.zeros_like(p) for p in self.local] for name in self.state_names}
-        self.updates = torch.zeros((), dtype=torch.float32, device=self.local[0].device)  # made so far
-        self.decays = [config.optimizer.weight_decay if each.weight.decays else 0.0 for each in weights]
+        # made so far
+        self.updates = torch.zeros((), dtype=torch.float32, device=self.local[0].device)
+        self.decays = [
+            config.optimizer.weight_decay if each.weight.decays else 0.0 for each in weights
+        ]
 
     @abstractmethod
     def update(self, lr: float, gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
@@ -47,7 +56,8 @@ class ShardedOptimizer(ABC):
         Args:
             lr: of this step.
             gradients: shaped as `local`; each counts times min(1, max_norm / norm).
-            norm: a float64 scalar on the device of `updates`. Where it is not finite, nothing may change; the host is not told.
+            norm: a float64 scalar on the device of `updates`. Where it is not finite, nothing may
+                change; the host is not told.
             max_norm: 0: no clipping.
         """
 
@@ -60,13 +70,15 @@ class ShardedOptimizer(ABC):
             each.parameter.grad = None
 
     def state_tensors(self) -> Iterator[tuple[NamedWeight, str, DTensor]]:
-        """Each weight's state as global tensors that share its memory: the weight, the state's name, the tensor."""
+        """Each weight's state as global tensors that share its memory: the weight, the state's
+        name, the tensor."""
         for i, each in enumerate(self.weights):
             for name in self.state_names:
                 yield each, name, as_dtensor_like(self.state[name][i], each.sharded)
 
     def set_updates(self, updates: int) -> None:
-        """How many updates were made (steps without those that were skipped), for bias corrections and random bits."""
+        """How many updates were made (steps without those that were skipped), for bias corrections
+        and random bits."""
         self.updates.fill_(updates)
 
 
@@ -79,11 +91,16 @@ def optimizer_class(name: str) -> type[ShardedOptimizer]:
 
 def check_optimizer(config: Config) -> None:
     """Raises UserError for what the optimizer of the configuration cannot do."""
-    if config.optimizer.pure_bfloat16 and not optimizer_class(config.optimizer.name).rounds_stochastically:
+    if (
+        config.optimizer.pure_bfloat16
+        and not optimizer_class(config.optimizer.name).rounds_stochastically
+    ):
         why = f"{config.optimizer.name} rounds to nearest, and would lose small updates"
         raise UserError("optimizer.pure_bfloat16", True, why, "set optimizer.pure_bfloat16=false")
 
 
 def state_bytes(config: Config) -> int:
     """Of a parameter between steps: its weight, and what the optimizer keeps of it."""
-    return (1 + len(optimizer_class(config.optimizer.name).state_names)) * Precision.of(config).master.itemsize
+    return (1 + len(optimizer_class(config.optimizer.name).state_names)) * Precision.of(
+        config
+    ).master.itemsize

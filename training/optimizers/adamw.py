@@ -1,4 +1,5 @@
-"""AdamW (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101) over this rank's shards; model/kernels/adamw.py."""
+"""AdamW (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101) over this rank's shards;
+model/kernels/adamw.py."""
 
 import hashlib
 import math
@@ -14,29 +15,49 @@ from training.optimizers import ShardedOptimizer
 
 
 class Optimizer(ShardedOptimizer):
-    """The update is elementwise, so each rank updates its shard as if it were a parameter of its own."""
+    """The update is elementwise, so each rank updates its shard as if it were a parameter of its
+    own."""
 
     state_names = ("exp_avg", "exp_avg_sq")
     rounds_stochastically = True
 
     def __init__(self, weights: Sequence[NamedWeight], config: Config) -> None:
         super().__init__(weights, config)
-        self.kernels = "torch" if config.parallel.cpu_offload else config.model.kernels  # Triton has none for the host
+        # Triton has none for the host
+        self.kernels = "torch" if config.parallel.cpu_offload else config.model.kernels
         self.locations = [_location(each, config.train.seed) for each in weights]
 
     def update(self, lr: float, gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
         rates = Rates(lr, self.config.betas, self.config.eps, max_norm)
         first, second = (self.state[name] for name in self.state_names)
-        adamw(self.local, gradients, first, second, self.decays, self.locations, self.updates, norm, rates, self.kernels)
+        adamw(
+            self.local,
+            gradients,
+            first,
+            second,
+            self.decays,
+            self.locations,
+            self.updates,
+            norm,
+            rates,
+            self.kernels,
+        )
 
 
 def _location(each: NamedWeight, seed: int) -> Location:
-    """Where this rank's part lies in the global tensor. Beside the first dimension one other may be cut."""
+    """Where this rank's part lies in the global tensor. Beside the first dimension one other may be
+    cut."""
     region, shape = local_region(each.sharded), each.weight.shape
     cut = [dim for dim in range(1, len(shape)) if len(region[dim]) < shape[dim]]
-    assert cut in ([], [1]), f"{each.name}: dimensions {cut} are cut, and the kernel counts in rows and columns"
+    assert cut in ([], [1]), (
+        f"{each.name}: dimensions {cut} are cut, and the kernel counts in rows and columns"
+    )
     row = math.prod(shape[1:])  # numbers of the global tensor
     inner = math.prod(shape[2:])  # of them, those that follow each other whatever is cut
     columns = region[1] if len(shape) > 1 else range(1)
-    key = int.from_bytes(hashlib.sha256(f"{seed}:{each.global_name}:rounding".encode()).digest()[:4], "little")
-    return Location(key, region[0].start * row + columns.start * inner, max(1, len(columns) * inner), row)
+    key = int.from_bytes(
+        hashlib.sha256(f"{seed}:{each.global_name}:rounding".encode()).digest()[:4], "little"
+    )
+    return Location(
+        key, region[0].start * row + columns.start * inner, max(1, len(columns) * inner), row
+    )
