@@ -2,15 +2,16 @@
 results/data_pipeline.json.
 
 (a) Preparation (read, tokenize in processes, write, checksum) against SentencePiece's own batch
-encoder on the same text
-    and the same cores, with all of the text already in memory and nothing written.     aim: ratio >= 0.8
+    encoder on the same text and the same cores, with all of the text already in memory and nothing
+    written.
+        aim: ratio >= 0.8
 (b) Peak memory of preparing a large source against a small one, this process and its workers
-together, as resident sets
-    (pages shared between them count in each).                                          aim: no growth with the source
+    together, as resident sets (pages shared between them count in each).
+        aim: no growth with the source
 (c) Batches from the loader against a plain copy of the same windows out of the memory map: bytes
-written per second by
-    each (the loader writes int64 inputs and targets, 16 bytes a token, the copy 2), and windows per
-    second. aim: bytes >= 0.3
+    written per second by each (the loader writes int64 inputs and targets, 16 bytes a token, the
+    copy 2), and windows per second.
+        aim: bytes >= 0.3
 
 Runs alternate and medians are compared, so that other work on the machine meets both sides. A
 preparation's workers import this module again (spawn), so torch is imported only where it is
@@ -129,15 +130,8 @@ def preparation_memory(
     for megabytes in (large / 10, large):
         source = folder / f"memory-{megabytes:g}.jsonl"
         write_source(source, megabytes, texts)
-        command = [
-            sys.executable,
-            "-m",
-            "tools.prepare",
-            "--source",
-            str(source),
-            "--tokenizer",
-            str(model),
-        ]
+        command = [sys.executable, "-m", "tools.prepare", "--source", str(source), "--tokenizer",
+                   str(model)]  # fmt: skip
         command += ["--out", str(folder / f"memory-{megabytes:g}"), "--workers", str(cores)]
         peaks[f"{megabytes:g}"] = peak_memory(command)
         source.unlink()

@@ -1,7 +1,7 @@
 """Every kernel on a GPU: right, against float64, and then how fast, beside PyTorch, its compiler
 and Liger-Kernel.
 
-    python -m benchmarks.gpu_kernels               (`make bench-gpu` runs the tests on the device first, and gpu_model after)
+    python -m benchmarks.gpu_kernels   (`make bench-gpu`: tests on the device first; then gpu_model)
 
 Operations that do little with each byte are held against memory: bytes that they must move (the
 table in each kernel's file) over their time, as a fraction of what a large copy on the same device
@@ -213,7 +213,8 @@ def verdict(met: bool) -> str:
 def line(case: Case, name_of_pass: str, rows: dict[str, dict], aims: str) -> str:
     times = "".join(f"{milliseconds_or_why(rows[c]) if c in rows else '':>10}" for c in COLUMNS)
     rate = rows["triton"].get("bytes_per_second")
-    return f"{case.name:21}{name_of_pass:19}{times}{f'{rate / 1e9:8.0f} GB/s' if rate else '':>14}  {aims}"
+    speed = f"{rate / 1e9:8.0f} GB/s" if rate else ""
+    return f"{case.name:21}{name_of_pass:19}{times}{speed:>14}  {aims}"
 
 
 def main(arguments: list[str] | None = None) -> int:

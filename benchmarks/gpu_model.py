@@ -10,16 +10,17 @@ same: forward and backward of every micro-batch, the gradients' norm, clipping, 
 is in a step: no data loading, no logging.
 
     MFU = tokens per second · ModelConfig.flops_per_token(S) / dense bf16 peak of the device
-    (runtime/metrics.py) aim: at least 62 % at the 8-billion model's width, where that is 613 of 989
-    TFLOP/s
+    (runtime/metrics.py)
+    aim: at least 62 % at the 8-billion model's width, where that is 613 of 989 TFLOP/s
 
 What computes in bfloat16, and what is stored:
-    lattice         train.dtype=bfloat16: FSDP casts float32 weights once a step; moments and summed gradients are float32
-    hugging face    the same arithmetic as PyTorch offers it: float32 weights, gradients and moments, autocast to bfloat16;
-                    SDPA, fused AdamW, the model's own loss
-    … bfloat16      weights and moments stored in bfloat16: lattice rounds stochastically (optimizer.pure_bfloat16), the other
-                    to nearest. Less memory and less to move, and not comparable with the rows
-                    without.
+    lattice         train.dtype=bfloat16: FSDP casts float32 weights once a step; moments and summed
+                    gradients are float32
+    hugging face    the same arithmetic as PyTorch offers it: float32 weights, gradients and
+                    moments, autocast to bfloat16; SDPA, fused AdamW, the model's own loss
+    … bfloat16      weights and moments stored in bfloat16: lattice rounds stochastically
+                    (optimizer.pure_bfloat16), the other to nearest. Less memory and less to move,
+                    and not comparable with the rows without.
 Programs of ours are those that train.py runs: build_stages and TrainStep, on a mesh of one process.
 Only their weights are drawn on the device: the same numbers on every layout, which a CPU draws,
 would take minutes.
@@ -119,19 +120,13 @@ class Variant:
 
     @property
     def name(self) -> str:
-        kernels = (
-            f", {self.kernels}" if self.program == "lattice" else ", liger" if self.liger else ""
-        )
-        checkpointing = (
-            f", {self.checkpointing} checkpointing" if self.checkpointing != "none" else ""
-        )
-        return (
-            self.program
-            + kernels
-            + checkpointing
-            + ", compiled" * self.compile
-            + ", bfloat16" * self.bfloat16
-        )
+        kernels = ", liger" if self.liger else ""
+        if self.program == "lattice":
+            kernels = f", {self.kernels}"
+        mode = self.checkpointing
+        checkpointing = f", {mode} checkpointing" if mode != "none" else ""
+        compiled, stored = ", compiled" * self.compile, ", bfloat16" * self.bfloat16
+        return self.program + kernels + checkpointing + compiled + stored
 
 
 THEIRS = Variant("hugging face")
@@ -195,9 +190,10 @@ def draw_on_device(stage: Transformer, seed: int) -> None:
     torch.manual_seed(seed)
     for each in weights_of(stage):
         local, initial = each.sharded.to_local(), each.weight.initial
-        local.fill_(initial.value) if isinstance(initial, Constant) else local.normal_(
-            std=initial.std
-        )
+        if isinstance(initial, Constant):
+            local.fill_(initial.value)
+        else:
+            local.normal_(std=initial.std)
 
 
 @contextlib.contextmanager
@@ -262,9 +258,8 @@ def measure(size: Size, variant: Variant, clock: Clock, peak_flops: float | None
     first: list[tuple[Tensor, Tensor]] = []
 
     def batch() -> Tensor:
-        return torch.randint(
-            size.model.vocab_size, (size.microbatches, size.seq_len + 1), generator=generator
-        )
+        shape = (size.microbatches, size.seq_len + 1)
+        return torch.randint(size.model.vocab_size, shape, generator=generator)
 
     def run(rows: Tensor) -> None:
         result = step(rows)
@@ -291,15 +286,14 @@ def differs(rows: list[dict]) -> list[str]:
     ours = [row for row in rows if row["program"] == "lattice" and row["status"] == MEASURED]
     wrong = []
     for row in ours:
-        expected = next(
-            (r for r in ours if r["model"] == row["model"] and r["variant"] == "lattice, torch"),
-            row,
-        )
+        alike = (r for r in ours if r["model"] == row["model"] and r["variant"] == "lattice, torch")
+        expected = next(alike, row)
         for key, bound in SAME.items():
             # nor where one of them is NaN
             if not abs(row[key] - expected[key]) <= bound * abs(expected[key]):
                 wrong.append(
-                    f"{row['model']}: {row['variant']}: {key} {row[key]:.5f}, with PyTorch's {expected[key]:.5f}"
+                    f"{row['model']}: {row['variant']}: {key} {row[key]:.5f}, with PyTorch's "
+                    f"{expected[key]:.5f}"
                 )
     return wrong
 
@@ -309,20 +303,16 @@ def line(row: dict) -> str:
     if row["status"] != MEASURED:
         return said + (f"   {row['status']}" if row["status"].startswith("failed") else "")
     mfu = f"{row['mfu']:.1%}" if row["mfu"] is not None else "-"
-    memory = (
-        f"{row['peak_memory_bytes'] / 2**30:.1f}" if row["peak_memory_bytes"] is not None else "-"
-    )
+    peak = row["peak_memory_bytes"]
+    memory = f"{peak / 2**30:.1f}" if peak is not None else "-"
     return f"{said}{row['tokens_per_second']:>12,.0f}{mfu:>8}{memory:>8}{row['first_loss']:>9.4f}"
 
 
 def conclude(rows: list[dict], report: Report) -> bool:
     """The best of ours at the 8-billion width, held against the aim; whether all that ran is
     right."""
-    candidates = [
-        row
-        for row in rows
-        if row["model"] == WIDE and row["program"] == "lattice" and row.get("mfu")
-    ]
+    ours = [row for row in rows if row["program"] == "lattice"]
+    candidates = [row for row in ours if row["model"] == WIDE and row.get("mfu")]
     best = max(candidates, key=lambda row: row["mfu"], default=None)
     if best is not None:
         met = best["mfu"] >= MFU_AIM
@@ -333,19 +323,15 @@ def conclude(rows: list[dict], report: Report) -> bool:
             "met": met,
         }
         print(
-            f"\nbest at {WIDE}: {best['variant']}, {best['mfu']:.1%} MFU; aim {MFU_AIM:.0%}: {'met' if met else 'MISSED'}"
+            f"\nbest at {WIDE}: {best['variant']}, {best['mfu']:.1%} MFU; aim {MFU_AIM:.0%}: "
+            f"{'met' if met else 'MISSED'}"
         )
     wrong = differs(rows)
-    failed = [
-        r["variant"] for r in rows if r["program"] == "lattice" and r["status"].startswith("failed")
-    ]
+    failed = [r["variant"] for r in ours if r["status"].startswith("failed")]
     report.results["right"] = not (wrong or failed)
     report.write()
-    print(
-        "\n".join(
-            ["", *(f"WRONG: {what}" for what in wrong), *(f"FAILED: {what}" for what in failed)]
-        ).rstrip("\n")
-    )
+    said = [*(f"WRONG: {what}" for what in wrong), *(f"FAILED: {what}" for what in failed)]
+    print("\n".join(["", *said]).rstrip("\n"))
     return not (wrong or failed)
 
 
@@ -376,10 +362,12 @@ def main(arguments: list[str] | None = None) -> int:
     for key, size in shapes.items():
         count, layers = size.model.num_parameters, size.model.num_layers
         print(
-            f"{key}: {layers} layers, {count:,} parameters, {size.model.flops_per_token(size.seq_len):.3e} FLOP a token"
+            f"{key}: {layers} layers, {count:,} parameters, "
+            f"{size.model.flops_per_token(size.seq_len):.3e} FLOP a token"
         )
     print(
-        f"MFU = tokens/s · FLOP a token / {f'{peak_flops:.3e} FLOP/s' if peak_flops else 'a peak that is not known'}"
+        "MFU = tokens/s · FLOP a token / "
+        f"{f'{peak_flops:.3e} FLOP/s' if peak_flops else 'a peak that is not known'}"
     )
     print(f"\n{'':52}{'ms a step':>11}{'tokens/s':>12}{'MFU':>8}{'GiB':>8}{'loss':>9}")
     init_distributed()

@@ -78,17 +78,8 @@ class Sizes:
 
 
 # Each tensor is at least a quarter of a GB, so that a call takes much longer than its launch.
-FULL = Sizes(
-    (4096, 8192),
-    65536,
-    49152,
-    (32, 8, 128),
-    (16384, 14336),
-    (8192, 128256),
-    (8192, 4096, 128256),
-    4,
-    2 << 30,
-)
+FULL = Sizes((4096, 8192), 65536, 49152, (32, 8, 128), (16384, 14336), (8192, 128256),
+             (8192, 4096, 128256), 4, 2 << 30)  # fmt: skip
 TINY = Sizes((64, 96), 6, 5, (4, 2, 8), (3, 100), (4, 300), (8, 24, 200), 1, 1 << 16)
 
 
@@ -157,13 +148,11 @@ class Operation:
             found = [*outputs_found, *torch.autograd.grad(outputs, leaves, directions)]
         leaves = [x.double().requires_grad_() for x in self.inputs]
         outputs = self.exact(*leaves)
-        exact = [
-            *(y.detach() for y in outputs),
-            *torch.autograd.grad(outputs, leaves, [d.double() for d in self.directions]),
-        ]
-        names = [f"output {i}" for i in range(len(outputs))] + [
-            f"gradient {i}" for i in range(len(leaves))
-        ]
+        directions = [d.double() for d in self.directions]
+        gradients = torch.autograd.grad(outputs, leaves, directions)
+        exact = [*(y.detach() for y in outputs), *gradients]
+        names = [f"output {i}" for i in range(len(outputs))]
+        names += [f"gradient {i}" for i in range(len(leaves))]
         return [against_exact(n, f, e) for n, f, e in zip(names, found, exact, strict=True)]
 
 
@@ -304,26 +293,15 @@ class Head:
     free."""
 
     def __init__(self, tokens: int, width: int, vocab: int, group: ProcessGroup) -> None:
-        self.x, self.weight = (
-            draw(tokens, 1, width),
-            draw(vocab, width, scale=HEAD_LOGITS * width**-0.5),
-        )
+        self.x = draw(tokens, 1, width)
+        self.weight = draw(vocab, width, scale=HEAD_LOGITS * width**-0.5)
         self.targets = torch.randint(vocab, (tokens, 1), device=DEVICE)
         self.scale, self.vocab, self.group = torch.tensor(1 / tokens, device=DEVICE), vocab, group
         self.of_compiler = compiled(self.plain)
 
     def ours(self, x: Tensor, weight: Tensor) -> Tensor:
-        return linear_cross_entropy(
-            x,
-            weight,
-            self.targets,
-            self.scale,
-            0,
-            self.group,
-            False,
-            vocab_size=self.vocab,
-            kernels="triton",
-        )
+        return linear_cross_entropy(x, weight, self.targets, self.scale, 0, self.group, False,
+                                    vocab_size=self.vocab, kernels="triton")  # fmt: skip
 
     def plain(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(x.flatten(0, 1), weight).float(), self.targets.flatten())
@@ -360,10 +338,8 @@ class Head:
         leaves = self.leaves()
         with poisoned_memory():
             loss = self.ours(*leaves)
-            found = {
-                "loss": loss.detach(),
-                **dict(zip(("dx", "dw"), torch.autograd.grad(loss, leaves), strict=True)),
-            }
+            dx, dw = torch.autograd.grad(loss, leaves)
+            found = {"loss": loss.detach(), "dx": dx, "dw": dw}
         exact, of_softmax = self.exact()
         off = abs(found["loss"].item() / exact["loss"].item() - 1)
         checks = [Check("loss", off, HEAD_TOKEN_BOUND / len(self.targets) ** 0.5)]
@@ -376,16 +352,10 @@ class Head:
         """In float64, a part of the tokens at a time: whole logits would be 8 GB, several times.
         And the largest value of the softmax's part of dx and of dw, which the targets' part could
         hide."""
-        x, weight, targets = (
-            self.x.flatten(0, 1).double(),
-            self.weight.double(),
-            self.targets.flatten(),
-        )
-        loss, dw, dxs = (
-            torch.zeros((), dtype=torch.float64, device=DEVICE),
-            torch.zeros_like(weight),
-            [],
-        )
+        x, weight = self.x.flatten(0, 1).double(), self.weight.double()
+        targets = self.targets.flatten()
+        loss = torch.zeros((), dtype=torch.float64, device=DEVICE)
+        dw, dxs = torch.zeros_like(weight), []
         for rows, y in zip(x.split(2048), targets.split(2048), strict=True):
             z = rows @ weight.T
             loss += F.cross_entropy(z, y, reduction="sum") / len(targets)

@@ -47,7 +47,10 @@ MEASURED, OUT_OF_MEMORY, NO_TIME, NOT_INSTALLED = (
     "not measured (time)",
     "not installed",
 )
-NO_MEASUREMENT = "These are no measurements: tiny sizes, which prove that the program runs and that its checks hold."
+NO_MEASUREMENT = (
+    "These are no measurements: tiny sizes, which prove that the program runs and that "
+    "its checks hold."
+)
 compiled = partial(torch.compile, dynamic=False, backend="inductor" if ON_GPU else "aot_eager")
 
 
@@ -260,7 +263,8 @@ class Report:
             "rows": [],
         }
         print(
-            f"{self.results['device']}, torch {self.results['torch']}, triton {self.results['triton']}"
+            f"{self.results['device']}, torch {self.results['torch']}, "
+            f"triton {self.results['triton']}"
         )
         if arguments.tiny:
             print(NO_MEASUREMENT)

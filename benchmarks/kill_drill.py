@@ -240,14 +240,8 @@ def run_under_torchrun(
     config, planned = folder / "config.yaml", folder / "plan.json"
     config.write_text(yaml.safe_dump(raw))
     planned.write_text(json.dumps([asdict(kill) for kill in kills]))
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local-addr",
-        "localhost",
-    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr",
+               "localhost"]  # fmt: skip
     command += [
         f"--nproc-per-node={world}",
         f"--max-restarts={len(kills) + 3}",

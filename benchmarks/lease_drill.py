@@ -221,14 +221,8 @@ def one_round(
 def tiny(path: Path, data: Path, vocab_size: int) -> Path:
     """A run of one process that saves all the time, and keeps everything."""
     raw = yaml.safe_load((ROOT / "configs/laptop.yaml").read_text())
-    raw["model"] |= {
-        "dim": 16,
-        "ffn_dim": 32,
-        "num_layers": 1,
-        "num_heads": 2,
-        "num_kv_heads": 1,
-        "vocab_size": vocab_size,
-    }
+    raw["model"] |= {"dim": 16, "ffn_dim": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1,
+                     "vocab_size": vocab_size}  # fmt: skip
     raw["parallel"] = {}
     raw["train"] |= {
         "steps": STEPS,

@@ -1,5 +1,5 @@
-"""Pipeline schedules run beside their simulation and beside torch's own: `python -m
-benchmarks.pipeline_schedules`
+"""Pipeline schedules run beside their simulation and beside torch's own:
+`python -m benchmarks.pipeline_schedules`
 
 Four processes, a pipeline of four ranks, eight micro-batches. A stage computes nothing: its
 forward, its input gradient and its weight gradient *wait*, each for a given time. So four ranks do
@@ -11,12 +11,11 @@ FSDP's hooks around forward and backward. It is a millisecond or two per action 
 just slept, so the waiting is long.
 
 (1) Measured against simulated (parallel/pipeline/simulate.py). The simulator knows nothing of a
-message's travel or of the
-    host's own work; measured / simulated says what these add.
+    message's travel or of the host's own work; measured / simulated says what these add.
     aim: within 5 %, and the bubbles in order: 1f1b >= interleaved_1f1b >= zb_h1 >= zb_v
 (2) The same schedules of torch.distributed.pipelining on the same waiting stages (plain modules
-there, without FSDP), in turn
-    with ours, in the same processes and process group; ratios are taken within a round.
+    there, without FSDP), in turn with ours, in the same processes and process group; ratios are
+    taken within a round.
     aim: median ours / theirs <= 1.02
 
 A step's time is from a barrier to the end of a rank's last action, with all it sent gone; of the
@@ -90,14 +89,11 @@ class WaitingStage(nn.Module):
     def forward(self, hidden: Tensor | None, batch: Tensor | None = None) -> Tensor:
         x = batch if hidden is None else hidden
         assert x is not None
-        # also the first stage has layers whose input gradients its weight gradients wait for
-        if not x.requires_grad:
+        if not x.requires_grad:  # the first stage's weight gradients wait for input gradients too
             x = x.detach().requires_grad_()
-        weight = (
-            local_weight(self.weight, self.weight_gradient_queue)
-            if isinstance(self.weight, DTensor)
-            else self.weight
-        )
+        weight = self.weight
+        if isinstance(weight, DTensor):
+            weight = local_weight(weight, self.weight_gradient_queue)
         self.wait(F)
         y = InputGradient.apply(x, self) * WeightGradient.apply(weight, self)
         return y.sum() if self.loss else y
@@ -169,9 +165,8 @@ class Case(NamedTuple):
         return self.seconds / self.stages_per_rank
 
     def simulate(self) -> Timeline:
-        return simulate(
-            self.schedule, Costs.equal(RANKS * self.stages_per_rank, *[self.stage_seconds] * 3)
-        )
+        costs = Costs.equal(RANKS * self.stages_per_rank, *[self.stage_seconds] * 3)
+        return simulate(self.schedule, costs)
 
 
 class OurSteps:
@@ -228,8 +223,7 @@ class TheirSteps:
     graph (but forms both gradients of the first stage in W)."""
 
     def __init__(self, case: Case, mesh: Mesh) -> None:
-        # slow to import; who measures ours alone does without
-        from torch.distributed import pipelining
+        from torch.distributed import pipelining  # slow to import; ours alone does without
 
         where = stage_ranks(case.schedule)  # theirs are placed alike
         mine = [s for s, rank in enumerate(where) if rank == mesh.pp_rank]
@@ -237,11 +231,8 @@ class TheirSteps:
         self.parameters = [nn.Parameter(torch.ones(1)) for _ in mine]
         for stage, weight in zip(self.stages.values(), self.parameters, strict=True):
             stage.weight = weight
-        x, cpu, group = (
-            torch.ones(HIDDEN_SHAPE, requires_grad=True),
-            torch.device("cpu"),
-            mesh.pp.get_group(),
-        )
+        x, cpu = torch.ones(HIDDEN_SHAPE, requires_grad=True), torch.device("cpu")
+        group = mesh.pp.get_group()
         stages: Any = [
             pipelining.PipelineStage(self.stages[s], s, len(where), cpu, x, x, group=group)
             for s in mine
@@ -297,11 +288,8 @@ def run_case(
     of_ranks = pool.run(run_rounds, RANKS, case, rounds, beside)
     of_rounds = [tuple(zip(*ranks, strict=True)) for ranks in zip(*of_ranks, strict=True)]
     bubbles = [Timeline(list(events)).bubble_fraction for _, events, _ in of_rounds]
-    return (
-        [max(ours) for ours, _, _ in of_rounds],
-        bubbles,
-        [max(theirs) for _, _, theirs in of_rounds],
-    )
+    ours, theirs = ([max(of[i]) for of in of_rounds] for i in (0, 2))
+    return ours, bubbles, theirs
 
 
 def measure(
@@ -342,11 +330,11 @@ def compare(pool: Ranks, case: Case, rounds: int) -> dict:
 
 
 def row(name: str, result: dict) -> str:
-    step = f"{result['measured_seconds']:10.3f}{result['simulated_seconds']:10.3f}{result['measured_over_simulated']:8.3f}"
+    step = f"{result['measured_seconds']:10.3f}{result['simulated_seconds']:10.3f}"
+    step += f"{result['measured_over_simulated']:8.3f}"
     bubble = f"{result['measured_bubble_fraction']:9.3f}{result['simulated_bubble_fraction']:10.3f}"
-    return f"{name:16}{step}{bubble}  {result['theirs']:29}" + "".join(
-        f"{x:8.3f}" for x in result["ours_over_theirs"].values()
-    )
+    ratios = "".join(f"{x:8.3f}" for x in result["ours_over_theirs"].values())
+    return f"{name:16}{step}{bubble}  {result['theirs']:29}{ratios}"
 
 
 def main() -> None:
@@ -368,18 +356,16 @@ def main() -> None:
         "weight_gradient_seconds": SECONDS,
     }
     print(
-        f"{RANKS} ranks, {MICROBATCHES} micro-batches, F = I = W = {SECONDS} s; medians of {arguments.rounds} rounds"
+        f"{RANKS} ranks, {MICROBATCHES} micro-batches, F = I = W = {SECONDS} s; medians of "
+        f"{arguments.rounds} rounds"
     )
-    print(
-        " " * 16
-        + "   seconds simulated   ratio   bubble simulated  ours over                      median     min     max"
-    )
+    columns = "   seconds simulated   ratio   bubble simulated  "
+    print(f"{'':16}{columns}{'ours over':29}  median     min     max")
     with Ranks(RANKS, timeout=60 + 12 * arguments.rounds) as pool:
         results["schedules"] = {}
         for name in PAIRS:
-            result = compare(
-                pool, Case(name, PAIRS[name][0], MICROBATCHES, SECONDS), arguments.rounds
-            )
+            case = Case(name, PAIRS[name][0], MICROBATCHES, SECONDS)
+            result = compare(pool, case, arguments.rounds)
             results["schedules"][name] = result
             print(row(name, result), flush=True)
     arguments.json.parent.mkdir(parents=True, exist_ok=True)

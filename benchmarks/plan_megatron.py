@@ -124,17 +124,20 @@ def errors(table: list[dict[str, Any]]) -> tuple[float, float]:
 def main() -> int:
     table = compare()
     print(
-        "model  published  predicted  (causal)  micro-batch  virtual stages  recomputed  bubble  peak GB"
+        "model  published  predicted  (causal)  micro-batch  virtual stages  recomputed  bubble  "
+        "peak GB"
     )
     for row in table:
         print(
-            f"{row['model']:5s} {row['published']:10.1%} {row['predicted']:10.1%} {row['predicted_causal']:9.1%} "
-            f"{row['micro_batch_size']:12d} {row['virtual_stages']:15d}  {row['activation_checkpointing']:10s} "
+            f"{row['model']:5s} {row['published']:10.1%} {row['predicted']:10.1%} "
+            f"{row['predicted_causal']:9.1%} {row['micro_batch_size']:12d} "
+            f"{row['virtual_stages']:15d}  {row['activation_checkpointing']:10s} "
             f"{row['bubble_fraction']:7.1%} {row['peak_memory_bytes'] / 1e9:8.1f}"
         )
     mean, largest = errors(table)
     print(
-        f"error: {mean:.2f} points on average (aim: {MEAN_LIMIT:g}), {largest:.2f} at most (aim: {LARGEST_LIMIT:g})"
+        f"error: {mean:.2f} points on average (aim: {MEAN_LIMIT:g}), {largest:.2f} at most "
+        f"(aim: {LARGEST_LIMIT:g})"
     )
     RESULTS.write_text(
         json.dumps({"rows": table, "mean_error": mean, "largest_error": largest}, indent=1) + "\n",

@@ -21,8 +21,10 @@ from training.load_config import load_config
 CONFIGS = Path(__file__).parent.parent / "configs"
 RESULTS = Path(__file__).parent / "results" / "plan_memory.json"
 LIMIT = 0.03
-SMALL = "model.dim=512 model.num_heads=8 model.num_kv_heads=4 model.ffn_dim=1536 model.vocab_size=8192 model.num_layers=8 \
-train.seq_len=1024 train.global_batch_size=16"  # of llama3_70b.yaml, whose micro-batches are one sequence
+SMALL = (  # of llama3_70b.yaml, whose micro-batches are one sequence
+    "model.dim=512 model.num_heads=8 model.num_kv_heads=4 model.ffn_dim=1536 model.vocab_size=8192 "
+    "model.num_layers=8 train.seq_len=1024 train.global_batch_size=16"
+)
 
 
 class Case(NamedTuple):
@@ -39,26 +41,23 @@ CASES = [
     Case("llama3_70b", 8, 0, "parallel.tp=2 parallel.pp=2"),
     Case("llama3_70b", 8, 7, "parallel.tp=2 parallel.pp=2 parallel.zero_stage=2", quick=True),
     Case("llama3_70b", 8, 0, "parallel.tp=2 parallel.pp=2 parallel.zero_stage=3", quick=True),
-    Case(
-        "llama3_70b",
-        8,
-        0,
-        "parallel.tp=2 parallel.pp=2 parallel.zero_stage=3 parallel.fsdp_unit=stage",
-        quick=True,
-    ),
+    Case("llama3_70b", 8, 0,
+         "parallel.tp=2 parallel.pp=2 parallel.zero_stage=3 parallel.fsdp_unit=stage", quick=True),
     Case("llama3_70b", 8, 7, "parallel.tp=2 parallel.pp=2 parallel.schedule=zb_h1"),
     Case(
         "llama3_70b",
         8,
         7,
-        "parallel.tp=2 parallel.pp=2 parallel.schedule=zb_v parallel.stages_per_rank=2 parallel.zero_stage=3",
+        "parallel.tp=2 parallel.pp=2 parallel.schedule=zb_v parallel.stages_per_rank=2 "
+        "parallel.zero_stage=3",
         quick=True,
     ),
     Case(
         "llama3_70b",
         8,
         0,
-        "parallel.tp=2 parallel.pp=2 parallel.schedule=dualpipe_v parallel.stages_per_rank=2 parallel.zero_stage=2",
+        "parallel.tp=2 parallel.pp=2 parallel.schedule=dualpipe_v parallel.stages_per_rank=2 "
+        "parallel.zero_stage=2",
     ),
     Case(
         "llama3_70b",
@@ -67,64 +66,51 @@ CASES = [
         "parallel.tp=1 parallel.pp=2 parallel.schedule=breadth_first parallel.stages_per_rank=2 "
         "parallel.zero_stage=3 train.global_batch_size=24",
     ),
-    Case(
-        "llama3_70b",
-        4,
-        3,
-        "parallel.tp=2 parallel.pp=2 parallel.schedule=gpipe train.dtype=float32",
-    ),
+    Case("llama3_70b", 4, 3,
+         "parallel.tp=2 parallel.pp=2 parallel.schedule=gpipe train.dtype=float32"),
     Case(
         "llama3_70b",
         32,
         31,
-        "parallel.tp=8 parallel.pp=2 parallel.schedule=interleaved_1f1b parallel.stages_per_rank=2 model.vocab_size=8190",
+        "parallel.tp=8 parallel.pp=2 parallel.schedule=interleaved_1f1b "
+        "parallel.stages_per_rank=2 model.vocab_size=8190",
         quick=True,
     ),
     Case(
         "llama3_70b",
         8,
         0,
-        "parallel.tp=2 parallel.pp=2 parallel.sequence_parallel=false train.activation_checkpointing=full",
+        "parallel.tp=2 parallel.pp=2 parallel.sequence_parallel=false "
+        "train.activation_checkpointing=full",
     ),
     Case(
         "llama3_70b",
         8,
         7,
-        "parallel.tp=2 parallel.pp=2 train.activation_checkpointing=selective train.micro_batch_size=2",
+        "parallel.tp=2 parallel.pp=2 train.activation_checkpointing=selective "
+        "train.micro_batch_size=2",
         quick=True,
     ),
-    Case(
-        "llama3_70b",
-        32,
-        31,
-        "parallel.tp=2 parallel.pp=2 parallel.dp_replicate=2 model.tie_embeddings=true",
-    ),
+    Case("llama3_70b", 32, 31,
+         "parallel.tp=2 parallel.pp=2 parallel.dp_replicate=2 model.tie_embeddings=true"),
     Case("llama3_70b", 8, 4, "parallel.tp=2 parallel.pp=4 optimizer.pure_bfloat16=true"),
     Case(
         "llama3_70b",
         8,
         0,
-        "parallel.tp=2 parallel.pp=2 parallel.dp_replicate=2 parallel.zero_stage=0 train.dtype=float32",
+        "parallel.tp=2 parallel.pp=2 parallel.dp_replicate=2 parallel.zero_stage=0 "
+        "train.dtype=float32",
         quick=True,
     ),
-    Case(
-        "llama3_70b",
-        8,
-        0,
-        "parallel.tp=1 parallel.pp=1 parallel.zero_stage=3 train.activation_checkpointing=full",
-    ),
+    Case("llama3_70b", 8, 0,
+         "parallel.tp=1 parallel.pp=1 parallel.zero_stage=3 train.activation_checkpointing=full"),
     Case("llama3_70b", 8, 7, "parallel.tp=8 parallel.pp=1 parallel.sequence_parallel=false"),
     Case("llama_1b", 8, 0, "train.global_batch_size=16"),
     Case("llama3_8b", 8, 0, "train.global_batch_size=16"),
     Case("llama3_70b", 256, 0, "whole train.global_batch_size=64"),
     Case("llama3_405b", 2048, 0, "train.global_batch_size=128"),
-    Case(
-        "llama3_70b",
-        8,
-        0,
-        "parallel.tp=2 parallel.pp=2 model.qk_norm=true model.attention_dim=1024",
-        quick=True,
-    ),
+    Case("llama3_70b", 8, 0,
+         "parallel.tp=2 parallel.pp=2 model.qk_norm=true model.attention_dim=1024", quick=True),
     Case(
         "llama3_70b",
         32,
@@ -134,11 +120,16 @@ CASES = [
         "model.rope_scaling_factor=8",
         quick=True,
     ),
+    Case("llama3_70b", 8, 0,
+         "parallel.tp=2 parallel.pp=2 parallel.zero_stage=2 optimizer.pure_bfloat16=true",
+         quick=True),
     Case(
         "llama3_70b",
-        8,
+        2,
         0,
-        "parallel.tp=2 parallel.pp=2 parallel.zero_stage=2 optimizer.pure_bfloat16=true",
+        "parallel.tp=1 parallel.pp=1 parallel.zero_stage=3 optimizer.pure_bfloat16=true "
+        "train.activation_checkpointing=full model.num_layers=24 train.seq_len=64 "
+        "model.vocab_size=256",
         quick=True,
     ),
     Case(
@@ -146,15 +137,8 @@ CASES = [
         2,
         0,
         "parallel.tp=1 parallel.pp=1 parallel.zero_stage=3 optimizer.pure_bfloat16=true "
-        "train.activation_checkpointing=full model.num_layers=24 train.seq_len=64 model.vocab_size=256",
-        quick=True,
-    ),
-    Case(
-        "llama3_70b",
-        2,
-        0,
-        "parallel.tp=1 parallel.pp=1 parallel.zero_stage=3 optimizer.pure_bfloat16=true "
-        "train.activation_checkpointing=full model.num_layers=24 train.seq_len=64 model.vocab_size=256 "
+        "train.activation_checkpointing=full model.num_layers=24 train.seq_len=64 "
+        "model.vocab_size=256 "
         "parallel.dp_replicate=2 parallel.dp_shard=1",
     ),
     Case(
@@ -162,16 +146,13 @@ CASES = [
         2,
         0,
         "parallel.tp=1 parallel.pp=1 parallel.zero_stage=2 parallel.reduce_dtype=bfloat16 "
-        "train.activation_checkpointing=full model.num_layers=24 train.seq_len=64 model.vocab_size=256",
+        "train.activation_checkpointing=full model.num_layers=24 train.seq_len=64 "
+        "model.vocab_size=256",
     ),
-    Case(
-        "llama3_70b",
-        8,
-        0,
-        "parallel.tp=2 parallel.pp=2 data.document_mask=true train.micro_batch_size=2",
-    ),
+    Case("llama3_70b", 8, 0,
+         "parallel.tp=2 parallel.pp=2 data.document_mask=true train.micro_batch_size=2"),
     Case("llama3_70b", 4, 1, "parallel.tp=2 parallel.pp=1 model.tie_embeddings=true"),
-]
+]  # fmt: skip
 
 
 def compare(
@@ -207,8 +188,10 @@ def main() -> int:
         rows.append(row)
         alike = "the same" if row["same_collectives"] else "DIFFERENT"
         print(
-            f"{row['predicted_bytes'] / 1e9:12.3f} {row['rehearsed_bytes'] / 1e9:13.3f} {row['error']:+8.2%}  "
-            f"{row['collectives']:7,} {alike}  {row['configuration']} rank {row['rank']} of {row['world']} {row['overrides']}",
+            f"{row['predicted_bytes'] / 1e9:12.3f} {row['rehearsed_bytes'] / 1e9:13.3f} "
+            f"{row['error']:+8.2%}  "
+            f"{row['collectives']:7,} {alike}  {row['configuration']} rank {row['rank']} of "
+            f"{row['world']} {row['overrides']}",
             flush=True,
         )
     worst = max(abs(row["error"]) for row in rows)

@@ -106,7 +106,8 @@ def compare(row: Row) -> dict[str, Any]:
         "global_batch_size": train.global_batch_size,
         "micro_batch_size": train.micro_batch_size,
         "activation_checkpointing": train.activation_checkpointing,
-        "mfu_convention": f"{system.attention} attention; of {one.device.peak_flops / 1e12:.0f} TFLOP/s",
+        "mfu_convention": f"{system.attention} attention; "
+        f"of {one.device.peak_flops / 1e12:.0f} TFLOP/s",
         "given_as": "tokens" if row.tokens else "mfu",
         "published_tokens_per_second_and_gpu": published,
         "predicted_tokens_per_second_and_gpu": predicted,
@@ -148,19 +149,22 @@ def summary(table: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 def main() -> int:
     table = [compare(row) for row in ROWS]
     print(
-        "system            model    GPUs  tp pp  v  published  predicted   error  apart in (*: settings not all verified)"
+        "system            model    GPUs  tp pp  v  published  predicted   error  "
+        "apart in (*: settings not all verified)"
     )
     for row in table:
         print(
-            f"{row['system']:16s}{'*' if row['unverified'] else ' '} {row['model']:5s} {row['gpus']:7d} {row['tp']:3d} "
-            f"{row['pp']:2d} {row['stages_per_rank']:2d} {row['published_mfu']:10.1%} {row['predicted_mfu']:10.1%} "
+            f"{row['system']:16s}{'*' if row['unverified'] else ' '} {row['model']:5s} "
+            f"{row['gpus']:7d} {row['tp']:3d} {row['pp']:2d} {row['stages_per_rank']:2d} "
+            f"{row['published_mfu']:10.1%} {row['predicted_mfu']:10.1%} "
             f"{row['error_points']:+7.1f}  {row['apart']}"
         )
     groups = summary(table)
     print(f"\n{'':36s}rows   mean  largest  mean, signed")
     for name, one in groups.items():
         print(
-            f"{name:36s}{one['rows']:4.0f} {one['mean']:6.2f} {one['largest']:8.2f} {one['bias']:+14.2f}"
+            f"{name:36s}{one['rows']:4.0f} {one['mean']:6.2f} {one['largest']:8.2f} "
+            f"{one['bias']:+14.2f}"
         )
     RESULTS.write_text(
         json.dumps({"summary": groups, "rows": table}, indent=1, ensure_ascii=False) + "\n",

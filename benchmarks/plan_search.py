@@ -25,7 +25,8 @@ ROOT = Path(__file__).parent.parent
 LIMIT = 60.0  # CPU seconds
 
 GPT3 = (
-    "model.dim=12288 model.num_layers=96 model.num_heads=96 model.num_kv_heads=96 model.ffn_dim=32768 model.vocab_size=51200 "
+    "model.dim=12288 model.num_layers=96 model.num_heads=96 model.num_kv_heads=96 "
+    "model.ffn_dim=32768 model.vocab_size=51200 "
     "train.seq_len=2048"
 )
 
@@ -45,26 +46,16 @@ ROWS = [
     Row("8B", "llama3_8b", 64),
     Row("70B, hard to fit", "llama3_70b", 64),
     Row("70B", "llama3_70b", 256),
-    Row(
-        "175B, up to 1536 micro-batches",
-        "llama3_70b",
-        64,
-        "a100",
-        f"{GPT3} train.global_batch_size=1536",
-    ),
-    Row(
-        "175B, hard to fit, few micro-batches",
-        "llama3_70b",
-        40,
-        "a100",
-        f"{GPT3} train.global_batch_size=80",
-    ),
+    Row("175B, up to 1536 micro-batches", "llama3_70b", 64, "a100",
+        f"{GPT3} train.global_batch_size=1536"),
+    Row("175B, hard to fit, few micro-batches", "llama3_70b", 40, "a100",
+        f"{GPT3} train.global_batch_size=80"),
     Row("405B, hard to fit", "llama3_405b", 128),
     Row("405B", "llama3_405b", 512),
     Row("405B", "llama3_405b", 16384),
     Row("405B, hopeless", "llama3_405b", 8),
     Row("405B, hopeless, nearly fits", "llama3_405b", 96),
-]
+]  # fmt: skip
 
 
 def measure(row: Row) -> dict[str, Any]:
@@ -113,7 +104,8 @@ def main() -> int:
                 else f"{'nothing fits':>17s}"
             )
             print(
-                f"{found['cpu_seconds']:8.2f} {found['wall_seconds']:8.2f} {gigabytes:8.2f} {numbers}  {found['name']} "
+                f"{found['cpu_seconds']:8.2f} {found['wall_seconds']:8.2f} {gigabytes:8.2f} "
+                f"{numbers}  {found['name']} "
                 f"on {found['gpus']} {found['device']}",
                 flush=True,
             )

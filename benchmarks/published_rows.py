@@ -22,22 +22,15 @@ def gpt(dim: int, layers: int, heads: int, vocabulary: int, tied: bool = True) -
 
 
 LLAMA2_7B, LLAMA2_13B = Model(4096, 32, 32, 32, 11008, 32000), Model(5120, 40, 40, 40, 13824, 32000)
-CODELLAMA_34B, LLAMA2_70B = (
-    Model(8192, 48, 64, 8, 22016, 32000),
-    Model(8192, 80, 64, 8, 28672, 32000),
-)
+CODELLAMA_34B = Model(8192, 48, 64, 8, 22016, 32000)
+LLAMA2_70B = Model(8192, 80, 64, 8, 28672, 32000)
 LLAMA3_8B, LLAMA3_70B = Model(4096, 32, 32, 8, 14336, 128256), Model(8192, 80, 64, 8, 28672, 128256)
 LLAMA3_405B = Model(16384, 126, 128, 8, 53248, 128256)
-MPT_3B, MPT_7B, MPT_13B = (
-    gpt(2560, 32, 20, 50368),
-    gpt(4096, 32, 32, 50368),
-    gpt(5120, 40, 40, 50368),
-)
+MPT_3B, MPT_7B = gpt(2560, 32, 20, 50368), gpt(4096, 32, 32, 50368)
+MPT_13B = gpt(5120, 40, 40, 50368)
 MPT_30B, MPT_70B = gpt(7168, 48, 56, 50368), gpt(8192, 80, 64, 50368)
-NEMOTRON_15B, NEMOTRON_340B = (
-    Model(6144, 32, 48, 8, 16384, 256000),
-    Model(18432, 96, 96, 8, 49152, 256000),
-)
+NEMOTRON_15B = Model(6144, 32, 48, 8, 16384, 256000)
+NEMOTRON_340B = Model(18432, 96, 96, 8, 49152, 256000)
 GPT_177B, GPT_175B = gpt(12288, 96, 96, 131072, tied=False), gpt(12288, 96, 96, 51200)
 
 
@@ -91,7 +84,8 @@ TITAN = System(
     rates={"memory_bytes_per_second": 2.4e12},
 )
 TITAN_TP = TITAN._replace(
-    source="github.com/pytorch/torchtitan benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md, first version"
+    source="github.com/pytorch/torchtitan benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md, "
+    "first version"
 )
 TITAN_405B = TITAN._replace(
     source="github.com/pytorch/torchtitan docs/performance.md of August 2024",
@@ -161,7 +155,8 @@ NEMO = System(
     reduce_dtype="bfloat16",
 )
 NEMO_GPT = NEMO._replace(
-    source="github.com/NVIDIA/dgxc-benchmarking nemo_megatron/README_175b.md, nemotron/README_15b.md, README_340b.md",
+    source="github.com/NVIDIA/dgxc-benchmarking nemo_megatron/README_175b.md, "
+    "nemotron/README_15b.md, README_340b.md",
     seq_len=4096,
 )
 LLAMA3 = System(
@@ -188,7 +183,8 @@ SC21 = System(
     "no flash attention; whole sequence on every tp rank",
     device="a100",
     zero_stage=0,
-    unverified="micro-batch, virtual stages; not compared with the paper (it counts recomputed operations: 3/4 of its figure)",
+    unverified="micro-batch, virtual stages; not compared with the paper (it counts recomputed "
+    "operations: 3/4 of its figure)",
 )
 KORTHIKANTI = System(
     "Megatron 2022",
@@ -210,44 +206,16 @@ MEGASCALE = System(
 )
 
 ROWS = [
-    Row(
-        TITAN,
-        "8B",
-        LLAMA3_8B,
-        8,
-        16,
-        2,
-        "selective",
-        tokens=5762,
-        apart=f"{CAPPED}, {PRODUCTS}, {EAGER}",
-    ),
+    Row(TITAN, "8B", LLAMA3_8B, 8, 16, 2, "selective", tokens=5762,
+        apart=f"{CAPPED}, {PRODUCTS}, {EAGER}"),
     Row(TITAN, "8B", LLAMA3_8B, 8, 16, 2, "selective", tokens=6667, apart=f"{CAPPED}, {PRODUCTS}"),
-    Row(
-        TITAN,
-        "8B",
-        LLAMA3_8B,
-        128,
-        256,
-        2,
-        "selective",
-        tokens=5605,
-        apart=f"{CAPPED}, {PRODUCTS}, {EAGER}",
-    ),
+    Row(TITAN, "8B", LLAMA3_8B, 128, 256, 2, "selective", tokens=5605,
+        apart=f"{CAPPED}, {PRODUCTS}, {EAGER}"),
     Row(
         TITAN, "8B", LLAMA3_8B, 128, 256, 2, "selective", tokens=6514, apart=f"{CAPPED}, {PRODUCTS}"
     ),
-    Row(
-        TITAN_TP,
-        "8B",
-        LLAMA3_8B,
-        64,
-        96,
-        12,
-        "selective",
-        tokens=4378,
-        tp=8,
-        apart=f"{CAPPED}, {PRODUCTS}",
-    ),
+    Row(TITAN_TP, "8B", LLAMA3_8B, 64, 96, 12, "selective", tokens=4378, tp=8,
+        apart=f"{CAPPED}, {PRODUCTS}"),
     Row(TITAN_TP, "70B", LLAMA3_70B, 256, 512, 16, "full", tokens=597.3, tp=8, apart=CAPPED),
     Row(TITAN_405B, "405B", LLAMA3_405B, 128, 32, 2, "full", tokens=109, tp=8, apart=CAPPED),
     Row(FOUNDRY, "3B", MPT_3B, 64, 1152, 6, "none", mfu=40.8),
@@ -272,90 +240,20 @@ ROWS = [
     Row(
         NEMO, "70B", LLAMA3_70B, 64, 128, 1, "none", mfu=54.52, tp=4, pp=4, stages=5, apart=CONTEXT
     ),
-    Row(
-        NEMO,
-        "70B",
-        LLAMA3_70B,
-        2048,
-        4096,
-        1,
-        "none",
-        mfu=53.68,
-        tp=4,
-        pp=4,
-        stages=5,
-        apart=CONTEXT,
-    ),
-    Row(
-        NEMO,
-        "405B",
-        LLAMA3_405B,
-        1024,
-        512,
-        1,
-        "none",
-        mfu=55.31,
-        tp=8,
-        pp=8,
-        stages=8,
-        apart=CONTEXT,
-    ),
+    Row(NEMO, "70B", LLAMA3_70B, 2048, 4096, 1, "none", mfu=53.68, tp=4, pp=4, stages=5,
+        apart=CONTEXT),
+    Row(NEMO, "405B", LLAMA3_405B, 1024, 512, 1, "none", mfu=55.31, tp=8, pp=8, stages=8,
+        apart=CONTEXT),
     Row(NEMO_GPT, "15B", NEMOTRON_15B, 16, 64, 4, "none", tokens=93223 / 16, tp=4),
     Row(NEMO_GPT, "15B", NEMOTRON_15B, 2048, 8192, 4, "none", tokens=11622595 / 2048, tp=4),
-    Row(
-        NEMO_GPT,
-        "175B",
-        GPT_175B,
-        128,
-        256,
-        1,
-        "none",
-        mfu=53.54,
-        tp=4,
-        pp=8,
-        stages=12,
-        seq_len=2048,
-    ),
-    Row(
-        NEMO_GPT,
-        "175B",
-        GPT_175B,
-        2048,
-        4096,
-        1,
-        "none",
-        mfu=52.40,
-        tp=4,
-        pp=8,
-        stages=12,
-        seq_len=2048,
-    ),
-    Row(
-        NEMO_GPT,
-        "340B",
-        NEMOTRON_340B,
-        128,
-        32,
-        1,
-        "none",
-        tokens=28432 / 128,
-        tp=8,
-        pp=8,
-        stages=12,
-    ),
-    Row(
-        NEMO_GPT,
-        "340B",
-        NEMOTRON_340B,
-        2048,
-        512,
-        1,
-        "none",
-        tokens=433296 / 2048,
-        tp=8,
-        pp=8,
-        stages=12,
-    ),
+    Row(NEMO_GPT, "175B", GPT_175B, 128, 256, 1, "none", mfu=53.54, tp=4, pp=8, stages=12,
+        seq_len=2048),
+    Row(NEMO_GPT, "175B", GPT_175B, 2048, 4096, 1, "none", mfu=52.40, tp=4, pp=8, stages=12,
+        seq_len=2048),
+    Row(NEMO_GPT, "340B", NEMOTRON_340B, 128, 32, 1, "none", tokens=28432 / 128, tp=8, pp=8,
+        stages=12),
+    Row(NEMO_GPT, "340B", NEMOTRON_340B, 2048, 512, 1, "none", tokens=433296 / 2048, tp=8, pp=8,
+        stages=12),
     Row(LLAMA3, "405B", LLAMA3_405B, 8192, 2048, 1, "none", mfu=43, tp=8, pp=16, stages=8),
     Row(LLAMA3, "405B", LLAMA3_405B, 16384, 2048, 1, "none", mfu=41, tp=8, pp=16, stages=8),
     Row(MEGATRON, "177B", GPT_177B, 96, 1152, 0, "", mfu=47, tp=8, pp=6, stages=0),
@@ -374,88 +272,19 @@ ROWS = [
     Row(FMS_A100, "13B", LLAMA2_13B, 128, 256, 2, "selective", mfu=60, apart=BLOCKS),
     Row(FMS_A100, "34B", CODELLAMA_34B, 128, 256, 2, "full", mfu=54),
     Row(FMS_A100, "70B", LLAMA2_70B, 128, 256, 2, "full", mfu=55),
-    Row(
-        SC21,
-        "18B",
-        gpt(6144, 40, 48, 51200),
-        256,
-        1024,
-        4,
-        "full",
-        mfu=75 * 135 / 312,
-        tp=8,
-        apart=UNFUSED,
-    ),
-    Row(
-        SC21,
-        "146B",
-        gpt(12288, 80, 96, 51200),
-        1536,
-        2304,
-        1,
-        "full",
-        mfu=75 * 148 / 312,
-        tp=8,
-        pp=8,
-        stages=2,
-        apart=UNFUSED,
-    ),
+    Row(SC21, "18B", gpt(6144, 40, 48, 51200), 256, 1024, 4, "full", mfu=75 * 135 / 312, tp=8,
+        apart=UNFUSED),
+    Row(SC21, "146B", gpt(12288, 80, 96, 51200), 1536, 2304, 1, "full", mfu=75 * 148 / 312, tp=8,
+        pp=8, stages=2, apart=UNFUSED),
     Row(
         KORTHIKANTI, "22B", gpt(6144, 48, 64, 51200), 8, 4, 4, "none", mfu=41.5, tp=8, apart=UNFUSED
     ),
-    Row(
-        KORTHIKANTI,
-        "175B",
-        GPT_175B,
-        64,
-        64,
-        1,
-        "none",
-        mfu=51.4,
-        tp=8,
-        pp=8,
-        stages=3,
-        apart=UNFUSED,
-    ),
-    Row(
-        KORTHIKANTI,
-        "530B",
-        gpt(20480, 105, 128, 51200),
-        280,
-        280,
-        1,
-        "none",
-        mfu=56.0,
-        tp=8,
-        pp=35,
-        stages=3,
-        apart=UNFUSED,
-    ),
-    Row(
-        KORTHIKANTI,
-        "1T",
-        gpt(25600, 128, 160, 51200),
-        512,
-        512,
-        1,
-        "none",
-        mfu=56.3,
-        tp=8,
-        pp=64,
-        apart=UNFUSED,
-    ),
-    Row(
-        MEGASCALE,
-        "175B",
-        gpt(12288, 96, 128, 64000),
-        12288,
-        6144,
-        1,
-        "none",
-        mfu=55.2,
-        tp=8,
-        pp=8,
-        stages=6,
-        apart="parallel blocks",
-    ),
-]
+    Row(KORTHIKANTI, "175B", GPT_175B, 64, 64, 1, "none", mfu=51.4, tp=8, pp=8, stages=3,
+        apart=UNFUSED),
+    Row(KORTHIKANTI, "530B", gpt(20480, 105, 128, 51200), 280, 280, 1, "none", mfu=56.0, tp=8,
+        pp=35, stages=3, apart=UNFUSED),
+    Row(KORTHIKANTI, "1T", gpt(25600, 128, 160, 51200), 512, 512, 1, "none", mfu=56.3, tp=8, pp=64,
+        apart=UNFUSED),
+    Row(MEGASCALE, "175B", gpt(12288, 96, 128, 64000), 12288, 6144, 1, "none", mfu=55.2, tp=8, pp=8,
+        stages=6, apart="parallel blocks"),
+]  # fmt: skip

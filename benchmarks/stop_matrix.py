@@ -32,7 +32,8 @@ PHASES = ("start-up", "step", "save", "evaluation")
 WORLD = 2
 PATIENCE_SECONDS = 600
 OUR_LINES = re.compile(
-    r"saved step-|stopped after step|SIG\w+ was received|step +\d+/|\+ torchrun|[\d,]+ parameters on|all 2 ranks|starting "
+    r"saved step-|stopped after step|SIG\w+ was received|step +\d+/|\+ torchrun|"
+    r"[\d,]+ parameters on|all 2 ranks|starting "
 )
 
 
@@ -69,14 +70,8 @@ def stop(number: str, target: str, phase: str, config: str, folder: Path) -> Sto
     }.get(phase, [])
     program = ["-m", "tools.launch", "--nproc-per-node", str(WORLD)]
     if target == "torchrun":
-        program = [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(WORLD),
-            "train.py",
-        ]
+        program = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD),
+                   "train.py"]  # fmt: skip
     with open(log, "w") as output:
         running = subprocess.Popen(
             [sys.executable, *program, config, *overrides],
@@ -203,7 +198,10 @@ def main() -> None:
                 with tempfile.TemporaryDirectory(prefix="stop-") as folder:
                     row = stop(number, target, phase, _small(config, Path(folder)), Path(folder))
                 rows.append(asdict(row))
-                text = f"{row.signal:8} {row.target:9} {row.phase:11} {row.seconds:8.1f} {row.steps_made:5} {row.steps_lost:5}"
+                text = (
+                    f"{row.signal:8} {row.target:9} {row.phase:11} {row.seconds:8.1f} "
+                    f"{row.steps_made:5} {row.steps_lost:5}"
+                )
                 print(
                     f"{text} {row.lines:6} {row.not_ours:9} {row.exit_status:7}  {row.state}",
                     flush=True,

@@ -153,15 +153,8 @@ def start(
 ) -> tuple[dict, int]:
     """Run one program; its result, and the peak of the processes' summed proportional set sizes in
     bytes."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.train_cpu",
-        "--inside",
-        program,
-        "--processes",
-        str(processes),
-    ]
+    command = [sys.executable, "-m", "benchmarks.train_cpu", "--inside", program, "--processes",
+               str(processes)]  # fmt: skip
     command += ["--steps", str(steps), size["config"], *size["overrides"], *extra]
     running = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

@@ -131,6 +131,7 @@ def draw() -> str:
 if __name__ == "__main__":
     for reader, writer, (rows, columns) in reads(size_of_the_matrix()):
         print(
-            f"rank {reader} reads rows {span(rows)}, columns {span(columns)} from what rank {writer} saved"
+            f"rank {reader} reads rows {span(rows)}, columns {span(columns)} from what rank "
+            f"{writer} saved"
         )
     svg.save("checkpoints", draw)

@@ -92,6 +92,7 @@ if __name__ == "__main__":
             sum(getattr(edit, what) for edit in recipe.edits) for what in ("added", "removed")
         )
         print(
-            f"{recipe.name:30} files {len({edit.path for edit in recipe.edits})}, lines +{added} −{removed}"
+            f"{recipe.name:30} files {len({edit.path for edit in recipe.edits})}, lines +{added} "
+            f"−{removed}"
         )
     svg.save("extending", draw)

@@ -201,7 +201,8 @@ def main() -> None:
     right.plot(tokens, pieces, color=TOGETHER, marker="o", label="in pieces")
     for t, a, b, c in zip(tokens, whole, pieces, pieces_and_dw, strict=True):
         print(
-            f"head, {t:6} tokens: {a:6.1f} GiB whole, {b:4.1f} GiB in pieces, {c:4.1f} GiB with dw in float32"
+            f"head, {t:6} tokens: {a:6.1f} GiB whole, {b:4.1f} GiB in pieces, {c:4.1f} GiB with dw "
+            "in float32"
         )
     right.set_xscale("log", base=2)
     right.set_yscale("log", base=2)

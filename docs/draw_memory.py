@@ -16,7 +16,10 @@ from training.load_config import load_config
 WIDTH, HEIGHT = 960, 470
 GPU = find_device("h100")  # of 80 GB
 ROOM = GPU.memory_bytes - GPU.reserved_bytes  # for tensors
-ROOM_SAID = f"at another moment on each rank; dashed: {ROOM / GB:.0f} GB, what CUDA and NCCL leave of a GPU of 80 GB"
+ROOM_SAID = (
+    f"at another moment on each rank; dashed: {ROOM / GB:.0f} GB, what CUDA and NCCL leave of a "
+    "GPU of 80 GB"
+)
 TOP, BOTTOM, HIGHEST = 100, 350, 86e9  # pixels, and the bytes of the whole height
 GROUPS = {  # which of the planner's categories a box holds, and its colour
     "weights, optimizer, reduced gradients": (
@@ -99,6 +102,7 @@ if __name__ == "__main__":
             if size >= 0.05 * GB
         )
         print(
-            f"{title.split(',')[0]} {name:9} {memory.peak / GB:5.1f} GB in {describe(memory.peak_action)}: {parts}"
+            f"{title.split(',')[0]} {name:9} {memory.peak / GB:5.1f} GB in "
+            f"{describe(memory.peak_action)}: {parts}"
         )
     svg.save("memory", draw)

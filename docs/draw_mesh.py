@@ -49,7 +49,10 @@ def box(rank: Rank) -> str:
     """One rank: its number, and its coordinates."""
     x, y = place(rank)
     pp, dp, tp = rank
-    corner = f'x="{x - BOX_WIDTH / 2:g}" y="{y - BOX_HEIGHT / 2:g}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="9"'
+    corner = (
+        f'x="{x - BOX_WIDTH / 2:g}" y="{y - BOX_HEIGHT / 2:g}" width="{BOX_WIDTH}" '
+        f'height="{BOX_HEIGHT}" rx="9"'
+    )
     coordinates = (("pp", pp, -29), ("dp", dp, 0), ("tp", tp, 29))
     return "\n".join(
         [
@@ -68,7 +71,8 @@ def legend(y: float, axis: str, name: str, lines: list[str]) -> str:
     x = 500
     return "\n".join(
         [
-            f'<line x1="{x}" y1="{y - 5}" x2="{x + 28}" y2="{y - 5}" stroke="{COLOURS[axis]}" stroke-width="5"/>',
+            f'<line x1="{x}" y1="{y - 5}" x2="{x + 28}" y2="{y - 5}" stroke="{COLOURS[axis]}" '
+            'stroke-width="5"/>',
             text(x + 40, y, f"{axis}: {name}", 16, COLOURS[axis], weight=700),
             *(text(x + 40, y + 21 * (i + 1), line) for i, line in enumerate(lines)),
         ]
@@ -88,11 +92,15 @@ def cube() -> list[str]:
 
 
 def draw() -> str:
-    head = f'orient="auto" markerWidth="3.4" markerHeight="3.4" viewBox="0 0 10 10" refY="5" fill="{COLOURS["pp"]}"'
+    head = (
+        'orient="auto" markerWidth="3.4" markerHeight="3.4" viewBox="0 0 10 10" refY="5" '
+        f'fill="{COLOURS["pp"]}"'
+    )
     first, last = place((0, 1, 0)), place((PP - 1, 0, 0))
     half = STEP["tp"][0] / 2
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="Helvetica, Arial, sans-serif">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        'font-family="Helvetica, Arial, sans-serif">',
         "<title>Eight ranks in three dimensions: tensor, data and pipeline parallel</title>",
         f'<defs><marker id="down" {head} refX="9"><path d="M0 0L10 5L0 10z"/></marker>',
         f'<marker id="up" {head} refX="1"><path d="M10 0L0 5L10 10z"/></marker></defs>',

@@ -46,7 +46,8 @@ def draw() -> str:
         text(
             40,
             62,
-            "between forward and backward it keeps no more than this; what is gathered is forgotten at once",
+            "between forward and backward it keeps no more than this; what is gathered is "
+            "forgotten at once",
             14,
             MUTED,
         ),

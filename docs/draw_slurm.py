@@ -58,7 +58,8 @@ def draw() -> str:
         text(
             24,
             62,
-            "torchrun starts again in place; the script requeues itself; Slurm requeues what lost a node",
+            "torchrun starts again in place; the script requeues itself; Slurm requeues what lost "
+            "a node",
             14,
             MUTED,
         ),

@@ -77,7 +77,8 @@ def draw() -> str:
         text(
             24,
             60,
-            f"D = {dim}, F = {ffn}, {tokens} tokens: each rank has {ffn // TP} of the inner numbers",
+            f"D = {dim}, F = {ffn}, {tokens} tokens: each rank has {ffn // TP} of the inner "
+            "numbers",
             14,
             MUTED,
         ),
@@ -95,7 +96,8 @@ def draw() -> str:
         text(
             24,
             HEIGHT - 22,
-            "forward: an all-reduce of T · D numbers, at g. Backward: one of the gradient of x, at f.",
+            "forward: an all-reduce of T · D numbers, at g. Backward: one of the gradient of x, "
+            "at f.",
             14,
         ),
     ]

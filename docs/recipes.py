@@ -6,8 +6,9 @@ goes:
 
     Write `path`:        the block is the file
     Append to `path`:    the block is put at the end of the file, after two empty lines
-    In `path`:           a diff without line numbers: lines with a blank and with − must be in the file, in this order and once;
-                         in their place come those with a blank and with +
+    In `path`:           a diff without line numbers: lines with a blank and with − must be in the
+                         file, in this order and once; in their place come those with a blank and
+                         with +
 """
 
 import re

@@ -35,7 +35,8 @@ def rectangle(
     radius: int = 0,
 ) -> str:
     return (
-        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius}" fill="{fill}" stroke="{stroke}" '
+        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius}" '
+        f'fill="{fill}" stroke="{stroke}" '
         'stroke-width="1"/>'
     )
 
@@ -50,7 +51,10 @@ def line(
     dashes: str = "",
 ) -> str:
     dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
-    return f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{colour}" stroke-width="{width:g}"{dashed}/>'
+    return (
+        f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{colour}" '
+        f'stroke-width="{width:g}"{dashed}/>'
+    )
 
 
 def arrow(x1: float, y1: float, x2: float, y2: float, colour: str = INK, width: float = 1.5) -> str:

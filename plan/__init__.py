@@ -2,12 +2,12 @@
 and the size of its world.
 
 check.py       what a plan cannot say anything about, and what it takes for granted
-layout.py      the world, and what one rank of it holds: parameters by FSDP's units, tokens, widths of numbers
+layout.py      the world, and what one rank of it holds: FSDP's units, tokens, widths of numbers
 categories.py  what memory is for
 account.py     bytes by category, and when they are most
 sharded.py     what FSDP2 does around units: gathers, copies, reductions
 memory.py      a rank's program, action by action, in bytes
-traffic.py     every collective of a step on one rank: axis, kind, count, bytes; and what of it crosses the wire
+traffic.py     every collective of a step on one rank: axis, kind, count, bytes, what the wire sees
 hardware.py    rates of devices
 links.py       seconds of a collective over each axis
 time.py        seconds of each action, of a step, MFU

@@ -4,11 +4,13 @@ They are counted at the moment at which a pipeline rank begins the backward with
 alive. Then there are
 
     the rank's weights and moments, sharded; weights in the compute dtype, gathered: all, or with
-    zero_stage 3 a block's what its blocks keep of all micro-batches that the schedule has alive on
-    it what the backward of a block needs besides, the gradient that came in, and weight gradients
-    that are put off where forwards and backwards take turns for long: the gradients of the
-    micro-batches before, and with zero_stage 2 and 3 the last of them that each stage reduced,
-    whole, which FSDP holds until the stage's next
+        zero_stage 3 a block's
+    what its blocks keep of all micro-batches that the schedule has alive on it
+    what the backward of a block needs besides, the gradient that came in, and weight gradients that
+        are put off
+    where forwards and backwards take turns for long: the gradients of the micro-batches before, and
+        with zero_stage 2 and 3 the last of them that each stage reduced, whole, which FSDP holds
+        until the stage's next
 
 Buffers of gathers, messages and the head come on top, and plan/memory.py counts them.
 """
@@ -83,22 +85,13 @@ def most_alive(
     for rank in reversed(range(pp)):
         # An input gradient leaves more at each block than it frees, and is highest at the last.
         split = block.split + max(0, block.more) * (fewest[rank] - 1)
-        backward = (
-            split
-            if schedule in ALWAYS_SPLIT
-            else min(block.whole, split)
-            if schedule == "dualpipe_v"
-            else block.whole
-        )
-        # weight gradients of `rank` micro-batches are still to come
-        if schedule == "zb_h1" and steady:
+        backward = split if schedule in ALWAYS_SPLIT else block.whole
+        if schedule == "dualpipe_v":
+            backward = min(block.whole, split)
+        if schedule == "zb_h1" and steady:  # weight gradients of `rank` micro-batches still to come
             backward += rank * blocks[rank] * block.deferred
-        found[
-            numbers[rank],
-            live[rank] * block.kept,
-            block.part + backward if live[rank] else 0,
-            unreduced[rank],
-        ] = rank
+        most = block.part + backward if live[rank] else 0
+        found[numbers[rank], live[rank] * block.kept, most, unreduced[rank]] = rank
     return [Alive(rank, *key) for key, rank in found.items()]
 
 

@@ -54,9 +54,10 @@ class Candidate(NamedTuple):
 
     def config(self) -> Config:
         pipe = self.pipeline
-        parallel = replace(self.alike.parallel, pp=pipe.pp, schedule=pipe.schedule, stages_per_rank=pipe.stages_per_rank,
-                           layers_per_stage=pipe.layers_per_stage, dp_shard=self.dp_shard, dp_replicate=self.dp_replicate,
-                           zero_stage=self.zero_stage)  # fmt: skip
+        parallel = replace(self.alike.parallel, pp=pipe.pp, schedule=pipe.schedule,
+                           stages_per_rank=pipe.stages_per_rank,
+                           layers_per_stage=pipe.layers_per_stage, dp_shard=self.dp_shard,
+                           dp_replicate=self.dp_replicate, zero_stage=self.zero_stage)  # fmt: skip
         return replace(self.alike, parallel=parallel)
 
 
@@ -72,10 +73,13 @@ def space(config: Config, world: int, device: Device) -> list[str]:
     kept += [f"train.{key}={str(getattr(train, key)).lower()}" for key in ("dtype", "compile")]
     tp = ", ".join(map(str, _tp_sizes(config, world, device)))
     return [
-        f"tried: tp {tp}; pp, dp_shard, dp_replicate that divide the rest; micro-batches of {sizes} sequences; "
-        f"{', '.join(schedules)}; {VIRTUAL[0]} to {VIRTUAL[-1]} stages a rank where interleaved; even, balanced layers, ends "
-        "without a block; zero_stage 1 to 3 (0: unsharded); no, selective and full recomputation",
-        "not tried: tp beyond a node, or cutting nodes unevenly; dp_shard that leaves out part of a node; uneven micro-batches",
+        f"tried: tp {tp}; pp, dp_shard, dp_replicate that divide the rest; micro-batches of "
+        f"{sizes} sequences; {', '.join(schedules)}; "
+        f"{VIRTUAL[0]} to {VIRTUAL[-1]} stages a rank where interleaved; even, balanced layers, "
+        "ends without a block; zero_stage 1 to 3 (0: unsharded); "
+        "no, selective and full recomputation",
+        "not tried: tp beyond a node, or cutting nodes unevenly; dp_shard that leaves out part of "
+        "a node; uneven micro-batches",
         f"as given: {' '.join(kept)}",
     ]
 
@@ -84,17 +88,16 @@ def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate
     """Every layout that keeps the configuration's rules."""
     batch, seq_len = config.train.global_batch_size, config.train.seq_len
     for tp in _tp_sizes(config, world, device):
-        for cut, size, mode in itertools.product(
-            (True, False), sorted({*MICRO_BATCHES, config.train.micro_batch_size}), MODES
-        ):
+        sizes = sorted({*MICRO_BATCHES, config.train.micro_batch_size})
+        for cut, size, mode in itertools.product((True, False), sizes, MODES):
             if (tp == 1 and cut != config.parallel.sequence_parallel) or (cut and seq_len % tp):
                 continue
-            parallel = replace(config.parallel, tp=tp, pp=1, dp_shard=1, dp_replicate=1, schedule="1f1b", stages_per_rank=1,
-                               layers_per_stage=None, sequence_parallel=cut, zero_stage=1)  # fmt: skip
+            parallel = replace(config.parallel, tp=tp, pp=1, dp_shard=1, dp_replicate=1,
+                               schedule="1f1b", stages_per_rank=1, layers_per_stage=None,
+                               sequence_parallel=cut, zero_stage=1)  # fmt: skip
             train = replace(config.train, micro_batch_size=size, activation_checkpointing=mode)
-            stage = Stage(
-                StepTime(Layout(replace(config, parallel=parallel, train=train), tp, 0), device)
-            )
+            layout = Layout(replace(config, parallel=parallel, train=train), tp, 0)
+            stage = Stage(StepTime(layout, device))
             for pp in _divisors(world // tp):
                 dp = world // (tp * pp)
                 if pp <= config.model.num_layers + 2 and batch % (dp * size) == 0:
@@ -118,9 +121,8 @@ class Stage:
     @cache  # noqa: B019  (of one search)
     def message_seconds(self, pp: int, world: int) -> float:
         parallel = replace(self.alike.parallel, pp=pp, dp_shard=world // (self.layout.tp * pp))
-        return StepTime(
-            Layout(replace(self.alike, parallel=parallel), world, 0), self.time.device
-        ).message_seconds
+        layout = Layout(replace(self.alike, parallel=parallel), world, 0)
+        return StepTime(layout, self.time.device).message_seconds
 
 
 def pipelines(config: Config, pp: int, m: int) -> Iterator[Pipeline]:

@@ -20,18 +20,14 @@ def check_before_search(config: Config) -> None:
     check_can_be_planned(config)
     # What only a layout makes wrong is set to what is right on one rank; the size that this
     # replaces is looked at below.
-    parallel = replace(config.parallel, tp=1, pp=1, dp_shard=1, dp_replicate=1, schedule="1f1b", stages_per_rank=1,
-                       layers_per_stage=None, zero_stage=2)  # fmt: skip
+    parallel = replace(config.parallel, tp=1, pp=1, dp_shard=1, dp_replicate=1, schedule="1f1b",
+                       stages_per_rank=1, layers_per_stage=None, zero_stage=2)  # fmt: skip
     alone = replace(config, parallel=parallel, train=replace(config.train, micro_batch_size=1),
                     run=replace(config.run, profile_ranks=[0]))  # fmt: skip
     alone.validate(1)
-    if config.train.micro_batch_size < 1:
-        raise UserError(
-            "train.micro_batch_size",
-            config.train.micro_batch_size,
-            "must be at least 1",
-            "give 1 or more",
-        )
+    size = config.train.micro_batch_size
+    if size < 1:
+        raise UserError("train.micro_batch_size", size, "must be at least 1", "give 1 or more")
 
 
 def assumptions(config: Config, device: Device) -> list[str]:
@@ -41,10 +37,12 @@ def assumptions(config: Config, device: Device) -> list[str]:
         lines.append("planned for Triton's kernels; model.kernels=torch is slower and keeps more")
     if config.train.compile:
         lines.append(
-            "planned for blocks that are not compiled; train.compile=true is a little faster and keeps a little less"
+            "planned for blocks that are not compiled; train.compile=true is a little faster and "
+            "keeps a little less"
         )
     if device.name != device.efficiencies_of:
         lines.append(
-            f"efficiencies are those of {device.efficiencies_of}, but for what a file of rates replaces"
+            f"efficiencies are those of {device.efficiencies_of}, but for what a file of rates "
+            "replaces"
         )
     return lines

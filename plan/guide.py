@@ -10,8 +10,7 @@ from training.config import Config
 
 ZeroStage = Literal[0, 1, 2, 3]
 STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)
-# bytes a parameter: bfloat16, bfloat16, two float32 moments
-GUIDE = {"weights": 2, "gradients": 2, "optimizer": 8}
+GUIDE = {"weights": 2, "gradients": 2, "optimizer": 8}  # bytes: bfloat16 twice, float32 moments
 
 
 def guide_bytes(parameters: float, ranks: int, zero_stage: int) -> float:
@@ -27,8 +26,9 @@ def our_bytes(config: Config, ranks: int, zero_stage: ZeroStage) -> dict[str, fl
     """What Lattice holds on each of `ranks` data-parallel ranks, between two micro-batches, without
     activations and buffers."""
     shard, replicate = (1, ranks) if zero_stage == 0 else (ranks, 1)
-    parallel = replace(config.parallel, tp=1, pp=1, schedule="1f1b", stages_per_rank=1, layers_per_stage=None,
-                       dp_shard=shard, dp_replicate=replicate, zero_stage=zero_stage)  # fmt: skip
+    parallel = replace(config.parallel, tp=1, pp=1, schedule="1f1b", stages_per_rank=1,
+                       layers_per_stage=None, dp_shard=shard, dp_replicate=replicate,
+                       zero_stage=zero_stage)  # fmt: skip
     layout = Layout(replace(config, parallel=parallel), ranks, 0)
     numel = sum(unit.numel for unit in layout.units(0))
     table = {
@@ -49,23 +49,18 @@ def guide_traffic(parameters: float, ranks: int, strategy: str) -> float:
     and backward and scatter gradients: three times. ZeRO-1 and -2 scatter gradients and gather
     weights once: twice, as DDP.
     """
-    return (
-        parameters
-        * 2
-        * {"ddp": 2, "zero 1": 2, "zero 2": 2, "zero 3": 3}[strategy]
-        * (ranks - 1)
-        / ranks
-    )
+    times = {"ddp": 2, "zero 1": 2, "zero 2": 2, "zero 3": 3}[strategy]
+    return parameters * 2 * times * (ranks - 1) / ranks
 
 
 def our_traffic(config: Config, ranks: int, strategy: str) -> float:
     """The same for Lattice, whose gradients are reduced in parallel.reduce_dtype: two passes of
     DDP's all-reduce, or one of a reduce-scatter beside the gathers of weights in train.dtype."""
-    layout = Layout(replace(config, parallel=replace(config.parallel, tp=1, pp=1, stages_per_rank=1, layers_per_stage=None,
-                                                     schedule="1f1b", dp_shard=ranks, dp_replicate=1)), ranks, 0)  # fmt: skip
-    reduced, gathered = {"ddp": (2, 0), "zero 1": (1, 1), "zero 2": (1, 1), "zero 3": (1, 2)}[
-        strategy
-    ]
+    parallel = replace(config.parallel, tp=1, pp=1, schedule="1f1b", stages_per_rank=1,
+                       layers_per_stage=None, dp_shard=ranks, dp_replicate=1)  # fmt: skip
+    layout = Layout(replace(config, parallel=parallel), ranks, 0)
+    passes = {"ddp": (2, 0), "zero 1": (1, 1), "zero 2": (1, 1), "zero 3": (1, 2)}
+    reduced, gathered = passes[strategy]
     width = reduced * layout.reduce + gathered * layout.compute
     return config.model.num_parameters * width * (ranks - 1) / ranks
 
@@ -76,16 +71,20 @@ def zero_table(config: Config, ranks: int) -> str:
     model = config.model.num_parameters
     parameters = round(model, -9) if model >= 1e9 else model
     lines = [
-        f"{parameters / 1e9:g} billion parameters on {ranks} data-parallel GPUs, in GB on each; activations come on top",
-        "guides: weights 2, gradients 2, optimizer 8 bytes a parameter (no float32 weights, which training in bfloat16 needs)",
-        f"Lattice: {model:,} parameters; float32 weights and moments, bfloat16 copies to compute with, float32 gradients",
+        f"{parameters / 1e9:g} billion parameters on {ranks} data-parallel GPUs, in GB on each; "
+        "activations come on top",
+        "guides: weights 2, gradients 2, optimizer 8 bytes a parameter (no float32 weights, which "
+        "training in bfloat16 needs)",
+        f"Lattice: {model:,} parameters; float32 weights and moments, bfloat16 copies to compute "
+        "with, float32 gradients",
         "zero_stage   guides   Lattice   of which",
     ]
     for stage in STAGES:
         ours = our_bytes(config, ranks, stage)
         parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in ours.items() if size)
         lines.append(
-            f"{stage:10d} {guide_bytes(parameters, ranks, stage) / GB:8.4g} {sum(ours.values()) / GB:9.1f}   {parts}"
+            f"{stage:10d} {guide_bytes(parameters, ranks, stage) / GB:8.4g} "
+            f"{sum(ours.values()) / GB:9.1f}   {parts}"
         )
     lines.append("traffic that one GPU sends for one micro-batch, in GB:")
     names = ("ddp", "zero 1", "zero 2", "zero 3")

@@ -51,16 +51,12 @@ class Device(DataSheet):
 # Azure_Results). A100's efficiencies are those of H100 times these quotients; no run on A100 was
 # fitted.
 EFFICIENCIES: dict[str, dict[str, Any]] = {
-    "a100": {
-        "efficiencies_of": "a100",
-        "matmul_efficiency": 0.76,
-        "attention_efficiency": 0.52,
-        "memory_efficiency": 0.38,
-    },
+    "a100": {"efficiencies_of": "a100", "matmul_efficiency": 0.76, "attention_efficiency": 0.52,
+             "memory_efficiency": 0.38},
     "h100": {},
     "h200": {},
     "b200": {},
-}
+}  # fmt: skip
 DEVICES = {
     name: Device(**asdict(DATA_SHEETS[name]), **found) for name, found in EFFICIENCIES.items()
 }

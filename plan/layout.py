@@ -183,12 +183,8 @@ class Layout:
         """What is gathered and reduced at once, and which of `units` it is."""
         units = self.units(stage)
         if self.config.parallel.fsdp_unit == "stage":
-            return [
-                (
-                    range(len(units)),
-                    Unit("stage", tuple(shape for unit in units for shape in unit.shapes)),
-                )
-            ]
+            shapes = tuple(shape for unit in units for shape in unit.shapes)
+            return [(range(len(units)), Unit("stage", shapes))]
         return [(range(i, i + 1), unit) for i, unit in enumerate(units)]
 
     @cached_property
@@ -275,9 +271,8 @@ class Sizes:
         ]
         selective[PRODUCTS] = len(whole) * self.whole
         mode = layout.config.train.activation_checkpointing
-        self.kinds: dict[str, int] = {"none": self.kinds_none, "selective": selective, "full": {}}[
-            mode
-        ]
+        kinds = {"none": self.kinds_none, "selective": selective, "full": {}}
+        self.kinds: dict[str, int] = kinds[mode]
         self.kept_none, self.kept = sum(self.kinds_none.values()), sum(self.kinds.values())
         self.gather = self.whole if self.cut else 0  # what a gather of the sequence allocates
         # and a scatter, or the copy that an all-reduce makes

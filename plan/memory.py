@@ -5,10 +5,12 @@ What a block of a stage keeps of a micro-batch between forward and backward, in 
 = T / tp with sequence parallelism and T without; D, F, H, K and E as in model/config.py, K counting
 a tp rank's own or shared heads):
 
-    none        4 t·D + (2 D + 3 F) T / tp + 2 K·E·T       norms, sum, output; q, attention, gate, up, gated; k, v
-    selective   1 t·D + (2 D + 2 F) T / tp + 2 K·E·T       output; q, attention, gate, up; k, v; with tp 1 also 2 T·D: the
-                                                           products after attention and in the end
-    full        1 t·D                                      the output, which is the next block's input
+    none        4 t·D + (2 D + 3 F) T / tp + 2 K·E·T   norms, sum, output; q, attention, gate, up,
+                                                       gated; k, v
+    selective   1 t·D + (2 D + 2 F) T / tp + 2 K·E·T   output; q, attention, gate, up; k, v; with
+                                                       tp 1 also 2 T·D: the products after attention
+                                                       and in the end
+    full        1 t·D                                  the output, which is the next block's input
 
 besides one float32 per row and norm, or per row and head. D T / tp is H·E T / tp where
 model.attention_dim says so, and `none` keeps q and k twice with model.qk_norm: before their norms
@@ -97,12 +99,8 @@ class Memory(Account):
 
     def _state(self, action: Action) -> Hashable:
         """All that an action's memory depends on, besides the layout."""
-        return (
-            action.kind,
-            action.stage,
-            self.left[action.stage] == 0,
-            self.sharded.state(action.stage),
-        )
+        kind, stage = action.kind, action.stage
+        return kind, stage, self.left[stage] == 0, self.sharded.state(stage)
 
     def _act(self, action: Action) -> None:
         last = self.left[action.stage] == 0

@@ -30,16 +30,8 @@ from training.optimizers import state_bytes
 ENOUGH = 20  # that fit, twice what is shown: estimates may put neighbours in the wrong order
 ALIKE = 0.01  # of a step's seconds: two that differ by less may well be in the other order
 NEAREST = 20  # layouts with the lowest bounds, of which one that a run would start is the nearest
-SEARCHED = (
-    "tp",
-    "pp",
-    "dp_shard",
-    "dp_replicate",
-    "schedule",
-    "stages_per_rank",
-    "layers_per_stage",
-    "zero_stage",
-)
+SEARCHED = ("tp", "pp", "dp_shard", "dp_replicate", "schedule", "stages_per_rank",
+            "layers_per_stage", "zero_stage")  # fmt: skip
 
 
 @dataclass
@@ -97,9 +89,8 @@ class Found:
         """Of each pipeline rank, first of those that often need most: the second may have a block
         more than the first."""
         pp = self.config.parallel.pp
-        return peaks(
-            self.layout, [rank for rank in (self.fullest, 1, 0, pp - 1, pp // 2) if rank < pp]
-        )
+        ranks = [rank for rank in (self.fullest, 1, 0, pp - 1, pp // 2) if rank < pp]
+        return peaks(self.layout, ranks)
 
     def describe(self) -> str:
         return describe([self])
@@ -142,12 +133,8 @@ def search(config: Config, world: int, device: Device, wanted: int = 10) -> Resu
     everything = list(candidates(config, world, device))
     if not everything:
         why = f"no layout of {world} GPUs cuts the batch, the layers and the heads into equal parts"
-        raise UserError(
-            "train.global_batch_size",
-            config.train.global_batch_size,
-            why,
-            "choose numbers with more divisors",
-        )
+        remedy = "choose numbers with more divisors"
+        raise UserError("train.global_batch_size", config.train.global_batch_size, why, remedy)
     possible = sorted((c for c in everything if c.bound <= room), key=lambda c: c.estimate)
     examine = Examiner(world, device, room)
     fitting: list[Found] = []
@@ -159,13 +146,19 @@ def search(config: Config, world: int, device: Device, wanted: int = 10) -> Resu
     if not fitting:
         if examine.refused is not None and not examine.too_large:
             raise examine.refused
-        why = f"none of {len(everything):,} layouts fits {room / GB:.0f} GB a GPU ({len(examine.known):,} were counted exactly)"
+        why = (
+            f"none of {len(everything):,} layouts fits {room / GB:.0f} GB a GPU "
+            f"({len(examine.known):,} were counted exactly)"
+        )
         nearest = examine.nearest(everything)
         if nearest is not None:
             why += f"; the nearest needs {nearest.peak / GB:.1f} GB: {nearest.describe()}"
         remedy = "take more GPUs, or larger ones (--device), or a smaller model or train.seq_len"
         if nearest is not None:
-            remedy += f"; to see where the nearest one's bytes are, plan it without --search: {nearest.overrides()}"
+            remedy += (
+                "; to see where the nearest one's bytes are, plan it without --search: "
+                f"{nearest.overrides()}"
+            )
         raise UserError("--gpus", world, why, remedy)
     on_frontier = [found for one in _lowest(possible) if (found := examine(one)) is not None]
     frontier: list[Found] = []
@@ -180,8 +173,7 @@ def search(config: Config, world: int, device: Device, wanted: int = 10) -> Resu
 
 
 def _check_states_fit(config: Config, world: int, room: float) -> None:
-    """Raises UserError where no layout can fit, whatever it does: its states alone are too
-    large."""
+    """Raises UserError where no layout can fit, whatever it does: states alone are too large."""
     one = Layout(config, world, 0)
     # weights, states; gradients, of which no rank holds less than its share
     each = state_bytes(config) + one.reduce
@@ -190,7 +182,8 @@ def _check_states_fit(config: Config, world: int, room: float) -> None:
         return
     why = (
         f"weights, moments and gradients take {each} bytes a parameter, {states / GB:,.0f} GB: "
-        f"{states / world / GB:,.0f} GB on each GPU, however they are cut, and there are {room / GB:.0f}"
+        f"{states / world / GB:,.0f} GB on each GPU, however they are cut, and there are "
+        f"{room / GB:.0f}"
     )
     least = math.ceil(states / room)
     remedy = (
@@ -274,14 +267,8 @@ def rows(found: Sequence[Found]) -> list[list[Found]]:
     ordered: list[list[Found]] = []
     for one in found:
         p, t = one.config.parallel, one.config.train
-        work = (
-            p.tp,
-            p.pp,
-            p.schedule,
-            p.sequence_parallel,
-            t.micro_batch_size,
-            t.activation_checkpointing,
-        )
+        work = (p.tp, p.pp, p.schedule, p.sequence_parallel, t.micro_batch_size,
+                t.activation_checkpointing)  # fmt: skip
         alike = together.setdefault(work, [])
         row = next((row for row in alike if one.seconds <= (1 + ALIKE) * row[0].seconds), None)
         if row is None:
@@ -309,8 +296,10 @@ def describe(alike: Sequence[Found]) -> str:
     )
     cut = ", whole sequence" if p.tp > 1 and not p.sequence_parallel else ""
     return (
-        f"{sizes} · {schedule}{'' if layers == 'even' else f', {layers}'} · micro-batch {train.micro_batch_size} · "
-        f"zero {_each(sorted(q.zero_stage for q in parallel))} · {train.activation_checkpointing} checkpointing{cut}"
+        f"{sizes} · {schedule}{'' if layers == 'even' else f', {layers}'} · "
+        f"micro-batch {train.micro_batch_size} · "
+        f"zero {_each(sorted(q.zero_stage for q in parallel))} · "
+        f"{train.activation_checkpointing} checkpointing{cut}"
     )
 
 

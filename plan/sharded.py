@@ -50,11 +50,8 @@ class Sharded:
             return 0
         size = unit.padded(layout.dp_shard) * layout.compute
         buffer = size if layout.dp_shard > 1 else 0
-        flat = (
-            size // layout.dp_shard
-            if layout.compute != layout.master and layout.dp_shard > 1
-            else 0
-        )
+        copied = layout.compute != layout.master and layout.dp_shard > 1
+        flat = size // layout.dp_shard if copied else 0
         if forward:
             self.account.reach(gathering=before + buffer + flat)
         self.account.add(GATHERED, size)
@@ -94,11 +91,8 @@ class Sharded:
         account.free(GRADIENTS, unit.numel * layout.compute)
         if key not in self.accumulated:
             # One parameter after the other changes its width; the largest comes last, or nearly.
-            widest = (
-                max(rows * columns for rows, columns in unit.shapes)
-                if layout.reduce != layout.compute
-                else 0
-            )
+            widest = max(rows * columns for rows, columns in unit.shapes)
+            widest = widest if layout.reduce != layout.compute else 0
             account.add(GRADIENTS, unit.numel * layout.reduce)
             account.reach(gradients=widest * layout.compute)
             self.accumulated.add(key)
@@ -117,10 +111,8 @@ class Sharded:
         account.add(REDUCING, numbers * layout.reduce)
         self.input_of_reduction[stage] = numbers * layout.reduce
         account.free(GRADIENTS, fresh)
-        output, final = (
-            numbers // layout.dp_shard * layout.reduce,
-            numbers // layout.dp_shard * layout.master,
-        )
+        part = numbers // layout.dp_shard
+        output, final = part * layout.reduce, part * layout.master
         # Alone, a rank divides by 1 into a copy.
         account.reach(reducing=output + (numbers * layout.reduce if layout.dp_shard == 1 else 0))
         if not last:

@@ -13,7 +13,10 @@ from plan.time import StepTime
 from plan.traffic import Call, by_axis, collectives, wire_bytes
 from training.config import Config
 
-MFU_FORMULA = "tokens per second × ModelConfig.flops_per_token(seq_len) / (GPUs × peak); attention counts causal, half a square"
+MFU_FORMULA = (
+    "tokens per second × ModelConfig.flops_per_token(seq_len) / (GPUs × peak); attention counts "
+    "causal, half a square"
+)
 
 
 def hidden(layout: Layout, axis: str) -> str:
@@ -21,7 +24,10 @@ def hidden(layout: Layout, axis: str) -> str:
     parallel = layout.config.parallel
     as_one, zero = parallel.fsdp_unit == "stage", parallel.zero_stage
     if axis == "tp":
-        cut = "backward: gathers behind input gradients, scatters behind weight gradients; forward waits"
+        cut = (
+            "backward: gathers behind input gradients, scatters behind weight gradients; forward "
+            "waits"
+        )
         return (
             cut
             if parallel.sequence_parallel

@@ -1,7 +1,7 @@
 """Seconds of each action of a pipeline's stage, and of a whole step. From shapes and rates alone:
 nothing runs.
 
-    product m × n × k         2·m·n·(k + ramp) / (peak · efficiency)       never less than its bytes take
+    product m × n × k         2·m·n·(k + ramp) / (peak · efficiency), never less than its bytes take
     attention, causal         2·T·S·D / tp forward, 2.5 times that backward
     everything else           bytes read and written / memory's rate
     collectives               plan/links.py
@@ -37,10 +37,8 @@ class Part:
     weight_grad: float
 
     def __add__(self, other: "Part") -> "Part":
-        mine, theirs = (
-            (self.forward, self.input_grad, self.weight_grad),
-            (other.forward, other.input_grad, other.weight_grad),
-        )
+        mine = (self.forward, self.input_grad, self.weight_grad)
+        theirs = (other.forward, other.input_grad, other.weight_grad)
         return Part(*(a + b for a, b in zip(mine, theirs, strict=True)))
 
     @property
@@ -87,15 +85,8 @@ class StepTime:
         layout, model, e = self.layout, self.layout.model, self.layout.compute
         dim, tokens, tp = model.dim, layout.tokens, layout.tp
         heads, ffn, kv = layout.q_width, model.ffn_dim // tp, layout.kv_width
-        shapes = [
-            (heads, dim),
-            (kv, dim),
-            (kv, dim),
-            (dim, heads),
-            (ffn, dim),
-            (ffn, dim),
-            (dim, ffn),
-        ]
+        attending = [(heads, dim), (kv, dim), (kv, dim), (dim, heads)]
+        shapes = [*attending, (ffn, dim), (ffn, dim), (dim, ffn)]
         forward = sum(self.product(tokens, n, k) for n, k in shapes)
         input_grad = sum(self.product(tokens, k, n) for n, k in shapes)
         weight_grad = sum(self.product(n, k, tokens) for n, k in shapes)
@@ -104,12 +95,9 @@ class StepTime:
         # Elements moved: norms and residual sums on the rank's part of the sequence; rotation,
         # attention's edges; the gate; norms of q and k.
         normed = tokens * (heads + kv) if model.qk_norm else 0
-        light = e * (
-            layout.local_tokens * dim * 8 + tokens * (2 * (heads + kv) + 3 * ffn) + 2 * normed
-        )
-        light_back = e * (
-            layout.local_tokens * dim * 9 + tokens * (2 * (heads + kv) + 5 * ffn) + 3 * normed
-        )
+        part, turned = layout.local_tokens * dim, 2 * (heads + kv)
+        light = e * (part * 8 + tokens * (turned + 3 * ffn) + 2 * normed)
+        light_back = e * (part * 9 + tokens * (turned + 5 * ffn) + 3 * normed)
         kernels = {kind: number + (2 if model.qk_norm else 0) for kind, number in KERNELS.items()}
         forward += attention + self.memory(light) + kernels[F] * self.device.kernel_seconds
         input_grad += (
@@ -119,16 +107,14 @@ class StepTime:
         whole = tokens * dim * e
         cut = layout.config.parallel.sequence_parallel
         once = self.links.collective("tp", whole, 1 if cut else 2)
-        into = [
-            sum(self.product(tokens, k, n) for n, k in shapes[a:b]) for a, b in ((0, 3), (4, 6))
-        ]
-        of = [sum(self.product(n, k, tokens) for n, k in shapes[a:b]) for a, b in ((0, 3), (4, 6))]
+        gathered = (shapes[0:3], shapes[4:6])
+        into = [sum(self.product(tokens, k, n) for n, k in some) for some in gathered]
+        of = [sum(self.product(n, k, tokens) for n, k in some) for some in gathered]
         talk = once * (4 if cut else 2)
         # two gathers of output gradients, two of inputs again, two scatters
         back = once * (6 if cut else 2)
-        waits = (2 * once if cut else 0.0) + sum(
-            max(0.0, once - seconds) for seconds in ([*into, *of] if cut else of)
-        )
+        beside = [*into, *of] if cut else of
+        waits = (2 * once if cut else 0.0) + sum(max(0.0, once - seconds) for seconds in beside)
         mode = layout.config.train.activation_checkpointing
         again = 0.0 if mode == "none" else talk * 3 / 4
         if mode == "full":
@@ -144,11 +130,8 @@ class StepTime:
     def head(self) -> Cost:
         """All three products are in forward (model/kernels/linear_cross_entropy.py)."""
         layout, e = self.layout, self.layout.compute
-        dim, vocabulary, tokens = (
-            layout.model.dim,
-            -(-layout.model.vocab_size // layout.tp),
-            layout.tokens,
-        )
+        dim, tokens = layout.model.dim, layout.tokens
+        vocabulary = -(-layout.model.vocab_size // layout.tp)
         products = [(tokens, vocabulary, dim), (tokens, dim, vocabulary), (vocabulary, dim, tokens)]
         forward = sum(self.product(*shape) for shape in products)
         forward += self.memory(
@@ -163,9 +146,8 @@ class StepTime:
         whole = self.layout.tokens * self.layout.model.dim * self.layout.compute
         once = self.links.collective("tp", whole)
         talk = Part(once, once, 0.0)
-        return Cost(
-            Part(self.memory(5 * whole), self.memory(3 * whole), self.memory(2 * whole)), talk, talk
-        )
+        moved = Part(self.memory(5 * whole), self.memory(3 * whole), self.memory(2 * whole))
+        return Cost(moved, talk, talk)
 
     def unit(self, unit: Unit) -> Cost:
         return {"embedding": self.embedding, "block": self.block, "head": self.head}[unit.name]
@@ -190,9 +172,8 @@ class StepTime:
         dp_replicate."""
         layout, units = self.layout, [unit for _, unit in self.layout.fsdp_units(stage)]
         links, shard, number = self.links, layout.dp_shard, len(units)
-        gather = links.collective(
-            "dp_shard", sum(gather_bytes(layout, unit) for unit in units), number=number
-        )
+        gathered = sum(gather_bytes(layout, unit) for unit in units)
+        gather = links.collective("dp_shard", gathered, number=number)
         reduced = sum(reduce_bytes(layout, unit) for unit in units)
         scatter = links.collective("dp_shard", reduced, number=number)
         return gather, scatter, links.collective("dp_replicate", reduced / shard, 2, number)
@@ -202,41 +183,28 @@ class StepTime:
         """Of each stage: seconds to bring its weights to the compute dtype, and what was gathered
         to its place."""
         layout = self.layout
-        numbers = [
-            sum(unit.numel for unit in layout.units(stage)) for stage in range(layout.num_stages)
-        ]
-        return [
-            self.memory(n * (3 * layout.compute + layout.master / layout.dp_shard)) for n in numbers
-        ]
+        width = 3 * layout.compute + layout.master / layout.dp_shard
+        stages = map(layout.units, range(layout.num_stages))
+        return [self.memory(sum(unit.numel for unit in units) * width) for units in stages]
 
     @cached_property
     def stages(self) -> list[Part]:
         """Seconds of each stage's actions, without what they wait for over dp_shard."""
+        stages = map(self.layout.units, range(self.layout.num_stages))
         return [
-            sum(
-                (
-                    self.part(unit) + Part(0.0, 0.0, self.summing(unit))
-                    for unit in self.layout.units(stage)
-                ),
-                NOTHING,
-            )
-            for stage in range(self.layout.num_stages)
+            sum((self.part(u) + Part(0.0, 0.0, self.summing(u)) for u in units), NOTHING)
+            for units in stages
         ]
 
     def waits(self, stage: int) -> Part:
         """Seconds by which gathers and reductions of every micro-batch make a stage's actions
         longer."""
-        zero, as_one = (
-            self.layout.config.parallel.zero_stage,
-            self.layout.config.parallel.fsdp_unit == "stage",
-        )
+        parallel = self.layout.config.parallel
+        zero, as_one = parallel.zero_stage, parallel.fsdp_unit == "stage"
         gather, scatter, _ = self.data_parallel(stage)
-        forward, backward = (
-            self.stages[stage].forward,
-            self.stages[stage].input_grad + self.stages[stage].weight_grad,
-        )
-        # nothing to hide behind: the next action gathers over the same link
-        if zero == 3 and as_one:
+        part = self.stages[stage]
+        forward, backward = part.forward, part.input_grad + part.weight_grad
+        if zero == 3 and as_one:  # nothing hides it: the next action gathers over the same link
             return Part(gather, gather + scatter, 0.0)
         if zero == 3:  # every forward and backward gathers; every backward reduces too
             return Part(max(0.0, gather - forward), max(0.0, gather + scatter - backward), 0.0)
@@ -285,11 +253,8 @@ class StepTime:
     @cached_property
     def waiting_for_messages(self) -> float:
         """By how much the step would be shorter if messages took no time."""
-        return max(
-            0.0,
-            self.timeline.step_time
-            - simulate(self.layout.schedule, replace(self.costs, communication=0.0)).step_time,
-        )
+        silent = simulate(self.layout.schedule, replace(self.costs, communication=0.0))
+        return max(0.0, self.timeline.step_time - silent.step_time)
 
     @cached_property
     def reductions(self) -> list[float]:
@@ -316,18 +281,14 @@ class StepTime:
         """AdamW and the norm, on the rank that has most."""
         ranks = [0.0] * self.layout.sizes.pp
         for stage, rank in enumerate(self.layout.where):
-            ranks[rank] += (
-                sum(unit.numel for unit in self.layout.units(stage)) / self.layout.dp_shard
-            )
+            numel = sum(unit.numel for unit in self.layout.units(stage))
+            ranks[rank] += numel / self.layout.dp_shard
         return self.memory(max(ranks) * 8 * self.layout.master)
 
     @cached_property
     def step_seconds(self) -> float:
-        return (
-            max(self.timeline.step_time, self.reductions_end)
-            + self.optimizer_seconds
-            + self.device.step_seconds
-        )
+        end = max(self.timeline.step_time, self.reductions_end)
+        return end + self.optimizer_seconds + self.device.step_seconds
 
     @property
     def tokens_per_second(self) -> float:
@@ -344,8 +305,5 @@ class StepTime:
     def mfu_full_attention(self) -> float:
         """The same with attention counted as the whole square, as Megatron-LM counts it."""
         model, seq_len = self.layout.model, self.layout.config.train.seq_len
-        return (
-            self.mfu
-            * model.flops_per_token(seq_len, whole_attention=True)
-            / model.flops_per_token(seq_len)
-        )
+        whole = model.flops_per_token(seq_len, whole_attention=True)
+        return self.mfu * whole / model.flops_per_token(seq_len)

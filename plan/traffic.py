@@ -5,24 +5,28 @@ Bytes are those of the whole tensor: what an all-gather ends with, what a reduce
 with, what an all-reduce or a message holds. `wire_bytes` says what of it passes a rank's link.
 Collectives over one rank move nothing and do not count.
 
-| when                     | over         | sequence parallel (T tokens, D wide, e bytes)        | else              |
-|--------------------------|--------------|------------------------------------------------------|-------------------|
-| embedding, forward       | tp           | 1 reduce-scatter T·D·e; in backward 1 all-gather     | 1 all-reduce      |
-| block, forward           | tp           | 2 all-gathers, 2 reduce-scatters, T·D·e each         | 2 all-reduces     |
-| block, backward          | tp           | 4 all-gathers, 2 reduce-scatters                     | 2 all-reduces     |
-| block, split: I          | tp           | 2 and 2;   W: 4 all-gathers                          | 2 all-reduces; 0  |
-| block, recomputed        | tp           | 2 all-gathers, 1 reduce-scatter more                 | 1 all-reduce more |
-| head, forward, a piece   | tp           | gather, reduce-scatter of the piece; 3 numbers a token | all-reduce; 3   |
-| gather of a unit         | dp_shard     | its weights, compute dtype: once a step; zero_stage 3: every forward, backward |
-| reduction of a unit      | dp_shard     | its gradients in reduce_dtype: once a step, zero_stage 2, 3: every micro-batch |
-|                          | dp_replicate | 1 / dp_shard of them, once a step                    |                   |
-| between two stages       | pp           | T·D·e / tp (T·D·e): hidden states, their gradients   |                   |
-| once a step              | tp           | gradients that each tp rank knows in part            | shared k, v; q's  |
-|                          |              |                                                      | and k's norms     |
-|                          | loss         | 1 all-reduce of the target tokens (int64), 1 of the loss                 |
-|                          | pp           | 1 all-reduce of the loss                                                 |
-|                          | world        | 1 all-reduce of the gradients' squares (float64)                         |
-|                          | ends         | 1 all-reduce of a tied embedding's gradient that is on two ranks         |
+| when              | over         | sequence parallel: T tokens, D wide, e bytes | else          |
+|-------------------|--------------|----------------------------------------------|---------------|
+| embedding, F      | tp           | 1 reduce-scatter T·D·e; in B 1 all-gather    | 1 all-reduce  |
+| block, F          | tp           | 2 all-gathers, 2 reduce-scatters, T·D·e each | 2 all-reduces |
+| block, B          | tp           | 4 all-gathers, 2 reduce-scatters             | 2 all-reduces |
+| block, split: I   | tp           | 2 and 2                                      | 2 all-reduces |
+| block, split: W   | tp           | 4 all-gathers                                | none          |
+| block, recomputed | tp           | 2 all-gathers, 1 reduce-scatter more         | 1 more        |
+| head, F, a piece  | tp           | gather, reduce-scatter of it, and 3 numbers  | all-reduce,   |
+|                   |              | a token                                      | and the 3     |
+| between stages    | pp           | T·D·e / tp: hidden states, their gradients   | T·D·e         |
+| once a step       | tp           | gradients that each tp rank knows in part    | shared k, v;  |
+|                   |              |                                              | q's, k's norm |
+| gather of a unit  | dp_shard     | its weights, compute dtype: once a step;                     |
+|                   |              | zero_stage 3: every forward, every backward                  |
+| reduction of one  | dp_shard     | its gradients in reduce_dtype: once a step;                  |
+|                   |              | zero_stage 2, 3: every micro-batch                           |
+|                   | dp_replicate | 1 / dp_shard of them, once a step                            |
+| once a step       | loss         | 1 all-reduce of the target tokens (int64), 1 of the loss     |
+|                   | pp           | 1 all-reduce of the loss                                     |
+|                   | world        | 1 all-reduce of the gradients' squares (float64)             |
+|                   | ends         | 1 all-reduce of a tied embedding's gradient, on two ranks    |
 """
 
 from collections import Counter

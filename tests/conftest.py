@@ -1,9 +1,9 @@
 """What all tests share: ready ranks, and Triton's CPU interpreter.
 
-def on_each_rank(argument): ...            # at the top level of the test file, so that ranks can import it
+def on_each_rank(argument): ...     # at the top level of the test file: ranks import it
 
 def test_it(ranks):
-    results = ranks.run(on_each_rank, 4, argument)     # in a fresh process group of 4; one result a rank
+    results = ranks.run(on_each_rank, 4, argument)     # in a fresh group of 4; one result a rank
 """
 
 import os

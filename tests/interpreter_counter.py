@@ -2,7 +2,7 @@
 
     with counted() as launches:
         rms_norm(x, weight, 1e-5, "triton")
-    launches[0].loaded + launches[0].stored        # what the memory moves if a launch fetches every byte once
+    launches[0].loaded + launches[0].stored     # what moves if a launch fetches every byte once
 
 The interpreter knows the address of every element that a program loads or stores. A byte counts
 once a launch, however many programs need it: that is the memory's traffic where caches hold what is
@@ -72,7 +72,8 @@ def counted() -> Iterator[list[Launch]]:
 
     builder = interpreter.InterpreterBuilder
     call, load, store, begin = (
-        interpreter.GridExecutor.__call__, builder.create_masked_load, builder.create_masked_store, builder.set_grid_idx,
+        interpreter.GridExecutor.__call__, builder.create_masked_load,
+        builder.create_masked_store, builder.set_grid_idx,
     )  # fmt: skip
     launches: list[Launch] = []
     programs: list[_Program] = []

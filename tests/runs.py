@@ -28,27 +28,16 @@ def write_config(folder: Path, data: Path, **sections: dict[str, Any]) -> str:
     """A small run's configuration file in `folder`: 4 layers, batches of 8 sequences of 32 tokens,
     micro-batches of 2; its run folder is `folder`/run."""
     raw: dict[str, dict[str, Any]] = {
-        "model": {
-            "dim": 32,
-            "num_layers": 4,
-            "num_heads": 4,
-            "num_kv_heads": 2,
-            "ffn_dim": 64,
-            "vocab_size": tokenizer().vocab_size,
-        },
+        "model": {"dim": 32, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 64,
+                  "vocab_size": tokenizer().vocab_size},
         "parallel": {},
-        "train": {
-            "steps": 6,
-            "seq_len": 32,
-            "global_batch_size": 8,
-            "micro_batch_size": 2,
-            "dtype": "float32",
-        },
+        "train": {"steps": 6, "seq_len": 32, "global_batch_size": 8, "micro_batch_size": 2,
+                  "dtype": "float32"},
         "optimizer": {"lr": 3e-3, "warmup_steps": 2},
         "data": {"path": str(data)},
         "checkpoint": {},
         "run": {"dir": str(folder / "run")},
-    }
+    }  # fmt: skip
     for section, values in sections.items():
         raw.setdefault(section, {}).update(values)
     path = folder / "config.yaml"

@@ -70,7 +70,10 @@ CompleteWait=0
 MinJobAge=3600
 PartitionName={partition} Nodes=n[1-{nodes}] Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
 """
-NODE = "NodeName={node} NodeAddr={address} Port={port} Sockets=2 CoresPerSocket=56 RealMemory=2000000 Gres=gpu:h100:8\n"
+NODE = (
+    "NodeName={node} NodeAddr={address} Port={port} Sockets=2 CoresPerSocket=56 RealMemory=2000000 "
+    "Gres=gpu:h100:8\n"
+)
 
 
 def install() -> None:

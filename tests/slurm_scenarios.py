@@ -68,16 +68,8 @@ class Run:
         **variables: str,
     ):
         count = nodes.count(",") + 1
-        size = [
-            "--nodes",
-            str(count),
-            "--nodelist",
-            nodes,
-            "--gpus-per-node",
-            str(ranks),
-            "--cpus-per-task",
-            str(ranks),
-        ]
+        size = ["--nodes", str(count), "--nodelist", nodes, "--gpus-per-node", str(ranks),
+                "--cpus-per-task", str(ranks)]  # fmt: skip
         arguments = (*size, "--time", "60", *options, SCRIPT, self.config, *overrides)
         self.job = self.cluster.sbatch(*arguments, **VARIABLES, **variables)
         return self
@@ -248,7 +240,8 @@ def test_an_array_of_three_links(cluster: Cluster, data: Path, tmp_path: Path) -
     stand_in = tmp_path / "bin" / "apptainer"
     stand_in.parent.mkdir()
     stand_in.write_text(
-        '#!/bin/bash\n[ "$1 $2 $3 $5" = "exec --nv --bind --pwd" ] && [ "$7" = tiny.sif ] && exec "${@:8}"\n'
+        '#!/bin/bash\n[ "$1 $2 $3 $5" = "exec --nv --bind --pwd" ] && [ "$7" = tiny.sif ] '
+        '&& exec "${@:8}"\n'
     )
     stand_in.chmod(0o755)
     run = Run(cluster, tmp_path / "it", data)
@@ -364,7 +357,8 @@ def stand_in_for_python(folder: Path, torchrun: str) -> str:
     (folder / "run" / "checkpoints").mkdir(parents=True)
     program = folder / "python"
     program.write_text(
-        f'#!/bin/bash\nif [ "$2" = tools.preflight ]; then echo n3 {folder}/run; exit; fi\n{torchrun}\n'
+        f'#!/bin/bash\nif [ "$2" = tools.preflight ]; then echo n3 {folder}/run; exit; fi\n'
+        f"{torchrun}\n"
     )
     program.chmod(0o755)
     return str(program)
@@ -373,7 +367,10 @@ def stand_in_for_python(folder: Path, torchrun: str) -> str:
 def test_a_job_does_not_requeue_itself_for_ever(cluster: Cluster, tmp_path: Path) -> None:
     """Five starts fail, of which the second alone has made a checkpoint: three in a row without
     one, and it gives up."""
-    fail = f'[ "$SLURM_RESTART_COUNT" != 1 ] || echo step-00000005 > {tmp_path}/run/checkpoints/latest; exit 1'
+    fail = (
+        '[ "$SLURM_RESTART_COUNT" != 1 ] || echo step-00000005 > '
+        f"{tmp_path}/run/checkpoints/latest; exit 1"
+    )
     variables = VARIABLES | {"PYTHON": stand_in_for_python(tmp_path, fail)}
     size = ["--nodes", "1", "--nodelist", "n3", "--gpus-per-node", "1", "--cpus-per-task", "1"]
     job = cluster.sbatch(*size, SCRIPT, **variables)

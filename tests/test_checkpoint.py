@@ -88,11 +88,9 @@ def test_the_newest_good_one_is_used_and_it_is_said_once(
     losses."""
     config, checkpoints = copy_of(saved, tmp_path)
     for step, what in zip(("step-00000006", "step-00000004"), kinds, strict=True):
-        file = (
-            sorted((checkpoints / step).glob("*.safetensors"))[-1]
-            if what == "tensors"
-            else checkpoints / step / what
-        )
+        file = checkpoints / step / what
+        if what == "tensors":
+            file = sorted((checkpoints / step).glob("*.safetensors"))[-1]
         flip_a_bit(file)
     before = losses(saved)
     results = ranks.run(heard, 4, [config, "parallel.pp=1"])
@@ -306,9 +304,8 @@ def test_saving_at_once_leaves_the_same(
     config = write_config(tmp_path, data, **sections)
     assert ranks.run(train_run, 8, [config]) == [""] * 8
     for step in (2, 4, 6):
-        mine, theirs = (
-            folder / "run" / "checkpoints" / f"step-{step:08d}" for folder in (tmp_path, saved)
-        )
+        name = f"run/checkpoints/step-{step:08d}"
+        mine, theirs = tmp_path / name, saved / name
         assert names(mine) == names(theirs)
         assert read_manifest(mine).tensors == read_manifest(theirs).tensors
         for shard in mine.glob("*.safetensors"):
@@ -387,12 +384,8 @@ def test_verify_says_what_is_wrong(
     assert "'trainer.json' is missing or truncated" in lines[1]
     assert verify.main([str(tmp_path / "nothing")]) == 2
     command = [sys.executable, "-m", "tools.verify", str(checkpoints / "step-00000006")]
-    assert (
-        subprocess.run(
-            command, cwd=Path(__file__).parent.parent, capture_output=True, check=False
-        ).returncode
-        == 0
-    )
+    root = Path(__file__).parent.parent
+    assert subprocess.run(command, cwd=root, capture_output=True, check=False).returncode == 0
 
 
 def test_the_error_of_a_save_is_everyones(ranks: Ranks) -> None:

@@ -31,50 +31,12 @@ from tools import verify
 from tools.huggingface.checkpoint_reader import CheckpointReader
 from tools.ranks import Ranks
 
-ODD_NUMBERS = [
-    -1,
-    0,
-    1,
-    2,
-    2**31,
-    2**63 - 1,
-    2**63,
-    10**15,
-    10**400,
-    -0.0,
-    0.5,
-    1e308,
-    float("inf"),
-    float("nan"),
-    True,
-]
-ODD_WORDS = [
-    "",
-    "x",
-    "..",
-    "../a",
-    "/etc/passwd",
-    "a" * 300,
-    "\ud800",
-    "\x00",
-    "\x1b[2J",
-    "F32",
-    MANIFEST,
-    FILE,
-]
-ODD = [
-    *ODD_NUMBERS,
-    *ODD_WORDS,
-    None,
-    [],
-    {},
-    [[]],
-    [1, 2],
-    {"a": 1},
-    [0, float("inf")],
-    [[5, 3]],
-    [[0, 2**62]],
-]
+ODD_NUMBERS = [-1, 0, 1, 2, 2**31, 2**63 - 1, 2**63, 10**15, 10**400, -0.0, 0.5, 1e308,
+               float("inf"), float("nan"), True]  # fmt: skip
+ODD_WORDS = ["", "x", "..", "../a", "/etc/passwd", "a" * 300, "\ud800", "\x00", "\x1b[2J", "F32",
+             MANIFEST, FILE]  # fmt: skip
+ODD = [*ODD_NUMBERS, *ODD_WORDS, None, [], {}, [[]], [1, 2], {"a": 1}, [0, float("inf")], [[5, 3]],
+       [[0, 2**62]]]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -284,7 +246,10 @@ def fuzz(good: Path, folder: Path, cases: int, capsys: pytest.CaptureFixture[str
     run()
     capsys.readouterr()
     with capsys.disabled():
-        row = f"{fuzzing.cases} cases, {fuzzing.accepted} of them good, {time.monotonic() - began:.0f} s, no failure"
+        row = (
+            f"{fuzzing.cases} cases, {fuzzing.accepted} of them good, "
+            f"{time.monotonic() - began:.0f} s, no failure"
+        )
         print(f"\ncheckpoints changed at random: {row}")
 
 

@@ -23,24 +23,11 @@ from tools import export, verify
 from tools.generate.load_model import load_model
 from tools.ranks import Ranks
 
-HOSTILE = [
-    "pickle for tensors",
-    "a path for a name",
-    "an absurd shape",
-    "a negative shape",
-    "two files exchanged",
-    "a file too many",
-    "a shard and its entry lost",
-    "truncated",
-    "a piece outside of its tensor",
-    "a piece twice and another not at all",
-    "an endless shape",
-    "a header that is too long",
-    "too many steps",
-    "a step of another kind",
-    "a sample that is no number",
-    "no model",
-]
+HOSTILE = ["pickle for tensors", "a path for a name", "an absurd shape", "a negative shape",
+           "two files exchanged", "a file too many", "a shard and its entry lost", "truncated",
+           "a piece outside of its tensor", "a piece twice and another not at all",
+           "an endless shape", "a header that is too long", "too many steps",
+           "a step of another kind", "a sample that is no number", "no model"]  # fmt: skip
 TRAINERS = {  # what is put where
     "too many steps": ("step", 10**15),
     "a step of another kind": ("step", True),

@@ -158,41 +158,29 @@ def test_wrong_value(override: str, said: str) -> None:
     [
         (["train.global_batch_size=2000000"], "train.global_batch_size"),
         (["train.global_batch_size=2000000001"], "train.global_batch_size"),
+        (["train.global_batch_size=100000000", "train.micro_batch_size=50000000"],
+         "train.micro_batch_size"),
         (
-            ["train.global_batch_size=100000000", "train.micro_batch_size=50000000"],
-            "train.micro_batch_size",
-        ),
-        (
-            [
-                "train.global_batch_size=2000000",
-                "train.micro_batch_size=100000",
-                "train.seq_len=512",
-            ],
+            ["train.global_batch_size=2000000", "train.micro_batch_size=100000",
+             "train.seq_len=512"],
             "train.global_batch_size",
         ),
         (["parallel.tp=1000000000"], "parallel.tp"),
         (["parallel.pp=1000000000"], "parallel.pp"),
-        (
-            ["parallel.stages_per_rank=1000000000", "parallel.schedule=interleaved_1f1b"],
-            "parallel.stages_per_rank",
-        ),
-        (
-            ["parallel.stages_per_rank=20000", "parallel.layers_per_stage=" + str([1] * 40000)],
-            "parallel.stages_per_rank",
-        ),
+        (["parallel.stages_per_rank=1000000000", "parallel.schedule=interleaved_1f1b"],
+         "parallel.stages_per_rank"),
+        (["parallel.stages_per_rank=20000", "parallel.layers_per_stage=" + str([1] * 40000)],
+         "parallel.stages_per_rank"),
         (["model.num_heads=65536"], "model.num_heads"),
         (["model.num_kv_heads=65536"], "model.num_kv_heads"),
         (
-            [
-                "model.num_layers=4096",
-                "parallel.stages_per_rank=2000",
-                "parallel.layers_per_stage=auto",
-            ],
+            ["model.num_layers=4096", "parallel.stages_per_rank=2000",
+             "parallel.layers_per_stage=auto"],
             "parallel.stages_per_rank",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0][:40],
-)
+)  # fmt: skip
 def test_nothing_of_a_senseless_length_is_built(
     overrides: list[str], key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,28 +263,8 @@ def test_numbers_and_text() -> None:
     assert load_config(LAPTOP, ["train.steps=&n 7"]).train.steps == 7
 
 
-AMBIGUOUS = [
-    "1e5",
-    "1e-5",
-    "10:13",
-    "2026-01-31",
-    "0x10",
-    "0o7",
-    "1_0",
-    ".5",
-    "1.",
-    "+1",
-    "nan",
-    ".nan",
-    "yes",
-    "null",
-    "~",
-    "",
-    "=",
-    "<<",
-    "é",
-    "- x",
-]
+AMBIGUOUS = ["1e5", "1e-5", "10:13", "2026-01-31", "0x10", "0o7", "1_0", ".5", "1.", "+1", "nan",
+             ".nan", "yes", "null", "~", "", "=", "<<", "é", "- x"]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", AMBIGUOUS)

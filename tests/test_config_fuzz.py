@@ -78,15 +78,9 @@ def fitting(node: dict[str, Any]) -> st.SearchStrategy[Any]:
             return st.none()
         case "string":
             usual = st.sampled_from(
-                [
-                    "prepared/laptop",
-                    "none",
-                    "zb_v",
-                    "interleaved_1f1b",
-                    "2:3",
-                    "x" * node["maxLength"],
-                ]
-            )
+                ["prepared/laptop", "none", "zb_v", "interleaved_1f1b", "2:3",
+                 "x" * node["maxLength"]]
+            )  # fmt: skip
             characters = st.characters(codec="utf-8", exclude_categories=["Cc", "Zl", "Zp"])
             return usual | st.text(characters, min_size=node.get("minLength", 0), max_size=9)
         case "array":
@@ -103,34 +97,10 @@ def fitting(node: dict[str, Any]) -> st.SearchStrategy[Any]:
 
 INTEGERS = [-1, 0, 2**31, 2**63, 2**64, 10**30, 10**400]
 FLOATS = [float(text) for text in ["0.5", "-0.0", "5e-324", "1e308", "nan", "inf", "-inf"]]
-TEXTS = [
-    "",
-    "nan",
-    "a\nb",
-    "a\0b",
-    "\x1b[31m",
-    "\u2028",
-    "../" * 500,
-    "~",
-    "%N",
-    "/proc/1",
-    "x" * 10000,
-]
-OTHERS = [
-    None,
-    True,
-    [],
-    {},
-    [[]],
-    [1] * 9999,
-    [0] * 2,
-    {"a": 0},
-    {"": 1},
-    {"a": {"b": []}},
-    {1: 2},
-    [None],
-    ["auto"],
-]
+TEXTS = ["", "nan", "a\nb", "a\0b", "\x1b[31m", "\u2028", "../" * 500, "~", "%N", "/proc/1",
+         "x" * 10000]  # fmt: skip
+OTHERS = [None, True, [], {}, [[]], [1] * 9999, [0] * 2, {"a": 0}, {"": 1}, {"a": {"b": []}},
+          {1: 2}, [None], ["auto"]]  # fmt: skip
 ODD = st.sampled_from([*INTEGERS, *FLOATS, *TEXTS, *OTHERS])
 JUNK = ODD | st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -151,19 +121,11 @@ def override(draw: st.DrawFn) -> str:
     return f"{section}.{key}={dump(value).removesuffix(chr(10)).removesuffix('...')}"
 
 
-ALPHABET = [
-    *"[]{}:,&*!|>'\"%@`#?-~=<. \n\t\0\r0123456789eExXaAn_",
-    "\ud800",
-    "é",
-    "<<: ",
-    "&a ",
-    "*a",
-    "!!",
-]
+ALPHABET = [*"[]{}:,&*!|>'\"%@`#?-~=<. \n\t\0\r0123456789eExXaAn_", "\ud800", "é", "<<: ", "&a ",
+            "*a", "!!"]  # fmt: skip
 RAW = st.text(st.sampled_from([letter for token in ALPHABET for letter in token]))
-SPLICES = b"&a [x]|*a|<<: |!!python/name:os.system|\t|\0|- |? |[[[[[[[[[[|{{{{{{{{{{|\n---\n|train:|steps: 1\n|\n\n\n".split(
-    b"|"
-)
+SPLICES = b"&a [x]|*a|<<: |!!python/name:os.system|\t|\0|- |? |[[[[[[[[[[|{{{{{{{{{{".split(b"|")
+SPLICES += [b"\n---\n", b"train:", b"steps: 1\n", b"\n\n\n"]
 
 
 @st.composite
@@ -230,7 +192,8 @@ class Row:
 
     def show(self) -> None:
         seconds = time.perf_counter() - self.began
-        cases = f"{self.count.total()} cases, {self.count['refused']} refused, {self.count['valid']} valid"
+        count = self.count
+        cases = f"{count.total()} cases, {count['refused']} refused, {count['valid']} valid"
         print(f"fuzz of the configuration, {self.name}: {cases}, no failure, {seconds:.1f} s")
         assert self.count["refused"]
         assert self.count["valid"]
@@ -326,26 +289,12 @@ NOT_RUN = {
     "guard": ["hang_factor", "hang_seconds"],
     "run": ["dir", "wandb", "wandb_project", "memory_history", "tensorboard"],
     "data": ["path", "tokenizer"],
-    "train": [
-        "compile",
-        "deterministic",
-        "max_minutes",
-        "steps",
-        "seq_len",
-        "global_batch_size",
-        "micro_batch_size",
-    ],
-    "model": [
-        "kernels",
-        "dim",
-        "ffn_dim",
-        "num_layers",
-        "vocab_size",
-        "attention_dim",
-        "num_heads",
-    ],
+    "train": ["compile", "deterministic", "max_minutes", "steps", "seq_len", "global_batch_size",
+              "micro_batch_size"],
+    "model": ["kernels", "dim", "ffn_dim", "num_layers", "vocab_size", "attention_dim",
+              "num_heads"],
     "parallel": ["pp", "tp"],
-}
+}  # fmt: skip
 RUN_NAMES = [(section, key) for section, key in NAMES if key not in NOT_RUN.get(section, [])]
 
 
@@ -391,7 +340,8 @@ def some_runs(ranks: Ranks, folder: Path, count: int) -> None:
 
     run()
     print(
-        f"fuzz of the configuration, runs: {dict(ends)}, no failure, {time.perf_counter() - began:.1f} s"
+        f"fuzz of the configuration, runs: {dict(ends)}, no failure, "
+        f"{time.perf_counter() - began:.1f} s"
     )
     assert ends["finished"]
 

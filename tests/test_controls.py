@@ -236,24 +236,12 @@ def name_of(value: object) -> str:
     [
         (partial_gradients_not_summed, TP, {"gradient", "spread"}, "norm.weight"),
         (partial_gradients_not_summed, SHARED_KV, {"gradient", "spread"}, "attention."),
-        (
-            norm_gradients_summed_in_vain,
-            Case(MeshSizes(tp=2), sequence_parallel=False),
-            {"gradient"},
-            "norm.weight",
-        ),
-        (
-            head_norm_gradients_not_summed,
-            Case(MeshSizes(tp=2), qk_norm=True),
-            {"gradient", "spread"},
-            "attention.",
-        ),
-        (
-            head_norm_gradients_not_summed,
-            replace(SHARED_KV, qk_norm=True),
-            {"gradient", "spread"},
-            "attention.",
-        ),
+        (norm_gradients_summed_in_vain, Case(MeshSizes(tp=2), sequence_parallel=False),
+         {"gradient"}, "norm.weight"),
+        (head_norm_gradients_not_summed, Case(MeshSizes(tp=2), qk_norm=True),
+         {"gradient", "spread"}, "attention."),
+        (head_norm_gradients_not_summed, replace(SHARED_KV, qk_norm=True), {"gradient", "spread"},
+         "attention."),
         (gradients_averaged, DP, {"gradient", "norm"}, ""),
         (mean_per_rank, DP, {"gradient", "loss", "norm"}, ""),
         (mean_per_microbatch, Case(MeshSizes()), {"gradient", "loss", "norm"}, ""),
@@ -261,40 +249,21 @@ def name_of(value: object) -> str:
         (last_backward_forgotten, Case(MeshSizes()), {"crash"}, ""),
         (last_backward_forgotten, Case(MeshSizes(pp=2), schedule="zb_h1"), {"crash"}, ""),
         (weight_gradients_not_reduced, Case(MeshSizes(pp=2), schedule="zb_h1"), {"crash"}, ""),
-        (
-            weight_gradients_overwrite,
-            Case(MeshSizes(pp=2), schedule="zb_h1"),
-            {"gradient", "norm"},
-            ".weight",
-        ),
-        (
-            weight_gradients_of_another_microbatch,
-            Case(MeshSizes(pp=2), schedule="zb_h1"),
-            {"gradient", "norm"},
-            ".weight",
-        ),
-        (
-            tied_gradients_not_combined,
-            Case(MeshSizes(), tie_embeddings=True),
-            {"gradient", "spread"},
-            "embedding.weight",
-        ),
-        (
-            tied_gradients_not_combined,
-            Case(MeshSizes(pp=2), tie_embeddings=True),
-            {"gradient", "spread"},
-            "embedding.weight",
-        ),
-        (
-            tied_gradients_not_combined,
-            Case(MeshSizes(pp=2), tie_embeddings=True, schedule="zb_v", stages_per_rank=2),
-            {"gradient", "spread"},
-            "embedding.weight",
-        ),
+        (weight_gradients_overwrite, Case(MeshSizes(pp=2), schedule="zb_h1"), {"gradient", "norm"},
+         ".weight"),
+        (weight_gradients_of_another_microbatch, Case(MeshSizes(pp=2), schedule="zb_h1"),
+         {"gradient", "norm"}, ".weight"),
+        (tied_gradients_not_combined, Case(MeshSizes(), tie_embeddings=True),
+         {"gradient", "spread"}, "embedding.weight"),
+        (tied_gradients_not_combined, Case(MeshSizes(pp=2), tie_embeddings=True),
+         {"gradient", "spread"}, "embedding.weight"),
+        (tied_gradients_not_combined,
+         Case(MeshSizes(pp=2), tie_embeddings=True, schedule="zb_v", stages_per_rank=2),
+         {"gradient", "spread"}, "embedding.weight"),
         (softmax_over_own_columns, TP, {"gradient", "loss"}, ""),
     ],
     ids=name_of,
-)
+)  # fmt: skip
 def test_planted_bug_is_found(ranks, bug, case, where, parameter):
     row = check(ranks, case, sabotage=bug)
     assert where <= set(row.failures()), row.crash

@@ -102,19 +102,10 @@ def test_the_index_of_many_documents_says_nothing_new(tmp_path: Path) -> None:
     """So a folder of many documents is, byte for byte, what older versions wrote."""
     keys = set(json.loads((prepared(tmp_path / "out") / "index.json").read_text()))
     assert keys == {
-        *(
-            "format",
-            "version",
-            "source",
-            "dtype",
-            "vocab_size",
-            "tokenizer_sha256",
-            "bos_id",
-            "eos_id",
-            "heldout_fraction",
-        ),
+        *("format", "version", "source", "dtype", "vocab_size", "tokenizer_sha256", "bos_id",
+          "eos_id", "heldout_fraction"),
         *("empty_documents", "unigram_nats_per_token", "splits"),
-    }
+    }  # fmt: skip
 
 
 def test_without_evaluation_no_held_out_split_is_needed(ranks: Ranks, tmp_path: Path) -> None:

@@ -60,21 +60,12 @@ def row(text: object) -> str:
 def test_a_folder_of_mixed_kinds_is_read_whole_and_the_rest_is_named(tmp_path: Path) -> None:
     write(
         tmp_path,
-        {
-            "a.jsonl": row("json"),
-            "b.txt": "text",
-            "c.txt.gz": gzip.compress(b"compressed"),
-            "d/e.csv": "text,n\ncsv,1\n",
-            "d/looks_like.txt/f.md": "in a folder named like a file",
-            "empty.txt": "",
-            ".hidden/x.txt": "not to be read",
-            "d/.also_hidden.txt": "not to be read",
-            "image.png": b"\x89PNG",
-            "README": "no ending",
-            "all.zip": b"PK",
-            "package.json": '{"name": "a program", "version": "1"}',
-        },
-    )
+        {"a.jsonl": row("json"), "b.txt": "text", "c.txt.gz": gzip.compress(b"compressed"),
+         "d/e.csv": "text,n\ncsv,1\n", "d/looks_like.txt/f.md": "in a folder named like a file",
+         "empty.txt": "", ".hidden/x.txt": "not to be read", "d/.also_hidden.txt": "not to be read",
+         "image.png": b"\x89PNG", "README": "no ending", "all.zip": b"PK",
+         "package.json": '{"name": "a program", "version": "1"}'},
+    )  # fmt: skip
     os.symlink(tmp_path, tmp_path / "d" / "loop")
     os.symlink("b.txt", tmp_path / "link.txt")
     os.symlink("nowhere", tmp_path / "broken.txt")
@@ -117,14 +108,12 @@ def test_the_report_for_a_person(tmp_path: Path) -> None:
     [
         ({}, "the folder is empty"),
         ({".git/a.txt": "x"}, "nothing in it can be read (hidden: .git/)"),
-        (
-            {"c.xyz": "text", "d.xyz": "text", "b.png": "", "b.zip": "PK"},
-            "none of its files is of a known kind",
-        ),
+        ({"c.xyz": "text", "d.xyz": "text", "b.png": "", "b.zip": "PK"},
+         "none of its files is of a known kind"),
         ({"a.txt": "", "b.jsonl": ""}, "there is no text in it"),
     ],
     ids=["empty folder", "hidden", "unknown endings", "empty files"],
-)
+)  # fmt: skip
 def test_a_folder_without_text_is_refused_for_its_own_reason(
     tmp_path: Path, files: dict, why: str
 ) -> None:
@@ -229,13 +218,11 @@ def test_a_python_without_a_compression_says_so(
 BAD_LINES = {
     "malformed": (b'{"text": \n', "line 3: it is not JSON"),
     "Latin-1": ('{"text": "naïve"}\n'.encode("latin-1"), "line 3: it is not UTF-8"),
-    "lone surrogate": (
-        b'{"text": "\\ud83d alone"}\n',
-        r"line 3: 'text' has the lone surrogate \ud83d",
-    ),
+    "lone surrogate": (b'{"text": "\\ud83d alone"}\n',
+                       r"line 3: 'text' has the lone surrogate \ud83d"),
     "list": (b"[1]\n", "line 3: a row is an object"),
     "nested": (b"[" * 100_000 + b"\n", "line 3: it is nested too deeply"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD_LINES)

@@ -25,18 +25,8 @@ from tests.transcripts import (
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-TOUR = [
-    "mesh",
-    "tensor",
-    "sequence",
-    "pipeline",
-    "data",
-    "memory",
-    "kernels",
-    "checkpoints",
-    "slurm",
-    "extending",
-]
+TOUR = ["mesh", "tensor", "sequence", "pipeline", "data", "memory", "kernels", "checkpoints",
+        "slurm", "extending"]  # fmt: skip
 # the others by matplotlib
 DRAWN = ["mesh", "tensor", "sequence", "data", "memory", "checkpoints", "slurm", "extending"]
 # Commands that are parsed and not run, by page: how many, for which reasons.
@@ -184,7 +174,8 @@ def test_an_output_that_is_no_longer_true_is_found() -> None:
 def test_pages_are_parsed_as_they_are_read(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
-        "text\n```console\n$ python - <<'end'\nprint(1)\nend\n1\n$ ls \\\n    -l   # not run: for show\n```\n"
+        "text\n```console\n$ python - <<'end'\nprint(1)\nend\n1\n$ ls \\\n    -l   "
+        "# not run: for show\n```\n"
         "```bash\n# why\nls a \\\n  b\nls c\n```\n```python\nx = 1\n```\n"
     )
     first, second, third, fourth = commands(page)

@@ -20,23 +20,17 @@ TEKKEN = json.dumps(
 )
 FILES = {
     "tekken.json": (TEKKEN, "Mistral's tekken format, which is not supported"),
-    "tokenizer.model": (
-        "".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(9)),
-        "a vocabulary for tiktoken",
-    ),
+    "tokenizer.model": ("".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(9)),
+                        "a vocabulary for tiktoken"),
     "model.gguf": ("GGUF\x03\0\0\0", "a GGUF model, which is not supported"),
     "vocab.json": (json.dumps({"a": 0, "b": 1}), "a vocabulary without its merges"),
-    "tokenizer_config.json": (
-        json.dumps({"tokenizer_class": "LlamaTokenizer"}),
-        "describes a tokenizer",
-    ),
-    "tokenizer.json": (
-        "version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
-        "a pointer of Git LFS",
-    ),
+    "tokenizer_config.json": (json.dumps({"tokenizer_class": "LlamaTokenizer"}),
+                              "describes a tokenizer"),
+    "tokenizer.json": ("version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+                       "a pointer of Git LFS"),
     "broken.json": ("{", "this is not a tokenizer.json that can be read"),
     "broken.model": ("junk", "this is not a SentencePiece model"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FILES)

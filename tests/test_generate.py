@@ -186,15 +186,8 @@ def test_more_ranks_than_heads_are_refused(ranks, saved):
 
 
 def test_the_command(saved):
-    command = [
-        sys.executable,
-        "-m",
-        "tools.generate",
-        "--checkpoint",
-        str(saved / "run"),
-        "--prompt",
-        "naïve €",
-    ]
+    command = [sys.executable, "-m", "tools.generate", "--checkpoint", str(saved / "run"),
+               "--prompt", "naïve €"]  # fmt: skip
     options = ["--max-new-tokens", "5", "--top-k", "3", "--dtype", "bfloat16"]
     done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr.decode()

@@ -114,7 +114,8 @@ config = load_config(sys.argv[1], sys.argv[2:])
 config.validate(1)
 mesh = build_mesh(config.parallel.mesh_sizes(1), "cuda")
 train = TrainStep(config, mesh, build_stages(config, mesh), bos_id=1)
-tokens = torch.randint(config.model.vocab_size, (config.train.global_batch_size, config.train.seq_len))
+shape = config.train.global_batch_size, config.train.seq_len
+tokens = torch.randint(config.model.vocab_size, shape)
 train(0, tokens, tokens)  # compiles kernels, makes memory
 torch.cuda.set_sync_debug_mode("error")
 train(1, tokens, tokens)

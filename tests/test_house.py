@@ -16,18 +16,8 @@ import pytest
 from training.config import Config
 
 ROOT = Path(__file__).parent.parent
-ROOMS = (
-    "benchmarks",
-    "data",
-    "docs",
-    "model",
-    "parallel",
-    "plan",
-    "runtime",
-    "tests",
-    "tools",
-    "training",
-)
+ROOMS = ("benchmarks", "data", "docs", "model", "parallel", "plan", "runtime", "tests", "tools",
+         "training")  # fmt: skip
 MAX_LINES = 350
 
 # Which rooms a room may import beside itself; `errors`, `settings` and `hardware` may be imported

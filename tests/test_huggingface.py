@@ -28,16 +28,9 @@ from tools.huggingface.tensor_files import INDEX, SINGLE, FolderTensors
 from tools.ranks import Ranks
 
 VOCAB = tokenizer().vocab_size
-SMALL = {
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-}
+SMALL = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": VOCAB,
+         "max_position_embeddings": 128, "rms_norm_eps": 1e-5}  # fmt: skip
 # Frequencies of all three kinds, kept, slowed and between, within the 64 positions that are
 # compared.
 SCALED = {
@@ -53,12 +46,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str, torch.dtype]] = {
     "Llama 3, sharded": ("Llama", {"rope_theta": 500_000.0}, "100KB", torch.float32),
     "Llama 3.2: scaled rope, tied": (
         "Llama",
-        {
-            "rope_theta": 500_000.0,
-            "rope_scaling": SCALED,
-            "tie_word_embeddings": True,
-            "head_dim": 16,
-        },
+        {"rope_theta": 500_000.0, "rope_scaling": SCALED, "tie_word_embeddings": True,
+         "head_dim": 16},
         "1GB",
         torch.float32,
     ),
@@ -74,7 +63,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, torch.dtype]] = {
         "1GB",
         torch.float32,
     ),
-}
+}  # fmt: skip
 # What of each case's model must matter to its logits, for the comparison to prove anything.
 CONTROLS = {
     "Llama 3, sharded": {"rope_theta": 10_000.0},
@@ -237,36 +226,26 @@ DAMAGE = {
         lambda f: change_tensors(f, "model.layers.0.self_attn.q_proj.bias", torch.zeros(64), FIRST),
         "q_proj.bias is no",
     ),
-    "extra tensor the index does not name": (
-        lambda f: change_tensors(f, "x", torch.zeros(1)),
-        "x is no tensor",
-    ),
-    "other shape": (
-        lambda f: change_tensors(f, EMBEDDING, torch.zeros(VOCAB, 32), FIRST),
-        f"(800, 32), and by config.json ({VOCAB}",
-    ),
+    "extra tensor the index does not name": (lambda f: change_tensors(f, "x", torch.zeros(1)),
+                                             "x is no tensor"),
+    "other shape": (lambda f: change_tensors(f, EMBEDDING, torch.zeros(VOCAB, 32), FIRST),
+                    f"(800, 32), and by config.json ({VOCAB}"),
     "codes": (
         lambda f: change_tensors(f, EMBEDDING, torch.zeros(VOCAB, 64, dtype=torch.int8), FIRST),
         "of the type I8",
     ),
     "index that lies": (lambda f: change_tensors(f, EMBEDDING, None, FIRST), f"has no {EMBEDDING}"),
-    "index that leaves": (
-        lambda f: change_tensors(f, EMBEDDING, None, "../secret.safetensors"),
-        "has no weight_map",
-    ),
-    "truncated": (
-        lambda f: (f / FIRST).write_bytes((f / FIRST).read_bytes()[:-1]),
-        "is no file of tensors",
-    ),
+    "index that leaves": (lambda f: change_tensors(f, EMBEDDING, None, "../secret.safetensors"),
+                          "has no weight_map"),
+    "truncated": (lambda f: (f / FIRST).write_bytes((f / FIRST).read_bytes()[:-1]),
+                  "is no file of tensors"),
     "missing file": (lambda f: (f / FIRST).unlink(), "is no file of tensors"),
     "pickles": (only_pickles, "pytorch_model.bin would have to be unpickled"),
     "no config": (lambda f: (f / "config.json").unlink(), "cannot be read"),
     "config that is no JSON": (lambda f: (f / "config.json").write_text("{"), "is not JSON"),
-    "no tokenizer": (
-        lambda f: (f / "tokenizer.model").unlink(),
-        "neither tokenizer.model nor tokenizer.json",
-    ),
-}
+    "no tokenizer": (lambda f: (f / "tokenizer.model").unlink(),
+                     "neither tokenizer.model nor tokenizer.json"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DAMAGE)

@@ -10,50 +10,25 @@ import torch
 from errors import UserError
 from tools.huggingface.config import HuggingFaceConfig, config_json, parameters
 
-SMALL = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "vocab_size": 800,
-    "max_position_embeddings": 128,
-}
+SMALL = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 4,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
+         "vocab_size": 800, "max_position_embeddings": 128}  # fmt: skip
 # As published, and how many parameters the models have.
 LLAMA31 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "Llama 2 7B": (
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "hidden_size": 4096,
-            "intermediate_size": 11008,
-            "max_position_embeddings": 4096,
-            "num_attention_heads": 32,
-            "num_hidden_layers": 32,
-            "rms_norm_eps": 1e-05,
-            "rope_scaling": None,
-            "vocab_size": 32000,
-        },
+        {"architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008,
+         "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
+         "rms_norm_eps": 1e-05, "rope_scaling": None, "vocab_size": 32000},
         6_738_415_616,
     ),
     "Llama 3.1 8B": (
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "attention_bias": False,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "max_position_embeddings": 131072,
-            "mlp_bias": False,
-            "num_attention_heads": 32,
-            "num_hidden_layers": 32,
-            "num_key_value_heads": 8,
-            "pretraining_tp": 1,
-            "rms_norm_eps": 1e-05,
-            "rope_scaling": LLAMA31 | {"original_max_position_embeddings": 8192},
-            "rope_theta": 500000.0,
-            "vocab_size": 128256,
-        },
+        {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "hidden_size": 4096,
+         "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False,
+         "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+         "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+         "rope_scaling": LLAMA31 | {"original_max_position_embeddings": 8192},
+         "rope_theta": 500000.0, "vocab_size": 128256},
         8_030_261_248,
     ),
     "Llama 3.2 1B": (
@@ -76,45 +51,22 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         1_235_814_400,
     ),
     "Mistral Nemo": (
-        {
-            "architectures": ["MistralForCausalLM"],
-            "head_dim": 128,
-            "hidden_size": 5120,
-            "intermediate_size": 14336,
-            "max_position_embeddings": 131072,
-            "num_attention_heads": 32,
-            "num_hidden_layers": 40,
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-05,
-            "rope_theta": 1000000.0,
-            "sliding_window": None,
-            "vocab_size": 131072,
-        },
+        {"architectures": ["MistralForCausalLM"], "head_dim": 128, "hidden_size": 5120,
+         "intermediate_size": 14336, "max_position_embeddings": 131072, "num_attention_heads": 32,
+         "num_hidden_layers": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+         "rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 131072},
         12_247_782_400,
     ),
     "Qwen3 0.6B": (
-        {
-            "architectures": ["Qwen3ForCausalLM"],
-            "attention_bias": False,
-            "head_dim": 128,
-            "hidden_size": 1024,
-            "intermediate_size": 3072,
-            "max_position_embeddings": 40960,
-            "max_window_layers": 28,
-            "num_attention_heads": 16,
-            "num_hidden_layers": 28,
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-06,
-            "rope_scaling": None,
-            "rope_theta": 1000000,
-            "sliding_window": None,
-            "tie_word_embeddings": True,
-            "use_sliding_window": False,
-            "vocab_size": 151936,
-        },
+        {"architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": 128,
+         "hidden_size": 1024, "intermediate_size": 3072, "max_position_embeddings": 40960,
+         "max_window_layers": 28, "num_attention_heads": 16, "num_hidden_layers": 28,
+         "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None,
+         "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
+         "use_sliding_window": False, "vocab_size": 151936},
         596_049_920,
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -159,67 +111,39 @@ def test_versions_of_transformers_say_rope_alike(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    (
-        "another model",
-        {"architectures": ["Qwen2ForCausalLM"]},
-        "architectures = ['Qwen2ForCausalLM']",
-    ),
+    ("another model", {"architectures": ["Qwen2ForCausalLM"]},
+     "architectures = ['Qwen2ForCausalLM']"),
     ("none", {"architectures": None}, "architectures = None"),
     ("bias", {"attention_bias": True}, "attention_bias = True"),
     ("bias of the feed-forward", {"mlp_bias": True}, "mlp_bias = True"),
     ("activation", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     ("quantized", {"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4}"),
     ("its own code", {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}, "auto_map = "),
-    (
-        "linear rope",
-        {"rope_scaling": {"type": "linear", "factor": 2.0}},
-        "rope_scaling = {'type': 'linear'",
-    ),
-    (
-        "yarn",
-        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
-        "rope_parameters = {'rope_type': 'yarn'",
-    ),
+    ("linear rope", {"rope_scaling": {"type": "linear", "factor": 2.0}},
+     "rope_scaling = {'type': 'linear'"),
+    ("yarn", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+     "rope_parameters = {'rope_type': 'yarn'"),
     ("half rotated", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
-    (
-        "half rotated, newer",
-        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-        "rope_parameters = ",
-    ),
-    (
-        "by layer",
-        {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
-        "rope_parameters = ",
-    ),
-    (
-        "window",
-        {"architectures": ["MistralForCausalLM"], "sliding_window": 64},
-        "sliding_window = 64",
-    ),
-    (
-        "window by default",
-        {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192},
-        "sliding_window = 4096",
-    ),
-    (
-        "window of Qwen3",
-        {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "sliding_window": 64},
-        "sliding_window = 64",
-    ),
-    (
-        "layers of kinds",
-        {"layer_types": ["full_attention", "sliding_attention"] * 2},
-        "layer_types = ",
-    ),
+    ("half rotated, newer", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+     "rope_parameters = "),
+    ("by layer", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+     "rope_parameters = "),
+    ("window", {"architectures": ["MistralForCausalLM"], "sliding_window": 64},
+     "sliding_window = 64"),
+    ("window by default",
+     {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192},
+     "sliding_window = 4096"),
+    ("window of Qwen3",
+     {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "sliding_window": 64},
+     "sliding_window = 64"),
+    ("layers of kinds", {"layer_types": ["full_attention", "sliding_attention"] * 2},
+     "layer_types = "),
     ("missing", {"hidden_size": None}, "hidden_size = None"),
     ("text for a number", {"vocab_size": "800"}, "vocab_size = '800'"),
-    (
-        "half a scaling",
-        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-        "rope_scaling.low_freq_factor = None",
-    ),
+    ("half a scaling", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+     "rope_scaling.low_freq_factor = None"),
     ("heads", {"num_key_value_heads": 3}, "model.num_kv_heads = 3"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "change", "said"), REFUSED, ids=[name for name, *_ in REFUSED])

@@ -42,10 +42,7 @@ class State:
     def __init__(self, dtype):
         self.generator = torch.Generator().manual_seed(0)
         self.p = [t.to(dtype) for t in self.draw()]
-        self.m, self.v = (
-            [torch.zeros_like(t) for t in self.p],
-            [torch.zeros_like(t) for t in self.p],
-        )
+        self.m, self.v = ([torch.zeros_like(t) for t in self.p] for _ in range(2))
         self.step = torch.zeros(())
 
     def draw(self):
@@ -54,18 +51,8 @@ class State:
     def update(self, gradients, norm, kernels, rates=RATES):
         copies = [g.clone() for g in gradients]
         norm = torch.tensor(norm, dtype=torch.float64)
-        adamw(
-            self.p,
-            copies,
-            self.m,
-            self.v,
-            DECAYS,
-            BFLOAT16_LOCATIONS,
-            self.step,
-            norm,
-            rates,
-            kernels,
-        )
+        adamw(self.p, copies, self.m, self.v, DECAYS, BFLOAT16_LOCATIONS, self.step, norm, rates,
+              kernels)  # fmt: skip
 
     def tensors(self):
         return [*self.p, *self.m, *self.v, self.step]
@@ -74,6 +61,10 @@ class State:
 def gradients_of(step, dtype, size=1.0):
     generator = torch.Generator().manual_seed(100 + step)
     return [(randn(n, generator) * size).to(dtype) for n in SIZES]
+
+
+def same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
 def norm_of(gradients):
@@ -121,12 +112,8 @@ def test_three_steps_are_torchs_in_float64(kernels, dtype, bound, max_norm):
         fused=False,
     )
     for gradients in steps:
-        state.update(
-            gradients,
-            norm_of(gradients),
-            kernels,
-            Rates(RATES.lr, RATES.betas, RATES.eps, max_norm),
-        )
+        rates = Rates(RATES.lr, RATES.betas, RATES.eps, max_norm)
+        state.update(gradients, norm_of(gradients), kernels, rates)
     for ours, theirs in zip((state.p, state.m, state.v), expected, strict=True):
         assert worst(ours, theirs) <= bound
     assert state.step == 3
@@ -152,10 +139,7 @@ def test_the_reference_is_torchs_fused_adamw_to_the_bit(dtype):
     weights, first, second = torch_adamw(state.p, steps, 1.0, fused=True)
     for gradients in steps:
         state.update(gradients, norm_of(gradients), "torch")
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(state.tensors(), [*weights, *first, *second, state.step], strict=True)
-    )
+    assert same(state.tensors(), [*weights, *first, *second, state.step])
 
 
 @triton
@@ -183,22 +167,10 @@ def test_gradients_may_start_anywhere_and_have_any_strides(dtype):
     assert not prepare([views], [], BLOCK).aligned
     norm = torch.tensor(norm_of(gradients), dtype=torch.float64)
     for state, theirs in ((aligned, gradients), (odd, views), (strided, wide)):
-        adamw(
-            state.p,
-            theirs,
-            state.m,
-            state.v,
-            DECAYS,
-            BFLOAT16_LOCATIONS,
-            state.step,
-            norm,
-            RATES,
-            "triton",
-        )
+        adamw(state.p, theirs, state.m, state.v, DECAYS, BFLOAT16_LOCATIONS, state.step, norm,
+              RATES, "triton")  # fmt: skip
     for other in (odd, strided):
-        assert all(
-            torch.equal(a, b) for a, b in zip(aligned.tensors(), other.tensors(), strict=True)
-        )
+        assert same(aligned.tensors(), other.tensors())
 
 
 @triton
@@ -226,12 +198,10 @@ def test_a_step_without_a_finite_norm_never_was(kernels, bad, dtype):
     poisoned = [g.clone() for g in second]
     poisoned[4][7] = bad
     state.update(poisoned, bad, kernels)
-    assert all(torch.equal(a, b) for a, b in zip(state.tensors(), before, strict=True))
+    assert same(state.tensors(), before)
     for either in (state, undisturbed):
         either.update(second, norm_of(second), kernels)
-    assert all(
-        torch.equal(a, b) for a, b in zip(state.tensors(), undisturbed.tensors(), strict=True)
-    )
+    assert same(state.tensors(), undisturbed.tensors())
     assert not torch.equal(state.p[4], before[4])
 
 
@@ -296,26 +266,14 @@ def test_kernel_and_reference_round_with_the_same_bits():
         gradients = gradients_of(i, torch.bfloat16)
         for state, kernels in zip(states, ("triton", "torch"), strict=True):
             state.update(gradients, norm_of(gradients), kernels)
-    assert all(
-        torch.equal(a, b) for a, b in zip(states[0].tensors(), states[1].tensors(), strict=True)
-    )
+    assert same(states[0].tensors(), states[1].tensors())
 
 
 def one_bfloat16_update(p, v, location, kernels, rates=RATES, step=0.0):
     m, g = torch.zeros_like(p), torch.zeros_like(p)
     count = torch.tensor(step)
-    adamw(
-        [p],
-        [g],
-        [m],
-        [v],
-        [0.1],
-        [location],
-        count,
-        torch.ones((), dtype=torch.float64),
-        rates,
-        kernels,
-    )
+    adamw([p], [g], [m], [v], [0.1], [location], count, torch.ones((), dtype=torch.float64), rates,
+          kernels)  # fmt: skip
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -327,11 +285,8 @@ def test_small_changes_are_not_lost(kernels):
     one_bfloat16_update(p, v, Location(1, 0, count, count), kernels)
     ulp = 2**-8
     bound = 5 * 0.4 * ulp / math.sqrt(count)  # five standard deviations
-    assert (
-        abs(v.double().mean().item() - 0.95)
-        < bound
-        < abs(torch.tensor(0.95).bfloat16().item() - 0.95) / 5
-    )
+    nearest = torch.tensor(0.95).bfloat16().item()
+    assert abs(v.double().mean().item() - 0.95) < bound < abs(nearest - 0.95) / 5
     decayed = 1 - RATES.lr * 0.1  # 2⁻⁸·0.077 below one: to nearest, no weight would ever decay
     assert abs(p.double().mean().item() - decayed) < bound < (1 - decayed) / 3
 
@@ -364,9 +319,8 @@ def test_a_part_rounds_as_the_whole_does(kernels, cuts):
     assert torch.equal(my_v, v[region])
     if len(columns) > 1:  # the control: without its location, a part rounds differently
         lost_p, lost_v = whole[region].clone(), whole[region].clone()
-        one_bfloat16_update(
-            lost_p, lost_v, Location(5, first + 1, len(columns), len(columns)), kernels
-        )
+        lost = Location(5, first + 1, len(columns), len(columns))
+        one_bfloat16_update(lost_p, lost_v, lost, kernels)
         assert not torch.equal(lost_v, v[region])
 
 
@@ -411,9 +365,8 @@ def test_squares_are_summed_in_float64_and_divided_by_the_copies(kernels, dtype)
 def test_no_square_leaves_the_range(kernels, value):
     """Each is a float32, and its square is none."""
     gradients = [torch.full((100,), value)]
-    assert square_sum(gradients, [1], kernels).item() == pytest.approx(
-        100 * value * value, rel=1e-6
-    )
+    expected = pytest.approx(100 * value * value, rel=1e-6)
+    assert square_sum(gradients, [1], kernels).item() == expected
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

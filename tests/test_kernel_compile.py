@@ -69,7 +69,8 @@ SPECIMENS = [
     Specimen("odd address", lambda: launch(copy, 4096, 4, shift=1, BLOCK=1024)),
     Specimen("odd but allowed", lambda: launch(copy, 4095, 4, BLOCK=1024), narrow=("tl.store(Y",)),
     Specimen("odd and expected", lambda: launch(copy, 4095, 4, BLOCK=1024), wide=False),
-    Specimen("spills", lambda: launch(hoard, 65536, 1, BLOCK=256 * backend.LANES)),  # twice 256 numbers a thread
+    # twice 256 numbers a thread
+    Specimen("spills", lambda: launch(hoard, 65536, 1, BLOCK=256 * backend.LANES)),
     Specimen("shared", lambda: launch(transpose, 256 * 256, 8, SIZE=256)),
     Specimen("threads", lambda: launch(copy, 32768, 32, BLOCK=32768)),
 ]
@@ -84,14 +85,8 @@ def compiled(folder: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
     }
-    command = [
-        sys.executable,
-        "-m",
-        "tools.compile_kernels",
-        "--json",
-        str(folder / "kernels.json"),
-        *options,
-    ]
+    command = [sys.executable, "-m", "tools.compile_kernels", "--json",
+               str(folder / "kernels.json"), *options]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode in (0, 1), done.stderr
     return done.returncode, json.loads((folder / "kernels.json").read_text())

@@ -45,19 +45,13 @@ def running(folder: Path, *arguments: str) -> Iterator[subprocess.Popen]:
     (folder / "tmp").mkdir(exist_ok=True)
     with open(folder / "log", "w") as log:
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tools.launch",
-                *arguments,
-                "train.steps=1000000",
-                "run.log_interval=1",
-            ],
+            [sys.executable, "-m", "tools.launch", *arguments, "train.steps=1000000",
+             "run.log_interval=1"],
             cwd=ROOT,
             stdout=log,
             stderr=log,
             env={**ENVIRONMENT, "TMPDIR": str(folder / "tmp")},
-        )
+        )  # fmt: skip
     ranks: list[psutil.Process] = []
     try:
         deadline = time.monotonic() + 300
@@ -99,10 +93,8 @@ def test_it_trains_and_it_refuses(data: Path, tmp_path: Path) -> None:
 )
 def test_it_listens_on_loopback_only_and_leaves_nothing(data: Path, tmp_path: Path) -> None:
     with running(tmp_path, "--nproc-per-node", "2", write_config(tmp_path, data)) as launcher:
-        processes = [
-            psutil.Process(launcher.pid),
-            *psutil.Process(launcher.pid).children(recursive=True),
-        ]
+        parent = psutil.Process(launcher.pid)
+        processes = [parent, *parent.children(recursive=True)]
         assert len(processes) == 3
         listening = [
             [c.laddr.ip for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
@@ -177,10 +169,8 @@ def test_a_second_request_ends_it_at_once(data: Path, tmp_path: Path) -> None:
 def test_it_hears_no_hang_up_under_nohup(data: Path, tmp_path: Path) -> None:
     heard = "from runtime.signals import requests; print(*(number.name for number in requests()))"
     command = ["sh", "-c", f"trap '' HUP; exec {sys.executable} -c '{heard}'"]
-    assert (
-        subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        == "SIGTERM SIGUSR1 SIGINT\n"
-    )
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "SIGTERM SIGUSR1 SIGINT\n"
 
 
 def test_during_its_imports_it_leaves_with_one_line() -> None:
@@ -201,19 +191,13 @@ def test_during_its_imports_it_leaves_with_one_line() -> None:
     finally:
         process.kill()
         process.wait()
-    assert (process.returncode, said, out) == (
-        130,
-        "SIGINT was received: nothing was started\n",
-        "",
-    )
+    expected = "SIGINT was received: nothing was started\n"
+    assert (process.returncode, said, out) == (130, expected, "")
 
 
 def _status_line(pid: int, name: str) -> str:
-    return next(
-        line
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-        if line.startswith(name)
-    ).split()[1]
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(line for line in lines if line.startswith(name)).split()[1]
 
 
 # --- failures -------------------------------------------------------------------------------------
@@ -336,7 +320,8 @@ def test_ranks_share_the_cores(tmp_path: Path, program: str) -> None:
         "    init_distributed(store=store)\n"
         # who leaves before the other has its connections breaks them
         "    torch.distributed.barrier()\n"
-        "    line = (os.sched_getscheduler(0), torch.get_num_threads(), os.environ['GLOO_SOCKET_IFNAME'])\n"
+        "    line = (os.sched_getscheduler(0), torch.get_num_threads(), "
+        "os.environ['GLOO_SOCKET_IFNAME'])\n"
         "    os.write(1, (' '.join(map(str, line)) + chr(10)).encode())\n"
         "if __name__ == '__main__' and 'RANK' in os.environ:\n"
         "    say()\n"

@@ -70,7 +70,8 @@ def test_out_of_memory(
         written = tmp_path / "run" / "memory" / f"step-00000002-rank-{rank:05d}.txt"
         report = written.read_text()
         assert report.startswith(
-            f"rank {rank} of 2 (pp 0, dp_replicate 0, dp_shard {rank}, tp 0), stage 0\nout of memory in step 2: "
+            f"rank {rank} of 2 (pp 0, dp_replicate 0, dp_shard {rank}, tp 0), stage 0\n"
+            "out of memory in step 2: "
         )
         assert "Tried to allocate 2.00 GiB." in report
         assert "planned" not in report.partition("What was planned")[0]
@@ -213,16 +214,8 @@ def test_a_gpus_report(ranks: Ranks, tmp_path: Path) -> None:
     assert (tmp_path / "memory" / "step-00000008-rank-00000.pickle").read_bytes() == b"snapshot"
 
 
-REPORT = {
-    "why": "asked for",
-    "rank": 0,
-    "world": 1,
-    "coordinates": {"tp": 0},
-    "stages": [0],
-    "device": "cpu",
-    "held_bytes": {"sharded weights": 1},
-    "total_bytes": 2,
-}
+REPORT = {"why": "asked for", "rank": 0, "world": 1, "coordinates": {"tp": 0}, "stages": [0],
+          "device": "cpu", "held_bytes": {"sharded weights": 1}, "total_bytes": 2}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -23,32 +23,17 @@ from tools.parity.reference import rotate as reference_rotate
 from tools.parity.run import assemble, global_batch, parts, reference_model
 from training.build import build_stages
 
-LLAMA_3_70B = ModelConfig(
-    dim=8192,
-    num_layers=80,
-    num_heads=64,
-    num_kv_heads=8,
-    ffn_dim=28672,
-    vocab_size=128256,
-    rope_theta=500_000.0,
-)
+LLAMA_3_70B = ModelConfig(dim=8192, num_layers=80, num_heads=64, num_kv_heads=8, ffn_dim=28672,
+                          vocab_size=128256, rope_theta=500_000.0)  # fmt: skip
 
 
 def test_parameters_of_llama_3_70b():
     assert LLAMA_3_70B.num_parameters == 70_553_706_496
 
 
-QWEN3_0_6B = ModelConfig(
-    dim=1024,
-    num_layers=28,
-    num_heads=16,
-    num_kv_heads=8,
-    ffn_dim=3072,
-    vocab_size=151_936,
-    attention_dim=2048,
-    qk_norm=True,
-    tie_embeddings=True,
-)
+QWEN3_0_6B = ModelConfig(dim=1024, num_layers=28, num_heads=16, num_kv_heads=8, ffn_dim=3072,
+                         vocab_size=151_936, attention_dim=2048, qk_norm=True,
+                         tie_embeddings=True)  # fmt: skip
 
 
 def test_parameters_of_qwen3():

@@ -164,14 +164,8 @@ def operations_of_a_step(case):
     return dict(listener.operations), dict(control.operations)
 
 
-WAITS = (
-    "aten::_local_scalar_dense",
-    "aten::is_nonzero",
-    "aten::nonzero",
-    "aten::equal",
-    "aten::unique",
-    "aten::masked_select",
-)
+WAITS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal",
+         "aten::unique", "aten::masked_select")  # fmt: skip
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])

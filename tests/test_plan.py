@@ -119,7 +119,10 @@ def test_the_page_has_the_recorded_figures() -> None:
     assert sorted(labels.values()) == sorted(found)
     for label, name in labels.items():
         one = found[name]
-        row = f"| {label} | {one['rows']} | {one['mean']:.1f} | {one['largest']:.1f} | {one['bias']:+.1f} |"
+        row = (
+            f"| {label} | {one['rows']} | {one['mean']:.1f} | {one['largest']:.1f} | "
+            f"{one['bias']:+.1f} |"
+        )
         assert row.replace("-", "−") in page.replace("-", "−"), row
     searches = json.loads(
         (plan_published.RESULTS.parent / "plan_search.json").read_text(encoding="utf-8")
@@ -131,8 +134,8 @@ def test_the_page_has_the_recorded_figures() -> None:
     slowest, large, hard = seconds[512, "h100"], seconds[16384, "h100"], seconds[64, "a100"]
     text = " ".join(page.split())
     assert (
-        f"405B on 512 GPUs, takes {slowest} seconds of a core; 405B on 16,384 takes {large}, 175B on 64 A100"
-        in text
+        f"405B on 512 GPUs, takes {slowest} seconds of a core; 405B on 16,384 takes {large}, "
+        "175B on 64 A100" in text
     )
     assert f"1536 micro-batches {hard} (" in text
 
@@ -221,11 +224,8 @@ def test_only_what_a_run_would_start_is_found() -> None:
     keys = [*plan_memory.SMALL.split(), "parallel.reduce_dtype=bfloat16", "train.compile=true"]
     result = search(load_config(str(CONFIGS / "llama3_70b.yaml"), keys), 8, find_device("h100"))
     assert all(one.config.train.compile for one in result.best)
-    assert not {one.config.parallel.schedule for one in result.best} & {
-        "zb_h1",
-        "zb_v",
-        "dualpipe_v",
-    }
+    schedules = {one.config.parallel.schedule for one in result.best}
+    assert not schedules & {"zb_h1", "zb_v", "dualpipe_v"}
     assert "train.compile=true" in " ".join(result.space)
 
 
@@ -242,14 +242,8 @@ def test_only_what_a_run_would_start_is_found() -> None:
 def test_a_search_refuses_what_no_layout_mends(
     key: str, named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [
-        str(CONFIGS / "llama3_70b.yaml"),
-        *plan_memory.SMALL.split(),
-        "model.num_layers=1",
-        key,
-        "--gpus",
-        "64",
-    ]
+    arguments = [str(CONFIGS / "llama3_70b.yaml"), *plan_memory.SMALL.split(), "model.num_layers=1",
+                 key, "--gpus", "64"]  # fmt: skip
     assert main([*arguments, "--search"]) == 2
     assert named in capsys.readouterr().err
 
@@ -264,16 +258,14 @@ def test_a_stage_as_one_unit_hides_nothing() -> None:
             "parallel.zero_stage=3",
             f"parallel.fsdp_unit={unit}",
         ]
-        summary = summarise(
-            load_config(str(CONFIGS / "llama3_70b.yaml"), keys), 8, find_device("h100")
-        )
+        config = load_config(str(CONFIGS / "llama3_70b.yaml"), keys)
+        summary = summarise(config, 8, find_device("h100"))
         row = summary["ranks"][0]["collectives"]["dp_shard"]
         seconds[unit] = summary["step_seconds"]
         assert row["exposed_seconds"] <= row["wire_seconds"]
         assert ("nothing" in row["hidden"]) == (unit == "stage")
-        assert sum(summary["ranks"][0]["activations"].values()) == summary["ranks"][0][
-            "memory"
-        ].get(ACTIVATIONS, 0)
+        first = summary["ranks"][0]
+        assert sum(first["activations"].values()) == first["memory"].get(ACTIVATIONS, 0)
     assert seconds["stage"] > seconds["block"]
 
 
@@ -309,29 +301,13 @@ def test_ours_counts_float32_weights_and_gradients() -> None:
 def test_the_file_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.json"
     keys = [*plan_memory.SMALL.split(), "parallel.tp=2", "parallel.pp=2"]
-    assert (
-        main(
-            [
-                str(CONFIGS / "llama3_70b.yaml"),
-                *keys,
-                "--gpus",
-                "8",
-                "--json",
-                str(file),
-                "--tokens",
-                "1e9",
-                "--price",
-                "2",
-            ]
-        )
-        == 0
-    )
+    arguments = [str(CONFIGS / "llama3_70b.yaml"), *keys, "--gpus", "8", "--json", str(file)]
+    assert main([*arguments, "--tokens", "1e9", "--price", "2"]) == 0
     plan = json.loads(file.read_text())
     assert len(plan["peak_memory_bytes"]) == 2
     assert plan["fits"]
-    flops = plan["tokens_per_second_per_device"] * load_config(
-        str(CONFIGS / "llama3_70b.yaml"), keys
-    ).model.flops_per_token(1024)
+    model = load_config(str(CONFIGS / "llama3_70b.yaml"), keys).model
+    flops = plan["tokens_per_second_per_device"] * model.flops_per_token(1024)
     assert plan["mfu"] == pytest.approx(flops / plan["peak_flops"])
     assert plan["step_seconds"] > 0
     assert 0 < plan["bubble_fraction"] < 1

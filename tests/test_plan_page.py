@@ -46,7 +46,10 @@ def test_how_far_it_is_off() -> None:
     memory, megatron = recorded("plan_memory"), recorded("plan_megatron")
     stated = f"{memory['largest_error']:.1%}"
     assert all(one["same_collectives"] for one in memory["rows"])
-    label = f"peak memory, {len(memory['rows'])} configurations over tp, pp, dp, schedules, ZeRO stages, recomputation, dtypes"
+    label = (
+        f"peak memory, {len(memory['rows'])} configurations over tp, pp, dp, schedules, ZeRO "
+        "stages, recomputation, dtypes"
+    )
     assert row(label)[1] == f"{stated.replace('%', ' %')} at most"
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert (
@@ -127,41 +130,36 @@ def test_what_follows() -> None:
 # --- what guides say of 8 A100 --------------------------------------------------------------------
 
 A100 = (
-    "train.seq_len=4096 train.global_batch_size=64 train.micro_batch_size=1 train.activation_checkpointing=selective "
+    "train.seq_len=4096 train.global_batch_size=64 train.micro_batch_size=1 "
+    "train.activation_checkpointing=selective "
     "model.vocab_size=32000 "
 )
 B7 = (
-    A100
-    + "model.num_layers=32 model.dim=4096 model.num_heads=32 model.num_kv_heads=32 model.ffn_dim=11008 "
+    A100 + "model.num_layers=32 model.dim=4096 model.num_heads=32 model.num_kv_heads=32 "
+    "model.ffn_dim=11008 "
 )
 B13 = (
-    A100
-    + "model.num_layers=40 model.dim=5120 model.num_heads=40 model.num_kv_heads=40 model.ffn_dim=13824 "
+    A100 + "model.num_layers=40 model.dim=5120 model.num_heads=40 model.num_kv_heads=40 "
+    "model.ffn_dim=13824 "
 )
 B70 = A100 + "parallel.tp=1 parallel.pp=1 "
 B175 = A100 + (
-    "parallel.tp=8 parallel.pp=2 model.dim=12288 model.num_layers=96 model.num_heads=96 model.num_kv_heads=96 "
+    "parallel.tp=8 parallel.pp=2 model.dim=12288 model.num_layers=96 model.num_heads=96 "
+    "model.num_kv_heads=96 "
     "model.ffn_dim=32768 train.activation_checkpointing=full "
 )
 GUIDES = {
-    "7B, DDP": (
-        "llama3_8b",
-        8,
-        B7 + "parallel.dp_shard=1 parallel.dp_replicate=8 parallel.zero_stage=0",
-        "{} GB: does not fit",
-    ),
+    "7B, DDP": ("llama3_8b", 8,
+                B7 + "parallel.dp_shard=1 parallel.dp_replicate=8 parallel.zero_stage=0",
+                "{} GB: does not fit"),
     "7B, ZeRO-2": ("llama3_8b", 8, B7 + "parallel.zero_stage=2", "{} GB"),
     "7B, FSDP": ("llama3_8b", 8, B7 + "parallel.zero_stage=3", "{} GB, "),
     "13B, ZeRO-2": ("llama3_8b", 8, B13 + "parallel.zero_stage=2", "{} GB"),
     "13B, FSDP": ("llama3_8b", 8, B13 + "parallel.zero_stage=3", "{} GB"),
     "70B, FSDP": ("llama3_70b", 8, B70 + "parallel.zero_stage=3", "{} GB: "),
-    "175B on 64: tp 8 × pp 2 × dp 4": (
-        "llama3_70b",
-        64,
-        B175 + "parallel.zero_stage=2",
-        "with ZeRO-2 and everything recomputed, {} GB; ",
-    ),
-}
+    "175B on 64: tp 8 × pp 2 × dp 4": ("llama3_70b", 64, B175 + "parallel.zero_stage=2",
+                                       "with ZeRO-2 and everything recomputed, {} GB; "),
+}  # fmt: skip
 
 
 def planned_gigabytes(name: str, world: int, keys: str) -> float:

@@ -120,17 +120,8 @@ def preflight(
     """Status, standard output and error of these of two nodes."""
     config = write_config(folder, data, **sections)
     meet = f"127.0.0.1:{free_ports(1)[0]}"
-    command = [
-        sys.executable,
-        "-m",
-        "tools.preflight",
-        "--meet",
-        meet,
-        "--device",
-        "cpu",
-        "--ranks-per-node",
-        "2",
-    ]
+    command = [sys.executable, "-m", "tools.preflight", "--meet", meet, "--device", "cpu",
+               "--ranks-per-node", "2"]  # fmt: skip
     environment = {**os.environ, "SLURM_NNODES": "2", "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(

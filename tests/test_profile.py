@@ -202,15 +202,9 @@ def test_a_cpus_trace() -> None:
 
 @pytest.mark.parametrize(
     "written",
-    [
-        b"",
-        b"\x1f\x8b\x08",
-        gzip.compress(b'{"traceEvents": [', mtime=0)[:-9],
-        b"[" * 100_000,
-        b"[]",
-        b'{"traceEvents": [1, {"ph": "X"}]}',
-    ],
-)
+    [b"", b"\x1f\x8b\x08", gzip.compress(b'{"traceEvents": [', mtime=0)[:-9], b"[" * 100_000, b"[]",
+     b'{"traceEvents": [1, {"ph": "X"}]}'],
+)  # fmt: skip
 def test_what_is_no_trace_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], written: bytes
 ) -> None:
@@ -314,20 +308,14 @@ def test_collectives_are_those_that_the_planner_counts(profiled: Path) -> None:
     """Its dp_shard has what is `loss` here, too: they are the same ranks."""
     config = load_config(str(profiled / "config.yaml"), [])
     for rank in PROFILED:
-        found = json.loads((profiled / "profile" / f"summary-rank-{rank:05d}.json").read_text())[
-            "communication"
-        ]
+        summary = profiled / "profile" / f"summary-rank-{rank:05d}.json"
+        found = json.loads(summary.read_text())["communication"]
         assert found.keys() == {"tp", "pp", "dp_shard", "dp_replicate", "loss", "world"}
         calls = {axis: part["calls"] for axis, part in found.items()}
-        planned = {
-            axis: row["count"]
-            for axis, row in by_axis(collectives(Layout.of_rank(config, 8, rank))).items()
-        }
-        assert (calls["tp"], calls["pp"], calls["world"]) == (
-            planned["tp"],
-            planned["pp"],
-            planned["world"],
-        )
+        table = by_axis(collectives(Layout.of_rank(config, 8, rank)))
+        planned = {axis: row["count"] for axis, row in table.items()}
+        axes = ("tp", "pp", "world")
+        assert [calls[axis] for axis in axes] == [planned[axis] for axis in axes]
         assert calls["dp_shard"] + calls["loss"] == planned["dp_shard"]
 
 

@@ -37,11 +37,8 @@ WRONG = [
     ("model.attention_dim=30", "model.attention_dim", "for example 512, or null for model.dim"),
     ("model.attention_dim=12", "model.attention_dim", "even width"),
     ("model.rope_scaling_factor=0.5", "model.rope_scaling_factor", "give 1 or more"),
-    (
-        "model.rope_low_freq_factor=4",
-        "model.rope_low_freq_factor",
-        "below model.rope_high_freq_factor=4.0",
-    ),
+    ("model.rope_low_freq_factor=4", "model.rope_low_freq_factor",
+     "below model.rope_high_freq_factor=4.0"),
     ("model.rope_original_length=0", "model.rope_original_length", "8192"),
     ("train.global_batch_size=7", "train.global_batch_size", "multiple"),
     ("train.micro_batch_size=0", "train.micro_batch_size", "at least 1"),
@@ -58,17 +55,14 @@ WRONG = [
     ("train.seq_len=1000000", "train.seq_len", "tokens"),
     ("data.path=/nowhere", "data.path", "prepare"),
     ("checkpoint.resume=/nowhere", "checkpoint.resume", "a run folder or a folder step-…"),
-    (
-        "checkpoint.load_weights_only=/nowhere",
-        "checkpoint.load_weights_only",
-        "a run folder or a folder step-…",
-    ),
+    ("checkpoint.load_weights_only=/nowhere", "checkpoint.load_weights_only",
+     "a run folder or a folder step-…"),
     ("model.dim=1048576", "model", "use more processes"),
     ("run.dir=/proc/run", "run.dir", "not a writable folder"),
     (f"run.dir={'x' * 300}", "run.dir", "longer than the file system allows"),
     (f"data.path={'x' * 300}", "data.path", "cannot be read"),
     ("data.path={prepared/laptop: 0}", "data.path", "more than 0"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("override", "key", "remedy"), WRONG, ids=[w[0] for w in WRONG])
@@ -224,16 +218,8 @@ def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
     }
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local-addr",
-        "localhost",
-        "--nproc-per-node",
-        "2",
-    ]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr",
+                "localhost", "--nproc-per-node", "2"]  # fmt: skip
     command = [*launcher, "train.py", *arguments]
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False

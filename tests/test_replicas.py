@@ -59,51 +59,23 @@ thorough = partial(pytest.param, marks=pytest.mark.thorough)
 @pytest.mark.parametrize(
     ("case", "rank", "name", "said"),
     [
-        (
-            Case(MeshSizes(tp=2)),
-            1,
-            "norm.weight",
-            "ranks 0, 1, copies over tp, hold different numbers",
-        ),
-        thorough(
-            Case(MeshSizes(tp=4)),
-            2,
-            "norm.weight",
-            "rank 2 holds other numbers than its copies over tp (0, 1, 2, 3)",
-        ),
-        thorough(
-            Case(MeshSizes(tp=8), num_kv_heads=4),
-            5,
-            "attention.key.weight",
-            "rank 5 holds other numbers",
-        ),
-        (
-            Case(MeshSizes(dp_replicate=2)),
-            0,
-            "down.weight",
-            "ranks 0, 1, copies over dp_replicate, hold different numbers",
-        ),
-        thorough(
-            Case(MeshSizes(dp_replicate=4), zero_stage=0),
-            3,
-            "embedding.weight.exp_avg_sq",
-            "rank 3 holds other numbers",
-        ),
-        thorough(
-            Case(MeshSizes(dp_replicate=4, dp_shard=2), zero_stage=3),
-            4,
-            "query.weight.exp_avg",
-            "over dp_replicate (0, 2, 4, 6)",
-        ),
-        (
-            Case(MeshSizes(pp=2, dp_replicate=2, tp=2), zero_stage=2),
-            6,
-            "up.weight",
-            "ranks 4, 6, copies over dp_replicate, hold different numbers",
-        ),
+        (Case(MeshSizes(tp=2)), 1, "norm.weight",
+         "ranks 0, 1, copies over tp, hold different numbers"),
+        thorough(Case(MeshSizes(tp=4)), 2, "norm.weight",
+                 "rank 2 holds other numbers than its copies over tp (0, 1, 2, 3)"),
+        thorough(Case(MeshSizes(tp=8), num_kv_heads=4), 5, "attention.key.weight",
+                 "rank 5 holds other numbers"),
+        (Case(MeshSizes(dp_replicate=2)), 0, "down.weight",
+         "ranks 0, 1, copies over dp_replicate, hold different numbers"),
+        thorough(Case(MeshSizes(dp_replicate=4), zero_stage=0), 3, "embedding.weight.exp_avg_sq",
+                 "rank 3 holds other numbers"),
+        thorough(Case(MeshSizes(dp_replicate=4, dp_shard=2), zero_stage=3), 4,
+                 "query.weight.exp_avg", "over dp_replicate (0, 2, 4, 6)"),
+        (Case(MeshSizes(pp=2, dp_replicate=2, tp=2), zero_stage=2), 6, "up.weight",
+         "ranks 4, 6, copies over dp_replicate, hold different numbers"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_flipped_bit_names_its_rank(
     ranks: Ranks, case: Case, rank: int, name: str, said: str
 ) -> None:

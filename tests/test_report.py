@@ -194,7 +194,8 @@ def test_a_long_run_is_thinned_and_loses_no_spike(tmp_path: Path) -> None:
     with open(run / "metrics.jsonl", "w") as file:
         for step, norm in norms:
             file.write(
-                f'{{"step": {step}, "loss": {3 + 8 / step + noise.random()}, "grad_norm": {norm}}}\n'
+                f'{{"step": {step}, "loss": {3 + 8 / step + noise.random()}, '
+                f'"grad_norm": {norm}}}\n'
             )
     out = tmp_path / "page.html"
     found = written(run, out)
@@ -240,7 +241,10 @@ def opened(page: Path, folder: Path) -> tuple[Path, list[str], list[str]]:
     """
     assert BROWSER is not None
     folder.mkdir()
-    quiet = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking disable-component-update"
+    quiet = (
+        "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking "
+        "disable-component-update"
+    )
     flags = [
         *quiet.split(),
         "disable-sync",

@@ -22,12 +22,14 @@ LAPTOP = "2 stages of 2 blocks each: the slowest rank computes 33% more than the
         (
             "llama3_8b",
             "parallel.pp=4 parallel.layers_per_stage=auto",
-            "4 stages of 8, 9, 9, 6 blocks: the slowest rank computes 6% more than the mean (even split: 18%)",
+            "4 stages of 8, 9, 9, 6 blocks: the slowest rank computes 6% more than the mean "
+            "(even split: 18%)",
         ),
         (
             "llama3_70b",
             "parallel.layers_per_stage=[20,20,21,19]",
-            "4 stages of 20, 20, 21, 19 blocks: the slowest rank computes 4% more than the mean (even split: 4%)",
+            "4 stages of 20, 20, 21, 19 blocks: the slowest rank computes 4% more than the mean "
+            "(even split: 4%)",
         ),
     ],
 )
@@ -78,7 +80,10 @@ def leave(program: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_ctrl_c_leaves_no_traceback_and_what_must_be_done_is() -> None:
-    program = "def main():\n    try: raise KeyboardInterrupt\n    finally: print('cleaned up', flush=True)\nrun_command(main)"
+    program = (
+        "def main():\n    try: raise KeyboardInterrupt\n    finally: "
+        "print('cleaned up', flush=True)\nrun_command(main)"
+    )
     done = leave(program)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "cleaned up\n", "")
 

@@ -46,18 +46,8 @@ def one_test_for_each(subsets: list[tuple[str, ...]]) -> str:
 
 def chosen(file: Path, expression: str) -> set[int]:
     """The numbers of the tests that pytest chooses by `expression`."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--collect-only",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        expression,
-        file.name,
-    ]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider",
+               "-m", expression, file.name]  # fmt: skip
     plain = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(
         command, cwd=file.parent, env=plain, capture_output=True, text=True, timeout=100

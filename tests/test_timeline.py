@@ -93,18 +93,11 @@ def test_what_a_trace_looks_like():
     assert trace["traceEvents"][1:] == [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": 0, "args": {"name": "rank 0"}},
         {
-            **{
-                "ph": "X",
-                "name": "F0.3",
-                "cat": "forward",
-                "pid": 0,
-                "tid": 0,
-                "ts": 2000.0,
-                "dur": 500.0,
-            },
+            **{"ph": "X", "name": "F0.3", "cat": "forward", "pid": 0, "tid": 0, "ts": 2000.0,
+               "dur": 500.0},
             "args": {"kind": "F", "stage": 0, "microbatch": 3},
         },
-    ]
+    ]  # fmt: skip
 
 
 def test_measured_costs_are_means_and_halves_of_whole_backwards():
@@ -142,22 +135,14 @@ def broken(change):
         ({"traceEvents": [7]}, r"traceEvents\[0\] = 7: is no event"),
         ({"traceEvents": []}, "no event is of rank 0"),
         (broken(lambda events: events[3].pop("ts")), r"traceEvents\[3\].ts = None: is missing"),
-        (
-            broken(lambda events: events[3].update(dur=-1)),
-            r"traceEvents\[3\].dur = -1: must be microseconds, 0 or more",
-        ),
-        (
-            broken(lambda events: events[3].update(ts=float("nan"))),
-            r"traceEvents\[3\].ts = nan: must be a time",
-        ),
-        (
-            broken(lambda events: events[3]["args"].update(kind="X")),
-            r"traceEvents\[3\].args.kind = 'X': must be one of",
-        ),
-        (
-            broken(lambda events: events[3]["args"].update(stage="0")),
-            r"traceEvents\[3\].args.stage = '0': must be",
-        ),
+        (broken(lambda events: events[3].update(dur=-1)),
+         r"traceEvents\[3\].dur = -1: must be microseconds, 0 or more"),
+        (broken(lambda events: events[3].update(ts=float("nan"))),
+         r"traceEvents\[3\].ts = nan: must be a time"),
+        (broken(lambda events: events[3]["args"].update(kind="X")),
+         r"traceEvents\[3\].args.kind = 'X': must be one of"),
+        (broken(lambda events: events[3]["args"].update(stage="0")),
+         r"traceEvents\[3\].args.stage = '0': must be"),
         (broken(lambda events: events.append(events[3])), "F0.0': is there more than once"),
         (
             broken(
@@ -165,12 +150,10 @@ def broken(change):
             ),
             "no event is of rank 1",
         ),
-        (
-            broken(lambda events: [event.update(dur=0, ts=0) for event in events if "ts" in event]),
-            "the events take no time",
-        ),
+        (broken(lambda events: [event.update(dur=0, ts=0) for event in events if "ts" in event]),
+         "the events take no time"),
     ],
-)
+)  # fmt: skip
 def test_a_broken_trace_is_refused(trace, message):
     with pytest.raises(UserError, match=message):
         from_chrome(trace)
@@ -219,16 +202,8 @@ def test_the_command_draws_every_schedule(name, tmp_path, capsys):
 
 def test_the_command_draws_two_schedules_below_each_other(tmp_path):
     out = tmp_path / "two.png"
-    arguments = [
-        "--schedule",
-        "interleaved_1f1b",
-        "zb_v",
-        *SCHEDULE,
-        "--stages-per-rank",
-        "2",
-        "--costs",
-        "2,1,1",
-    ]
+    arguments = ["--schedule", "interleaved_1f1b", "zb_v", *SCHEDULE, "--stages-per-rank", "2",
+                 "--costs", "2,1,1"]  # fmt: skip
     assert main([*arguments, "--communication", "0.5", "--out", str(out)]) == 0
     assert out.stat().st_size > 1000
 
@@ -265,49 +240,29 @@ def test_the_command_reads_what_it_writes(tmp_path, capsys):
         (["--schedule", "1f1b", "--stages", "4"], "--micro-batches = None: "),
         (["--schedule", "1f1b", "--stages", "0", "--micro-batches", "1"], "--stages = 0: "),
         (["--schedule", "1f1b", *SCHEDULE, "--stages-per-rank", "2"], "runs one stage per rank"),
-        (
-            ["--schedule", "1f1b", *SCHEDULE, "--stages-per-rank", "1", "1"],
-            "--stages-per-rank = [1, 1]: there are 1",
-        ),
-        (
-            ["--schedule", "interleaved_1f1b", "--stages", "4", "--micro-batches", "6"],
-            "in groups of parallel.pp=4",
-        ),
-        (
-            ["--schedule", "1f1b", *SCHEDULE, "--costs", "1,1"],
-            "--costs = '1,1': is not three numbers",
-        ),
-        (
-            ["--schedule", "1f1b", *SCHEDULE, "--costs", "1,-1,1"],
-            "--costs = '1,-1,1': F must be positive",
-        ),
-        (
-            ["--schedule", "1f1b", *SCHEDULE, "--costs", "nan,1,1"],
-            "--costs = 'nan,1,1': F must be positive",
-        ),
+        (["--schedule", "1f1b", *SCHEDULE, "--stages-per-rank", "1", "1"],
+         "--stages-per-rank = [1, 1]: there are 1"),
+        (["--schedule", "interleaved_1f1b", "--stages", "4", "--micro-batches", "6"],
+         "in groups of parallel.pp=4"),
+        (["--schedule", "1f1b", *SCHEDULE, "--costs", "1,1"],
+         "--costs = '1,1': is not three numbers"),
+        (["--schedule", "1f1b", *SCHEDULE, "--costs", "1,-1,1"],
+         "--costs = '1,-1,1': F must be positive"),
+        (["--schedule", "1f1b", *SCHEDULE, "--costs", "nan,1,1"],
+         "--costs = 'nan,1,1': F must be positive"),
         (["--schedule", "1f1b", *SCHEDULE, "--communication", "-1"], "--communication = -1.0: "),
-        (
-            ["--schedule", "1f1b", *SCHEDULE, "--simulated"],
-            "--simulated = True: belongs to --trace",
-        ),
-        (
-            ["--schedule", "1f1b", *SCHEDULE, "--out", "timeline.gif"],
-            "--out = 'timeline.gif': is neither",
-        ),
-        (
-            ["--schedule", "1f1b", "zb_h1", *SCHEDULE, "--out", "two.json"],
-            "--out = 'two.json': a trace holds one timeline",
-        ),
-        (
-            ["--schedule", "1f1b", *SCHEDULE, "--out", "/dev/null/a.svg"],
-            "--out = '/dev/null/a.svg': cannot be written",
-        ),
-        (
-            ["--trace", "/nowhere"],
-            "--trace = '/nowhere': cannot be read (No such file or directory)",
-        ),
+        (["--schedule", "1f1b", *SCHEDULE, "--simulated"],
+         "--simulated = True: belongs to --trace"),
+        (["--schedule", "1f1b", *SCHEDULE, "--out", "timeline.gif"],
+         "--out = 'timeline.gif': is neither"),
+        (["--schedule", "1f1b", "zb_h1", *SCHEDULE, "--out", "two.json"],
+         "--out = 'two.json': a trace holds one timeline"),
+        (["--schedule", "1f1b", *SCHEDULE, "--out", "/dev/null/a.svg"],
+         "--out = '/dev/null/a.svg': cannot be written"),
+        (["--trace", "/nowhere"],
+         "--trace = '/nowhere': cannot be read (No such file or directory)"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_work_is_said_so(arguments, message, capsys):
     assert main(arguments) == 2
     said = capsys.readouterr()
@@ -322,16 +277,10 @@ def test_what_does_not_work_is_said_so(arguments, message, capsys):
     [
         ("{", [], "is no JSON"),
         ("{}", [], "has no list traceEvents"),
-        (
-            json.dumps(broken(lambda events: events.pop())),
-            ["--simulated"],
-            "is no whole step: stage 1 does F to micro-batch 1",
-        ),
-        (
-            json.dumps(to_chrome(Timeline([[Event(Action(F, 1, 0), 0, 1)]]))),
-            ["--simulated"],
-            "no rank has stage 0",
-        ),
+        (json.dumps(broken(lambda events: events.pop())), ["--simulated"],
+         "is no whole step: stage 1 does F to micro-batch 1"),
+        (json.dumps(to_chrome(Timeline([[Event(Action(F, 1, 0), 0, 1)]]))), ["--simulated"],
+         "no rank has stage 0"),
         (
             json.dumps(
                 to_chrome(Timeline([[Event(Action(B, 0, 0), 0, 1), Event(Action(F, 0, 0), 1, 2)]]))
@@ -340,7 +289,7 @@ def test_what_does_not_work_is_said_so(arguments, message, capsys):
             "these cannot go on: rank 0 at B0.0",
         ),
     ],
-)
+)  # fmt: skip
 def test_a_malformed_trace_is_said_so(text, options, message, tmp_path, capsys):
     (tmp_path / "trace.json").write_text(text)
     assert main(["--trace", str(tmp_path), *options]) == 2

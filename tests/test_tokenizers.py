@@ -150,16 +150,14 @@ def test_who_says_what_begins_and_ends(
     [
         (lambda f: write(f, {"eos_token": None}), "nothing says which token closes a document"),
         (lambda f: write(f, CONFIG | {"eos_token": "<end>"}), "names '<end>' as eos_token"),
-        (
-            lambda f: (f / "tokenizer_config.json").write_text("{"),
-            "tokenizer_config.json beside it is not JSON",
-        ),
+        (lambda f: (f / "tokenizer_config.json").write_text("{"),
+         "tokenizer_config.json beside it is not JSON"),
         (lambda f: (f / JSON).write_text("{}"), "not a tokenizer.json that can be read"),
         (lambda f: (f / JSON).unlink(), "neither tokenizer.model nor tokenizer.json"),
         (lambda f: (f / MODEL).write_text("junk"), "this is not a SentencePiece model"),
     ],
     ids=["no eos", "unknown eos", "no JSON beside", "no tokenizer", "no file", "no SentencePiece"],
-)
+)  # fmt: skip
 def test_what_cannot_be_used_is_refused(folder: Path, change: Any, said: str) -> None:
     change(folder)
     with pytest.raises(UserError, match=said):
@@ -222,16 +220,8 @@ def test_prepare_with_a_tokenizer_json(
     """In several processes, by the command; the prepared folder has what it takes to read it
     again."""
     out = tmp_path / "out"
-    arguments = [
-        "--source",
-        MANY,
-        "--tokenizer",
-        str(folder / JSON),
-        "--out",
-        str(out),
-        "--workers",
-        "2",
-    ]
+    arguments = ["--source", MANY, "--tokenizer", str(folder / JSON), "--out", str(out),
+                 "--workers", "2"]  # fmt: skip
     assert prepare_command.main(arguments) == 0, capsys.readouterr().err
     loaded = Tokenizer.load(out)
     assert loaded.files == Tokenizer.load(folder).files

@@ -13,32 +13,20 @@ from tools.parity.cases import Case
 @pytest.mark.parametrize(
     ("sizes", "ranks_per_node", "text"),
     [
-        (
-            MeshSizes(pp=4, dp_shard=8, tp=8),
-            8,
-            "inside a node of 8 ranks: tp 8; between nodes: pp 4, dp_shard 8",
-        ),
-        (
-            MeshSizes(pp=2, dp_shard=8, tp=2),
-            8,
-            "inside a node of 8 ranks: tp 2, dp_shard 4; between nodes: pp 2, dp_shard 2",
-        ),
-        (
-            MeshSizes(pp=2, dp_replicate=2, dp_shard=2, tp=2),
-            8,
-            "inside a node of 8 ranks: tp 2, dp_shard 2, dp_replicate 2; between nodes: pp 2",
-        ),
-        (
-            MeshSizes(dp_replicate=2, tp=16),
-            8,
-            "inside a node of 8 ranks: tp 8; between nodes: dp_replicate 2, tp 2",
-        ),
+        (MeshSizes(pp=4, dp_shard=8, tp=8), 8,
+         "inside a node of 8 ranks: tp 8; between nodes: pp 4, dp_shard 8"),
+        (MeshSizes(pp=2, dp_shard=8, tp=2), 8,
+         "inside a node of 8 ranks: tp 2, dp_shard 4; between nodes: pp 2, dp_shard 2"),
+        (MeshSizes(pp=2, dp_replicate=2, dp_shard=2, tp=2), 8,
+         "inside a node of 8 ranks: tp 2, dp_shard 2, dp_replicate 2; between nodes: pp 2"),
+        (MeshSizes(dp_replicate=2, tp=16), 8,
+         "inside a node of 8 ranks: tp 8; between nodes: dp_replicate 2, tp 2"),
         (MeshSizes(pp=2, dp_shard=2, tp=2), 8, "all 8 ranks in one node"),
         (MeshSizes(), 1, "all 1 ranks in one node"),
         # groups straddle nodes
         (MeshSizes(pp=2, tp=6), 4, "inside a node of 4 ranks: nothing; between nodes: pp 2, tp 6"),
     ],
-)
+)  # fmt: skip
 def test_which_axes_a_node_holds(sizes: MeshSizes, ranks_per_node: int, text: str) -> None:
     assert describe_nodes(sizes, ranks_per_node) == text
 

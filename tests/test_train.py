@@ -41,16 +41,8 @@ def test_a_run_leaves_what_it_promises(ranks: Ranks, data: Path, tmp_path: Path)
     folder = tmp_path / "run"
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    keys = {
-        "loss",
-        "grad_norm",
-        "lr",
-        "tokens",
-        "tokens_per_second",
-        "tokens_per_second_per_device",
-        "mfu",
-        "step_seconds",
-    }
+    keys = {"loss", "grad_norm", "lr", "tokens", "tokens_per_second",
+            "tokens_per_second_per_device", "mfu", "step_seconds"}  # fmt: skip
     assert all(keys | {"data_seconds", "peak_memory_bytes"} <= set(line) for line in lines)
     assert [line["tokens"] for line in lines] == [256 * (i + 1) for i in range(6)]
     assert [("eval_loss" in line) for line in lines] == [False, False, True, False, False, True]

@@ -1,12 +1,15 @@
 """The commands that pages show, with what they print, and how tests run them.
 
     ```console
-    $ .venv/bin/python -m tools.plan configs/llama3_8b.yaml      a command; it goes on after a backslash, up to the end of its
-    the output, in which … is anything within a line,            here-document, or after -c ' to a line with the other '
+    $ .venv/bin/python -m tools.plan configs/llama3_8b.yaml
+    the output, in which … is anything within a line,
     …
     and a line of it any number of lines
-    $ sbatch slurm/train_70b.sh      # not run: needs Slurm       parsed, not run; the page says why
+    $ sbatch slurm/train_70b.sh      # not run: needs Slurm
     ```
+
+A command goes on after a backslash, up to the end of its here-document, or after -c ' to a line
+with the other '. One that is not run is parsed; the page says why.
 
 In ```bash blocks every line is a command, without `$ `, and nothing is said of what it prints.
 
@@ -35,18 +38,8 @@ from pathlib import Path
 from tools.ranks import PRELOAD
 
 ROOT = Path(__file__).parent.parent
-LEFT_OUT = (
-    ".git",
-    ".venv",
-    "runs",
-    "prepared",
-    "wandb",
-    "__pycache__",
-    ".*_cache",
-    "*.pyc",
-    ".whl",
-    "api",
-)
+LEFT_OUT = (".git", ".venv", "runs", "prepared", "wandb", "__pycache__", ".*_cache", "*.pyc",
+            ".whl", "api")  # fmt: skip
 PYTHON = (".venv/bin/python", "python")
 SECONDS = 600  # for one command; far more than any takes
 
@@ -194,8 +187,14 @@ def run(command: str, folder: Path) -> tuple[int, str, str]:
 def run_in_copy(wanted: list[str], folder: Path) -> list[tuple[int, str, str]]:
     """The same of several commands in a copy that was changed, with its own modules: one process
     for all of them."""
-    program = "import json, sys; from pathlib import Path; from tests.transcripts import run; said = json.load(sys.stdin)\n"
-    program += "if __name__ == '__main__': json.dump([run(command, Path.cwd()) for command in said], sys.stdout)"
+    program = (
+        "import json, sys; from pathlib import Path; from tests.transcripts import run; "
+        "said = json.load(sys.stdin)\n"
+    )
+    program += (
+        "if __name__ == '__main__': json.dump([run(command, Path.cwd()) for command in said], "
+        "sys.stdout)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program],
         input=json.dumps(wanted),
