@@ -1,7 +1,9 @@
-# `make help` lists what can be done. Everything needs Python 3.11 or newer and make, and nothing else.
+# `make help` lists what can be done. Everything needs Python 3.11 or newer and make, and nothing
+# else.
 #
-# The first command creates .venv and installs the pins of requirements.txt in it (for tests also requirements-dev.txt); later
-# ones install again only when a pin changes. `make … PYTHON=python3` uses that interpreter and its packages as they are.
+# The first command creates .venv and installs the pins of requirements.txt in it (for tests also
+# requirements-dev.txt); later ones install again only when a pin changes. `make … PYTHON=python3`
+# uses that interpreter and its packages as they are.
 
 CONFIG ?= configs/laptop.yaml
 RUN ?= runs/$(basename $(notdir $(CONFIG)))
@@ -19,7 +21,8 @@ endif
 .PHONY: help train data test test-rest test-all test-slow test-slurm lint parity bench bench-gpu docs api exercises clean
 
 help:
-	@echo 'make train       prepare the embedded data set, train on it in 3D, let the model write a line'
+	@echo 'make train       prepare the embedded data set, train on it in 3D, let the model' \
+	  'write a line'
 	@echo '                 (RUN=folder  CONFIG=file.yaml  ARGS="section.key=value …")'
 	@echo 'make test        a covering part of all tests: about 10 minutes on two cores'
 	@echo 'make test-rest   the tests marked thorough, which make test leaves out; .ci/run runs both'
@@ -50,11 +53,13 @@ data: prepared/laptop/index.json
 # The text is the source code of Python's own standard library: every machine has it.
 prepared/laptop/index.json: | $(runtime)
 	$(PYTHON) -m tools.tokenizer --source python-stdlib --vocab-size 4096 --out prepared/laptop.model
-	$(PYTHON) -m tools.prepare --source python-stdlib --tokenizer prepared/laptop.model --out prepared/laptop
+	$(PYTHON) -m tools.prepare --source python-stdlib --tokenizer prepared/laptop.model \
+	  --out prepared/laptop
 
-# Every test is in exactly one of the three expressions below (tests/test_tiers.py). Two workers keep two cores busy: the ranks
-# of a test mostly wait for each other. They start with half of the tests each, and the first to end takes over some of the
-# other's, so that both end together and most files stay with one worker, which makes their fixtures once.
+# Every test is in exactly one of the three expressions below (tests/test_tiers.py). Two workers
+# keep two cores busy: the ranks of a test mostly wait for each other. They start with half of the
+# tests each, and the first to end takes over some of the other's, so that both end together and
+# most files stay with one worker, which makes their fixtures once.
 workers := -n 2 --dist worksteal
 
 test: $(dev)
@@ -96,8 +101,9 @@ bench: $(dev)
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.plan_search
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.generate
 
-# On a GPU: the kernels' tests compiled for it (whole training runs beside them: the compiler leaves the GPU idle), then what is
-# measured; about eight minutes. Without one: the same in Triton's CPU interpreter, tiny. What fails does not stop the rest.
+# On a GPU: the kernels' tests compiled for it (whole training runs beside them: the compiler leaves
+# the GPU idle), then what is measured; about eight minutes. Without one: the same in Triton's CPU
+# interpreter, tiny. What fails does not stop the rest.
 bench-gpu: $(dev)
 	@failed=0; export OMP_NUM_THREADS=1; \
 	$(PYTHON) -m pytest -q -m "not slow" tests/test_gpu.py & beside=$$!; \
@@ -124,7 +130,8 @@ exercises: $(dev)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q docs/exercises
 
 api: $(dev)
-	$(PYTHON) -m pdoc --output-directory docs/api errors settings hardware train model parallel data training runtime plan tools
+	$(PYTHON) -m pdoc --output-directory docs/api errors settings hardware train model parallel data \
+	  training runtime plan tools
 
 clean:
 	rm -rf .pytest_cache .mypy_cache .ruff_cache

@@ -1,5 +1,4 @@
-"""Rates of accelerators, as their makers' data sheets state them: the one place where such a number
-stands.
+"""Rates of accelerators, as their makers' data sheets state them: no other file has such numbers.
 
 Asked by MFU (runtime/metrics.py), the warning about slow links (parallel/topology.py), the balance
 of pipeline stages (model/cost.py) and the planner (plan/hardware.py), which adds what part of a
@@ -33,24 +32,30 @@ DATA_SHEETS = {
     sheet.name: sheet
     for sheet in (
         DataSheet(
-            name="a100", peak_flops=312e12, peak_flops_float32=19.5e12, peak_flops_float64=19.5e12, memory_bytes=85.0e9,
-            memory_bytes_per_second=2.04e12, node_bytes_per_second=300e9, network_bytes_per_second=25e9, watts=400,
+            name="a100", peak_flops=312e12, peak_flops_float32=19.5e12, peak_flops_float64=19.5e12,
+            memory_bytes=85.0e9, memory_bytes_per_second=2.04e12, node_bytes_per_second=300e9,
+            network_bytes_per_second=25e9, watts=400,
         ),
         DataSheet(
-            name="h100", peak_flops=989e12, peak_flops_float32=67e12, peak_flops_float64=67e12, memory_bytes=85.0e9,
-            memory_bytes_per_second=3.35e12, node_bytes_per_second=450e9, network_bytes_per_second=50e9, watts=700,
+            name="h100", peak_flops=989e12, peak_flops_float32=67e12, peak_flops_float64=67e12,
+            memory_bytes=85.0e9, memory_bytes_per_second=3.35e12, node_bytes_per_second=450e9,
+            network_bytes_per_second=50e9, watts=700,
         ),
         DataSheet(
-            name="h200", peak_flops=989e12, peak_flops_float32=67e12, peak_flops_float64=67e12, memory_bytes=150.1e9,
-            memory_bytes_per_second=4.8e12, node_bytes_per_second=450e9, network_bytes_per_second=50e9, watts=700,
+            name="h200", peak_flops=989e12, peak_flops_float32=67e12, peak_flops_float64=67e12,
+            memory_bytes=150.1e9, memory_bytes_per_second=4.8e12, node_bytes_per_second=450e9,
+            network_bytes_per_second=50e9, watts=700,
         ),
         DataSheet(
-            name="b200", peak_flops=2250e12, peak_flops_float32=75e12, peak_flops_float64=37e12, memory_bytes=191.5e9,
-            memory_bytes_per_second=7.7e12, node_bytes_per_second=900e9, network_bytes_per_second=100e9, watts=1000,
+            name="b200", peak_flops=2250e12, peak_flops_float32=75e12, peak_flops_float64=37e12,
+            memory_bytes=191.5e9, memory_bytes_per_second=7.7e12, node_bytes_per_second=900e9,
+            network_bytes_per_second=100e9, watts=1000,
         ),
         DataSheet(
-            name="mi300x", peak_flops=1307e12, peak_flops_float32=163.4e12, peak_flops_float64=163.4e12, memory_bytes=192e9,
-            memory_bytes_per_second=5.3e12, node_bytes_per_second=448e9, network_bytes_per_second=50e9, watts=750,
+            name="mi300x", peak_flops=1307e12,
+            peak_flops_float32=163.4e12, peak_flops_float64=163.4e12, memory_bytes=192e9,
+            memory_bytes_per_second=5.3e12, node_bytes_per_second=448e9,
+            network_bytes_per_second=50e9, watts=750,
         ),
     )
 }  # fmt: skip

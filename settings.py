@@ -4,7 +4,7 @@ bounds and that checks itself, however it is made: from a file, in Python, by `d
     @section("train")
     class TrainConfig:
         steps: Whole                                   # 0 or more
-        lr: Annotated[float, between(0, 1000)]         # bounds beside the type; NaN and infinity never pass
+        lr: Annotated[float, between(0, 1000)]         # bounds; NaN and infinity never pass
         dtype: Literal["bfloat16", "float32"]          # one of these
 
 What does not fit raises a UserError that names the key as the file has it (`train.steps`). pydantic
@@ -87,10 +87,9 @@ def _explain(section: str, cls: Any, given: dict[str, Any], error: ValidationErr
         error.errors(include_url=False), key=lambda e: e["type"] != "unexpected_keyword_argument"
     )
     place = found[0]["loc"][0]
-    # given by position
+    # An argument given by position has its number for a place.
     key = place if isinstance(place, str) else dataclasses.fields(cls)[place].name
-    # A value that fits none of several types has an error for each: the deepest is that of the type
-    # which was meant.
+    # A value that fits none of several types has an error for each; the deepest: of the one meant.
     of_key = sorted(
         (e for e in found if e["loc"][0] == place), key=lambda e: (-len(e["loc"]), _is_of_type(e))
     )
@@ -100,9 +99,8 @@ def _explain(section: str, cls: Any, given: dict[str, Any], error: ValidationErr
             section, key, given[key], {section: [field.name for field in dataclasses.fields(cls)]}
         )
     if key not in given:
-        return UserError(
-            f"{section}.{key}", None, "is missing and has no default", "add it to the file"
-        )
+        why = "is missing and has no default"
+        return UserError(f"{section}.{key}", None, why, "add it to the file")
     hint = typing.get_type_hints(cls)[key]
     several = _is_of_type(first) and len(of_key) > 1 and len(of_key[1]["loc"]) == len(first["loc"])
     why, remedy = _words(first, hint, several)
@@ -160,11 +158,8 @@ def _describe(hint: Any) -> str:
         return " | ".join(map(_describe, typing.get_args(hint)))
     if hint is type(None):
         return "null"
-    return (
-        hint.__name__
-        if isinstance(hint, type) and not typing.get_args(hint)
-        else str(hint).replace("typing.", "")
-    )
+    is_plain = isinstance(hint, type) and not typing.get_args(hint)
+    return hint.__name__ if is_plain else str(hint).replace("typing.", "")
 
 
 # What other projects call our keys.
@@ -224,9 +219,6 @@ def no_such_key(section: str, key: str, value: Any, known: dict[str, list[str]])
         close = elsewhere or [
             f"{section}.{name}" for name in difflib.get_close_matches(key, here, n=1)
         ]
-    remedy = (
-        f"did you mean {close[0]}?"
-        if close
-        else f"choose from {', '.join(f'{section}.{name}' for name in here)}"
-    )
+    every = ", ".join(f"{section}.{name}" for name in here)
+    remedy = f"did you mean {close[0]}?" if close else f"choose from {every}"
     return UserError(f"{section}.{key}", value, "there is no such key", remedy)

@@ -1,5 +1,4 @@
-"""A prepared folder as one long sequence of tokens per split, of which nothing is read before it is
-asked for.
+"""A prepared folder as one long sequence of tokens per split, read only where it is asked for.
 
 Opening reads index.json and asks the file system for the size of every shard, so that a missing or
 truncated file is found before the first step and not in the middle of the run. A shard's header is
@@ -30,19 +29,18 @@ PREPARE = "prepare the data again: `python -m tools.prepare`"
 class TokenDataset:
     """One split of one prepared folder. Made by `TokenDataset.open`.
 
-    num_tokens: of the split, over all shards. vocab_size: every token is below it. bos_id: the
-    token that begins every document; None or negative where there is none. checksum: sha256 of what
-    decides the tokens: format, dtype, tokenizer, and every shard's length and sha256.
+    num_tokens: of the split, over all shards. vocab_size: every token is below it.
+    bos_id: the token that begins every document; None or negative where there is none.
+    checksum: sha256 of what decides the tokens: format, dtype, tokenizer, and every shard's length
+        and sha256.
     unigram_nats_per_token: see prepare.unigram_nats_per_token; None where nothing was held out.
     """
 
     def __init__(self, folder: Path, index: dict, split: str) -> None:
         self.folder, self.split = folder, split
         entry = index["splits"][split]
-        self._shards = [
-            (s["file"], s["tokens"], s["documents"], s["bytes"], s["sha256"])
-            for s in entry["shards"]
-        ]
+        keys = ("file", "tokens", "documents", "bytes", "sha256")
+        self._shards = [tuple(shard[key] for key in keys) for shard in entry["shards"]]
         self._dtype = np.dtype(index["dtype"])
         # _starts[i]: tokens before shard i; one more entry than shards.
         self._starts = [0, *accumulate(tokens for _, tokens, *_ in self._shards)]
@@ -64,8 +62,9 @@ class TokenDataset:
         """Opens split `train` or `heldout` of a prepared folder.
 
         tokenizer: a tokenizer (file or folder) that must be the one the data was made with; empty:
-        not compared. Raises UserError when anything is missing, truncated, of another format or
-        made with another tokenizer.
+            not compared.
+        Raises UserError when anything is missing, truncated, of another format or made with another
+        tokenizer.
         """
         folder = Path(folder)
         index = _read_index(folder)
@@ -74,10 +73,12 @@ class TokenDataset:
             and (sha256 := Tokenizer.load(tokenizer, "data.tokenizer").sha256)
             != index["tokenizer_sha256"]
         ):
-            why = f"{folder} was made with another tokenizer (sha256 {index['tokenizer_sha256'][:12]}…, this is {sha256[:12]}…)"
-            raise UserError(
-                "data.tokenizer", str(tokenizer), why, f"leave it empty, or give {folder}"
+            why = (
+                f"{folder} was made with another tokenizer (sha256 "
+                f"{index['tokenizer_sha256'][:12]}…, this is {sha256[:12]}…)"
             )
+            remedy = f"leave it empty, or give {folder}"
+            raise UserError("data.tokenizer", str(tokenizer), why, remedy)
         try:
             dataset = cls(folder, index, split)
         except (KeyError, TypeError, AttributeError) as error:
@@ -86,27 +87,30 @@ class TokenDataset:
         for file, _, _, size, _ in dataset._shards:
             path = folder / file
             if Path(file).name != file or not path.is_file():
-                raise UserError(
-                    "data.path", str(path), "the shard is missing; index.json names it", REMEDY
-                )
+                why = "the shard is missing; index.json names it"
+                raise UserError("data.path", str(path), why, REMEDY)
             if (found := path.stat().st_size) != size:
-                why = f"the shard is truncated or not the one in index.json: {found} bytes instead of {size}"
+                why = (
+                    "the shard is truncated or not the one in index.json: "
+                    f"{found} bytes instead of {size}"
+                )
                 raise UserError("data.path", str(path), why, REMEDY)
         if dataset.num_tokens == 0:
             why = f"its split {split!r} is empty"
             remedy = "prepare it again, with more text"
             if split == "heldout":
-                remedy = "train without evaluation (train.eval_interval=0), or prepare it again with --heldout-fraction 0.05"
+                remedy = (
+                    "train without evaluation (train.eval_interval=0), "
+                    "or prepare it again with --heldout-fraction 0.05"
+                )
             raise UserError("data.path", str(folder), why, remedy)
         return dataset
 
     @property
     def tokenizer_path(self) -> Path:
         """The tokenizer the data was made with: its file, where the folder still has it."""
-        return next(
-            (self.folder / name for name in (MODEL, JSON) if (self.folder / name).is_file()),
-            self.folder / MODEL,
-        )
+        found = (self.folder / name for name in (MODEL, JSON) if (self.folder / name).is_file())
+        return next(found, self.folder / MODEL)
 
     def verify(self) -> None:
         """Reads every shard and compares its sha256, header and document starts. Raises UserError
@@ -114,37 +118,24 @@ class TokenDataset:
         for i, (file, tokens, documents, _, sha256) in enumerate(self._shards):
             path = self.folder / file
             if file_sha256(path) != sha256:
-                raise UserError(
-                    "data.path",
-                    str(path),
-                    "its content is not what was prepared (sha256 differs)",
-                    REMEDY,
-                )
+                why = "its content is not what was prepared (sha256 differs)"
+                raise UserError("data.path", str(path), why, REMEDY)
             if int(self._map_tokens(i).max(initial=0)) >= self.vocab_size:
-                raise UserError(
-                    "data.path",
-                    str(path),
-                    f"it holds a token >= vocab_size {self.vocab_size}",
-                    PREPARE,
-                )
+                why = f"it holds a token >= vocab_size {self.vocab_size}"
+                raise UserError("data.path", str(path), why, PREPARE)
             starts = self.document_starts(i)
             if documents and (
                 starts[0] != 0 or starts[-1] >= tokens or np.any(np.diff(starts) <= 0)
             ):
-                raise UserError(
-                    "data.path",
-                    str(path),
-                    "its document starts are not increasing within it",
-                    PREPARE,
-                )
+                why = "its document starts are not increasing within it"
+                raise UserError("data.path", str(path), why, PREPARE)
 
     @property
     def num_shards(self) -> int:
         return len(self._shards)
 
     def document_starts(self, shard: int) -> np.ndarray:
-        """[documents of that shard] int64: where each begins, counted from the shard's first
-        token."""
+        """[documents of that shard] int64: where each begins, from the shard's first token on."""
         file, _, documents, _, _ = self._shards[shard]
         return map_tensor(self.folder / file, "document_starts", np.dtype("int64"), documents)
 
@@ -202,21 +193,16 @@ class Mixture:
         for other in self.sources[1:]:
             if other.tokenizer_sha256 != first.tokenizer_sha256:
                 why = f"it was made with another tokenizer than {first.folder}"
-                raise UserError(
-                    "data.path", str(other.folder), why, "prepare all sources with one tokenizer"
-                )
+                remedy = "prepare all sources with one tokenizer"
+                raise UserError("data.path", str(other.folder), why, remedy)
         self.vocab_size, self.bos_id = first.vocab_size, first.bos_id
         self.tokenizer_path = first.tokenizer_path
         self.num_tokens = sum(source.num_tokens for source in self.sources)
-        matters = [
-            [source.checksum, weight]
-            for source, weight in zip(self.sources, self.weights, strict=True)
-        ]
-        self.checksum = (
-            first.checksum
-            if len(matters) == 1
-            else hashlib.sha256(json.dumps(matters).encode()).hexdigest()
-        )
+        checksums = [source.checksum for source in self.sources]
+        self.checksum = first.checksum
+        if len(checksums) > 1:
+            matters = [list(pair) for pair in zip(checksums, self.weights, strict=True)]
+            self.checksum = hashlib.sha256(json.dumps(matters).encode()).hexdigest()
         nats = [source.unigram_nats_per_token for source in self.sources]
         self.unigram_nats_per_token: float | None = (
             None
@@ -230,14 +216,19 @@ def open_data(config: DataConfig, split: str) -> Mixture:
     of it is not usable."""
     paths = config.path if isinstance(config.path, dict) else {config.path: 1.0}
     if not paths:
-        raise UserError(
-            "data.path", paths, "no data is named", "give a prepared folder, or {folder: weight, …}"
-        )
+        why = "no data is named"
+        raise UserError("data.path", paths, why, "give a prepared folder, or {folder: weight, …}")
     sources = [TokenDataset.open(path, split, tokenizer=config.tokenizer) for path in paths]
     for source in sources:
         if config.document_mask and (source.bos_id is None or source.bos_id < 0):
-            why = f"documents are found by their first token, bos, and {source.folder} has none (bos_id {source.bos_id})"
-            remedy = "set data.document_mask=false, or prepare the data again with a tokenizer that has bos"
+            why = (
+                "documents are found by their first token, bos, "
+                f"and {source.folder} has none (bos_id {source.bos_id})"
+            )
+            remedy = (
+                "set data.document_mask=false, or prepare the data again with a tokenizer that has "
+                "bos"
+            )
             raise UserError("data.document_mask", True, why, remedy)
     return Mixture(sources, list(paths.values()))
 
@@ -248,27 +239,19 @@ def _read_index(folder: Path) -> dict:
         index = json.loads(path.read_text())
     except OSError as error:
         missing = isinstance(error, FileNotFoundError | NotADirectoryError)
-        why = (
-            "there is no prepared data there"
-            if missing
-            else f"its index cannot be read ({error.strerror})"
-        )
-        raise UserError(
-            "data.path", str(folder), why, "prepare it: `make data`, or `python -m tools.prepare`"
-        ) from error
+        why = f"its index cannot be read ({error.strerror})"
+        if missing:
+            why = "there is no prepared data there"
+        remedy = "prepare it: `make data`, or `python -m tools.prepare`"
+        raise UserError("data.path", str(folder), why, remedy) from error
     except ValueError as error:
-        raise UserError(
-            "data.path", str(path), f"its index is damaged: {error}", PREPARE
-        ) from error
-    if not isinstance(index, dict) or (index.get("format"), index.get("version")) != (
-        FORMAT,
-        VERSION,
-    ):
-        raise UserError(
-            "data.path", str(path), f"it is not a {FORMAT} index of version {VERSION}", PREPARE
-        )
+        why = f"its index is damaged: {error}"
+        raise UserError("data.path", str(path), why, PREPARE) from error
+    ours = {"format": FORMAT, "version": VERSION}
+    if not isinstance(index, dict) or {key: index.get(key) for key in ours} != ours:
+        why = f"it is not a {FORMAT} index of version {VERSION}"
+        raise UserError("data.path", str(path), why, PREPARE)
     if index.get("dtype") not in ("uint16", "uint32"):
-        raise UserError(
-            "data.path", str(path), f"tokens of type {index.get('dtype')!r} are not known", PREPARE
-        )
+        why = f"tokens of type {index.get('dtype')!r} are not known"
+        raise UserError("data.path", str(path), why, PREPARE)
     return index

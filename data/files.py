@@ -17,8 +17,7 @@ import yaml
 from data.readers import ARCHIVES, TABLES, TEXTS, kind
 from errors import UserError
 
-# Words in the name of a table's file or folder that say which split it is, as on the Hugging Face
-# hub.
+# Words in the name of a table's file or folder that say its split, as on the Hugging Face hub.
 SPLIT_WORDS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
@@ -49,7 +48,8 @@ class Report:
         number = sum(map(len, self.left_out.values()))
         found = (
             [
-                f"{self.files:,} {'file' if self.files == 1 else 'files'} read, {number:,} left out{':' * bool(number)}"
+                f"{self.files:,} {'file' if self.files == 1 else 'files'} read, "
+                f"{number:,} left out{':' * bool(number)}"
             ]
             if self.files or number
             else []
@@ -57,9 +57,9 @@ class Report:
         for reason, names in self.left_out.items():
             more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
             found.append(f"  {reason}: {', '.join(names[:NAMED])}{more}")
+        columns = self.columns.items()
         return found + [
-            f"the text is in the column {column!r} of {name}"
-            for column, name in self.columns.items()
+            f"the text is in the column {column!r} of {name}" for column, name in columns
         ]
 
 
@@ -85,12 +85,8 @@ def files_of_folder(folder: Path, split: str, report: Report) -> list[Path]:
                 why = (
                     f"its README.md says that it is several data sets: {', '.join(configurations)}"
                 )
-                raise UserError(
-                    "--source",
-                    str(folder),
-                    why,
-                    f"give the files of one, as a glob: '{folder}/…/*.parquet'",
-                )
+                remedy = f"give the files of one, as a glob: '{folder}/…/*.parquet'"
+                raise UserError("--source", str(folder), why, remedy)
             report.leave_out(name, "describes the data set")
         elif ending in ARCHIVES:
             report.leave_out(name, f"an archive ({ending}): unpack it")
@@ -104,12 +100,8 @@ def files_of_folder(folder: Path, split: str, report: Report) -> list[Path]:
             chosen.append(file)
     if not chosen and splits:
         why = f"no file of {folder} is of this split"
-        raise UserError(
-            "--split",
-            split,
-            why,
-            f"one of: {', '.join(sorted(splits))}; the names of files say which they are",
-        )
+        remedy = f"one of: {', '.join(sorted(splits))}; the names of files say which they are"
+        raise UserError("--split", split, why, remedy)
     if not chosen:
         why = "none of its files is of a known kind: " + "; ".join(
             f"{', '.join(names[:NAMED])}: {reason}" for reason, names in report.left_out.items()
@@ -143,12 +135,8 @@ def files_of_glob(pattern: str, report: Report) -> list[Path]:
         reasons = "; ".join(
             f"{', '.join(found[:NAMED])}: {reason}" for reason, found in report.left_out.items()
         )
-        raise UserError(
-            "--source",
-            pattern,
-            f"it matches no file that can be read ({reasons})",
-            "give another pattern",
-        )
+        why = f"it matches no file that can be read ({reasons})"
+        raise UserError("--source", pattern, why, "give another pattern")
     return chosen
 
 
@@ -160,8 +148,7 @@ def split_of(name: str) -> str:
 
 
 def _walk(folder: Path, report: Report) -> Iterator[Path]:
-    """Every file that is not hidden; first what is there, then what links lead to that is not there
-    anyway."""
+    """Every file that is not hidden; first what is there, then links that lead to nothing."""
     entered: set[tuple[int, int]] = set()
     seen: set[tuple[int, int]] = set()
     links = [folder]
@@ -215,8 +202,7 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def _card(readme: Path) -> list[str] | None:
-    """The data sets that a README.md describes, as on the Hugging Face hub; None: it is text like
-    any other."""
+    """The data sets that a README.md describes, as on the Hugging Face hub; None: other text."""
     try:
         parts = readme.read_text(encoding="utf-8").split("---", 2)
         content = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
@@ -225,8 +211,6 @@ def _card(readme: Path) -> list[str] | None:
     if not isinstance(content, dict):
         return None
     listed = content.get("configs")
-    return (
-        [str(entry.get("config_name")) for entry in listed if isinstance(entry, dict)]
-        if isinstance(listed, list)
-        else []
-    )
+    if not isinstance(listed, list):
+        return []
+    return [str(entry.get("config_name")) for entry in listed if isinstance(entry, dict)]

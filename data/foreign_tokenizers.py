@@ -1,5 +1,4 @@
-"""Tokenizers in formats that are not read here, known by their content: no good file is called
-damaged."""
+"""Tokenizers in formats not read here, known by content: no good file is called damaged."""
 
 import json
 import re
@@ -11,15 +10,18 @@ from errors import UserError
 GIVE_JSON = (
     "give the tokenizer.json of the same model, which its folder in Hugging Face's format has"
 )
-CONVERT = 'python -c "from transformers import AutoTokenizer as A; A.from_pretrained({0!r}).save_pretrained({1!r})"'
+CONVERT = (
+    'python -c "from transformers import AutoTokenizer as A; '
+    'A.from_pretrained({0!r}).save_pretrained({1!r})"'
+)
 
 
 def not_a_tokenizer(name: str, content: bytes, otherwise: str) -> UserError:
-    """For a file that neither library reads. otherwise: what is said of one that is of no format
-    known here."""
+    """For a file that neither library reads. otherwise: said of one of no format known here."""
     why, remedy = _known(content) or (
         otherwise,
-        "give a SentencePiece model, such as `python -m tools.tokenizer` writes, or a tokenizer.json",
+        "give a SentencePiece model, such as `python -m tools.tokenizer` writes, "
+        "or a tokenizer.json",
     )
     return UserError("tokenizer", name, why, remedy)
 
@@ -30,18 +32,17 @@ def no_tokenizer_in(folder: Path) -> UserError:
     # Mistral's, of SentencePiece
     versions = [name for name in names if re.fullmatch(r"tokenizer\.model\.v\d+", name)]
     if versions:
-        why, remedy = (
-            f"its tokenizer has another name ({versions[-1]})",
-            f"name the file: {folder / versions[-1]}",
-        )
+        why = f"its tokenizer has another name ({versions[-1]})"
+        remedy = f"name the file: {folder / versions[-1]}"
     elif "tekken.json" in names:
-        why, remedy = (
-            "it has only a tekken.json, Mistral's own format, which is not supported",
-            GIVE_JSON,
-        )
+        why = "it has only a tekken.json, Mistral's own format, which is not supported"
+        remedy = GIVE_JSON
     elif {"vocab.json", "merges.txt"} <= set(names):
         why = "it has vocab.json and merges.txt, an older format, which is not read here"
-        remedy = f"with transformers installed, make a tokenizer.json: `{CONVERT.format(str(folder), str(folder))}`"
+        remedy = (
+            "with transformers installed, make a tokenizer.json: "
+            f"`{CONVERT.format(str(folder), str(folder))}`"
+        )
     else:
         why = "there is neither tokenizer.model nor tokenizer.json in it"
         remedy = (
@@ -58,7 +59,8 @@ def _known(content: bytes) -> tuple[str, str] | None:
         return "this is a GGUF model, which is not supported", GIVE_JSON
     if re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n[A-Za-z0-9+/]+=* \d+\r?\n", content):
         return (
-            "this is a vocabulary for tiktoken (Llama 3's own tokenizer.model), which is not supported",
+            "this is a vocabulary for tiktoken (Llama 3's own tokenizer.model), "
+            "which is not supported",
             GIVE_JSON,
         )
     try:
@@ -70,10 +72,8 @@ def _known(content: bytes) -> tuple[str, str] | None:
     if isinstance(found.get("vocab"), list) and isinstance(found.get("config"), dict):
         return "this is Mistral's tekken format, which is not supported", GIVE_JSON
     if "tokenizer_class" in found or "architectures" in found:
-        return (
-            "this describes a tokenizer or a model, and is none",
-            "give the tokenizer.json beside it",
-        )
+        why = "this describes a tokenizer or a model, and is none"
+        return why, "give the tokenizer.json beside it"
     if found and all(type(value) is int for value in found.values()):
         return "this is a vocabulary without its merges (vocab.json)", GIVE_JSON
     return None

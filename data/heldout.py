@@ -16,8 +16,7 @@ from typing import NamedTuple
 from data.sources import Document
 
 FEW = 20  # with the usual fraction of 0.05, one held-out document is to be expected of as many
-# That many are not few, even if one of the splits has none of them. Until then they are kept in
-# memory.
+# That many are not few, even if a split has none of them. Until then they are kept in memory.
 MOST_DOCUMENTS, MOST_CHARS = 1000, 1 << 26
 CUT_WITHIN = 1000  # characters in which `cut` looks for the end of a line, or of a word
 
@@ -48,8 +47,7 @@ def cut(text: str, fraction: float) -> int:
 
 
 class Splitter:
-    """Yields the parts of `documents`, in their order; a document that was cut is two, the held-out
-    one last.
+    """Yields the parts of `documents`, in their order; of a cut one, the held-out part is second.
 
     cuts: whether documents are cut; False until the first part was yielded.
     """

@@ -1,6 +1,8 @@
 """Samples to the batches of one data-parallel rank, read ahead by a thread.
 
-    sample index --sampler--> window --dataset--> row;   rank r of dp takes rows r * B/dp .. (r + 1) * B/dp of the batch
+    sample index --sampler--> window --dataset--> row
+
+    rank r of dp takes rows r * B/dp .. (r + 1) * B/dp of the batch
 
 The global batch is the same for every dp size, and where a run stands is one number, the next
 sample's index: a run continues with another dp size on the same batches, and with another batch
@@ -54,16 +56,11 @@ class BatchLoader:
     ) -> None:
         if global_batch_size < 1 or global_batch_size % dp_size:
             why = f"{dp_size} data-parallel ranks cannot share it evenly"
-            raise UserError(
-                "train.global_batch_size", global_batch_size, why, f"a multiple of {dp_size}"
-            )
+            remedy = f"a multiple of {dp_size}"
+            raise UserError("train.global_batch_size", global_batch_size, why, remedy)
         if prefetch < 1:
-            raise UserError(
-                "data.prefetch",
-                prefetch,
-                "the reading thread is always ahead",
-                "at least 1; 2 is usual",
-            )
+            why = "the reading thread is always ahead"
+            raise UserError("data.prefetch", prefetch, why, "at least 1; 2 is usual")
         self._data = _as_mixture(data)
         self._order = _sample_order(self._data, seq_len, seed=seed, shuffle=shuffle)
         self._seq_len, self._global_batch_size = seq_len, global_batch_size
@@ -76,8 +73,7 @@ class BatchLoader:
         return self
 
     def __next__(self) -> tuple[Tensor, Tensor]:
-        """The next batch. What the reading thread raised is raised here, and at every later
-        call."""
+        """The next batch. What the reading thread raised is raised here, and at each later call."""
         if self._error is None and self._stop.is_set():
             raise RuntimeError("the loader is closed")
         if self._error is None:
@@ -89,8 +85,7 @@ class BatchLoader:
         raise self._error
 
     def state(self) -> dict:
-        """What continues the run after the last batch handed out; JSON-able, and the same on every
-        rank."""
+        """What continues the run after the last batch given; JSON-able, the same on all ranks."""
         skipped = [list(pair) for pair in self.skipped]
         return {
             "next_sample": self.next_sample,
@@ -99,8 +94,7 @@ class BatchLoader:
         }
 
     def go_to(self, next_sample: int, skipped: Sequence[Sequence[int]]) -> None:
-        """Go on at another sample, and without other ones, as a loader that is made with these
-        arguments."""
+        """Go on at another sample, and without others, as a loader made with these arguments."""
         self.close()
         self._start(next_sample, skipped)
 
@@ -138,12 +132,8 @@ class BatchLoader:
                 source, _, window = self._order.locate(np.concatenate(mine))
                 for i, after_batch in enumerate(after):
                     batch = slice(i * rows, (i + 1) * rows)
-                    self._ready.put(
-                        (
-                            _assemble(self._data, source[batch], window[batch], self._seq_len),
-                            after_batch,
-                        )
-                    )
+                    made = _assemble(self._data, source[batch], window[batch], self._seq_len)
+                    self._ready.put((made, after_batch))
                     if self._stop.is_set():
                         return
         except BaseException as error:  # whatever it is, the caller must hear of it
@@ -155,13 +145,12 @@ def check_state(state: dict, data: TokenDataset | Mixture) -> None:
     some and miss others."""
     if state["checksum"] != data.checksum:
         path = " + ".join(str(source.folder) for source in _as_mixture(data).sources)
-        why = f"the run to resume read other data (checksum {state['checksum'][:12]}…, this is {data.checksum[:12]}…)"
-        raise UserError(
-            "data.path",
-            path,
-            why,
-            "give the data the run began with, or begin a new run in another run.dir",
+        why = (
+            f"the run to resume read other data (checksum {state['checksum'][:12]}…, "
+            f"this is {data.checksum[:12]}…)"
         )
+        remedy = "give the data the run began with, or begin a new run in another run.dir"
+        raise UserError("data.path", path, why, remedy)
 
 
 def heldout_batches(
@@ -173,12 +162,12 @@ def heldout_batches(
     dp_size: int,
     rows: int,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Windows 0 .. num_samples - 1 of `data`, in order, once: (tokens, targets), each [rows, S]
-    int64.
+    """Windows 0 .. num_samples - 1 of `data`, in order, once: tokens and targets [rows, S] int64.
 
     num_samples: at most as many as there are (None: all). Of a mixture, as many as come before a
-    source would repeat. rows: of this rank per batch; a batch is rows * dp_size windows, and every
-    rank gets the same number of batches.
+        source would repeat.
+    rows: of this rank per batch; a batch is rows * dp_size windows, and every rank gets the same
+        number of batches.
 
     Rows beyond the last window have every target IGNORED: the sum of losses over the counted
     targets, divided by their number, is the same on every layout.
@@ -206,10 +195,16 @@ def _sample_order(data: Mixture, seq_len: int, *, seed: int, shuffle: bool) -> S
     num_windows = [count_windows(source.num_tokens, seq_len) for source in data.sources]
     for source, count in zip(data.sources, num_windows, strict=True):
         if count == 0:
-            why = f"split {source.split!r} of {source.folder} has {source.num_tokens} tokens, a sample needs {seq_len + 1}"
+            why = (
+                f"split {source.split!r} of {source.folder} has {source.num_tokens} tokens, "
+                f"a sample needs {seq_len + 1}"
+            )
             remedy = f"set train.seq_len to at most {source.num_tokens - 1}, or prepare more text"
             if source.split == "heldout":
-                remedy += ", or a larger --heldout-fraction; or train without evaluation: train.eval_interval=0"
+                remedy += (
+                    ", or a larger --heldout-fraction; or train without evaluation: "
+                    "train.eval_interval=0"
+                )
             raise UserError("train.seq_len", seq_len, why, remedy)
     return SampleOrder(num_windows, data.weights, seed=seed, shuffle=shuffle)
 

@@ -1,18 +1,19 @@
 """Documents to token shards, once, before training.
 
-    documents --(this process, in order)--> chunks --(worker processes)--> token arrays --(this
-    process, in order)--> shards
+    documents --(this process, in order)--> chunks --(worker processes)--> token arrays
+              --(this process, in order)--> shards
 
-Each document becomes  [bos] its tokens [eos]  as in Llama: generation starts from bos and stops at eos. (Without bos where the
-tokenizer has none, as Qwen's.) Chunks are cut by the source alone and written in its order, so the
-bytes on disk do not depend on the number of workers. At most `2 * workers + 2` chunks are in
-flight, so memory does not depend on the size of the source. The folder is written beside its final
-place and renamed when complete: it exists whole or not at all.
+Each document becomes `[bos] its tokens [eos]` as in Llama: generation starts from bos and stops at
+eos. (Without bos where the tokenizer has none, as Qwen's.) Only the source decides where chunks are
+cut, and they are written in its order, so the bytes on disk do not depend on the number of workers.
+At most `2 * workers + 2` chunks are in flight, so memory does not depend on the size of the source.
+The folder is written beside its final place and renamed when complete: whole or not at all.
 
-    OUT/index.json                  format, tokenizer's sha256, dtype, and per split: shards, counts, checksums
-    OUT/train-00000.safetensors …   see shards.py
+    OUT/index.json                   format, tokenizer's sha256, dtype; per split: shards, counts,
+                                     checksums
+    OUT/train-00000.safetensors …    see shards.py
     OUT/heldout-00000.safetensors …
-    OUT/tokenizer.model             or tokenizer.json and what belongs to it
+    OUT/tokenizer.model              or tokenizer.json and what belongs to it
 """
 
 import json
@@ -98,10 +99,12 @@ def prepare(
                     writer.append(part)
                     bar.update(len(part.tokens))
         if writers["train"].tokens == 0:
-            why = f"no training tokens: of its {counts['documents']} documents every one is empty or held out"
-            raise UserError(
-                "--source", source, why, "give more text, or a smaller --heldout-fraction"
+            why = (
+                f"no training tokens: of its {counts['documents']} documents every one is empty or "
+                "held out"
             )
+            remedy = "give more text, or a smaller --heldout-fraction"
+            raise UserError("--source", source, why, remedy)
         index = {
             "format": FORMAT,
             "version": VERSION,
@@ -126,9 +129,8 @@ def prepare(
         _put_in_place(partial, out)
     except OSError as error:  # what reading the source raises is a UserError
         remedy = "make room, or name a folder where you may write"
-        raise UserError(
-            "--out", str(out), f"cannot be written ({error.strerror or error})", remedy
-        ) from error
+        why = f"cannot be written ({error.strerror or error})"
+        raise UserError("--out", str(out), why, remedy) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return index
@@ -151,30 +153,17 @@ def _check(
     tokenizer: Tokenizer, out: Path, heldout_fraction: float, shard_tokens: int, workers: int
 ) -> None:
     if not 0 <= heldout_fraction < 1:
-        raise UserError(
-            "--heldout-fraction",
-            heldout_fraction,
-            "it is a fraction of the documents",
-            "0 <= fraction < 1",
-        )
+        why = "it is a fraction of the documents"
+        raise UserError("--heldout-fraction", heldout_fraction, why, "0 <= fraction < 1")
     if shard_tokens < 1:
-        raise UserError(
-            "--shard-tokens",
-            shard_tokens,
-            "a shard holds at least one token",
-            "at least 1; 134217728 is usual",
-        )
+        why = "a shard holds at least one token"
+        raise UserError("--shard-tokens", shard_tokens, why, "at least 1; 134217728 is usual")
     if workers < 1:
-        raise UserError(
-            "--workers", workers, "somebody must tokenize", "at least 1; one per core is best"
-        )
+        why = "somebody must tokenize"
+        raise UserError("--workers", workers, why, "at least 1; one per core is best")
     if tokenizer.vocab_size > 1 << 32:
-        raise UserError(
-            "--tokenizer",
-            tokenizer.vocab_size,
-            "ids are stored in 32 bits",
-            "a vocabulary of at most 2**32",
-        )
+        why = "ids are stored in 32 bits"
+        raise UserError("--tokenizer", tokenizer.vocab_size, why, "a vocabulary of at most 2**32")
 
 
 def _check_replaceable(source: str, out: Path, overwrite: bool) -> None:
@@ -184,23 +173,14 @@ def _check_replaceable(source: str, out: Path, overwrite: bool) -> None:
     if not out.is_dir() or not any(out.iterdir()):
         return
     if not (out / "index.json").is_file():
-        raise UserError(
-            "--out",
-            str(out),
-            "the folder is not empty, and no prepared one: it has no index.json",
-            "name another one",
-        )
+        why = "the folder is not empty, and no prepared one: it has no index.json"
+        raise UserError("--out", str(out), why, "name another one")
     if not overwrite:
-        raise UserError(
-            "--out", str(out), "the folder is not empty", "name another one, or give --overwrite"
-        )
+        why = "the folder is not empty"
+        raise UserError("--out", str(out), why, "name another one, or give --overwrite")
     if out.resolve() in (Path(source).resolve(), *Path(source).resolve().parents):
-        raise UserError(
-            "--out",
-            str(out),
-            f"it holds the source {source}, and would be deleted",
-            "name another one",
-        )
+        why = f"it holds the source {source}, and would be deleted"
+        raise UserError("--out", str(out), why, "name another one")
 
 
 def _not_empty(stream: Iterator[Document], counts: dict[str, int]) -> Iterator[Document]:
@@ -262,21 +242,13 @@ def _encode_chunk(chunk: list[Part]) -> list[Encoded]:
     for side in (False, True):  # SPLITS
         texts = [part.text for part in chunk if part.held_out == side]
         arrays = tokenizer.encode_arrays(texts) if texts else []
-        bos, eos = (
-            np.array([tokenizer.bos_id] if tokenizer.bos_id >= 0 else [], dtype),
-            np.array([tokenizer.eos_id], dtype),
-        )
+        bos = np.array([tokenizer.bos_id] if tokenizer.bos_id >= 0 else [], dtype)
+        eos = np.array([tokenizer.eos_id], dtype)
         parts = [part for array in arrays for part in (bos, array.astype(dtype), eos)]
         tokens = np.concatenate([np.empty(0, dtype), *parts])
         lengths = np.array([len(bos) + len(array) + 1 for array in arrays], dtype=np.int64)
-        result.append(
-            Encoded(
-                tokens,
-                lengths,
-                sum(map(len, texts)),
-                sum(len(text.encode("utf-8", "replace")) for text in texts),
-            )
-        )
+        num_bytes = sum(len(text.encode("utf-8", "replace")) for text in texts)
+        result.append(Encoded(tokens, lengths, sum(map(len, texts)), num_bytes))
     return result
 
 
@@ -286,12 +258,8 @@ class _SplitWriter:
     def __init__(
         self, folder: Path, split: str, dtype: np.dtype, vocab_size: int, shard_tokens: int
     ) -> None:
-        self._folder, self._split, self._dtype, self._shard_tokens = (
-            folder,
-            split,
-            dtype,
-            shard_tokens,
-        )
+        self._folder, self._split = folder, split
+        self._dtype, self._shard_tokens = dtype, shard_tokens
         self._shards: list[dict] = []
         self._open: ShardWriter | None = None
         self.histogram = np.zeros(vocab_size, dtype=np.int64)
@@ -325,10 +293,8 @@ class _SplitWriter:
         """The split's entry of the index."""
         if self._open is not None:
             self._close_shard()
-        counted = {
-            name: getattr(self, name)
-            for name in ("tokens", "documents", "characters", "utf8_bytes")
-        }
+        names = ("tokens", "documents", "characters", "utf8_bytes")
+        counted = {name: getattr(self, name) for name in names}
         return counted | {"shards": self._shards}
 
 

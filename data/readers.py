@@ -1,11 +1,11 @@
 """One file to its documents: text as it is, or the rows of a table; compressed or not.
 
-    .txt .md .py …        UTF-8, line ends as they are; a byte order mark at the beginning is not text
-    .jsonl .ndjson        an object per line
-    .json                 the same, or one list of objects, or one object
-    .csv .tsv             the first line names the columns; separated by commas, tabs or semicolons
-    .parquet              by pyarrow, one column
-    .gz .bz2 .xz .zst     after any of these but .parquet
+    .txt .md .py …      UTF-8, line ends as they are; a byte order mark at the beginning is no text
+    .jsonl .ndjson      an object per line
+    .json               the same, or one list of objects, or one object
+    .csv .tsv           the first line names the columns; separated by commas, tabs or semicolons
+    .parquet            by pyarrow, one column
+    .gz .bz2 .xz .zst   after any of these but .parquet
 
 Whatever is wrong with a file is a UserError that names it, and the line or row. Nothing is repaired
 and nothing left out.
@@ -29,41 +29,11 @@ from errors import UserError
 MAX_TEXT_CHARS = 1 << 20
 TABLES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"}
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
-TEXTS = {
-    *(
-        ".txt",
-        ".text",
-        ".md",
-        ".markdown",
-        ".rst",
-        ".tex",
-        ".html",
-        ".py",
-        ".pyi",
-        ".c",
-        ".h",
-        ".cc",
-        ".cpp",
-        ".hpp",
-        ".cu",
-    ),
-    *(
-        ".go",
-        ".java",
-        ".js",
-        ".ts",
-        ".rs",
-        ".rb",
-        ".sh",
-        ".sql",
-        ".scala",
-        ".kt",
-        ".swift",
-        ".lua",
-        ".jl",
-        ".r",
-    ),
-}
+_ENDINGS = (
+    ".txt .text .md .markdown .rst .tex .html .py .pyi .c .h .cc .cpp .hpp .cu "
+    ".go .java .js .ts .rs .rb .sh .sql .scala .kt .swift .lua .jl .r"
+)
+TEXTS = set(_ENDINGS.split())
 ARCHIVES = {".zip", ".tar", ".tgz", ".tbz2", ".txz", ".7z", ".rar"}
 UTF8_MARK, UTF16_MARKS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
 ROWS_WITHOUT = 1000  # a column that none of as many rows has is not in the table
@@ -71,8 +41,7 @@ ON_LINE = "correct or remove that line"
 
 
 def kind(path: Path) -> str:
-    """`.jsonl` of `a.jsonl` and of `a.jsonl.gz`, `.zip` of `a.zip`, `.tar` of `a.tar.gz`; in lower
-    case."""
+    """`.jsonl` of `a.jsonl` and `A.JSONL.gz`, `.zip` of `a.zip`, `.tar` of `a.tar.gz`."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in COMPRESSED:
         suffixes.pop()
@@ -117,9 +86,8 @@ def reading(file: Path) -> Iterator[None]:
         if error.strerror is None:  # of the decompressors
             raise _damaged(file, error) from error
         remedy = "see that it is there and may be read, or leave it out"
-        raise UserError(
-            "--source", str(error.filename or file), f"cannot be read ({error.strerror})", remedy
-        ) from error
+        why = f"cannot be read ({error.strerror})"
+        raise UserError("--source", str(error.filename or file), why, remedy) from error
     except ValueError as error:  # pyarrow's errors are
         raise _damaged(file, error) from error
     except Exception as error:
@@ -145,9 +113,8 @@ def open_binary(file: Path) -> BinaryIO:
         module = importlib.import_module(name)
     except ImportError as error:
         remedy = f"decompress it first, or use a Python with the module {name}"
-        raise UserError(
-            "--source", str(file), f"this Python was built without {suffix[1:]}", remedy
-        ) from error
+        why = f"this Python was built without {suffix[1:]}"
+        raise UserError("--source", str(file), why, remedy) from error
     return module.open(file, "rb")
 
 
@@ -181,22 +148,14 @@ def row_texts(
             raise no_column(name, row, asked)
         if column != "text" and asked is None and "text" in row:
             why = f"{where} has a column 'text', and the rows before it have none"
-            raise UserError(
-                "--source",
-                name,
-                why,
-                f"say which is meant: --text-field {column}, or --text-field text",
-            )
+            remedy = f"say which is meant: --text-field {column}, or --text-field text"
+            raise UserError("--source", name, why, remedy)
         seen = seen or column in row
         text = row.get(column)
         if text is not None and not isinstance(text, str):
             why = f"{where} of {name} holds {type(text).__name__}, not text"
-            raise UserError(
-                "--text-field",
-                column,
-                why,
-                "name the column that holds the text, or correct that row",
-            )
+            remedy = "name the column that holds the text, or correct that row"
+            raise UserError("--text-field", column, why, remedy)
         yield text or "", column
     if number and not seen:
         raise no_column(name, row, asked)
@@ -206,12 +165,8 @@ def no_column(name: str, row: dict[str, Any], asked: str | None) -> UserError:
     columns = ", ".join(map(str, row))
     columns = columns if len(columns) < 300 else columns[:300] + "…"
     why = f"the rows of {name} have no such column"
-    return UserError(
-        "--text-field",
-        asked or "text",
-        why,
-        f"give --text-field one of: {columns}; or leave that file out",
-    )
+    remedy = f"give --text-field one of: {columns}; or leave that file out"
+    return UserError("--text-field", asked or "text", why, remedy)
 
 
 def _is_number(text: str) -> bool:
@@ -229,10 +184,8 @@ def _json_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 line.decode()  # raises; `reading` says that it is UTF-16
             line = line.removeprefix(UTF8_MARK) if number == 1 else line
             if line.strip():
-                yield (
-                    f"line {number}",
-                    _checked_row(file, f"line {number}", _parsed(file, number, line), line),
-                )
+                where = f"line {number}"
+                yield where, _checked_row(file, where, _parsed(file, number, line), line)
 
 
 def _json_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -261,20 +214,21 @@ def _parsed(file: Path, number: int | None, content: bytes) -> Any:
             raise
         raise _not_utf8(file, error, number) from error
     except RecursionError as error:
-        raise UserError(
-            "--source", str(file), f"line {number or 1}: it is nested too deeply", ON_LINE
-        ) from error
+        why = f"line {number or 1}: it is nested too deeply"
+        raise UserError("--source", str(file), why, ON_LINE) from error
     except ValueError as error:
         line = number or getattr(error, "lineno", 1)
         why = f"{getattr(error, 'msg', error)}, at character {getattr(error, 'colno', 1)}"
-        raise UserError(
-            "--source", str(file), f"line {line}: it is not JSON: {why}", ON_LINE
-        ) from error
+        why = f"line {line}: it is not JSON: {why}"
+        raise UserError("--source", str(file), why, ON_LINE) from error
 
 
 def _checked_row(file: Path, where: str, row: Any, content: bytes) -> dict[str, Any]:
     if not isinstance(row, dict):
-        why = f'{where}: a row is an object such as {{"text": …}}, and this is of type {type(row).__name__}'
+        why = (
+            f'{where}: a row is an object such as {{"text": …}}, '
+            f"and this is of type {type(row).__name__}"
+        )
         raise UserError("--source", str(file), why, ON_LINE)
     if b"\\u" in content:  # what JSON can spell, and UTF-8 cannot
         for name, value in row.items():
@@ -308,13 +262,12 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             line = reader.line_num + 1
             for values in reader:
                 if values and len(values) != len(columns):
-                    why = f"line {line}: it has {len(values)} fields, and the first line names {len(columns)} columns"
-                    raise UserError(
-                        "--source",
-                        str(file),
-                        why,
-                        f"{ON_LINE}; a field with a {separator!r} in it needs quotes",
+                    why = (
+                        f"line {line}: it has {len(values)} fields, "
+                        f"and the first line names {len(columns)} columns"
                     )
+                    remedy = f"{ON_LINE}; a field with a {separator!r} in it needs quotes"
+                    raise UserError("--source", str(file), why, remedy)
                 if values:
                     yield f"line {line}", dict(zip(columns, values, strict=True))
                 line = reader.line_num + 1
@@ -346,18 +299,15 @@ def _not_utf8(file: Path, error: UnicodeDecodeError, line: int | None = None) ->
         encoding, why = "UTF-16", "it is UTF-16, not UTF-8"
     else:
         line = line or _first_bad_line(file)
-        encoding, why = (
-            "LATIN1",
-            f"line {line}: it is not UTF-8 ({error.reason}: 0x{error.object[error.start]:02x})",
-        )
+        bad = f"{error.reason}: 0x{error.object[error.start]:02x}"
+        encoding, why = "LATIN1", f"line {line}: it is not UTF-8 ({bad})"
     plain = file.with_suffix("") if file.suffix.lower() in COMPRESSED else file
     old, new = shlex.quote(str(plain)), shlex.quote(f"{plain}.utf8")
     command = f"iconv -f {encoding} -t UTF-8 {old} > {new} && mv {new} {old}"
     unpack = "decompress it and " if plain != file else ""
     sure = "" if encoding == "UTF-16" else ", if Latin-1 is what it is"
-    return UserError(
-        "--source", str(file), why, f"{unpack}convert it{sure}: `{command}`; or leave that file out"
-    )
+    remedy = f"{unpack}convert it{sure}: `{command}`; or leave that file out"
+    return UserError("--source", str(file), why, remedy)
 
 
 def _first_bad_line(file: Path) -> int:
@@ -372,6 +322,5 @@ def _first_bad_line(file: Path) -> int:
 
 def _damaged(file: Path, error: Exception) -> UserError:
     why = f"it is damaged or cut short: {' '.join(str(error).split())[:300]}"
-    return UserError(
-        "--source", str(file), why, "copy it again from where it came from, or leave that file out"
-    )
+    remedy = "copy it again from where it came from, or leave that file out"
+    return UserError("--source", str(file), why, remedy)

@@ -1,10 +1,11 @@
-"""Which tokens make sample i of a run: a pure function of (seed, i), for any number of samples, in
-constant memory.
+"""Which tokens make sample i of a run: a pure function of (seed, i), in constant memory.
 
     sample i  --mixture-->  (source, k): the k-th sample of that source
               --epochs-->   epoch = k // n, position = k % n         n = windows of that source
-              --shuffle-->  window = permutation of range(n), keyed by (seed, source, epoch), at `position`
-              --cut-->      tokens[window * S : window * S + S + 1]: the first S are the inputs, the last S the targets
+              --shuffle-->  window = permutation of range(n), keyed by (seed, source, epoch),
+                            at `position`
+              --cut-->      tokens[window * S : window * S + S + 1]: the first S are the inputs,
+                            the last S the targets
 
 So within an epoch every window is read once, and no token is a target twice. (Of a split's tokens,
 the first is never a target, and a remainder of fewer than S at the end is never read.) Nothing
@@ -27,8 +28,7 @@ MIXTURE_PERIOD = 100_000
 
 
 class Permutation:
-    """A bijection on range(n), chosen by a key, evaluated at any point without computing the
-    others.
+    """A bijection on range(n), chosen by a key; any point of it costs the same.
 
     A Feistel network permutes pairs (left, right) whatever its round function is, because each
     round only adds a function of one half to the other (Luby & Rackoff 1988). With left in
@@ -76,8 +76,7 @@ class Permutation:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """A hash of 64 bits to 64 bits: the finalizer of SplitMix64 (Steele, Lea & Flood 2014). Wraps
-    modulo 2**64."""
+    """A hash of 64 bits to 64 bits: SplitMix64's finalizer (Steele, Lea & Flood 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -89,8 +88,7 @@ def _epoch_permutation(n: int, seed: int, source: int, epoch: int) -> Permutatio
 
 
 def mixture_pattern(weights: Sequence[float]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One period of a mixture: (source_of, rank_of: [MIXTURE_PERIOD] each, quota: [sources]),
-    int64.
+    """One period of a mixture: source_of, rank_of ([MIXTURE_PERIOD]), quota ([sources]), all int64.
 
     Slot t belongs to source_of[t], as that source's sample number rank_of[t] within the period.
     Quotas are the weights rounded by largest remainder, so they add up to the period exactly. The
@@ -102,12 +100,8 @@ def mixture_pattern(weights: Sequence[float]) -> tuple[np.ndarray, np.ndarray, n
     """
     shares = np.array(weights, dtype=np.float64)
     if shares.size == 0 or not np.all(np.isfinite(shares)) or np.any(shares <= 0):
-        raise UserError(
-            "data.path",
-            list(weights),
-            "mixture weights must be positive numbers",
-            "leave out what is not read",
-        )
+        why = "mixture weights must be positive numbers"
+        raise UserError("data.path", list(weights), why, "leave out what is not read")
     shares = shares / shares.sum() * MIXTURE_PERIOD
     quota = np.floor(shares + 1e-6).astype(np.int64)  # 0.29 * 100000 is 28999.999999999996
     largest_remainders = np.argsort(-(shares - quota), kind="stable")
@@ -116,9 +110,8 @@ def mixture_pattern(weights: Sequence[float]) -> tuple[np.ndarray, np.ndarray, n
         why = (
             f"a weight is below 1/{MIXTURE_PERIOD} of the mixture: that source would never be read"
         )
-        raise UserError(
-            "data.path", list(weights), why, "raise that weight, or leave the source out"
-        )
+        remedy = "raise that weight, or leave the source out"
+        raise UserError("data.path", list(weights), why, remedy)
     sources = np.repeat(np.arange(len(quota)), quota)
     ranks = np.concatenate([np.arange(q) for q in quota])
     order = np.argsort((ranks + 0.5) / quota[sources], kind="stable")
@@ -152,10 +145,7 @@ class SampleOrder:
         epoch, window = np.empty_like(nth), np.empty_like(nth)
         for s in np.unique(source):
             mine = source == s
-            epoch[mine], window[mine] = (
-                nth[mine] // self.num_windows[s],
-                nth[mine] % self.num_windows[s],
-            )
+            epoch[mine], window[mine] = np.divmod(nth[mine], self.num_windows[s])
             if self.shuffle:
                 for e in np.unique(epoch[mine]):
                     here = mine & (epoch == e)

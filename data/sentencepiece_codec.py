@@ -27,8 +27,7 @@ SPACE_MARK = "\u2581"  # SentencePiece writes a space as this character
 
 
 class SentencePieceCodec:
-    """One SentencePiece model. Ids are in range(vocab_size); bos opens a document and eos closes
-    it.
+    """One SentencePiece model. Ids are in range(vocab_size); bos opens a document, eos closes it.
 
     Args:
         model: the serialized model, the content of a `.model` file.
@@ -38,7 +37,10 @@ class SentencePieceCodec:
     """
 
     def __init__(self, model: bytes, name: str) -> None:
-        remedy = "give a SentencePiece model with bos and eos, such as `python -m tools.tokenizer` writes, or a tokenizer.json"
+        remedy = (
+            "give a SentencePiece model with bos and eos, such as `python -m tools.tokenizer` "
+            "writes, or a tokenizer.json"
+        )
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except (RuntimeError, ValueError) as error:
@@ -130,9 +132,8 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
         if refused:
             raise refused[0] from None
         if "sentences_.empty" in str(error):
-            raise UserError(
-                "--source", "(read)", "there is no text to train on", "give another source"
-            ) from error
+            why = "there is no text to train on"
+            raise UserError("--source", "(read)", why, "give another source") from error
         raise _refused_size(vocab_size, str(error)) from error
     return out.getvalue()
 
@@ -141,9 +142,8 @@ def _refused_size(vocab_size: int, said: str) -> UserError:
     """`said`: by SentencePiece, which advises options that it has and we have not."""
     if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", said):
         why = f"256 bytes, 4 special tokens and the characters of this text alone are {found[1]}"
-        return UserError(
-            "--vocab-size", vocab_size, why, f"give at least {found[1]}; thousands are usual"
-        )
+        remedy = f"give at least {found[1]}; thousands are usual"
+        return UserError("--vocab-size", vocab_size, why, remedy)
     if found := re.search(r"set it to a value <= (\d+)", said):
         why = f"this text has no more than {found[1]} different pieces"
         return UserError("--vocab-size", vocab_size, why, f"give at most {found[1]}, or more text")

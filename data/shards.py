@@ -22,7 +22,10 @@ FORMAT, VERSION = "lattice-tokens", 1  # of the folder and its index.json
 HEADER_BYTES = 512 - 8  # of JSON, padded with spaces: the tensors start at byte 512
 MAX_HEADER_BYTES = 1 << 20  # a larger one is not ours; do not allocate what a damaged length says
 DTYPES = {"uint16": "U16", "uint32": "U32", "int64": "I64"}  # ours -> safetensors'
-REMEDY = "copy the file again from where it was prepared, or prepare the data again (`python -m tools.prepare`)"
+REMEDY = (
+    "copy the file again from where it was prepared, or prepare the data again (`python -m "
+    "tools.prepare`)"
+)
 
 
 class ShardWriter:
@@ -81,8 +84,7 @@ def file_sha256(path: Path) -> str:
 
 
 def read_header(path: Path) -> tuple[dict[str, dict], int]:
-    """(the tensors' entries by name, the byte where the data begins) of a safetensors file, every
-    bound checked.
+    """A safetensors file's entries by name, and the byte where its data begins; all checked.
 
     Raises UserError when the file is missing, is no safetensors file, or its tensors do not fit
     into it.
@@ -106,24 +108,25 @@ def read_header(path: Path) -> tuple[dict[str, dict], int]:
             ):
                 raise ValueError(f"tensor {name!r} lies outside the file")
     except OSError as error:
-        raise UserError(
-            "data.path", str(path), f"the shard cannot be read ({error.strerror})", REMEDY
-        ) from error
+        why = f"the shard cannot be read ({error.strerror})"
+        raise UserError("data.path", str(path), why, REMEDY) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError("data.path", str(path), f"the shard is damaged: {error}", REMEDY) from error
     return header, data_start
 
 
 def map_tensor(path: Path, name: str, dtype: np.dtype, count: int) -> np.ndarray:
-    """Tensor `name` of the shard, [count], memory-mapped read-only; the header must promise exactly
-    that."""
+    """Tensor `name` of the shard, [count], mapped read-only; the header must promise just that."""
     header, data_start = read_header(path)
     dtype = np.dtype(dtype)
     entry = header.get(name, {})
     begin, end = entry.get("data_offsets", (0, 0))
     promised = (entry.get("dtype"), entry.get("shape"), end - begin)
     if promised != (DTYPES[dtype.name], [count], count * dtype.itemsize):
-        why = f"the shard is damaged: {name!r} is {promised} (dtype, shape, bytes), the index says {dtype.name}[{count}]"
+        why = (
+            f"the shard is damaged: {name!r} is {promised} (dtype, shape, bytes), "
+            f"the index says {dtype.name}[{count}]"
+        )
         raise UserError("data.path", str(path), why, REMEDY)
     if count == 0:
         return np.empty(0, dtype)  # nothing can be mapped

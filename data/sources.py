@@ -1,15 +1,16 @@
-"""Where documents come from: one at a time, in the same order everywhere, from sources larger than
-memory.
+"""Where documents come from: one at a time, in the same order everywhere, from sources of any size.
 
 A source is named by a string:
 
-    python-stdlib       the source code of the running Python's standard library, without its tests: about 11 MB of real
-                        text that every machine has; a file is a document
-    a file or a glob    of text (a file is a document) or of tables (a row is a document), compressed or not: readers.py has
-                        the endings; a file with another ending is read as text
-    a folder            of such files, mixed or not, at any depth; not hidden ones, and of tables those of --split, which their
-                        names tell (`test.jsonl`). What is left out is said (files.py)
-    anything else       the name of a data set on the Hugging Face hub, streamed; NAME:CONFIG where it has configurations
+    python-stdlib     the source code of the running Python's standard library, without its tests:
+                      about 11 MB of real text that every machine has; a file is a document
+    a file or a glob  of text (a file is a document) or of tables (a row is a document), compressed
+                      or not: readers.py has the endings; others are read as text
+    a folder          of such files, mixed or not, at any depth; not hidden ones, and of tables
+                      those of --split, which their names tell (`test.jsonl`). What is left out is
+                      said (files.py)
+    anything else     the name of a data set on the Hugging Face hub, streamed; NAME:CONFIG where
+                      it has configurations
 
 What we train on is what is in the file: line ends stay as they are. A text file longer than
 `MAX_TEXT_CHARS` is cut at the ends of lines into documents of about that length, so that one file
@@ -41,15 +42,8 @@ from errors import UserError
 __all__ = ["MAX_TEXT_CHARS", "STDLIB", "Document", "documents"]
 
 STDLIB = "python-stdlib"
-STDLIB_EXCLUDED = {
-    "test",
-    "tests",
-    "idle_test",
-    "site-packages",
-    "dist-packages",
-    "__pycache__",
-    "lib-dynload",
-}
+_NAMES = "test tests idle_test site-packages dist-packages __pycache__ lib-dynload"
+STDLIB_EXCLUDED = set(_NAMES.split())
 
 
 class Document(NamedTuple):
@@ -63,13 +57,12 @@ class Document(NamedTuple):
 def one_source(given: list[str]) -> str:
     """The value of --source. Raises UserError where the shell made several of a pattern."""
     if len(given) > 1:
-        why = "it names one source, and here are several; the shell may have put the files in the place of a pattern"
-        raise UserError(
-            "--source",
-            " ".join(given)[:200],
-            why,
-            "put the pattern in quotes: 'corpus/*.jsonl'; or give the folder",
+        why = (
+            "it names one source, and here are several; the shell may have put the files in the "
+            "place of a pattern"
         )
+        remedy = "put the pattern in quotes: 'corpus/*.jsonl'; or give the folder"
+        raise UserError("--source", " ".join(given)[:200], why, remedy)
     return given[0]
 
 
@@ -122,9 +115,8 @@ def _files(
         return files_of_folder(path, split, report), path
     if path.is_file():
         if (ending := kind(path)) in ARCHIVES:
-            raise UserError(
-                "--source", source, f"it is an archive ({ending})", "unpack it, and give the folder"
-            )
+            why = f"it is an archive ({ending})"
+            raise UserError("--source", source, why, "unpack it, and give the folder")
         return [path], None
     if glob.has_magic(source) and (files := files_of_glob(source, report)):
         return files, None
@@ -148,10 +140,8 @@ def _of_files(
             find = folder is None or kind(file) != ".json"  # in a folder, many are no tables
             found = _of_table(file, name, text_field, report, find)
         else:
-            found = (
-                Document(f"{name}#{i}" if i else name, text)
-                for i, text in enumerate(text_parts(file))
-            )
+            parts = enumerate(text_parts(file))
+            found = (Document(f"{name}#{i}" if i else name, text) for i, text in parts)
         try:
             first = next(found, None)
         except UserError:
@@ -195,8 +185,7 @@ def _of_hub(source: str, text_field: str | None, split: str, report: Report) -> 
             yield Document(text, text)
     except (UserError, GeneratorExit):
         raise
-    # `datasets` raises whatever the layer below did (HTTP, Arrow, fsspec, ValueError): all say that
-    # the source is bad.
+    # `datasets` raises what the layer below did (HTTP, Arrow, fsspec, ValueError): a bad source.
     except Exception as error:
         what = (
             f"after {read} rows: "
@@ -204,6 +193,5 @@ def _of_hub(source: str, text_field: str | None, split: str, report: Report) -> 
             else "neither a file or folder here, nor readable as a data set: "
         )
         reason = f"{what}{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        raise UserError(
-            "--source", source, reason, "check the name, --split, the format and the network"
-        ) from error
+        remedy = "check the name, --split, the format and the network"
+        raise UserError("--source", source, reason, remedy) from error

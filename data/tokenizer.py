@@ -41,8 +41,7 @@ class Codec(Protocol):
 
 
 class Tokenizer:
-    """Text to ids in range(vocab_size), and back. eos closes a document, and bos opens it where
-    there is one.
+    """Text to ids in range(vocab_size), and back. eos closes a document; bos, if any, opens it.
 
     adds_bos: whether bos opens a prompt too: what tokenizer_config.json says (`add_bos_token`),
     else what the file itself does.
@@ -61,10 +60,9 @@ class Tokenizer:
 
     def __init__(self, files: dict[str, bytes], name: str = "tokenizer") -> None:
         self.files = files
+        is_json = next(iter(files)) == JSON
         self._codec: Codec = (
-            TokenizersCodec(files, name)
-            if next(iter(files)) == JSON
-            else SentencePieceCodec(self.model, name)
+            TokenizersCodec(files, name) if is_json else SentencePieceCodec(self.model, name)
         )
         self.sha256, self.vocab_size = self._codec.sha256, self._codec.vocab_size
         self.bos_id, self.eos_id = self._codec.bos_id, self._codec.eos_id
@@ -76,10 +74,8 @@ class Tokenizer:
         """The tokenizer stored at `path`: a file, or a folder that holds one.
         Raises UserError, naming `key`, when there is none."""
         try:
-            return cls(
-                {name: file.read_bytes() for name, file in tokenizer_files(Path(path)).items()},
-                str(path),
-            )
+            files = tokenizer_files(Path(path)).items()
+            return cls({name: file.read_bytes() for name, file in files}, str(path))
         except UserError as error:
             raise UserError(key, error.value, error.why, error.remedy) from error
 
@@ -102,8 +98,7 @@ class Tokenizer:
         return [ids.tolist() for ids in self.encode_arrays(texts)]
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
-        """`encode` of each, as int32 arrays; on one thread: preparation runs one process per
-        core."""
+        """`encode` of each, as int32 arrays; on one thread: preparation has a process per core."""
         return self._codec.encode([clean(text) for text in texts])
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -128,9 +123,8 @@ def tokenizer_files(path: Path) -> dict[str, Path]:
             is_json = file.read(64).lstrip().startswith(b"{")
     except OSError as error:
         why = f"cannot be read ({error.strerror})"
-        raise UserError(
-            "tokenizer", str(path), why, "train one: `python -m tools.tokenizer`"
-        ) from error
+        remedy = "train one: `python -m tools.tokenizer`"
+        raise UserError("tokenizer", str(path), why, remedy) from error
     name = JSON if is_json else MODEL
     beside = (*BESIDE, *([] if is_json else [JSON])) if path.name == name else ()
     return {name: path} | {
@@ -149,8 +143,7 @@ def _add_bos_token(files: dict[str, bytes]) -> bool | None:
 
 
 def clean(text: str) -> str:
-    """`text` with lone surrogates, which are not text and which UTF-8 cannot carry, replaced by
-    U+FFFD.
+    """`text` with lone surrogates, which are no text (UTF-8 cannot carry them), replaced by U+FFFD.
 
     JSON can smuggle them in ("\\ud800"), and one of them would stop a preparation of days.
     """

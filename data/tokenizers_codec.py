@@ -95,14 +95,12 @@ class TokenizersCodec:
         ]
 
     def decode(self, ids: list[int]) -> str:
-        """The text of `ids`: special tokens are silent, and bytes that are no UTF-8 become
-        U+FFFD."""
+        """The text of `ids`: special tokens are silent, and what is no UTF-8 becomes U+FFFD."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def _roles(files: dict[str, bytes], name: str) -> dict[str, Any]:
-    """Of the first file that says which token has which role: bos_token, eos_token, each a str, a
-    dict or None."""
+    """Of the first file that says each token's role: bos_token, eos_token: str, dict or None."""
     for file in SAYS_ROLES:
         if file in files:
             try:

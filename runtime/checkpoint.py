@@ -1,10 +1,12 @@
 """Where a run starts, and what it finds there. (save.py writes checkpoints.)
 
-    checkpoints/step-00000100/   *.safetensors   model.NAME and optimizer.NAME.exp_avg[_sq], each rank its shards
-                                 trainer.json    step, updates, tokens, the guard's and the data's state, the model's dimensions
-                                 tokenizer.model, or tokenizer.json and what belongs to it
-                                 manifest.json   everything above, with checksums (manifest.py)
-    checkpoints/latest           the name of the newest
+    checkpoints/step-00000100/  *.safetensors  model.NAME and optimizer.NAME.exp_avg[_sq], each rank
+                                               its shards
+                                trainer.json   step, updates, tokens, the guard's and the data's
+                                               state, the model's dimensions
+                                tokenizer.model, or tokenizer.json and what belongs to it
+                                manifest.json  everything above, with checksums (manifest.py)
+    checkpoints/latest          the name of the newest
 
 Tensors are stored under their global names and shapes, so any layout loads what any other saved.
 Before a checkpoint is used every file of it is read and compared with its checksum, each by one of
@@ -86,11 +88,9 @@ def find_start(config: Config, data: Mixture, lease: Lease) -> Start:
         if path is not None:
             require_good(path, "checkpoint.resume", device)
     weights = config.checkpoint.load_weights_only
-    first_weights = (
-        _named(weights, "checkpoint.load_weights_only", device)
-        if weights and path is None
-        else None
-    )
+    first_weights = None
+    if weights and path is None:
+        first_weights = _named(weights, "checkpoint.load_weights_only", device)
     if first_weights is not None:
         require_good(first_weights, "checkpoint.load_weights_only", device)
     return from_rank_0(lambda: _start_from(path, first_weights, config, data), device)
@@ -145,17 +145,16 @@ def _start_from(
                 why = (
                     f"the checkpoint {path} counts its samples in the order of train.{name}={saved}"
                 )
-                remedy = "use the checkpoint's, or start a new run from its weights: checkpoint.load_weights_only"
+                remedy = (
+                    "use the checkpoint's, or start a new run from its weights: "
+                    "checkpoint.load_weights_only"
+                )
                 raise UserError(f"train.{name}", value, why, remedy)
         check_state(trainer.data.model_dump(), data)
         if trainer.step > config.train.steps:
             why = f"the checkpoint {path} was saved after {trainer.step} steps already"
-            raise UserError(
-                "train.steps",
-                config.train.steps,
-                why,
-                f"give {trainer.step} or more, or another run.dir",
-            )
+            remedy = f"give {trainer.step} or more, or another run.dir"
+            raise UserError("train.steps", config.train.steps, why, remedy)
         start = Start(
             path,
             step=trainer.step,
@@ -168,10 +167,12 @@ def _start_from(
         )
     later = [c for c in complete_checkpoints(checkpoint_folder(config)) if step_of(c) > start.step]
     if later:
-        why = f"it holds {later[-1].name}, which this run would not start from, and would delete in time"
-        raise UserError(
-            "run.dir", config.run.dir, why, "choose another run.dir, or checkpoint.resume=auto"
+        why = (
+            f"it holds {later[-1].name}, which this run would not start from, "
+            "and would delete in time"
         )
+        remedy = "choose another run.dir, or checkpoint.resume=auto"
+        raise UserError("run.dir", config.run.dir, why, remedy)
     if path is None and first_weights is not None:
         _check_model(
             first_weights, read_trainer(first_weights, "checkpoint.load_weights_only"), config
@@ -198,15 +199,13 @@ def _newest_good(config: Config, lease: Lease, last_step: float = math.inf) -> P
 
 
 def require_good(path: Path, key: str, device: str) -> None:
-    """Raises UserError, on every rank, where the checkpoint that `key` names is not what was
-    saved."""
+    """Raises UserError, on every rank, where the checkpoint of `key` is not what was saved."""
     problem = _damage(path)
 
     def refuse() -> None:
         if problem is not None:
-            raise UserError(
-                key, str(path), f"is no good checkpoint: {problem}", "give another folder step-…"
-            )
+            why = f"is no good checkpoint: {problem}"
+            raise UserError(key, str(path), why, "give another folder step-…")
 
     from_rank_0(refuse, device)
 
@@ -260,17 +259,12 @@ def _check_model(path: Path, trainer: TrainerState, config: Config) -> None:
     for name, value in dataclasses.asdict(config.model).items():
         if name not in FREE_MODEL_KEYS and saved.get(name) != value:
             why = f"the checkpoint {path} has model.{name}={saved.get(name)!r}"
-            raise UserError(
-                f"model.{name}",
-                value,
-                why,
-                "use the checkpoint's, or another checkpoint or run.dir",
-            )
+            remedy = "use the checkpoint's, or another checkpoint or run.dir"
+            raise UserError(f"model.{name}", value, why, remedy)
 
 
 def load(train: TrainStep, start: Start) -> None:
-    """Fill this rank's weights, moments and update count (or weights alone) from a checkpoint of
-    any layout."""
+    """Fill this rank's weights, moments, update count (or weights alone) from any layout's."""
     path = start.path
     if path is None:
         return
@@ -288,16 +282,12 @@ def load(train: TrainStep, start: Start) -> None:
     def read() -> None:
         try:
             with byte_bar(f"loading {path.name}", size, shown=dist.get_rank() == 0) as bar:
-                dcp.load(
-                    wanted,
-                    storage_reader=HuggingFaceStorageReader(str(path)),
-                    planner=_ShownPlanner(bar),
-                )
+                reader = HuggingFaceStorageReader(str(path))
+                dcp.load(wanted, storage_reader=reader, planner=_ShownPlanner(bar))
         except dcp.CheckpointException as error:
             first = next(iter(error.failures.values()))[0]
-            raise UserError(
-                "checkpoint", str(path), f"cannot be read: {first}", "choose another checkpoint"
-            ) from None
+            why = f"cannot be read: {first}"
+            raise UserError("checkpoint", str(path), why, "choose another checkpoint") from None
 
     on_all_ranks(read, train.mesh.device)
     for source, copy in second_copies:

@@ -20,8 +20,7 @@ from typing import Any
 
 
 def append_event(folder: str | Path, event: str, **about: Any) -> None:
-    """Add a line, from one rank. Where it cannot be written (a full disk), the run is more
-    important."""
+    """Add a line, from one rank. If it cannot be written (a full disk), the run goes on."""
     line = json.dumps({"event": event, "time": time.time(), **about}) + "\n"
     try:
         with open(Path(folder) / "events.jsonl", "ab+") as file:

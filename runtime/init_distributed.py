@@ -6,9 +6,9 @@ dead, and waits for them (torch 2.13; a prefix made from TORCHELASTIC_RESTART_CO
 for each node's agent counts for itself). Here the ranks of a start agree on a prefix that no other
 start has:
 
-    rank r    asks under a name that only it knows      →  join/3 = 9f2c…
-    rank 0    answers who asks with its own new name    →  9f2c…  = 41d8…     (answers to the dead are read by nobody)
-    rank r    has joined 41d8…                          →  41d8…/joined += 1  (rank 0 goes on when all have)
+    rank r  asks under a name that only it knows    →  join/3 = 9f2c…
+    rank 0  answers who asks with its own new name  →  9f2c…  = 41d8…     (the dead read no answers)
+    rank r  has joined 41d8…                        →  41d8…/joined += 1  (all have: rank 0 goes on)
 """
 
 import ctypes
@@ -63,8 +63,7 @@ def init_distributed(signals: Signals | None = None, store: dist.Store | None = 
 
 
 def stay_on_this_machine() -> None:
-    """All ranks are here: gloo and NCCL listen on the loopback interface, where nobody outside can
-    reach them."""
+    """All ranks are here: gloo and NCCL listen on the loopback interface, closed to outsiders."""
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     for library in ("GLOO", "NCCL"):
         if loopback is not None:
@@ -82,8 +81,7 @@ def share_cores(processes: int) -> None:
     if mallopt is not None and not any(name.startswith("MALLOC_") for name in os.environ):
         mallopt(M_MMAP_THRESHOLD, 32 << 20)
         mallopt(M_TRIM_THRESHOLD, 1 << 30)
-    # A rank that has got a message does not interrupt the one that computes, and the caches stay
-    # warm: 5 % (Linux only).
+    # A rank that gets a message does not interrupt one that computes; warm caches: 5 % (Linux).
     if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
         # threads that are begun later have it too
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -92,8 +90,7 @@ def share_cores(processes: int) -> None:
 def fresh_store(
     store: dist.Store, rank: int, world_size: int, heard: Mapping[int, float] = MappingProxyType({})
 ) -> dist.Store:
-    """The part of `store` that belongs to this start of all ranks, whatever earlier starts left in
-    it."""
+    """The part of `store` that belongs to this start of all ranks, whatever earlier ones left."""
     mine = uuid4().hex
     patience = _Patience(heard)
     if rank > 0:
@@ -118,16 +115,14 @@ def _comes(store: dist.Store, name: str) -> bool:
     """Whether somebody sets `name` within WAIT_SECONDS; the waiting is done by the store."""
     try:
         store.wait([name], timedelta(seconds=WAIT_SECONDS))
-    # a TCPStore's is a DistStoreError, a FileStore's is not; of a store that is lost, `check` says
-    # so
-    except RuntimeError:
+    except RuntimeError:  # a TCPStore's is a DistStoreError, a FileStore's is not
+        # Of a store that is lost, `check` says so.
         return bool(store.check([name]))
     return True
 
 
 class _Patience:
-    """Waits for others, but with a signal in hand not forever: torchrun sends SIGTERM when one of
-    them has died."""
+    """Waits for others, not forever with a signal in hand: torchrun sends SIGTERM if one died."""
 
     def __init__(self, heard: Mapping[int, float]) -> None:
         self.heard, self.began = heard, time.monotonic()

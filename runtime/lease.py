@@ -1,8 +1,9 @@
-"""One writer per run folder: a lease says who it is, and a fence holds even for a writer that was
-paused.
+"""One writer per run folder: a lease says who it is; a fence stops even a writer that was paused.
 
-    RUN/lease/00000007.json                       the highest number is the holder: host, process, job; renewed by its time
-    RUN/checkpoints/partial-00000007-3f2a9c1b/    the holder's work folder: what is being written, or is on its way out
+    RUN/lease/00000007.json                     the highest number is the holder: host, process,
+                                                job; renewed by its time
+    RUN/checkpoints/partial-00000007-3f2a9c1b/  the holder's work folder: what is being written, or
+                                                is on its way out
 
 Taking. Numbers are created exclusively, so one start gets each. A newcomer takes the next number at
 once where the holder has released it, is a process of this host that has died, or is an earlier
@@ -15,10 +16,12 @@ changes among checkpoints is a rename into or out of its own work folder, made i
 the work folder, check, rename. A newcomer first takes the lease, then moves every other work folder
 into its own, and only then looks at what is there.
 
-    the displaced run was paused          what stops it
-    before its check                      the check: a higher number is there
-    between check and rename              its work folder is gone, and with it the source or the target: the rename fails
-    after its rename                      nothing: it was made before the newcomer looked, who finds a whole checkpoint
+    the displaced run was paused    what stops it
+    before its check                the check: a higher number is there
+    between check and rename        its work folder is gone, and with it the source or the target:
+                                    the rename fails
+    after its rename                nothing: it was made before the newcomer looked, who finds a
+                                    whole checkpoint
 
 A newcomer that was itself paused and displaced is stopped in the same way, for moving another's
 work folder is such a rename.
@@ -35,7 +38,6 @@ import shutil
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -52,8 +54,7 @@ KEPT = (".damaged", ".abandoned")  # suffixes of checkpoints that are put aside,
 
 
 class Lease:
-    """The right to write to a run folder, while entered. Every rank enters; rank 0 takes it, and
-    moves.
+    """The right to write to a run folder, while entered, by all ranks; rank 0 takes it, and moves.
 
     Raises AgreedError, on every rank, where another run holds it.
     """
@@ -92,8 +93,7 @@ class Lease:
         """Rename into or out of the work folder; ends the process if another run has taken over."""
         assert self.work in (*source.parents, *target.parents)
         self.make_work()
-        # after the work folder is made: what is made later than a newcomer's sweep would be no
-        # fence
+        # After the work folder is made: one made after a newcomer's sweep would be no fence.
         self._require()
         try:
             os.replace(source, target)
@@ -105,12 +105,7 @@ class Lease:
         from_rank_0(self._take, self.device)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if dist.get_rank() == 0:
             self._release()
 
@@ -141,9 +136,8 @@ class Lease:
         except OSError as error:
             self._release()
             remedy = "make room, choose another, or its permissions"
-            raise UserError(
-                "run.dir", str(self.run_dir), f"cannot be written: {error}", remedy
-            ) from None
+            why = f"cannot be written: {error}"
+            raise UserError("run.dir", str(self.run_dir), why, remedy) from None
 
     def _try_to_take(self) -> bool:
         self._made = [
@@ -187,7 +181,8 @@ class Lease:
         if age < EXPIRE_SECONDS:
             left = f"{EXPIRE_SECONDS - age:.0f} s"
             log(
-                f"{self.run_dir} is held by {found}; this run waits until that renews its lease, or for {left}"
+                f"{self.run_dir} is held by {found}; this run waits until that renews its lease, "
+                f"or for {left}"
             )
         expires = time.monotonic() + EXPIRE_SECONDS - age
         while time.monotonic() < expires:
@@ -201,13 +196,15 @@ class Lease:
 
     def _refuse(self, found: Found, age: float) -> NoReturn:
         why = f"{found} writes there, and renewed its lease ({found.path}) {age:.0f} s ago"
-        stop = f"stop that run first (touch {self.run_dir / 'STOP'}; a dead one's lease expires after {EXPIRE_SECONDS:.0f} s)"
+        stop = (
+            f"stop that run first (touch {self.run_dir / 'STOP'}; "
+            f"a dead one's lease expires after {EXPIRE_SECONDS:.0f} s)"
+        )
         remedy = f"choose another run.dir, or {stop}; or displace it, and end it: delete the lease"
         raise UserError("run.dir", str(self.run_dir), why, remedy)
 
     def _seconds_since(self, time_ns: int) -> float:
-        """By the clock of the machine that holds the files, which is the one that stamped
-        `time_ns`."""
+        """By the clock of the machine that holds the files, as it stamped `time_ns`."""
         probe = self.folder / f"probe-{secrets.token_hex(4)}"
         try:
             probe.touch()
@@ -216,8 +213,7 @@ class Lease:
             probe.unlink(missing_ok=True)
 
     def _clear(self) -> None:
-        """Take away what others were writing or deleting; what they were putting aside gets its
-        name."""
+        """Take away what others were writing or deleting; what they put aside gets its name."""
         others = [path for path in self.checkpoints.glob("partial-*") if path != self.work]
         for path in others:
             self.move(path, self.work / path.name)
@@ -232,11 +228,8 @@ class Lease:
     def put_aside(self, path: Path, suffix: str) -> Path:
         """Give a checkpoint a name that does not count as one; the new name. Suffixes: KEPT."""
         names = [suffix, *(f"{suffix}-{number}" for number in range(2, 1000))]
-        free = next(
-            name
-            for name in (self.checkpoints / (path.stem + name) for name in names)
-            if not name.exists()
-        )
+        places = (self.checkpoints / (path.stem + name) for name in names)
+        free = next(place for place in places if not place.exists())
         if self.work not in path.parents:
             self.move(path, self.work / free.name)
             path = self.work / free.name
@@ -271,5 +264,8 @@ class Lease:
         why = (
             f"this run was displaced by {newest}" if newest else "the lease of this run was deleted"
         )
-        remedy = "let the other run go on, or stop it and start this one again; this one has written nothing since"
+        remedy = (
+            "let the other run go on, or stop it and start this one again; "
+            "this one has written nothing since"
+        )
         refuse(UserError("run.dir", str(self.run_dir), why, remedy))

@@ -110,8 +110,7 @@ def _machine() -> str:
 
 
 def _process_began(pid: int) -> str | None:
-    """What tells a process from others that had its number; None: it is dead; "": that cannot be
-    told."""
+    """What tells a process from others that had its number; None: it is dead; "": nobody knows."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

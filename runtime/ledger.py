@@ -1,15 +1,15 @@
-"""Where a run's time goes. Every second between its first start and its last line belongs to one
-cause, so they add up.
+"""Where a run's time goes. Every second from its first start to its last line has one cause.
 
     steps       training
-    lost        of it: steps that were made again, after a failure or a rollback, and waiting in a step that failed
+    lost        of it: steps made again after a failure or a rollback; waiting in a failed step
     data        waiting for the next batch
     evaluation  on held-out text
     saving      until what is saved was copied, and what is checked before
     rollback    finding and loading a checkpoint, in the middle of a run
-    start       from the process's first line to its first step: imports, data, weights, a checkpoint
+    start       from the process's first line to its first step: imports, data, weights, checkpoint
     end         from the last step to the process's end: the last save
-    down        from a start's last line to the next start: the steps since that line, noticing, starting processes
+    down        from a start's last line to the next start: the steps since that line, noticing,
+                starting processes
 
 Rank 0 writes `spent` lines to events.jsonl as the run goes (Ledger); `account` sums them up. A
 process that is killed takes the seconds since its last line with it, and they are found in `down`.
@@ -49,18 +49,13 @@ class Ledger:
 
     def write(self, step: int) -> None:
         """A line of what was spent, up to the last call of `spent`; `step` steps are made."""
-        append_event(
-            self.folder,
-            "spent",
-            step=step,
-            seconds={cause: value for cause, value in self.seconds.items() if value},
-        )
+        seconds = {cause: value for cause, value in self.seconds.items() if value}
+        append_event(self.folder, "spent", step=step, seconds=seconds)
         self.seconds.clear()
 
 
 def account(events: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Seconds by cause, of all starts of a run; `steps` are those whose work is in the run's last
-    state.
+    """Seconds by cause, of all starts of a run; `steps`: those whose work is in its last state.
 
     A line says what steps (from, to] cost. A later start, or a rollback, at step s makes those
     beyond s lost: of a line that s cuts, in proportion.

@@ -55,8 +55,7 @@ class Manifest:
 def fingerprint(
     path: Path, advance: Callable[[int], object] = lambda size: None
 ) -> tuple[int, str]:
-    """A file's size in bytes and its sha256. `advance` is called with the bytes of each block that
-    was read."""
+    """A file's size in bytes and its sha256. `advance` gets the bytes of each block read."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(HASHED_AT_ONCE):
@@ -110,7 +109,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise Damaged(f"no readable {MANIFEST}") from None
     if format_and_version != (FORMAT, VERSION):
         raise Damaged(
-            f"saved as {ascii(format_and_version)[:100]}, and this version reads {(FORMAT, VERSION)}"
+            f"saved as {ascii(format_and_version)[:100]}, and this version reads "
+            f"{(FORMAT, VERSION)}"
         )
     if said != digest:
         raise Damaged(f"{MANIFEST} was changed (its sha256 differs)")
@@ -176,8 +176,7 @@ class Piece(NamedTuple):
 
 
 def read_pieces(path: Path, manifest: Manifest) -> list[Piece]:
-    """What a safetensors file holds, each piece inside its tensor; else Damaged. Reads the header
-    only."""
+    """What a safetensors file holds, each piece inside its tensor; else Damaged. Header only."""
     try:
         with safe_open(path, framework="pt") as file:
             places = load_json((file.metadata() or {}).get(PLACES, "{}"))
@@ -225,7 +224,8 @@ def check_whole(manifest: Manifest, covered: Counter[str], point: Point) -> None
     for name, (_, shape) in manifest.tensors.items():
         if (covered[name] - value_at(point, [0] * len(shape), shape)) % FIELD:
             raise Damaged(
-                f"the pieces of {name!r} in its files do not make up its shape {shape}: some overlap, or are missing"
+                f"the pieces of {name!r} in its files do not make up its shape {shape}: "
+                "some overlap, or are missing"
             )
 
 

@@ -1,13 +1,15 @@
 """What a process holds in memory, by category: when memory runs out, and on request.
 
-    RUN/memory/step-00000012-rank-00003.txt       the table, and torch's own account of the GPU
-    RUN/memory/step-00000012-rank-00003.json      the same numbers, for `python -m tools.plan RUN/config.yaml --beside FILE`,
-                                                  which puts what was planned for this rank beside
-                                                  them
-    RUN/memory/step-00000012-rank-00003.pickle    GPUs: torch's snapshot, for https://pytorch.org/memory_viz
+    RUN/memory/step-00000012-rank-00003.txt  the table, and torch's own account of the GPU
+                                      .json  the same numbers; `python -m tools.plan
+                                             RUN/config.yaml --beside FILE` puts the plan beside
+                                    .pickle  GPUs: torch's snapshot, for
+                                             https://pytorch.org/memory_viz
 
-    at torch.OutOfMemoryError     each rank that meets it, in the step under way; then the error takes its course
-    file SNAPSHOT in run.dir      the ranks of run.profile_ranks, within a second and a step; touched again, they write again
+    at torch.OutOfMemoryError  each rank that meets it, in the step under way; then the error takes
+                               its course
+    file SNAPSHOT in run.dir   the ranks of run.profile_ranks, within a second and a step; touched
+                               again, they write again
 
 Weights, gradients and moments are counted where model, FSDP and optimizer keep them. The rest,
 activations most of all, is what the allocator has given out besides; on a CPU, what else the
@@ -23,7 +25,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -76,12 +77,7 @@ class MemoryReports:
             torch.cuda.memory._record_memory_history(max_entries=RECORDED, stacks="python")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, torch.OutOfMemoryError):
             self.write(
                 self.step + 1, f"out of memory in step {self.step + 1}: {str(error).strip()}"
@@ -90,8 +86,7 @@ class MemoryReports:
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def write(self, step: int, why: str) -> None:
-        """A report. Whatever goes wrong with it, the run, or the error that it is about, is more
-        important."""
+        """A report. Whatever goes wrong with it, the run, or the error it is about, comes first."""
         rank = dist.get_rank()
         path = self.folder / f"step-{step:08d}-rank-{rank:05d}.txt"
         try:
@@ -133,13 +128,15 @@ class MemoryReports:
         config = self.folder.parent / "config.yaml"
         lines += [
             "",
-            f"What was planned for it: python -m tools.plan {config} --beside, and this file's name with .json",
+            f"What was planned for it: python -m tools.plan {config} --beside, "
+            "and this file's name with .json",
         ]
         if report["device"] == "cuda":
             free, size = (number / MB for number in torch.cuda.mem_get_info())
             reserved = torch.cuda.memory_reserved() / MB
             lines.append(
-                f"The device has {size:,.0f} MB: {free:,.0f} MB are free, torch has reserved {reserved:,.0f} MB."
+                f"The device has {size:,.0f} MB: {free:,.0f} MB are free, "
+                f"torch has reserved {reserved:,.0f} MB."
             )
             lines += ["", torch.cuda.memory_summary()]
         return "\n".join(lines) + "\n"

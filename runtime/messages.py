@@ -102,7 +102,10 @@ def describe(error: BaseException) -> str:
     when = getattr(error, "__notes__", ["while the run started"])[0]
     said = GLOO.sub("", " ".join(str(error).partition("\n")[0].split()))
     if lost_connection(error):
-        return f"{LOST} {when}; the log of the first rank that failed says why ({said.partition('. ')[0]})"
+        return (
+            f"{LOST} {when}; the log of the first rank that failed says why "
+            f"({said.partition('. ')[0]})"
+        )
     if isinstance(error, RunFailed | UserError):
         return str(error)
     return f"{type(error).__name__} {when}: {said}"

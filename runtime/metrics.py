@@ -1,5 +1,4 @@
-"""What a run measures of itself: a record per logged step, which goes where trackers.py says; and
-how it ended."""
+"""What a run measures of itself: a record per logged step (to: trackers.py), and how it ended."""
 
 import os
 import platform
@@ -9,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -42,12 +40,8 @@ class Metrics:
     """
 
     def __init__(self, config: Config, mesh: Mesh, start: Start) -> None:
-        self.config, self.device, self.step, self.tokens = (
-            config,
-            mesh.device,
-            start.step,
-            start.tokens,
-        )
+        self.config, self.device = config, mesh.device
+        self.step, self.tokens = start.step, start.tokens
         self.folder = Path(config.run.dir)
         self.writes = dist.get_rank() == 0
         self.peak_flops = _peak_flops(mesh.device)
@@ -76,7 +70,8 @@ class Metrics:
             if config.parallel.num_stages > 1:
                 about.append(describe_stages(config))
             about.append(
-                f"starting from {start.path or 'initial weights'} at step {start.step}; run folder {self.folder}"
+                f"starting from {start.path or 'initial weights'} at step {start.step}; "
+                f"run folder {self.folder}"
             )
             log("\n".join(about), sys.stdout)
         self._count("start")
@@ -109,12 +104,8 @@ class Metrics:
         if step % self.config.run.log_interval and step != train.steps:
             return
         peak_memory = self._gather_peak_memory(step)
-        scalars = (
-            result.loss,
-            result.grad_norm,
-            result.updates.to(self.device),
-            result.bad_in_a_row,
-        )
+        made = result.updates.to(self.device)
+        scalars = (result.loss, result.grad_norm, made, result.bad_in_a_row)
         # waits until the step is done
         loss, grad_norm, updates, bad = torch.stack([s.double() for s in scalars]).tolist()
         self._say_skipped(step - int(updates), loss, grad_norm)
@@ -158,15 +149,17 @@ class Metrics:
     def _say_skipped(self, skipped_updates: int, loss: float, grad_norm: float) -> None:
         more, self.skipped_updates = skipped_updates - self.skipped_updates, skipped_updates
         if more and self.writes:
-            why = f"loss or gradient were not finite, or the loss a spike; now loss {loss:.4f}, grad_norm {grad_norm:.3f}"
+            why = (
+                f"loss or gradient were not finite, or the loss a spike; now loss {loss:.4f}, "
+                f"grad_norm {grad_norm:.3f}"
+            )
             said = (
                 f"warning: the updates of {more} of the steps up to {self.step} were skipped: {why}"
             )
             log(said)
 
     def evaluated(self, step: int, loss: float | None) -> None:
-        """A held-out loss after update `step`; it joins that step's line. None: the evaluation was
-        abandoned."""
+        """A held-out loss after update `step`; it joins that step's line. None: abandoned."""
         if loss is None:
             return
         self.eval_loss = loss
@@ -175,11 +168,8 @@ class Metrics:
     def went_back(self, start: Start) -> None:
         """The run goes on from `start`: lines after it will be written again."""
         reached = self.step
-        self.step, self.tokens, self.skipped_updates = (
-            start.step,
-            start.tokens,
-            start.step - start.updates,
-        )
+        self.step, self.tokens = start.step, start.tokens
+        self.skipped_updates = start.step - start.updates
         self.bad_in_a_row = 0
         if self.trackers is not None:
             self.trackers.went_back(start.step, reached)
@@ -193,8 +183,7 @@ class Metrics:
         self.trackers.log(record)
 
     def summarise(self, unigram_nats_per_token: float | None) -> None:
-        """The last held-out loss beside that of a model that knows only how frequent each token
-        is."""
+        """The last held-out loss beside that of a model that knows only each token's frequency."""
         if self.writes and self.eval_loss is not None and unigram_nats_per_token is not None:
             log(compare_to_unigram(self.eval_loss, unigram_nats_per_token), sys.stdout)
 
@@ -205,12 +194,7 @@ class Metrics:
     def __enter__(self) -> "Metrics":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Say how the run ended, in status.json. Finished means that every rank is."""
         if error is None:
             dist.barrier()
@@ -239,10 +223,12 @@ class Metrics:
 
 
 def compare_to_unigram(loss: float, unigram: float) -> str:
-    """A held-out loss in words; worse than a unigram model's early in training, or on text of
-    another kind."""
+    """A held-out loss in words; worse than a unigram model's early on, or on other text."""
     side = "below" if loss <= unigram else "above"
-    return f"held-out loss {loss:.3f} nats per token, {abs(unigram - loss):.3f} {side} a unigram model's {unigram:.3f}"
+    return (
+        f"held-out loss {loss:.3f} nats per token, {abs(unigram - loss):.3f} {side} a unigram "
+        f"model's {unigram:.3f}"
+    )
 
 
 def describe_system(config: Config, mesh: Mesh) -> dict[str, Any]:

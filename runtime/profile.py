@@ -1,7 +1,7 @@
 """`run.profile=start:stop`: some steps under torch's profiler, on the ranks of `run.profile_ranks`.
 
-    RUN/profile/step-00000010-rank-00000.json.gz    the trace; https://ui.perfetto.dev opens it
-    RUN/profile/summary-rank-00000.txt, .json       compute, exposed communication by axis, idle (profile_summary.py)
+    RUN/profile/step-00000010-rank-00000.json.gz  the trace; https://ui.perfetto.dev opens it
+    RUN/profile/summary-rank-00000.txt, .json     compute, exposed communication by axis, idle
 
 The step before the first is a warm-up: the profiler is there, and what it sees is thrown away.
 Between `start` and `stop` the trace also has what lies between steps. Other steps, and other ranks,
@@ -19,7 +19,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -35,31 +34,13 @@ from runtime.profile_summary import describe, mark_name, read_trace, summarise
 from runtime.watchdog import Watchdog
 from training.config import Config
 
-# ProcessGroup's methods that hand something over; 2.13 renamed some and has both names, 2.11 has
-# the old ones.
-COLLECTIVES = (
-    *(
-        "allreduce",
-        "allreduce_coalesced",
-        "broadcast",
-        "reduce",
-        "barrier",
-        "send",
-        "recv",
-        "recv_anysource",
-        "gather",
-        "scatter",
-    ),
-    *(
-        "allgather",
-        "_allgather_base",
-        "all_gather_single",
-        "reduce_scatter",
-        "_reduce_scatter_base",
-        "reduce_scatter_single",
-    ),
-    *("alltoall", "alltoall_base", "all_to_all_single"),
+# ProcessGroup's methods that hand something over; 2.11 has the old names, 2.13 both.
+_NAMES = (
+    "allreduce allreduce_coalesced broadcast reduce barrier send recv recv_anysource gather "
+    "scatter allgather _allgather_base all_gather_single reduce_scatter _reduce_scatter_base "
+    "reduce_scatter_single alltoall alltoall_base all_to_all_single"
 )
+COLLECTIVES = tuple(_NAMES.split())
 
 
 class StepProfile:
@@ -100,12 +81,7 @@ class StepProfile:
     def __enter__(self) -> "StepProfile":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self.since and error is None:  # a planned stop came first
             self._finish()
         self._marks.close()
@@ -134,13 +110,8 @@ class StepProfile:
     def _finish(self) -> None:
         """Write what was recorded. All ranks wait for those that do: so that nobody takes it for a
         step without end."""
-        profiler, first, self.window, self.since, self.profiler = (
-            self.profiler,
-            self.since,
-            range(0),
-            0,
-            None,
-        )
+        profiler, first = self.profiler, self.since
+        self.window, self.since, self.profiler = range(0), 0, None
         self._marks.close()
         with self.watchdog.resting():
             if profiler is not None:
@@ -186,8 +157,7 @@ def axes_of_groups(mesh: Mesh) -> dict[str, str]:
 
 @contextmanager
 def marked_collectives(axes: dict[str, str]) -> Iterator[None]:
-    """Inside, every collective of this process is in the trace by axis and number, and so is every
-    wait for it."""
+    """Inside, every collective of this process, and every wait for it, is named in the trace."""
     numbers = itertools.count()
     # → what its wait is called
     waiting: weakref.WeakKeyDictionary[Work, str] = weakref.WeakKeyDictionary()
@@ -212,11 +182,8 @@ def marked_collectives(axes: dict[str, str]) -> Iterator[None]:
             return wait(work, *arguments, **options)
 
     changed: list[tuple[type, str, Callable[..., Any]]] = [(Work, "wait", marked_wait)]
-    changed += [
-        (ProcessGroup, n, marked(n, getattr(ProcessGroup, n)))
-        for n in COLLECTIVES
-        if hasattr(ProcessGroup, n)
-    ]
+    there = [name for name in COLLECTIVES if hasattr(ProcessGroup, name)]
+    changed += [(ProcessGroup, name, marked(name, getattr(ProcessGroup, name))) for name in there]
     with ExitStack() as stack:
         for owner, name, method in changed:
             # getattr would give it without what binds it to an object

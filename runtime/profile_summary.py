@@ -1,13 +1,14 @@
-"""What a torch profiler trace says about a step, in seconds: compute, communication by axis, how
-much of it is exposed, idle.
+"""What a torch profiler trace says about a step, in seconds: compute, communication by axis, idle.
 
     GPU   compute        time in which a kernel runs that is not NCCL's
-          communication  time in which an NCCL kernel runs; exposed: and no other kernel does. A kernel that waits for another
-                         rank runs: the exposed part of pp is the pipeline's bubble, too
+          communication  time in which an NCCL kernel runs; exposed: and no other kernel does. A
+                         kernel that waits for another rank runs: the exposed part of pp is the
+                         pipeline's bubble, too
           copies         to, from and inside the device, beside no kernel
           idle           nothing runs: the host is too slow, waits for data, or writes a log line
-    CPU   communication  from the moment at which a collective is handed to gloo until the thread that trains has waited for it;
-                         exposed: what of that the thread spends on handing over and waiting
+    CPU   communication  from the moment at which a collective is handed to gloo until the thread
+                         that trains has waited for it; exposed: what of that the thread spends on
+                         handing over and waiting
           compute        time in which that thread is in an operator, and not in such a wait
           idle           the rest: Python between operators, waiting for data, a log line
 
@@ -126,14 +127,8 @@ def events_of(trace: dict[str, Any]) -> Iterator[Event]:
             ):
                 name, category = str(event.get("name")), str(event.get("cat"))
                 thread = (str(event.get("pid")), str(event.get("tid")))
-                yield Event(
-                    name,
-                    category,
-                    thread,
-                    begin,
-                    begin + duration,
-                    arguments if isinstance(arguments, dict) else {},
-                )
+                arguments = arguments if isinstance(arguments, dict) else {}
+                yield Event(name, category, thread, begin, begin + duration, arguments)
 
 
 def axis_of_kernel(kernel: Event, axes: dict[str, str]) -> str:
@@ -152,8 +147,7 @@ def axis_of_kernel(kernel: Event, axes: dict[str, str]) -> str:
 
 
 def summarise(trace: dict[str, Any], name: str = "") -> dict[str, Any]:
-    """Seconds of one step, the mean of those in the trace, of which `name` is what messages call
-    it:
+    """Seconds of one step, the mean of those in the trace, which messages call `name`:
 
     `steps` (numbers), `step_seconds`, `compute`, `copies`, `exposed`, `idle`; `communication`: axis
     → `seconds`, `exposed`, `calls`; `top`: the operators or kernels that took most by themselves,
@@ -171,10 +165,8 @@ def summarise(trace: dict[str, Any], name: str = "") -> dict[str, Any]:
         for event in events
         if event.category == "user_annotation" and STEP.fullmatch(event.name)
     ]
-    window = (
-        min((event.begin for event in steps), default=0.0),
-        max((event.end for event in steps), default=0.0),
-    )
+    first = min((event.begin for event in steps), default=0.0)
+    window = (first, max((event.end for event in steps), default=0.0))
     if window[0] == window[1]:
         raise UserError("trace", name, f"none of its {len(events)} events is a step", REMEDY)
     events = [event for event in events if event.begin < window[1] and event.end > window[0]]
@@ -321,15 +313,18 @@ def describe(summary: dict[str, Any]) -> str:
     for axis, part in summary["communication"].items():
         share = part["exposed"] / whole
         lines.append(
-            f"{axis:<24}{part['seconds']:>10.4f} s{part['exposed']:>10.4f} s{share:>10.1%}{part['calls']:>10,.0f}"
+            f"{axis:<24}{part['seconds']:>10.4f} s{part['exposed']:>10.4f} "
+            f"s{share:>10.1%}{part['calls']:>10,.0f}"
         )
     lines += [
         "",
-        f"{'kernels' if summary['device'] == 'cuda' else 'operators'}, by the time they take themselves",
+        f"{'kernels' if summary['device'] == 'cuda' else 'operators'}, "
+        "by the time they take themselves",
     ]
     for row in summary["top"]:
         name = row["name"] if len(row["name"]) <= 72 else row["name"][:71] + "…"
         lines.append(
-            f"{row['seconds']:>10.4f} s{row['seconds'] / whole:>8.1%}{row['calls']:>9,.0f} ×  {name}"
+            f"{row['seconds']:>10.4f} s{row['seconds'] / whole:>8.1%}{row['calls']:>9,.0f} ×  "
+            f"{name}"
         )
     return "\n".join(lines)

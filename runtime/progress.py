@@ -1,5 +1,4 @@
-"""Bars for work that takes minutes: on a terminal's standard error, by one rank, and never in a log
-file.
+"""Bars for work that takes minutes: on a terminal's standard error, by one rank; never in a log.
 
 Reading a checkpoint has them: comparing its files with their checksums, then loading its tensors;
 `tools.verify` has the first. Preparing data has its own, over tokens (data/prepare.py). A save has

@@ -47,10 +47,8 @@ def check_replicas(train: TrainStep) -> None:
     dist.all_gather_object(everyone, odd)
     found = sorted({line for lines in everyone if lines for line in lines})
     if found:
-        raise ReplicasDiffer(
-            "; ".join(found)
-            + ". Start again from the last checkpoint, without the machine of that rank"
-        )
+        remedy = "Start again from the last checkpoint, without the machine of that rank"
+        raise ReplicasDiffer("; ".join(found) + f". {remedy}")
 
 
 def _odd_ones(axis: str, tensors: Iterable[DTensor], mesh: Mesh) -> list[str]:

@@ -1,9 +1,9 @@
 """Going back: when updates were skipped for many steps in a row, the run returns to its last
 checkpoint and leaves out the batches at which they were.
 
-    step        40 (saved)   41   42   43   44   45              bad: 43, 44, 45
+    step        40 (saved)   41   42   43   44   45  bad: 43, 44, 45
     samples          … 320   328  336  344  352  360
-    then        40           41   42   43   44 …                 43 begins at sample 360: [336, 360) is never read again
+    then        40           41   42   43   44 …     43 begins at 360: [336, 360) is never read
 
 What is left out is part of the loader's state, so every later checkpoint knows it. (Of bad steps of
 the start before, nobody knows the samples any more.) A run that comes back to the same checkpoint
@@ -74,13 +74,18 @@ class Rollback:
         )
         if start.path is None or start.weights_only:
             raise Diverged(
-                f"{why}, and there is no checkpoint to go back to; set checkpoint.interval, or another lr"
+                f"{why}, and there is no checkpoint to go back to; set checkpoint.interval, "
+                "or another lr"
             )
         self.times[start.step] += 1
         if self.times[start.step] > MOST_TO_THE_SAME:
-            remedy = "begin from an earlier one in another run.dir (checkpoint.resume=PATH), with another lr or other data"
+            remedy = (
+                "begin from an earlier one in another run.dir (checkpoint.resume=PATH), "
+                "with another lr or other data"
+            )
             raise Diverged(
-                f"{why}; the run was {MOST_TO_THE_SAME} times back at {start.path} already: {remedy}"
+                f"{why}; the run was {MOST_TO_THE_SAME} times back at {start.path} already: "
+                f"{remedy}"
             )
         # the row may have begun before this start
         begun = self.first_samples[-min(bad_in_a_row, len(self.first_samples))]
@@ -89,7 +94,10 @@ class Rollback:
         loader.go_to(start.next_sample, [*start.skipped, *loader.skipped, bad])
         self.first_samples.clear()
         if dist.get_rank() == 0:
-            said = f"warning: {why}: back to {start.path}, leaving out samples {bad[0]} to {bad[1] - 1}"
+            said = (
+                f"warning: {why}: back to {start.path}, leaving out samples {bad[0]} to "
+                f"{bad[1] - 1}"
+            )
             log(said)
             append_event(
                 self.config.run.dir, "rollback", from_step=step, step=start.step, left_out=list(bad)

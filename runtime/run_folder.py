@@ -2,10 +2,11 @@
 
 Only the holder of the folder's lease may change them (lease.py).
 
-    checkpoints/step-00000100               complete, and agreed on by all ranks: a name without a suffix, and a manifest
-    checkpoints/step-00000080.damaged       put aside: it was not what was saved, or not complete
-    checkpoints/step-00000120.abandoned     put aside: the run went back behind it, or saved that step anew
-    checkpoints/latest                      step-00000100
+    checkpoints/step-00000100            complete, and agreed on by all ranks: a name without a
+                                         suffix, and a manifest
+    checkpoints/step-00000080.damaged    put aside: it was not what was saved, or not complete
+    checkpoints/step-00000120.abandoned  put aside: the run went back behind it, or saved it anew
+    checkpoints/latest                   step-00000100
 
 What is put aside stays until a person deletes it.
 """
@@ -49,9 +50,8 @@ def checkpoints_of(folder: Path, key: str) -> list[Path]:
         return [folder]
     found = complete_checkpoints(folder) or complete_checkpoints(folder / "checkpoints")
     if not found:
-        raise UserError(
-            key, str(folder), "holds no complete checkpoint", "give a run folder or a folder step-…"
-        )
+        why = "holds no complete checkpoint"
+        raise UserError(key, str(folder), why, "give a run folder or a folder step-…")
     return found
 
 
@@ -66,7 +66,8 @@ def put_incomplete_aside(lease: Lease) -> None:
     for path in sorted(lease.checkpoints.glob("step-*")):
         if NAME.fullmatch(path.name) and not (path / MANIFEST).is_file():
             log(
-                f"warning: {path} has no {MANIFEST}: it is put aside as {lease.put_aside(path, '.damaged').name}, and not used"
+                f"warning: {path} has no {MANIFEST}: it is put aside as "
+                f"{lease.put_aside(path, '.damaged').name}, and not used"
             )
     name_latest(lease)
 

@@ -1,9 +1,9 @@
 """Saving while training goes on.
 
-    training     step 40 ─ copy ─ step 41 ─ step 42 ─ step 43 …             the copy is all that training waits for
-    a thread of each rank     └─ write ─ hash ─ agree ─ commit              (only rank 0 commits)
+    training     step 40 ─ copy ─ step 41 ─ step 42 ─ step 43 …    training waits only for the copy
+    a thread of each rank     └─ write ─ hash ─ agree ─ commit     (only rank 0 commits)
 
-    partial-…/step-00000040  ──rename──►  step-00000040    a name without a suffix is complete, and was agreed on by all ranks
+    partial-…/step-00000040  ──rename──►  step-00000040    no suffix: complete, and all ranks agreed
     step-00000020            ──rename──►  partial-…/step-00000020  ──►  gone
 
 Each rename goes into or out of the work folder of this run's lease, so a run that was displaced
@@ -11,7 +11,7 @@ commits and deletes nothing (lease.py). "saved" is said of what was found again 
 the manifest that all ranks agreed on.
 
 The threads talk over a process group of their own, for two collectives of one group that meet in
-another order on another rank wait for ever. What fails on one rank (a full disk, a folder that
+another order on another rank wait forever. What fails on one rank (a full disk, a folder that
 became read-only) is known to all before anything is committed: then the run goes on, the
 checkpoints that were there stay, and the next save tries again. A save waits for the one before.
 """
@@ -169,17 +169,20 @@ class Saver:
             seconds, size = time.perf_counter() - began, manifest.num_bytes
             stall += 0.0 if self.train.config.checkpoint.async_save else seconds
             record |= {"stall_seconds": stall, "bytes": size, "write_seconds": seconds}
-            said = f"saved {final.name}: {size / 1e6:,.1f} MB, written in {seconds:.2f} s; training waited {stall:.3f} s"
+            said = (
+                f"saved {final.name}: {size / 1e6:,.1f} MB, written in {seconds:.2f} s; "
+                f"training waited {stall:.3f} s"
+            )
             self.failed = None
         except Exception as error:  # whatever it is, training goes on
             self.failed = f"the checkpoint of step {step} was not saved: {error}"
             record["failed"] = str(error)
-            left = (
-                [path.name for path in complete_checkpoints(self.folder)]
-                if self.folder.is_dir()
-                else []
+            there = complete_checkpoints(self.folder) if self.folder.is_dir() else []
+            left = [path.name for path in there]
+            said = (
+                f"warning: {self.failed}; the newest is {left[-1] if left else 'none'}, "
+                "and the next save will try again"
             )
-            said = f"warning: {self.failed}; the newest is {left[-1] if left else 'none'}, and the next save will try again"
         if self._is_first:
             if self.failed and partial is not None:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -253,7 +256,8 @@ class Saver:
         if final.exists():
             suffix = ".abandoned" if (final / MANIFEST).exists() else ".damaged"
             log(
-                f"warning: {final} was in the way; it is put aside as {put_aside(self.lease, final, suffix).name}"
+                f"warning: {final} was in the way; it is put aside as "
+                f"{put_aside(self.lease, final, suffix).name}"
             )
         self.lease.move(partial, final)
         sync_folder(self.folder)
@@ -281,8 +285,7 @@ class Saver:
         return dist.get_rank() == 0
 
     def _agree(self, action: Callable[[], Any]) -> list[Any]:
-        """Run `action`; every rank's result, on every rank, or SaveFailed on all if it raised on
-        one."""
+        """Run `action`; every rank's result, on all; or SaveFailed on all if it raised on one."""
         result, problem = None, None
         try:
             result = action()

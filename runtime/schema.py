@@ -14,8 +14,7 @@ Name = Annotated[str, Field(min_length=1, max_length=1000, pattern=r"^[^\x00-\x1
 
 
 class Strict(BaseModel):
-    """Nothing is converted (no number from a string, none from true), and no key is unknown or
-    missing."""
+    """Nothing is converted (no number from a string, none from true), no key unknown or missing."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -32,8 +31,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def first_problem(error: ValidationError) -> str:
-    """Where the first one is, and what. What was found is not repeated: it may be anything, of any
-    length."""
+    """Where the first one is, and what. What was found is not repeated: it may be very long."""
     problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = ".".join(str(part)[:100] for part in problem["loc"])
     return ascii(f"{place}: {problem['msg']}" if place else problem["msg"])[1:-1]

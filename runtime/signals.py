@@ -1,9 +1,8 @@
-"""Signals that ask a run to stop: noted from a process's first line to its last. What a run does
-about them is in stop.py.
+"""Signals that ask a run to stop: noted from a process's first line to its last (then: stop.py).
 
-    SIGTERM, SIGUSR1   Slurm, a launcher, `kill`
-    SIGINT             Ctrl-C       ┐ not where they were ignored at the start, as for a shell's background job
-    SIGHUP             hang-up      ┘ or under nohup
+    SIGTERM, SIGUSR1  Slurm, a launcher, `kill`
+    SIGINT            Ctrl-C   ┐ not where they were ignored at the start, as for a shell's
+    SIGHUP            hang-up  ┘ background job or under nohup
 
 Our launcher also tells the ranks that are left when another has failed (ABANDON): that is no
 request, for nothing can be saved without the one that is gone.
@@ -18,8 +17,7 @@ import time
 
 STARTED = time.monotonic()  # this process, as good as
 # One request reaches a process several times: from Slurm, which signals every process of a job, and
-# from torchrun, which passes its own on. What comes later than this after the first is a second
-# request.
+# from torchrun, which passes its own on. What comes later than this is a second request.
 SAME_REQUEST_SECONDS = 1.0
 PATIENCE_SECONDS = 20  # for other ranks, with a signal in hand: torchrun and Slurm kill after 30
 WHAT_HAPPENS = "all ranks stop after the step under way and at most one more, save, and leave"
@@ -115,8 +113,7 @@ class Signals:
             _write(f"{why}: {WHAT_HAPPENS}")
 
     def hush(self) -> None:
-        """Announce nothing from now on: the run has failed, and what comes is the launcher ending
-        it."""
+        """Announce nothing from now on: the run has failed, and the launcher is ending it."""
         self._said.acquire(blocking=False)
 
     def _listen(self) -> None:

@@ -1,10 +1,12 @@
-"""status.json: how the last start of a run ended. `{"state": "finished" | "requeue" | "failed",
-"step": …, "reason": …}`
+"""How the last start of a run ended: status.json.
 
-    the run ends, or fails                          rank 0 writes it (metrics.py)
-    it hangs                                        rank 0's watchdog
-    rank 0 is killed, or another rank is            the launcher, where it is ours (tools/launch.py)
-    rank 0 is killed, and nobody of ours is left    none is there; the next start records in events.jsonl that it is missing
+    {"state": "finished" | "requeue" | "failed", "step": …, "reason": …}
+
+    the run ends, or fails                        rank 0 writes it (metrics.py)
+    it hangs                                      rank 0's watchdog
+    rank 0 is killed, or another rank is          the launcher, where it is ours (tools/launch.py)
+    rank 0 is killed, and nobody of ours is left  none is there; the next start records in
+                                                  events.jsonl that it is missing
 
 It is removed when a start begins to train, so what is there belongs to the last one.
 """
@@ -62,7 +64,8 @@ def record_missing_end(folder: Path) -> list[str]:
     reason = "it left no word of its end: killed, or its machine died (noted by the next start)"
     append_event(folder, "end", state="failed", step=last["step"], reason=reason)
     return [
-        f"the start before was last heard of at step {last['step']}, and {reason.partition(' (')[0]}"
+        f"the start before was last heard of at step {last['step']}, "
+        f"and {reason.partition(' (')[0]}"
     ]
 
 
@@ -76,8 +79,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _last_start(folder: Path) -> dict[str, Any] | None:
-    """When the last start began, how far its lines say that it came, and whether it left word of
-    its end."""
+    """When the last start began, how far its lines say it came, whether it told of its end."""
     try:
         events = read_events(folder)
     except OSError:

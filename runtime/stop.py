@@ -36,7 +36,6 @@ import signal
 import time
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -109,12 +108,7 @@ class StopRequests:
         self.agree()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self._wait()  # for what was posted last
             if dist.get_rank() == 0:

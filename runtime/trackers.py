@@ -1,5 +1,4 @@
-"""Where a run's numbers go. Each place is a small class with one interface; rank 0 has them, the
-other ranks have none.
+"""Where a run's numbers go. Each place is a small class with one interface; only rank 0 has them.
 
     JsonLines      RUN/metrics.jsonl                   always
     Console        a line on standard output           always
@@ -35,8 +34,7 @@ FINISH_SECONDS = 60.0
 
 
 class Tracker:
-    """One place. `log` is called with each logged step's record, in the order of steps but for
-    `went_back`."""
+    """One place. `log` gets each logged step's record, in step order but for `went_back`."""
 
     name = ""
 
@@ -44,8 +42,7 @@ class Tracker:
         raise NotImplementedError
 
     def went_back(self, step: int, reached: int) -> None:
-        """The run has come to step `reached` and goes on from `step`: the steps between will be
-        logged again."""
+        """The run has come to step `reached` and goes on from `step`; steps between come again."""
 
     def close(self, failed: bool) -> None:
         """The process ends."""
@@ -66,9 +63,9 @@ class Trackers:
         if config.run.wandb != "disabled":
             self._guarded("wandb", lambda: self.trackers.append(WandB(config, step, system, lines)))
         if config.run.tensorboard:
+            add = self.trackers.append
             self._guarded(
-                "TensorBoard",
-                lambda: self.trackers.append(TensorBoard(folder, step, dump_config(config))),
+                "TensorBoard", lambda: add(TensorBoard(folder, step, dump_config(config)))
             )
 
     def log(self, record: Record) -> None:
@@ -89,9 +86,8 @@ class Trackers:
         try:
             action()
         except Exception as error:  # whatever it is, the run is more important
-            log(
-                f"warning: {name} failed, and is left out from now on: {type(error).__name__}: {error}"
-            )
+            why = f"{type(error).__name__}: {error}"
+            log(f"warning: {name} failed, and is left out from now on: {why}")
             return False
         return True
 
@@ -103,7 +99,7 @@ class JsonLines(Tracker):
     Any other drops those after its step, left by a start that went beyond its last checkpoint.
 
     begins_anew: there are no lines to continue. reached: the last step that lines were there of,
-    before any were dropped.
+        before any were dropped.
     """
 
     name = "metrics.jsonl"
@@ -139,8 +135,7 @@ class JsonLines(Tracker):
         self.unwritten = []
 
     def _drop_after(self, step: int) -> int:
-        """Keep the lines up to `step`, and none that was not written to its end; the last step that
-        was there."""
+        """Keep the lines up to `step`, and none incomplete; the last step that was there."""
         lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         steps = [_step_of(line) for line in lines]
         kept = [
@@ -162,7 +157,7 @@ class JsonLines(Tracker):
 
 
 class Console(Tracker):
-    """One aligned line: `step   20/300  loss 5.1234  grad_norm 0.812  lr 3.00e-03  41,234 tok/s  99.3 ms  1.2 GiB`."""
+    """One aligned line: `step   20/300  loss 5.1234  grad_norm 0.812  41,234 tok/s …`."""
 
     name = "the console"
 
@@ -172,15 +167,10 @@ class Console(Tracker):
     def log(self, record: Record) -> None:
         parts = [f"step {record['step']:>{len(str(self.steps))}}/{self.steps}"]
         if "loss" in record:
-            parts += [
-                f"loss {record['loss']:7.4f}",
-                f"grad_norm {record['grad_norm']:7.3f}",
-                f"lr {record['lr']:.2e}",
-            ]
-            parts += [
-                f"{record['tokens_per_second']:>9,.0f} tok/s",
-                f"{record['step_seconds'] * 1e3:7.1f} ms/step",
-            ]
+            parts += [f"loss {record['loss']:7.4f}", f"grad_norm {record['grad_norm']:7.3f}"]
+            parts += [f"lr {record['lr']:.2e}"]
+            parts += [f"{record['tokens_per_second']:>9,.0f} tok/s"]
+            parts += [f"{record['step_seconds'] * 1e3:7.1f} ms/step"]
             if record["mfu"] is not None:
                 parts.append(f"mfu {record['mfu']:5.1%}")
             parts.append(f"{record['peak_memory_bytes'] / 2**30:.2f} GiB")
@@ -248,7 +238,8 @@ class WandB(Tracker):
             if config.run.wandb == "offline":
                 raise
             log(
-                f"warning: wandb cannot go online, and writes to {self.folder / 'wandb'} for `wandb sync`: {error}"
+                f"warning: wandb cannot go online, and writes to {self.folder / 'wandb'} for "
+                f"`wandb sync`: {error}"
             )
             return start("offline")
 
@@ -272,13 +263,13 @@ class WandB(Tracker):
         self.repeated += reached - step
         path = self.folder / "wandb-run.json"
         try:
-            path.with_suffix(".partial").write_text(
-                json.dumps({"id": self.id, "repeated": self.repeated}) + "\n"
-            )
+            text = json.dumps({"id": self.id, "repeated": self.repeated})
+            path.with_suffix(".partial").write_text(text + "\n")
             os.replace(path.with_suffix(".partial"), path)
         except OSError as error:
             log(
-                f"warning: {path} cannot be written, and the next start may not continue this run of wandb: {error}"
+                f"warning: {path} cannot be written, and the next start may not continue this run "
+                f"of wandb: {error}"
             )
 
     def close(self, failed: bool) -> None:
@@ -303,9 +294,8 @@ class WandB(Tracker):
             path = self.folder / "checkpoints" / f"step-{event['step']:08d}"
             if path.is_dir():
                 about = {name: event[name] for name in ("step", "bytes", "write_seconds")}
-                artifact = self.wandb.Artifact(
-                    f"checkpoint-{self.id}", type="checkpoint", metadata=about
-                )
+                name = f"checkpoint-{self.id}"
+                artifact = self.wandb.Artifact(name, type="checkpoint", metadata=about)
                 # a checksum would read it all
                 artifact.add_reference(path.as_uri(), checksum=False)
                 self.run.log_artifact(artifact, aliases=["latest", path.name])
@@ -320,10 +310,8 @@ class TensorBoard(Tracker):
     def __init__(self, folder: Path, step: int, config: str) -> None:
         self.folder = folder / "tensorboard"
         self._open(step)
-        # Markdown: as it stands
-        self.writer.add_text(
-            "config", "\n".join(f"    {line}" for line in config.splitlines()), step
-        )
+        verbatim = "\n".join(f"    {line}" for line in config.splitlines())  # in Markdown
+        self.writer.add_text("config", verbatim, step)
 
     def _open(self, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # only where it is asked for

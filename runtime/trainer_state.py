@@ -15,8 +15,7 @@ from runtime.schema import MAX_INT, Count, Name, Strict, first_problem, load_jso
 
 FILE = "trainer.json"
 MAX_DIMENSION = 10**8  # of a model
-# Dimensions alone decide whether weights fit; how they began, what is minimised and what computes
-# it do not.
+# Only dimensions decide whether weights fit; how they began, loss and kernels do not.
 FREE_MODEL_KEYS = {"init_std", "z_loss", "kernels"}
 
 Dimension = Annotated[int, Field(le=MAX_DIMENSION)]
@@ -58,9 +57,8 @@ def read_trainer(path: Path, key: str) -> TrainerState:
         check_sizes(path, read_manifest(path))
         return parse_trainer(path)
     except Damaged as damaged:
-        raise UserError(
-            key, str(path), f"is no good checkpoint: {damaged}", "give another folder step-…"
-        ) from None
+        why = f"is no good checkpoint: {damaged}"
+        raise UserError(key, str(path), why, "give another folder step-…") from None
 
 
 def parse_trainer(path: Path) -> TrainerState:
@@ -92,8 +90,7 @@ def parse_trainer(path: Path) -> TrainerState:
 
 
 def verify_checkpoint(path: Path) -> Manifest:
-    """Everything that a start checks before it uses a checkpoint, in one process. Raises
-    Damaged."""
+    """Everything that a start checks before it uses a checkpoint, in one process; else Damaged."""
     manifest = verify(path)
     parse_trainer(path)
     return manifest

@@ -1,5 +1,4 @@
-"""Waiting that does not end: a rank that takes far too long for a step writes down where it is, and
-exits.
+"""A rank that takes far too long for a step writes down where it is, and exits.
 
 One rank that stands still (a broken driver, a file system that does not answer, a collective that
 others never enter) makes all ranks wait in their next collective. All run this clock, and all are
@@ -7,7 +6,8 @@ in the same step; so all of them write their stacks within a moment, the one tha
 those that wait for it, then exit, and the launcher starts the run again from its last checkpoint
 (torchrun --max-restarts, or Slurm).
 
-    RUN/hang/step-00000041-rank-00003.txt    what the rank waits in, every thread's stack, its last collectives
+    RUN/hang/step-00000041-rank-00003.txt  what the rank waits in, every thread's stack, its last
+                                           collectives
 
 Too long is guard.hang_factor times the median step, and at least guard.hang_seconds. The clock runs
 over steps and over batches of an evaluation; it rests before the first logged step (compilation and
@@ -46,11 +46,8 @@ class Watchdog:
     """Told of every boundary between steps; every rank has its own."""
 
     def __init__(self, config: Config) -> None:
-        self.folder, self.factor, self.least = (
-            Path(config.run.dir),
-            config.guard.hang_factor,
-            config.guard.hang_seconds,
-        )
+        self.folder = Path(config.run.dir)
+        self.factor, self.least = config.guard.hang_factor, config.guard.hang_seconds
         self.measured: deque[float] = deque(maxlen=64)  # seconds of a step
         self._step = 0
         self._limit = self._due = float("inf")  # seconds of a step; when, by the monotonic clock
@@ -118,7 +115,10 @@ class Watchdog:
         log(said)
         if rank == 0:
             append_event(self.folder, "hang", step=self._step, where=where)
-            hung = f"step {self._step + 1} was not done after {self._limit:.0f} s: rank 0 {where}; hang/ has every rank"
+            hung = (
+                f"step {self._step + 1} was not done after {self._limit:.0f} s: rank 0 {where}; "
+                "hang/ has every rank"
+            )
             write_status(self.folder, "failed", self._step, hung)
         time.sleep(GRACE_SECONDS)
         os._exit(1)  # not sys.exit: its clean-up would wait for the other ranks
@@ -153,7 +153,10 @@ def last_collectives() -> list[str]:
 def describe(entry: dict[str, Any]) -> str:
     """`gloo:all_reduce number 12 of mesh_tp, [[32, 16]] Float`."""
     name, group = entry["profiling_name"], entry["process_group"][-1]
-    return f"{name} number {entry['collective_seq_id']} of {group}, {entry['input_sizes']} {' '.join(entry['input_dtypes'])}"
+    return (
+        f"{name} number {entry['collective_seq_id']} of {group}, "
+        f"{entry['input_sizes']} {' '.join(entry['input_dtypes'])}"
+    )
 
 
 def recorded_collectives() -> list[dict[str, Any]]:

@@ -1,14 +1,18 @@
 #!/usr/bin/env bash
 #
-#   first_failure.sh LOGS JOB_LOG      which rank failed first, in each try of a start; said at the top of JOB_LOG
+#   first_failure.sh LOGS JOB_LOG
 #
-# When a rank dies, all others fail too, of its silence. LOGS holds a NODE.log of each node, where torchrun says, with the time:
+# Which rank failed first, in each try of a start; said at the top of JOB_LOG.
+#
+# When a rank dies, all others fail too, of its silence. LOGS holds a NODE.log of each node, where
+# torchrun says, with the time:
 #
 #   restart_count=1 … global_ranks=[8, 9, …      its ranks meet, for try 1
 #   Sending process 123 closing signal SIGTERM   one of them has ended badly: it ends the others,
-#   failed (exitcode: -9) local_rank: 3          up to 30 s later, all are gone, and this one was the first here
+#   failed (exitcode: -9) local_rank: 3          up to 30 s later all are gone; it was the first here
 #
-# So each node's first failure came at the first of the latter two, and the job's is the earliest of the nodes'.
+# So each node's first failure came at the first of the latter two, and the job's is the earliest of
+# the nodes'.
 set -euo pipefail
 logs=$1
 job_log=$(readlink --canonicalize "$2")
@@ -17,11 +21,15 @@ failures=$(
   for log in "$logs"/*.log; do
     awk -v node="$(basename "$log" .log)" '
       { time = substr($1, 2) " " $2 }                     # E1121 19:07:48.823000: month, day, time
-      match($0, /restart_count=[0-9]+/) { try = substr($0, RSTART + 14, RLENGTH - 14); noticed = "" }
+      match($0, /restart_count=[0-9]+/) {
+        try = substr($0, RSTART + 14, RLENGTH - 14)
+        noticed = ""
+      }
       match($0, /global_ranks=\[[0-9]+/) { first_rank = substr($0, RSTART + 14, RLENGTH - 14) }
       / closing signal / && !noticed { noticed = time }
       match($0, /failed \(exitcode: -?[0-9]+\) local_rank: [0-9]+/) {
-        split(substr($0, RSTART, RLENGTH), word, /[ ):]+/)  # failed, (exitcode, CODE, local_rank, LOCAL
+        # failed, (exitcode, CODE, local_rank, LOCAL
+        split(substr($0, RSTART, RLENGTH), word, /[ ):]+/)
         print try, noticed ? noticed : time, node, first_rank + word[5], word[5], word[3]
         noticed = ""
       }' "$log"
@@ -33,8 +41,10 @@ say() {
   while read -r try day time node rank local_rank code; do
     how="with status $code"
     if [ "$code" -lt 0 ]; then how="by SIG$(kill -l "${code#-}")"; fi
-    words=$(compgen -G "$logs/$node/*/attempt_$try/$local_rank/stderr.log" || echo "$logs/$node.log")
-    echo "FIRST FAILURE of ${logs##*/}, try $try: rank $rank on $node ended $how, $day $time; its last words: $words"
+    words=$(compgen -G "$logs/$node/*/attempt_$try/$local_rank/stderr.log" ||
+      echo "$logs/$node.log")
+    first="rank $rank on $node ended $how, $day $time; its last words: $words"
+    echo "FIRST FAILURE of ${logs##*/}, try $try: $first"
   done <<<"$failures"
 }
 

@@ -3,11 +3,11 @@ parts, but for huggingface/, which import_hf and export share; ranks.py is the p
 that parity and the tests compute on, command.py how a command ends.
 
 Before a run      tokenizer, prepare     text → tokens → token shards
-                  plan, rehearse         what a job will need, computed; and any rank of it, carried out here
+                  plan, rehearse         what a job will need; any rank of it, carried out here
                   timeline               a schedule, drawn
                   preflight              are the nodes fit?
                   launch                 torchrun's launcher, with everything imported once
-For its editors   schema                 what a configuration file may hold, for completion and checks
+For its editors   schema                 what a configuration file may hold: completion, checks
 While and after   report, plot, profile  a run as a page, as a picture; what a trace says
                   verify                 is a checkpoint whole?
                   generate               text from the model

@@ -1,5 +1,4 @@
-"""How a command of this folder ends when nobody wants the rest: `| head` and Ctrl-C leave no
-traceback."""
+"""How a command of this folder ends when nobody wants the rest (`| head`, Ctrl-C): no traceback."""
 
 import os
 import select

@@ -50,16 +50,14 @@ def export(
     refuse_existing(out)
     for key, value in (("--file-bytes", file_bytes), ("--max-length", max_length)):
         if value is not None and value < 1:
-            raise UserError(
-                key, value, "must be at least 1", "leave it out, or give a larger number"
-            )
+            why = "must be at least 1"
+            raise UserError(key, value, why, "leave it out, or give a larger number")
     try:
         verify_checkpoint(checkpoint)
     except Damaged as damaged:
         why = f"is no good checkpoint: {damaged}"
-        raise UserError(
-            "--checkpoint", str(checkpoint), why, "give another folder step-…"
-        ) from None
+        remedy = "give another folder step-…"
+        raise UserError("--checkpoint", str(checkpoint), why, remedy) from None
     reader = CheckpointReader(checkpoint)
     tokenizer = Tokenizer.load(checkpoint)
     wanted = parameters(reader.model)
@@ -84,10 +82,8 @@ def export(
         if set(file_of.values()) != {SINGLE}:
             write_index(folder, file_of, sum(piece.num_bytes for piece in pieces))
         _write(folder / CONFIG, config)
-        _write(
-            folder / "generation_config.json",
-            {"bos_token_id": bos_id, "eos_token_id": tokenizer.eos_id},
-        )
+        ids = {"bos_token_id": bos_id, "eos_token_id": tokenizer.eos_id}
+        _write(folder / "generation_config.json", ids)
         for name, content in huggingface_files(tokenizer, max_length).items():
             (folder / name).write_bytes(content)
     return config
@@ -152,11 +148,13 @@ def main(arguments: list[str] | None = None) -> int:
     files = sorted(options.out.iterdir())
     size = sum(file.stat().st_size for file in files)
     print(
-        f"{options.out}: {config['architectures'][0]} of {checkpoint}, {size:,} bytes: {', '.join(f.name for f in files)}"
+        f"{options.out}: {config['architectures'][0]} of {checkpoint}, {size:,} bytes: "
+        f"{', '.join(f.name for f in files)}"
     )
     if not (options.out / JSON).exists():
         print(
-            "without tokenizer.json: this SentencePiece model does what no such file that we could make does"
+            "without tokenizer.json: this SentencePiece model does what no such file that we could "
+            "make does"
         )
     return 0
 

@@ -59,9 +59,8 @@ def import_hf(
     tokenizer = load_tokenizer(hf, tokenizer_path)
     if tokenizer.vocab_size > config.model.vocab_size:
         why = f"the tokenizer has {tokenizer.vocab_size} tokens"
-        raise UserError(
-            f"{hf / CONFIG}: vocab_size", config.model.vocab_size, why, "give the two of one model"
-        )
+        remedy = "give the two of one model"
+        raise UserError(f"{hf / CONFIG}: vocab_size", config.model.vocab_size, why, remedy)
 
     wanted = parameters(config.model)
     sizes = {p: math.prod(p.shape) * DTYPES[tensors.dtypes[p.theirs]].itemsize for p in wanted}
@@ -76,12 +75,8 @@ def import_hf(
         write_durably(folder / "trainer.json", json.dumps(trainer(config), indent=1))
         write_durably(folder / "model.yaml", model_yaml(config.model, out))
         files = {path.name: fingerprint(path) for path in folder.iterdir()}
-        write_manifest(
-            folder,
-            Manifest(
-                files, {WEIGHTS + p.ours: (tensors.dtypes[p.theirs], p.shape) for p in wanted}
-            ),
-        )
+        held = {WEIGHTS + p.ours: (tensors.dtypes[p.theirs], p.shape) for p in wanted}
+        write_manifest(folder, Manifest(files, held))
     return config.model
 
 
@@ -91,27 +86,19 @@ def load_tokenizer(hf: Path, named: Path | None) -> Tokenizer:
         return Tokenizer.load(named or hf)
     except UserError as error:
         why = error.why if named else f"{hf} has none that can be read: {error.why}"
-        remedy = (
-            error.remedy
-            if named
-            else "give the model's tokenizer, its file or folder: --tokenizer PATH"
-        )
+        remedy = "give the model's tokenizer, its file or folder: --tokenizer PATH"
+        remedy = error.remedy if named else remedy
         raise UserError("--tokenizer", named and str(named), why, remedy) from error
 
 
 def _places(tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Where in the global tensors those of a file are: each is whole, and begins at the
-    beginning."""
-    return {
-        PLACES: json.dumps(
-            {name: {"saved_offsets": [0] * tensor.ndim} for name, tensor in tensors.items()}
-        )
-    }
+    """Where in the global tensors those of a file are: each is whole, and begins at 0."""
+    places = {name: {"saved_offsets": [0] * tensor.ndim} for name, tensor in tensors.items()}
+    return {PLACES: json.dumps(places)}
 
 
 def trainer(config: HuggingFaceConfig) -> dict[str, Any]:
-    """The trainer.json of a model that no run of ours has trained: nothing of it can be resumed but
-    the weights."""
+    """The trainer.json of a model that no run of ours trained: only weights can be resumed."""
     return {
         "step": 0,
         "updates": 0,
@@ -174,10 +161,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     size = sum(path.stat().st_size for path in out.iterdir() if path.name != MANIFEST)
     print(
-        f"{out}: {model.num_parameters:,} parameters, {size:,} bytes, and {MANIFEST} with their checksums"
+        f"{out}: {model.num_parameters:,} parameters, {size:,} bytes, "
+        f"and {MANIFEST} with their checksums"
     )
     print(
-        f"to train on from it, put the section of {out / 'model.yaml'} into a configuration, say configs/mine.yaml, and then"
+        f"to train on from it, put the section of {out / 'model.yaml'} into a configuration, "
+        "say configs/mine.yaml, and then"
     )
     print(
         f"  python -m tools.prepare --source 'corpus/*.jsonl' --tokenizer {out} --out prepared/mine"

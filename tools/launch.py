@@ -8,8 +8,8 @@ laid out as the file says. With GPUs: one process for each of as many as are a p
 8, over NCCL, in bfloat16, with the axes as large as they allow; overrides that you give come last,
 so they win.
 
-    launcher   imports ─┬ fork … fork ─┬─ waits ─────────────────┬─ removes the store, ends with the first failure's status
-    rank r              └── joins, trains: train.main ───────────┘
+    launcher  imports ─┬ fork … fork ─┬─ waits ──────┬─ removes the store, ends with the first
+    rank r             └── joins, trains: train.main ┘  failure's status
 
 The ranks share the memory of what is imported, and the time that it took. They find each other in a
 file, in a folder that only this user may enter: no port is opened but those of gloo and NCCL, on
@@ -73,17 +73,12 @@ def layout(num_gpus: int) -> tuple[int, list[str]]:
     processes = 1 << (min(num_gpus, MAX_PROCESSES).bit_length() - 1)
     tp = min(processes, 2)
     pp = min(processes // tp, 2)
-    return processes, [
-        f"parallel.tp={tp}",
-        f"parallel.pp={pp}",
-        "parallel.dp_shard=-1",
-        "train.dtype=bfloat16",
-    ]
+    axes = [f"parallel.tp={tp}", f"parallel.pp={pp}", "parallel.dp_shard=-1"]
+    return processes, [*axes, "train.dtype=bfloat16"]
 
 
 def count_gpus() -> int:
-    """Asked in a process of its own: one that has spoken to the driver cannot be forked any
-    more."""
+    """Asked in a process of its own: one that has spoken to the driver cannot be forked."""
     pid = os.fork()
     if pid == 0:
         os._exit(torch.cuda.device_count())
@@ -175,8 +170,7 @@ class Ending:
 
 
 def start_processes(processes: int, function: Callable[..., None], *arguments: object) -> Ending:
-    """`function(store, signals, *arguments)` as ranks of one world on this machine; returns when
-    all have ended."""
+    """`function(store, signals, *arguments)` as ranks of one world here, until all have ended."""
     awaited = {*signals.requests(), signal.SIGCHLD, signal.SIGALRM}
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     # the default, to ignore it, would hide it from sigwait on macOS
@@ -273,8 +267,7 @@ def _sweep() -> None:
 
 
 def finish(ending: Ending, folder: Path) -> int:
-    """Say why the run failed, last of all, and in its folder where nobody else could; returns the
-    exit status."""
+    """Say why the run failed, last, in its folder if nobody else could; the exit status."""
     status = ending.status()
     if ending.at_once or (ending.failure is not None and status != 2):
         why = ending.why()

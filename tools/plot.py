@@ -29,16 +29,11 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
         lines = path.read_text(encoding="utf-8").splitlines()
         records = [json.loads(line) for line in lines if line.strip()]
     except OSError as error:
-        raise UserError(
-            "RUN",
-            str(run),
-            f"metrics.jsonl cannot be read ({error.strerror})",
-            "give a run's folder: run.dir",
-        ) from None
+        why = f"metrics.jsonl cannot be read ({error.strerror})"
+        raise UserError("RUN", str(run), why, "give a run's folder: run.dir") from None
     except ValueError as error:
-        raise UserError(
-            "RUN", str(path), f"is damaged: {error}", "remove the broken line"
-        ) from None
+        why = f"is damaged: {error}"
+        raise UserError("RUN", str(path), why, "remove the broken line") from None
     if not any("loss" in record for record in records):
         raise UserError("RUN", str(path), "has no logged step yet", "wait for the first")
     return records
@@ -106,15 +101,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         records = read_metrics(options.run)
         if options.out.suffix not in (".png", ".svg", ".pdf"):
-            raise UserError(
-                "--out", str(options.out), "is not a picture's name", "end it in .png, .svg or .pdf"
-            )
+            why = "is not a picture's name"
+            raise UserError("--out", str(options.out), why, "end it in .png, .svg or .pdf")
         matplotlib.rcParams["svg.hashsalt"] = "lattice"  # the same run gives the same file
-        figure = draw(
-            records,
-            unigram_baseline(options.run),
-            f"{options.run.name}: loss over {records[-1]['step']:,} steps",
-        )
+        title = f"{options.run.name}: loss over {records[-1]['step']:,} steps"
+        figure = draw(records, unigram_baseline(options.run), title)
         options.out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(options.out, dpi=150)
     except UserError as error:

@@ -30,7 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--tokenizer",
         required=True,
         metavar="FILE",
-        help="a SentencePiece model (tools.tokenizer trains one), a tokenizer.json, or a folder with either (a checkpoint)",
+        help="a SentencePiece model (tools.tokenizer trains one), a tokenizer.json, "
+        "or a folder with either (a checkpoint)",
     )
     parser.add_argument(
         "--out", required=True, type=Path, metavar="DIR", help="the folder to write"
@@ -49,7 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--heldout-fraction",
         type=float,
         default=0.05,
-        help="not trained on: of the documents or, of a few, of each one's end (default: %(default)s; 0: none)",
+        help="not trained on: of the documents or, of a few, of each one's end (default: "
+        "%(default)s; 0: none)",
     )
     parser.add_argument(
         "--shard-tokens", type=int, default=1 << 27, help="tokens in a file (default: %(default)s)"
@@ -84,7 +86,8 @@ def main(arguments: list[str] | None = None) -> int:
     seconds = time.monotonic() - started
     for name, split in index["splits"].items():
         print(
-            f"{name:8} {split['tokens']:>14,} tokens  {split['documents']:>10,} documents  {len(split['shards']):>5} shards  "
+            f"{name:8} {split['tokens']:>14,} tokens  {split['documents']:>10,} documents  "
+            f"{len(split['shards']):>5} shards  "
             f"{split['utf8_bytes'] / max(split['tokens'], 1):.2f} bytes per token"
         )
     if report.lines():
@@ -94,15 +97,18 @@ def main(arguments: list[str] | None = None) -> int:
     if "heldout" in index:
         share = f"the last {100 * index['heldout_fraction']:.3g}% of each document's text"
         print(
-            f"there are too few documents to hold out whole ones: {share} is held out for evaluation"
+            "there are too few documents to hold out whole ones: "
+            f"{share} is held out for evaluation"
         )
     tokens = sum(split["tokens"] for split in index["splits"].values())
     print(
-        f"{options.out} is complete: {tokens / seconds:,.0f} tokens/s in {seconds:.1f} s with {options.workers} workers"
+        f"{options.out} is complete: {tokens / seconds:,.0f} tokens/s in {seconds:.1f} s with "
+        f"{options.workers} workers"
     )
     if index["splits"]["heldout"]["tokens"] == 0:
         print(
-            "nothing was held out: train with train.eval_interval=0, or prepare again with a larger --heldout-fraction"
+            "nothing was held out: train with train.eval_interval=0, "
+            "or prepare again with a larger --heldout-fraction"
         )
     return 0
 

@@ -6,7 +6,7 @@ task after another, each in a process group of its own (gloo, bound to the loopb
 meeting in a file). Hundreds of layouts are then checked in minutes.
 
     with Ranks(8) as ranks:
-        results = ranks.run(function, 4, *arguments)    # function(*arguments) on 4 ranks; the list of what they returned
+        results = ranks.run(function, 4, *arguments)  # a list of what 4 ranks returned
 
 `function` must be importable by name (not a lambda), arguments and results must pickle. When a rank
 fails or a task takes too long, the others wait in a collective forever, so all ranks of the task
@@ -32,8 +32,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-# The server imports these before it forks; what is missing here each rank imports for itself,
-# slowly.
+# The server imports these before it forks; what is missing here each rank imports, slowly.
 PRELOAD = [
     "torch",
     "torch.distributed.fsdp",
@@ -76,8 +75,7 @@ class Ranks:
         self.close()
 
     def run(self, function: Callable[..., Any], world: int, *arguments: Any) -> list[Any]:
-        """function(*arguments) on `world` ranks inside a process group of their own; what each rank
-        returned.
+        """function(*arguments) on `world` ranks in a process group of their own; their results.
 
         Raises:
             RankError: a rank raised, died or did not answer in time.

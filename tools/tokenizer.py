@@ -42,27 +42,18 @@ def check(options: argparse.Namespace) -> None:
         why = "it is a fraction of the documents"
         raise UserError("--heldout-fraction", options.heldout_fraction, why, "0 <= fraction < 1")
     if options.max_characters < 1:
-        raise UserError(
-            "--max-characters",
-            options.max_characters,
-            "there is nothing to learn from",
-            "at least 1",
-        )
+        why = "there is nothing to learn from"
+        raise UserError("--max-characters", options.max_characters, why, "at least 1")
     if options.out.is_dir():
-        raise UserError(
-            "--out",
-            str(options.out),
-            "it is a folder",
-            f"name a file: {options.out / 'tokenizer.model'}",
-        )
+        remedy = f"name a file: {options.out / 'tokenizer.model'}"
+        raise UserError("--out", str(options.out), "it is a folder", remedy)
     if options.out.exists():
         try:
             Tokenizer.load(options.out)
         except UserError:
             why = "there is a file of that name, and it is no tokenizer"
-            raise UserError(
-                "--out", str(options.out), why, "name another one; only a tokenizer is replaced"
-            ) from None
+            remedy = "name another one; only a tokenizer is replaced"
+            raise UserError("--out", str(options.out), why, remedy) from None
 
 
 def main(arguments: list[str] | None = None) -> int:

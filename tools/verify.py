@@ -40,7 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             manifest = verify_checkpoint(path)
             print(
-                f"{path}: good, {len(manifest.tensors)} tensors in {len(manifest.files)} files, {manifest.num_bytes:,} bytes"
+                f"{path}: good, {len(manifest.tensors)} tensors in {len(manifest.files)} files, "
+                f"{manifest.num_bytes:,} bytes"
             )
         except Damaged as problem:
             damaged += 1

@@ -142,8 +142,7 @@ Place = tuple[str, int, int]  # file, line and column of the source
 
 
 def row_accesses(ttir: str) -> set[Place]:
-    """Where single numbers are loaded and stored, or one for each row, by Triton's intermediate
-    representation."""
+    """Where single numbers, or one for each row, are loaded and stored, by Triton's own code."""
     named = dict(re.findall(r"^#loc(\d*) = loc\((.*)\)$", ttir, re.MULTILINE))
 
     def place(text: str) -> Place:
@@ -171,15 +170,13 @@ class Access:
     places: tuple[Place, ...]  # in the source; then where that was called, and so on
 
 
-# the line of an access that the compiler made of two, of either branch: of single numbers that both
-# need
+# The line of an access that the compiler made of two, one of each branch: of single numbers.
 MERGED = 0
 AMD_SIZES = {"dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}  # all others are smaller
 
 
 def accesses(assembly: str) -> list[Access]:
-    """Those in PTX or in AMD's assembly. Both say which line of the source an instruction comes
-    from."""
+    """Those in PTX or in AMD's assembly. Both say which line of the source an instruction is of."""
     files = dict(re.findall(r'^\s*\.file\s+(\d+) "(?:.*[/"])?([\w.]+)"$', assembly, re.MULTILINE))
     found: list[Access] = []
     places: tuple[Place, ...] = (("an unknown file", -1, 0),)
@@ -197,28 +194,20 @@ def accesses(assembly: str) -> list[Access]:
                     (files[number], row, column)
                     for number, row, column in re.findall(r"inlined_at (\d+) (\d+) (\d+)", line)
                 ]
-                places, known = (
-                    tuple((file, int(row), int(column)) for file, row, column in marks),
-                    True,
-                )
+                places = tuple((file, int(row), int(column)) for file, row, column in marks)
+                known = True
         elif ptx := re.search(
             r"\b(ld|st)\.(?:[\w:]+\.)*?global\.(?:[\w:]+\.)*?(?:v(\d)\.)?[bfsu](\d+)\b", line
         ):
-            found.append(
-                Access(
-                    "load" if ptx[1] == "ld" else "store",
-                    int(ptx[2] or 1) * int(ptx[3]) // 8,
-                    places,
-                )
-            )
+            size = int(ptx[2] or 1) * int(ptx[3]) // 8
+            found.append(Access("load" if ptx[1] == "ld" else "store", size, places))
         elif amd := re.match(r"\s*(?:global|buffer|flat)_(load|store)_(\w+)", line):
             found.append(Access(amd[1], AMD_SIZES.get(amd[2], 2), places))
     return found
 
 
 def describe(access: Access, kernel: Path) -> str:
-    """The lines of the source that an access comes from; they stand in the kernel's file, or in one
-    beside it."""
+    """The lines of the source that an access comes from, in the kernel's file or one beside it."""
     lines = [
         f"{file}:{row} {linecache.getline(str(kernel.with_name(file)), row).strip()}"
         for file, row, _ in access.places
@@ -274,11 +263,8 @@ def compile_launch(launch: Launch) -> Report:
         if access.places[0] not in of_rows and access.places[0][1] != MERGED
     ]
     count = Counter((access.size >= WIDE, access.what) for access in of_tensors)
-    narrow = {
-        describe(access, Path(kernel.__code__.co_filename))
-        for access in of_tensors
-        if access.size < WIDE
-    }
+    file = Path(kernel.__code__.co_filename)
+    narrow = {describe(access, file) for access in of_tensors if access.size < WIDE}
 
     faults = []
     if usage.stack or usage.local:
@@ -296,10 +282,12 @@ def compile_launch(launch: Launch) -> Report:
     if threads > backend.MAX_THREADS:
         faults.append(f"threads: {threads:,}; a program can have {backend.MAX_THREADS:,}")
     return Report(
-        specimen=specimen.name, kernel=f"{kernel.__module__.split('.')[-1]}.{kernel.__name__}", target=launch.target,
-        threads=threads, registers=usage.registers, stack=usage.stack, local=usage.local,
+        specimen=specimen.name, target=launch.target,
+        kernel=f"{kernel.__module__.split('.')[-1]}.{kernel.__name__}", threads=threads,
+        registers=usage.registers, stack=usage.stack, local=usage.local,
         wide_loads=count[True, "load"], narrow_loads=count[False, "load"],
-        wide_stores=count[True, "store"], narrow_stores=count[False, "store"], shared=shared, faults=faults,
+        wide_stores=count[True, "store"], narrow_stores=count[False, "store"],
+        shared=shared, faults=faults,
     )  # fmt: skip
 
 
@@ -322,23 +310,13 @@ def _compile_one(index: int) -> Report:
 
 
 def table(reports: Sequence[Report]) -> str:
-    head = (
-        "kernel",
-        "specimen",
-        "target",
-        "threads",
-        "registers",
-        "stack",
-        "local",
-        "loads",
-        "stores",
-        "shared",
-        "",
-    )
+    named = "kernel specimen target threads registers stack local loads stores shared"
+    head = (*named.split(), "")
     rows = [head] + [
         (
-            r.kernel, r.specimen, r.target, str(r.threads), str(r.registers), str(r.stack), str(r.local),
-            f"{r.wide_loads} + {r.narrow_loads}", f"{r.wide_stores} + {r.narrow_stores}", f"{r.shared:,}",
+            r.kernel, r.specimen, r.target, str(r.threads), str(r.registers), str(r.stack),
+            str(r.local), f"{r.wide_loads} + {r.narrow_loads}",
+            f"{r.wide_stores} + {r.narrow_stores}", f"{r.shared:,}",
             ", ".join(dict.fromkeys(fault.split(":")[0] for fault in r.faults)) or "ok",
         )
         for r in reports

@@ -32,13 +32,11 @@ from training.precision import DTYPES
 def read_options(options: argparse.Namespace) -> tuple[list[str], Sampling]:
     """The prompts, and how to draw. Raises UserError where an option makes no sense."""
     if options.max_new_tokens < 0:
-        raise UserError(
-            "--max-new-tokens", options.max_new_tokens, "is no number of tokens", "give 0 or more"
-        )
+        why = "is no number of tokens"
+        raise UserError("--max-new-tokens", options.max_new_tokens, why, "give 0 or more")
     if options.batch_size < 1:
-        raise UserError(
-            "--batch-size", options.batch_size, "is no number of prompts", "give 1 or more"
-        )
+        why = "is no number of prompts"
+        raise UserError("--batch-size", options.batch_size, why, "give 1 or more")
     prompts = list(options.prompt)
     if options.prompts is not None:
         try:
@@ -47,16 +45,11 @@ def read_options(options: argparse.Namespace) -> tuple[list[str], Sampling]:
             ]
         except (OSError, UnicodeDecodeError) as error:
             why = f"cannot be read: {error}"
-            raise UserError(
-                "--prompts", str(options.prompts), why, "give a UTF-8 file with one prompt a line"
-            ) from None
+            remedy = "give a UTF-8 file with one prompt a line"
+            raise UserError("--prompts", str(options.prompts), why, remedy) from None
     if not prompts:
-        raise UserError(
-            "--prompt",
-            None,
-            "there is nothing to continue",
-            "give --prompt TEXT, or --prompts FILE",
-        )
+        why = "there is nothing to continue"
+        raise UserError("--prompt", None, why, "give --prompt TEXT, or --prompts FILE")
     return prompts, Sampling(options.temperature, options.top_k, options.top_p, options.seed)
 
 
@@ -144,7 +137,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--bos",
         action=argparse.BooleanOptionalAction,
-        help="begin with the token that begins a document, or not (default: as the tokenizer's configuration says)",
+        help="begin with the token that begins a document, or not (default: "
+        "as the tokenizer's configuration says)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default 0)")
     parser.add_argument(

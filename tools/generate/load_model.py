@@ -50,27 +50,18 @@ class Loaded:
         bos: whether the first is bos; None: as the tokenizer's own configuration says.
         """
         if bos and self.tokenizer.bos_id < 0:
-            raise UserError(
-                "--bos", True, "this tokenizer has no token that begins a document", "leave it out"
-            )
+            why = "this tokenizer has no token that begins a document"
+            raise UserError("--bos", True, why, "leave it out")
         first = [self.tokenizer.bos_id] if (self.tokenizer.adds_bos if bos is None else bos) else []
         tokens = first + self.tokenizer.encode(prompt)
         vocab_size = self.model.config.vocab_size
         if not tokens:
-            raise UserError(
-                "--prompt",
-                prompt,
-                "has no tokens, and none is put before it",
-                "give some text, or --bos",
-            )
+            why = "has no tokens, and none is put before it"
+            raise UserError("--prompt", prompt, why, "give some text, or --bos")
         if max(tokens) >= vocab_size:
             why = f"has the token {max(tokens)}, and the model knows {vocab_size}"
-            raise UserError(
-                "--prompt",
-                prompt,
-                why,
-                "put the tokenizer beside it that the model was trained with",
-            )
+            remedy = "put the tokenizer beside it that the model was trained with"
+            raise UserError("--prompt", prompt, why, remedy)
         return tokens
 
 
@@ -101,8 +92,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: str) -> Loaded:
 
 
 def find(folder: Path, tp: int) -> Source:
-    """What `folder` holds. Raises UserError where that is no model, or none that `tp` ranks can
-    share."""
+    """What `folder` holds. Raises UserError where that is no model that `tp` ranks can share."""
     if (folder / CONFIG).is_file():
         with option_named():
             source = Source(folder, False, HuggingFaceConfig(folder).model, end_tokens(folder))
@@ -114,13 +104,12 @@ def find(folder: Path, tp: int) -> Source:
         )
     config = replace(source.config, kernels="auto")  # what trained it may not be what there is here
     if not fits(config, tp):
-        why = f"its {config.num_heads} query and {config.num_kv_heads} key/value heads cannot be shared by so many"
-        raise UserError(
-            "--nproc-per-node",
-            tp,
-            why,
-            f"choose one of {[n for n in range(1, 65) if fits(config, n)]}",
+        why = (
+            f"its {config.num_heads} query and {config.num_kv_heads} key/value heads cannot be "
+            "shared by so many"
         )
+        remedy = f"choose one of {[n for n in range(1, 65) if fits(config, n)]}"
+        raise UserError("--nproc-per-node", tp, why, remedy)
     return source._replace(config=config)
 
 
@@ -135,16 +124,12 @@ def option_named() -> Iterator[None]:
 
 
 def end_tokens(folder: Path) -> frozenset[int]:
-    """Tokens at which transformers would end a text: one, or several (a model for chats ends its
-    turns)."""
+    """Tokens at which transformers would end a text: one or several (a chat's turns end too)."""
     found: set[int] = set()
     for file in (folder / "generation_config.json", folder / CONFIG):
         said = read_json(file).get("eos_token_id") if file.is_file() else None
-        found |= {
-            token
-            for token in (said if isinstance(said, list) else [said])
-            if isinstance(token, int)
-        }
+        listed = said if isinstance(said, list) else [said]
+        found |= {token for token in listed if isinstance(token, int)}
     return frozenset(found)
 
 
@@ -176,9 +161,8 @@ def read_checkpoint(source: Source, weights: dict[str, DTensor]) -> None:
     except dcp.CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
         remedy = "give another folder step-…"
-        raise UserError(
-            "--checkpoint", str(source.folder), f"cannot be read: {first}", remedy
-        ) from None
+        why = f"cannot be read: {first}"
+        raise UserError("--checkpoint", str(source.folder), why, remedy) from None
 
 
 def read_exported(source: Source, weights: dict[str, DTensor]) -> None:

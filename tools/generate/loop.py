@@ -57,8 +57,7 @@ def generate(
 def continue_texts(
     loaded: Loaded, prompts: list[list[int]], count: int, sampling: Sampling, first_row: int = 0
 ) -> Iterator[tuple[int, str]]:
-    """Pieces of text, each with the number of the prompt that it continues, as they become
-    certain."""
+    """Pieces of text as they become certain, each with the number of the prompt it continues."""
     texts = [Continuation(loaded.tokenizer, prompt) for prompt in prompts]
     for new in generate(loaded.model, prompts, count, sampling, loaded.stop, first_row):
         for row, token in enumerate(new):

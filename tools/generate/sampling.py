@@ -1,6 +1,6 @@
 """The next token of each sequence of a batch, from its logits.
 
-    logits ─ the top_k most likely ─ softmax(logits / temperature) ─ the fewest that make up top_p ─ draw
+    logits ─ the top_k most likely ─ softmax(logits / temperature) ─ the fewest of top_p ─ draw
 
 Each row draws with numbers of its own, a function of (seed, row, step): who else is in the batch
 changes nothing.
@@ -21,12 +21,10 @@ from parallel.collectives import start_all_gather
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. Raises UserError, naming the option of tools/generate, where a number
-    makes no sense."""
+    """How tokens are drawn. Raises UserError, naming the option, where a number makes no sense."""
 
     temperature: float = 0.8  # logits are divided by it; 0: always the most likely token
-    # only among so many most likely tokens (Fan et al. 2018, https://arxiv.org/abs/1805.04833); 0:
-    # all
+    # Of so many most likely tokens (Fan et al. 2018, https://arxiv.org/abs/1805.04833); 0: of all.
     top_k: int = 0
     # Only among the fewest most likely tokens that together have this probability (nucleus
     # sampling: Holtzman et al. 2019, https://arxiv.org/abs/1904.09751); 1: all.
@@ -35,23 +33,14 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
-            raise UserError(
-                "--temperature",
-                self.temperature,
-                "is no temperature",
-                "give 0 (most likely token) or more",
-            )
+            remedy = "give 0 (most likely token) or more"
+            raise UserError("--temperature", self.temperature, "is no temperature", remedy)
         if self.top_k < 0:
-            raise UserError(
-                "--top-k", self.top_k, "is no number of tokens", "give 1 or more, or 0 for all"
-            )
+            why = "is no number of tokens"
+            raise UserError("--top-k", self.top_k, why, "give 1 or more, or 0 for all")
         if not 0 < self.top_p <= 1:
-            raise UserError(
-                "--top-p",
-                self.top_p,
-                "is no probability to keep",
-                "give a number above 0, up to 1 (all)",
-            )
+            why = "is no probability to keep"
+            raise UserError("--top-p", self.top_p, why, "give a number above 0, up to 1 (all)")
 
 
 def row_numbers(seed: int, rows: range, steps: int) -> Tensor:
@@ -87,8 +76,7 @@ def draw(logits: Tensor, sampling: Sampling, numbers: Tensor) -> Tensor:
         before = probabilities.cumsum(-1) - probabilities
         probabilities = probabilities.masked_fill(before >= sampling.top_p, 0)
     cumulative = probabilities.cumsum(-1)
-    # The first whose cumulative probability exceeds the number: never one of probability 0.
-    # [B, 1]
+    # [B, 1]: the first whose cumulative probability exceeds the number, never one of probability 0.
     places = torch.searchsorted(cumulative, numbers.unsqueeze(1) * cumulative[:, -1:], right=True)
     return (places if candidates is None else candidates.gather(1, places)).squeeze(1)
 

@@ -26,8 +26,7 @@ WEIGHTS = "model."  # names of weights begin so; those of the optimizer's state 
 
 
 def newest(folder: Path) -> Path:
-    """`folder` itself if it is a checkpoint, else the newest complete one in it, or in its
-    `checkpoints/`."""
+    """`folder` if it is a checkpoint, else the newest complete one in it or its `checkpoints/`."""
     return checkpoints_of(folder, "--checkpoint")[-1]
 
 
@@ -59,9 +58,8 @@ class CheckpointReader:
             check_whole(self.manifest, covered, point)
         except Damaged as damaged:
             why = f"is no good checkpoint: {damaged}"
-            raise UserError(
-                "--checkpoint", str(folder), why, "give another folder step-…"
-            ) from None
+            remedy = "give another folder step-…"
+            raise UserError("--checkpoint", str(folder), why, remedy) from None
 
     def weights(self) -> dict[str, tuple[int, ...]]:
         """Name (`blocks.0.attention.query.weight`) → global shape."""

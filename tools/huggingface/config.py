@@ -48,7 +48,10 @@ MUST_BE: dict[str, tuple[Any, str]] = {
     "auto_map": (None, "the folder brings code of its own, which may compute anything"),
 }
 OTHER_MODEL = "import another model: Llama 2 to 3.2, Mistral without a sliding window, dense Qwen3"
-COPY_AGAIN = "copy the folder again: it needs config.json, *.safetensors and, for several of them, model.safetensors.index.json"
+COPY_AGAIN = (
+    "copy the folder again: it needs config.json, *.safetensors and, for several of them, "
+    "model.safetensors.index.json"
+)
 # ours → theirs, in rope_scaling with rope_type llama3 (Llama 3.1 and 3.2)
 ROPE = {
     "rope_scaling_factor": "factor",
@@ -109,8 +112,7 @@ def parameters(model: ModelConfig) -> list[Parameter]:
 
 
 class HuggingFaceConfig:
-    """The config.json of a folder. Raises UserError, naming the key, where it describes what this
-    model is not.
+    """A folder's config.json. Raises UserError, naming the key, where it describes another model.
 
     model: its dimensions. max_length: tokens of the longest sequence that it is meant for.
     """
@@ -179,8 +181,14 @@ class HuggingFaceConfig:
         )
         window = self._get("sliding_window", int, null=self.max_length) if used else self.max_length
         if window < self.max_length:
-            why = f"a token would not see those further back, of up to max_position_embeddings={self.max_length}"
-            remedy = f"set max_position_embeddings to {window} in config.json: sequences of at most that length are the same in both"
+            why = (
+                "a token would not see those further back, of up to "
+                f"max_position_embeddings={self.max_length}"
+            )
+            remedy = (
+                f"set max_position_embeddings to {window} in config.json: "
+                "sequences of at most that length are the same in both"
+            )
             raise self._refusal("sliding_window", window, why, remedy)
         kinds = self._content.get("layer_types") or []
         if not used and any(kind != "full_attention" for kind in kinds):
@@ -189,8 +197,7 @@ class HuggingFaceConfig:
             )
 
     def _get(self, key: str, kind: type, null: Any = None) -> Any:
-        """The value of `key`; `null` where that is what it says. Raises UserError unless it is of
-        this kind."""
+        """The value of `key`; `null` where it says so. UserError unless it is of this kind."""
         value = self._content.get(key)
         return self._checked(key, null if value is None else value, kind)
 
@@ -198,12 +205,8 @@ class HuggingFaceConfig:
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
-            raise self._refusal(
-                key,
-                value,
-                f"it must be of type {kind.__name__}",
-                "mend config.json, or copy it again",
-            )
+            why = f"it must be of type {kind.__name__}"
+            raise self._refusal(key, value, why, "mend config.json, or copy it again")
         return value
 
     def _refusal(self, key: str, value: Any, why: str, remedy: str = OTHER_MODEL) -> UserError:
@@ -243,9 +246,8 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(
-            "--hf", str(path), f"cannot be read ({error.strerror})", COPY_AGAIN
-        ) from None
+        why = f"cannot be read ({error.strerror})"
+        raise UserError("--hf", str(path), why, COPY_AGAIN) from None
     except (ValueError, RecursionError) as error:
         raise UserError("--hf", str(path), f"is not JSON: {error}", COPY_AGAIN) from None
     if not isinstance(content, dict):

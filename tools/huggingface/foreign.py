@@ -15,28 +15,28 @@ def refuse_foreign(folder: Path, key: str) -> None:
     if folder.is_file():
         with folder.open("rb") as file:
             is_gguf = file.read(4) == b"GGUF" or folder.suffix == ".gguf"
-        why = (
-            "it is a GGUF file, a format that is not supported"
-            if is_gguf
-            else "it is a file, not a folder"
-        )
+        why = "it is a file, not a folder"
+        if is_gguf:
+            why = "it is a GGUF file, a format that is not supported"
         raise UserError(key, str(folder), why, SAFETENSORS)
     if not folder.is_dir():
         why, remedy = "there is no such folder", "check the path"
         if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not folder.parent.exists():
             why += " here, and nothing is downloaded from the Hugging Face hub"
-            remedy = f"download it: `hf download {folder} --local-dir {folder.name}`, and give {key} {folder.name}"
+            remedy = (
+                f"download it: `hf download {folder} --local-dir {folder.name}`, "
+                f"and give {key} {folder.name}"
+            )
         raise UserError(key, str(folder), why, remedy)
     names = {path.name for path in folder.iterdir()}
     if CONFIG in names:
         return
     if any(name.endswith(".gguf") for name in names):
-        raise UserError(
-            key,
-            str(folder),
-            "it holds a model in the format GGUF, which is not supported",
-            SAFETENSORS,
-        )
+        why = "it holds a model in the format GGUF, which is not supported"
+        raise UserError(key, str(folder), why, SAFETENSORS)
     if "params.json" in names and any(name.startswith("consolidated") for name in names):
-        why = "it holds a model in its makers' own format (params.json, consolidated.*), which is not supported"
+        why = (
+            "it holds a model in its makers' own format (params.json, consolidated.*), "
+            "which is not supported"
+        )
         raise UserError(key, str(folder), why, SAFETENSORS)

@@ -14,9 +14,8 @@ from errors import UserError
 
 def refuse_existing(out: Path) -> None:
     if out.exists():
-        raise UserError(
-            "--out", str(out), "is there already", "name a folder that is not, or remove it"
-        )
+        why = "is there already"
+        raise UserError("--out", str(out), why, "name a folder that is not, or remove it")
 
 
 @contextmanager
@@ -34,22 +33,14 @@ def new_folder(out: Path) -> Iterator[Path]:
     try:
         partial.mkdir(parents=True)
     except OSError as error:
-        raise UserError(
-            "--out",
-            str(out),
-            f"cannot be made ({error.strerror})",
-            "name a folder where you may write",
-        ) from None
+        why = f"cannot be made ({error.strerror})"
+        raise UserError("--out", str(out), why, "name a folder where you may write") from None
     try:
         yield partial
         refuse_existing(out)
         partial.rename(out)
     except (OSError, SafetensorError) as error:  # a full disk, as either says it
-        raise UserError(
-            "--out",
-            str(out),
-            f"was not written: {error}",
-            "make room, and see that all files can be read",
-        ) from error
+        remedy = "make room, and see that all files can be read"
+        raise UserError("--out", str(out), f"was not written: {error}", remedy) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

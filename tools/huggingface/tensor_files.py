@@ -53,24 +53,19 @@ class FolderTensors:
                 for name in opened.keys():  # noqa: SIM118 - not a dictionary
                     piece = opened.get_slice(name)
                     self._file_of[name] = path
-                    self.shapes[name], self.dtypes[name] = (
-                        tuple(piece.get_shape()),
-                        piece.get_dtype(),
-                    )
+                    self.shapes[name] = tuple(piece.get_shape())
+                    self.dtypes[name] = piece.get_dtype()
             except (SafetensorError, OSError) as error:
                 if path.is_file() and path.open("rb").read(23) == b"version https://git-lfs":
                     why = "is a pointer of Git LFS, not the file"
-                    raise UserError(
-                        "--hf", str(path), why, f"run `git lfs pull` in {folder}"
-                    ) from None
-                raise UserError(
-                    "--hf", str(path), f"is no file of tensors: {error}", COPY_AGAIN
-                ) from None
+                    remedy = f"run `git lfs pull` in {folder}"
+                    raise UserError("--hf", str(path), why, remedy) from None
+                why = f"is no file of tensors: {error}"
+                raise UserError("--hf", str(path), why, COPY_AGAIN) from None
         for name, path in (index or {}).items():
             if self._file_of.get(name) != path:
-                raise UserError(
-                    "--hf", str(path), f"has no {name}, which {INDEX} says it has", COPY_AGAIN
-                )
+                why = f"has no {name}, which {INDEX} says it has"
+                raise UserError("--hf", str(path), why, COPY_AGAIN)
 
     @staticmethod
     def _read_index(folder: Path) -> dict[str, Path] | None:
@@ -80,22 +75,15 @@ class FolderTensors:
                 return None
             pickled = sorted(path.name for path in folder.glob("*.bin"))
             why = f"there is neither {SINGLE} nor {INDEX} in it"
-            why += (
-                f", and {pickled[0]} would have to be unpickled, which can run any code"
-                if pickled
-                else ""
-            )
+            if pickled:
+                why += f", and {pickled[0]} would have to be unpickled, which can run any code"
             raise UserError("--hf", str(folder), why, "give a folder with safetensors files")
         files = read_json(folder / INDEX).get("weight_map")
         if not isinstance(files, dict) or not all(
             isinstance(file, str) and Path(file).name == file for file in files.values()
         ):
-            raise UserError(
-                "--hf",
-                str(folder / INDEX),
-                "has no weight_map of tensors to files of its folder",
-                COPY_AGAIN,
-            )
+            why = "has no weight_map of tensors to files of its folder"
+            raise UserError("--hf", str(folder / INDEX), why, COPY_AGAIN)
         return {name: folder / file for name, file in files.items()}
 
     def tensor(self, name: str) -> Tensor:
@@ -130,12 +118,8 @@ def check_tensors(hf: Path, model: ModelConfig, tensors: FolderTensors) -> None:
     if problems:
         more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
         why = f"does not fit its {CONFIG}: {'; '.join(problems[:3])}{more}"
-        raise UserError(
-            "--hf",
-            str(hf),
-            why,
-            f"{COPY_AGAIN}; biases, adapters and codes of a quantization are not read",
-        )
+        remedy = f"{COPY_AGAIN}; biases, adapters and codes of a quantization are not read"
+        raise UserError("--hf", str(hf), why, remedy)
 
 
 class Piece(NamedTuple):

@@ -1,5 +1,4 @@
-"""The files of a tokenizer as Hugging Face's tools want them: a `tokenizer.json` of a SentencePiece
-model, too.
+"""A tokenizer's files as Hugging Face's tools want them: a SentencePiece model as tokenizer.json.
 
 transformers 5 would make one itself, with merges in the order of ids and with a space before every
 text; this is what the model was trained with. It takes U+2581 in a text for a space, and a control
@@ -52,8 +51,7 @@ def huggingface_files(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]
 
 
 def tokenizer_json(model: bytes) -> bytes | None:
-    """A SentencePiece BPE model as tokenizer.json; None if that has other ids for some piece's text
-    or some probe."""
+    """A SentencePiece BPE model as tokenizer.json; None if some piece or probe gets other ids."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)

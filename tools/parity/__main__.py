@@ -35,8 +35,7 @@ WORLDS = (1, 2, 4, 8)
 
 
 def plan(worlds: tuple[int, ...], quick: bool) -> tuple[list[tuple[Case, int]], list[Pair]]:
-    """The cases with the number of optimizer steps of each, and the pairs of options that go with
-    no valid case."""
+    """The cases, each with its optimizer steps; pairs of options that no valid case has."""
     layouts = [
         sizes for world in worlds for sizes in MeshSizes.all_of(world) if Case(sizes).is_valid()
     ]

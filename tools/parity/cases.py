@@ -32,8 +32,7 @@ SEED = 0
 SEQ_LEN = 16
 BATCH = 32  # sequences of a global batch
 BOS = 1  # begins a document
-# Warmup, decay and a clip that is active in some steps and not in others: parity of the whole step,
-# not of a part of it.
+# Warmup, decay and a clip that acts in some steps and not in others: parity of the whole step.
 OPTIMIZER = OptimizerConfig(lr=3e-3, warmup_steps=5, grad_clip=1.45)
 
 
@@ -257,8 +256,7 @@ def kernel_cases(worlds: Sequence[int]) -> list[Case]:
 # random completions of a pair: before it is called impossible, and once it is possible
 TRIES, ENOUGH = 200, 30
 Pair = tuple[tuple[str, object], tuple[str, object]]
-# For the quick proof: every axis alone and with every other, and where each kind of replica meets
-# each kind of shard.
+# For the quick proof: each axis, each pair of axes, each kind of replica with each kind of shard.
 QUICK_LAYOUTS = [
     MeshSizes(),
     MeshSizes(pp=2, tp=2),

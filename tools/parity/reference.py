@@ -134,8 +134,7 @@ class Block(nn.Module):
 
 
 class Reference(nn.Module):
-    """The whole decoder: tokens [B, S] → logits [B, S, V]. With a `bos_id`, of each document by
-    itself."""
+    """The whole decoder: tokens [B, S] → logits [B, S, V]; `bos_id`: each document by itself."""
 
     def __init__(
         self,
@@ -211,13 +210,10 @@ def train(
     weight_decay: float,
     grad_clip: float,
 ) -> tuple[list[float], list[float]]:
-    """One AdamW update per (tokens, targets); the loss and the gradient norm (before clipping) of
-    every step."""
+    """One AdamW update per (tokens, targets); each step's loss and unclipped gradient norm."""
     parameters = list(model.parameters())
-    matrices, vectors = (
-        [p for p in parameters if p.ndim > 1],
-        [p for p in parameters if p.ndim == 1],
-    )
+    matrices = [p for p in parameters if p.ndim > 1]
+    vectors = [p for p in parameters if p.ndim == 1]
     groups = [
         {"params": matrices, "weight_decay": weight_decay},
         {"params": vectors, "weight_decay": 0.0},

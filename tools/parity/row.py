@@ -8,8 +8,7 @@ from typing import Any
 from tools.parity.cases import Case
 
 # Weights and copies are the same bits. Float64 leaves rounding so far below that it hides no bug.
-# Float32 rounds at 6e-8, and Adam, which divides by the gradient's size, amplifies that from step
-# to step.
+# Float32 rounds at 6e-8; Adam, which divides by the gradient's size, amplifies it in each step.
 BOUNDS: dict[str, dict[str, float]] = {
     "float64": {
         **{"weights": 0.0, "spread": 0.0, "loss": 1e-11, "norm": 1e-11, "gradient": 1e-11},
@@ -24,8 +23,7 @@ BOUNDS: dict[str, dict[str, float]] = {
 
 @dataclass
 class Row:
-    """How far a case is from the reference: relative errors, ‖a − b‖ / ‖b‖; NaN where something is
-    missing."""
+    """How far a case is from the reference: relative errors, ‖a − b‖ / ‖b‖; NaN: it is missing."""
 
     case: Case
     weights: float = 0.0  # initial weights, the worst parameter's
@@ -57,7 +55,10 @@ def line(row: Row, steps: int) -> str:
     text = f"{verdict:4} {row.seconds:5.1f} s  "
     if row.crash:
         return f"{text}{row.case}\n{row.crash}"
-    text += f"weights {row.weights:.0e} copies {row.spread:.0e} loss {row.loss:.0e} norm {row.norm:.0e} "
+    text += (
+        f"weights {row.weights:.0e} copies {row.spread:.0e} loss {row.loss:.0e} norm "
+        f"{row.norm:.0e} "
+    )
     text += f"gradient {row.gradient:.0e} ({row.worst})"
     if steps:
         text += f" | {steps} steps: loss {row.loss_steps:.0e} norm {row.norm_steps:.0e}"

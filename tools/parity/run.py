@@ -1,5 +1,4 @@
-"""One case of the parity proof: what each rank does, what the reference does, and how far apart
-they are.
+"""One case of the parity proof: what each rank does, the reference, and how far apart they are.
 
 Ranks send home their own parts of every tensor with the region that each part is of the global
 tensor. So a gather needs no code under test, holes show, and so do replicas that are not equal bit
@@ -12,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -64,8 +64,7 @@ def global_batch(vocab_size: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def run_on_ranks(case: Case, steps: int, sabotage: Sabotage | None = None) -> Run:
-    """On each rank: one forward and backward, then `steps` optimizer steps from the same
-    weights."""
+    """On each rank: one forward and backward; `steps` optimizer steps from the same weights."""
     with sabotage() if sabotage is not None else contextlib.nullcontext():
         config = case.config()
         mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
@@ -173,14 +172,9 @@ class Expected:
 
 
 def expected(case: Case, steps: int) -> Expected:
-    """The reference's run of a case: one computation for all cases that differ in the split
-    alone."""
-    return _expected(
-        replace(case.config().model, kernels="torch"),
-        case.dtype,
-        BOS if case.document_mask else None,
-        steps,
-    )
+    """The reference's run of a case: computed once for all cases that differ only in the split."""
+    model = replace(case.config().model, kernels="torch")
+    return _expected(model, case.dtype, BOS if case.document_mask else None, steps)
 
 
 @functools.lru_cache(maxsize=64)
@@ -214,12 +208,8 @@ def compare(case: Case, runs: list[Run], reference: Expected) -> Row:
     )
     row.spread = max(weights[1], gradients[1], final[1])
     for run in runs:
-        same = (run.loss, run.norm, run.losses, run.norms) == (
-            runs[0].loss,
-            runs[0].norm,
-            runs[0].losses,
-            runs[0].norms,
-        )
+        numbers = attrgetter("loss", "norm", "losses", "norms")
+        same = numbers(run) == numbers(runs[0])
         row.spread = row.spread if same else math.inf
     row.weights = max(
         error_of(weights[0].get(name), weight) for name, weight in reference.weights.items()
@@ -241,10 +231,8 @@ def error_of(ours: Tensor | None, theirs: Tensor) -> float:
     """‖ours − theirs‖ / ‖theirs‖; NaN where ours is missing."""
     if ours is None:
         return math.nan
-    difference, size = (
-        (ours.double() - theirs.double()).norm().item(),
-        theirs.double().norm().item(),
-    )
+    difference = (ours.double() - theirs.double()).norm().item()
+    size = theirs.double().norm().item()
     return difference / size if size else difference
 
 

@@ -1,5 +1,4 @@
-"""What a job will need: `python -m tools.plan CONFIG [--search]`. The room plan/ computes, this
-prints.
+"""What a job will need: `python -m tools.plan CONFIG [--search]` prints what plan/ computes.
 
 __main__.py  the command, and its tables
 draw.py      its pictures

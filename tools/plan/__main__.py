@@ -1,12 +1,11 @@
-"""Says what a run needs and how long it takes, before it runs: memory, traffic, time and MFU of
-every rank. Needs no GPU.
+"""What a run needs, before it runs and without a GPU: memory, traffic, time and MFU of every rank.
 
-    python -m tools.plan configs/llama3_70b.yaml                                    256 H100, as its first line says
-    python -m tools.plan configs/llama3_70b.yaml parallel.dp_shard=2 --device h200  another layout, another device
-    python -m tools.plan configs/llama3_405b.yaml --gpus 16384 --search             the fastest of all layouts that fit
-    python -m tools.plan configs/llama3_8b.yaml --tokens 15e12 --price 2.5          days, energy and cost of the whole run
-    python -m tools.plan configs/llama3_8b.yaml --guide 4                           ZeRO's stages under the usual accounting
-    python -m tools.plan RUN/config.yaml --beside RUN/memory/step-….json            a rank's memory report beside its plan
+    python -m tools.plan configs/llama3_70b.yaml                            256 H100: its first line
+    python -m tools.plan configs/llama3_70b.yaml parallel.dp_shard=2 --device h200
+    python -m tools.plan configs/llama3_405b.yaml --gpus 16384 --search     the fastest that fits
+    python -m tools.plan configs/llama3_8b.yaml --tokens 15e12 --price 2.5  days, energy and cost
+    python -m tools.plan configs/llama3_8b.yaml --guide 4                   ZeRO as guides count it
+    python -m tools.plan RUN/config.yaml --beside RUN/memory/step-….json    a rank's memory report
 
 --pictures FOLDER draws memory.svg, timeline.svg and, with --search, frontier.svg. Bytes are
 decimal: 1 GB = 1e9. How it is computed, and how far it was from what was measured:
@@ -43,7 +42,8 @@ def describe(plan: dict[str, Any]) -> str:
         f"{plan['parameters']:,} parameters on {plan['world']} × {plan['device']} = {mesh}, "
         f"{plan['micro_batches']} micro-batches each",
         f"step {plan['step_seconds']:.3f} s   {plan['tokens_per_second']:,.0f} tokens/s   "
-        f"{plan['tokens_per_second_per_device']:,.0f} per GPU   bubble {plan['bubble_fraction']:.1%}",
+        f"{plan['tokens_per_second_per_device']:,.0f} per GPU   bubble "
+        f"{plan['bubble_fraction']:.1%}",
         f"MFU {plan['mfu']:.1%} = {plan['mfu_formula']} ({plan['peak_flops'] / 1e12:,.0f} TFLOP/s)",
         f"    {plan['mfu_full_attention']:.1%} with attention counted as the whole square",
         f"energy {plan['joules_per_step'] / 1e6:,.2f} MJ a step"
@@ -52,17 +52,20 @@ def describe(plan: dict[str, Any]) -> str:
     if run := plan.get("run"):
         cost = f"   cost {run['cost']:,.0f}" if "cost" in run else ""
         lines.append(
-            f"{run['tokens']:.3g} tokens: {run['days']:,.1f} days   {run['megawatt_hours']:,.0f} MWh{cost}"
+            f"{run['tokens']:.3g} tokens: {run['days']:,.1f} days   {run['megawatt_hours']:,.0f} "
+            f"MWh{cost}"
         )
     lines += plan["assumptions"]
     fits = "fits" if plan["fits"] else "DOES NOT FIT"
     lines.append(
-        f"memory {max(plan['peak_memory_bytes']) / GB:.2f} GB at most: {fits} {plan['memory_bytes_available'] / GB:.0f} GB"
+        f"memory {max(plan['peak_memory_bytes']) / GB:.2f} GB at most: "
+        f"{fits} {plan['memory_bytes_available'] / GB:.0f} GB"
     )
     for rank in plan["ranks"]:
         stages = ", ".join(map(str, rank["stages"]))
         lines.append(
-            f"\npipeline rank {rank['pp_rank']}, stage {stages}: {rank['blocks']} blocks, {rank['parameters']:,} parameters, "
+            f"\npipeline rank {rank['pp_rank']}, stage {stages}: {rank['blocks']} blocks, "
+            f"{rank['parameters']:,} parameters, "
             f"{rank['flops_per_step'] / 1e15:.2f} PFLOP a step"
         )
         live = f", {rank['live_micro_batches']} micro-batches of a stage alive at most"
@@ -93,7 +96,8 @@ def _seconds(row: dict[str, Any]) -> str:
 def describe_search(result: Result) -> str:
     found = rows([*result.best, *result.also])[: len(result.best)]
     lines = [
-        f"{result.layouts:,} layouts, of which {result.counted:,} were counted exactly; the fastest that fit, those that "
+        f"{result.layouts:,} layouts, of which {result.counted:,} were counted exactly; "
+        "the fastest that fit, those that "
         f"differ by less than {ALIKE:.0%} of a step in one row, the fastest first:",
         "            step s           MFU      peak GB",
     ]
@@ -192,9 +196,8 @@ def print_plan(options: argparse.Namespace) -> None:
             raise UserError(key, value, "must be at least 1", "give a number of GPUs")
     for key, number in (("--tokens", options.tokens), ("--price", options.price)):
         if not 0 <= number < float("inf"):
-            raise UserError(
-                key, number, "must be a number, 0 or more", "leave it out where it is unknown"
-            )
+            why = "must be a number, 0 or more"
+            raise UserError(key, number, why, "leave it out where it is unknown")
     device = find_device(options.device)
     if options.guide is not None:
         print(zero_table(config, options.guide))
@@ -237,12 +240,9 @@ def print_plan(options: argparse.Namespace) -> None:
                     options.pictures / "frontier.svg",
                 )
     except OSError as error:
-        raise UserError(
-            "--json or --pictures",
-            str(error.filename),
-            f"cannot be written ({error.strerror})",
-            "choose another",
-        ) from None
+        why = f"cannot be written ({error.strerror})"
+        remedy = "choose another"
+        raise UserError("--json or --pictures", str(error.filename), why, remedy) from None
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""A rank's memory report (runtime/memory_report.py) with what was planned for that rank beside
-it."""
+"""A rank's memory report (runtime/memory_report.py) with what was planned for it beside it."""
 
 from pathlib import Path
 
@@ -33,27 +32,21 @@ def read_report(file: Path) -> Report:
     try:
         return Report.model_validate(load_json(file.read_text(encoding="utf-8")))
     except ValidationError as error:
-        raise UserError(
-            "--beside", str(file), f"is no memory report: {first_problem(error)}", remedy
-        ) from None
+        why = f"is no memory report: {first_problem(error)}"
+        raise UserError("--beside", str(file), why, remedy) from None
     except (ValueError, RecursionError) as error:  # not text, or not JSON
         raise UserError("--beside", str(file), f"is no memory report: {error}", remedy) from None
     except OSError as error:
-        raise UserError(
-            "--beside", str(file), f"cannot be read ({error.strerror})", remedy
-        ) from None
+        why = f"cannot be read ({error.strerror})"
+        raise UserError("--beside", str(file), why, remedy) from None
 
 
 def beside(config: Config, report: Report) -> str:
     """The report's table with a second column: the plan of its rank, at its peak. Raises UserError
     where there is none."""
     if report.rank >= report.world:
-        raise UserError(
-            "--beside",
-            report.rank,
-            f"is no rank of a world of {report.world}",
-            "give a file as the run wrote it",
-        )
+        why = f"is no rank of a world of {report.world}"
+        raise UserError("--beside", report.rank, why, "give a file as the run wrote it")
     config.validate(report.world)
     check_can_be_planned(config)
     plan = Memory(Layout.of_rank(config, report.world, report.rank))

@@ -77,7 +77,10 @@ def draw_frontier(frontier: Sequence["Found"], room: float) -> "Figure":
     axes.plot(memory, seconds, "o-", color="#1740a8", drawstyle="steps-post")
     for one, x, y in zip(frontier, memory, seconds, strict=True):
         p = one.config.parallel
-        label = f"tp {p.tp} pp {p.pp} zero {p.zero_stage} {p.schedule}, {one.config.train.activation_checkpointing}"
+        label = (
+            f"tp {p.tp} pp {p.pp} zero {p.zero_stage} {p.schedule}, "
+            f"{one.config.train.activation_checkpointing}"
+        )
         axes.annotate(
             label, (x, y), xytext=(4, 5), textcoords="offset points", size=TEXT_SIZE - 2, color=INK
         )

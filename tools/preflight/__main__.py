@@ -6,10 +6,11 @@
 Each node looks at itself (node.py), all meet at the first one, those that are fit measure their
 links (links.py), and the first one compares and decides (verdict.py):
 
-    failed    a GPU is missing, in use, or reports errors; no room for a checkpoint; other code or packages than most nodes
-              have; the node did not come in time, or its ranks could not talk
-    slow      links below three quarters of the median of the job
-    warned    a clock is off, little room, an address that is reachable from outside
+    failed  a GPU is missing, in use, or reports errors; no room for a checkpoint; other code or
+            packages than most nodes have; the node did not come in time, or its ranks could not
+            talk
+    slow    links below three quarters of the median of the job
+    warned  a clock is off, little room, an address that is reachable from outside
 
 --spare-nodes of them are left out: the failed first, then the slow, then the last. The report goes
 to standard error. To standard output goes the answer, one line: the nodes to train on, with commas,
@@ -107,13 +108,12 @@ def judge(
     if not chosen:
         bad = ",".join(names[node] for node in sorted(failed))
         say(
-            f"preflight failed: {needed} nodes are needed. Without the bad ones: sbatch --exclude={bad} …"
+            f"preflight failed: {needed} nodes are needed. Without the bad ones: "
+            f"sbatch --exclude={bad} …"
         )
     else:
-        say(
-            f"preflight passed: {needed} nodes"
-            + (f", without {', '.join(left_out)}" if left_out else "")
-        )
+        without = f", without {', '.join(left_out)}" if left_out else ""
+        say(f"preflight passed: {needed} nodes{without}")
     return chosen
 
 
@@ -125,12 +125,8 @@ def read_config(options: argparse.Namespace, num_nodes: int) -> Config:
     """The configuration, refused as training would refuse it."""
     needed = num_nodes - options.spare_nodes
     if not 1 <= needed <= num_nodes:
-        raise UserError(
-            "--spare-nodes",
-            options.spare_nodes,
-            f"the job has {num_nodes} nodes",
-            "leave one to train on",
-        )
+        why = f"the job has {num_nodes} nodes"
+        raise UserError("--spare-nodes", options.spare_nodes, why, "leave one to train on")
     config = load_config(options.config, options.overrides)
     config.validate(needed * options.ranks_per_node)
     return config
@@ -178,7 +174,8 @@ def main(arguments: list[str] | None = None) -> int:
             meeting = Meeting(options.meet, node, num_nodes, deadline)
         except RuntimeError as error:
             say(
-                f"preflight: {name} does not reach {options.meet}: {str(error).partition(chr(10))[0]}; {report['problems']}"
+                f"preflight: {name} does not reach {options.meet}: "
+                f"{str(error).partition(chr(10))[0]}; {report['problems']}"
             )
             return 1
         return carry_out(meeting, links, report, options, config, started)

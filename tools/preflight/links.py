@@ -16,14 +16,12 @@ import multiprocessing
 import time
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-# Enough that latency does not matter, and short: on a GPU ten all-reduces of 256 MiB take 10 ms
-# inside a node.
+# Latency does not matter, and it is short: in a node, ten all-reduces of 256 MiB take 10 ms.
 BYTES = {"cuda": 256 * 2**20, "cpu": 4 * 2**20}
 TIMES = {"cuda": 10, "cpu": 4}
 CPU_RANKS = 2  # of each node: gloo needs no more to show whether and how fast nodes talk
@@ -42,8 +40,7 @@ def rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
 
 
 class Links:
-    """This node's ranks of the measurement: one process per GPU, or two without. They end with this
-    object."""
+    """This node's ranks of the measurement, one process per GPU or two; they end with it."""
 
     def __init__(self, device: str, ranks_per_node: int, address: str, deadline: float) -> None:
         self.num_ranks = ranks_per_node if device == "cuda" else min(ranks_per_node, CPU_RANKS)
@@ -98,12 +95,7 @@ class Links:
     def __enter__(self) -> "Links":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -111,8 +103,7 @@ class Links:
 
 
 def _serve(pipe: Connection, device: str, local_rank: int, num_ranks: int, address: str) -> None:
-    """One rank: wait to be told who measures, do it, and send the bandwidths, or the error in
-    words."""
+    """One rank: wait to be told who measures, do it, send the bandwidths, or the error's words."""
     try:
         num_nodes, node, seconds = pipe.recv()
         pipe.send(_measure(device, local_rank, num_ranks, address, num_nodes, node, seconds))
@@ -132,8 +123,7 @@ def _measure(
     node: int,
     seconds: float,
 ) -> list[float | None]:
-    """[within the node, and in each round of pairs] in bytes per second; None where this node has
-    no partner."""
+    """[within the node, and in each round of pairs] in bytes per second; None: no partner."""
     if device == "cuda":
         torch.cuda.set_device(local_rank)
     host, _, port = address.rpartition(":")

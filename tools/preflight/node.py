@@ -1,5 +1,4 @@
-"""What a node can say about itself, for the preflight: GPUs, room on disk, addresses, code and
-packages."""
+"""What a node says about itself, for the preflight: GPUs, disk, addresses, code, packages."""
 
 import csv
 import fcntl
@@ -59,8 +58,7 @@ def look_at_node(name: str, config: Config, device: str, ranks_per_node: int) ->
 
 
 def addresses() -> list[tuple[str, str]]:
-    """Interface and address, of each interface of this node: its first of IPv4, and all of IPv6
-    (Linux only)."""
+    """Interface and address, of each interface: its first of IPv4, all of IPv6 (Linux only)."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
@@ -88,7 +86,8 @@ def judge_addresses(found: list[tuple[str, str]]) -> list[str]:
     if not public:
         return []
     return [
-        f"{', '.join(public)} can be reached from outside, unless a firewall forbids it; whoever reaches the port of torchrun"
+        f"{', '.join(public)} can be reached from outside, unless a firewall forbids it; "
+        "whoever reaches the port of torchrun"
         " can run code as you (docs/slurm.md)"
     ]
 
@@ -140,7 +139,10 @@ def judge_gpus(gpus: list[list[str]], users: list[list[str]], expected: int) -> 
         return {"gpus": "none", "problems": problems, "warnings": warnings}
     first = rows[0]
     clocks = sorted({row["clocks.sm"] for row in rows})
-    gpus_text = f"{len(rows)} {first['name'].removeprefix('NVIDIA ')}, {'–'.join({clocks[0]: 1, clocks[-1]: 1})} of "
+    gpus_text = (
+        f"{len(rows)} {first['name'].removeprefix('NVIDIA ')}, "
+        f"{'–'.join({clocks[0]: 1, clocks[-1]: 1})} of "
+    )
     gpus_text += f"{first['clocks.max.sm']} MHz, ECC {first['ecc.mode.current'].lower()}"
     return {"gpus": gpus_text, "problems": problems, "warnings": warnings}
 
@@ -154,8 +156,7 @@ def _smi(query: str) -> list[list[str]]:
 
 
 def _look_at_disk(config: Config, report: dict[str, Any]) -> int:
-    """Bytes free where checkpoints will be. One that is being written and those that are kept must
-    have room."""
+    """Bytes free where checkpoints will be; the one being written and those kept must have room."""
     folder = Path(config.run.dir).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
@@ -168,7 +169,8 @@ def _look_at_disk(config: Config, report: dict[str, Any]) -> int:
         )
     elif config.checkpoint.interval and free < missing:
         report["warnings"].append(
-            f"{existing} has {free / 1e9:,.0f} GB free; checkpoints will take {missing / 1e9:,.0f} more"
+            f"{existing} has {free / 1e9:,.0f} GB free; checkpoints will take {missing / 1e9:,.0f} "
+            "more"
         )
     return free
 

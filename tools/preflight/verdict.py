@@ -1,5 +1,4 @@
-"""What reports of nodes say when they are held side by side: who differs, who is slow, who is to
-train."""
+"""What reports of nodes say side by side: who differs, who is slow, who is to train."""
 
 import json
 import statistics
@@ -55,7 +54,8 @@ def choose(names: list[str], failed: set[int], slow: set[int], needed: int) -> l
 
 def table(reports: dict[int, Report]) -> str:
     lines = [
-        f"  {'node':<16}{'GPUs':<44}{'within GB/s':>12}{'across GB/s':>12}{'run GB free':>12}{'clock':>10}"
+        f"  {'node':<16}{'GPUs':<44}"
+        f"{'within GB/s':>12}{'across GB/s':>12}{'run GB free':>12}{'clock':>10}"
     ]
     for report in reports.values():
         within, across = (
@@ -63,6 +63,7 @@ def table(reports: dict[int, Report]) -> str:
         )
         skew = f"{report['skew']:+.2f} s" if "clock" in report else "–"
         lines.append(
-            f"  {report['name']:<16}{report['gpus']:<44}{within:>12}{across:>12}{report['free_bytes'] / 1e9:>12,.0f}{skew:>10}"
+            f"  {report['name']:<16}{report['gpus']:<44}"
+            f"{within:>12}{across:>12}{report['free_bytes'] / 1e9:>12,.0f}{skew:>10}"
         )
     return "\n".join(lines)

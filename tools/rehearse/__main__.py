@@ -1,9 +1,8 @@
-"""Runs one rank of a job of any size alone, without a GPU; or on one, and then says how long the
-whole job's step is.
+"""Runs one rank of a job of any size without a GPU; or on one, and says how long the job's step is.
 
-    python -m tools.rehearse configs/llama3_70b.yaml --rank 64                 one rank: its memory, its collectives
+    python -m tools.rehearse configs/llama3_70b.yaml --rank 64       its memory, its collectives
     python -m tools.rehearse configs/llama3_405b.yaml parallel.dp_shard=16 --stages
-    python -m tools.rehearse configs/llama3_8b.yaml --rank 0 --real            on this machine's GPU or CPU: times too
+    python -m tools.rehearse configs/llama3_8b.yaml --rank 0 --real  on this GPU or CPU: times too
 
 What runs is the training code itself: the model, the pipeline's runner, FSDP2, the optimizer, one
 whole step. The other ranks are fake: collectives return at once, and what should have arrived is
@@ -33,9 +32,8 @@ def ranks_asked_for(config: Config, world: int, rank: int | None) -> list[int]:
     if rank is None:
         return [i * (world // config.parallel.pp) for i in range(config.parallel.pp)]
     if not 0 <= rank < world:
-        raise UserError(
-            "--rank", rank, f"the world has ranks 0 to {world - 1}", "choose one of them"
-        )
+        why = f"the world has ranks 0 to {world - 1}"
+        raise UserError("--rank", rank, why, "choose one of them")
     return [rank]
 
 
@@ -107,12 +105,8 @@ def main(arguments: list[str] | None = None) -> int:
         device = find_device(options.device)
         # before minutes of work
         if options.json is not None and not options.json.absolute().parent.is_dir():
-            raise UserError(
-                "--json",
-                str(options.json),
-                "its folder is not there",
-                "make the folder, or choose another",
-            )
+            why = "its folder is not there"
+            raise UserError("--json", str(options.json), why, "make the folder, or choose another")
         ranks = ranks_asked_for(config, world, None if options.stages else options.rank or 0)
         if not options.real:
             check_can_be_rehearsed(config)
@@ -125,7 +119,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.real and options.stages:
             step = result["step"] = predicted_step(config, world, reports, device)
             print(
-                f"a step of the whole job: {step['step_seconds'] * 1e3:.3f} ms = computing, measured, "
+                f"a step of the whole job: {step['step_seconds'] * 1e3:.3f} ms = computing, "
+                "measured, "
                 f"{step['computing_seconds'] * 1e3:.3f} ms + communication, by the planner, "
                 f"{step['communication_seconds'] * 1e3:.3f} ms"
             )

@@ -3,10 +3,12 @@
 Tensors are on torch's meta device: they have shapes and dtypes and no memory. What the training
 code asks of a GPU is answered so that it takes the way it takes on one:
 
-    a tensor's `is_cuda`            True: Triton kernels (their registered shapes), gradients summed in a wider dtype by cuBLAS
-    causal attention                flash attention's operator: its output and one number per row are kept, no square of S × S
-    streams and events of FSDP      objects that do nothing; FSDP holds on to its buffers as it does on a GPU
-    collectives                     torch's fake process group: nobody is there, and whoever waits goes on at once
+    a tensor's `is_cuda`        True: Triton kernels (their registered shapes), gradients summed in
+                                a wider dtype by cuBLAS
+    causal attention            flash attention's operator: its output and one number per row are
+                                kept, no square of S × S
+    streams and events of FSDP  objects that do nothing; FSDP holds its buffers as on a GPU
+    collectives                 torch's fake process group: nobody is there, no wait takes time
 
 torch has fake tensors for the same purpose. They do this in Python, operation by operation, and
 take four times as long.
@@ -83,19 +85,16 @@ class _AsOnGpu(TorchFunctionMode):
 
 @contextmanager
 def fake_gpu() -> Iterator[None]:
-    """Inside, modules sharded over a mesh live on the fake GPU, and code on its tensors believes in
-    it."""
+    """Inside, modules sharded over a mesh live on the fake GPU; code on its tensors believes it."""
     fully_shard = "torch.distributed.fsdp._fully_shard._fully_shard"
     with ExitStack() as stack:
         stack.enter_context(
             patch(f"{fully_shard}._get_device_from_mesh", lambda mesh: torch.device(DEVICE))
         )
         stack.enter_context(patch(f"torch.{DEVICE}", _DeviceModule, create=True))
-        stack.enter_context(
-            patch.object(
-                _fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda group: None
-            )
-        )
+        group = _fsdp_param_group.FSDPParamGroup
+        check = patch.object(group, "_validate_no_meta_params", lambda group: None)
+        stack.enter_context(check)
         stack.enter_context(patch.object(FakeWork, "is_completed", lambda work: True))
         for module in ("training.step", "model.document"):  # a CPU's tensors stay where they are
             stack.enter_context(
@@ -107,8 +106,7 @@ def fake_gpu() -> Iterator[None]:
 
 @contextmanager
 def one_rank(sizes: MeshSizes, rank: int, device: str) -> Iterator[Mesh]:
-    """The mesh as `rank` of its world sees it, all others being fake; `device` is meta, cpu or
-    cuda."""
+    """The mesh as `rank` of its world sees it, all others fake; `device`: meta, cpu or cuda."""
     backend = f"cpu:fake,{DEVICE}:fake" if device == DEVICE else "fake"
     dist.init_process_group(backend, rank=rank, world_size=sizes.world, store=FakeStore())
     try:

@@ -103,10 +103,8 @@ def check_can_be_rehearsed(config: Config) -> None:
 
 def rows(config: Config, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
     """Random tokens and targets of one data-parallel rank."""
-    shape = (
-        config.num_microbatches(mesh.dp_size) * config.train.micro_batch_size,
-        config.train.seq_len,
-    )
+    rows = config.num_microbatches(mesh.dp_size) * config.train.micro_batch_size
+    shape = (rows, config.train.seq_len)
     tokens = torch.randint(
         0, config.model.vocab_size, shape, generator=torch.Generator().manual_seed(0)
     )
@@ -115,8 +113,7 @@ def rows(config: Config, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def draw_on_device(stage: torch.nn.Module, seed: int) -> None:
-    """Weights of the usual size. Those of a real run, the same on every layout, would take minutes
-    to draw."""
+    """Weights of the usual size. A real run's, alike on every layout, would take minutes."""
     for each in weights_of(stage):
         local, initial = each.sharded.to_local(), each.weight.initial
         local.fill_(initial.value) if isinstance(initial, Constant) else local.normal_(

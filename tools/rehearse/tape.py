@@ -1,5 +1,4 @@
-"""Records what a computation allocates on a device and which collectives it calls, below autograd
-and FSDP.
+"""Records what a computation allocates and which collectives it calls, below autograd and FSDP.
 
 Every storage is noted when the first operator returns it and when it is freed, with the place in
 the source that asked for it. Afterwards the tape says how high memory rose and what was there at
@@ -137,8 +136,7 @@ class Tape(TorchDispatchMode):
         self._action = None
 
     def __enter__(self) -> "Tape":
-        # FSDP gives the memory of gathered weights back by resizing their storages, which no
-        # operator does.
+        # FSDP frees gathered weights by resizing their storages, which no operator does.
         self._patch = patch.object(
             torch.UntypedStorage, "resize_", lambda storage, size: self._resized(storage, size)
         )

@@ -1,7 +1,6 @@
-"""What became of a run: `python -m tools.report RUN` prints its ledger, with `--out FILE` one HTML
-page.
+"""What became of a run: `python -m tools.report RUN` prints its ledger; `--out FILE`: an HTML page.
 
-__main__.py  the command            page.py    the page, put together; assets/ has its style and its script
-run.py       what a folder says     charts.py  curves, bars and the pipeline's timeline
-                                    tables.py  ledger, events, configuration
+__main__.py  the command          page.py    the page, put together; assets/: its style and script
+run.py       what a folder says   charts.py  curves, bars and the pipeline's timeline
+                                  tables.py  ledger, events, configuration
 """

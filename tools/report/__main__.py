@@ -34,9 +34,8 @@ def ledger_lines(events: list[dict[str, Any]]) -> list[str]:
     try:
         seconds = account(events)
     except (KeyError, TypeError, AttributeError):
-        raise UserError(
-            "RUN", "events.jsonl", "has lines that no run writes", "remove them"
-        ) from None
+        why = "has lines that no run writes"
+        raise UserError("RUN", "events.jsonl", why, "remove them") from None
     total = sum(seconds.values())
     lines = [
         f"{MEANING[cause]:<22}{value:>12,.1f} s{value / max(total, 1e-9):>8.1%}"
@@ -46,7 +45,8 @@ def ledger_lines(events: list[dict[str, Any]]) -> list[str]:
     happened = Counter(event["event"] for event in events)
     failed = sum(event["event"] == "checkpoint" and "failed" in event for event in events)
     lines.append(
-        f"{happened['start']} starts, {happened['checkpoint'] - failed} checkpoints ({failed} failed), "
+        f"{happened['start']} starts, {happened['checkpoint'] - failed} checkpoints ({failed} "
+        "failed), "
         f"{happened['rollback']} rollbacks, {happened['hang']} hangs"
     )
     return lines
@@ -60,9 +60,8 @@ def write_page(run: Path, out: Path) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(
-            "--out", str(out), f"cannot be written ({error.strerror})", "name another file"
-        ) from None
+        why = f"cannot be written ({error.strerror})"
+        raise UserError("--out", str(out), why, "name another file") from None
 
 
 def main(arguments: list[str] | None = None) -> int:

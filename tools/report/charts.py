@@ -108,8 +108,9 @@ def line_chart(
     """A figure; empty text where no series has a point.
 
     log: a logarithmic axis where all values are positive and span more than LOG_FROM. zero: the
-    axis begins at 0. tail: what is far above everything after the first tenth is cut off. wide: the
-    figure has a row of its own.
+        axis begins at 0.
+    tail: what is far above everything after the first tenth is cut off. wide: the figure has a row
+        of its own.
     """
     series = [one for one in series if one.points]
     if not series:
@@ -141,9 +142,8 @@ def line_chart(
     def y_of(y: float) -> float:
         return round((top - (math.log10(y) if log else y)) / (top - bottom) * HEIGHT, 2)
 
-    drawn = [
-        f'<path class="grid" d="{"".join(f"M0 {round((top - y) / (top - bottom) * HEIGHT, 2)}H{WIDTH}" for y, _ in marks)}"/>'
-    ]
+    heights = [round((top - y) / (top - bottom) * HEIGHT, 2) for y, _ in marks]
+    drawn = [f'<path class="grid" d="{"".join(f"M0 {height}H{WIDTH}" for height in heights)}"/>']
     for one in series:
         drawn += _draw(one, thinned[one.name], x_of, y_of)
     labels = [
@@ -163,10 +163,12 @@ def line_chart(
     }
     scale = ", logarithmic" if log else ", the beginning cut off" if cut else ""
     return (
-        f'<figure class="{"wide" if wide else ""}"><figcaption><b>{escape(title)}</b> <small>{escape(unit)}{scale}</small>'
+        f'<figure class="{"wide" if wide else ""}"><figcaption><b>{escape(title)}</b> '
+        f"<small>{escape(unit)}{scale}</small>"
         f"{legend}</figcaption>"
         f'<div class="plot" data-chart="{escape(json.dumps(data, separators=(",", ":")))}">'
-        f'<svg class="{"cut" if cut else ""}" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
+        f'<svg class="{"cut" if cut else ""}" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        'preserveAspectRatio="none" role="img" '
         f'aria-label="{escape(title)}">{"".join(drawn)}</svg>{"".join(labels)}{POINTER}</div></figure>'
     )
 
@@ -210,8 +212,7 @@ def _legend(series: Iterable[Series]) -> str:
 
 
 def timeline_figure(timeline: Timeline, name: str) -> str:
-    """A pipeline's step: a lane per rank, a box per action, what is empty is idle. Times in
-    milliseconds."""
+    """A pipeline's step: a lane per rank, a box per action, empty is idle; in milliseconds."""
     lanes, kinds = [], set()
     several = max(len(chunk_of_stage(lane)) for lane in timeline.ranks) > 1
     for rank, lane in enumerate(timeline.ranks):
@@ -226,15 +227,20 @@ def timeline_figure(timeline: Timeline, name: str) -> str:
             boxes.setdefault(colour, []).append(
                 f"M{x:.2f} 0h{max(w - min(0.6, w / 5), 0.2):.2f}V{HEIGHT}H{x:.2f}Z"
             )
-            said = f"{NAMES[action.kind]}, micro-batch {action.microbatch}, stage {action.stage}: {width:.3g} ms"
+            said = (
+                f"{NAMES[action.kind]}, micro-batch {action.microbatch}, stage {action.stage}: "
+                f"{width:.3g} ms"
+            )
             marks.append([round(start, 3), round(start + width, 3), said])
         paths = "".join(
             f'<path fill="{colour}" d="{"".join(found)}"/>' for colour, found in boxes.items()
         )
         data = {"x": [0, timeline.step_time], "boxes": marks}
         lanes.append(
-            f'<div class="lane"><span>rank {rank}</span><div class="plot" data-chart="{escape(json.dumps(data))}">'
-            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="rank {rank}">{paths}</svg>'
+            f'<div class="lane"><span>rank {rank}</span><div class="plot" '
+            f'data-chart="{escape(json.dumps(data))}">'
+            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
+            f'aria-label="rank {rank}">{paths}</svg>'
             f"{POINTER}</div></div>"
         )
     legend = "".join(
@@ -247,8 +253,10 @@ def timeline_figure(timeline: Timeline, name: str) -> str:
         for tick in ticks(0, timeline.step_time, 6)
     )
     return (
-        f'<figure class="wide timeline"><figcaption><b>Pipeline timeline</b> <small>{escape(name)}; one step of '
+        '<figure class="wide timeline"><figcaption><b>Pipeline timeline</b> '
+        f"<small>{escape(name)}; one step of "
         f"{timeline.step_time:,.1f} ms, {timeline.bubble_fraction:.1%} of it idle</small>{legend}"
         f"{'<small>light: a later stage of the rank</small>' if several else ''}</figcaption>"
-        f'{"".join(lanes)}<div class="lane axis"><span>ms</span><div>{marks_below}</div></div></figure>'
+        f'{"".join(lanes)}<div class="lane '
+        f'axis"><span>ms</span><div>{marks_below}</div></div></figure>'
     )

@@ -24,15 +24,20 @@ def page(run: Run) -> str:
         (ASSETS / name).read_text(encoding="utf-8") for name in ("report.css", "report.js")
     )
     hashed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{hashed}'"
+    policy = (
+        "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+        f"script-src 'sha256-{hashed}'"
+    )
     body = [head(run), tiles(run), '<main class="charts">', *charts(run), "</main>"]
     body += [ledger(run), happened(run), configuration(run)]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
+        '<meta name="viewport" content="width=device-width, '
+        'initial-scale=1"><link rel="icon" href="data:,">'
         f"<title>{escape(run.name)}</title><style>{style}</style></head><body>{''.join(body)}"
-        f"<footer>python -m tools.report, {clock(time.time())} UTC</footer><script>{script}</script></body></html>\n"
+        f"<footer>python -m tools.report, {clock(time.time())} "
+        f"UTC</footer><script>{script}</script></body></html>\n"
     )
 
 
@@ -54,7 +59,8 @@ def head(run: Run) -> str:
         reason = f"last line at {clock(max(times))} UTC" if times else ""
     known = state if state in ("finished", "requeue", "failed") else "open"
     return (
-        f'<header><h1>{escape(run.name)}</h1><p><span class="state {known}">{escape(state)}</span> {escape(reason)}</p>'
+        f'<header><h1>{escape(run.name)}</h1><p><span class="state {known}">{escape(state)}</span> '
+        f"{escape(reason)}</p>"
         f'<p class="muted">{escape(" · ".join(said))}</p></header>'
     )
 
@@ -82,11 +88,9 @@ def tiles(run: Run) -> str:
         f"<div><dt>{name}</dt><dd>{escape(value)}<small>{unit}</small></dd></div>"
         for name, value, unit in found
     )
-    return (
-        f'<dl class="tiles">{cells}</dl>'
-        if cells
-        else '<p class="muted">No step has been logged yet.</p>'
-    )
+    if not cells:
+        return '<p class="muted">No step has been logged yet.</p>'
+    return f'<dl class="tiles">{cells}</dl>'
 
 
 def charts(run: Run) -> list[str]:
@@ -100,17 +104,13 @@ def charts(run: Run) -> list[str]:
     speed = [Series("all devices", "c3", run.points("tokens_per_second"))]
     mfu = [Series("MFU", "c2", run.points("mfu", 100))]
     waiting = Series("of it waiting for data", "c4", run.points("data_seconds"))
+    whole = Series("step", "c3", run.points("step_seconds"))
     found = [
         line_chart("Loss", "nats per token", loss, tail=True, wide=True),
         line_chart("Gradient norm", "before clipping", norm, log=True),
         line_chart("Learning rate", "", rate, zero=True),
         line_chart("Speed", "tokens per second", speed, zero=True),
-        line_chart(
-            "Step time",
-            "seconds",
-            [Series("step", "c3", run.points("step_seconds")), waiting],
-            zero=True,
-        ),
+        line_chart("Step time", "seconds", [whole, waiting], zero=True),
         line_chart("Model FLOPs utilization", "% of dense bf16 peak", mfu, zero=True),
         memory(run),
     ]
@@ -123,7 +123,10 @@ def charts(run: Run) -> list[str]:
             )
         )
     if len(run.records) > BINS:
-        thinned = "A point of a line is the mean of neighbouring steps; the band goes from the smallest of them to the largest."
+        thinned = (
+            "A point of a line is the mean of neighbouring steps; "
+            "the band goes from the smallest of them to the largest."
+        )
         found.append(f'<p class="muted wide">{thinned}</p>')
     return [figure for figure in found if figure]
 
@@ -142,9 +145,5 @@ def memory(run: Run) -> str:
         return line_chart(
             "Peak memory by rank", unit, [Series("peak", "c1", by_rank, "bars")], x_name="rank"
         )
-    return line_chart(
-        "Peak memory",
-        "GiB",
-        [Series("largest rank", "c1", run.points("peak_memory_bytes", 1 / GIB))],
-        zero=True,
-    )
+    peak = Series("largest rank", "c1", run.points("peak_memory_bytes", 1 / GIB))
+    return line_chart("Peak memory", "GiB", [peak], zero=True)

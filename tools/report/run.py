@@ -64,9 +64,8 @@ def is_number(value: Any) -> bool:
 def read_run(folder: Path) -> Run:
     """Raises UserError where the folder is no run's."""
     if not any((folder / name).is_file() for name in FILES):
-        raise UserError(
-            "RUN", str(folder), f"has none of {', '.join(FILES)}", "give a run's folder (run.dir)"
-        )
+        why = f"has none of {', '.join(FILES)}"
+        raise UserError("RUN", str(folder), why, "give a run's folder (run.dir)")
     config_text = _text(folder / "config.yaml")
     events = read_events(folder) if (folder / "events.jsonl").is_file() else []
     try:

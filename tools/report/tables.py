@@ -34,15 +34,15 @@ def ledger(run: Run) -> str:
         if value > 0:
             name = MEANING[cause]
             bar.append(f'<i class="{cause}" style="width:{value / total:.3%}" title="{name}"></i>')
-            cells = (
-                f'<span class="key {cause}">{name}</span>',
-                duration(value),
-                f"{value / total:.1%}",
-            )
+            key = f'<span class="key {cause}">{name}</span>'
+            cells = (key, duration(value), f"{value / total:.1%}")
             rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     foot = f"<tr><td>wall clock, over all starts</td><td>{duration(total)}</td><td></td></tr>"
     table = f'<table class="figures"><tbody>{"".join(rows)}</tbody><tfoot>{foot}</tfoot></table>'
-    return f'<section><h2>Where the time went</h2><div class="bar">{"".join(bar)}</div><div class="scroll">{table}</div></section>'
+    return (
+        f'<section><h2>Where the time went</h2><div class="bar">{"".join(bar)}</div><div '
+        f'class="scroll">{table}</div></section>'
+    )
 
 
 def happened(run: Run) -> str:
@@ -56,16 +56,14 @@ def happened(run: Run) -> str:
             rows.append((event["time"], str(event["event"]), step, told))
     rows.sort()
     saved = sum(event["event"] == "checkpoint" and "failed" not in event for event in run.events)
-    said = (
-        [f"{saved:,} checkpoint{'s were' if saved != 1 else ' was'} committed."]
-        if run.events
-        else []
-    )
+    committed = f"{saved:,} checkpoint{'s were' if saved != 1 else ' was'} committed."
+    said = [committed] if run.events else []
     said += skipped_updates(run)
     if len(rows) > MOST_ROWS:
         said.append(f"The newest {MOST_ROWS} of {len(rows):,} lines:")
     cells = "".join(
-        f'<tr><td>{clock(when)}</td><td class="event {what}">{what}</td><td>{step}</td><td>{told}</td></tr>'
+        f'<tr><td>{clock(when)}</td><td class="event '
+        f'{what}">{what}</td><td>{step}</td><td>{told}</td></tr>'
         for when, what, step, told in (
             (when, *map(escape, rest)) for when, *rest in rows[-MOST_ROWS:]
         )
@@ -116,7 +114,8 @@ def skipped_updates(run: Run) -> list[str]:
         return []
     steps = f"{'… ' if len(heard) > MOST_STEPS else ''}{', '.join(heard[-MOST_STEPS:])}"
     return [
-        f"The updates of {before:,.0f} step{'s' if before != 1 else ''} were skipped; it was logged at step {steps}."
+        f"The updates of {before:,.0f} step{'s' if before != 1 else ''} were skipped; "
+        f"it was logged at step {steps}."
     ]
 
 

@@ -1,9 +1,9 @@
-"""Shows what each rank of a pipeline does when: simulated from a schedule, or measured in a
-training run.
+"""What each rank of a pipeline does when: simulated from a schedule, or measured in a training run.
 
-    python -m tools.timeline --schedule 1f1b --stages 4 --micro-batches 8                      as text
-    python -m tools.timeline --schedule 1f1b zb_v --stages 4 --micro-batches 8 --out both.svg  below each other, on one axis
-    python -m tools.timeline --trace runs/laptop --out step.svg --simulated                    a measured step, and a simulated
+    python -m tools.timeline --schedule 1f1b --stages 4 --micro-batches 8    as text
+    python -m tools.timeline --schedule 1f1b zb_v --stages 4 --micro-batches 8 --out both.svg
+                                                                             both, on one axis
+    python -m tools.timeline --trace runs/laptop --out step.svg --simulated  measured and simulated
 
 A step is measured with `run.trace=true`, which writes trace.json into the run's folder. --out
 FILE.json writes the same format from a simulation, a unit of time as a millisecond;
@@ -33,19 +33,11 @@ SUFFIXES = (".svg", ".png", ".json")
 
 def write(panels: Sequence[Panel], unit: str, out: Path) -> None:
     if out.suffix not in SUFFIXES:
-        raise UserError(
-            "--out",
-            str(out),
-            "is neither a picture's nor a trace's name",
-            f"end it in {', '.join(SUFFIXES)}",
-        )
+        why = "is neither a picture's nor a trace's name"
+        raise UserError("--out", str(out), why, f"end it in {', '.join(SUFFIXES)}")
     if out.suffix == ".json" and len(panels) > 1:
-        raise UserError(
-            "--out",
-            str(out),
-            f"a trace holds one timeline, not {len(panels)}",
-            "give each a file of its own",
-        )
+        why = f"a trace holds one timeline, not {len(panels)}"
+        raise UserError("--out", str(out), why, "give each a file of its own")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         if out.suffix == ".json":
@@ -55,67 +47,50 @@ def write(panels: Sequence[Panel], unit: str, out: Path) -> None:
         else:
             save(draw(panels, unit), out)
     except OSError as error:
-        raise UserError(
-            "--out", str(out), f"cannot be written ({error.strerror})", "choose another place"
-        ) from None
+        why = f"cannot be written ({error.strerror})"
+        raise UserError("--out", str(out), why, "choose another place") from None
 
 
 def parse_costs(text: str) -> tuple[float, float, float]:
     try:
         forward, input_grad, weight_grad = (float(cost) for cost in text.split(","))
     except ValueError:
-        raise UserError(
-            "--costs", text, "is not three numbers", "give F,I,W, for example 1,1,1"
-        ) from None
+        why = "is not three numbers"
+        raise UserError("--costs", text, why, "give F,I,W, for example 1,1,1") from None
     if not (
         0 < forward < float("inf")
         and 0 <= input_grad < float("inf")
         and 0 <= weight_grad < float("inf")
     ):
-        raise UserError(
-            "--costs",
-            text,
-            "F must be positive, I and W not negative",
-            "give F,I,W, for example 1,1,1",
-        )
+        why = "F must be positive, I and W not negative"
+        raise UserError("--costs", text, why, "give F,I,W, for example 1,1,1")
     return forward, input_grad, weight_grad
 
 
 def panels_of(options: argparse.Namespace) -> list[Panel]:
     """What the command line asks for."""
     if not 0 <= options.communication < float("inf"):
-        raise UserError(
-            "--communication",
-            options.communication,
-            "must be a time, 0 or more",
-            "give a number such as 0.2",
-        )
+        why = "must be a time, 0 or more"
+        raise UserError("--communication", options.communication, why, "give a number such as 0.2")
     if options.trace is not None:
         return traced_panels(options.trace, options.simulated, options.communication)
     if options.simulated:
-        raise UserError(
-            "--simulated",
-            True,
-            "belongs to --trace, and a schedule is always simulated",
-            "leave it out",
-        )
+        why = "belongs to --trace, and a schedule is always simulated"
+        raise UserError("--simulated", True, why, "leave it out")
     for name in options.schedule:
         if name not in SCHEDULES:
-            raise UserError(
-                "--schedule", name, "there is no such schedule", f"choose of {', '.join(SCHEDULES)}"
-            )
+            why = "there is no such schedule"
+            raise UserError("--schedule", name, why, f"choose of {', '.join(SCHEDULES)}")
     per_rank = options.stages_per_rank or []
     sizes = [("--stages", options.stages), ("--micro-batches", options.micro_batches)]
     for key, size in sizes + [("--stages-per-rank", v) for v in per_rank]:
         if size is None or size < 1:
-            raise UserError(
-                key, size, "a schedule needs a positive number", f"give one, for example {key} 4"
-            )
+            why = "a schedule needs a positive number"
+            raise UserError(key, size, why, f"give one, for example {key} 4")
     if len(per_rank) not in (0, 1, len(options.schedule)):
         why = f"there are {len(options.schedule)} schedules"
-        raise UserError(
-            "--stages-per-rank", per_rank, why, "give one number for all, or one for each"
-        )
+        remedy = "give one number for all, or one for each"
+        raise UserError("--stages-per-rank", per_rank, why, remedy)
     if len(per_rank) == 1:
         per_rank = per_rank * len(options.schedule)
     costs = parse_costs(options.costs)
@@ -149,11 +124,16 @@ def main(arguments: list[str] | None = None) -> int:
         "--stages", type=int, metavar="P", help="ranks of the pipeline, each with V stages"
     )
     parser.add_argument("--micro-batches", type=int, metavar="M", help="per step")
-    per_rank = "stages of each rank: one number, or one per schedule (default: what the schedule takes, 1 or else 2)"
+    per_rank = (
+        "stages of each rank: one number, or one per schedule (default: what the schedule takes, "
+        "1 or else 2)"
+    )
     parser.add_argument("--stages-per-rank", type=int, nargs="+", metavar="V", help=per_rank)
     costs = (
-        "time of a stage's forward, input gradient and weight gradient (default: %(default)s); a whole backward takes I + W. "
-        "If schedules with different V are compared: of a stage of the largest V; where a rank has fewer, each is longer"
+        "time of a stage's forward, input gradient and weight gradient (default: %(default)s); "
+        "a whole backward takes I + W. "
+        "If schedules with different V are compared: of a stage of the largest V; "
+        "where a rank has fewer, each is longer"
     )
     parser.add_argument("--costs", default="1,1,1", metavar="F,I,W", help=costs)
     message = "time of a message between ranks (default: %(default)s)"

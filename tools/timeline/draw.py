@@ -14,8 +14,7 @@ if TYPE_CHECKING:  # it takes a second to import, and text and traces do without
     from matplotlib.figure import Figure
 
 INK, MUTED, IDLE, HATCH, PAPER = "#1f2937", "#6b7280", "#f3f4f6", "#c5cad3", "#ffffff"
-# Of a rank's first stage and of its last. Chosen to differ in lightness where hues are alike to the
-# colour-blind.
+# Of a rank's first stage and of its last; lightness tells apart what the colour-blind cannot.
 SHADES = {
     F: ("#1740a8", "#8ba6f7"),
     B: ("#5e1040", "#cf6aa3"),
@@ -172,8 +171,7 @@ def _draw_axis(figure: "Figure", span: float, unit: str, y: float) -> None:
 
 
 def _draw_legend(figure: "Figure", panels: Sequence[Panel], y: float) -> None:
-    """In the order F, B, I, W, a box per chunk where ranks have several stages; then the idle
-    time."""
+    """In the order F, B, I, W, a box per chunk where ranks have several stages; then idle time."""
     from matplotlib.patches import Rectangle
 
     lanes = [lane for panel in panels for lane in panel.timeline.ranks]

@@ -18,7 +18,10 @@ def figures(timeline: Timeline, unit: str = "") -> str:
         f"{timeline.peak_live(rank) / len(chunk_of_stage(lane)):.4g}"
         for rank, lane in enumerate(timeline.ranks)
     ]
-    times = f"step time {timeline.step_time:.4g}{unit} · bubble {timeline.bubble:.4g}{unit} · idle {timeline.bubble_fraction:.1%}"
+    times = (
+        f"step time {timeline.step_time:.4g}{unit} · bubble {timeline.bubble:.4g}{unit} · idle "
+        f"{timeline.bubble_fraction:.1%}"
+    )
     return f"{times} · holds at most {', '.join(held)} micro-batches"
 
 
@@ -66,13 +69,11 @@ def read_trace(path: Path) -> Timeline:
         trace = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         remedy = "give a trace.json, or the folder of a run with run.trace=true"
-        raise UserError(
-            "--trace", str(file), f"cannot be read ({error.strerror})", remedy
-        ) from None
+        why = f"cannot be read ({error.strerror})"
+        raise UserError("--trace", str(file), why, remedy) from None
     except ValueError as error:
-        raise UserError(
-            "--trace", str(file), f"is no JSON: {error}", "trace again: it may have been cut off"
-        ) from None
+        remedy = "trace again: it may have been cut off"
+        raise UserError("--trace", str(file), f"is no JSON: {error}", remedy) from None
     return from_chrome(trace, str(file))
 
 
@@ -87,9 +88,8 @@ def traced_panels(path: Path, simulated: bool, communication: float = 0.0) -> li
             check_complete(schedule)
             timeline = simulate(schedule, measured_costs(measured, communication))
         except (Fault, Stuck) as error:
-            raise UserError(
-                "--trace", str(path), f"is no whole step: {error}", "draw it without --simulated"
-            ) from None
+            why = f"is no whole step: {error}"
+            raise UserError("--trace", str(path), why, "draw it without --simulated") from None
         panels.append(
             Panel("simulated, from the mean times measured", timeline, figures(timeline, " ms"))
         )

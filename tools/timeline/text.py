@@ -12,8 +12,7 @@ UNIT_CHARACTERS = 3
 
 
 def ascii_timeline(schedule: Schedule, costs: Costs, columns: int | None = None) -> list[str]:
-    """A line per rank, three characters for a unit of time; cut to `columns` characters, the last
-    then being …"""
+    """A line per rank, three characters per time unit; cut to `columns`, the last then being …"""
     return ascii_lanes(simulate(schedule, costs), 1.0, columns)
 
 
