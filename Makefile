@@ -130,8 +130,8 @@ exercises: $(dev)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q docs/exercises
 
 api: $(dev)
-	$(PYTHON) -m pdoc --output-directory docs/api errors settings hardware train model parallel data \
-	  training runtime plan tools
+	$(PYTHON) -m pdoc --output-directory docs/api errors hardware kinds settings \
+	  tokens triton_interpreter train data model parallel training runtime plan tools
 
 clean:
 	rm -rf .pytest_cache .mypy_cache .ruff_cache

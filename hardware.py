@@ -1,6 +1,6 @@
 """Rates of accelerators, as their makers' data sheets state them: no other file has such numbers.
 
-Asked by MFU (runtime/metrics.py), the warning about slow links (parallel/topology.py), the balance
+Asked by MFU (runtime/metrics.py), the warning about slow links (runtime/topology.py), the balance
 of pipeline stages (model/cost.py) and the planner (plan/hardware.py), which adds what part of a
 rate programs reach.
 """

@@ -27,7 +27,7 @@ import transformers
 from benchmarks.about import about
 from model.config import ModelConfig
 from model.initialise import initialise
-from model.transformer import Transformer
+from model.transformer import Transformer, num_parameters
 from runtime.init_distributed import init_distributed
 from tools.generate.load_model import empty_model
 from tools.generate.loop import generate
@@ -130,7 +130,7 @@ def measure(config: ModelConfig, count: int, rounds: int) -> dict[str, Any]:
             write(prompt, count)
             speeds[name].append(count / (time.process_time() - begin))
     result: dict[str, Any] = {
-        "parameters": config.num_parameters,
+        "parameters": num_parameters(config),
         "new_tokens": count,
         "rounds": rounds,
     }

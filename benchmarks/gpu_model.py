@@ -60,15 +60,15 @@ from data.config import DataConfig
 from hardware import data_sheet_of
 from model.config import ModelConfig
 from model.kernels.backend import why_not_triton
-from model.transformer import Transformer
+from model.transformer import Transformer, num_parameters
 from parallel.config import ParallelConfig
 from parallel.mesh import build_mesh
 from parallel.parameter import Constant, weights_of
 from runtime.init_distributed import init_distributed
 from training.build import build_stages
-from training.config import (
+from training.config import Config
+from training.sections import (
     CheckpointConfig,
-    Config,
     GuardConfig,
     OptimizerConfig,
     RunConfig,
@@ -349,7 +349,7 @@ def main(arguments: list[str] | None = None) -> int:
     peak_flops = sheet.peak_flops if sheet is not None else None
     settings = {
         "sizes": {key: asdict(size) for key, size in shapes.items()},
-        "parameters": {key: size.model.num_parameters for key, size in shapes.items()},
+        "parameters": {key: num_parameters(size.model) for key, size in shapes.items()},
         "flops_per_token": {
             key: size.model.flops_per_token(size.seq_len) for key, size in shapes.items()
         },
@@ -360,7 +360,7 @@ def main(arguments: list[str] | None = None) -> int:
     }
     report = Report("gpu_model", parsed, settings)
     for key, size in shapes.items():
-        count, layers = size.model.num_parameters, size.model.num_layers
+        count, layers = num_parameters(size.model), size.model.num_layers
         print(
             f"{key}: {layers} layers, {count:,} parameters, "
             f"{size.model.flops_per_token(size.seq_len):.3e} FLOP a token"

@@ -24,7 +24,8 @@ from model.kernels.linear_cross_entropy import linear_cross_entropy
 from model.kernels.rms_norm import add_rms_norm, rms_norm
 from model.kernels.rotary import rotate
 from model.kernels.swiglu import swiglu
-from model.rotary import rotary_angles
+from model.matmul import Matmul
+from model.rotary import Rotary, rotary_angles
 
 EPS = 1e-5
 EVERY = ("triton", "torch", "compile", "liger")
@@ -213,7 +214,9 @@ def rotary_case(tokens: int, heads: tuple[int, int, int]) -> Case:
 
     def build() -> Operation:
         cos, sin = rotary_angles(
-            torch.arange(tokens, device=DEVICE).unsqueeze(1), width, 5e5, torch.bfloat16
+            torch.arange(tokens, device=DEVICE).unsqueeze(1),
+            Rotary(width, 500000.0),
+            torch.bfloat16,
         )
         both_halves = [torch.cat((t, t), dim=-1).view(1, tokens, width) for t in (cos, sin)]
 
@@ -300,8 +303,9 @@ class Head:
         self.of_compiler = compiled(self.plain)
 
     def ours(self, x: Tensor, weight: Tensor) -> Tensor:
-        return linear_cross_entropy(x, weight, self.targets, self.scale, 0, self.group, False,
-                                    vocab_size=self.vocab, kernels="triton")  # fmt: skip
+        given = x, weight, self.targets, self.scale, 0, self.group, False
+        options = {"matmul": Matmul(), "vocab_size": self.vocab, "kernels": "triton"}
+        return linear_cross_entropy(*given, **options)
 
     def plain(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(x.flatten(0, 1), weight).float(), self.targets.flatten())

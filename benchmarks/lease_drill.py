@@ -57,6 +57,7 @@ def start(arguments: list[str], log: Path, seed: int, pauses: bool) -> None:
 
     import runtime.save
     import train
+    import training.step
     from runtime import lease
     from runtime.signals import Signals
 
@@ -65,11 +66,8 @@ def start(arguments: list[str], log: Path, seed: int, pauses: bool) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     draw = random.Random(seed)
-    rename, write_manifest, learning_rate = (
-        os.replace,
-        runtime.save.write_manifest,
-        train.learning_rate,
-    )
+    rename, write_manifest = os.replace, runtime.save.write_manifest
+    learning_rate = training.step.learning_rate
 
     def paused(source: Any, target: Any) -> None:
         if pauses and "checkpoints" in str(source) and draw.random() < PAUSED_RENAMES:
@@ -88,7 +86,7 @@ def start(arguments: list[str], log: Path, seed: int, pauses: bool) -> None:
         patch.multiple(lease, RENEW_SECONDS=RENEW, TRUST_SECONDS=TRUST, EXPIRE_SECONDS=EXPIRE),
         patch.object(os, "replace", paused),
         patch.object(runtime.save, "write_manifest", noted),
-        patch.object(train, "learning_rate", slow),
+        patch.object(training.step, "learning_rate", slow),
     ):
         train.main(arguments, Signals(speaks=True).listen())
     sys.stdout.flush()

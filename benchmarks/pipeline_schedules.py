@@ -40,16 +40,25 @@ from torch.distributed.tensor import DTensor, Replicate
 from benchmarks.about import about
 from parallel.axes import MeshSizes
 from parallel.data import ZeroStage, check_reduced, shard
+from parallel.deferred import Destination
+from parallel.layer import Layer, TensorParallel
 from parallel.mesh import Mesh, build_mesh
-from parallel.parameter import Constant, Weight, add_weight
-from parallel.pipeline.actions import Action, F, I, Kind, W, splits_backward, stage_ranks
+from parallel.parameter import NORM, Constant, Weight
+from parallel.pipeline.actions import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Action,
+    Kind,
+    splits_backward,
+    stage_ranks,
+)
 from parallel.pipeline.lower import lower
 from parallel.pipeline.runner import PipelineRunner
 from parallel.pipeline.schedules import build_schedule
 from parallel.pipeline.simulate import Costs, Event, Timeline, simulate
-from parallel.pipeline.trace import ActionRecorder
 from parallel.pipeline.transfer import Transfers
-from parallel.weight import Destination, WeightGradientQueue, local_weight
+from runtime.trace import ActionRecorder
 from tools.ranks import Ranks
 
 ROOT = Path(__file__).parent.parent
@@ -70,16 +79,13 @@ PAIRS = {
 }
 
 
-class WaitingStage(nn.Module):
+class WaitingStage(Layer):
     """y [S, B, D] = x · weight, a number (where it is a `loss`, the sum of that), with `seconds` of
     waiting in the forward and in each of the two gradients."""
 
-    weight: nn.Parameter  # [1], given by the caller
-
     def __init__(self, seconds: float, loss: bool = False) -> None:
-        super().__init__()
-        self.seconds, self.loss = seconds, loss
-        self.weight_gradient_queue: WeightGradientQueue | None = None
+        super().__init__(TensorParallel())
+        self.seconds, self.loss = seconds, loss  # weight: [1], given by the caller
         self.waited: Counter[Kind] = Counter()
 
     def wait(self, kind: Kind) -> None:
@@ -91,10 +97,8 @@ class WaitingStage(nn.Module):
         assert x is not None
         if not x.requires_grad:  # the first stage's weight gradients wait for input gradients too
             x = x.detach().requires_grad_()
-        weight = self.weight
-        if isinstance(weight, DTensor):
-            weight = local_weight(weight, self.weight_gradient_queue)
-        self.wait(F)
+        weight = self.local() if isinstance(self.weight, DTensor) else self.weight
+        self.wait(FORWARD)
         y = InputGradient.apply(x, self) * WeightGradient.apply(weight, self)
         return y.sum() if self.loss else y
 
@@ -109,7 +113,7 @@ class InputGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        ctx.stage.wait(I)
+        ctx.stage.wait(BACKWARD_INPUT)
         return dx, None
 
 
@@ -120,16 +124,16 @@ class WeightGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, stage: WaitingStage) -> Tensor:
         ctx.stage = stage
-        ctx.destination = Destination(stage.weight, None)
+        ctx.destination = Destination(stage.weight)
         return weight.clone()
 
     @staticmethod
     def backward(ctx: Any, dw: Tensor) -> tuple[Tensor | None, None]:
-        queue = ctx.stage.weight_gradient_queue
+        queue = ctx.stage.queue
         if queue is not None and queue.is_deferring:
             queue.add(WaitingJob(ctx.stage, dw, ctx.destination))
             return None, None
-        ctx.stage.wait(W)
+        ctx.stage.wait(BACKWARD_WEIGHT)
         return dw, None
 
 
@@ -144,7 +148,7 @@ class WaitingJob(NamedTuple):
         pass
 
     def finish(self) -> None:
-        self.stage.wait(W)
+        self.stage.wait(BACKWARD_WEIGHT)
         self.destination.add(self.dw)
 
 
@@ -196,10 +200,11 @@ class OurSteps:
             shape=(1,),
             placement=Replicate(),
             initial=Constant(1.0),
-            decays=False,
+            group=NORM,
             gradient_is_partial=False,
         )
-        add_weight(stage, one, mesh.tp)
+        stage.tp = TensorParallel.of(mesh.tp, True)
+        stage.add_weight(one)
         shard(
             stage,
             [],
@@ -270,9 +275,8 @@ def run_rounds(case: Case, rounds: int, beside: bool) -> list[tuple[float, list[
         side()
         seconds = time.perf_counter() - start
         for stage in side.stages.values():
-            assert stage.waited == dict.fromkeys((F, I, W), case.microbatches), (
-                f"other work than agreed: {stage.waited}"
-            )
+            agreed = dict.fromkeys((FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT), case.microbatches)
+            assert stage.waited == agreed, f"other work than agreed: {stage.waited}"
             stage.waited.clear()
         for parameter in side.parameters:
             parameter.grad = None

@@ -14,7 +14,7 @@ class DataConfig:
     tokenizer: a tokenizer's file or folder that the data must have been made with; empty: the one
         inside the prepared folder.
     document_mask: no token attends to another document's, and positions restart at each
-        (model/document.py). Without it attention is causal over the whole sequence, in which
+        (model/documents.py). Without it attention is causal over the whole sequence, in which
         documents lie side by side as chance put them there.
     prefetch: batches read ahead by the loader's thread (>= 1).
     """

@@ -20,8 +20,8 @@ from torch import Tensor
 from data.dataset import Mixture, TokenDataset
 from data.sampler import SampleOrder, count_windows, merge_ranges, next_samples
 from errors import UserError
+from tokens import IGNORE
 
-IGNORED = -100  # the target that no loss counts; cross_entropy's own default
 LOCATED_TOGETHER = 4096  # samples
 
 
@@ -169,7 +169,7 @@ def heldout_batches(
     rows: of this rank per batch; a batch is rows * dp_size windows, and every rank gets the same
         number of batches.
 
-    Rows beyond the last window have every target IGNORED: the sum of losses over the counted
+    Rows beyond the last window have every target IGNORE: the sum of losses over the counted
     targets, divided by their number, is the same on every layout.
     """
     mixture = _as_mixture(data)
@@ -183,7 +183,7 @@ def heldout_batches(
         mine = np.arange(first + dp_rank * rows, first + (dp_rank + 1) * rows)
         source, _, window = order.locate(np.minimum(mine, limit - 1))
         tokens, targets = _assemble(mixture, source, window, seq_len)
-        targets[torch.from_numpy(mine >= limit)] = IGNORED
+        targets[torch.from_numpy(mine >= limit)] = IGNORE
         yield tokens, targets
 
 

@@ -6,6 +6,7 @@ The bytes are the planner's, of configs/llama3_8b.yaml: what a rank holds betwee
 
 from docs import svg
 from docs.svg import INK, MUTED, PAPER, line, rectangle, text
+from model.transformer import num_parameters
 from plan.categories import GATHERED, GRADIENTS, MOMENTS, SHARDED_GRADIENTS, WEIGHTS
 from plan.guide import STAGES, our_bytes
 from training.load_config import load_config
@@ -32,7 +33,7 @@ def travels(stage: int) -> tuple[int, int]:
 
 def draw() -> str:
     config = load_config("configs/llama3_8b.yaml", [])
-    numel = config.model.num_parameters
+    numel = num_parameters(config.model)
     parts = [
         text(
             24,

@@ -7,12 +7,14 @@ from docs import svg
 from docs.recipes import Edit, Recipe, recipes
 from docs.svg import FAINT, INK, MUTED, line, rectangle, text
 
-WIDTH, LEFT, TOP, ROW, COLUMN = 960, 300, 150, 28, 128
+WIDTH, LEFT, TOP, ROW, COLUMN = 1180, 290, 150, 28, 124
 ROOMS = {  # what a file's first folder is coloured
     "model": "#1d4ed8",
     "parallel": "#c2410c",
     "data": "#15803d",
     "training": "#7c3aed",
+    "runtime": "#be185d",
+    "train.py": "#111827",
     "slurm": "#b45309",
     "tools": "#0f766e",
     "tests": "#6b7280",

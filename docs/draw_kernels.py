@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from docs.svg import IMAGES
 from model.kernels.linear_cross_entropy import PIECE_BYTES, linear_cross_entropy
-from parallel.weight import Matmul
+from model.matmul import Matmul
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
@@ -137,7 +137,9 @@ class OneRank:
         return 1
 
 
-def sum_without_copies(dy: Tensor, x: Tensor, into: Tensor | None, dtype: torch.dtype) -> Tensor:
+def sum_without_copies(
+    _: Matmul, dy: Tensor, x: Tensor, into: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     """The shape of Matmul.add_weight_gradient on a GPU; elsewhere, so without data too, it copies
     its operands to `dtype`."""
     return dy.new_empty((dy.shape[1], x.shape[1]), dtype=dtype) if into is None else into
@@ -160,7 +162,8 @@ def head_memory(tokens: int, in_pieces: bool) -> list[float]:
         Live(weight.shape) as live,
     ):
         if in_pieces:
-            loss = linear_cross_entropy(x, weight, targets, scale, 0, OneRank(), False, **options)
+            given = x, weight, targets, scale, 0, OneRank(), False
+            loss = linear_cross_entropy(*given, matmul=Matmul(), **options)
         else:
             loss = F.cross_entropy(F.linear(x.flatten(0, 1), weight).float(), targets.flatten())
         torch.autograd.grad(loss, (x, weight))

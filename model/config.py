@@ -3,10 +3,14 @@
 import math
 from typing import Annotated, Literal, NamedTuple
 
+from pydantic import Field
+
 from errors import UserError
-from settings import between, section
+from kinds import kinds_in
+from settings import Text, between, section
 
 Width = Annotated[int, between(1, 2**20)]
+Kinds = Text | Annotated[tuple[Text, ...], Field(strict=False, min_length=1, max_length=4096)]
 
 
 class RopeScaling(NamedTuple):
@@ -31,73 +35,71 @@ class ModelConfig:
     dim: Width  # D: width of the residual stream
     num_layers: Annotated[int, between(1, 4096)]  # L
     num_heads: Annotated[int, between(1, 2**16)]  # H: query heads
-    num_kv_heads: Annotated[
-        int, between(1, 2**16)
-    ]  # K: key/value heads; each serves H / K query heads (grouped-query attention)
+    # K: key/value heads; each serves H / K query heads (grouped-query attention)
+    num_kv_heads: Annotated[int, between(1, 2**16)]
     ffn_dim: Width  # F: inner width of the gated feed-forward
     vocab_size: Annotated[int, between(1, 2**24)]  # V: must be the tokenizer's
     # H·E: width of all query heads together; null: dim (Qwen3, Mistral Nemo: another)
     attention_dim: Width | None = None
     # RMSNorm of each head of q and k before rotation: one weight [E] for q and one for k (Qwen3)
     qk_norm: bool = False
+    # Kinds of layers: one for all, or a list that the layers take in turn.
+    attention: Kinds = "causal"  # files of model/attention/
+    feed_forward: Kinds = "swiglu"  # files of model/feed_forward/
+    # tokens that a layer of kind sliding_window sees, itself included
+    attention_window: Annotated[int, between(1, 2**31 - 1, example=4096)] | None = None
     norm_eps: Annotated[float, between(1e-30, 1, example=1e-5)] = 1e-5
     rope_theta: Annotated[float, between(1, 1e30, example=10000)] = 500_000.0
-    rope_scaling_factor: Annotated[float, between(1, 1e6, example=8)] = (
-        1.0  # slow rotation turns so many times slower (Llama 3.1: 8, 3.2: 32); 1: as it is
-    )
-    rope_low_freq_factor: Annotated[float, between(1e-6, 1e6)] = (
-        1.0  # slow: fewer turns than this over rope_original_length positions
-    )
-    rope_high_freq_factor: Annotated[float, between(1e-6, 1e6)] = (
-        4.0  # fast, and left alone: more turns than this; between the two a mixture
-    )
+    # slow rotation turns so many times slower (Llama 3.1: 8, 3.2: 32); 1: as it is
+    rope_scaling_factor: Annotated[float, between(1, 1e6, example=8)] = 1.0
+    # slow: fewer turns than this over rope_original_length positions
+    rope_low_freq_factor: Annotated[float, between(1e-6, 1e6)] = 1.0
+    # fast, and left as it is: more turns than this; between the two a mixture
+    rope_high_freq_factor: Annotated[float, between(1e-6, 1e6)] = 4.0
     # sequence length of the training before
     rope_original_length: Annotated[int, between(1, 2**31 - 1, example=8192)] = 8192
     tie_embeddings: bool = False  # the head uses the embedding's weight
-    z_loss: Annotated[float, between(0, 1000, example=1e-4)] = (
-        # weight of log²(normaliser) in the loss that is minimised (PaLM: 1e-4); evaluation leaves
-        # it out
-        0.0
-    )
-    kernels: Literal["auto", "triton", "torch"] = (
-        "auto"  # auto: Triton on a GPU, PyTorch elsewhere; triton; torch (model/kernels/)
-    )
-    init_std: Annotated[float, between(0, 1000, example=0.02)] = (
-        0.02  # standard deviation of every matrix; output projections get 1 / sqrt(2 L) of it
-    )
+    # weight of log²(normaliser) in the loss that is minimised (PaLM: 1e-4); none in evaluation
+    z_loss: Annotated[float, between(0, 1000, example=1e-4)] = 0.0
+    # auto: Triton on a GPU, PyTorch elsewhere; triton; torch (model/kernels/)
+    kernels: Literal["auto", "triton", "torch"] = "auto"
+    # standard deviation of every matrix; output projections get 1 / sqrt(2 L) of it
+    init_std: Annotated[float, between(0, 1000, example=0.02)] = 0.02
 
     def __post_init__(self) -> None:
-        if self.attention_dim is not None and (
-            self.attention_dim % self.num_heads or self.head_dim % 2
-        ):
-            raise UserError(
-                "model.attention_dim",
-                self.attention_dim,
-                f"model.num_heads={self.num_heads} heads must share it, each of an even width (rotary embeddings turn pairs)",
-                f"give {self.num_heads} · the width of a head, for example {self.num_heads * 128}, or null for model.dim",
-            )
-        if self.attention_dim is None and (self.dim % self.num_heads or self.head_dim % 2):
-            raise UserError(
-                "model.num_heads",
-                self.num_heads,
-                f"model.dim={self.dim} must divide into heads of an even width (rotary embeddings turn pairs)",
-                f"choose one of {[h for h in range(1, self.dim // 2 + 1) if self.dim % (2 * h) == 0][-12:]}",
-            )
+        uneven = self.attention_width % self.num_heads or self.head_dim % 2
+        pairs = " (rotary embeddings turn pairs)"
+        if self.attention_dim is not None and uneven:
+            why = f"model.num_heads={self.num_heads} heads must share it, each of an even width"
+            remedy = f"give {self.num_heads} · the width of a head, for example "
+            remedy += f"{self.num_heads * 128}, or null for model.dim"
+            raise UserError("model.attention_dim", self.attention_dim, why + pairs, remedy)
+        if self.attention_dim is None and uneven:
+            why = f"model.dim={self.dim} must divide into heads of an even width"
+            fits = [h for h in range(1, self.dim // 2 + 1) if self.dim % (2 * h) == 0]
+            remedy = f"choose one of {fits[-12:]}"
+            raise UserError("model.num_heads", self.num_heads, why + pairs, remedy)
         if self.num_heads % self.num_kv_heads:
-            raise UserError(
-                "model.num_kv_heads",
-                self.num_kv_heads,
-                f"model.num_heads={self.num_heads} query heads must divide evenly among them",
-                f"choose one of {[k for k in range(1, self.num_heads + 1) if self.num_heads % k == 0]}",
-            )
+            why = f"model.num_heads={self.num_heads} query heads must divide evenly among them"
+            fits = [k for k in range(1, self.num_heads + 1) if self.num_heads % k == 0]
+            raise UserError("model.num_kv_heads", self.num_kv_heads, why, f"choose one of {fits}")
+        for key in ("attention", "feed_forward"):
+            known, value = kinds_in(f"model.{key}"), getattr(self, key)
+            if not set([value] if isinstance(value, str) else value) <= set(known):
+                why = "there is no such kind of layer"
+                raise UserError(f"model.{key}", value, why, f"choose from {known}")
         if not self.rope_low_freq_factor < self.rope_high_freq_factor:
             why = f"must be below model.rope_high_freq_factor={self.rope_high_freq_factor}"
-            raise UserError(
-                "model.rope_low_freq_factor",
-                self.rope_low_freq_factor,
-                why,
-                "Llama 3.1 has 1 and 4",
-            )
+            key, remedy = "model.rope_low_freq_factor", "Llama 3.1 has 1 and 4"
+            raise UserError(key, self.rope_low_freq_factor, why, remedy)
+
+    def attention_of(self, layer: int) -> str:
+        """Its kind of attention."""
+        return _in_turn(self.attention, layer)
+
+    def feed_forward_of(self, layer: int) -> str:
+        """Its kind of feed-forward."""
+        return _in_turn(self.feed_forward, layer)
 
     @property
     def attention_width(self) -> int:  # H·E
@@ -122,19 +124,6 @@ class ModelConfig:
         low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
         return RopeScaling(self.rope_scaling_factor, low, high, self.rope_original_length)
 
-    @property
-    def num_parameters(self) -> int:
-        """Trainable parameters of the whole model; a tied embedding counts once."""
-        attention = self.dim * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        block = (
-            attention
-            + 3 * self.dim * self.ffn_dim
-            + 2 * self.dim
-            + (2 * self.head_dim if self.qk_norm else 0)
-        )
-        embeddings = self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
-        return self.num_layers * block + embeddings + self.dim
-
     def flops_per_token(self, seq_len: int, whole_attention: bool = False) -> float:
         """Floating-point operations to train on one token: forward and backward, multiply and add
         counted as two.
@@ -150,3 +139,7 @@ class ModelConfig:
         )
         square = 2 if whole_attention else 1
         return 6.0 * matrices + 6.0 * square * self.num_layers * seq_len * self.attention_width
+
+
+def _in_turn(kinds: str | tuple[str, ...], layer: int) -> str:
+    return kinds if isinstance(kinds, str) else kinds[layer % len(kinds)]

@@ -4,12 +4,14 @@ pipeline stages.
 Matrix products are counted in floating-point operations, everything else in bytes moved; a byte
 counts as the operations that the device does in its time (`OPERATIONS_PER_BYTE`).
 
-| part      | operations                     | bytes moved, in elements of the compute dtype                               |
-|-----------|--------------------------------|-----------------------------------------------------------------------------|
-| embedding | none                           | 6 D: row out, and back into the gradient                                    |
-| block     | 6 · its matrices + 6 · S · H·E | 2.5 · (8 D + 10 H·E + 7 F): norms, residuals; rotation, attention's edges;  |
-|           |                                | gate, up; 2.5 · 2 (H + K) E more if heads are normalised                    |
-| head      | 6 · D · V                      | 6 V: logits written, read by the softmax, overwritten, read by two products |
+| part      | operations                   | bytes moved, in elements of the compute dtype        |
+|-----------|------------------------------|------------------------------------------------------|
+| embedding | none                         | 6 D: row out, and back into the gradient             |
+| block     | 6 · its matrices + 6 · S·H·E | 2.5 · (8 D + 10 H·E + 7 F): norms, residuals;        |
+|           |                              | rotation, attention's edges; gate, up; and           |
+|           |                              | 2.5 · 2 (H + K) E more if heads are normalised       |
+| head      | 6 · D · V                    | 6 V: logits written, read by the softmax,            |
+|           |                              | overwritten, read by two products                    |
 
 Attention is causal: 6 · S · H·E is half of the whole square (`ModelConfig.flops_per_token`). With
 full activation checkpointing a block runs forward twice, a third more; the head does not. (All of

@@ -1,16 +1,15 @@
 """RMSNorm (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467)."""
 
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 from torch.distributed.tensor import Replicate
 
 from model.config import ModelConfig
 from model.kernels.rms_norm import add_rms_norm, rms_norm
-from parallel.parameter import Constant, Weight, add_weight
-from parallel.weight import WeightGradientQueue, local_weight
+from parallel.layer import Layer, TensorParallel
+from parallel.parameter import NORM, Constant, Weight
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Layer):
     """y = x / sqrt(mean(x²) + eps) · weight over the last dimension; weight [width] is whole on
     every tp rank.
 
@@ -20,34 +19,23 @@ class RMSNorm(nn.Module):
     width E: each tp rank has other heads, and its gradient is a partial sum either way.
     """
 
-    weight: nn.Parameter
-    weight_gradient_queue: WeightGradientQueue | None = None
-
     def __init__(
-        self, config: ModelConfig, width: int, tp: DeviceMesh, gradient_is_partial: bool
+        self, config: ModelConfig, width: int, tp: TensorParallel, gradient_is_partial: bool
     ) -> None:
-        super().__init__()
+        super().__init__(tp)
         self.eps, self.kernels = config.norm_eps, config.kernels
         weight = Weight(
             shape=(width,),
             placement=Replicate(),
             initial=Constant(1.0),
-            decays=False,
+            group=NORM,
             gradient_is_partial=gradient_is_partial,
         )
-        add_weight(self, weight, tp)
+        self.add_weight(weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(
-            x, local_weight(self.weight, self.weight_gradient_queue), self.eps, self.kernels
-        )
+        return rms_norm(x, self.local(), self.eps, self.kernels)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of x + residual, and the sum: one pass over both."""
-        return add_rms_norm(
-            x,
-            residual,
-            local_weight(self.weight, self.weight_gradient_queue),
-            self.eps,
-            self.kernels,
-        )
+        return add_rms_norm(x, residual, self.local(), self.eps, self.kernels)

@@ -2,6 +2,7 @@
 kernels/rotary.py turns by them."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,27 +10,35 @@ from torch import Tensor
 from model.config import RopeScaling
 
 
-def rotary_angles(
-    positions: Tensor,
-    head_dim: int,
-    theta: float,
-    dtype: torch.dtype,
-    scaling: RopeScaling | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each [S, B, 1, E/2], of position · frequency, theta^(−2i/E) for i < E/2,
-    or that scaled.
+class Rotary(NamedTuple):
+    """What decides a layer's angles."""
+
+    head_dim: int  # E
+    theta: float
+    scaling: RopeScaling | None = None
+
+
+class Angles(NamedTuple):
+    """Each [S, B, 1, E/2], or [S, 1, 1, E/2] where every sequence counts alike."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotary_angles(positions: Tensor, rotary: Rotary, dtype: torch.dtype) -> Angles:
+    """Of position · frequency, theta^(−2i/E) for i < E/2, or that scaled.
 
     `positions` is [S, B], or [S, 1] where every sequence counts alike. Computed in float32 (float64
     for a float64 model): bfloat16 cannot tell positions beyond 256 apart.
     """
+    head_dim, theta, scaling = rotary
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    frequencies = theta ** (
-        -torch.arange(0, head_dim, 2, dtype=exact, device=positions.device) / head_dim
-    )
+    pairs = torch.arange(0, head_dim, 2, dtype=exact, device=positions.device)
+    frequencies = theta ** (-pairs / head_dim)
     if scaling is not None:
         frequencies = scaled(frequencies, scaling)
     angles = positions.to(exact).unsqueeze(-1).unsqueeze(-1) * frequencies
-    return angles.cos(), angles.sin()
+    return Angles(angles.cos(), angles.sin())
 
 
 def scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:

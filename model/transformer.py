@@ -6,23 +6,25 @@ first, [S, B, D], so that sequence-parallel collectives need no copies (parallel
 is the whole sequence; between the matrices a tp rank holds S/tp of it if sequence parallel.
 """
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from model.attention import Attention
-from model.cache import KeyValueCache, LayerCache
+from model.attention import make_attention
 from model.config import ModelConfig
-from model.document import attention_bounds
-from model.feed_forward import FeedForward
+from model.feed_forward import make_feed_forward
 from model.kernels.linear_cross_entropy import linear_cross_entropy
+from model.matmul import Matmul
 from model.norm import RMSNorm
-from model.rotary import rotary_angles
-from parallel.parameter import Normal
-from parallel.placement import chunk_range
-from parallel.tensor import ColumnParallelLinear, VocabParallelEmbedding, column_parallel
+from model.positions import BatchPositions
+from parallel.layer import Pieces, TensorParallel
+from parallel.parameter import Normal, weights_of
+from parallel.tensor import ColumnParallelLinear, VocabParallelEmbedding
 
 
 @dataclass(frozen=True)
@@ -31,79 +33,61 @@ class Batch:
     tokens."""
 
     tokens: Tensor  # [S, B] int64
-    # [S, B] int64, IGNORE where there is none; None: return logits instead of the loss
-    targets: Tensor | None
+    targets: Tensor | None  # [S, B] int64, IGNORE where there is none; None: return logits, no loss
     positions: Tensor  # [S, B] int64, or [S, 1] where every sequence counts from the same start
-    # scalar that the summed loss is multiplied by: 1 / target tokens of the global batch
-    loss_scale: Tensor | None = None
-    # [N + 1] int32, boundaries of documents (model/document.py); None: each sequence is one
-    documents: Tensor | None = None
+    loss_scale: Tensor | None = None  # scalar: 1 / target tokens of the global batch
+    documents: Tensor | None = None  # [N + 1] int32: their boundaries (documents.py), if several
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then + feed_forward(norm(x)); [S/tp, B, D] → the same."""
 
-    def __init__(self, config: ModelConfig, tp: DeviceMesh, sequence_parallel: bool) -> None:
+    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config, config.dim, tp, sequence_parallel)
-        self.attention = Attention(config, tp, sequence_parallel)
-        self.feed_forward_norm = RMSNorm(config, config.dim, tp, sequence_parallel)
-        self.feed_forward = FeedForward(config, tp, sequence_parallel)
+        self.attention_norm = RMSNorm(config, config.dim, tp, tp.sequence_parallel)
+        self.attention = make_attention(config, layer, tp)
+        self.feed_forward_norm = RMSNorm(config, config.dim, tp, tp.sequence_parallel)
+        self.feed_forward = make_feed_forward(config, layer, tp)
 
-    def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        documents: Tensor | None = None,
-        cache: LayerCache | None = None,
-    ) -> Tensor:
-        y, x = self.feed_forward_norm.add(
-            self.attention(self.attention_norm(x), cos, sin, documents, cache), x
-        )
+    def forward(self, x: Tensor, *inputs: Any) -> Tensor:
+        """`inputs`: what this layer's attention wants of the positions."""
+        y, x = self.feed_forward_norm.add(self.attention(self.attention_norm(x), *inputs), x)
         return x + self.feed_forward(y)
+
+
+def vocabulary(config: ModelConfig) -> Pieces:
+    """Rows of the embedding and of the head."""
+    return Pieces(config.vocab_size, "model.vocab_size", uneven=True)
 
 
 class Head(ColumnParallelLinear):
     """Projection onto the vocabulary, and the loss: weight [V, D], rows cut over tp, unevenly where
     tp does not divide V."""
 
-    def __init__(
-        self, config: ModelConfig, tp: DeviceMesh, sequence_parallel: bool, copy_of: str | None
-    ) -> None:
-        super().__init__(
-            config.dim, config.vocab_size, tp, Normal(config.init_std), copy_of=copy_of
-        )
-        self.group, self.sequence_parallel = tp.get_group(), sequence_parallel
-        self.vocab_size, self.z_loss, self.kernels = (
-            config.vocab_size,
-            config.z_loss,
-            config.kernels,
-        )
-        self.first_row = chunk_range(config.vocab_size, tp.size(), tp.get_local_rank()).start
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+        initial, tied_to = Normal(config.init_std), "embedding.weight"
+        copy_of = tied_to if config.tie_embeddings else None
+        rows = vocabulary(config)
+        super().__init__(config.dim, rows.count, rows, tp, Matmul(), initial, copy_of)
+        self.vocab_size, self.z_loss, self.kernels = rows.count, config.z_loss, config.kernels
+        self.first_row = rows.of(tp.size, tp.rank).start
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        """x [S/tp, B, D] → the scaled loss, or logits [S, B, V/tp] where there are no targets."""
-        if batch.targets is None:
-            return self.logits(x)
-        assert batch.loss_scale is not None
+    def loss(self, x: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
+        """x [S/tp, B, D], targets [S, B] → scale · the summed cross-entropy, a scalar. (`forward`
+        has the logits, [S, B, V/tp].)"""
         return linear_cross_entropy(
             x,
-            self.local_weight(),
-            batch.targets,
-            batch.loss_scale,
+            self.local(),
+            targets,
+            scale,
             self.first_row,
-            self.group,
-            self.sequence_parallel,
+            self.tp.group,
+            self.tp.sequence_parallel,
+            matmul=self.matmul,
             vocab_size=self.vocab_size,
-            # evaluation reports the cross-entropy alone
-            z_loss=self.z_loss if torch.is_grad_enabled() else 0.0,
+            z_loss=self.z_loss if torch.is_grad_enabled() else 0.0,  # evaluation leaves it out
             kernels=self.kernels,
         )
-
-    def logits(self, x: Tensor) -> Tensor:
-        """x [S/tp, B, D] → [S, B, V/tp]"""
-        return column_parallel(x, [self], self.group, self.sequence_parallel)[0]
 
 
 class Transformer(nn.Module):
@@ -118,58 +102,65 @@ class Transformer(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        layers: range,
+        layers: Iterable[int],
         first: bool,
         last: bool,
-        tp: DeviceMesh,
-        sequence_parallel: bool,
+        tp: TensorParallel,
     ) -> None:
         super().__init__()
         self.config, self.first, self.last = config, first, last
         self.embedding = None
         if first:
             initial = Normal(config.init_std)
-            self.embedding = VocabParallelEmbedding(
-                config.vocab_size, config.dim, tp, sequence_parallel, initial
-            )
-        self.blocks = nn.ModuleDict(
-            {str(layer): Block(config, tp, sequence_parallel) for layer in layers}
-        )
-        self.norm = RMSNorm(config, config.dim, tp, sequence_parallel) if last else None
-        tied_to = "embedding.weight" if config.tie_embeddings else None
-        self.head = Head(config, tp, sequence_parallel, copy_of=tied_to) if last else None
+            self.embedding = VocabParallelEmbedding(vocabulary(config), config.dim, tp, initial)
+        self.blocks = nn.ModuleDict({str(layer): Block(config, layer, tp) for layer in layers})
+        self.norm = RMSNorm(config, config.dim, tp, tp.sequence_parallel) if last else None
+        self.head = Head(config, tp) if last else None
 
     def forward(self, hidden: Tensor | None, batch: Batch) -> Tensor:
-        """hidden [S/tp, B, D] of the stage before (None on the first) → hidden for the next, or the
-        scaled loss at the end."""
+        """hidden [S/tp, B, D] of the stage before (None on the first) → hidden for the next; at the
+        end the scaled loss, or logits [S, B, V/tp] where there are no targets."""
         if self.embedding is not None:
             hidden = self.embedding(batch.tokens)
         assert hidden is not None
-        config = self.config
-        cos, sin = rotary_angles(
-            batch.positions, config.head_dim, config.rope_theta, hidden.dtype, config.rope_scaling
-        )
-        documents = attention_bounds(
-            batch.documents, batch.positions, hidden.dtype, config.head_dim
-        )
+        positions = BatchPositions(batch.positions, batch.documents, hidden.dtype)
         for block in self.blocks.values():
-            hidden = block(hidden, cos, sin, documents)
+            assert isinstance(block, Block)
+            hidden = block(hidden, *block.attention.inputs(positions))
         if self.norm is not None and self.head is not None:
-            hidden = self.head(self.norm(hidden), batch)
+            hidden = self.norm(hidden)
+            if batch.targets is None or batch.loss_scale is None:
+                hidden = self.head(hidden)
+            else:
+                hidden = self.head.loss(hidden, batch.targets, batch.loss_scale)
         assert isinstance(hidden, torch.Tensor)
         return hidden
 
-    def next_logits(self, tokens: Tensor, cache: KeyValueCache) -> Tensor:
-        """tokens [S, B], which follow on those in the cache and are added to it → logits [1, B,
-        V/tp] after the last of them.
 
-        For a model in one stage, without sequence parallelism: one token cannot be cut.
-        """
-        assert self.embedding is not None, "the whole model in one stage"
-        hidden = self.embedding(tokens)
-        cos, sin, mask = cache.next(tokens.shape[0])
-        for name, block in self.blocks.items():
-            hidden = block(hidden, cos, sin, mask, cache.layers[name])
-        assert self.norm is not None
-        assert self.head is not None
-        return self.head.logits(self.norm(hidden[-1:]))
+@lru_cache(maxsize=64)
+def kinds_of_blocks(config: ModelConfig, tp: int = 1) -> list[tuple[Block, int]]:
+    """A block of each kind, in shapes only, as one of `tp` ranks has it; and how many there are.
+
+    Raises UserError, naming the key, where `tp` does not divide something.
+    """
+    layers = range(config.num_layers)
+    counts = Counter((config.attention_of(i), config.feed_forward_of(i)) for i in layers)
+    first = {(config.attention_of(i), config.feed_forward_of(i)): i for i in reversed(layers)}
+    return [(Block(config, first[kind], TensorParallel(tp)), n) for kind, n in counts.items()]
+
+
+@lru_cache(maxsize=64)
+def num_parameters(config: ModelConfig) -> int:
+    """Trainable parameters of the whole model; a tied embedding counts once."""
+
+    def count(module: nn.Module) -> int:
+        return sum(each.numel for each in weights_of(module) if not each.is_copy)
+
+    ends = Transformer(config, [], True, True, TensorParallel())
+    return count(ends) + sum(n * count(block) for block, n in kinds_of_blocks(config))
+
+
+def check_tp(config: ModelConfig, tp: int) -> None:
+    """Raises UserError, naming the key, where some layer cannot be cut for `tp` ranks."""
+    kinds_of_blocks(config, tp)
+    Transformer(config, [], True, True, TensorParallel(tp))

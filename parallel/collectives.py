@@ -98,10 +98,10 @@ class ReduceScatterToSequence(torch.autograd.Function):
     """g's sequence-parallel twin: partial sums → this rank's part of the sequence (Korthikanti et
     al. 2022, section 4.2.2).
 
-    | pass     | computes                   | local shapes               | communication                |
-    |----------|----------------------------|----------------------------|------------------------------|
-    | forward  | y = (Σ_ranks x)[my slice]  | [S, B, D] → [S/tp, B, D]   | reduce-scatter S·B·D over tp |
-    | backward | dx = concatenated dy       | [S/tp, B, D] → [S, B, D]   | all-gather S·B·D over tp     |
+    | pass     | computes                  | local shapes              | communication over tp |
+    |----------|---------------------------|---------------------------|-----------------------|
+    | forward  | y = (Σ_ranks x)[my slice] | [S, B, D] → [S/tp, B, D]  | reduce-scatter S·B·D  |
+    | backward | dx = concatenated dy      | [S/tp, B, D] → [S, B, D]  | all-gather S·B·D      |
     """
 
     @staticmethod

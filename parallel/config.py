@@ -1,10 +1,11 @@
 """How a run is split over its processes (the section `parallel.` of a configuration file)."""
 
+import math
 from itertools import accumulate
 from typing import Annotated, Literal
 
 from errors import UserError
-from parallel.axes import MeshSizes
+from parallel.axes import AXES, MeshSizes
 from parallel.pipeline.actions import stage_ranks
 from parallel.pipeline.balance import LayerCosts, balanced_split, even_split
 from parallel.pipeline.schedules import build_schedule
@@ -41,22 +42,13 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         if self.dp_shard == 0:
-            raise UserError(
-                "parallel.dp_shard",
-                0,
-                "must be positive, or -1",
-                "-1 takes what is left of the world",
-            )
-        if (
-            isinstance(self.layers_per_stage, list)
-            and len(self.layers_per_stage) != self.num_stages
-        ):
-            raise UserError(
-                "parallel.layers_per_stage",
-                self.layers_per_stage,
-                f"must have one number for each of the pp · stages_per_rank = {self.num_stages} stages",
-                f"give {self.num_stages} numbers, null for an even split, or auto for a balanced one",
-            )
+            remedy = "-1 takes what is left of the world"
+            raise UserError("parallel.dp_shard", 0, "must be positive, or -1", remedy)
+        given, stages = self.layers_per_stage, self.num_stages
+        if isinstance(given, list) and len(given) != stages:
+            why = f"must have one number for each of the pp · stages_per_rank = {stages} stages"
+            remedy = f"give {stages} numbers, null for an even split, or auto for a balanced one"
+            raise UserError("parallel.layers_per_stage", given, why, remedy)
 
     @property
     def num_stages(self) -> int:
@@ -69,75 +61,55 @@ class ParallelConfig:
             UserError: the axes do not multiply to the world, or zero_stage 0 meets sharded data
                 parallelism.
         """
-        others = self.tp * self.pp * self.dp_replicate
+        given = {axis: getattr(self, axis) for axis in AXES}
+        others = math.prod(size for axis, size in given.items() if axis != "dp_shard")
         dp_shard = self.dp_shard if self.dp_shard != -1 else world_size // others
         if others * dp_shard != world_size or dp_shard == 0:
-            given = f"tp={self.tp} · pp={self.pp} · dp_replicate={self.dp_replicate} · dp_shard={self.dp_shard}"
+            axes = " · ".join(f"{axis}={size}" for axis, size in given.items())
             search = f"`python -m tools.plan CONFIG --gpus {world_size} --search` lists what fits"
             if world_size % others == 0:
                 key, value = "parallel.dp_shard", self.dp_shard
-                remedy = f"set parallel.dp_shard=-1, which takes the {world_size // others} that are left, or start exactly "
-                remedy += f"{others * dp_shard} processes; {search}"
+                remedy = f"set parallel.dp_shard=-1, which takes the {world_size // others} that "
+                remedy += f"are left, or start exactly {others * dp_shard} processes; {search}"
             else:
                 key, value = "parallel.tp", self.tp
-                fits = (
-                    f"a multiple of {others}"
-                    if self.dp_shard == -1
-                    else f"exactly {others * self.dp_shard}"
-                )
-                remedy = f"start {fits} processes, or choose axes whose product is {world_size}: {search}"
-            raise UserError(
-                key, value, f"{given} does not make the world of {world_size} processes", remedy
-            )
+                auto = self.dp_shard == -1
+                fits = f"a multiple of {others}" if auto else f"exactly {others * self.dp_shard}"
+                remedy = f"start {fits} processes, or choose axes whose product is {world_size}: "
+                remedy += search
+            why = f"{axes} does not make the world of {world_size} processes"
+            raise UserError(key, value, why, remedy)
         if self.zero_stage == 0 and dp_shard != 1:
-            raise UserError(
-                "parallel.zero_stage",
-                0,
-                f"stage 0 keeps whole replicas, but dp_shard is {dp_shard}",
-                f"set parallel.dp_shard=1 parallel.dp_replicate={self.dp_replicate * dp_shard}, or zero_stage 1 to 3",
-            )
-        return MeshSizes(pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=dp_shard, tp=self.tp)
+            why = f"stage 0 keeps whole replicas, but dp_shard is {dp_shard}"
+            remedy = f"set parallel.dp_shard=1 parallel.dp_replicate={self.dp_replicate * dp_shard}"
+            raise UserError("parallel.zero_stage", 0, why, remedy + ", or zero_stage 1 to 3")
+        return MeshSizes(**given | {"dp_shard": dp_shard})
 
     @property
     def ranks_of_stages(self) -> list[int]:
         """The pipeline rank of each stage, first to last. (It does not depend on the number of
         micro-batches.)"""
-        return stage_ranks(
-            build_schedule(self.schedule, self.pp, self.stages_per_rank, 2 * self.pp)
-        )
+        p, v = self.pp, self.stages_per_rank
+        return stage_ranks(build_schedule(self.schedule, p, v, 2 * p))
 
     def split_layers(self, num_layers: int, costs: LayerCosts) -> list[range]:
         """The blocks of each stage, first to last; `costs` are those of the model, for
         `layers_per_stage=auto`."""
-        stages = self.num_stages
+        stages, key = self.num_stages, "parallel.layers_per_stage"
         if isinstance(self.layers_per_stage, list):
             counts = self.layers_per_stage
             if 0 in counts[1:-1]:
                 why = "a stage between the first and the last would have no parameters"
-                raise UserError(
-                    "parallel.layers_per_stage", counts, why, "give every stage in between a layer"
-                )
+                raise UserError(key, counts, why, "give every stage in between a layer")
             if sum(counts) != num_layers:
-                raise UserError(
-                    "parallel.layers_per_stage",
-                    counts,
-                    f"adds up to {sum(counts)} layers, but model.num_layers={num_layers}",
-                    "give numbers that add up to model.num_layers",
-                )
+                why = f"adds up to {sum(counts)} layers, but model.num_layers={num_layers}"
+                raise UserError(key, counts, why, "give numbers that add up to model.num_layers")
+        elif num_layers < stages:
+            why = f"{stages} stages, but the model has only {num_layers} layers"
+            remedy = f"use at most {num_layers} stages, or a {key} whose first or last has none"
+            raise UserError("parallel.pp", self.pp, why, remedy)
+        elif self.layers_per_stage == "auto":
+            counts = balanced_split(num_layers, costs, self.ranks_of_stages)
         else:
-            if num_layers < stages:
-                raise UserError(
-                    "parallel.pp",
-                    self.pp,
-                    f"{stages} stages, but the model has only {num_layers} layers",
-                    f"use at most {num_layers} stages, or a parallel.layers_per_stage whose first or last has none",
-                )
-            balanced = self.layers_per_stage == "auto"
-            counts = (
-                balanced_split(num_layers, costs, self.ranks_of_stages)
-                if balanced
-                else even_split(num_layers, stages)
-            )
-        return [
-            range(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)
-        ]
+            counts = even_split(num_layers, stages)
+        return [range(end - n, end) for end, n in zip(accumulate(counts), counts, strict=True)]

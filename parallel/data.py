@@ -1,30 +1,36 @@
 """Data parallelism: FSDP2 over dp_shard, whole replicas over dp_replicate, and what `zero_stage`
 means.
 
-The unit that is gathered and reduced together is a block; the embedding is one, the final norm and
-the head are another. (Or a whole stage, with `fsdp_unit: stage`.)
+What FSDP sends, for each unit. A unit is a block; the embedding is one, the final norm and the head
+are another. (Or a whole stage, with `fsdp_unit: stage`.) M: micro-batches of a step.
 
-| zero_stage | weights are gathered        | gradients are reduced          | between micro-batches a rank holds              |
-|------------|-----------------------------|--------------------------------|-------------------------------------------------|
-| 0          | never (dp_shard = 1)        | all-reduce, once per step      | whole weights, gradients and moments            |
-| 1          | once per step               | reduce-scatter, once per step  | whole weights and gradients, sharded moments    |
-| 2          | once per step               | reduce-scatter, per micro-batch| whole weights, sharded gradients and moments    |
-| 3          | per micro-batch, forward    | reduce-scatter, per micro-batch| sharded weights, gradients and moments          |
-|            | and backward                |                                |                                                 |
+| zero_stage | what        | collective               | dtype   | when, in a step                |
+|------------|-------------|--------------------------|---------|--------------------------------|
+| 0          | nothing     | (dp_shard = 1)           |         |                                |
+| 1          | weights     | all-gather, dp_shard     | compute | once, before the first forward |
+|            | gradients   | reduce-scatter, dp_shard | reduce  | once, in the last backward     |
+| 2          | weights     | all-gather, dp_shard     | compute | once, before the first forward |
+|            | gradients   | reduce-scatter, dp_shard | reduce  | M times, in each backward      |
+| 3          | weights     | all-gather, dp_shard     | compute | 2 M times, before each forward |
+|            |             |                          |         | and each backward              |
+|            | gradients   | reduce-scatter, dp_shard | reduce  | M times, in each backward      |
+| all        | what is     | all-reduce, dp_replicate | reduce  | once, in the last backward     |
+|            | left of gr. |                          |         |                                |
 
-(ZeRO: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054; hybrid sharding: Zhao et al. 2023,
-https://arxiv.org/abs/2304.11277.) Between steps weights are sharded in all of them. With
-dp_replicate > 1 the sharded gradients are also all-reduced over dp_replicate, once per step. Stage
-2 trades M − 1 more reduce-scatters per step, for M micro-batches, for gradients of 1 / dp_shard the
-size; stage 3 trades 2 M − 1 more gathers for weights of 1 / dp_shard the size.
+A group of one rank sends nothing. Between micro-batches a rank holds whole weights in stages 0 to 2
+and whole gradients in stages 0 and 1; between steps weights and moments are sharded in all. (ZeRO:
+Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054; hybrid sharding: Zhao et al. 2023,
+https://arxiv.org/abs/2304.11277.) Stage 2 trades M − 1 more reduce-scatters for gradients of
+1 / dp_shard the size; stage 3 trades 2 M − 1 more gathers for weights of 1 / dp_shard the size.
+`ZeroStage` turns FSDP's switches, and tests/test_collectives.py holds the table to what is sent.
 
 A weight leads two lives. The optimizer, the checkpoint and the norm see one part of it; forward and
 backward see more:
 
-    between steps     DTensor on (dp_replicate, dp_shard, tp)      master dtype      p, p.grad, moments
-          │ gather over dp_shard                          ▲ reduce-scatter over dp_shard, all-reduce over dp_replicate
-          ▼                                               │
-    in a stage        DTensor on (tp)                     │        compute dtype     what `LocalWeight` opens
+    between steps  DTensor on (dp_replicate, dp_shard, tp)   master dtype   p, p.grad, moments
+        │ gather over dp_shard                ▲ reduce-scatter over dp_shard, all-reduce over
+        ▼                                     │ dp_replicate
+    in a stage     DTensor on (tp)            │              compute dtype  what `Layer.local` opens
 
 Every reduction is a plain sum: the loss is divided by the number of target tokens of the global
 batch before backward, so no mean is ever taken of means.

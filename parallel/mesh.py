@@ -14,12 +14,12 @@ class Mesh:
     """The mesh and its named views. The code asks for views, which a new axis may join, and not for
     axes.
 
-    | view   | which ranks                  | what for                                                                  |
-    |--------|------------------------------|---------------------------------------------------------------------------|
-    | batch  | dp_replicate × dp_shard      | each reads other rows of the global batch                                 |
-    | loss   | dp_replicate × dp_shard      | each computes the loss of other tokens: it is summed over them            |
-    | fsdp   | (dp_replicate, dp_shard)     | FSDP2 shards over the last, and replicates over the first                 |
-    | pp, tp | of one axis                  | stages; parts of a layer                                                  |
+    | view   | which ranks              | what for                                              |
+    |--------|--------------------------|-------------------------------------------------------|
+    | batch  | dp_replicate × dp_shard  | each reads other rows of the global batch             |
+    | loss   | dp_replicate × dp_shard  | each computes the loss of other tokens: it is summed  |
+    | fsdp   | (dp_replicate, dp_shard) | FSDP2 shards over the last, replicates over the first |
+    | pp, tp | of one axis              | stages; parts of a layer                              |
     """
 
     device: str  # "cuda" or "cpu"

@@ -1,30 +1,29 @@
 """What a weight is, said once, where a layer makes it; nothing later guesses it from a name or from
 a number of dimensions.
 
-    Weight(shape=(4096, 1024), placement=Shard(0), initial=Normal(0.02), decays=True,
-    gradient_is_partial=False)
+    Weight(shape=(4096, 1024), placement=Shard(0), initial=Normal(0.02), group=MATRIX,
+           gradient_is_partial=False)
 
-| who                                       | asks                                                                   |
-|-------------------------------------------|------------------------------------------------------------------------|
-| tensor parallelism (`add_weight`)         | shape, placement                                                       |
-| initial weights (model/initialise.py)     | initial, copy_of                                                       |
-| sum over tp (partial.py)                  | gradient_is_partial                                                    |
-| the optimizer                             | decays, copy_of                                                        |
-| gradient norm, checkpoints                | copy_of: each global tensor counts once                                |
+| who                                   | asks                                          |
+|---------------------------------------|-----------------------------------------------|
+| tensor parallelism (layer.py)         | shape, placement                              |
+| FSDP (data.py)                        | sharded_over                                  |
+| initial weights (model/initialise.py) | initial, copy_of                              |
+| sum over tp (partial.py)              | gradient_is_partial                           |
+| the optimizer                         | group, copy_of                                |
+| gradient norm, checkpoints, counts    | copy_of: each global tensor counts once       |
 
 FSDP2 replaces parameters when it shards a module, and what was attached to them is lost. So a
 module keeps what its weights are, and `weights_of` lists both together.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-
-from parallel.placement import chunk_range
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,18 @@ class Constant:
     value: float
 
 
+class Group(NamedTuple):
+    """Weights that an optimizer treats alike."""
+
+    name: str
+    decays: bool  # whether weight decay applies
+
+
+MATRIX = Group("matrix", decays=True)
+EMBEDDING = Group("embedding", decays=True)
+NORM = Group("norm", decays=False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Weight:
     """One global tensor of the model."""
@@ -49,11 +60,10 @@ class Weight:
     # over tp; where tp does not divide the dimension, unevenly (`chunk_range`)
     placement: Shard | Replicate
     initial: Normal | Constant
-    decays: bool  # whether weight decay applies
-    # whether each tp rank's gradient is one term of a sum over tp (partial.py)
-    gradient_is_partial: bool
-    # the global name of the weight that this one is a second copy of (pipeline/tied.py)
-    copy_of: str | None = None
+    group: Group  # of the optimizer
+    gradient_is_partial: bool  # each tp rank's is one term of a sum over tp (partial.py)
+    copy_of: str | None = None  # the global name of the weight that this copies (pipeline/tied.py)
+    sharded_over: str = "fsdp"  # the view of the mesh (mesh.py) that FSDP shards it over
 
 
 @dataclass(frozen=True)
@@ -70,6 +80,11 @@ class NamedWeight:
         """Of the global tensor behind it: what initial weights, checkpoints and random bits depend
         on."""
         return self.weight.copy_of or self.name
+
+    @property
+    def numel(self) -> int:
+        """Of the global tensor."""
+        return math.prod(self.weight.shape)
 
     @property
     def is_copy(self) -> bool:
@@ -89,21 +104,6 @@ class NamedWeight:
         return gradient
 
 
-def add_weight(module: nn.Module, weight: Weight, tp: DeviceMesh, name: str = "weight") -> None:
-    """Give `module` a parameter on the meta device: this tp rank's part of `weight`."""
-    shape, local_shape = torch.Size(weight.shape), list(weight.shape)
-    if isinstance(weight.placement, Shard):
-        dim = weight.placement.dim
-        local_shape[dim] = len(chunk_range(shape[dim], tp.size(), tp.get_local_rank()))
-    local = torch.empty(local_shape, device="meta")
-    stride = torch.empty(shape, device="meta").stride()
-    placed = DTensor.from_local(
-        local, tp, [weight.placement], run_check=False, shape=shape, stride=stride
-    )
-    module.register_parameter(name, nn.Parameter(placed))
-    module.__dict__.setdefault("weights", {})[name] = weight
-
-
 def weights_of(stage: nn.Module) -> list[NamedWeight]:
     """All weights of a stage, in the order of its parameters.
 
@@ -111,10 +111,9 @@ def weights_of(stage: nn.Module) -> list[NamedWeight]:
         AssertionError: some layer has made a parameter without saying what it is.
     """
     found = list(_walk(stage))
-    unknown = {name for name, _ in stage.named_parameters(remove_duplicate=False)} - {
-        each.name for each in found
-    }
-    assert not unknown, f"made without parallel.parameter.add_weight: {sorted(unknown)}"
+    parameters = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
+    unknown = sorted(parameters - {each.name for each in found})
+    assert not unknown, f"made without Layer.add_weight: {unknown}"
     return found
 
 

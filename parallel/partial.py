@@ -1,11 +1,11 @@
 """Gradients that each tp rank knows only in part: summed over tp, once per step.
 
-| weight, whole on every tp rank           | each rank's gradient covers                             |
-|------------------------------------------|---------------------------------------------------------|
-| a norm's, with sequence parallelism      | its own part of the sequence                            |
-| a norm's of q's or k's heads, always     | the heads it has                                        |
-| shared key/value heads (fewer than tp)   | the query heads it has                                  |
-| another norm's, without                  | everything: the same on all ranks, to be summed by none |
+| weight, whole on every tp rank         | each rank's gradient covers                          |
+|----------------------------------------|------------------------------------------------------|
+| a norm's, with sequence parallelism    | its own part of the sequence                         |
+| a norm's of q's or k's heads, always   | the heads it has                                     |
+| shared key/value heads (fewer than tp) | the query heads it has                               |
+| another norm's, without                | everything: the same on all ranks, and is not summed |
 
 All but the last must be summed, and that one must not: both mistakes are silent. So every weight
 says which it is where it is made (`gradient_is_partial`, parameter.py).

@@ -3,6 +3,8 @@
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from parallel.axes import AXES
+
 
 def chunk_range(size: int, chunks: int, index: int) -> range:
     """The part of `range(size)` that rank `index` of `chunks` holds: ceil(size / chunks) each, the
@@ -30,6 +32,14 @@ def local_region(tensor: DTensor) -> tuple[range, ...]:
         part = chunk_range(len(region[dim]), mesh.size(axis), mesh.get_local_rank(axis))
         region[dim] = region[dim][part.start : part.stop]
     return tuple(region)
+
+
+def replicated_over(tensor: DTensor) -> list[str]:
+    """The axes over which ranks of one stage hold the same numbers of `tensor`: those of its mesh
+    that do not cut it, and those that its mesh does not have."""
+    names = tensor.device_mesh.mesh_dim_names or ()
+    cut = [a for a, p in zip(names, tensor.placements, strict=True) if not p.is_replicate()]
+    return [axis for axis in AXES if axis != "pp" and axis not in cut]
 
 
 def as_dtensor_like(local: Tensor, like: DTensor) -> DTensor:

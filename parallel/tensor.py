@@ -1,8 +1,8 @@
-"""Tensor parallelism, written by hand: each matrix is cut over the tp axis, and the cuts meet in
-few, visible collectives.
+"""Tensor parallelism, written by hand: each matrix is cut over the tp axis, and few, visible
+collectives join the parts.
 
-    x ──all-gather──┬─ column-parallel q, k, v ── attention ── row-parallel output ──reduce-scatter── y
-     (whole sequence)     [each rank: its heads]                 [partial sums]         (1/tp of the sequence)
+    x ──all-gather──┬─ column-parallel q, k, v ─ attention ─ row-parallel output ──reduce-scatter─ y
+     (whole sequence)    [each rank: its heads]               [partial sums]     (1/tp of it again)
 
 A column-parallel weight [F, D] keeps F/tp rows per rank, so each rank computes F/tp of the outputs;
 a row-parallel weight [D, F] keeps F/tp columns, so each rank computes a partial sum of all outputs.
@@ -10,10 +10,6 @@ One after the other they need one communication going in and one coming out (Sho
 https://arxiv.org/abs/1909.08053, section 3). With sequence parallelism the activations between them
 are split along the sequence, and all-reduce becomes reduce-scatter + all-gather: the same bytes,
 1/tp of the memory (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198).
-
-Weights are DTensors that carry their placement on tp: FSDP2 shards them further, checkpoints store
-the global tensor, and the gradient norm knows what is a replica. The mathematics works on the local
-tensors.
 """
 
 from collections.abc import Sequence
@@ -21,9 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 from parallel.collectives import (
@@ -32,84 +26,74 @@ from parallel.collectives import (
     start_all_reduce_,
     start_reduce_scatter,
 )
-from parallel.parameter import Normal, Weight, add_weight
-from parallel.placement import chunk_range
-from parallel.weight import (
+from parallel.deferred import (
     Destination,
     EmbeddingGradient,
+    LinearGradients,
     Matmul,
-    WeightGradientJob,
     WeightGradientQueue,
     embedding_gradient,
-    local_weight,
 )
+from parallel.layer import Layer, Pieces, TensorParallel
+from parallel.parameter import EMBEDDING, MATRIX, Normal, Weight
 
 
 class ColumnParallelFunction(torch.autograd.Function):
-    """Several column-parallel products of one input, which is gathered (or copied) once for all of
-    them.
+    """Column-parallel products of one input, which is gathered (or copied) once for all of them.
 
-    With sequence parallelism (Korthikanti et al., g-bar); F is the sum of the outputs' local
-    widths:
+    With sequence parallelism (Korthikanti et al., g-bar); Fᵢ is the local width of output i:
 
-    | pass         | computes       | local shapes               | communication                               |
-    |--------------|----------------|----------------------------|---------------------------------------------|
-    | forward      | yᵢ = x · wᵢᵀ   | [S/tp, B, D] → [S, B, Fᵢ]  | all-gather x: S·B·D over tp                 |
-    | input grad.  | dx = Σ dyᵢ·wᵢ  | [S, B, Fᵢ] → [S/tp, B, D]  | reduce-scatter dx: S·B·D, behind weight gr. |
-    | weight grad. | dwᵢ = dyᵢᵀ · x | → [Fᵢ, D]                  | all-gather x again: S·B·D, behind input gr. |
+    | pass         | computes       | local shapes              | communication over tp       |
+    |--------------|----------------|---------------------------|-----------------------------|
+    | forward      | yᵢ = x · wᵢᵀ   | [S/tp, B, D] → [S, B, Fᵢ] | all-gather x: S·B·D         |
+    | input grad.  | dx = Σ dyᵢ·wᵢ  | [S, B, Fᵢ] → [S/tp, B, D] | reduce-scatter dx: S·B·D,   |
+    |              |                |                           | behind the weight gradients |
+    | weight grad. | dwᵢ = dyᵢᵀ · x | → [Fᵢ, D]                 | all-gather x again: S·B·D,  |
+    |              |                |                           | behind the input gradient   |
 
-    Gathering x twice is what lets each rank keep only its S/tp slice of it between forward and
-    backward. Without (Shoeybi et al., f): x is whole on every rank already; forward moves nothing,
-    and dx is all-reduced, S·B·D, behind the weight gradient. Where `queue` defers
-    (parallel/weight.py) the last row of the table happens later, in a job.
+    Gathering x twice is what lets each rank keep only its S/tp slice between forward and backward.
+    Without (Shoeybi et al., f): x is whole on every rank already; forward moves nothing, and dx is
+    all-reduced, S·B·D, behind the weight gradient. Where a queue defers (parallel/deferred.py) the
+    last row of the table happens later, in a job.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        group: ProcessGroup,
-        sequence_parallel: bool,
+        tp: TensorParallel,
+        matmuls: Sequence[Matmul],
         queue: WeightGradientQueue | None,
         destinations: Sequence[Destination],
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.group, ctx.sequence_parallel, ctx.queue, ctx.destinations = (
-            group,
-            sequence_parallel,
-            queue,
-            destinations,
-        )
+        ctx.tp, ctx.matmuls, ctx.queue, ctx.destinations = tp, matmuls, queue, destinations
         ctx.save_for_backward(x, *weights)
-        if sequence_parallel:
-            x = start_all_gather(x, group).wait()  # [S, B, D]
-        return tuple(Matmul.forward(x, weight) for weight in weights)
+        if tp.sequence_parallel:
+            x = start_all_gather(x, tp.group).wait()  # [S, B, D]
+        return tuple(m.forward(x, weight) for m, weight in zip(matmuls, weights, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        group = ctx.group
+        group, cut = ctx.tp.group, ctx.tp.sequence_parallel
         later = ctx.queue is not None and ctx.queue.is_deferring
-        if ctx.sequence_parallel and not later:
+        if cut and not later:
             gathering_x = start_all_gather(x, group)
         dx = None
-        for dy, weight in zip(dys, weights, strict=True):
-            dx = Matmul.input_gradient(dy, weight, into=dx)
+        for matmul, dy, weight in zip(ctx.matmuls, dys, weights, strict=True):
+            dx = matmul.input_gradient(dy, weight, into=dx)
         assert dx is not None
-        if ctx.sequence_parallel and not later:
+        if cut and not later:
             x = gathering_x.wait()
-        reducing_dx = (
-            start_reduce_scatter(dx, group)
-            if ctx.sequence_parallel
-            else start_all_reduce_(dx, group)
-        )
+        reducing_dx = start_reduce_scatter(dx, group) if cut else start_all_reduce_(dx, group)
         dws: list[Tensor | None]
         if later:
-            gather_x = group if ctx.sequence_parallel else None
-            ctx.queue.add(WeightGradientJob(x, dys, ctx.destinations, gather_x=gather_x))
+            gather_x = group if cut else None
+            ctx.queue.add(LinearGradients(x, dys, ctx.destinations, gather_x=gather_x))
             dws = [None] * len(dys)
         else:
-            dws = [Matmul.weight_gradient(dy, x) for dy in dys]
+            dws = [m.weight_gradient(dy, x) for m, dy in zip(ctx.matmuls, dys, strict=True)]
         return reducing_dx.wait(), None, None, None, None, *dws
 
 
@@ -129,131 +113,123 @@ class RowParallelFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        group: ProcessGroup,
-        sequence_parallel: bool,
+        tp: TensorParallel,
+        matmul: Matmul,
         queue: WeightGradientQueue | None,
         destinations: Sequence[Destination],
         weight: Tensor,
     ) -> Tensor:
-        ctx.group, ctx.sequence_parallel, ctx.queue, ctx.destinations = (
-            group,
-            sequence_parallel,
-            queue,
-            destinations,
-        )
+        ctx.tp, ctx.matmul, ctx.queue, ctx.destinations = tp, matmul, queue, destinations
         ctx.save_for_backward(x, weight)
-        return Matmul.forward(x, weight)
+        return matmul.forward(x, weight)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        dw = None
+        tp, dw = ctx.tp, None
         if ctx.queue is None or not ctx.queue.is_deferring:
-            dw = Matmul.weight_gradient(dy, x)
-        elif ctx.sequence_parallel and ctx.group.size() > 1:
+            dw = ctx.matmul.weight_gradient(dy, x)
+        elif tp.sequence_parallel and tp.size > 1:
             # The reduce-scatter's backward gathered dy. Waiting, the job keeps this rank's part,
             # and gathers it again.
-            mine = dy.chunk(ctx.group.size())[ctx.group.rank()].clone()
-            ctx.queue.add(WeightGradientJob(x, (mine,), ctx.destinations, gather_dys=ctx.group))
+            mine = dy.chunk(tp.size)[tp.rank].clone()
+            ctx.queue.add(LinearGradients(x, (mine,), ctx.destinations, gather_dys=tp.group))
         else:
-            ctx.queue.add(WeightGradientJob(x, (dy,), ctx.destinations))
-        return Matmul.input_gradient(dy, weight), None, None, None, None, dw
+            ctx.queue.add(LinearGradients(x, (dy,), ctx.destinations))
+        return ctx.matmul.input_gradient(dy, weight), None, None, None, None, dw
 
 
-class ColumnParallelLinear(nn.Module):
-    """weight [out, in], output rows cut over tp. No forward of its own: `column_parallel` computes
-    several that read one input.
+class ColumnParallelLinear(Layer):
+    """weight [out, in], output rows cut over tp between `pieces` of the output. `column_parallel`
+    computes several of these that read one input.
 
-    `shards` may be less than tp (key/value heads fewer than tp ranks): then the whole weight is on
-    every rank, and ranks in groups of tp / shards compute the same slice of the output. Each rank's
-    gradient covers its slice and the queries it served: a partial sum (parallel/partial.py).
+    Where there are fewer pieces than tp ranks (key/value heads), the whole weight is on every rank,
+    and ranks in groups of tp / pieces compute the same slice of the output. Each rank's gradient
+    covers its slice and the queries it served: a partial sum (parallel/partial.py).
     """
-
-    weight: nn.Parameter
-    # set by `share_queue` where a schedule splits backward
-    weight_gradient_queue: WeightGradientQueue | None = None
 
     def __init__(
         self,
         in_features: int,
         out_features: int,
-        tp: DeviceMesh,
+        pieces: Pieces,
+        tp: TensorParallel,
+        matmul: Matmul,
         initial: Normal,
-        shards: int | None = None,
         copy_of: str | None = None,
     ) -> None:
-        super().__init__()
-        ranks = tp.size()
-        self.shards = min(shards or ranks, ranks)
-        shared = self.shards < ranks
-        width, index = out_features // self.shards, tp.get_local_rank() * self.shards // ranks
-        self.rows = slice(index * width, (index + 1) * width) if shared else None
+        super().__init__(tp)
+        self.matmul = matmul
+        pieces.check(tp.size)
+        shared = pieces.count < tp.size
+        self.rows = None  # of this rank's part, which it computes with; None: all
+        if shared:
+            width, piece = out_features // pieces.count, pieces.of(tp.size, tp.rank)
+            self.rows = slice(piece.start * width, piece.stop * width)
         weight = Weight(
             shape=(out_features, in_features),
             placement=Replicate() if shared else Shard(0),
             initial=initial,
-            decays=True,
+            group=MATRIX,
             gradient_is_partial=shared,
             copy_of=copy_of,
         )
-        add_weight(self, weight, tp)
+        self.add_weight(weight)
 
-    def local_weight(self) -> Tensor:
-        """[out / shards, in]"""
-        weight = local_weight(self.weight, self.weight_gradient_queue)
+    def local(self) -> Tensor:
+        """[out/tp, in], or one piece of it"""
+        weight = super().local()
         return weight if self.rows is None else weight[self.rows]
 
+    def forward(self, x: Tensor) -> Tensor:
+        """x [S/tp, B, in] (or [S, B, in] without sequence parallelism) → [S, B, out/tp]"""
+        return column_parallel(x, self)[0]
 
-def column_parallel(
-    x: Tensor, layers: list[ColumnParallelLinear], group: ProcessGroup, sequence_parallel: bool
-) -> list[Tensor]:
-    """x [S/tp, B, D] (or [S, B, D] without sequence parallelism) → one [S, B, out/tp] per layer,
+
+def column_parallel(x: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor, ...]:
+    """x [S/tp, B, in] (or [S, B, in] without sequence parallelism) → one [S, B, out/tp] per layer,
     with one gather of x."""
-    weights = [layer.local_weight() for layer in layers]
-    queue = layers[0].weight_gradient_queue
-    destinations = (
-        () if queue is None else tuple(Destination(layer.weight, layer.rows) for layer in layers)
-    )
-    return list(
-        ColumnParallelFunction.apply(x, group, sequence_parallel, queue, destinations, *weights)
-    )
+    weights = [layer.local() for layer in layers]
+    matmuls = [layer.matmul for layer in layers]
+    queue, destinations = layers[0].queue, []
+    if queue is not None:
+        destinations = [Destination(layer.weight, layer.rows, layer.matmul) for layer in layers]
+    y = ColumnParallelFunction.apply(x, layers[0].tp, matmuls, queue, destinations, *weights)
+    return tuple(y)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(Layer):
     """weight [out, in], input columns cut over tp: x [S, B, in/tp] → [S/tp, B, out], summed over tp
     on the way."""
-
-    weight: nn.Parameter
-    weight_gradient_queue: WeightGradientQueue | None = None
 
     def __init__(
         self,
         in_features: int,
         out_features: int,
-        tp: DeviceMesh,
-        sequence_parallel: bool,
+        tp: TensorParallel,
+        matmul: Matmul,
         initial: Normal,
     ) -> None:
-        super().__init__()
-        self.group, self.sequence_parallel = tp.get_group(), sequence_parallel
-        shape = (out_features, in_features)
+        super().__init__(tp)
+        self.matmul = matmul
         weight = Weight(
-            shape=shape, placement=Shard(1), initial=initial, decays=True, gradient_is_partial=False
+            shape=(out_features, in_features),
+            placement=Shard(1),
+            initial=initial,
+            group=MATRIX,
+            gradient_is_partial=False,
         )
-        add_weight(self, weight, tp)
+        self.add_weight(weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        queue = self.weight_gradient_queue
-        destinations = () if queue is None else (Destination(self.weight, None),)
-        weight = local_weight(self.weight, queue)
-        partial = RowParallelFunction.apply(
-            x, self.group, self.sequence_parallel, queue, destinations, weight
-        )
-        return reduce_over_tp(partial, self.group, self.sequence_parallel)
+        tp, matmul, queue = self.tp, self.matmul, self.queue
+        destinations = [] if queue is None else [Destination(self.weight, None, matmul)]
+        partial = RowParallelFunction.apply(x, tp, matmul, queue, destinations, self.local())
+        return reduce_over_tp(partial, tp.group, tp.sequence_parallel)
 
 
 class EmbeddingFunction(torch.autograd.Function):
-    """Rows of a weight [V/tp, D]: rows [S, B] → [S, B, D]. Its one gradient is the weight's, here
+    """Rows of a weight [V/tp, D]: rows [S, B] → [S, B, D]. Its only gradient is the weight's, here
     or in a job."""
 
     @staticmethod
@@ -277,35 +253,32 @@ class EmbeddingFunction(torch.autograd.Function):
         return None, None, None, embedding_gradient(dy, rows, ctx.num_rows)
 
 
-class VocabParallelEmbedding(nn.Module):
-    """weight [V, D], rows cut over tp, unevenly where tp does not divide V: tokens [S, B] → [S/tp,
-    B, D].
+class VocabParallelEmbedding(Layer):
+    """weight [V, D], rows cut over tp, unevenly where tp does not divide V: tokens [S, B] →
+    [S/tp, B, D].
 
     Each rank looks up the tokens whose rows it holds and puts zeros elsewhere; the sum over tp is
     the embedding.
     """
 
-    weight: nn.Parameter
-    weight_gradient_queue: WeightGradientQueue | None = None
-
-    def __init__(
-        self, vocab_size: int, dim: int, tp: DeviceMesh, sequence_parallel: bool, initial: Normal
-    ) -> None:
-        super().__init__()
-        self.group, self.sequence_parallel = tp.get_group(), sequence_parallel
-        self.rows = chunk_range(vocab_size, tp.size(), tp.get_local_rank())
-        shape = (vocab_size, dim)
+    def __init__(self, rows: Pieces, dim: int, tp: TensorParallel, initial: Normal) -> None:
+        super().__init__(tp)
+        rows.check(tp.size)
+        self.rows = rows.of(tp.size, tp.rank)
         weight = Weight(
-            shape=shape, placement=Shard(0), initial=initial, decays=True, gradient_is_partial=False
+            shape=(rows.count, dim),
+            placement=Shard(0),
+            initial=initial,
+            group=EMBEDDING,
+            gradient_is_partial=False,
         )
-        add_weight(self, weight, tp)
+        self.add_weight(weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        queue = self.weight_gradient_queue
-        destination = None if queue is None else Destination(self.weight, None)
+        queue = self.queue
+        destination = None if queue is None else Destination(self.weight)
         elsewhere = (tokens < self.rows.start) | (tokens >= self.rows.stop)
         rows = (tokens - self.rows.start).masked_fill(elsewhere, 0)
-        local = EmbeddingFunction.apply(rows, queue, destination, local_weight(self.weight, queue))
-        return reduce_over_tp(
-            local.masked_fill(elsewhere.unsqueeze(-1), 0), self.group, self.sequence_parallel
-        )
+        local = EmbeddingFunction.apply(rows, queue, destination, self.local())
+        partial = local.masked_fill(elsewhere.unsqueeze(-1), 0)
+        return reduce_over_tp(partial, self.tp.group, self.tp.sequence_parallel)

@@ -18,7 +18,7 @@ Buffers of gathers, messages and the head come on top, and plan/memory.py counts
 from functools import lru_cache
 from typing import NamedTuple
 
-from parallel.pipeline.actions import Action, B, F, I, stage_ranks
+from parallel.pipeline.actions import BACKWARD, BACKWARD_INPUT, FORWARD, Action, stage_ranks
 from parallel.pipeline.schedules import build_schedule
 from plan.layout import Layout, Sizes
 from plan.memory import block_backward
@@ -127,10 +127,10 @@ def _live(schedule: str, pp: int, v: int, counts: tuple[int, ...], m: int) -> li
     for actions in _schedule(schedule, pp, v, m):
         live = highest = 0
         for kind, stage, _ in actions:
-            if kind is F:
+            if kind is FORWARD:
                 live += counts[stage]
                 highest = max(highest, live)
-            elif kind in (B, I):
+            elif kind in (BACKWARD, BACKWARD_INPUT):
                 live -= counts[stage]
         most.append(highest)
     return most

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from parallel.pipeline.actions import F
+from parallel.pipeline.actions import FORWARD
 from parallel.pipeline.lower import result_of
 from plan.time import StepTime
 
@@ -50,6 +50,6 @@ def _late_start(time: StepTime, pp_rank: int) -> float:
     weights."""
     late = 0.0
     for action, start, end in time.timeline.ranks[pp_rank]:
-        if action.kind is F and action.microbatch == 0:
+        if action.kind is FORWARD and action.microbatch == 0:
             late += end - start - time.costs.forward[action.stage]
     return max(0.0, late)

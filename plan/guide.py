@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Literal
 
+from model.transformer import num_parameters
 from plan.categories import GATHERED, GRADIENTS, MOMENTS, SHARDED_GRADIENTS, WEIGHTS
 from plan.hardware import GB
 from plan.layout import Layout
@@ -62,13 +63,13 @@ def our_traffic(config: Config, ranks: int, strategy: str) -> float:
     passes = {"ddp": (2, 0), "zero 1": (1, 1), "zero 2": (1, 1), "zero 3": (1, 2)}
     reduced, gathered = passes[strategy]
     width = reduced * layout.reduce + gathered * layout.compute
-    return config.model.num_parameters * width * (ranks - 1) / ranks
+    return num_parameters(config.model) * width * (ranks - 1) / ranks
 
 
 def zero_table(config: Config, ranks: int) -> str:
     """As text: bytes a rank for each stage, in the guides' accounting for a round number of
     parameters, and ours."""
-    model = config.model.num_parameters
+    model = num_parameters(config.model)
     parameters = round(model, -9) if model >= 1e9 else model
     lines = [
         f"{parameters / 1e9:g} billion parameters on {ranks} data-parallel GPUs, in GB on each; "

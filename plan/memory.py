@@ -23,7 +23,14 @@ whose operands are gathered over tp.
 from collections.abc import Hashable
 from functools import partial
 
-from parallel.pipeline.actions import Action, B, F, I, Kind, W
+from parallel.pipeline.actions import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Action,
+    Kind,
+)
 from parallel.pipeline.lower import Exchange, Program, lower, need_of, result_of
 from parallel.placement import chunk_range
 from plan.account import Account
@@ -89,8 +96,8 @@ class Memory(Account):
             need, result = need_of(item, layout.num_stages), result_of(item, layout.num_stages)
             if need is not None:  # a hidden state is kept for backward; a gradient is used up
                 self.free(MESSAGES, part)
-                self.add(STREAM if item.kind is F else TEMPORARY, part)
-            self.left[item.stage] -= item.kind in (B, W)
+                self.add(STREAM if item.kind is FORWARD else TEMPORARY, part)
+            self.left[item.stage] -= item.kind in (BACKWARD, BACKWARD_WEIGHT)
             self.repeat(partial(self._state, item), partial(self._act, item))
             if result is not None:
                 self.add(MESSAGES, part)
@@ -104,14 +111,14 @@ class Memory(Account):
 
     def _act(self, action: Action) -> None:
         last = self.left[action.stage] == 0
-        if action.kind is F:
+        if action.kind is FORWARD:
             self._forward(action.stage)
             return
-        if action.kind in (B, I):
+        if action.kind in (BACKWARD, BACKWARD_INPUT):
             self._backward(action.stage, action.kind, last)
         else:
             self._weight_gradients(action.stage, last)
-        if last and action.kind is not I:
+        if last and action.kind is not BACKWARD_INPUT:
             self.sharded.end_last_backward(action.stage)
 
     # --- forward ---
@@ -182,7 +189,7 @@ class Memory(Account):
             self.sharded.gather(stage, index, False, 0)
             prefetched = self.sharded.prefetched(stage, index)
             self.add(GATHERING, prefetched)
-            fresh = 0 if kind is I else unit.numel * layout.compute
+            fresh = 0 if kind is BACKWARD_INPUT else unit.numel * layout.compute
             if unit.name == "head":
                 # dx and dw are there since forward; dx becomes the gradient of the sum that the
                 # norm reads.
@@ -191,9 +198,10 @@ class Memory(Account):
                 self.free(HEAD, sizes.norm + sizes.part + narrow)
                 self.free(STREAM, sizes.part)  # the norm's input
                 self.add(TEMPORARY, sizes.part)
-                self.add(DEFERRED if kind is I else GRADIENTS, narrow if kind is I else fresh)
+                deferred = kind is BACKWARD_INPUT
+                self.add(DEFERRED if deferred else GRADIENTS, narrow if deferred else fresh)
             elif unit.name == "block":
-                self._block_backward(kind is I)
+                self._block_backward(kind is BACKWARD_INPUT)
                 if index or not stage:  # its input; one from another stage is held until the end
                     self.free(STREAM, sizes.part)
                 self.add(GRADIENTS, fresh)
@@ -202,10 +210,10 @@ class Memory(Account):
                     temporary=2 * sizes.gather + (sizes.whole if not sizes.cut else 0) + fresh
                 )
                 self.free(POSITIONS, layout.tokens * 9)
-                if kind is I:
+                if kind is BACKWARD_INPUT:
                     self.add(DEFERRED, sizes.whole + layout.tokens * 8)
                 self.add(GRADIENTS, fresh)
-            if kind is B:
+            if kind is BACKWARD:
                 self.sharded.after_backward(stage, index, last)
             elif (
                 layout.config.parallel.zero_stage == 3

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from errors import UserError
+from model.transformer import num_parameters
 from plan.candidates import Candidate, Part, candidates, space
 from plan.check import check_before_search
 from plan.hardware import GB, Device
@@ -177,7 +178,7 @@ def _check_states_fit(config: Config, world: int, room: float) -> None:
     one = Layout(config, world, 0)
     # weights, states; gradients, of which no rank holds less than its share
     each = state_bytes(config) + one.reduce
-    states = config.model.num_parameters * each
+    states = num_parameters(config.model) * each
     if states <= room * world:
         return
     why = (

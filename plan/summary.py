@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import Any
 
+from model.transformer import num_parameters
 from parallel.pipeline.lower import Program, lower
 from plan.check import assumptions
 from plan.exposure import seconds_on_the_wire
@@ -69,7 +70,7 @@ def summarise(
     peaks = [rank["peak_memory_bytes"] for rank in ranks]
     power = world * device.watts
     plan: dict[str, Any] = {
-        "parameters": config.model.num_parameters,
+        "parameters": num_parameters(config.model),
         "world": world,
         "mesh": first.sizes.by_axis(),
         "micro_batches": first.num_microbatches,

@@ -18,14 +18,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from parallel.pipeline.actions import B, F, I, W
+from parallel.pipeline.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from parallel.pipeline.simulate import Costs, Timeline, simulate
 from plan.hardware import Device
 from plan.layout import Layout, Unit
 from plan.links import Links
 from plan.traffic import gather_bytes, message_bytes, reduce_bytes
 
-KERNELS = {F: 14, B: 30, I: 20}  # of a block
+KERNELS = {FORWARD: 14, BACKWARD: 30, BACKWARD_INPUT: 20}  # of a block
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,9 @@ class StepTime:
         light = e * (part * 8 + tokens * (turned + 3 * ffn) + 2 * normed)
         light_back = e * (part * 9 + tokens * (turned + 5 * ffn) + 3 * normed)
         kernels = {kind: number + (2 if model.qk_norm else 0) for kind, number in KERNELS.items()}
-        forward += attention + self.memory(light) + kernels[F] * self.device.kernel_seconds
-        input_grad += (
-            2.5 * attention + self.memory(light_back) + kernels[I] * self.device.kernel_seconds
-        )
+        launch = self.device.kernel_seconds
+        forward += attention + self.memory(light) + kernels[FORWARD] * launch
+        input_grad += 2.5 * attention + self.memory(light_back) + kernels[BACKWARD_INPUT] * launch
         # Over tp.
         whole = tokens * dim * e
         cut = layout.config.parallel.sequence_parallel
@@ -265,7 +264,7 @@ class StepTime:
         for events in self.timeline.ranks:
             link = 0.0
             for action, start, end in events:
-                if action.microbatch == last and action.kind in (B, W):
+                if action.microbatch == last and action.kind in (BACKWARD, BACKWARD_WEIGHT):
                     _, scatter, replicas = self.data_parallel(action.stage)
                     link = max(link, end if parallel.fsdp_unit == "stage" else start)
                     link += (scatter if parallel.zero_stage < 2 else 0.0) + replicas

@@ -32,7 +32,7 @@ Collectives over one rank move nothing and do not count.
 from collections import Counter
 from typing import Any, NamedTuple
 
-from parallel.pipeline.actions import Action, B, F, I, W
+from parallel.pipeline.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
 from parallel.pipeline.lower import need_of, result_of
 from parallel.placement import chunk_range
 from plan.layout import Layout, Unit
@@ -83,17 +83,15 @@ def action_calls(layout: Layout, action: Action) -> Counter[Call]:
     both = Call("tp", "all_reduce", whole)
     blocks = sum(unit.name == "block" for unit in layout.units(stage))
     first, last = stage == 0, stage == layout.num_stages - 1
-    again = layout.config.train.activation_checkpointing != "none" and kind in (B, I)
+    back = kind in (BACKWARD, BACKWARD_INPUT)
+    again = layout.config.train.activation_checkpointing != "none" and back
+    # of a block; with whole activations an all-reduce stands where a reduce-scatter does
+    scatters = {FORWARD: 2, BACKWARD: 2, BACKWARD_INPUT: 2, BACKWARD_WEIGHT: 0}[kind] + again
+    calls[scatter if cut else both] += blocks * scatters + (first and kind is FORWARD)
     if cut:
-        gathers = {F: 2, B: 4, I: 2, W: 4}[kind] + (2 if again else 0)
-        scatters = {F: 2, B: 2, I: 2, W: 0}[kind] + (1 if again else 0)
-        calls[gather] += blocks * gathers + (first and kind in (B, I))
-        calls[scatter] += blocks * scatters + (first and kind is F)
-    else:
-        calls[both] += blocks * ({F: 2, B: 2, I: 2, W: 0}[kind] + (1 if again else 0)) + (
-            first and kind is F
-        )
-    if last and kind is F:
+        gathers = {FORWARD: 2, BACKWARD: 4, BACKWARD_INPUT: 2, BACKWARD_WEIGHT: 4}[kind]
+        calls[gather] += blocks * (gathers + 2 * again) + (first and back)
+    if last and kind is FORWARD:
         for tokens in layout.head_pieces:
             piece = tokens * layout.model.dim * layout.compute
             if cut:

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parallel.data import fsdp_modules
+from runtime.listener import Listener, Run
 from runtime.messages import log
 from runtime.stop import LOOK_SECONDS
 from training.step import TrainStep
@@ -44,7 +45,7 @@ RECORDED = 100_000  # allocations
 MB = 1e6
 
 
-class MemoryReports:
+class MemoryReports(Listener):
     """Enter it around the loop, on every rank.
 
     Args:
@@ -62,9 +63,8 @@ class MemoryReports:
         self._answered = _touched(self.request)
         self._looks_next = 0.0
 
-    def step_done(self, step: int) -> None:
-        """`step` steps are made."""
-        self.step = step
+    def after_step(self, run: Run) -> None:
+        self.step = step = run.step
         if self.answers and time.monotonic() >= self._looks_next:
             self._looks_next = time.monotonic() + LOOK_SECONDS
             asked = _touched(self.request)

@@ -14,22 +14,23 @@ import torch
 import torch.distributed as dist
 
 from hardware import data_sheet_of
+from model.transformer import num_parameters
 from parallel.mesh import Mesh
 from runtime.checkpoint import Start
 from runtime.events import append_event
 from runtime.ledger import Ledger
+from runtime.listener import Listener, Run
 from runtime.messages import describe, log
 from runtime.status import record_missing_end, write_status, write_whole
+from runtime.topology import describe_places, describe_stages
 from runtime.trackers import Trackers
-from training.build import describe_places, describe_stages
 from training.config import Config
 from training.load_config import dump_config
-from training.step import StepResult
 
 MEMORY_GROWTH = 1.01  # of any rank's peak, after which the peaks of all are written down again
 
 
-class Metrics:
+class Metrics(Listener):
     """Collects a run's measurements; every rank calls it, rank 0 writes.
 
     Args:
@@ -41,17 +42,14 @@ class Metrics:
 
     def __init__(self, config: Config, mesh: Mesh, start: Start) -> None:
         self.config, self.device = config, mesh.device
-        self.step, self.tokens = start.step, start.tokens
+        self.step = start.step
         self.folder = Path(config.run.dir)
         self.writes = dist.get_rank() == 0
         self.peak_flops = _peak_flops(mesh.device)
         self.timed_steps, self.data_seconds, self.started = 0, 0.0, time.perf_counter()
         self.record: dict[str, Any] | None = None
-        self.eval_loss: float | None = None
         self.stop_reason = ""
         self.skipped_updates = start.step - start.updates
-        self.bad_in_a_row = 0  # steps without an update, up to the last that was logged
-        self.step_seconds: float | None = None  # of a step, where the last one was logged
         self.noted_peaks = [0] * dist.get_world_size()  # bytes, by rank: what events.jsonl has
         self.ledger: Ledger | None = None
         self.trackers: Trackers | None = None
@@ -65,7 +63,7 @@ class Metrics:
             append_event(self.folder, "system", **system)
             self.trackers = Trackers(config, start.step, system)
             ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-            about += [f"{config.model.num_parameters:,} parameters on {mesh.describe()}"]
+            about += [f"{num_parameters(config.model):,} parameters on {mesh.describe()}"]
             about.append(describe_places(config, mesh, ranks_per_node))
             if config.parallel.num_stages > 1:
                 about.append(describe_stages(config))
@@ -91,17 +89,14 @@ class Metrics:
             self.ledger.spent(cause, self.data_seconds)
         self.timed_steps, self.data_seconds, self.started = 0, 0.0, time.perf_counter()
 
-    def waited_for_data(self, seconds: float) -> None:
-        self.data_seconds += seconds
-
-    def step_done(self, step: int, lr: float, result: StepResult) -> None:
-        """After step number `step` (1-based). Only every `run.log_interval` steps does anything
-        wait for the device."""
-        self.step, self.step_seconds = step, None
+    def after_step(self, run: Run) -> None:
+        """Only every `run.log_interval` steps does anything wait for the device."""
+        self.step = step = run.step
+        run.step_seconds = None
         self.timed_steps += 1
-        train = self.config.train
-        self.tokens += train.global_batch_size * train.seq_len
-        if step % self.config.run.log_interval and step != train.steps:
+        self.data_seconds += run.waited_seconds
+        train, result = self.config.train, run.result
+        if not run.is_due(self.config.run.log_interval):
             return
         peak_memory = self._gather_peak_memory(step)
         made = result.updates.to(self.device)
@@ -109,8 +104,8 @@ class Metrics:
         # waits until the step is done
         loss, grad_norm, updates, bad = torch.stack([s.double() for s in scalars]).tolist()
         self._say_skipped(step - int(updates), loss, grad_norm)
-        self.bad_in_a_row = int(bad)
-        self.step_seconds = seconds = (time.perf_counter() - self.started) / self.timed_steps
+        run.bad_in_a_row = int(bad)
+        run.step_seconds = seconds = (time.perf_counter() - self.started) / self.timed_steps
         tokens_per_second = train.global_batch_size * train.seq_len / seconds
         per_device = tokens_per_second / dist.get_world_size()
         flops = self.config.model.flops_per_token(train.seq_len)
@@ -118,8 +113,8 @@ class Metrics:
             "step": step,
             "loss": loss,
             "grad_norm": grad_norm,
-            "lr": lr,
-            "tokens": self.tokens,
+            "lr": result.lr,
+            "tokens": run.tokens,
             "tokens_per_second": tokens_per_second,
             "tokens_per_second_per_device": per_device,
             "mfu": per_device * flops / self.peak_flops if self.peak_flops else None,
@@ -158,19 +153,15 @@ class Metrics:
             )
             log(said)
 
-    def evaluated(self, step: int, loss: float | None) -> None:
-        """A held-out loss after update `step`; it joins that step's line. None: abandoned."""
-        if loss is None:
-            return
-        self.eval_loss = loss
+    def evaluated(self, step: int, loss: float) -> None:
+        """A held-out loss after update `step`; it joins that step's line."""
         self.record = {**(self.record or {"step": step}), "eval_loss": loss}
 
-    def went_back(self, start: Start) -> None:
-        """The run goes on from `start`: lines after it will be written again."""
+    def went_back(self, run: Run, start: Start) -> None:
+        """Lines after `start` will be written again."""
         reached = self.step
-        self.step, self.tokens = start.step, start.tokens
+        self.step = start.step
         self.skipped_updates = start.step - start.updates
-        self.bad_in_a_row = 0
         if self.trackers is not None:
             self.trackers.went_back(start.step, reached)
 
@@ -182,17 +173,9 @@ class Metrics:
         self.ledger.write(self.step)
         self.trackers.log(record)
 
-    def summarise(self, unigram_nats_per_token: float | None) -> None:
-        """The last held-out loss beside that of a model that knows only each token's frequency."""
-        if self.writes and self.eval_loss is not None and unigram_nats_per_token is not None:
-            log(compare_to_unigram(self.eval_loss, unigram_nats_per_token), sys.stdout)
-
-    def stopped(self, reason: str) -> None:
-        """The run ends here on request, unless this happens to be its last step."""
-        self.stop_reason = reason
-
-    def __enter__(self) -> "Metrics":
-        return self
+    def ends(self, run: Run) -> None:
+        """On request, unless this happens to be its last step."""
+        self.stop_reason = run.end_reason
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Say how the run ended, in status.json. Finished means that every rank is."""
@@ -222,13 +205,14 @@ class Metrics:
         self.trackers.close(failed=error is not None)  # last: wandb may wait for its server
 
 
-def compare_to_unigram(loss: float, unigram: float) -> str:
-    """A held-out loss in words; worse than a unigram model's early on, or on other text."""
-    side = "below" if loss <= unigram else "above"
-    return (
-        f"held-out loss {loss:.3f} nats per token, {abs(unigram - loss):.3f} {side} a unigram "
-        f"model's {unigram:.3f}"
-    )
+class RecordWriter(Listener):
+    """Writes each step's record when what belongs to it is there."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics = metrics
+
+    def after_step(self, run: Run) -> None:
+        self.metrics.flush()
 
 
 def describe_system(config: Config, mesh: Mesh) -> dict[str, Any]:
@@ -242,7 +226,7 @@ def describe_system(config: Config, mesh: Mesh) -> dict[str, Any]:
         else f"CPU ({platform.machine()})",
         "world_size": dist.get_world_size(),
         "layout": mesh.describe(),
-        "parameters": config.model.num_parameters,
+        "parameters": num_parameters(config.model),
     }
 
 

@@ -29,6 +29,7 @@ from torch.profiler import ProfilerActivity, record_function
 
 from parallel.axes import AXES
 from parallel.mesh import Mesh
+from runtime.listener import Listener, Run
 from runtime.messages import log
 from runtime.profile_summary import describe, mark_name, read_trace, summarise
 from runtime.watchdog import Watchdog
@@ -43,8 +44,8 @@ _NAMES = (
 COLLECTIVES = tuple(_NAMES.split())
 
 
-class StepProfile:
-    """Enter it around the loop, and `around` around each step; every rank does."""
+class StepProfile(Listener):
+    """Every rank has one."""
 
     def __init__(self, config: Config, mesh: Mesh, watchdog: Watchdog) -> None:
         self.folder, self.mesh, self.watchdog = Path(config.run.dir) / "profile", mesh, watchdog
@@ -57,33 +58,36 @@ class StepProfile:
         self.profiler: torch.profiler.profile | None = None  # of a chosen rank, from the warm-up on
         self.since = 0  # the step from which on steps are recorded; 0: they are not
         self._marks = ExitStack()
+        self._range: record_function | None = None  # of the step under way
 
-    @contextmanager
-    def around(self, step: int) -> Iterator[None]:
-        """Around step `step`, 0-based."""
-        number = step + 1
+    def before_step(self, run: Run) -> None:
+        number = run.step + 1
         if number not in self.window:
             if self.since:
                 self._finish()  # the run went back
-            yield
             return
         if self.is_chosen and self.profiler is None:
             self._prepare()
         if not self.since and number >= self.steps.start:
             self._start(number)
-        with record_function(f"step {number}"):
-            yield
-            if number == self.steps[-1]:
-                self._synchronize()  # what the steps launched belongs to them
-        if number == self.steps[-1]:
+        self._range = record_function(f"step {number}")
+        self._range.__enter__()
+
+    def after_step(self, run: Run) -> None:
+        if self._range is None:
+            return
+        if run.step == self.steps[-1]:
+            self._synchronize()  # what the steps launched belongs to them
+        self._range.__exit__(None, None, None)
+        self._range = None
+        if run.step == self.steps[-1]:
             self._finish()
 
-    def __enter__(self) -> "StepProfile":
-        return self
+    def ends(self, run: Run) -> None:
+        if self.since:  # a planned stop came first
+            self._finish()
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if self.since and error is None:  # a planned stop came first
-            self._finish()
         self._marks.close()
 
     def _prepare(self) -> None:

@@ -10,7 +10,7 @@ holds, on its device, and the hashes (8 bytes each) are gathered within each gro
 three or more the odd one out is named; of two, both.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 import torch
@@ -19,7 +19,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from errors import RunFailed
+from parallel.axes import AXES
 from parallel.mesh import Mesh
+from parallel.placement import replicated_over
 from runtime.checkpoint import held_tensors
 from training.step import TrainStep
 
@@ -37,12 +39,11 @@ class ReplicasDiffer(RunFailed):
 def check_replicas(train: TrainStep) -> None:
     """Between steps, on every rank. Raises ReplicasDiffer. Waits for the device once."""
     mesh = train.mesh
-    tensors = [held.tensor for held in held_tensors(train)]
-    shared = [tensor for tensor in tensors if _is_replicated_over_tp(tensor)]
-    odd = [
-        *_odd_ones("dp_replicate", tensors, mesh),
-        *_odd_ones("tp", shared, mesh),
-    ]
+    copied_over: dict[str, list[DTensor]] = defaultdict(list)
+    for held in held_tensors(train):
+        for axis in replicated_over(held.tensor):
+            copied_over[axis].append(held.tensor)
+    odd = [line for axis in AXES for line in _odd_ones(axis, copied_over[axis], mesh)]
     everyone: list[list[str] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, odd)
     found = sorted({line for lines in everyone if lines for line in lines})
@@ -51,10 +52,10 @@ def check_replicas(train: TrainStep) -> None:
         raise ReplicasDiffer("; ".join(found) + f". {remedy}")
 
 
-def _odd_ones(axis: str, tensors: Iterable[DTensor], mesh: Mesh) -> list[str]:
+def _odd_ones(axis: str, tensors: list[DTensor], mesh: Mesh) -> list[str]:
     """Which ranks of this rank's group on `axis` hold other numbers than the rest."""
     group = mesh.root[axis].get_group()
-    if group.size() == 1:
+    if group.size() == 1 or not tensors:
         return []
     mine = hash_of(tensor.to_local() for tensor in tensors).to(mesh.device)
     hashes = [torch.empty_like(mine) for _ in range(group.size())]
@@ -88,11 +89,6 @@ def hash_of(tensors: Iterable[Tensor]) -> Tensor:
             places = torch.arange(start, start + piece.numel(), device=bits.device)
             total = total + (piece * ((places * ODD + number * 2654435761) | 1)).sum()
     return total
-
-
-def _is_replicated_over_tp(tensor: DTensor) -> bool:
-    names = tensor.device_mesh.mesh_dim_names or ()
-    return "tp" in names and tensor.placements[names.index("tp")].is_replicate()
 
 
 def _listed(ranks: list[int]) -> str:

@@ -15,16 +15,17 @@ from collections import Counter, deque
 import torch.distributed as dist
 
 from data.dataset import Mixture
-from data.loader import BatchLoader
 from errors import RunFailed
 from runtime import checkpoint
 from runtime.checkpoint import Start
 from runtime.events import append_event
 from runtime.lease import Lease
+from runtime.listener import Listener, Run
 from runtime.messages import log
+from runtime.metrics import Metrics
 from runtime.save import Saver
-from training.config import Config
-from training.step import TrainStep
+from runtime.watchdog import Watchdog
+from training.guard import check_not_in_vain
 
 MOST_TO_THE_SAME = 3  # rollbacks
 
@@ -33,73 +34,70 @@ class Diverged(RunFailed):
     """Steps stay bad, and going back does not help, or cannot be done."""
 
 
-class Rollback:
-    """Every rank makes the same calls, and decides alike.
+class Rollback(Listener):
+    """Every rank decides alike.
 
     Args:
         start: where this run began: what it goes back to while it has no checkpoint of its own.
-        lease: of the run folder.
     """
 
-    def __init__(self, config: Config, data: Mixture, start: Start, lease: Lease) -> None:
-        self.config, self.data, self.start, self.lease = config, data, start, lease
-        # The host hears of bad steps every run.log_interval steps.
-        self.first_samples: deque[int] = deque(
-            maxlen=config.guard.max_bad_steps + config.run.log_interval
-        )
+    def __init__(
+        self,
+        data: Mixture,
+        start: Start,
+        lease: Lease,
+        saver: Saver,
+        metrics: Metrics,
+        watchdog: Watchdog,
+    ) -> None:
+        self.data, self.start, self.lease = data, start, lease
+        self.saver, self.metrics, self.watchdog = saver, metrics, watchdog
+        self.first_samples: deque[int] = deque()  # of the last steps, and of the next one
         self.times: Counter[int] = Counter()  # how often the run went back to each step
 
-    def begins_step(self, loader: BatchLoader) -> None:
-        """Called before a step takes its batch."""
-        self.first_samples.append(loader.next_sample)
+    def begins(self, run: Run) -> None:
+        # The host hears of bad steps every run.log_interval steps.
+        most = run.config.guard.max_bad_steps + run.config.run.log_interval + 1
+        self.first_samples = deque([run.loader.next_sample], maxlen=most)
 
-    def is_due(self, bad_in_a_row: int) -> bool:
-        """After so many bad steps up to the last one."""
-        return 0 < self.config.guard.max_bad_steps <= bad_in_a_row
+    def after_step(self, run: Run) -> None:
+        self.first_samples.append(run.loader.next_sample)
+        if 0 < run.config.guard.max_bad_steps <= run.bad_in_a_row and not run.end_reason:
+            with self.metrics.spending("rollback"), self.watchdog.resting():
+                self._go_back(run)
+        elif run.is_last:
+            check_not_in_vain(run.step, run.step - run.first_step, run.bad_in_a_row)
 
-    def go_back(
-        self, step: int, bad_in_a_row: int, train: TrainStep, saver: Saver, loader: BatchLoader
-    ) -> Start:
+    def _go_back(self, run: Run) -> None:
         """Load the newest good checkpoint from before, and let the loader go on behind it without
         the bad steps' samples.
 
         Raises Diverged where there is none, or where the run has come back to it MOST_TO_THE_SAME
         times.
         """
-        saver.wait()
-        why = f"the updates of {bad_in_a_row} steps up to {step} were skipped (guard.max_bad_steps)"
+        self.saver.wait()
+        config, loader, bad, step = run.config, run.loader, run.bad_in_a_row, run.step
+        why = f"the updates of {bad} steps up to {step} were skipped (guard.max_bad_steps)"
         # What was saved while steps were bad (on request) is no better than what there is now.
-        start = checkpoint.find_before(
-            step - bad_in_a_row, self.config, self.data, self.start, self.lease
-        )
+        start = checkpoint.find_before(step - bad, config, self.data, self.start, self.lease)
         if start.path is None or start.weights_only:
-            raise Diverged(
-                f"{why}, and there is no checkpoint to go back to; set checkpoint.interval, "
-                "or another lr"
-            )
+            remedy = "set checkpoint.interval, or another lr"
+            raise Diverged(f"{why}, and there is no checkpoint to go back to; {remedy}")
         self.times[start.step] += 1
         if self.times[start.step] > MOST_TO_THE_SAME:
-            remedy = (
-                "begin from an earlier one in another run.dir (checkpoint.resume=PATH), "
-                "with another lr or other data"
-            )
-            raise Diverged(
-                f"{why}; the run was {MOST_TO_THE_SAME} times back at {start.path} already: "
-                f"{remedy}"
-            )
-        # the row may have begun before this start
-        begun = self.first_samples[-min(bad_in_a_row, len(self.first_samples))]
-        bad = (begun, loader.next_sample)
-        checkpoint.load(train, start)
-        loader.go_to(start.next_sample, [*start.skipped, *loader.skipped, bad])
-        self.first_samples.clear()
+            remedy = "begin from an earlier one in another run.dir (checkpoint.resume=PATH), "
+            remedy += "with another lr or other data"
+            often = f"the run was {MOST_TO_THE_SAME} times back at {start.path} already"
+            raise Diverged(f"{why}; {often}: {remedy}")
+        # The row may have begun before this start.
+        begun = self.first_samples[-1 - min(bad, len(self.first_samples) - 1)]
+        left_out = (begun, loader.next_sample)
+        checkpoint.load(run.train, start)
+        loader.go_to(start.next_sample, [*start.skipped, *loader.skipped, left_out])
+        self.first_samples = deque([loader.next_sample], maxlen=self.first_samples.maxlen)
         if dist.get_rank() == 0:
-            said = (
-                f"warning: {why}: back to {start.path}, leaving out samples {bad[0]} to "
-                f"{bad[1] - 1}"
-            )
-            log(said)
-            append_event(
-                self.config.run.dir, "rollback", from_step=step, step=start.step, left_out=list(bad)
-            )
-        return start
+            samples = f"leaving out samples {begun} to {left_out[1] - 1}"
+            log(f"warning: {why}: back to {start.path}, {samples}")
+            event = {"from_step": step, "step": start.step, "left_out": list(left_out)}
+            append_event(config.run.dir, "rollback", **event)
+        run.go_back(start)

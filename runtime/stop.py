@@ -41,6 +41,7 @@ import torch
 import torch.distributed as dist
 
 from runtime import signals
+from runtime.listener import Listener, Run
 from runtime.messages import LostConnection
 from runtime.signals import Signals
 from training.config import Config
@@ -59,7 +60,7 @@ REASONS = {
 LOOK_SECONDS = 1.0  # between two looks for files
 
 
-class StopRequests:
+class StopRequests(Listener):
     """What is asked of this run, agreed on by all ranks. Every rank enters, and calls `agree` at
     the same boundaries.
 
@@ -96,6 +97,14 @@ class StopRequests:
         if self.agreed:  # perhaps only another rank was asked
             self.signals.announce(self.reason)
         return self.agreed
+
+    def begins(self, run: Run) -> None:
+        if self.agreed:  # while it started
+            run.end(self.reason)
+
+    def after_step(self, run: Run) -> None:
+        if self.agree():
+            run.end(self.reason)
 
     def saved(self) -> None:
         """What asked for a save has it."""

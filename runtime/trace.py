@@ -4,51 +4,53 @@ It is a Chrome trace: https://ui.perfetto.dev opens it, and `python -m tools.tim
 draws it."""
 
 import json
+import statistics
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from parallel.mesh import Mesh
-from parallel.pipeline.chrome import merge_chrome, to_chrome
+from parallel.pipeline.actions import Action
 from parallel.pipeline.runner import record_nothing
 from parallel.pipeline.simulate import Event, Timeline
-from parallel.pipeline.trace import ActionRecorder, clock_offset
+from runtime.chrome import merge_chrome, to_chrome
+from runtime.listener import Listener, Run
 from training.config import Config
-from training.step import TrainStep
 
 AFTER = 2  # steps are not traced at a start: they allocate memory, connect and compile
 
 
-class StepTrace:
+class StepTrace(Listener):
     """Traces one step of a start, the third, or the last where there are fewer."""
 
     def __init__(self, config: Config, mesh: Mesh, first_step: int) -> None:
         self.mesh, self.path = mesh, Path(config.run.dir) / "trace.json"
         self.step = min(first_step + AFTER, config.train.steps - 1) if config.run.trace else None
+        self._offset = 0.0
+        self._recorder: ActionRecorder | None = None  # of the step under way
 
-    @contextmanager
-    def around(self, train: TrainStep, step: int) -> Iterator[None]:
-        """Around step `step`; costs nothing unless it is the one."""
-        if step != self.step:
-            yield
-            return
-        offset = clock_offset(self.mesh.device)
-        recorder = ActionRecorder(self.mesh.device)
-        train.record = recorder
-        yield
-        train.record = record_nothing
-        self._write(recorder.events(offset))
+    def before_step(self, run: Run) -> None:
+        if run.step == self.step:
+            self._offset = clock_offset(self.mesh.device)
+            run.train.record = self._recorder = ActionRecorder(self.mesh.device)
+
+    def after_step(self, run: Run) -> None:
+        if self._recorder is not None:
+            run.train.record = record_nothing
+            self._write(self._recorder.events(self._offset))
+            self._recorder = None
 
     def _write(self, events: list[Event]) -> None:
         """Rank 0 puts all ranks' events in one file: a process for each pipeline (one position on
         the other axes), in it a thread for each of its ranks."""
         mine = (self.mesh.coordinates(), events)
-        everyone: list[Any] | None = (
-            [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        )
+        world = dist.get_world_size()
+        everyone: list[Any] | None = [None] * world if dist.get_rank() == 0 else None
         dist.gather_object(mine, everyone)
         if everyone is None:
             return
@@ -72,3 +74,63 @@ class StepTrace:
             f"traced step {self.step + 1 if self.step is not None else 0} to {self.path}",
             flush=True,
         )
+
+
+class ActionRecorder:
+    """Hand it to the runner as `record`. Waiting for a message is before the action and not in it.
+
+    On a GPU the times are those at which the device reached the action's begin and end in its
+    stream: nothing waits for it.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._marks: list[tuple[Action, Any, Any]] = []
+        if device == "cuda":
+            self._zero = torch.cuda.Event(enable_timing=True)
+            self._zero.record()
+            self._zero.synchronize()
+            self._zero_seconds = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, action: Action) -> Iterator[None]:
+        begin = self._mark()
+        yield
+        self._marks.append((action, begin, self._mark()))
+
+    def events(self, offset: float) -> list[Event]:
+        """What was recorded, in milliseconds, `offset` seconds taken from this process's clock.
+        Waits for the device."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return [
+            Event(action, self._milliseconds(a, offset), self._milliseconds(b, offset))
+            for action, a, b in self._marks
+        ]
+
+    def _mark(self) -> Any:
+        if self.device != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _milliseconds(self, mark: Any, offset: float) -> float:
+        if self.device == "cuda":
+            return (self._zero_seconds - offset) * 1e3 + self._zero.elapsed_time(mark)
+        return (mark - offset) * 1e3
+
+
+def clock_offset(device: str, rounds: int = 16) -> float:
+    """How far this process's clock is ahead of rank 0's, in seconds; every rank must call it.
+
+    All ranks leave a barrier at nearly the same moment, so the difference of what their clocks say
+    then is their offset; the median over several barriers is good to about the time of one.
+    """
+    mine = []
+    for _ in range(rounds):
+        dist.barrier()
+        mine.append(time.perf_counter())
+    first = torch.tensor(mine, dtype=torch.float64, device=device)
+    dist.broadcast(first, src=0)
+    return statistics.median(a - b for a, b in zip(mine, first.tolist(), strict=True))

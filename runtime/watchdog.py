@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.events import append_event
+from runtime.listener import Listener, Run
 from runtime.messages import log
 from runtime.status import write_status
 from training.config import Config
@@ -42,7 +43,7 @@ RECORDED = 16  # collectives
 STDERR = 2  # the process's own, whatever Python's sys.stderr was made to be
 
 
-class Watchdog:
+class Watchdog(Listener):
     """Told of every boundary between steps; every rank has its own."""
 
     def __init__(self, config: Config) -> None:
@@ -64,8 +65,13 @@ class Watchdog:
             self._limit = max(self.least, self.factor * statistics.median(self.measured))
         self.beat()
 
+    def after_step(self, run: Run) -> None:
+        self.step_done(run.step, run.step_seconds)
+
     def beat(self) -> None:
         """Something as long as a step begins."""
+        if self._closed.is_set():
+            return
         self._due = time.monotonic() + self._limit
         if self._limit < float("inf"):
             # Where native code keeps Python's lock no thread of ours runs: this one, of the

@@ -8,6 +8,7 @@ def test_it(ranks):
 
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +24,13 @@ if find_spec("triton") is not None and not torch.cuda.is_available():
 
 from tests.data_samples import prepared
 from tests.runs import LAYOUT_3D, train_run, write_config
+
+# Behind `nohup`, or in the background of a script, these are ignored, and programs that tests start
+# would inherit that.
+for _number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        default = signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(_number, default)
 
 # Checkpoints are synced to the disk again and again, and a slow disk would make the tests slow:
 # where memory can hold files (a session leaves some hundred megabytes), they are held there.

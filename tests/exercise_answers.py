@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from docs.draw_checkpoints import Region, overlap
 from docs.exercises.test_kernels import Block
-from parallel.pipeline.actions import Action, B, F
+from parallel.pipeline.actions import BACKWARD, FORWARD, Action
 
 
 def ranks_that_share(axis: str, rank: int, shape: tuple[int, int, int, int]) -> list[int]:
@@ -51,11 +51,11 @@ def my_1f1b(p: int, m: int) -> list[list[Action]]:
     ranks = []
     for r in range(p):
         ahead = min(p - 1 - r, m)
-        actions = [Action(F, r, i) for i in range(ahead)]
+        actions = [Action(FORWARD, r, i) for i in range(ahead)]
         for i in range(m):
             if i + ahead < m:
-                actions.append(Action(F, r, i + ahead))
-            actions.append(Action(B, r, i))
+                actions.append(Action(FORWARD, r, i + ahead))
+            actions.append(Action(BACKWARD, r, i))
         ranks.append(actions)
     return ranks
 
@@ -134,7 +134,7 @@ def trust_ratio(weight: Tensor, update: Tensor, group: ProcessGroup) -> Tensor:
 
 def break_it(schedule: list[list[Action]]) -> list[list[Action]]:
     first = schedule[0]
-    backward = first.pop(next(i for i, action in enumerate(first) if action.kind is B))
+    backward = first.pop(next(i for i, action in enumerate(first) if action.kind is BACKWARD))
     # rank 0 waits for a gradient; rank 1 first wants another forward, which comes after it
     first.insert(1, backward)
     return schedule

@@ -17,17 +17,21 @@ from torch.nn.attention import varlen
 CALLS: Counter[str] = Counter()
 
 
-def segment_weights(q, k, scale):
-    """Softmax weights [H, L, L] of one document's q and k [L, H, E]."""
+def segment_weights(q, k, scale, behind):
+    """Softmax weights [H, L, L] of one document's q and k [L, H, E]; `behind`: keys that a query
+    sees before its own, -1: all."""
     scores = torch.einsum("ihe,jhe->hij", q, k) * scale
-    return scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1) == 1, -math.inf).softmax(dim=-1)
+    ones = torch.ones(scores.shape[-2:])
+    hidden = ones.triu(1) + (ones.tril(-behind - 1) if behind >= 0 else 0)
+    return scores.masked_fill(hidden > 0, -math.inf).softmax(dim=-1)
 
 
 def segments(q, k, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, window_size):
     """The documents, one after another, as slices of T; and how many query heads share a key/value
     head."""
-    assert is_causal
-    assert window_size == [-1, 0]
+    behind, ahead = window_size
+    assert ahead == 0
+    assert is_causal == (behind == -1)
     assert torch.equal(cu_seq_q, cu_seq_k)
     assert cu_seq_q.dtype == torch.int32
     ends = cu_seq_q.tolist()
@@ -44,7 +48,11 @@ def plain_forward(
     documents, shared = segments(q, k, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, window_size)
     k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
     scale = scale or q.shape[-1] ** -0.5
-    y = [torch.einsum("hij,jhe->ihe", segment_weights(q[d], k[d], scale), v[d]) for d in documents]
+    behind = window_size[0]
+    y = [
+        torch.einsum("hij,jhe->ihe", segment_weights(q[d], k[d], scale, behind), v[d])
+        for d in documents
+    ]
     return (
         torch.cat(y),
         q.new_zeros(q.shape[1], len(q), dtype=torch.float32),
@@ -75,7 +83,7 @@ def plain_backward(
     scale = scale or q.shape[-1] ** -0.5
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(wide_k), torch.zeros_like(wide_v)
     for d in documents:
-        weights = segment_weights(q[d], wide_k[d], scale)
+        weights = segment_weights(q[d], wide_k[d], scale, window_size[0])
         dv[d] = torch.einsum("hij,ihe->jhe", weights, dy[d])
         d_weights = torch.einsum("ihe,jhe->hij", dy[d], wide_v[d])
         d_scores = weights * (d_weights - (d_weights * weights).sum(dim=-1, keepdim=True)) * scale
@@ -91,5 +99,5 @@ def flash_attention_stands_in():
     varlen._varlen_attn.register_kernel("cpu")(plain_forward)
     varlen._varlen_attn_backward.register_kernel("cpu")(plain_backward)
     CALLS.clear()
-    with patch("model.transformer.attention_bounds", lambda boundaries, *_: boundaries):
+    with patch("model.mask.flash_takes", lambda *_: True):
         yield CALLS

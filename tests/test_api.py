@@ -13,7 +13,8 @@ from tests.test_house import ROOMS, module_name
 from tests.transcripts import ROOT
 
 PACKAGES = re.search(
-    r"pdoc --output-directory docs/api (.+)", (ROOT / "Makefile").read_text(encoding="utf-8")
+    r"pdoc --output-directory docs/api (.+)",
+    (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", ""),
 )
 # pdoc warns of what it cannot read. Not held against us: tqdm is generic in its stubs alone; a
 # default value that is the folder of the shell.

@@ -8,11 +8,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from model.cache import KeyValueCache, LayerCache
 from model.config import ModelConfig
 from model.initialise import initialise
+from model.rotary import Angles
 from model.transformer import Batch
 from tools.generate import loop
+from tools.generate.cache import KeyValueCache, LayerCache
 from tools.generate.load_model import empty_model
 from tools.generate.sampling import Sampling, draw
 
@@ -34,6 +35,7 @@ MODELS = {
     "grouped": SMALL,
     "one key/value head": replace(SMALL, num_kv_heads=1),
     "one each": replace(SMALL, num_kv_heads=8, tie_embeddings=True),
+    "windows": replace(SMALL, attention=("sliding_window", "causal"), attention_window=7),
     "every switch": replace(
         SMALL, attention_dim=64, qk_norm=True, rope_scaling_factor=8.0, rope_original_length=64
     ),
@@ -76,28 +78,24 @@ def recompute(model, prompt, count):
 @torch.no_grad()
 def cached_logits(model, prompt, following):
     """Logits [1 + following, V] after the prompt and after each of the tokens that follow on it."""
-    cache = KeyValueCache(
-        model.config, 1, [len(prompt)], len(following), model.norm.weight.dtype, torch.device("cpu")
-    )
+    dtype, device = model.norm.weight.dtype, torch.device("cpu")
+    cache = KeyValueCache([len(prompt)], len(following), dtype, device)
     steps = [torch.tensor(prompt).unsqueeze(1), *torch.tensor(following).view(-1, 1, 1)]
-    return torch.stack([model.next_logits(tokens, cache)[0, 0] for tokens in steps])
+    return torch.stack([loop.next_logits(model, tokens, cache)[0, 0] for tokens in steps])
 
 
 @contextlib.contextmanager
 def turned_by_the_next_position():
     """Every token after the prompt is turned as if it stood one further."""
-    honest = KeyValueCache.next
+    honest = KeyValueCache.angles
 
-    def next_(self, length):
-        begin = self.layers["0"].filled
-        if begin == 0:
-            return honest(self, length)
-        tokens = (
-            slice(begin + 1, begin + 2) if begin + 1 < len(self._cos) else slice(begin, begin + 1)
-        )
-        return self._cos[tokens], self._sin[tokens], None
+    def angles(self, rotary):
+        found = honest(self, rotary)
+        after = slice(self.filled + 1, self.filled + 2)
+        one_further = [each[after] for each in self._angles[rotary]]
+        return Angles(*one_further) if self.filled and len(one_further[0]) else found
 
-    with patch.object(KeyValueCache, "next", next_):
+    with patch.object(KeyValueCache, "angles", angles):
         yield
 
 

@@ -23,6 +23,7 @@ from parallel.mesh import build_mesh
 from runtime import manifest
 from runtime.events import read_events
 from runtime.lease import Lease
+from runtime.listener import Run
 from runtime.manifest import MANIFEST, Damaged, Manifest, read_manifest
 from runtime.save import SaveFailed, Saver
 from tests.runs import LAYOUT_3D, copy_of, fresh, global_state, losses, train_run, write_config
@@ -352,16 +353,14 @@ class _train_until:
         self.step = step
 
     def __call__(self, arguments: list[str]) -> str:
-        import train
+        honest = Run.is_due
 
-        honest = train.is_due
-
-        def is_due(interval: int, step: int, config: object) -> bool:
-            if step == self.step + 1:
+        def is_due(run: Run, interval: int) -> bool:
+            if run.step == self.step + 1:
                 raise StopEarly
-            return honest(interval, step, config)
+            return honest(run, interval)
 
-        with patch.object(train, "is_due", is_due):
+        with patch.object(Run, "is_due", is_due):
             try:
                 return train_run(arguments)
             except StopEarly:

@@ -7,13 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from model.kernels.cross_entropy import IGNORE, vocab_parallel_cross_entropy
-from model.rotary import rotary_angles
+from model.kernels.cross_entropy import vocab_parallel_cross_entropy
+from model.positions import BatchPositions
 from model.transformer import Block
 from parallel.axes import MeshSizes
+from parallel.layer import TensorParallel
 from parallel.mesh import build_mesh
 from parallel.placement import chunk_range
 from tests.counting import Listener
+from tokens import IGNORE
 from tools.parity.cases import BATCH, SEQ_LEN, Case
 from tools.parity.run import global_batch
 from training.build import build_stages
@@ -28,7 +30,7 @@ def one_block(case):
     mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     torch.manual_seed(0)
     block = (
-        Block(config.model, mesh.tp, case.sequence_parallel)
+        Block(config.model, 0, TensorParallel.of(mesh.tp, case.sequence_parallel))
         .to(torch.float64)
         .to_empty(device="cpu")
     )
@@ -37,11 +39,10 @@ def one_block(case):
             p.to_local().normal_()
     rows = S // mesh.tp.size() if case.sequence_parallel else S
     x = torch.randn(rows, B, config.model.dim, dtype=torch.float64, requires_grad=True)
-    cos, sin = rotary_angles(
-        torch.arange(S).unsqueeze(1), config.model.head_dim, 1e4, torch.float64
-    )
+    positions = BatchPositions(torch.arange(S).unsqueeze(1), None, torch.float64)
+    inputs = block.attention.inputs(positions)
     with Listener(mesh) as forward:
-        y = block(x, cos, sin)
+        y = block(x, *inputs)
     with Listener(mesh) as backward:
         y.backward(torch.ones_like(y))
     return forward.count(), backward.count()

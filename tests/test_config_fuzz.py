@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from errors import UserError
+from model.transformer import num_parameters
 from tests.data_samples import prepared
 from tests.runs import train_run, write_config
 from tools.ranks import RankError, Ranks
@@ -174,7 +175,7 @@ def check_valid(config: Config, path: Path, world: int) -> None:
     assert [layer for stage in layers for layer in stage] == list(range(config.model.num_layers))
     schedule = config.schedule(config.parallel.mesh_sizes(world).dp)
     assert len(schedule) == config.parallel.pp
-    assert config.model.num_parameters > 0
+    assert num_parameters(config.model) > 0
     assert config.model.flops_per_token(config.train.seq_len) > 0
 
 

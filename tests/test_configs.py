@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from errors import UserError
-from model.transformer import Transformer
+from model.transformer import Transformer, num_parameters
 from parallel.data import shard
+from parallel.layer import TensorParallel
 from parallel.mesh import Mesh, build_mesh
 from plan.hardware import GB, find_device
 from plan.layout import Layout
@@ -81,7 +82,7 @@ def test_fits_its_world_and_no_other(path: Path) -> None:
 
 def test_is_the_model_it_names(path: Path) -> None:
     if path.stem in PARAMETERS:
-        assert read(path)[0].model.num_parameters == PARAMETERS[path.stem]
+        assert num_parameters(read(path)[0].model) == PARAMETERS[path.stem]
 
 
 @pytest.mark.parametrize("num_gpus", [0, 1, 2, 3, 4, 6, 8, 16])
@@ -106,9 +107,8 @@ def test_paths_are_relative(path: Path) -> None:
 def transformer(config: Config, stage: int, mesh: Mesh) -> Transformer:
     layers = config.split_layers()
     first, last = stage == 0, stage == len(layers) - 1
-    return Transformer(
-        config.model, layers[stage], first, last, mesh.tp, config.parallel.sequence_parallel
-    )
+    tp = TensorParallel.of(mesh.tp, config.parallel.sequence_parallel)
+    return Transformer(config.model, layers[stage], first, last, tp)
 
 
 def parameters_by_name(path: Path) -> dict[str, int]:
@@ -154,7 +154,7 @@ def test_stages_add_up_to_the_model(path: Path, alone: Callable) -> None:
     sizes = alone(parameters_by_name, path)
     # a copy, not another parameter
     copies = sizes["head.weight"] if config.model.tie_embeddings else 0
-    assert sum(sizes.values()) - copies == config.model.num_parameters
+    assert sum(sizes.values()) - copies == num_parameters(config.model)
 
 
 def test_every_kind_of_rank_builds_its_share(path: Path, alone: Callable) -> None:
@@ -225,7 +225,7 @@ def test_the_readme_states_what_is_planned(path: Path) -> None:
     parameters, gpus, layout, stated = (cell.strip() for cell in row[1].split("|"))
     config, world = read(path)
     digits = len(parameters.partition(".")[2]) - 1
-    numel = config.model.num_parameters
+    numel = num_parameters(config.model)
     assert parameters == (
         f"{numel / 1e9:.{digits}f}B" if numel > 1e9 else f"{numel / 1e6:.{digits}f}M"
     )
@@ -250,13 +250,13 @@ def test_tokens_and_checkpoints_are_as_the_comments_say(name: str) -> None:
     total = re.search(r"steps: \d+ # ([\d.e]+) tokens, 20 per parameter", text)
     assert total
     assert float(total[1]) == pytest.approx(train.steps * batch, rel=0.01)
-    assert float(total[1]) == pytest.approx(20 * config.model.num_parameters, rel=0.02)
+    assert float(total[1]) == pytest.approx(20 * num_parameters(config.model), rel=0.02)
     stated = re.search(r"global_batch_size: \d+ # ([\d,]+) tokens(?:; (\d+) micro-batches)?", text)
     assert stated
     assert int(stated[1].replace(",", "")) == batch
     if stated[2]:
         assert int(stated[2]) == Layout(config, world, 0).num_microbatches
-    saved = 12 * config.model.num_parameters / 1e12  # weights and two moments, float32
+    saved = 12 * num_parameters(config.model) / 1e12  # weights and two moments, float32
     for said in re.findall(r"([\d.]+) TB: 12 bytes per parameter", text):
         assert float(said) == pytest.approx(saved, rel=0.01)
     if name == "llama3_70b":

@@ -18,16 +18,16 @@ import model.kernels.linear_cross_entropy
 import model.norm
 import parallel.pipeline.runner
 import training.step
-from model.kernels.cross_entropy import IGNORE
 from model.norm import RMSNorm
 from parallel.axes import MeshSizes
 from parallel.data import ZeroStage
+from parallel.deferred import Destination
 from parallel.parameter import NamedWeight
 from parallel.partial import PartialGradients
 from parallel.pipeline.runner import PipelineRunner
 from parallel.pipeline.tied import TiedEmbedding
 from parallel.placement import as_dtensor_like
-from parallel.weight import Destination
+from tokens import IGNORE
 from tools.parity.cases import Case
 from tools.parity.run import check
 

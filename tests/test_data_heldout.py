@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-import train
 from data.dataset import TokenDataset
 from data.heldout import FEW, MOST_DOCUMENTS, Part, Splitter, cut, held_out
 from data.prepare import prepare
 from data.sources import Document
 from errors import UserError
+from runtime.preconditions import open_train_and_heldout
 from tests.data_samples import MANY, prepared, tokenizer
 from tests.runs import train_run, write_config
 from tests.test_data_prepare import split_texts
@@ -114,7 +114,7 @@ def test_without_evaluation_no_held_out_split_is_needed(ranks: Ranks, tmp_path: 
     prepare(str(tmp_path / "tiny.txt"), tokenizer(), tmp_path / "out", heldout_fraction=0.0)
     config = write_config(tmp_path, tmp_path / "out", train={"steps": 1, "eval_interval": 1})
     with pytest.raises(UserError, match="split 'heldout' is empty") as raised:
-        train.open_train_and_heldout(load_config(config, []))
+        open_train_and_heldout(load_config(config, []))
     assert "train.eval_interval=0" in raised.value.remedy
     assert ranks.run(train_run, 1, [config, "train.eval_interval=0"]) == [""]
 
@@ -125,9 +125,9 @@ def test_a_held_out_split_that_is_too_short_says_what_helps(tmp_path: Path) -> N
     assert TokenDataset.open(tmp_path / "out", "heldout").num_tokens < 200
     config = write_config(tmp_path, tmp_path / "out", train={"seq_len": 200, "eval_interval": 1})
     with pytest.raises(UserError, match="a sample needs 201") as raised:
-        train.open_train_and_heldout(load_config(config, []))
+        open_train_and_heldout(load_config(config, []))
     assert "--heldout-fraction" in raised.value.remedy
-    assert train.open_train_and_heldout(load_config(config, ["train.eval_interval=0"]))[1] is None
+    assert open_train_and_heldout(load_config(config, ["train.eval_interval=0"]))[1] is None
 
 
 def test_documents_of_a_folder_are_not_cut(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ import torch
 
 from data.config import DataConfig
 from data.dataset import Mixture, TokenDataset, open_data
-from data.loader import IGNORED, BatchLoader, check_state, heldout_batches
+from data.loader import BatchLoader, check_state, heldout_batches
 from errors import UserError
-from model.kernels.cross_entropy import IGNORE
 from tests.data_samples import STDLIB_FOLDER, prepared
+from tokens import IGNORE
 
 S = 64
 
@@ -221,7 +221,7 @@ def test_heldout_mean_is_the_same_on_every_layout(
     for step in zip(*ranks, strict=True):
         for tokens, targets in step:
             assert tokens.shape == targets.shape == (rows, S)
-            counted = targets != IGNORED
+            counted = targets != IGNORE
             assert torch.equal(counted.all(1), counted.any(1))  # whole rows
             assert int(tokens.min()) >= 0
             seen += [
@@ -235,7 +235,7 @@ def test_heldout_mixture_repeats_nothing(paths) -> None:
     data = open_data(DataConfig(path={paths[0]: 0.5, paths[1]: 0.5}), "heldout")
     smaller = min((source.num_tokens - 1) // S for source in data.sources)
     batches = list(heldout_batches(data, seq_len=S, num_samples=None, dp_rank=0, dp_size=1, rows=8))
-    rows = [row.numpy().tobytes() for _, targets in batches for row in targets if row[0] != IGNORED]
+    rows = [row.numpy().tobytes() for _, targets in batches for row in targets if row[0] != IGNORE]
     windows = [
         source.window(w * S + 1, S).astype(np.int64).tobytes()
         for source in data.sources
@@ -247,4 +247,3 @@ def test_heldout_mixture_repeats_nothing(paths) -> None:
 
 def test_the_loader_ignores_what_the_loss_ignores():
     """data/ and model/ may not import each other, so the number stands twice."""
-    assert IGNORED == IGNORE

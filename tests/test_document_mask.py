@@ -21,12 +21,13 @@ import training.step
 from data.config import DataConfig
 from data.dataset import open_data
 from errors import UserError
-from model.attention import attend
-from model.document import attention_bounds, document_mask, find_documents
+from model.documents import find_documents
 from model.initialise import initialise
+from model.mask import Mask, make_mask, scores_bias
 from model.transformer import Batch, Transformer
 from parallel.activation import wrap_blocks
 from parallel.axes import MeshSizes
+from parallel.layer import TensorParallel
 from parallel.mesh import build_mesh
 from tests.data_samples import SOURCE, prepared, tokenizer
 from tests.flash import flash_attention_stands_in
@@ -72,7 +73,7 @@ def test_positions_boundaries_and_mask_are_those_of_the_documents(name):
     tokens = window(name)
     positions, boundaries = find_documents(tokens, BOS, "cpu")
     assert boundaries.dtype == torch.int32
-    mask = document_mask(positions, torch.float64)
+    mask = scores_bias(positions, torch.float64)
     starts = []
     sees = torch.zeros(len(tokens), 1, S, S, dtype=torch.bool)
     for b, row in enumerate(tokens):
@@ -87,9 +88,10 @@ def test_positions_boundaries_and_mask_are_those_of_the_documents(name):
 
 def test_a_mask_is_made_where_flash_attention_does_not_take_documents():
     positions, boundaries = find_documents(window("consecutive"), BOS, "cpu")
-    assert attention_bounds(None, positions, torch.float32, 64) is None
-    # the CPU
-    assert attention_bounds(boundaries, positions, torch.bfloat16, 64).dtype == torch.bfloat16
+    assert make_mask(positions, None, None, torch.float32, 64) == Mask()
+    mask = make_mask(positions, boundaries, None, torch.bfloat16, 64)  # the CPU
+    assert mask.boundaries is None
+    assert mask.bias.dtype == torch.bfloat16
 
 
 # --- the model ------------------------------------------------------------------------------------
@@ -99,10 +101,8 @@ def small_model(case, checkpointing="none", compile=False):
     """The unsharded Transformer of a case, in this process; compiled blocks are traced, and run as
     traced."""
     config = case.config().model
-    mesh = build_mesh(MeshSizes(), "cpu")
-    model = Transformer(config, range(config.num_layers), True, True, mesh.tp, False).to(
-        torch.float64
-    )
+    tp = TensorParallel.of(build_mesh(MeshSizes(), "cpu").tp, sequence_parallel=False)
+    model = Transformer(config, range(config.num_layers), True, True, tp).to(torch.float64)
     with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
         wrap_blocks(model.blocks.values(), checkpointing, compile, config.dim, 1)
     model.to_empty(device="cpu")
@@ -239,9 +239,10 @@ def test_forgotten_documents_are_found(ranks):
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("name", WINDOWS)
-def test_flash_attention_is_told_the_documents(name, kv_heads):
-    """Outputs and gradients by boundaries and by mask are the same, for one sequence and for
-    two."""
+@pytest.mark.parametrize("seen", [None, 3, 1], ids="window {}".format)
+def test_flash_attention_is_told_the_documents(name, kv_heads, seen):
+    """Outputs and gradients by boundaries and by bias are the same, for one sequence and for two,
+    with a window and without."""
     tokens = window(name)
     torch.manual_seed(0)
     q, k, v = (
@@ -252,8 +253,11 @@ def test_flash_attention_is_told_the_documents(name, kv_heads):
     weights = torch.randn(S, len(tokens), 4, 8, dtype=torch.float64)
     found = []
     with flash_attention_stands_in() as calls:
-        for documents in (boundaries, document_mask(positions, torch.float64)):
-            y = attend(q, k, v, documents)
+        for mask in (
+            Mask(boundaries=boundaries, window=seen),
+            Mask(bias=scores_bias(positions, torch.float64, seen)),
+        ):
+            y = mask(q, k, v)
             found.append((y, *torch.autograd.grad((y * weights).sum(), (q, k, v))))
     assert calls == {"forward": 1, "backward": 1}
     for ours, theirs in zip(*found, strict=True):
@@ -292,15 +296,19 @@ def test_model_by_boundaries_is_the_model_by_mask(ranks, checkpointing, forwards
 
 
 def test_another_number_of_documents_compiles_no_more_than_once_again():
+    def run(q, k, v, boundaries):
+        return Mask(boundaries=boundaries)(q, k, v)
+
     compiler = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(attend, fullgraph=True, backend=compiler)
+    compiled = torch.compile(run, fullgraph=True, backend=compiler)
     q, k, v = (torch.randn(S, 1, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     with flash_attention_stands_in():
         for name in ("consecutive", "bos last", "no bos", "nothing but bos"):
             positions, boundaries = find_documents(window(name), BOS, "cpu")
             y = compiled(q, k, v, boundaries)
             y.sum().backward()
-            assert torch.allclose(y, attend(q, k, v, document_mask(positions, q.dtype)), atol=1e-5)
+            masked = Mask(bias=scores_bias(positions, q.dtype))(q, k, v)
+            assert torch.allclose(y, masked, atol=1e-5)
     assert compiler.frame_count <= 2
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.attention import attend
-from model.document import attention_bounds, document_mask, find_documents
-from parallel.pipeline.chrome import from_chrome
+from model.documents import find_documents
+from model.mask import Mask, make_mask, scores_bias
 from parallel.pipeline.schedules import build_schedule
+from runtime.chrome import from_chrome
 from tests.data_samples import prepared
 from tests.runs import losses, write_config
 
@@ -79,20 +79,21 @@ def test_packed_documents_by_flash_attention(batch: int, kv_heads: int) -> None:
     # a document begins at each 1: about every hundredth
     tokens = torch.randint(0, 100, (batch, length), generator=generator)
     positions, boundaries = find_documents(tokens, 1, "cuda")
-    assert attention_bounds(boundaries, positions, torch.bfloat16, head_dim) is boundaries
+    flash = make_mask(positions, boundaries, None, torch.bfloat16, head_dim)
+    assert flash == Mask(boundaries=boundaries)
     shapes = [(length, batch, count, head_dim) for count in (heads, kv_heads, kv_heads, heads)]
     q, k, v, weights = (
         torch.randn(shape, generator=generator).cuda().bfloat16() for shape in shapes
     )
 
-    def outputs(dtype: torch.dtype, documents: torch.Tensor | None) -> list[torch.Tensor]:
+    def outputs(dtype: torch.dtype, mask: Mask) -> list[torch.Tensor]:
         inputs = [t.to(dtype).requires_grad_() for t in (q, k, v)]
-        y = attend(*inputs, documents)
+        y = mask(*inputs)
         return [y, *torch.autograd.grad((y * weights).sum(), inputs)]
 
-    packed = outputs(torch.bfloat16, boundaries)
-    masked = outputs(torch.float32, document_mask(positions, torch.float32))
-    causal = outputs(torch.float32, None)
+    packed = outputs(torch.bfloat16, flash)
+    masked = outputs(torch.float32, Mask(bias=scores_bias(positions, torch.float32)))
+    causal = outputs(torch.float32, Mask())
     for ours, theirs, others in zip(packed, masked, causal, strict=True):
         assert ours.shape == theirs.shape
         # bfloat16 rounds at 2**-9, in the inputs' products, the weights and the sums.

@@ -18,7 +18,7 @@ from training.config import Config
 ROOT = Path(__file__).parent.parent
 ROOMS = ("benchmarks", "data", "docs", "model", "parallel", "plan", "runtime", "tests", "tools",
          "training")  # fmt: skip
-MAX_LINES = 350
+MAX_LINES, MAX_TEST_LINES = 350, 420
 
 # Which rooms a room may import beside itself; `errors`, `settings` and `hardware` may be imported
 # everywhere. tools/, tests/, benchmarks/: all.
@@ -33,6 +33,9 @@ MAY_IMPORT = {
     "errors": set(),
     "settings": set(),
     "hardware": set(),
+    "kinds": set(),
+    "tokens": set(),
+    "triton_interpreter": set(),
 }
 SOURCES = sorted(
     [*ROOT.glob("*.py"), *(file for room in ROOMS for file in (ROOT / room).rglob("*.py"))]
@@ -72,7 +75,15 @@ def forbidden(module: str, imported: set[str]) -> set[str]:
     if room not in MAY_IMPORT:
         return set()
     house = {name.split(".")[0] for name in MODULES}
-    allowed = MAY_IMPORT[room] | {room, "errors", "settings", "hardware"}
+    allowed = MAY_IMPORT[room] | {
+        room,
+        "errors",
+        "settings",
+        "hardware",
+        "kinds",
+        "tokens",
+        "triton_interpreter",
+    }
     return {name for name in imported if name.split(".")[0] in house - allowed}
 
 
@@ -175,7 +186,9 @@ def test_an_option_that_nothing_reads_is_found() -> None:
 
 @pytest.mark.parametrize("file", SOURCES, ids=module_name)
 def test_a_file_can_be_read_in_one_sitting(file: Path) -> None:
-    assert len(file.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+    is_test = file.relative_to(ROOT).parts[0] in ("tests", "benchmarks")
+    most = MAX_TEST_LINES if is_test else MAX_LINES
+    assert len(file.read_text(encoding="utf-8").splitlines()) <= most
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from errors import UserError
 from model.config import ModelConfig
 from model.transformer import Batch, Transformer
 from parallel.axes import MeshSizes
+from parallel.layer import TensorParallel
 from parallel.mesh import build_mesh
 from parallel.parameter import weights_of
 from runtime.manifest import verify
@@ -113,9 +114,8 @@ def our_logits(checkpoint: str, tokens: Tensor, changes: dict[str, Any]) -> Tens
     reader = CheckpointReader(Path(checkpoint))
     config = ModelConfig(**(reader.trainer.model | changes))
     mesh = build_mesh(MeshSizes(), "cpu")
-    model = Transformer(config, range(config.num_layers), True, True, mesh.tp, False).to_empty(
-        device="cpu"
-    )
+    tp = TensorParallel.of(mesh.tp, sequence_parallel=False)
+    model = Transformer(config, range(config.num_layers), True, True, tp).to_empty(device="cpu")
     positions = torch.arange(tokens.shape[1]).unsqueeze(1)
     with torch.no_grad():
         for weight in weights_of(model):

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from model.kernels import backend
-from model.kernels.specimens import Specimen
+from tools.compile_kernels.specimens import Specimen
 
 
 @triton.jit

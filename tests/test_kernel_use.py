@@ -17,10 +17,11 @@ from model.kernels import backend
 from model.kernels.rms_norm import add_rms_norm, rms_norm
 from model.kernels.rotary import rotate
 from model.kernels.swiglu import swiglu
-from model.rotary import rotary_angles
+from model.positions import BatchPositions
 from model.transformer import Block
 from parallel.activation import wrap_blocks
 from parallel.axes import MeshSizes
+from parallel.layer import TensorParallel
 from parallel.mesh import build_mesh
 from tests.counting import Listener
 from tools.parity.cases import Case
@@ -36,7 +37,7 @@ def block_gradients(case, mode, compile):
     mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     torch.manual_seed(0)
     block = (
-        Block(config.model, mesh.tp, case.sequence_parallel)
+        Block(config.model, 0, TensorParallel.of(mesh.tp, case.sequence_parallel))
         .to(torch.float64)
         .to_empty(device="cpu")
     )
@@ -44,14 +45,13 @@ def block_gradients(case, mode, compile):
         for p in block.parameters():
             p.to_local().normal_(std=0.2)
     x = torch.randn(S, B, config.model.dim, dtype=torch.float64, requires_grad=True)
-    cos, sin = rotary_angles(
-        torch.arange(S).unsqueeze(1), config.model.head_dim, 1e4, torch.float64
-    )
+    positions = BatchPositions(torch.arange(S).unsqueeze(1), None, torch.float64)
+    inputs = block.attention.inputs(positions)
     wrap_blocks([block], mode, compile, config.model.dim, mesh.tp.size())
     listener = Listener(mesh)
     # the compiler does not look at operations that somebody watches
     with nullcontext() if compile else listener:
-        y = block(x, cos, sin)
+        y = block(x, *inputs)
         y.cos().sum().backward()
     gradients = {name: p.grad.full_tensor() for name, p in block.named_parameters()}
     ours = {

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 
 from model.kernels.backend import INTERPRETED, why_not_triton
 from model.kernels.cross_entropy import (
-    IGNORE,
     gradient_over_logits_,
     merge,
     statistics,
@@ -23,7 +22,8 @@ from model.kernels.cross_entropy import (
 from model.kernels.rms_norm import add_rms_norm, rms_norm
 from model.kernels.rotary import rotate
 from model.kernels.swiglu import swiglu
-from model.rotary import rotary_angles
+from model.rotary import Rotary, rotary_angles
+from tokens import IGNORE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.skipif(why_not_triton(DEVICE) is not None, reason="needs Triton")
@@ -139,7 +139,7 @@ def test_rotary(s, b, q_heads, k_heads, width, kernels, dtype):
         randn(s, b, k_heads, width, dtype=dtype, seed=1),
     )
     for positions in (torch.arange(s).unsqueeze(1), torch.arange(s * b).view(s, b) * 37):
-        cos, sin = rotary_angles(positions, width, 1e4, dtype)
+        cos, sin = rotary_angles(positions, Rotary(width, 10000.0), dtype)
 
         def exact(*heads, turn=torch.complex(cos.double(), sin.double())):  # noqa: B008 - of this round
             turned = []
@@ -153,7 +153,7 @@ def test_rotary(s, b, q_heads, k_heads, width, kernels, dtype):
 
 def test_rotary_in_place_without_gradients_alone():
     q, k = randn(3, 1, 2, 8, dtype=torch.float32), randn(3, 1, 1, 8, dtype=torch.float32, seed=1)
-    cos, sin = rotary_angles(torch.arange(3).unsqueeze(1), 8, 1e4, torch.float32)
+    cos, sin = rotary_angles(torch.arange(3).unsqueeze(1), Rotary(8, 10000.0), torch.float32)
     expected = rotate(q, k, cos, sin, "torch")
     kept = q.clone()
     turned = rotate(q, k, cos, sin, "triton")
@@ -210,7 +210,7 @@ def test_inputs_of_any_strides(dtype):
         assert_close(found.grad, exact.grad)
     # [S, B, H, E], as attention's backward returns gradients
     q = randn(2, 3, 5, 8, dtype=dtype).permute(2, 0, 1, 3)
-    cos, sin = rotary_angles(torch.arange(5).unsqueeze(1), 8, 1e4, dtype)
+    cos, sin = rotary_angles(torch.arange(5).unsqueeze(1), Rotary(8, 10000.0), dtype)
     for back in (False, True):
         turned, _ = torch.ops.lattice.rotate(q, q, cos, sin, back)
         again, _ = torch.ops.lattice.rotate(q.contiguous(), q.contiguous(), cos, sin, back)
@@ -303,7 +303,7 @@ def test_operations_keep_the_library_contract(dtype):
     x, r = (randn(4, 2, 16, dtype=dtype, seed=i).requires_grad_() for i in (0, 1))
     w = randn(16, dtype=dtype, seed=2).requires_grad_()
     q, k = (randn(3, 2, h, 8, dtype=dtype, seed=h).requires_grad_() for h in (4, 2))
-    cos, sin = rotary_angles(torch.arange(3).unsqueeze(1), 8, 1e4, dtype)
+    cos, sin = rotary_angles(torch.arange(3).unsqueeze(1), Rotary(8, 10000.0), dtype)
     z, targets = randn(4, 11, dtype=dtype), torch.tensor([1, IGNORE, 12, 10])
     _, rstd = (t.detach() for t in torch.ops.lattice.rms_norm(x, w, EPS))
     ops = torch.ops.lattice
@@ -346,7 +346,7 @@ def test_the_interpreter_rounds_as_a_gpu_does():
     even; NaN stays."""
     if not INTERPRETED:
         pytest.skip("kernels are compiled here")
-    from model.kernels.interpreter import to_bfloat16, to_float32
+    from triton_interpreter import to_bfloat16, to_float32
 
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
     as_float = torch.from_numpy(to_float32(every.numpy()))

@@ -267,9 +267,9 @@ def test_a_run_that_is_displaced_ends_with_status_2(
 def train_until_displaced(arguments: list[str]) -> str:
     """Another start takes the folder over in step 4, unnoticed until the line of that step is
     written."""
-    import train
+    import training.step
 
-    honest = train.learning_rate
+    honest = training.step.learning_rate
 
     def displaced(step: int, *about: object) -> float:
         if step == 3 and dist.get_rank() == 0:
@@ -279,7 +279,10 @@ def train_until_displaced(arguments: list[str]) -> str:
             )
         return honest(step, *about)
 
-    with patch.object(train, "learning_rate", displaced), patch.object(lease, "TRUST_SECONDS", 0.0):
+    with (
+        patch.object(training.step, "learning_rate", displaced),
+        patch.object(lease, "TRUST_SECONDS", 0.0),
+    ):
         return train_run(arguments)
 
 

@@ -10,13 +10,14 @@ import torch.nn.functional as F
 
 from model.kernels import linear_cross_entropy as module
 from model.kernels.backend import cdiv, why_not_triton
-from model.kernels.cross_entropy import IGNORE, vocab_parallel_cross_entropy
+from model.kernels.cross_entropy import vocab_parallel_cross_entropy
 from model.kernels.linear_cross_entropy import linear_cross_entropy
+from model.matmul import Matmul
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
 from parallel.placement import chunk_range
-from parallel.weight import Matmul
 from tests.counting import Listener
+from tokens import IGNORE
 
 S, B, D = 20, 2, 24
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -62,6 +63,7 @@ def in_pieces(vocab, dtype, sequence_parallel, z_loss, kernels, sizes):
         x, weight = (t.detach().clone().requires_grad_() for t in (x, weight))
         arguments = (x, weight, targets, scale, rows.start, mesh.tp.get_group(), sequence_parallel)
         options = {
+            "matmul": Matmul(),
             "vocab_size": vocab,
             "z_loss": z_loss,
             "kernels": kernels,
@@ -198,7 +200,15 @@ def test_backward_twice_is_refused():
     x, weight, targets = operands(51, torch.float64)
     x.requires_grad_()
     loss = linear_cross_entropy(
-        x, weight, targets, torch.tensor(1.0).double(), 0, Alone(), True, vocab_size=51
+        x,
+        weight,
+        targets,
+        torch.tensor(1.0).double(),
+        0,
+        Alone(),
+        True,
+        matmul=Matmul(),
+        vocab_size=51,
     )
     loss.backward(retain_graph=True)
     with pytest.raises(AssertionError, match="handed on already"):
@@ -216,7 +226,7 @@ def test_the_weight_gradient_is_summed_in_float32():
     exact = dy.double().T @ x.double()
     wide = narrow = None
     for a, b in zip(dy.split(16), x.split(16), strict=True):
-        wide = Matmul.add_weight_gradient(a, b, into=wide, dtype=torch.float32)
-        narrow = Matmul.add_weight_gradient(a, b, into=narrow, dtype=torch.bfloat16)
+        wide = Matmul().add_weight_gradient(a, b, into=wide, dtype=torch.float32)
+        narrow = Matmul().add_weight_gradient(a, b, into=narrow, dtype=torch.bfloat16)
     assert relative(wide, exact) < 2e-6
     assert relative(narrow, exact) > 1e-3

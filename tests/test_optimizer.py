@@ -21,8 +21,8 @@ from tools.parity.cases import Case
 from tools.parity.reference import warmup_cosine
 from tools.parity.run import assemble, global_batch, parts
 from training.build import build_stages
-from training.config import OptimizerConfig
 from training.learning_rate import learning_rate
+from training.sections import OptimizerConfig
 from training.step import TrainStep
 
 INTERPRETER = pytest.mark.skipif(not INTERPRETED, reason="Triton's interpreter is not there")

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from model.kernels.cross_entropy import IGNORE, vocab_parallel_cross_entropy
+from model.kernels.cross_entropy import vocab_parallel_cross_entropy
 from model.transformer import Batch
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
 from parallel.placement import chunk_range
+from tokens import IGNORE
 from tools.parity.cases import BATCH, SEQ_LEN, Case
 from tools.parity.run import assemble, error_of, expected, global_batch, parts
 from training.build import build_stages

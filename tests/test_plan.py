@@ -13,6 +13,7 @@ import pytest
 from benchmarks import plan_megatron, plan_memory, plan_published
 from benchmarks.published_rows import ROWS, Row
 from errors import UserError
+from model.transformer import num_parameters
 from plan.candidates import Candidate, candidates
 from plan.categories import ACTIVATIONS, MOMENTS, SHARDED_GRADIENTS, TEMPORARY, WEIGHTS
 from plan.guide import STAGES, guide_bytes, our_bytes
@@ -289,7 +290,7 @@ def test_the_guides_table() -> None:
 def test_ours_counts_float32_weights_and_gradients() -> None:
     config = load_config(str(CONFIGS / "llama3_8b.yaml"), [])
     per_parameter = [
-        sum(our_bytes(config, 4, stage).values()) / config.model.num_parameters for stage in STAGES
+        sum(our_bytes(config, 4, stage).values()) / num_parameters(config.model) for stage in STAGES
     ]
     # Sharded: weights 4, moments 8. Whole: weights 2; gradients 4, or 4 sharded from stage 2 on.
     assert per_parameter == pytest.approx([12 + 2 + 4, 3 + 2 + 4, 3 + 2 + 1, 3 + 1], rel=1e-3)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from model.transformer import num_parameters
 from plan.hardware import GB, find_device
 from plan.layout import Layout
 from plan.peaks import peaks
@@ -176,7 +177,7 @@ def test_what_guides_say(label: str) -> None:
 def test_what_rows_say_besides() -> None:
     first = planned_gigabytes("llama3_70b", 64, f"{B175} parallel.zero_stage=1")
     assert row("175B on 64: tp 8 × pp 2 × dp 4")[1].endswith(f"; with ZeRO-1 {first:.0f} GB")
-    billions = configuration("llama3_70b", B70).model.num_parameters / 1e9
+    billions = num_parameters(configuration("llama3_70b", B70).model) / 1e9
     assert row("70B, FSDP")[1].endswith(f"16 × {billions:.1f} / 8 = {16 * billions / 8:.0f} GB")
     layouts = [
         Layout(configuration("llama3_8b", f"{B7} parallel.zero_stage={zero}"), 8, 0)

@@ -4,6 +4,7 @@ import gzip
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -328,15 +329,20 @@ def test_the_tool_says_it_again(profiled: Path, capsys: pytest.CaptureFixture[st
 
 
 def profile_a_loop(config: str, visited: list[int]) -> None:
-    """The loop alone, on steps `visited`."""
+    """Only the loop, on steps `visited`."""
+    run = SimpleNamespace(step=0)
     resolved = load_config(config, ["run.profile=2:5"])
     with (
         Watchdog(resolved) as watchdog,
         StepProfile(resolved, build_mesh(MeshSizes(), "cpu"), watchdog) as profile,
     ):
         for step in visited:
-            with profile.around(step):
-                torch.ones(3) + 1
+            run.step = step
+            profile.before_step(run)
+            torch.ones(3) + 1
+            run.step += 1
+            profile.after_step(run)
+        profile.ends(run)
 
 
 @pytest.mark.parametrize(

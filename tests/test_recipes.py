@@ -75,7 +75,15 @@ def test_the_cluster_s_scripts_pass_shellcheck(changed: Path) -> None:
 
 def test_there_is_a_recipe_for_each_kind_of_change() -> None:
     kinds = [recipe.name.split(":")[0] for recipe in RECIPES]
-    assert kinds == ["A layer", "A schedule", "A source of text", "An optimizer", "A cluster"]
+    assert kinds == [
+        "A layer",
+        "A schedule",
+        "A source of text",
+        "An optimizer",
+        "An axis",
+        "A listener",
+        "A cluster",
+    ]
 
 
 def test_an_edit_that_no_longer_fits_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel.pipeline.actions import Action, B, F
+from parallel.pipeline.actions import BACKWARD, FORWARD, Action
 from parallel.pipeline.schedules import SCHEDULES
 from tests.data_samples import prepared
 from tests.runs import train_run, write_config
@@ -109,7 +109,7 @@ def test_a_schedule_that_would_wait_for_ever_is_refused(
 
 def train_with_a_broken_schedule(config: str) -> str:
     SCHEDULES["backward_first"] = lambda p, v, m: [
-        [Action(k, r, i) for k in (B, F) for i in range(m)] for r in range(p)
+        [Action(k, r, i) for k in (BACKWARD, FORWARD) for i in range(m)] for r in range(p)
     ]
     return train_run([config, "parallel.schedule=backward_first", "parallel.pp=2"])
 
@@ -183,17 +183,17 @@ def test_an_error_of_one_rank_is_everyones(ranks: Ranks, data: Path, tmp_path: P
 def _blind_rank_1(config: str) -> str:
     import torch.distributed as dist
 
-    import train
     from data import dataset
+    from runtime import preconditions
 
     if dist.get_rank() == 0:
         return train_run([config])
-    original = train.open_data
-    train.open_data = lambda *_: dataset.TokenDataset.open("/not/on/this/node", "train")
+    original = preconditions.open_data
+    preconditions.open_data = lambda *_: dataset.TokenDataset.open("/not/on/this/node", "train")
     try:
         return train_run([config])
     finally:
-        train.open_data = original
+        preconditions.open_data = original
 
 
 @pytest.mark.thorough  # test_exit_status_and_one_message starts torchrun in `make test`

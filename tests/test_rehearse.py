@@ -9,7 +9,7 @@ import torch
 from errors import UserError
 from model.config import ModelConfig
 from parallel.axes import MeshSizes
-from parallel.pipeline.actions import Action, B, F
+from parallel.pipeline.actions import BACKWARD, FORWARD, Action
 from plan.hardware import find_device
 from plan.layout import world_of
 from tools.rehearse.__main__ import main
@@ -67,7 +67,7 @@ def test_a_second_step_needs_no_more_and_talks_as_much() -> None:
 def tape_of_tensors() -> dict[str, object]:
     """What a tape counts of a few tensors, in an order that is known."""
     with one_rank(MeshSizes(), 0, "meta") as mesh, Tape(mesh) as tape:
-        with tape.record(Action(F, 0, 0)):
+        with tape.record(Action(FORWARD, 0, 0)):
             kept = torch.empty(1024, device="meta")
             view = kept[100:]  # of the same storage
             torch.empty(1, device="meta")  # freed at once
@@ -75,7 +75,7 @@ def tape_of_tensors() -> dict[str, object]:
             kept.untyped_storage().resize_(0)
             other = torch.empty(1500, device="meta")
             after = tape.peak
-        with tape.record(Action(B, 0, 0)):
+        with tape.record(Action(BACKWARD, 0, 0)):
             torch.empty(2048, device="meta")
         del view, other
     return {"before": before, "after": after, "peak": tape.peak, "in": str(tape.peak_action)}

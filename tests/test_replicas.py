@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import train
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
+from runtime import saving
 from runtime.checkpoint import held_tensors
 from runtime.replicas import ReplicasDiffer, check_replicas, hash_of
 from tests.runs import train_run, write_config
@@ -109,7 +109,7 @@ def test_every_bit_counts() -> None:
 
 
 def run_with_a_bit_flipped(config: str) -> str:
-    honest = train.check_replicas
+    honest = saving.check_replicas
     calls = []
 
     def check(step: TrainStep) -> None:
@@ -124,7 +124,7 @@ def run_with_a_bit_flipped(config: str) -> str:
             )
         honest(step)
 
-    with patch.object(train, "check_replicas", check):
+    with patch.object(saving, "check_replicas", check):
         return train_run([config])
 
 

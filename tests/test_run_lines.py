@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from errors import UserError
-from runtime.metrics import compare_to_unigram
-from training.build import describe_stages
+from runtime.evaluation import compare_to_unigram
+from runtime.topology import describe_stages
 from training.load_config import load_config
 
 LAPTOP = "2 stages of 2 blocks each: the slowest rank computes 33% more than the mean"

@@ -7,10 +7,17 @@ import random
 import pytest
 
 from errors import UserError
-from parallel.pipeline.actions import Action, B, F, I, W
-from parallel.pipeline.chrome import from_chrome, measured_costs, to_chrome
+from parallel.pipeline.actions import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Action,
+    Kind,
+)
 from parallel.pipeline.schedules import SCHEDULES, build_schedule
 from parallel.pipeline.simulate import Costs, Event, Timeline, simulate
+from runtime.chrome import from_chrome, measured_costs, to_chrome
 from tools.timeline.__main__ import main
 from tools.timeline.draw import draw, save, shade
 from tools.timeline.panels import simulated_panels
@@ -51,11 +58,11 @@ def test_text_is_cut_where_told():
 
 
 def test_text_of_micro_batches_with_two_digits_and_of_short_actions():
-    assert ascii_timeline([[Action(F, 0, 10), Action(B, 0, 10)]], Costs.equal(1)) == [
+    assert ascii_timeline([[Action(FORWARD, 0, 10), Action(BACKWARD, 0, 10)]], Costs.equal(1)) == [
         "rank 0 ▏F10B10──"
     ]
     assert ascii_timeline(
-        [[Action(F, 0, 0), Action(B, 0, 0)]], Costs.equal(1, 1 / 3, 1 / 3, 0)
+        [[Action(FORWARD, 0, 0), Action(BACKWARD, 0, 0)]], Costs.equal(1, 1 / 3, 1 / 3, 0)
     ) == ["rank 0 ▏FB"]
 
 
@@ -89,7 +96,7 @@ def test_a_trace_comes_back_as_it_was_written(name):
 
 
 def test_what_a_trace_looks_like():
-    trace = to_chrome(Timeline([[Event(Action(F, 0, 3), 2.0, 2.5)]]))
+    trace = to_chrome(Timeline([[Event(Action(FORWARD, 0, 3), 2.0, 2.5)]]))
     assert trace["traceEvents"][1:] == [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": 0, "args": {"name": "rank 0"}},
         {
@@ -102,11 +109,11 @@ def test_what_a_trace_looks_like():
 
 def test_measured_costs_are_means_and_halves_of_whole_backwards():
     lane = [
-        Event(Action(F, 0, 0), 0, 1),
-        Event(Action(F, 0, 1), 1, 4),
-        Event(Action(B, 0, 0), 4, 8),
+        Event(Action(FORWARD, 0, 0), 0, 1),
+        Event(Action(FORWARD, 0, 1), 1, 4),
+        Event(Action(BACKWARD, 0, 0), 4, 8),
     ]
-    lane += [Event(Action(I, 0, 1), 8, 9), Event(Action(W, 0, 1), 9, 13)]
+    lane += [Event(Action(BACKWARD_INPUT, 0, 1), 8, 9), Event(Action(BACKWARD_WEIGHT, 0, 1), 9, 13)]
     costs = measured_costs(Timeline([lane]))
     assert (costs.forward, costs.input_grad, costs.weight_grad) == ([2.0], [1.5], [3.0])
     assert sum(costs.of(event.action.kind, 0) for event in lane) == pytest.approx(13)
@@ -178,7 +185,7 @@ def test_schedules_are_compared_on_the_same_model():
 
 
 def test_shades_differ():
-    colours = [shade(kind, chunk, 3) for kind in (F, B, I, W) for chunk in range(3)]
+    colours = [shade(kind, chunk, 3) for kind in Kind for chunk in range(3)]
     assert len(set(colours)) == len(colours)
 
 
@@ -272,6 +279,9 @@ def test_what_does_not_work_is_said_so(arguments, message, capsys):
     assert said.out == ""
 
 
+BACKWARD_FIRST = [Event(Action(BACKWARD, 0, 0), 0, 1), Event(Action(FORWARD, 0, 0), 1, 2)]
+
+
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
@@ -279,12 +289,10 @@ def test_what_does_not_work_is_said_so(arguments, message, capsys):
         ("{}", [], "has no list traceEvents"),
         (json.dumps(broken(lambda events: events.pop())), ["--simulated"],
          "is no whole step: stage 1 does F to micro-batch 1"),
-        (json.dumps(to_chrome(Timeline([[Event(Action(F, 1, 0), 0, 1)]]))), ["--simulated"],
+        (json.dumps(to_chrome(Timeline([[Event(Action(FORWARD, 1, 0), 0, 1)]]))), ["--simulated"],
          "no rank has stage 0"),
         (
-            json.dumps(
-                to_chrome(Timeline([[Event(Action(B, 0, 0), 0, 1), Event(Action(F, 0, 0), 1, 2)]]))
-            ),
+            json.dumps(to_chrome(Timeline([BACKWARD_FIRST]))),
             ["--simulated"],
             "these cannot go on: rank 0 at B0.0",
         ),

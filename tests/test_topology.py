@@ -5,7 +5,7 @@ import pytest
 
 from hardware import H100
 from parallel.axes import MeshSizes
-from parallel.topology import describe_nodes, tp_between_nodes, tp_bytes_per_step
+from runtime.topology import describe_nodes, tp_between_nodes, tp_bytes_per_step
 from tests.test_collectives import DOUBLE, B, S, one_block
 from tools.parity.cases import Case
 

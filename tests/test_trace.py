@@ -6,9 +6,9 @@ import time
 import torch.distributed as dist
 
 from parallel.pipeline.actions import Action, stage_ranks
-from parallel.pipeline.chrome import from_chrome
 from parallel.pipeline.schedules import build_schedule
-from parallel.pipeline.trace import clock_offset
+from runtime.chrome import from_chrome
+from runtime.trace import clock_offset
 from tests.data_samples import prepared
 from tests.runs import train_run, write_config
 

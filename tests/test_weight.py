@@ -6,7 +6,8 @@ import weakref
 import torch
 from torch import nn
 
-from parallel.weight import Destination, ReadyGradient, WeightGradientQueue, run_jobs, share_queue
+from parallel.deferred import Destination, ReadyGradient, WeightGradientQueue, run_jobs
+from parallel.layer import Layer, TensorParallel, share_queue
 
 
 class Job:
@@ -39,7 +40,7 @@ def test_a_finished_job_is_let_go():
 def test_only_inside_deferring_are_jobs_taken():
     queue = WeightGradientQueue()
     assert not queue.is_deferring
-    job = ReadyGradient(torch.ones(2), Destination(nn.Parameter(torch.zeros(2)), None))
+    job = ReadyGradient(torch.ones(2), Destination(nn.Parameter(torch.zeros(2))))
     with queue.deferring() as jobs:
         queue.add(job)
         assert queue.is_deferring
@@ -48,12 +49,7 @@ def test_only_inside_deferring_are_jobs_taken():
 
 
 def test_all_layers_of_a_stage_share_one_queue():
-    class Layer(nn.Module):
-        weight_gradient_queue: WeightGradientQueue | None = None
-
-    stage = nn.Sequential(Layer(), nn.Linear(2, 2), nn.Sequential(Layer()))
+    layers = [Layer(TensorParallel()) for _ in range(2)]
+    stage = nn.Sequential(layers[0], nn.Linear(2, 2), nn.Sequential(layers[1]))
     queue = share_queue(stage)
-    assert [m.weight_gradient_queue for m in stage.modules() if isinstance(m, Layer)] == [
-        queue,
-        queue,
-    ]
+    assert [layer.queue for layer in layers] == [queue, queue]

@@ -25,6 +25,7 @@ from torch import Tensor
 from data.tokenizer import Tokenizer
 from errors import UserError
 from model.config import ModelConfig
+from model.transformer import num_parameters
 from runtime.manifest import MANIFEST, PLACES, Manifest, fingerprint, write_durably, write_manifest
 from runtime.trainer_state import FREE_MODEL_KEYS, model_entries
 from tools.huggingface.checkpoint_reader import WEIGHTS
@@ -161,7 +162,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     size = sum(path.stat().st_size for path in out.iterdir() if path.name != MANIFEST)
     print(
-        f"{out}: {model.num_parameters:,} parameters, {size:,} bytes, "
+        f"{out}: {num_parameters(model):,} parameters, {size:,} bytes, "
         f"and {MANIFEST} with their checksums"
     )
     print(

@@ -1,5 +1,6 @@
 """The norm of all gradients of the model, wherever they are."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from model.kernels.gradient_norm import square_sum
 from parallel.mesh import Mesh
+from parallel.placement import replicated_over
 
 
 @torch.no_grad()
@@ -17,7 +19,7 @@ def gradient_norm(gradients: Sequence[DTensor], mesh: Mesh, kernels: str = "auto
     bits on every rank.
 
     A shard that r ranks of the stage hold alike would be counted r times by a sum over the world,
-    so each square sum is divided by r: the product of the sizes of the axes on which the gradient
+    so each square sum is divided by r: the product of the sizes of the axes over which the gradient
     is replicated. One all-reduce of one number; the host waits for nothing (but, with cpu_offload,
     for its own sums).
 
@@ -28,16 +30,14 @@ def gradient_norm(gradients: Sequence[DTensor], mesh: Mesh, kernels: str = "auto
         kernels: auto, triton or torch; torch where gradients are offloaded to the CPU of a GPU.
     """
     copies = []
+    sizes = mesh.sizes.by_axis()
     for gradient in gradients:
-        copies.append(1)
-        for size, placement in zip(gradient.device_mesh.shape, gradient.placements, strict=True):
-            assert not placement.is_partial(), "a gradient was not reduced"
-            copies[-1] *= size if placement.is_replicate() else 1
+        assert not any(placement.is_partial() for placement in gradient.placements), "not reduced"
+        copies.append(math.prod(sizes[axis] for axis in replicated_over(gradient)))
     local = [gradient.to_local() for gradient in gradients]
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     if local:
-        total += square_sum(
-            local, copies, kernels if local[0].device == total.device else "torch"
-        ).to(mesh.device)
+        kernels = kernels if local[0].device == total.device else "torch"
+        total += square_sum(local, copies, kernels).to(mesh.device)
     dist.all_reduce(total)
     return total.sqrt()

@@ -2,7 +2,8 @@
 far above the recent ones.
 
     loss, norm ──► guard ──► norm      the optimizer updates with the clipped gradient
-                        └──► inf       the optimizer drops the gradient: weights, moments and bias correction stay
+                        └──► inf       it drops the gradient: weights, moments and bias correction
+                                       stay as they are
 
 Loss and norm are the same on every rank (the loss to the last bit, unless a library sums in another
 order for another tp rank; replicas.py would tell), so is the verdict, and all of it stays on the
@@ -65,9 +66,8 @@ class UpdateGuard:
 
     def restore(self, recent_losses: Sequence[float | None], bad_in_a_row: int) -> None:
         """Go on after the last WINDOW of these losses, and so many bad steps."""
-        values = [math.nan] * WINDOW + [
-            math.nan if value is None else value for value in recent_losses
-        ]
+        values = [math.nan] * WINDOW
+        values += [math.nan if value is None else value for value in recent_losses]
         self.recent.copy_(torch.tensor(values[-WINDOW:], dtype=torch.float64))
         self.bad_in_a_row.fill_(bad_in_a_row)
 
@@ -82,6 +82,5 @@ def check_not_in_vain(last_step: int, made: int, bad_in_a_row: int) -> None:
     if 2 * bad_in_a_row > made:
         since = f"after step {last_step - bad_in_a_row} " if bad_in_a_row < made else ""
         why = "loss or gradient were not finite, or the loss a spike"
-        raise RunFailed(
-            f"no update was made {since}up to the last step, {last_step}: {why}; try another optimizer.lr"
-        )
+        said = f"no update was made {since}up to the last step, {last_step}: {why}"
+        raise RunFailed(f"{said}; try another optimizer.lr")

@@ -2,7 +2,7 @@
 
 import math
 
-from training.config import OptimizerConfig
+from training.sections import OptimizerConfig
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:

@@ -1,10 +1,11 @@
 """Which numbers are in which dtype.
 
-| train.dtype | compute  | master                                   | reduce                | exact   |
-|-------------|----------|------------------------------------------|-----------------------|---------|
-| bfloat16    | bfloat16 | float32 (optimizer.pure_bfloat16: as it) | parallel.reduce_dtype | float32 |
-| float32     | float32  | float32                                  | parallel.reduce_dtype | float32 |
-| float64     | float64  | float64                                  | float64               | float64 |
+| train.dtype | compute  | master                         | reduce                | exact   |
+|-------------|----------|--------------------------------|-----------------------|---------|
+| bfloat16    | bfloat16 | float32; bfloat16 with         | parallel.reduce_dtype | float32 |
+|             |          | optimizer.pure_bfloat16        |                       |         |
+| float32     | float32  | float32                        | parallel.reduce_dtype | float32 |
+| float64     | float64  | float64                        | float64               | float64 |
 """
 
 from typing import NamedTuple

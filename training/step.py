@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from model.document import find_documents
-from model.kernels.cross_entropy import IGNORE
+from model.documents import find_documents
 from model.transformer import Batch, Transformer
 from parallel.data import ZeroStage, check_reduced
 from parallel.mesh import Mesh, to_device
@@ -18,6 +17,7 @@ from parallel.pipeline.actions import forward_only, splits_backward, stage_ranks
 from parallel.pipeline.lower import lower
 from parallel.pipeline.runner import PipelineRunner, Recorder, record_nothing
 from parallel.pipeline.transfer import Transfers
+from tokens import IGNORE
 from training.build import build_tied_embedding
 from training.config import Config
 from training.gradient import gradient_norm
@@ -31,6 +31,7 @@ from training.precision import Precision
 class StepResult:
     """Scalars on the device: reading them waits for the step, so only the logger does."""
 
+    lr: float
     loss: Tensor  # mean over all target tokens of the global batch, the same on every rank
     grad_norm: Tensor  # before clipping
     updates: Tensor  # made so far: steps without those that the guard skipped
@@ -80,7 +81,7 @@ class TrainStep:
         loss, norm = self.forward_backward(tokens, targets)
         lr = learning_rate(step, self.config.train.steps, self.config.optimizer)
         self.optimizer.step(lr, self.guard(loss, norm), self.config.optimizer.grad_clip)
-        return StepResult(loss, norm, self.optimizer.updates, self.guard.bad_in_a_row)
+        return StepResult(lr, loss, norm, self.optimizer.updates, self.guard.bad_in_a_row)
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the mean loss over the global batch's target tokens, reduced, in the

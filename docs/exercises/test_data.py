@@ -3,6 +3,7 @@ docs/exercises/test_data.py`. Page: docs/data.md"""
 
 import pytest
 
+from model.transformer import num_parameters
 from plan.guide import STAGES, our_bytes
 from training.load_config import load_config
 
@@ -32,7 +33,7 @@ def rows_of(step: int, dp_rank: int, dp_size: int, batches: list[tuple[int, int]
 def test_bytes(dp_size: int) -> None:
     config = load_config("configs/llama3_8b.yaml", [])
     for stage in STAGES:
-        held = sum(our_bytes(config, dp_size, stage).values()) / config.model.num_parameters
+        held = sum(our_bytes(config, dp_size, stage).values()) / num_parameters(config.model)
         assert bytes_per_parameter(stage, dp_size) == pytest.approx(held)
 
 

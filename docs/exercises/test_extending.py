@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel.pipeline.actions import Action, F
+from parallel.pipeline.actions import FORWARD, Action
 from parallel.pipeline.check import Fault, check
 from parallel.pipeline.schedules import build_schedule
 
@@ -52,7 +52,7 @@ def test_the_checker_complains() -> None:
     assert [sorted(map(str, actions)) for actions in broken] == [
         sorted(map(str, actions)) for actions in schedule
     ]
-    assert [actions[0].kind for actions in broken] == [F] * 4
+    assert [actions[0].kind for actions in broken] == [FORWARD] * 4
     with pytest.raises(Fault):
         check(broken)
 

@@ -23,8 +23,9 @@ def my_1f1b(p: int, m: int) -> list[list[Action]]:
     """Each rank's list: warm up with forwards, then one forward and one backward in turn, then the
     backwards that are left.
 
-    Rank r may never hold more than p − r micro-batches. `Action(F, stage, microbatch)`, with F and
-    B from parallel.pipeline.actions; rank r has stage r. Without looking into schedules.py.
+    Rank r may never hold more than p − r micro-batches. `Action(FORWARD, stage, microbatch)`, with
+    FORWARD and BACKWARD from parallel.pipeline.actions; rank r has stage r. Without looking into
+    schedules.py.
     """
     raise NotImplementedError("yours to write")
 

@@ -10,8 +10,6 @@ PyTorch.
     multi_tensor.py           many tensors in one launch: for the two that follow
     gradient_norm.py          the norm of all gradients
     adamw.py                  clipping and the update
-    interpreter.py            Triton on a CPU, with bfloat16 as a GPU rounds it
-    specimens.py              a call of each, in real sizes, for tools/compile_kernels
 
 The PyTorch version is the specification, and what runs where there is no GPU
 (`model.kernels=auto`). Kernels compute in float32 and round once, when they store; given float64

@@ -4,7 +4,8 @@ algorithm 2), over all parameters of a rank in one launch, with clipping on the 
     g ← g · min(1, max_norm / norm)
     m ← β₁ m + (1 − β₁) g
     v ← β₂ v + (1 − β₂) g²
-    p ← p − lr · decay · p − lr / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + eps)         t: updates made, with this one
+    p ← p − lr · decay · p − lr / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + eps)
+    t: updates made, with this one
 
 A gradient norm that is not finite skips the step: p, m, v and t stay as they are. Norm, clip
 factor, t and the bias corrections are float64 scalars on the device; the host reads none of them.
@@ -66,8 +67,8 @@ class Rates:
 
 @torch.no_grad()
 def adamw(
-    p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor], decays: Sequence[float], locations: Sequence[Location],
-    step: Tensor, norm: Tensor, rates: Rates, kernels: str,
+    p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor], decays: Sequence[float],
+    locations: Sequence[Location], step: Tensor, norm: Tensor, rates: Rates, kernels: str,
 ) -> None:  # fmt: skip
     """One update in place. Lists are of equal length, all of p, m, v and g have one dtype: float32,
     bfloat16 or float64.
@@ -104,8 +105,9 @@ def adamw(
             alike = [i for i, of_this in enumerate(decays) if of_this == decay]
             ps, gs, ms, vs = ([tensors[i] for i in alike] for tensors in (p, g, m, v))
             torch._fused_adamw_(
-                ps, gs, ms, vs, [], [step] * len(alike), lr=rates.lr, beta1=rates.betas[0], beta2=rates.betas[1],
-                weight_decay=decay, eps=rates.eps, amsgrad=False, maximize=False, found_inf=(~applied).float(),
+                ps, gs, ms, vs, [], [step] * len(alike), lr=rates.lr, beta1=rates.betas[0],
+                beta2=rates.betas[1], weight_decay=decay, eps=rates.eps, amsgrad=False,
+                maximize=False, found_inf=(~applied).float(),
             )  # fmt: skip
 
 
@@ -193,8 +195,9 @@ def random_bits(location: Location, shape: torch.Size, t: Tensor) -> Tensor:
 
 @jit
 def _step(
-    row, start, left, SCALARS, BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr,
-    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, ROUND: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+    row, start, left, WHOLE: tl.constexpr, SCALARS, BETA1: tl.constexpr, BETA2: tl.constexpr,
+    EPS: tl.constexpr, ACC: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+    ROUND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     offsets = tl.arange(0, BLOCK)
     p_at = pointer(row, 1, start, DTYPE, ALIGNED) + offsets
@@ -228,49 +231,24 @@ def _step(
 
 @jit
 def _adamw(
-    TABLE, PLACES, SCALARS, BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr,
-    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr,
+    TABLE, PLACES, SCALARS, BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr,
+    ACC: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, ROUND: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(SCALARS) != 0:
         row, start, left = find(TABLE, PLACES, 10 if ROUND else 6, BLOCK)
         if left >= BLOCK:
-            _step(
-                row,
-                start,
-                left,
-                SCALARS,
-                BETA1,
-                BETA2,
-                EPS,
-                ACC,
-                DTYPE,
-                ALIGNED,
-                ROUND,
-                True,
-                BLOCK,
-            )
+            _step(row, start, left, True, SCALARS, BETA1, BETA2, EPS, ACC, DTYPE,
+                  ALIGNED, ROUND, BLOCK)  # fmt: skip
         else:
-            _step(
-                row,
-                start,
-                left,
-                SCALARS,
-                BETA1,
-                BETA2,
-                EPS,
-                ACC,
-                DTYPE,
-                ALIGNED,
-                ROUND,
-                False,
-                BLOCK,
-            )
+            _step(row, start, left, False, SCALARS, BETA1, BETA2, EPS, ACC, DTYPE,
+                  ALIGNED, ROUND, BLOCK)  # fmt: skip
 
 
 @torch.library.custom_op("lattice::adamw", mutates_args=("p", "m", "v"))
 def _update_all(
-    p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor], scalars: Tensor, shrink: list[float], beta1: float,
-    beta2: float, eps: float, locations: list[int],
+    p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor], scalars: Tensor,
+    shrink: list[float], beta1: float, beta2: float, eps: float, locations: list[int],
 ) -> None:  # fmt: skip
     """`scalars`: see `_scalars`; `shrink`: lr · decay of each tensor; `locations`: four numbers a
     tensor, or none."""
@@ -279,16 +257,16 @@ def _update_all(
     if launch.grid[0]:
         dtype = p[0].dtype
         _adamw[launch.grid](
-            launch.table, launch.places, scalars, BETA1=beta1, BETA2=beta2, EPS=eps, ACC=accumulator(dtype),
-            DTYPE=triton_type(dtype), ALIGNED=launch.aligned, ROUND=bool(locations), BLOCK=BLOCK,
-            num_warps=warps_for(2 * BLOCK),
+            launch.table, launch.places, scalars, BETA1=beta1, BETA2=beta2, EPS=eps,
+            ACC=accumulator(dtype), DTYPE=triton_type(dtype), ALIGNED=launch.aligned,
+            ROUND=bool(locations), BLOCK=BLOCK, num_warps=warps_for(2 * BLOCK),
         )  # fmt: skip
 
 
 @_update_all.register_fake
 def _(
-    p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor], scalars: Tensor, shrink: list[float], beta1: float,
-    beta2: float, eps: float, locations: list[int],
+    p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor], scalars: Tensor,
+    shrink: list[float], beta1: float, beta2: float, eps: float, locations: list[int],
 ) -> None:  # fmt: skip
     return None
 

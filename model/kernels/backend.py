@@ -27,9 +27,9 @@ except ImportError:
     jit = lambda function: function  # noqa: E731
 
 if INTERPRETED and triton is not None:
-    from model.kernels import interpreter
+    import triton_interpreter
 
-    interpreter.mend()
+    triton_interpreter.mend()
 
 LANES = 64 if torch.version.hip else 32  # threads of a warp
 MAX_THREADS = 1024  # of a program, on every GPU
@@ -52,8 +52,8 @@ def check_kernels(mode: str, device_type: str) -> None:
     """Raises UserError where a run on this device cannot have `model.kernels=mode`."""
     why = why_not_triton(device_type)
     if mode == "triton" and why is not None:
-        remedy = "set model.kernels=auto; to see the kernels interpreted, slowly: TRITON_INTERPRET=1 before the command"
-        raise UserError("model.kernels", mode, why, remedy)
+        how = "to see the kernels interpreted, slowly: TRITON_INTERPRET=1 before the command"
+        raise UserError("model.kernels", mode, why, f"set model.kernels=auto; {how}")
     if mode == "auto" and device_type == "cuda" and why is not None:
         raise UserError("model.kernels", mode, why, "install Triton, or set model.kernels=torch")
 

@@ -1,8 +1,9 @@
 """Cross-entropy over a vocabulary that is cut over tp: no rank ever holds the whole logits (Shoeybi
 et al. 2019, section 3).
 
-    loss = lse − z[y] (+ c · lse²)           lse = log Σ_j exp(z_j) = m + log s     m = max z,  s = Σ exp(z − m)
-    dz_j = scale · ((1 + 2 c · lse) · exp(z_j − m) / s − [j = y])                   losses are summed over target tokens
+    loss = lse − z[y] (+ c · lse²)       summed over target tokens
+    lse  = log Σ_j exp(z_j) = m + log s       m = max z,  s = Σ exp(z − m)
+    dz_j = scale · ((1 + 2 c · lse) · exp(z_j − m) / s − [j = y])
 
 m and s are kept apart: at logits of 10⁴ float32 has three digits left for lse, and all of them for
 z − m.
@@ -13,10 +14,10 @@ without writing to them, three numbers a token: its m, its s, and z[y] if the ta
 online softmax: Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867). One all-gather of
 these three makes those of the whole row known to all.
 
-| pass       | reads  | writes                  | bytes per logit in bfloat16, V columns  | communication over tp |
-|------------|--------|-------------------------|------------------------------------------|-----------------------|
-| statistics | logits | 3 numbers a token       | 2 + 20 / V                               | all-gather of 3 · T   |
-| gradient   | logits | gradient, over logits   | 4                                        | none                  |
+| pass       | reads  | writes                | bytes per bfloat16 logit | communication over tp |
+|------------|--------|-----------------------|--------------------------|-----------------------|
+| statistics | logits | 3 numbers a token     | 2 + 20 / columns         | all-gather of 3 · T   |
+| gradient   | logits | gradient, over logits | 4                        | none                  |
 """
 
 from typing import Any, NamedTuple
@@ -37,8 +38,8 @@ from model.kernels.backend import (
     warps_for,
 )
 from parallel.collectives import start_all_gather
+from tokens import IGNORE
 
-IGNORE = -100  # a target that is no target: padding
 MAX_BLOCK = 8192  # columns handled at once
 
 
@@ -210,7 +211,8 @@ def _columns(targets: Tensor, first_row: int, width: int) -> tuple[Tensor, Tenso
 
 @jit
 def _statistics_kernel(
-    LOGITS, TARGETS, OUT, stride, width, first_row, tokens, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    LOGITS, TARGETS, OUT, stride, width, first_row, tokens,
+    ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     there = token < tokens
@@ -238,7 +240,8 @@ def _statistics_kernel(
 @jit
 def _gradient_kernel(
     LOGITS, TARGETS, PEAK, TOTAL, SCALE, stride, width, first_row, tokens,
-    IGNORED: tl.constexpr, Z_LOSS: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    IGNORED: tl.constexpr, Z_LOSS: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -265,7 +268,8 @@ def _statistics(logits: Tensor, targets: Tensor, first_row: int) -> Tensor:
     if tokens:
         _statistics_kernel[(cdiv(tokens, at_once),)](
             logits, targets.contiguous(), out, logits.stride(0), width, first_row, tokens,
-            ACC=accumulator(logits.dtype), ROWS=at_once, BLOCK=block, num_warps=warps_for(at_once * block),
+            ACC=accumulator(logits.dtype), ROWS=at_once, BLOCK=block,
+            num_warps=warps_for(at_once * block),
         )  # fmt: skip
     return out
 
@@ -291,8 +295,9 @@ def _gradient_(
     at_once = rows_at_once(block)
     if tokens and width:
         _gradient_kernel[(cdiv(tokens, at_once), cdiv(width, block))](
-            logits, targets.contiguous(), peak, total, scale, logits.stride(0), width, first_row, tokens, IGNORED=IGNORE,
-            Z_LOSS=z_loss, ACC=accumulator(logits.dtype), ROWS=at_once, BLOCK=block, num_warps=warps_for(at_once * block),
+            logits, targets.contiguous(), peak, total, scale, logits.stride(0), width, first_row,
+            tokens, IGNORED=IGNORE, Z_LOSS=z_loss, ACC=accumulator(logits.dtype), ROWS=at_once,
+            BLOCK=block, num_warps=warps_for(at_once * block),
         )  # fmt: skip
 
 

@@ -1,11 +1,11 @@
 """The sum of squares of many gradients, for the norm that they are clipped by.
 
-    Σ_i  Σ x_i² / copies_i          over all gradients i of a rank; a shard that c ranks hold alike has copies c
+    Σ_i  Σ x_i² / copies_i        over all gradients i of a rank; copies: ranks that hold it alike
 
-| launch                | reads                 | writes             | bytes per element (float32 gradients) |
-|-----------------------|-----------------------|--------------------|---------------------------------------|
-| squares of each block | gradients             | 8 bytes per block  | 4                                     |
-| their sum             | 8 bytes per block     | one number         | 0.001                                 |
+| launch                | reads             | writes            | bytes per element (float32) |
+|-----------------------|-------------------|-------------------|-----------------------------|
+| squares of each block | gradients         | 8 bytes per block | 4                           |
+| their sum             | 8 bytes per block | one number        | 0.001                       |
 
 All arithmetic is in float64. A square of a float32 is exact there, and no gradient is so large or
 so small that its square leaves the range. (Square sums in the gradients' own dtype depend on how
@@ -77,8 +77,8 @@ def _square_sum(gradients: list[Tensor], copies: list[int]) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
     if count:
         _squares[launch.grid](
-            launch.table, launch.places, partial, DTYPE=triton_type(gradients[0].dtype), ALIGNED=launch.aligned, BLOCK=BLOCK,
-            num_warps=8,
+            launch.table, launch.places, partial, DTYPE=triton_type(gradients[0].dtype),
+            ALIGNED=launch.aligned, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
         _sum[(1,)](partial, total, count, BLOCK=4096, num_warps=16)
     return total

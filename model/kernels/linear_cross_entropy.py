@@ -22,16 +22,17 @@ the one before, its reduce-scatter behind those of the one after. (Cut over many
 may be one piece. More would hide more, but each reads and writes dw once again.) Without, every
 rank has the whole sequence, and dx is all-reduced.
 
-| pass     | local shapes                     | communication over tp, sequence parallel (else)                      |
-|----------|----------------------------------|----------------------------------------------------------------------|
-| forward  | [S/tp, B, D] → scalar            | all-gather S·B·D (none); 3·S·B per rank; reduce-scatter (all-reduce) S·B·D |
-| backward | scalar → [S/tp, B, D], [V/tp, D] | none                                                                 |
+| pass     | local shapes                     | communication over tp, sequence parallel (else)    |
+|----------|----------------------------------|----------------------------------------------------|
+| forward  | [S/tp, B, D] → scalar            | all-gather S·B·D (none); 3·S·B per rank;           |
+|          |                                  | reduce-scatter (all-reduce) S·B·D                  |
+| backward | scalar → [S/tp, B, D], [V/tp, D] | none                                               |
 
 What it costs: between a micro-batch's forward and backward its head holds dw, in the weight's
 dtype, where whole logits would be held otherwise: V/tp · D numbers instead of V/tp · T. A schedule
 with many forwards in flight on the last stage (gpipe, breadth_first) holds as many. And where a
 schedule splits backward, the head's weight gradient is ready in forward: its part of W is empty
-(parallel/weight.py adds it there all the same, so that a micro-batch's gradients are complete at
+(parallel/layer.py adds it there all the same, so that a micro-batch's gradients are complete at
 one moment), and its time belongs to F.
 """
 
@@ -45,7 +46,7 @@ from torch.distributed import ProcessGroup
 from model.kernels.backend import cdiv, exact
 from model.kernels.cross_entropy import gradient_over_logits_, normaliser, token_losses
 from parallel.collectives import Pending, start_all_gather, start_all_reduce_, start_reduce_scatter
-from parallel.weight import Matmul
+from parallel.deferred import Matmul
 
 # Of one piece's logits. On a GPU it is what the float32 sum dw, read and written once per piece, is
 # small beside (at V = 128k and D = 4096 a piece is 4096 tokens); on a CPU it is what a core's cache
@@ -66,6 +67,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         first_row: int,
         group: ProcessGroup,
         sequence_parallel: bool,
+        matmul: Matmul,
         z_loss: float,
         kernels: str,
         piece_tokens: int,
@@ -79,13 +81,13 @@ class LinearCrossEntropy(torch.autograd.Function):
         for piece, piece_targets in pieces:
             y = piece_targets.flatten()
             rows = piece.flatten(0, 1)  # [n·tp·B, D]
-            z = Matmul.forward(rows, weight)
+            z = matmul.forward(rows, weight)
             row = normaliser(z, y, first_row, group, kernels)
             loss += token_losses(row, y, z_loss).sum()
             if wants_dx or wants_dw:
                 gradient_over_logits_(z, y, row, scale, first_row, z_loss, kernels)
             if wants_dx:
-                dx = Matmul.input_gradient(z, weight).view_as(piece)
+                dx = matmul.input_gradient(z, weight).view_as(piece)
                 if reducing is not None:
                     dxs.append(reducing.wait())  # lets go of that piece's whole dx
                 reducing = (
@@ -94,7 +96,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                     else start_all_reduce_(dx, group)
                 )
             if wants_dw:
-                dw = Matmul.add_weight_gradient(z, rows, into=dw, dtype=exact(x.dtype))
+                dw = matmul.add_weight_gradient(z, rows, into=dw, dtype=exact(x.dtype))
             del z  # before the next piece's
         if reducing is not None:
             dxs.append(reducing.wait())
@@ -111,7 +113,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         for gradient in (dx, dw):
             if gradient is not None:
                 gradient.mul_(dloss)  # ours alone until now
-        return dx, dw, *[None] * 8
+        return dx, dw, *[None] * 9
 
 
 def _pieces(
@@ -150,6 +152,7 @@ def linear_cross_entropy(
     group: ProcessGroup,
     sequence_parallel: bool,
     *,
+    matmul: Matmul,
     vocab_size: int,
     z_loss: float = 0.0,
     kernels: str = "auto",
@@ -165,6 +168,7 @@ def linear_cross_entropy(
         scale: a scalar tensor, known before the gradient is: 1 / number of target tokens of the
             global batch.
         group: the tp group.
+        matmul: the products.
         vocab_size: V. All ranks cut the tokens alike, by the bytes of the widest rank's logits.
         z_loss, kernels: as in cross_entropy.py.
         piece_bytes: of the logits that exist at one time; None: what suits the device.
@@ -181,6 +185,7 @@ def linear_cross_entropy(
         first_row,
         group,
         sequence_parallel,
+        matmul,
         z_loss,
         kernels,
         piece_tokens,

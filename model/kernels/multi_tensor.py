@@ -4,9 +4,9 @@ A model has hundreds of parameters, most of them small beside the GPU: a launch 
 it idle in between. So the tensors are cut into blocks of BLOCK elements (the last of each tensor is
 shorter), and the grid has a program for every block.
 
-    places [programs, 2]        int32: which tensor, and which block of it        program → (tensor, block)
-    table  [tensors, fields]    int64: number of elements, addresses, and what else differs between tensors
-                                       (a float64 as its bits)
+    places [programs, 2]        int32: program → which tensor, and which block of it
+    table  [tensors, fields]    int64: number of elements, addresses, and what else differs between
+                                       tensors (a float64 as its bits)
 
 The places follow from the tensors' sizes: they are made once and stay on the device. Addresses
 change, as gradients are allocated anew in every step. So the table is written for each launch, to

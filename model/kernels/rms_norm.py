@@ -5,7 +5,8 @@ added on the way in.
     y = s · rstd · w         rstd = 1 / sqrt(mean(s²) + eps), one number per row
 
     dw = Σ_rows dy · s · rstd
-    ds = rstd · (dy·w − s · rstd · mean(dy·w · s·rstd))        (+ the gradient that reaches s by other ways)
+    ds = rstd · (dy·w − s · rstd · mean(dy·w · s·rstd))
+       (+ the gradient that reaches s by other ways)
 
 The backward of the sum is free: x and r both have the gradient ds.
 
@@ -123,7 +124,8 @@ def _launch_forward(
     if rows := x.shape[0]:
         _forward[(cdiv(rows, at_once),)](
             x, r, weight, y, s, rstd, x.stride(0), r.stride(0), rows, width, EPS=eps,
-            ADD=residual is not None, ACC=accumulator(x.dtype), ROWS=at_once, BLOCK=block, num_warps=warps_for(at_once * block),
+            ADD=residual is not None, ACC=accumulator(x.dtype), ROWS=at_once, BLOCK=block,
+            num_warps=warps_for(at_once * block),
         )  # fmt: skip
     return y.view(shape), s.view(shape), rstd
 
@@ -144,8 +146,9 @@ def _launch_backward(
     dw = s.new_empty((programs, width), dtype=exact(s.dtype))
     if rows:
         _backward[(programs,)](
-            dy, residual, s, weight, rstd, dx, dw, dy.stride(0), residual.stride(0), s.stride(0), rows, rows_each, width,
-            ADD=ds is not None, ACC=accumulator(s.dtype), ROWS=at_once, BLOCK=block, num_warps=warps,
+            dy, residual, s, weight, rstd, dx, dw, dy.stride(0), residual.stride(0), s.stride(0),
+            rows, rows_each, width, ADD=ds is not None, ACC=accumulator(s.dtype), ROWS=at_once,
+            BLOCK=block, num_warps=warps,
         )  # fmt: skip
     return dx.view(shape), dw.sum(0).to(weight.dtype)
 

@@ -1,7 +1,8 @@
 """Rotary position embedding applied (Su et al. 2021, https://arxiv.org/abs/2104.09864): queries and
 keys in one launch.
 
-    (a, b) = (x[i], x[i + E/2])   →   (a · cos − b · sin,  b · cos + a · sin)       angle = position · theta^(−2i/E)
+    (a, b) = (x[i], x[i + E/2])   →   (a · cos − b · sin,  b · cos + a · sin)
+    angle  = position · theta^(−2i/E)
 
 Pairing the two halves is Hugging Face's convention; Meta's original files pair neighbours, a
 permutation of the rows of the query and key weights. Turning is orthogonal, so backward turns the
@@ -91,8 +92,8 @@ def _rotate_kernel(
     Q, K, Q_OUT, K_OUT, COS, SIN, tokens, batch, q_heads, k_heads, cos_stride_s, cos_stride_b,
     q_stride_s, q_stride_b, q_stride_h, k_stride_s, k_stride_b, k_stride_h,
     q_out_stride_s, q_out_stride_b, q_out_stride_h, k_out_stride_s, k_out_stride_b, k_out_stride_h,
-    BACK: tl.constexpr, TOKENS: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr,
-    PADDED: tl.constexpr, ACC: tl.constexpr,
+    BACK: tl.constexpr, TOKENS: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr,
+    HALF: tl.constexpr, PADDED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
     there = token < tokens
@@ -105,12 +106,10 @@ def _rotate_kernel(
         sin = -sin
     q, q_out = Q + s * q_stride_s + b * q_stride_b, Q_OUT + s * q_out_stride_s + b * q_out_stride_b
     k, k_out = K + s * k_stride_s + b * k_stride_b, K_OUT + s * k_out_stride_s + b * k_out_stride_b
-    _turn_heads(
-        q, q_out, there, cos, sin, q_stride_h, q_out_stride_h, q_heads, Q_HEADS, HALF, ACC, PADDED
-    )
-    _turn_heads(
-        k, k_out, there, cos, sin, k_stride_h, k_out_stride_h, k_heads, K_HEADS, HALF, ACC, PADDED
-    )
+    _turn_heads(q, q_out, there, cos, sin, q_stride_h, q_out_stride_h, q_heads,
+                Q_HEADS, HALF, ACC, PADDED)  # fmt: skip
+    _turn_heads(k, k_out, there, cos, sin, k_stride_h, k_out_stride_h, k_heads,
+                K_HEADS, HALF, ACC, PADDED)  # fmt: skip
 
 
 def _launch(
@@ -129,10 +128,12 @@ def _launch(
         q, k, q_out, k_out, cos, sin, tokens, q.shape[1], q_heads, k_heads,
         cos.stride(0), cos.stride(1) if cos.shape[1] > 1 else 0,
         *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3],
-        BACK=back, TOKENS=at_once, Q_HEADS=q_padded, K_HEADS=k_padded, HALF=head_dim // 2, PADDED=padded,
+        BACK=back, TOKENS=at_once, Q_HEADS=q_padded, K_HEADS=k_padded, HALF=head_dim // 2,
+        PADDED=padded,
         # As many threads as the smaller tile, k's, has 16-byte accesses for; q's threads then do
         # several heads.
-        ACC=accumulator(q.dtype), num_warps=warps_for(at_once * 2 * min(q_padded, k_padded) * padded),
+        num_warps=warps_for(at_once * 2 * min(q_padded, k_padded) * padded),
+        ACC=accumulator(q.dtype),
     )  # fmt: skip
 
 

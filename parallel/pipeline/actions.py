@@ -4,6 +4,14 @@ torch here.
 A schedule is data: for each rank the list of its actions, in order. Where a stage lives follows
 from whose list it is in. The checker, the simulator, the drawing and the runner all read these
 lists and nothing else.
+
+Code spells actions out; pictures, traces and messages have room for a letter, and print those of
+torch.distributed.pipelining. In formulas the letter is the time of the action, B = I + W.
+
+    F   FORWARD
+    B   BACKWARD          both gradients at once
+    I   BACKWARD_INPUT    the gradient of the stage's input
+    W   BACKWARD_WEIGHT   the gradient of its weights, some time after I
 """
 
 from collections.abc import Sequence
@@ -12,14 +20,14 @@ from typing import NamedTuple
 
 
 class Kind(Enum):
-    """What is done. A backward may be whole, or split in two: only its first half is waited for by
-    the stage before (Qi et al. 2023, https://arxiv.org/abs/2401.10241, section 2, where I is called
-    B)."""
+    """What is done; the value is its letter. A backward may be whole, or split in two: only its
+    first half is waited for by the stage before (Qi et al. 2023, https://arxiv.org/abs/2401.10241,
+    section 2, where I is called B)."""
 
     FORWARD = "F"
-    BACKWARD = "B"  # both gradients at once
-    INPUT_GRAD = "I"  # the gradient of the stage's input
-    WEIGHT_GRAD = "W"  # the gradient of its weights, some time after I
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
 
 
 class Action(NamedTuple):
@@ -33,7 +41,8 @@ class Action(NamedTuple):
         return f"{self.kind.value}{self.stage}.{self.microbatch}"
 
 
-F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD  # noqa: E741 - the letters of the papers
+FORWARD, BACKWARD = Kind.FORWARD, Kind.BACKWARD
+BACKWARD_INPUT, BACKWARD_WEIGHT = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 Schedule = Sequence[Sequence[Action]]  # of each rank
 
 
@@ -60,19 +69,13 @@ def num_microbatches(schedule: Schedule) -> int:
 
 def splits_backward(schedule: Schedule) -> bool:
     """Whether some backward is split in two."""
-    return any(action.kind is I for actions in schedule for action in actions)
+    return any(action.kind is BACKWARD_INPUT for actions in schedule for action in actions)
 
 
 def forward_only(ranks_of_stages: Sequence[int], num_microbatches: int) -> list[list[Action]]:
     """Evaluation: every micro-batch through every stage, each rank its stages in order (breadth
     first), no backward."""
-    num_ranks = max(ranks_of_stages) + 1
-    return [
-        [
-            Action(F, s, m)
-            for s, owner in enumerate(ranks_of_stages)
-            if owner == rank
-            for m in range(num_microbatches)
-        ]
-        for rank in range(num_ranks)
-    ]
+    ranks: list[list[Action]] = [[] for _ in range(max(ranks_of_stages) + 1)]
+    for stage, rank in enumerate(ranks_of_stages):
+        ranks[rank] += [Action(FORWARD, stage, m) for m in range(num_microbatches)]
+    return ranks

@@ -28,12 +28,9 @@ def stage_costs(layers_per_stage: Sequence[int], costs: LayerCosts) -> list[floa
 def even_split(num_layers: int, num_stages: int) -> list[int]:
     """As many layers for every stage; what is left goes to the earliest stages but the first, which
     has the embedding."""
-    surplus = set(
-        sorted(range(num_stages), key=lambda s: (s == num_stages - 1, s == 0, s))[
-            : num_layers % num_stages
-        ]
-    )
-    return [num_layers // num_stages + (s in surplus) for s in range(num_stages)]
+    least, surplus = divmod(num_layers, num_stages)
+    inner_first = sorted(range(num_stages), key=lambda s: (s == num_stages - 1, s == 0, s))
+    return [least + (s in inner_first[:surplus]) for s in range(num_stages)]
 
 
 def balanced_split(num_layers: int, costs: LayerCosts, ranks_of_stages: Sequence[int]) -> list[int]:

@@ -9,7 +9,7 @@ of its earlier one.
 from collections import deque
 from collections.abc import Sequence
 
-from parallel.pipeline.actions import Action, B, F, I, Schedule, W, num_microbatches, stage_ranks
+from parallel.pipeline.actions import Action, Kind, Schedule, num_microbatches, stage_ranks
 from parallel.pipeline.lower import Exchange, Message, Program, Transfer, lower, need_of, result_of
 from parallel.pipeline.simulate import Costs, Stuck, simulate
 
@@ -38,14 +38,15 @@ def check_complete(schedule: Schedule) -> None:
         twice = next(action for action in actions if actions.count(action) > 1)
         raise Fault(f"{twice} is there more than once")
     microbatches = num_microbatches(schedule)
+    whole = {Kind.FORWARD, Kind.BACKWARD}
+    split = {Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
     for s in range(stages):
         for m in range(microbatches):
-            kinds = {kind for kind in (F, B, I, W) if Action(kind, s, m) in seen}
-            if kinds not in ({F, B}, {F, I, W}):
+            kinds = {kind for kind in Kind if Action(kind, s, m) in seen}
+            if kinds not in (whole, split):
                 has = ", ".join(sorted(kind.value for kind in kinds)) or "nothing"
-                raise Fault(
-                    f"stage {s} does {has} to micro-batch {m}, and not F and B, or F, I and W"
-                )
+                wanted = "F and B, or F, I and W"
+                raise Fault(f"stage {s} does {has} to micro-batch {m}, and not {wanted}")
 
 
 def check_order(schedule: Schedule) -> None:
@@ -91,12 +92,10 @@ def check_exchanges(programs: Sequence[Program], schedule: Schedule) -> None:
                     batch[rank] = list(item.transfers)
             else:
                 need = need_of(item, len(where))
-                if (
-                    need is not None
-                    and where[need.stage + (1 if need.is_gradient else -1)] != rank
-                    and need not in received
-                ):
-                    break
+                if need is not None and need not in received:
+                    sender = where[need.stage + (1 if need.is_gradient else -1)]
+                    if sender != rank:
+                        break
                 made.add(result_of(item, len(where)))
             position[rank] += 1
             moved = True
@@ -113,9 +112,8 @@ def check_exchanges(programs: Sequence[Program], schedule: Schedule) -> None:
     for rank, program in enumerate(programs):
         if position[rank] < len(program) or batch[rank]:
             at = str(program[position[rank]]) if position[rank] < len(program) else "its end"
-            raise Fault(
-                f"rank {rank} stops before {at}, waiting for {[t.message for t in batch[rank]]}: a deadlock"
-            )
+            waiting = [t.message for t in batch[rank]]
+            raise Fault(f"rank {rank} stops before {at}, waiting for {waiting}: a deadlock")
 
 
 def _match(rank: int, batch: list[list[Transfer]]) -> list[int]:
@@ -129,9 +127,8 @@ def _match(rank: int, batch: list[list[Transfer]]) -> list[int]:
         for theirs in batch[mine.peer]:
             if theirs.peer == rank and theirs.sends != mine.sends:
                 if theirs.message != mine.message:
-                    raise Fault(
-                        f"between ranks {rank} and {mine.peer}, {mine.message} meets {theirs.message}"
-                    )
+                    ranks = f"ranks {rank} and {mine.peer}"
+                    raise Fault(f"between {ranks}, {mine.message} meets {theirs.message}")
                 batch[rank].remove(mine)
                 batch[mine.peer].remove(theirs)
                 peers.append(mine.peer)

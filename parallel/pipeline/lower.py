@@ -23,7 +23,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from parallel.pipeline.actions import Action, F, Schedule, W, stage_ranks
+from parallel.pipeline.actions import BACKWARD_WEIGHT, FORWARD, Action, Schedule, stage_ranks
 from parallel.pipeline.simulate import Costs, Event, simulate
 
 
@@ -56,24 +56,20 @@ Program = list[Action | Exchange]
 def result_of(action: Action, num_stages: int) -> Message | None:
     """What an action makes for another stage: None for a weight gradient, the loss, and the
     gradient of the first stage."""
-    if action.kind is W:
+    if action.kind is BACKWARD_WEIGHT:
         return None
-    stage = action.stage + 1 if action.kind is F else action.stage - 1
-    return (
-        Message(action.kind is not F, stage, action.microbatch) if 0 <= stage < num_stages else None
-    )
+    forward = action.kind is FORWARD
+    stage = action.stage + 1 if forward else action.stage - 1
+    return Message(not forward, stage, action.microbatch) if 0 <= stage < num_stages else None
 
 
 def need_of(action: Action, num_stages: int) -> Message | None:
     """What an action takes from another stage."""
-    if action.kind is W:
+    if action.kind is BACKWARD_WEIGHT:
         return None
-    sender = action.stage - 1 if action.kind is F else action.stage + 1
-    return (
-        Message(action.kind is not F, action.stage, action.microbatch)
-        if 0 <= sender < num_stages
-        else None
-    )
+    kind, stage, microbatch = action
+    sender = stage - 1 if kind is FORWARD else stage + 1
+    return Message(kind is not FORWARD, stage, microbatch) if 0 <= sender < num_stages else None
 
 
 def lower(schedule: Schedule) -> list[Program]:
@@ -93,19 +89,15 @@ def lower(schedule: Schedule) -> list[Program]:
     for instant, message, sender, receiver in messages:
         mine[sender].append((instant, Transfer(True, receiver, message)))
         mine[receiver].append((instant, Transfer(False, sender, message)))
-    return [
-        _program(events, transfers) for events, transfers in zip(timeline.ranks, mine, strict=True)
-    ]
+    return [_program(*of_rank) for of_rank in zip(timeline.ranks, mine, strict=True)]
 
 
 def _program(events: Sequence[Event], transfers: Sequence[tuple[float, Transfer]]) -> Program:
     """A rank's actions, and what it exchanges at one instant after the actions that have ended by
     then."""
     program: Program = []
-    exchanges = [
-        (at, Exchange(tuple(t for _, t in together)))
-        for at, together in groupby(transfers, key=itemgetter(0))
-    ]
+    instants = groupby(transfers, key=itemgetter(0))
+    exchanges = [(at, Exchange(tuple(t for _, t in together))) for at, together in instants]
     exchanges.reverse()
     for action, _, end in events:
         while exchanges and exchanges[-1][0] < end:

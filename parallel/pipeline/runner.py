@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallel.data import ZeroStage, reshard
-from parallel.pipeline.actions import Action, F, I, W
+from parallel.deferred import Job, run_jobs
+from parallel.layer import share_queue
+from parallel.pipeline.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
 from parallel.pipeline.lower import Exchange, Message, Program, need_of, result_of
 from parallel.pipeline.transfer import Transfers
-from parallel.weight import Job, run_jobs, share_queue
 
-# what is around an action is its time (trace.py)
+# what is around an action is its time (runtime/trace.py)
 Recorder = Callable[[Action], AbstractContextManager[object]]
 
 
@@ -81,7 +82,7 @@ class PipelineRunner:
         # (stage, micro-batch) → its input, and where its graph ends: the output itself is needed by
         # the next stage alone.
         kept: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
-        deferred: dict[tuple[int, int], list[Job]] = {}  # between I and W
+        deferred: dict[tuple[int, int], list[Job]] = {}  # between the halves of a backward
         total: Tensor | None = None
 
         for item in program:
@@ -91,23 +92,25 @@ class PipelineRunner:
             kind, s, m = item
             stage, received = self.stages[s], self._take(item)
             result: Tensor | None = None
-            if kind is not F and kind is not I:
+            if kind is not FORWARD and kind is not BACKWARD_INPUT:
                 left[s] -= 1
             with record(item):
-                if kind is F:
+                if kind is FORWARD:
                     hidden = received.requires_grad_() if received is not None else None
                     output = stage(hidden, microbatches[m])
                     if s == self.num_stages - 1:
                         total = output.detach() if total is None else total + output.detach()
                     kept[s, m] = (hidden, get_gradient_edge(output))
                     result = output
-                elif kind is W:
+                elif kind is BACKWARD_WEIGHT:
                     run_jobs(deferred.pop((s, m)))
                     self.zero.after_weight_gradients(stage, last=left[s] == 0)
                 else:
-                    self.zero.before_backward(stage, completes=kind is not I, last=left[s] == 0)
+                    self.zero.before_backward(
+                        stage, completes=kind is not BACKWARD_INPUT, last=left[s] == 0
+                    )
                     hidden, end = kept.pop((s, m))
-                    if kind is I:
+                    if kind is BACKWARD_INPUT:
                         with self.queues[s].deferring() as deferred[s, m]:
                             torch.autograd.backward(end, received)
                     else:

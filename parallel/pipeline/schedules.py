@@ -9,10 +9,19 @@ gradient and a weight gradient take one column, a whole backward two; numbers ar
 small letters are a rank's second stage.
 """
 
+from collections import Counter
 from collections.abc import Callable
+from typing import Self
 
 from errors import UserError
-from parallel.pipeline.actions import Action, B, F, I, W
+from parallel.pipeline.actions import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Action,
+    Kind,
+)
 
 ScheduleFunction = Callable[[int, int, int], list[list[Action]]]
 SCHEDULES: dict[str, ScheduleFunction] = {}
@@ -38,12 +47,8 @@ def build_schedule(
             take these sizes.
     """
     if name not in SCHEDULES:
-        raise UserError(
-            "parallel.schedule",
-            name,
-            "there is no such schedule",
-            f"choose one of {sorted(SCHEDULES)}",
-        )
+        choices = f"choose one of {sorted(SCHEDULES)}"
+        raise UserError("parallel.schedule", name, "there is no such schedule", choices)
     return SCHEDULES[name](num_ranks, stages_per_rank, num_microbatches)
 
 
@@ -60,7 +65,7 @@ def gpipe(p: int, v: int, m: int) -> list[list[Action]]:
     """
     _stages_per_rank("gpipe", v, 1)
     return [
-        [Action(F, r, i) for i in range(m)] + [Action(B, r, i) for i in range(m)] for r in range(p)
+        [Action(kind, r, i) for kind in (FORWARD, BACKWARD) for i in range(m)] for r in range(p)
     ]
 
 
@@ -80,11 +85,14 @@ def one_forward_one_backward(p: int, v: int, m: int) -> list[list[Action]]:
     ranks = []
     for r in range(p):
         warmup = min(p - 1 - r, m)
-        actions = [Action(F, r, i) for i in range(warmup)]
-        for i in range(warmup, m):  # steady state
-            actions += [Action(F, r, i), Action(B, r, i - warmup)]
-        actions += [Action(B, r, i) for i in range(m - warmup, m)]
-        ranks.append(actions)
+        rank = _Rank()
+        for _ in range(warmup):
+            rank.forward(r)
+        for _ in range(m - warmup):  # steady state
+            rank.forward(r).backward(r)
+        for _ in range(warmup):
+            rank.backward(r)
+        ranks.append(rank.actions)
     return ranks
 
 
@@ -93,9 +101,9 @@ def interleaved_one_forward_one_backward(p: int, v: int, m: int) -> list[list[Ac
     """Interleaved 1F1B (Narayanan et al. 2021, section 2.2): rank r has the stages r, r + p, r +
     2p, …; v = 2, m = 4.
 
-        rank 0 ▏F0 F1 F2 F3 f0 f1 f2 f3                   b0───    b1───    b2───    b3─── B0─── B1─── B2─── B3───
-        rank 1 ▏   F0 F1 F2 F3 f0 f1 f2 f3          b0───    b1───    b2───    b3─── B0─── B1─── B2─── B3───
-        rank 2 ▏      F0 F1 F2 F3 f0 f1 f2    b0─── f3 b1───    b2───    b3─── B0─── B1─── B2─── B3───
+        rank 0 ▏F0 F1 F2 F3 f0 f1 f2 f3                   b0───    b1───    b2───    b3─── B0─── B1…
+        rank 1 ▏   F0 F1 F2 F3 f0 f1 f2 f3          b0───    b1───    b2───    b3─── B0─── B1─── B2…
+        rank 2 ▏      F0 F1 F2 F3 f0 f1 f2    b0─── f3 b1───    b2───    b3─── B0─── B1─── B2─── B3…
         rank 3 ▏         F0 F1 F2 F3 f0 b0─── f1 b1─── f2 b2─── f3 b3─── B0─── B1─── B2─── B3───
 
     Micro-batches go through a rank's v stages in groups of p: group 0 through the first stage, the
@@ -107,20 +115,18 @@ def interleaved_one_forward_one_backward(p: int, v: int, m: int) -> list[list[Ac
         raise UserError(
             "parallel.schedule",
             "interleaved_1f1b",
-            f"runs micro-batches in groups of parallel.pp={p}, and {m} of them leave a part of a group",
-            f"make them a multiple of {p} through train.global_batch_size or train.micro_batch_size (or at most {p})",
+            f"runs micro-batches in groups of parallel.pp={p}, and {m} of them leave a part of a "
+            "group",
+            f"make them a multiple of {p} through train.global_batch_size or "
+            f"train.micro_batch_size (or at most {p})",
         )
     group = min(p, m)
-    order = [
-        (chunk, start + i)
-        for start in range(0, m, group)
-        for chunk in range(v)
-        for i in range(group)
-    ]
+    starts = range(0, m, group)
+    order = [(chunk, start + i) for start in starts for chunk in range(v) for i in range(group)]
     ranks = []
     for r in range(p):
-        forwards = [Action(F, chunk * p + r, i) for chunk, i in order]
-        backwards = [Action(B, (v - 1 - chunk) * p + r, i) for chunk, i in order]
+        forwards = [Action(FORWARD, chunk * p + r, i) for chunk, i in order]
+        backwards = [Action(BACKWARD, (v - 1 - chunk) * p + r, i) for chunk, i in order]
         # The first backward comes when the group's first micro-batch has been through all stages
         # and back to this one.
         ahead = (v - 1) * group + (p - 1 - r) * (2 if v > 1 else 1)
@@ -134,9 +140,9 @@ def breadth_first(p: int, v: int, m: int) -> list[list[Action]]:
     in interleaved 1F1B, all micro-batches through the first stage of a rank, then through its
     second; v = 2, m = 4.
 
-        rank 0 ▏F0 F1 F2 F3 f0 f1 f2 f3                            b0─── b1─── b2─── b3─── B0─── B1─── B2─── B3───
-        rank 1 ▏   F0 F1 F2 F3 f0 f1 f2 f3                   b0─── b1─── b2─── b3─── B0─── B1─── B2─── B3───
-        rank 2 ▏      F0 F1 F2 F3 f0 f1 f2 f3          b0─── b1─── b2─── b3─── B0─── B1─── B2─── B3───
+        rank 0 ▏F0 F1 F2 F3 f0 f1 f2 f3                            b0─── b1─── b2─── b3─── B0─── B1…
+        rank 1 ▏   F0 F1 F2 F3 f0 f1 f2 f3                   b0─── b1─── b2─── b3─── B0─── B1─── B2…
+        rank 2 ▏      F0 F1 F2 F3 f0 f1 f2 f3          b0─── b1─── b2─── b3─── B0─── B1─── B2─── B3…
         rank 3 ▏         F0 F1 F2 F3 f0 f1 f2 f3 b0─── b1─── b2─── b3─── B0─── B1─── B2─── B3───
 
     GPipe with a bubble 1/v of its size, (p − 1)(F + B) / v, for any number of micro-batches from p
@@ -145,8 +151,9 @@ def breadth_first(p: int, v: int, m: int) -> list[list[Action]]:
     """
     ranks = []
     for r in range(p):
-        forwards = [Action(F, chunk * p + r, i) for chunk in range(v) for i in range(m)]
-        backwards = [Action(B, chunk * p + r, i) for chunk in reversed(range(v)) for i in range(m)]
+        stages = range(r, p * v, p)
+        forwards = [Action(FORWARD, s, i) for s in stages for i in range(m)]
+        backwards = [Action(BACKWARD, s, i) for s in reversed(stages) for i in range(m)]
         ranks.append(forwards + backwards)
     return ranks
 
@@ -169,15 +176,18 @@ def zero_bubble_h1(p: int, v: int, m: int) -> list[list[Action]]:
     ranks = []
     for r in range(p):
         warmup = min(p - 1 - r, m)
-        actions = [Action(F, r, i) for i in range(warmup)]
+        rank = _Rank()
+        for _ in range(warmup):
+            rank.forward(r)
         for i in range(m):
             if warmup + i < m:
-                actions.append(Action(F, r, warmup + i))
-            actions.append(Action(I, r, i))
+                rank.forward(r)
+            rank.backward_input(r)
             if i >= r:
-                actions.append(Action(W, r, i - r))
-        actions += [Action(W, r, i) for i in range(max(0, m - r), m)]
-        ranks.append(actions)
+                rank.backward_weight(r)
+        for _ in range(min(m, r)):
+            rank.backward_weight(r)
+        ranks.append(rank.actions)
     return ranks
 
 
@@ -187,10 +197,10 @@ def zero_bubble_v(p: int, v: int, m: int) -> list[list[Action]]:
     the shape of a V, rank r has stages r and 2p − 1 − r. The loss is on rank 0, where backward can
     begin as soon as a micro-batch has gone down and up.
 
-        rank 0 ▏F0 F1 F2 F3 F4 F5 F6 f0 i0 w0 f1 i1 w1 f2 i2 w2 f3 i3 w3 I0 W0 f4 i4 w4 I1 W1 f5 i5 w5 I2 W2 f6 i6 w6 I…
-        rank 1 ▏   F0 F1 F2 F3 F4 f0 F5 f1 i0 w0 f2 i1 w1 f3 i2 w2 F6 I0 W0 f4 i3 w3 I1 W1 f5 i4 w4 I2 W2 f6 i5 w5 I3 i…
-        rank 2 ▏      F0 F1 F2 f0 F3 f1 F4 f2 i0 w0 f3 i1 w1 F5 I0 W0 f4 i2 w2 F6 I1 W1 f5 i3 w3 I2 W2 f6 i4 w4 I3 i5 I…
-        rank 3 ▏         F0 f0 F1 f1 F2 f2 F3 f3 i0 w0 F4 I0 W0 f4 i1 w1 F5 I1 W1 f5 i2 w2 F6 I2 W2 f6 i3 w3 I3 i4 I4 i…
+        rank 0 ▏F0 F1 F2 F3 F4 F5 F6 f0 i0 w0 f1 i1 w1 f2 i2 w2 f3 i3 w3 I0 W0 f4 i4 w4 I1 W1 f5 i5…
+        rank 1 ▏   F0 F1 F2 F3 F4 f0 F5 f1 i0 w0 f2 i1 w1 f3 i2 w2 F6 I0 W0 f4 i3 w3 I1 W1 f5 i4 w4…
+        rank 2 ▏      F0 F1 F2 f0 F3 f1 F4 f2 i0 w0 f3 i1 w1 F5 I0 W0 f4 i2 w2 F6 I1 W1 f5 i3 w3 I2…
+        rank 3 ▏         F0 f0 F1 f1 F2 f2 F3 f3 i0 w0 F4 I0 W0 f4 i1 w1 F5 I1 W1 f5 i2 w2 F6 I2 W2…
 
     No rank waits between its first and its last action where F = I = W and m ≥ 2p − 1; where I > W,
     about 2 (p − 1)(I − W) of a stage. It holds p micro-batches (2p halves), as rank 0 does in 1F1B.
@@ -199,26 +209,27 @@ def zero_bubble_v(p: int, v: int, m: int) -> list[list[Action]]:
     ranks = []
     for r in range(p):
         down, up = r, 2 * p - 1 - r
-        rank = _Counting()
+        rank = _Rank()
         for _ in range(2 * (p - r) - 1):  # fill: the time until micro-batch 0 comes back up
-            rank.do(F, down)
+            rank.forward(down)
         for _ in range(r):
-            rank.do(F, up).do(F, down)
+            rank.forward(up).forward(down)
         for _ in range(p - r):
-            rank.do(F, up).do(I, up).do(W, up)
+            rank.forward(up).backward_input(up).backward_weight(up)
         # steady state: each stage in turn, forward and backward
-        while rank.done(F, up) < max(m, 2 * p - 1):
-            if rank.done(F, down) < max(m, 2 * p - 1):
-                rank.do(F, down)
-            rank.do(I, down).do(W, down).do(F, up).do(I, up).do(W, up)
+        while rank.done(FORWARD, up) < max(m, 2 * p - 1):
+            if rank.done(FORWARD, down) < max(m, 2 * p - 1):
+                rank.forward(down)
+            rank.backward_input(down).backward_weight(down)
+            rank.forward(up).backward_input(up).backward_weight(up)
         for _ in range(r):  # drain: input gradients, that others wait for, then weight gradients
-            rank.do(I, down).do(I, up)
+            rank.backward_input(down).backward_input(up)
         for _ in range(p - r):
-            rank.do(I, down).do(W, down)
-        while rank.done(W, up) < rank.done(I, up):
-            rank.do(W, up)
-        while rank.done(W, down) < rank.done(I, down):
-            rank.do(W, down)
+            rank.backward_input(down).backward_weight(down)
+        while rank.done(BACKWARD_WEIGHT, up) < rank.done(BACKWARD_INPUT, up):
+            rank.backward_weight(up)
+        while rank.done(BACKWARD_WEIGHT, down) < rank.done(BACKWARD_INPUT, down):
+            rank.backward_weight(down)
         # fewer than 2p − 1 leave holes
         ranks.append([action for action in rank.actions if action.microbatch < m])
     return ranks
@@ -230,10 +241,10 @@ def dualpipe_v(p: int, v: int, m: int) -> list[list[Action]]:
     https://arxiv.org/abs/2412.19437, section 3.2.1) that needs one copy of the weights, on ZB-V's
     placement (Qi and others 2025, "Cut-in-half", https://hackmd.io/@ufotalent/r1lVXsa9Jg).
 
-        rank 0 ▏F0 F1 F2 F3 F4 F5 F6 f0 i0 w0 f1 i1 w1 f2 i2 w2 f3 F7 b3─── f4 B0─── b4─── f5    B1─── b5─── f6    B2──…
-        rank 1 ▏   F0 F1 F2 F3 F4 f0 F5 f1 i0 w0 f2 i1 w1 f3 F6 b2─── f4 B0─── F7 b3─── f5 B1─── b4─── f6    B2─── b5──…
-        rank 2 ▏      F0 F1 F2 f0 F3 f1 F4 f2 i0 w0 f3 F5 b1─── f4 B0─── F6 b2─── f5 B1─── F7 b3─── f6 B2─── b4─── f7  …
-        rank 3 ▏         F0 f0 F1 f1 F2 f2 F3 f3 F4 b0─── f4 B0─── F5 b1─── f5 B1─── F6 b2─── f6 B2─── F7 b3─── f7 B3──…
+        rank 0 ▏F0 F1 F2 F3 F4 F5 F6 f0 i0 w0 f1 i1 w1 f2 i2 w2 f3 F7 b3─── f4 B0─── b4─── f5    B1…
+        rank 1 ▏   F0 F1 F2 F3 F4 f0 F5 f1 i0 w0 f2 i1 w1 f3 F6 b2─── f4 B0─── F7 b3─── f5 B1─── b4…
+        rank 2 ▏      F0 F1 F2 f0 F3 f1 F4 f2 i0 w0 f3 F5 b1─── f4 B0─── F6 b2─── f5 B1─── F7 b3───…
+        rank 3 ▏         F0 f0 F1 f1 F2 f2 F3 f3 F4 b0─── f4 B0─── F5 b1─── f5 B1─── F6 b2─── f6 B2…
 
     In the steady state each forward of one stage stands beside a whole backward of the other, so
     that the communication inside one (experts' all-to-all) hides behind the other's computing; here
@@ -247,60 +258,67 @@ def dualpipe_v(p: int, v: int, m: int) -> list[list[Action]]:
             "parallel.schedule",
             "dualpipe_v",
             f"needs at least 2 · parallel.pp = {2 * p} micro-batches, and there are {m}",
-            "use more or smaller micro-batches (train.global_batch_size, train.micro_batch_size), or zb_v",
+            "use more or smaller micro-batches (train.global_batch_size, "
+            "train.micro_batch_size), or zb_v",
         )
     ranks = []
     for r in range(p):
         down, up = r, 2 * p - 1 - r
-        rank = _Counting()
+        rank = _Rank()
         for _ in range(2 * (p - 1 - r)):
-            rank.do(F, down)
+            rank.forward(down)
         for _ in range(r + 1):
-            rank.do(F, down).do(F, up)
+            rank.forward(down).forward(up)
         for _ in range(p - 1 - r):
-            rank.do(I, up).do(W, up).do(F, up)
+            rank.backward_input(up).backward_weight(up).forward(up)
         # steady state: a forward of one stage beside a backward of the other
         for _ in range(m - 2 * p + r + 1):
-            rank.do(F, down).do(B, up).do(F, up).do(B, down)
+            rank.forward(down).backward(up).forward(up).backward(down)
         for _ in range(p - 1 - r):
-            rank.do(B, up).do(F, up).do(B, down)
+            rank.backward(up).forward(up).backward(down)
         # Drain: 2 (r + 1) backwards, up and down in turn. Input gradients alone in the second half:
         # others wait for them.
-        waiting: list[Action] = []
-        for i in range(2 * (r + 1)):
-            stage = down if i % 2 else up
-            if i < r + 1:
-                rank.do(B, stage)
-            else:
-                rank.do(I, stage)
-                waiting.append(rank.actions[-1]._replace(kind=W))
+        left = [up, down] * (r + 1)
+        for stage in left[: r + 1]:
+            rank.backward(stage)
+        waiting = left[r + 1 :]  # stages, of the weight gradients that are due
+        for stage in waiting:
+            rank.backward_input(stage)
         for _ in range(p - 1 - r):
-            rank.actions.append(waiting.pop(0))
-            rank.do(I, down)
-            waiting.append(rank.actions[-1]._replace(kind=W))
-        ranks.append(rank.actions + waiting)
+            rank.backward_weight(waiting.pop(0)).backward_input(down)
+            waiting.append(down)
+        for stage in waiting:
+            rank.backward_weight(stage)
+        ranks.append(rank.actions)
     return ranks
 
 
-class _Counting:
+class _Rank:
     """One rank's list, in which each kind of action on each stage takes the next micro-batch in
-    turn.
-
-    A whole backward counts as an input gradient and as a weight gradient."""
+    turn. A whole backward counts as both its halves."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
-        self._next: dict[tuple[object, int], int] = {}
+        self._done: Counter[tuple[Kind, int]] = Counter()
 
-    def done(self, kind: object, stage: int) -> int:
-        return self._next.get((kind, stage), 0)
+    def done(self, kind: Kind, stage: int) -> int:
+        return self._done[kind, stage]
 
-    def do(self, kind: object, stage: int) -> "_Counting":
-        counts = (I, W) if kind is B else (kind,)
-        microbatch = self.done(counts[0], stage)
-        for counted in counts:
-            self._next[counted, stage] = self.done(counted, stage) + 1
-        self.actions.append(Action(kind, stage, microbatch))  # type: ignore[arg-type]
+    def forward(self, stage: int) -> Self:
+        return self._do(FORWARD, stage, (FORWARD,))
+
+    def backward(self, stage: int) -> Self:
+        return self._do(BACKWARD, stage, (BACKWARD_INPUT, BACKWARD_WEIGHT))
+
+    def backward_input(self, stage: int) -> Self:
+        return self._do(BACKWARD_INPUT, stage, (BACKWARD_INPUT,))
+
+    def backward_weight(self, stage: int) -> Self:
+        return self._do(BACKWARD_WEIGHT, stage, (BACKWARD_WEIGHT,))
+
+    def _do(self, kind: Kind, stage: int, counts: tuple[Kind, ...]) -> Self:
+        self.actions.append(Action(kind, stage, self.done(counts[0], stage)))
+        self._done.update((count, stage) for count in counts)
         return self
 
 
@@ -314,9 +332,6 @@ def _one_to_one(forwards: list[Action], backwards: list[Action], ahead: int) -> 
 
 def _stages_per_rank(name: str, given: int, wanted: int) -> None:
     if given != wanted:
-        raise UserError(
-            "parallel.stages_per_rank",
-            given,
-            f"schedule {name} runs {'one stage' if wanted == 1 else f'{wanted} stages'} per rank",
-            f"set parallel.stages_per_rank={wanted}",
-        )
+        key, stages = "parallel.stages_per_rank", "one stage" if wanted == 1 else f"{wanted} stages"
+        why = f"schedule {name} runs {stages} per rank"
+        raise UserError(key, given, why, f"set {key}={wanted}")

@@ -9,7 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from parallel.pipeline.actions import Action, F, I, Kind, Schedule, W, num_microbatches, stage_ranks
+from parallel.pipeline.actions import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Action,
+    Kind,
+    Schedule,
+    num_microbatches,
+    stage_ranks,
+)
 
 
 @dataclass(frozen=True)
@@ -35,19 +44,15 @@ class Costs:
         communication: float = 0,
     ) -> "Costs":
         """The same for every stage."""
-        return cls(
-            [forward] * num_stages,
-            [input_grad] * num_stages,
-            [weight_grad] * num_stages,
-            communication,
-        )
+        n = num_stages
+        return cls([forward] * n, [input_grad] * n, [weight_grad] * n, communication)
 
     def of(self, kind: Kind, stage: int) -> float:
-        if kind is F:
+        if kind is FORWARD:
             return self.forward[stage]
-        if kind is I:
+        if kind is BACKWARD_INPUT:
             return self.input_grad[stage]
-        if kind is W:
+        if kind is BACKWARD_WEIGHT:
             return self.weight_grad[stage]
         return self.input_grad[stage] + self.weight_grad[stage]
 
@@ -62,7 +67,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each rank did what: simulated, or measured (parallel/pipeline/trace.py)."""
+    """When each rank did what: simulated, or measured (runtime/trace.py)."""
 
     ranks: list[list[Event]]
 
@@ -98,10 +103,10 @@ class Timeline:
         until the weight gradient."""
         alive = peak = 0
         for event in self.ranks[rank]:
-            if event.action.kind is F:
+            if event.action.kind is FORWARD:
                 alive += 1
                 peak = max(peak, alive)
-            elif event.action.kind is not I:
+            elif event.action.kind is not BACKWARD_INPUT:
                 alive -= 1
         return peak
 
@@ -135,9 +140,9 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
             kind, s, i = action
             # What it needs from another stage, and where that is noted.
             source: tuple[bool, int, int] | None = None
-            if kind is F:
+            if kind is FORWARD:
                 source = (False, s - 1, i) if s else None
-            elif kind is not W:
+            elif kind is not BACKWARD_WEIGHT:
                 if forward[s][i] is None:
                     break  # its own forward is later in the list: it will never come
                 source = (True, s + 1, i) if s < last else None
@@ -153,14 +158,14 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
                     arrived += costs.communication
                 start = max(now, arrived)
             now = start + costs.of(kind, s)
-            if kind is F and i == 0 and costs.weights_at:
+            if kind is FORWARD and i == 0 and costs.weights_at:
                 now = max(now, costs.weights_at[s])
             events.append(Event(action, start, now))
             position[rank] += 1
-            if kind is F:
+            if kind is FORWARD:
                 forward[s][i] = now
                 woken = waiting.pop((False, s, i), None)
-            elif kind is not W:
+            elif kind is not BACKWARD_WEIGHT:
                 gradient[s][i] = now
                 woken = waiting.pop((True, s, i), None)
             else:
@@ -168,9 +173,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
             if woken is not None:
                 ready.append(woken)
         clock[rank] = now
-    stuck = [
-        f"rank {r} at {schedule[r][at]}" for r, at in enumerate(position) if at < len(schedule[r])
-    ]
+    left = [(r, schedule[r][at:]) for r, at in enumerate(position)]
+    stuck = [f"rank {r} at {actions[0]}" for r, actions in left if actions]
     if stuck:
         raise Stuck(f"these cannot go on: {', '.join(stuck)}")
     return Timeline(timeline)

@@ -55,9 +55,7 @@ class Transfers:
         works = dist.batch_isend_irecv(operations)
         if len(works) == 1:  # NCCL gives one work for the batch, gloo one per operation, in order
             works = works * len(operations)
-        self._sending = [
-            (work, tensor) for work, tensor in self._sending if not work.is_completed()
-        ]
+        self._sending = [(w, t) for w, t in self._sending if not w.is_completed()]
         for transfer, operation, work in zip(exchange.transfers, operations, works, strict=True):
             if transfer.sends:
                 # gloo reads it until it has gone: keep it that long

@@ -5,7 +5,7 @@
     python -m tools.compile_kernels --specimens my_kernels.py       your own, in a list SPECIMENS
     python -m tools.compile_kernels --json kernels.json             the table for programs
 
-What is compiled is what is launched: the operations are called (model/kernels/specimens.py), and
+What is compiled is what is launched: the operations are called (specimens.py), and
 Triton's own launcher decides on types, alignments and options; only the launch itself is left out.
 A kernel fails (exit status 1) by
 
@@ -55,7 +55,10 @@ def main(arguments: list[str] | None = None) -> int:
         "--only", metavar="TEXT", default="", help="specimens whose name contains it"
     )
     parser.add_argument(
-        "--specimens", type=Path, metavar="FILE", help="instead of model/kernels/specimens.py"
+        "--specimens",
+        type=Path,
+        metavar="FILE",
+        help="instead of tools/compile_kernels/specimens.py",
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the table, with each fault in full"
@@ -72,8 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
         check_triton()  # imports Triton before any kernel is imported, which are then compiled ones
         import torch
 
-        from model.kernels import specimens
-        from tools.compile_kernels import compiler
+        from tools.compile_kernels import compiler, specimens
 
         given = specimens.SPECIMENS
         if options.specimens is not None:

@@ -28,7 +28,7 @@ from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 
 from model.kernels import backend, multi_tensor
-from model.kernels.specimens import Specimen
+from tools.compile_kernels.specimens import Specimen
 from tools.compile_kernels.targets import TARGETS
 
 NVIDIA_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -336,5 +336,7 @@ def specimens_in(path: Path) -> list[Specimen]:
     try:
         return list(runpy.run_path(str(path), run_name=path.stem)["SPECIMENS"])
     except (KeyError, OSError) as error:
-        remedy = "give a Python file with a list SPECIMENS, such as model/kernels/specimens.py"
+        remedy = (
+            "give a Python file with a list SPECIMENS, such as tools/compile_kernels/specimens.py"
+        )
         raise UserError("--specimens", str(path), f"has none: {error}", remedy) from None

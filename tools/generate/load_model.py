@@ -21,11 +21,12 @@ from torch.distributed.tensor import DTensor
 from data.tokenizer import Tokenizer
 from errors import UserError
 from model.config import ModelConfig
-from model.transformer import Transformer
+from model.transformer import Transformer, check_tp
 from parallel.axes import MeshSizes
+from parallel.layer import TensorParallel
 from parallel.mesh import build_mesh
 from parallel.parameter import weights_of
-from parallel.placement import chunk_range, local_region
+from parallel.placement import local_region
 from runtime.checkpoint import require_good
 from runtime.messages import from_rank_0, on_all_ranks
 from runtime.trainer_state import read_trainer
@@ -134,22 +135,20 @@ def end_tokens(folder: Path) -> frozenset[int]:
 
 
 def fits(config: ModelConfig, tp: int) -> bool:
-    """Whether tp ranks can share the model: whole heads, equal feed-forwards, some of the
-    vocabulary for each."""
-    kv = config.num_kv_heads
-    parts = (
-        config.num_heads % tp == 0 and config.ffn_dim % tp == 0 and (kv % tp == 0 or tp % kv == 0)
-    )
-    return parts and len(chunk_range(config.vocab_size, tp, tp - 1)) > 0
+    """Whether tp ranks can share the model."""
+    try:
+        check_tp(config, tp)
+    except UserError:
+        return False
+    return True
 
 
 def empty_model(config: ModelConfig, dtype: torch.dtype, device: str) -> Transformer:
     """The model in one stage, cut over all ranks, its weights not yet filled."""
     mesh = build_mesh(MeshSizes(tp=dist.get_world_size()), device)
     layers = range(config.num_layers)
-    model = Transformer(
-        config, layers, first=True, last=True, tp=mesh.tp, sequence_parallel=False
-    ).to(dtype)
+    tp = TensorParallel.of(mesh.tp, sequence_parallel=False)
+    model = Transformer(config, layers, True, True, tp).to(dtype)
     return model.to_empty(device=device).requires_grad_(False)
 
 

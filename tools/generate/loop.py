@@ -3,9 +3,10 @@
 from collections.abc import Collection, Iterator
 
 import torch
+from torch import Tensor
 
-from model.cache import KeyValueCache
 from model.transformer import Transformer
+from tools.generate.cache import KeyValueCache
 from tools.generate.continuation import Continuation
 from tools.generate.load_model import Loaded
 from tools.generate.sampling import Sampling, draw_over_tp, row_numbers
@@ -35,7 +36,7 @@ def generate(
     assert head is not None
     device, dtype = embedding.weight.device, embedding.weight.dtype
     lengths = [len(prompt) for prompt in prompts]
-    cache = KeyValueCache(model.config, head.group.size(), lengths, count, dtype, device)
+    cache = KeyValueCache(lengths, count, dtype, device)
     rows = range(first_row, first_row + len(prompts))
     numbers = row_numbers(sampling.seed, rows, count).to(device)
 
@@ -44,14 +45,30 @@ def generate(
     tokens = torch.tensor(padded, device=device).T  # [S, B], then [1, B]
     running = [True] * len(prompts)
     for step in range(count):
-        logits = model.next_logits(tokens, cache)[0]  # [B, V/tp]
-        drawn = draw_over_tp(logits, head.vocab_size, sampling, numbers[step], head.group)  # [B]
+        logits = next_logits(model, tokens, cache)[0]  # [B, V/tp]
+        drawn = draw_over_tp(logits, head.vocab_size, sampling, numbers[step], head.tp.group)  # [B]
         new = drawn.tolist()
         running = [runs and token not in stop for runs, token in zip(running, new, strict=True)]
         if not any(running):
             return
         yield [token if runs else None for runs, token in zip(running, new, strict=True)]
         tokens = drawn.unsqueeze(0)
+
+
+def next_logits(model: Transformer, tokens: Tensor, cache: KeyValueCache) -> Tensor:
+    """tokens [S, B], which follow on those in the cache and are added to it → logits [1, B, V/tp]
+    after the last of them.
+
+    For a model in one stage, without sequence parallelism: one token cannot be cut.
+    """
+    assert model.embedding is not None, "the whole model in one stage"
+    assert model.norm is not None
+    assert model.head is not None
+    hidden = model.embedding(tokens)
+    cache.next(tokens.shape[0])
+    for name, block in model.blocks.items():
+        hidden = block(hidden, *block.attention.inputs(cache.of_layer(name)))
+    return model.head(model.norm(hidden[-1:]))
 
 
 def continue_texts(

@@ -16,6 +16,9 @@ from typing import Any, NamedTuple, get_type_hints
 
 from errors import UserError
 from model.config import ModelConfig
+from model.transformer import Transformer
+from parallel.layer import TensorParallel
+from parallel.parameter import weights_of
 
 CONFIG = "config.json"
 # ours → theirs, where only the name differs
@@ -60,23 +63,23 @@ ROPE = {
     "rope_original_length": "original_max_position_embeddings",
 }
 
-# ours, theirs, shape: D, F, V as in model/config.py, E of a head, Q = H·E, K = K·E
-EMBEDDING = ("embedding.weight", "model.embed_tokens.weight", "VD")
-BLOCK = (
-    ("attention_norm.weight", "input_layernorm.weight", "D"),
-    ("attention.query.weight", "self_attn.q_proj.weight", "QD"),
-    ("attention.key.weight", "self_attn.k_proj.weight", "KD"),
-    ("attention.value.weight", "self_attn.v_proj.weight", "KD"),
-    ("attention.query_norm.weight", "self_attn.q_norm.weight", "E"),
-    ("attention.key_norm.weight", "self_attn.k_norm.weight", "E"),
-    ("attention.output.weight", "self_attn.o_proj.weight", "DQ"),
-    ("feed_forward_norm.weight", "post_attention_layernorm.weight", "D"),
-    ("feed_forward.gate.weight", "mlp.gate_proj.weight", "FD"),
-    ("feed_forward.up.weight", "mlp.up_proj.weight", "FD"),
-    ("feed_forward.down.weight", "mlp.down_proj.weight", "DF"),
-)
-NORM = ("norm.weight", "model.norm.weight", "D")
-HEAD = ("head.weight", "lm_head.weight", "VD")
+# ours → theirs: of a block, and of the rest
+BLOCK = {
+    "attention_norm": "input_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.query_norm": "self_attn.q_norm",
+    "attention.key_norm": "self_attn.k_norm",
+    "attention.output": "self_attn.o_proj",
+    "feed_forward_norm": "post_attention_layernorm",
+    "feed_forward.gate": "mlp.gate_proj",
+    "feed_forward.up": "mlp.up_proj",
+    "feed_forward.down": "mlp.down_proj",
+}
+OTHERS = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+# Kinds of layers that their code computes.
+KINDS = {"attention": "causal", "feed_forward": "swiglu"}
 
 
 class Parameter(NamedTuple):
@@ -86,29 +89,27 @@ class Parameter(NamedTuple):
 
 
 def parameters(model: ModelConfig) -> list[Parameter]:
-    """Every global tensor of the model, in the order of its layers; a tied head is none."""
-    sizes = {
-        "D": model.dim,
-        "Q": model.num_heads * model.head_dim,
-        "K": model.num_kv_heads * model.head_dim,
-        "E": model.head_dim,
-        "F": model.ffn_dim,
-        "V": model.vocab_size,
-    }
+    """Every global tensor of the model, in the order of its layers; a tied head is none.
 
-    def parameter(row: tuple[str, str, str], ours: str = "", theirs: str = "") -> Parameter:
-        return Parameter(ours + row[0], theirs + row[1], tuple(sizes[letter] for letter in row[2]))
+    Raises UserError where a layer is of a kind that their code does not compute.
+    """
+    for key, kind in KINDS.items():
+        value = getattr(model, key)
+        if set([value] if isinstance(value, str) else value) != {kind}:
+            why = f"no Hugging Face model here has other layers than {kind}"
+            remedy = "map the kind in tools/huggingface/config.py"
+            raise UserError(f"model.{key}", value, why, remedy)
+    whole = Transformer(model, range(model.num_layers), True, True, TensorParallel())
+    weights = [each for each in weights_of(whole) if not each.is_copy]
+    return [Parameter(each.name, _theirs(each.name), each.weight.shape) for each in weights]
 
-    block = [
-        row
-        for row in BLOCK
-        if model.qk_norm or not row[0].endswith(("query_norm.weight", "key_norm.weight"))
-    ]
-    found = [parameter(EMBEDDING)]
-    for layer in range(model.num_layers):
-        found += [parameter(row, f"blocks.{layer}.", f"model.layers.{layer}.") for row in block]
-    found.append(parameter(NORM))
-    return found if model.tie_embeddings else [*found, parameter(HEAD)]
+
+def _theirs(ours: str) -> str:
+    name, _, weight = ours.rpartition(".")
+    if not name.startswith("blocks."):
+        return f"{OTHERS[name]}.{weight}"
+    _, layer, name = name.split(".", 2)
+    return f"model.layers.{layer}.{BLOCK[name]}.{weight}"
 
 
 class HuggingFaceConfig:

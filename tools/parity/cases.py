@@ -18,9 +18,9 @@ from model.config import ModelConfig
 from parallel.axes import MeshSizes
 from parallel.config import ParallelConfig
 from parallel.pipeline.schedules import SCHEDULES, build_schedule
-from training.config import (
+from training.config import Config
+from training.sections import (
     CheckpointConfig,
-    Config,
     GuardConfig,
     OptimizerConfig,
     RunConfig,
@@ -51,6 +51,9 @@ class Case:
     num_kv_heads: int = 4  # fewer than tp where tp is 8
     attention_dim: int | None = None  # or 64: heads together twice as wide as the residual stream
     qk_norm: bool = False
+    attention: str | tuple[str, ...] = "causal"
+    attention_window: int | None = None
+    feed_forward: str | tuple[str, ...] = "swiglu"
     rope_scaling_factor: float = 1.0
     # or "uneven", "none_first", "none_last": blocks on the first or last stage
     layers: str = "even"
@@ -87,6 +90,9 @@ class Case:
                 num_kv_heads=self.num_kv_heads,
                 attention_dim=self.attention_dim,
                 qk_norm=self.qk_norm,
+                attention=self.attention,
+                attention_window=self.attention_window,
+                feed_forward=self.feed_forward,
                 rope_scaling_factor=self.rope_scaling_factor,
                 # half of SEQ_LEN: of a head's two frequencies one is scaled in part, one whole
                 rope_original_length=8,

@@ -7,7 +7,7 @@ gradients compare by name. `tools/parity` holds the two against each other.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,7 +69,7 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention: x [B, S, D] → [B, S, D]."""
+    """Causal grouped-query attention: x [B, S, D] → [B, S, D]. Some kinds have a `window`."""
 
     def __init__(
         self,
@@ -79,9 +79,11 @@ class Attention(nn.Module):
         num_kv_heads: int,
         rotary: Rotary,
         qk_norm_eps: float | None,
+        window: int | None,
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.rotary = num_heads, num_kv_heads, rotary
+        self.window = window
         self.query = nn.Linear(dim, num_heads * head_dim, bias=False)
         self.key = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
         self.value = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
@@ -101,9 +103,19 @@ class Attention(nn.Module):
         shared = self.num_heads // self.num_kv_heads
         k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
         scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])  # [B, H, S, S]
-        future = torch.ones(length, length, dtype=torch.bool).triu(diagonal=1)
-        weights = scores.masked_fill(future, -math.inf).softmax(dim=-1)
+        weights = scores.masked_fill(~self.sees(length), -math.inf).softmax(dim=-1)
         return self.output((weights @ v).transpose(1, 2).reshape(batch, length, -1))
+
+    def sees(self, length: int) -> Tensor:
+        """[S, S]: whether the query (row) sees the key (column)."""
+        return torch.ones(length, length, dtype=torch.bool).tril()
+
+
+class SlidingWindow(Attention):
+    """A query sees `window` keys, the last of them its own."""
+
+    def sees(self, length: int) -> Tensor:
+        return super().sees(length).triu(1 - self.window)
 
 
 class FeedForward(nn.Module):
@@ -120,13 +132,18 @@ class FeedForward(nn.Module):
         return self.down(gate * torch.sigmoid(gate) * self.up(x))
 
 
+# By the names of files in model/attention/ and model/feed_forward/.
+ATTENTION = {"causal": Attention, "sliding_window": SlidingWindow}
+FEED_FORWARD = {"swiglu": FeedForward}
+
+
 class Block(nn.Module):
-    def __init__(self, dim: int, attention: Attention, ffn_dim: int, norm_eps: float) -> None:
+    def __init__(self, dim: int, attention: nn.Module, feed_forward: nn.Module, eps: float) -> None:
         super().__init__()
-        self.attention_norm = Norm(dim, norm_eps)
+        self.attention_norm = Norm(dim, eps)
         self.attention = attention
-        self.feed_forward_norm = Norm(dim, norm_eps)
-        self.feed_forward = FeedForward(dim, ffn_dim)
+        self.feed_forward_norm = Norm(dim, eps)
+        self.feed_forward = feed_forward
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -134,16 +151,21 @@ class Block(nn.Module):
 
 
 class Reference(nn.Module):
-    """The whole decoder: tokens [B, S] → logits [B, S, V]; `bos_id`: each document by itself."""
+    """The whole decoder: tokens [B, S] → logits [B, S, V]; `bos_id`: each document by itself.
+
+    attention, feed_forward: the kinds of each layer.
+    """
 
     def __init__(
         self,
         *,
         dim: int,
-        num_layers: int,
+        attention: Sequence[str],
+        feed_forward: Sequence[str],
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
+        window: int | None,
         qk_norm: bool,
         ffn_dim: int,
         vocab_size: int,
@@ -155,9 +177,11 @@ class Reference(nn.Module):
         super().__init__()
         self.bos_id = bos_id
         self.embedding = nn.Embedding(vocab_size, dim)
-        heads = (head_dim, num_heads, num_kv_heads, rotary, norm_eps if qk_norm else None)
+        qk_norm_eps = norm_eps if qk_norm else None
+        heads = (dim, head_dim, num_heads, num_kv_heads, rotary, qk_norm_eps, window)
         self.blocks = nn.ModuleList(
-            Block(dim, Attention(dim, *heads), ffn_dim, norm_eps) for _ in range(num_layers)
+            Block(dim, ATTENTION[a](*heads), FEED_FORWARD[f](dim, ffn_dim), norm_eps)
+            for a, f in zip(attention, feed_forward, strict=True)
         )
         self.norm = Norm(dim, norm_eps)
         self.head = nn.Linear(dim, vocab_size, bias=False)

@@ -132,10 +132,12 @@ def reference_model(
     """
     reference = Reference(
         dim=model.dim,
-        num_layers=model.num_layers,
+        attention=[model.attention_of(layer) for layer in range(model.num_layers)],
+        feed_forward=[model.feed_forward_of(layer) for layer in range(model.num_layers)],
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
+        window=model.attention_window,
         qk_norm=model.qk_norm,
         ffn_dim=model.ffn_dim,
         vocab_size=model.vocab_size,

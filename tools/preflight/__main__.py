@@ -32,10 +32,10 @@ from typing import Any
 import torch.distributed as dist
 
 from errors import UserError
+from runtime.preconditions import check_writable, open_train_and_heldout
 from tools.preflight.links import Links
 from tools.preflight.node import look_at_node
 from tools.preflight.verdict import SKEW_SECONDS, Report, choose, odd_ones, slow_ones, table
-from train import check_writable, open_train_and_heldout
 from training.config import Config
 from training.load_config import load_config
 

@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from model.transformer import num_parameters
 from training.config import Config
 from training.optimizers import state_bytes
 
@@ -160,7 +161,7 @@ def _look_at_disk(config: Config, report: dict[str, Any]) -> int:
     folder = Path(config.run.dir).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    one = config.model.num_parameters * state_bytes(config)
+    one = num_parameters(config.model) * state_bytes(config)
     kept = len(list((folder / "checkpoints").glob("step-????????")))
     missing = max(config.checkpoint.keep_last + 1 - kept, 1) * one
     if config.checkpoint.interval and free < one:

@@ -96,7 +96,7 @@ def fake_gpu() -> Iterator[None]:
         check = patch.object(group, "_validate_no_meta_params", lambda group: None)
         stack.enter_context(check)
         stack.enter_context(patch.object(FakeWork, "is_completed", lambda work: True))
-        for module in ("training.step", "model.document"):  # a CPU's tensors stay where they are
+        for module in ("training.step", "model.documents"):  # a CPU's tensors stay where they are
             stack.enter_context(
                 patch(f"{module}.to_device", lambda tensor, device: tensor.to(device))
             )

@@ -14,9 +14,9 @@ from errors import UserError
 from parallel.mesh import Mesh
 from parallel.parameter import Constant, weights_of
 from parallel.pipeline.simulate import Event
-from parallel.pipeline.trace import ActionRecorder
 from plan.check import check_can_be_planned
 from plan.traffic import by_axis
+from runtime.trace import ActionRecorder
 from tools.rehearse.fake_gpu import DEVICE, fake_gpu, one_rank
 from tools.rehearse.tape import Tape
 from training.build import build_stages

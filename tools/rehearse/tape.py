@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.axes import AXES
 from parallel.mesh import Mesh
-from parallel.pipeline.actions import Action, F
+from parallel.pipeline.actions import FORWARD, Action
 from plan.categories import (
     ACTIVATIONS,
     DEFERRED,
@@ -59,7 +59,7 @@ FSDP = str(Path("torch", "distributed", "fsdp", "_fully_shard"))
 # made. On the fake GPU, the meta device too, what FSDP has cut counts as the weights; the uncut
 # model and the weights made of it do not count.
 NOT_YET_THERE = {
-    ("parameter.py", "add_weight"),
+    ("layer.py", "Layer.add_weight"),
     ("build.py", "build_stage"),
     ("_fully_shard.py", "FSDPModule._apply"),
 }
@@ -104,7 +104,7 @@ class Piece:
             return GRADIENTS
         if not outlived:
             return TEMPORARY
-        if self.born_in.kind is F:
+        if self.born_in.kind is FORWARD:
             return ACTIVATIONS
         return MESSAGES if self.file == "runner.py" else DEFERRED
 

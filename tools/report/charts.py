@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from parallel.pipeline.actions import Kind
-from parallel.pipeline.chrome import NAMES
 from parallel.pipeline.simulate import Timeline
+from runtime.chrome import NAMES
 from tools.timeline.draw import chunk_of_stage, shade
 
 WIDTH, HEIGHT = 1000, 100  # of a chart's box

@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 
 from errors import UserError
-from parallel.pipeline.chrome import from_chrome
 from parallel.pipeline.simulate import Timeline
+from runtime.chrome import from_chrome
 from runtime.events import read_events
 from runtime.ledger import account
 

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from errors import UserError
-from parallel.pipeline.chrome import to_chrome
 from parallel.pipeline.schedules import SCHEDULES
+from runtime.chrome import to_chrome
 from tools.command import run_command
 from tools.timeline.draw import Panel, draw, save
 from tools.timeline.panels import simulated_panels, traced_panels

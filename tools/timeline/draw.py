@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from parallel.pipeline.actions import B, F, I, Kind, W
-from parallel.pipeline.chrome import NAMES
+from parallel.pipeline.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Kind
 from parallel.pipeline.simulate import Event, Timeline
+from runtime.chrome import NAMES
 
 if TYPE_CHECKING:  # it takes a second to import, and text and traces do without
     from matplotlib.axes import Axes
@@ -16,10 +16,10 @@ if TYPE_CHECKING:  # it takes a second to import, and text and traces do without
 INK, MUTED, IDLE, HATCH, PAPER = "#1f2937", "#6b7280", "#f3f4f6", "#c5cad3", "#ffffff"
 # Of a rank's first stage and of its last; lightness tells apart what the colour-blind cannot.
 SHADES = {
-    F: ("#1740a8", "#8ba6f7"),
-    B: ("#5e1040", "#cf6aa3"),
-    I: ("#d39400", "#fbe68f"),
-    W: ("#187a3a", "#c4f5d6"),
+    FORWARD: ("#1740a8", "#8ba6f7"),
+    BACKWARD: ("#5e1040", "#cf6aa3"),
+    BACKWARD_INPUT: ("#d39400", "#fbe68f"),
+    BACKWARD_WEIGHT: ("#187a3a", "#c4f5d6"),
 }
 FONT = ["DejaVu Sans", "Verdana", "Arial"]
 WIDTH = 9.0  # inches; 900 pixels of a page
@@ -178,7 +178,7 @@ def _draw_legend(figure: "Figure", panels: Sequence[Panel], y: float) -> None:
     kinds = {event.action.kind for lane in lanes for event in lane}
     chunks = max(len(chunk_of_stage(lane)) for lane in lanes)
     entries: list[tuple[str, list[dict[str, str]]]] = []
-    for kind in (F, B, I, W):
+    for kind in Kind:
         if kind in kinds:
             entries.append(
                 (

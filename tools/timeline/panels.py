@@ -6,9 +6,9 @@ from pathlib import Path
 
 from errors import UserError
 from parallel.pipeline.check import Fault, check_complete
-from parallel.pipeline.chrome import from_chrome, measured_costs
 from parallel.pipeline.schedules import build_schedule
 from parallel.pipeline.simulate import Costs, Stuck, Timeline, simulate
+from runtime.chrome import from_chrome, measured_costs
 from tools.timeline.draw import Panel, chunk_of_stage
 
 

@@ -1,13 +1,12 @@
 """Optimizers over this rank's shards, a file each: `optimizer.name` is the file's, and its class
 `Optimizer` is used.
 
-    adamw.py   AdamW, in one launch for all weights; rounds stochastically where everything is bfloat16
+    adamw.py   AdamW, in one launch for all weights; can round stochastically, for bfloat16
 
 Another optimizer is another file here, and nothing else. What it keeps of each weight it says in
 `state_names`, which checkpoints, the memory report and the planner ask.
 """
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
@@ -16,9 +15,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from errors import UserError
+from kinds import load_kind
 from parallel.parameter import NamedWeight
 from parallel.placement import as_dtensor_like
-from training.config import OPTIMIZERS, Config
+from training.config import Config
 from training.precision import Precision
 
 
@@ -31,9 +31,9 @@ class ShardedOptimizer(ABC):
         config: the run's.
     """
 
-    # tensors kept of each weight; each has its shape, placement and dtype
+    # Tensors kept of each weight; each has its shape, placement and dtype.
     state_names: tuple[str, ...]
-    # without it states in bfloat16 would lose small updates (optimizer.pure_bfloat16)
+    # Without it states in bfloat16 would lose small updates (optimizer.pure_bfloat16).
     rounds_stochastically = False
 
     def __init__(self, weights: Sequence[NamedWeight], config: Config) -> None:
@@ -45,9 +45,8 @@ class ShardedOptimizer(ABC):
         self.state = {name: [torch.zeros_like(p) for p in self.local] for name in self.state_names}
         # made so far
         self.updates = torch.zeros((), dtype=torch.float32, device=self.local[0].device)
-        self.decays = [
-            config.optimizer.weight_decay if each.weight.decays else 0.0 for each in weights
-        ]
+        decay = config.optimizer.weight_decay
+        self.decays = [decay if each.weight.group.decays else 0.0 for each in weights]
 
     @abstractmethod
     def update(self, lr: float, gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
@@ -84,23 +83,19 @@ class ShardedOptimizer(ABC):
 
 def optimizer_class(name: str) -> type[ShardedOptimizer]:
     """The class of `optimizer.name`."""
-    assert name in OPTIMIZERS, "the configuration has checked it"
-    found: type[ShardedOptimizer] = importlib.import_module(f"{__name__}.{name}").Optimizer
+    found: type[ShardedOptimizer] = load_kind(__name__, name, "Optimizer")
     return found
 
 
 def check_optimizer(config: Config) -> None:
     """Raises UserError for what the optimizer of the configuration cannot do."""
-    if (
-        config.optimizer.pure_bfloat16
-        and not optimizer_class(config.optimizer.name).rounds_stochastically
-    ):
-        why = f"{config.optimizer.name} rounds to nearest, and would lose small updates"
+    name = config.optimizer.name
+    if config.optimizer.pure_bfloat16 and not optimizer_class(name).rounds_stochastically:
+        why = f"{name} rounds to nearest, and would lose small updates"
         raise UserError("optimizer.pure_bfloat16", True, why, "set optimizer.pure_bfloat16=false")
 
 
 def state_bytes(config: Config) -> int:
     """Of a parameter between steps: its weight, and what the optimizer keeps of it."""
-    return (1 + len(optimizer_class(config.optimizer.name).state_names)) * Precision.of(
-        config
-    ).master.itemsize
+    states = len(optimizer_class(config.optimizer.name).state_names)
+    return (1 + states) * Precision.of(config).master.itemsize

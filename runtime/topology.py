@@ -7,7 +7,12 @@ torchrun gives a node consecutive ranks, so a node of N ranks holds N neighbours
 """
 
 from hardware import H100
+from model.cost import layer_costs
 from parallel.axes import MeshSizes
+from parallel.mesh import Mesh
+from parallel.pipeline.balance import even_split, imbalance
+from training.config import Config
+from training.precision import Precision
 
 
 def describe_nodes(sizes: MeshSizes, ranks_per_node: int) -> str:
@@ -31,7 +36,8 @@ def describe_nodes(sizes: MeshSizes, ranks_per_node: int) -> str:
         between += [f"{name} {size // here}"] if here < size else []
     if not between:
         return f"all {ranks_per_node} ranks in one node"
-    return f"inside a node of {ranks_per_node} ranks: {', '.join(inside) or 'nothing'}; between nodes: {', '.join(between[::-1])}"
+    near, far = ", ".join(inside) or "nothing", ", ".join(between[::-1])
+    return f"inside a node of {ranks_per_node} ranks: {near}; between nodes: {far}"
 
 
 def tp_between_nodes(tp: int, ranks_per_node: int, bytes_per_step: float) -> str:
@@ -50,9 +56,10 @@ def tp_between_nodes(tp: int, ranks_per_node: int, bytes_per_step: float) -> str
     fits = [size for size in range(1, ranks_per_node + 1) if ranks_per_node % size == 0]
     sent = f"{bytes_per_step / 1e9:,.1f} GB"
     return (
-        f"warning: parallel.tp={tp} reaches over nodes of {ranks_per_node} ranks: each rank sends {sent} for it in a step, and"
-        f" computing waits for most of that: {slow:.2g} s at {network / 1e9:g} GB/s between nodes, {fast:.2g} s over"
-        f" NVLink; choose parallel.tp from {fits}"
+        f"warning: parallel.tp={tp} reaches over nodes of {ranks_per_node} ranks: each rank sends"
+        f" {sent} for it in a step, and computing waits for most of that: {slow:.2g} s at"
+        f" {network / 1e9:g} GB/s between nodes, {fast:.2g} s over NVLink; choose parallel.tp from"
+        f" {fits}"
     )
 
 
@@ -81,3 +88,34 @@ def tp_bytes_per_step(
     """
     units = 10 if sequence_parallel else 8
     return units * (tp - 1) / tp * tokens * dim * bytes_per_number * layers
+
+
+def describe_places(config: Config, mesh: Mesh, ranks_per_node: int) -> str:
+    """What of the mesh lies inside a node, and what it costs if tensor parallelism does not: one
+    line, or two."""
+    model, train, tp = config.model, config.train, config.parallel.tp
+    sent = tp_bytes_per_step(
+        tp,
+        tokens=train.global_batch_size * train.seq_len // mesh.dp_size,
+        dim=model.dim,
+        layers=-(-model.num_layers // config.parallel.pp),
+        bytes_per_number=Precision.of(config).compute.itemsize,
+        sequence_parallel=config.parallel.sequence_parallel,
+    )
+    warning = tp_between_nodes(tp, ranks_per_node, sent)
+    return f"{describe_nodes(mesh.sizes, ranks_per_node)}\n{warning}".strip()
+
+
+def describe_stages(config: Config) -> str:
+    """How the blocks are split, for the log: `4 stages of 8, 9, 9, 6 blocks: the slowest rank
+    computes 5% more than the mean (even split: 19%)`."""
+    costs = layer_costs(config.model, config.train.seq_len, config.train.activation_checkpointing)
+    split = [len(layers) for layers in config.split_layers()]
+    even = even_split(config.model.num_layers, len(split))
+    ranks = config.parallel.ranks_of_stages
+    over, over_even = (imbalance(s, costs, ranks) - 1 for s in (split, even))
+    each = len(set(split)) == 1
+    blocks = f"{split[0]} blocks each" if each else f"{', '.join(map(str, split))} blocks"
+    beside = "" if split == even else f" (even split: {over_even:.0%})"
+    said = f"{len(split)} stages of {blocks}: the slowest rank computes {over:.0%} more"
+    return f"{said} than the mean{beside}"

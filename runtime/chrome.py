@@ -10,47 +10,41 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from errors import UserError
-from parallel.pipeline.actions import Action, B, F, I, Kind, W
+from parallel.pipeline.actions import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Action,
+    Kind,
+)
 from parallel.pipeline.simulate import Costs, Event, Timeline
 
-NAMES = {F: "forward", B: "backward", I: "input gradient", W: "weight gradient"}
+NAMES = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    BACKWARD_INPUT: "input gradient",
+    BACKWARD_WEIGHT: "weight gradient",
+}
+REMEDY = "give a trace.json that a run or this tool has written"
 LETTERS = [kind.value for kind in Kind]
 MICROSECONDS = 1000.0  # in a unit of the timeline, which is a millisecond
 
 
 def to_chrome(timeline: Timeline) -> dict[str, Any]:
     """The trace of `timeline`, whose unit of time is a millisecond."""
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "pipeline"}}
-    ]
+    process = {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "pipeline"}}
+    events: list[dict[str, Any]] = [process]
     for rank in range(len(timeline.ranks)):
-        events.append(
-            {
-                "ph": "M",
-                "name": "thread_name",
-                "pid": 0,
-                "tid": rank,
-                "args": {"name": f"rank {rank}"},
-            }
-        )
+        thread = {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank}
+        events.append({**thread, "args": {"name": f"rank {rank}"}})
     for rank, lane in enumerate(timeline.ranks):
         for action, start, end in lane:
-            events.append(
-                {
-                    "ph": "X",
-                    "name": str(action),
-                    "cat": NAMES[action.kind],
-                    "pid": 0,
-                    "tid": rank,
-                    "ts": round(start * MICROSECONDS, 3),
-                    "dur": round((end - start) * MICROSECONDS, 3),
-                    "args": {
-                        "kind": action.kind.value,
-                        "stage": action.stage,
-                        "microbatch": action.microbatch,
-                    },
-                }
-            )
+            kind, stage, microbatch = action
+            event = {"ph": "X", "name": str(action), "cat": NAMES[kind], "pid": 0, "tid": rank}
+            ts, dur = (round(time * MICROSECONDS, 3) for time in (start, end - start))
+            arguments = {"kind": kind.value, "stage": stage, "microbatch": microbatch}
+            events.append({**event, "ts": ts, "dur": dur, "args": arguments})
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
@@ -74,12 +68,7 @@ def from_chrome(trace: Any, name: str = "trace", pipeline: int = 0) -> Timeline:
     """
     events = trace.get("traceEvents") if isinstance(trace, dict) else None
     if not isinstance(events, list):
-        raise UserError(
-            name,
-            _short(trace),
-            "has no list traceEvents",
-            "give a trace.json that a run or this tool has written",
-        )
+        raise UserError(name, _short(trace), "has no list traceEvents", REMEDY)
     lanes: dict[int, list[Event]] = defaultdict(list)
     seen: set[Action] = set()
     for i, event in enumerate(events):
@@ -121,12 +110,7 @@ def from_chrome(trace: Any, name: str = "trace", pipeline: int = 0) -> Timeline:
         [sorted(lanes[rank], key=lambda event: event.start) for rank in range(len(lanes))]
     )
     if timeline.step_time <= 0:
-        raise UserError(
-            f"{name}: dur",
-            0,
-            "the events take no time",
-            "give a trace.json that a run or this tool has written",
-        )
+        raise UserError(f"{name}: dur", 0, "the events take no time", REMEDY)
     return timeline
 
 
@@ -142,8 +126,8 @@ def measured_costs(timeline: Timeline, communication: float = 0.0) -> Costs:
     for lane in timeline.ranks:
         for action, start, end in lane:
             stages.add(action.stage)
-            if action.kind is B:
-                for kind in (I, W):
+            if action.kind is BACKWARD:
+                for kind in (BACKWARD_INPUT, BACKWARD_WEIGHT):
                     durations[kind, action.stage].append((end - start) / 2)
             else:
                 durations[action.kind, action.stage].append(end - start)
@@ -153,7 +137,7 @@ def measured_costs(timeline: Timeline, communication: float = 0.0) -> Costs:
             sum(d) / len(d) if (d := durations[kind, s]) else 0.0 for s in range(max(stages) + 1)
         ]
 
-    return Costs(means(F), means(I), means(W), communication)
+    return Costs(means(FORWARD), means(BACKWARD_INPUT), means(BACKWARD_WEIGHT), communication)
 
 
 def _field(
@@ -162,12 +146,7 @@ def _field(
     value = event.get(key)
     if not fits(value):
         why = f"must be {wanted}" if key in event else f"is missing: {wanted}"
-        raise UserError(
-            f"{at}.{key}",
-            _short(value),
-            why,
-            "give a trace.json that a run or this tool has written",
-        )
+        raise UserError(f"{at}.{key}", _short(value), why, REMEDY)
     return value
 
 

@@ -120,7 +120,7 @@ ANGLES = ("COS + angles", "SIN + angles")  # 64 numbers a token, read by more th
 # tokens). Threads then move 8 bytes of k at a time. It is 1/17 or 1/9 of the bytes; q's are moved
 # 16 at a time.
 ONE_OF_K = (*ANGLES, "_turn_heads(k, k_out")
-TAIL = ("mask=offsets < left", "ROUND, False, BLOCK")  # a tensor's last block: it may end anywhere
+TAIL = ("mask=offsets < left", "left, False, SCALARS")  # a tensor's last block: it may end anywhere
 SQUARES = (*TAIL, "PARTIAL + start")  # and the partial sums, 8 bytes for each block
 
 SPECIMENS = [

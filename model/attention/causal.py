@@ -1,0 +1,58 @@
+"""Causal grouped-query attention (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245), heads cut
+over tp."""
+
+from torch import Tensor, nn
+
+from model.config import ModelConfig
+from model.kernels.rotary import rotate
+from model.mask import Attend
+from model.matmul import Matmul
+from model.norm import RMSNorm
+from model.positions import Positions
+from model.rotary import Angles, Rotary
+from parallel.layer import Pieces, TensorParallel
+from parallel.parameter import Normal
+from parallel.tensor import ColumnParallelLinear, RowParallelLinear, column_parallel
+
+
+class Attention(nn.Module):
+    """x [S/tp, B, D] → [S/tp, B, D] (without sequence parallelism S instead of S/tp).
+
+    Each tp rank has H/tp query heads and the key/value heads they use: K/tp of them, or, where
+    K < tp, one that it shares with tp/K − 1 other ranks. Between the two communications everything
+    is local.
+    """
+
+    window: int | None = None  # keys that a query sees, itself included; None: all before it
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+        super().__init__()
+        dim, head_dim, kernels = config.dim, config.head_dim, config.kernels
+        q_dim, kv_dim = config.attention_width, config.num_kv_heads * head_dim
+        heads = Pieces(config.num_heads, "model.num_heads")
+        kv_heads = Pieces(config.num_kv_heads, "model.num_kv_heads", can_share=True)
+        std, last_std = Normal(config.init_std), Normal(config.residual_init_std)
+
+        self.head_dim, self.kernels = head_dim, kernels
+        self.rotary = Rotary(head_dim, config.rope_theta, config.rope_scaling)
+        self.query = ColumnParallelLinear(dim, q_dim, heads, tp, Matmul(), std)
+        self.key = ColumnParallelLinear(dim, kv_dim, kv_heads, tp, Matmul(), std)
+        self.value = ColumnParallelLinear(dim, kv_dim, kv_heads, tp, Matmul(), std)
+        self.output = RowParallelLinear(q_dim, dim, tp, Matmul(), last_std)
+        self.query_norm = self.key_norm = None
+        if config.qk_norm:  # one weight for all heads, of which each tp rank has some
+            self.query_norm = RMSNorm(config, head_dim, tp, gradient_is_partial=True)
+            self.key_norm = RMSNorm(config, head_dim, tp, gradient_is_partial=True)
+
+    def inputs(self, positions: Positions) -> tuple[Angles, Attend]:
+        """What `forward` wants besides x."""
+        return positions.angles(self.rotary), positions.mask(self.window, self.head_dim)
+
+    def forward(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
+        q, k, v = column_parallel(x, self.query, self.key, self.value)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # [S, B, H or K/tp, E]
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        q, k = rotate(q, k, angles.cos, angles.sin, self.kernels)
+        y = attend(q, k, v)  # [S, B, H/tp, E]
+        return self.output(y.flatten(-2))  # [S, B, H/tp·E] → [S/tp, B, D]

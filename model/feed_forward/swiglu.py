@@ -1,0 +1,33 @@
+"""Gated feed-forward, SwiGLU (Shazeer 2020, https://arxiv.org/abs/2002.05202), inner width cut over
+tp."""
+
+from torch import Tensor, nn
+
+from model.config import ModelConfig
+from model.kernels.swiglu import swiglu
+from model.matmul import Matmul
+from parallel.layer import Pieces, TensorParallel
+from parallel.parameter import Normal
+from parallel.tensor import ColumnParallelLinear, RowParallelLinear, column_parallel
+
+
+class FeedForward(nn.Module):
+    """x [S/tp, B, D] → down(silu(gate(x)) · up(x)) [S/tp, B, D].
+
+    gate and up stay two weights, so that a tp slice of each is a true slice of the global tensor (a
+    fused [gate; up] cut in two would put all of gate on one rank).
+    """
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+        super().__init__()
+        self.kernels = config.kernels
+        dim, width = config.dim, config.ffn_dim
+        pieces = Pieces(width, "model.ffn_dim")
+        std, last_std = Normal(config.init_std), Normal(config.residual_init_std)
+        self.gate = ColumnParallelLinear(dim, width, pieces, tp, Matmul(), std)
+        self.up = ColumnParallelLinear(dim, width, pieces, tp, Matmul(), std)
+        self.down = RowParallelLinear(width, dim, tp, Matmul(), last_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = column_parallel(x, self.gate, self.up)  # [S, B, F/tp] each
+        return self.down(swiglu(gate, up, self.kernels))

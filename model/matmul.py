@@ -1,0 +1,42 @@
+"""The three products of a linear layer. Every linear layer is handed an object of its own, so other
+arithmetic (fp8, with its scales) is another class here, and where the model makes it is which
+layers have it."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Matmul:
+    """In the dtype of its arguments."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """y [..., F] = x [..., D] · weightᵀ, weight [F, D]."""
+        return F.linear(x, weight)
+
+    def input_gradient(self, dy: Tensor, weight: Tensor, into: Tensor | None = None) -> Tensor:
+        """dx [..., D] = dy [..., F] · weight; added to `into` where given (several layers that read
+        one input)."""
+        if into is None:
+            return dy @ weight
+        into.view(-1, into.shape[-1]).addmm_(dy.reshape(-1, dy.shape[-1]), weight)
+        return into
+
+    def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+        """dw [F, D] = dyᵀ · x, summed over all leading dimensions."""
+        return dy.reshape(-1, dy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+
+    def add_weight_gradient(
+        self, dy: Tensor, x: Tensor, into: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """dw [F, D] = into + dyᵀ · x, for dy [T, F] and x [T, D], summed in `dtype`, which may be
+        wider than theirs (float32 for bfloat16); `into` None: 0. Written into `into`."""
+        wide, beta = dy.dtype != dtype, 1
+        if into is None:
+            into = dy.new_empty((dy.shape[1], x.shape[1]), dtype=dtype)
+            beta = 0  # what is there is not read
+        if wide and dy.is_cuda and torch.version.hip is None:
+            return torch.addmm(into, dy.t(), x, out_dtype=dtype, beta=beta, out=into)
+        if wide:  # CPUs and AMD's libraries have no such product
+            dy, x = dy.to(dtype), x.to(dtype)
+        return into.addmm_(dy.t(), x, beta=beta)

@@ -1,0 +1,56 @@
+"""When a run saves, and what is checked before it writes. (save.py: how it saves.)"""
+
+from runtime.checkpoint import Start
+from runtime.lease import Lease
+from runtime.listener import Listener, Run
+from runtime.metrics import Metrics
+from runtime.replicas import check_replicas
+from runtime.save import Saver
+from runtime.stop import StopRequests
+from runtime.watchdog import Watchdog
+
+
+class Saving(Listener):
+    """Every checkpoint.interval steps, after the last, and where somebody asks; never, unless asked
+    or at the end, while steps are bad: it may be an update before them that ruined the weights."""
+
+    def __init__(
+        self, saver: Saver, metrics: Metrics, watchdog: Watchdog, stop: StopRequests
+    ) -> None:
+        self.saver, self.metrics, self.watchdog, self.stop = saver, metrics, watchdog, stop
+        self.is_due = False  # stays while steps are bad
+
+    def after_step(self, run: Run) -> None:
+        config, stop = run.config, self.stop
+        self.is_due |= run.is_due(config.checkpoint.interval)
+        if not (self.is_due or stop.wants_save or run.is_due(config.guard.replica_interval)):
+            return
+        with self.metrics.spending("saving"), self.watchdog.resting():
+            check_replicas(run.train)
+            good = not run.train.guard.bad_in_a_row or run.is_last
+            if stop.wants_save or (self.is_due and good):
+                self.saver.save(run.step, run.tokens, run.loader.state())
+                self.is_due = False
+                stop.saved()
+                # What was asked during the save is known to all before the next step begins.
+                stop.after_step(run)
+
+    def went_back(self, run: Run, start: Start) -> None:
+        self.is_due = False
+
+    def ends(self, run: Run) -> None:
+        with self.watchdog.resting():
+            self.saver.close()
+
+
+class LeaseCheck(Listener):
+    """Ends a run that was displaced."""
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+
+    def after_step(self, run: Run) -> None:
+        self.lease.check()
+
+    def ends(self, run: Run) -> None:
+        self.lease.check()

@@ -1,0 +1,98 @@
+"""Layers of several kinds in one model: each is what its reference is, however the model is cut."""
+
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from errors import UserError
+from kinds import kinds_in
+from model.mask import Mask, make_mask, scores_bias
+from model.transformer import Transformer, kinds_of_blocks, num_parameters
+from parallel.axes import MeshSizes
+from parallel.layer import TensorParallel
+from parallel.parameter import weights_of
+from tools.parity.cases import Case
+from tools.parity.reference import ATTENTION, FEED_FORWARD
+from tools.parity.row import line
+from tools.parity.run import check
+
+# Every second layer sees 5 tokens of 16, as Gemma's do.
+WINDOWS = {"attention": ("sliding_window", "causal"), "attention_window": 5}
+
+
+def test_every_kind_has_its_reference() -> None:
+    assert sorted(ATTENTION) == kinds_in("model.attention")
+    assert sorted(FEED_FORWARD) == kinds_in("model.feed_forward")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(MeshSizes(), **WINDOWS),
+        Case(MeshSizes(tp=2, dp_shard=2), zero_stage=3, num_kv_heads=1, **WINDOWS),
+        # A stage of two layers and one: the layers, not the stages, take the kinds in turn.
+        Case(MeshSizes(pp=2, tp=2), schedule="zb_h1", layers="uneven", **WINDOWS),
+        Case(MeshSizes(dp_shard=2), document_mask=True, activation_checkpointing="full", **WINDOWS),
+    ],
+    ids=str,
+)
+def test_a_window_in_every_second_layer(ranks, case):
+    row = check(ranks, case, steps=3)
+    assert not row.failures(), line(row, 3)
+
+
+def window_forgotten():
+    return patch(
+        "model.positions.make_mask", lambda p, b, window, *rest: make_mask(p, b, None, *rest)
+    )
+
+
+def test_a_forgotten_window_is_found(ranks):
+    row = check(ranks, Case(MeshSizes(tp=2), **WINDOWS), sabotage=window_forgotten)
+    assert {"loss", "gradient", "norm"} <= set(row.failures()), row.crash
+
+
+def test_the_bias_of_a_window() -> None:
+    """Position by position, with documents and without."""
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1], [0, 1, 0, 1, 2, 3]]).T
+    bias = scores_bias(positions, torch.float64, window=2)
+    for row, starts in enumerate([[0, 4], [0, 2]]):
+        for query in range(6):
+            first = max(start for start in starts if start <= query)
+            sees = [key for key in range(6) if max(first, query - 1) <= key <= query]
+            assert (bias[row, 0, query] == 0).nonzero().flatten().tolist() == sees
+    assert make_mask(torch.arange(6).unsqueeze(1), None, 6, torch.float32, 8) == Mask()
+
+
+def test_layers_take_kinds_in_turn() -> None:
+    config = Case(MeshSizes(pp=2), **WINDOWS).config().model
+    whole = Transformer(config, range(4), True, True, TensorParallel())
+    assert [whole.blocks[str(i)].attention.window for i in range(4)] == [5, None, 5, None]
+    assert {n for _, n in kinds_of_blocks(config)} == {2}
+    assert num_parameters(config) == sum(each.numel for each in weights_of(whole))
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"attention": "slidin_window"}, "model.attention"),
+        ({"attention": ("causal", "none")}, "model.attention"),
+        ({"feed_forward": "relu"}, "model.feed_forward"),
+        ({"attention": "sliding_window"}, "model.attention_window"),
+        ({"attention": ("causal", "sliding_window")}, "model.attention_window"),
+    ],
+)
+def test_what_there_is_not_is_refused(options, key) -> None:
+    with pytest.raises(UserError) as refused:
+        Case(MeshSizes(pp=2), **options).config()
+    assert refused.value.key == key
+
+
+def test_a_file_that_begins_with_an_underscore_is_no_kind(tmp_path: Path) -> None:
+    (tmp_path / "layers").mkdir()
+    for name in ("__init__", "_helpers", "b", "a"):
+        (tmp_path / "layers" / f"{name}.py").touch()
+    with patch("kinds.ROOT", tmp_path):
+        assert kinds_in("layers") == ["a", "b"]

@@ -1,0 +1,144 @@
+"""Keys and values of the tokens that a model has seen, so that the next token costs the work of one
+and not of all.
+
+A batch of prompts is padded on the left: then the last token of each is in the same slot, and so is
+every later one.
+
+    slot          0    1    2    3    4  │  5  …
+    row 0         ·    ·   the  cat  sat │ on  …       · is padding
+    row 1         in   the  be  gin ning │ was …
+    positions     0    0    0    1    2  │  3  …       of row 0
+                  0    1    2    3    4  │  5  …       of row 1
+
+Every row is computed as if it were by itself. Its positions count from its own first token, and
+what lies before that is hidden from it, for the rule of `scores_bias` holds here too: at position p
+a token sees itself and the p tokens before it. A padding token, which sees itself, is computed for
+nothing.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.mask import Attend, Mask, make_mask, scores_bias
+from model.rotary import Angles, Rotary, rotary_angles
+
+
+class LayerCache:
+    """One layer's keys, already turned by their positions, and values [slots, B, heads, E], of this
+    tp rank's key/value heads: 2 · slots · B · heads · E numbers."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots, self.filled = slots, 0
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v [S, B, heads, E] of the next S tokens → those of all tokens so far, as views
+        [filled, B, heads, E]."""
+        if self.keys is None or self.values is None:
+            self.keys = k.new_empty((self.slots, *k.shape[1:]))
+            self.values = v.new_empty((self.slots, *v.shape[1:]))
+        begin, self.filled = self.filled, self.filled + k.shape[0]
+        self.keys[begin : self.filled] = k
+        self.values[begin : self.filled] = v
+        return self.keys[: self.filled], self.values[: self.filled]
+
+
+class KeyValueCache:
+    """Room for a batch's prompts and what follows them.
+
+    Args:
+        prompt_lengths: tokens of each prompt, [B] numbers. The first tokens that come are the
+            prompts, padded on the left to the longest of them; after that they come one by one.
+        new_tokens: how many will come after the prompts, at most.
+        dtype, device: of the model's activations.
+    """
+
+    def __init__(
+        self,
+        prompt_lengths: Sequence[int],
+        new_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.dtype, self.filled, self.length = dtype, 0, 0
+        self.layers: dict[str, LayerCache] = {}
+        slots = max(prompt_lengths) + new_tokens
+        self._padding = max(prompt_lengths) - torch.tensor(prompt_lengths, device=device)  # [B]
+        self._slot = torch.arange(slots, device=device).unsqueeze(1)
+        self._has_padding = len(set(prompt_lengths)) > 1
+        # [slots, B], or [slots, 1] where all rows count alike
+        self._positions = self._slot
+        if self._has_padding:
+            self._positions = (self._slot - self._padding).clamp(min=0)
+        self._angles: dict[Rotary, Angles] = {}
+        self._attend: dict[int | None, Attend] = {}  # by window, for the tokens that come
+
+    def next(self, length: int) -> None:
+        """The next `length` tokens come."""
+        self.filled, self.length = self.filled + self.length, length
+        self._attend.clear()
+        assert length == 1 or self.filled == 0, "prompts come first and at once, then single tokens"
+
+    def of_layer(self, name: str) -> "LayerView":
+        """What a layer's attention asks for the tokens that come (model/positions.py)."""
+        return LayerView(self, self.layers.setdefault(name, LayerCache(len(self._slot))))
+
+    def angles(self, rotary: Rotary) -> Angles:
+        if rotary not in self._angles:
+            self._angles[rotary] = rotary_angles(self._positions, rotary, self.dtype)
+        tokens = slice(self.filled, self.filled + self.length)
+        return Angles(*(each[tokens] for each in self._angles[rotary]))
+
+    def attend(self, window: int | None, head_dim: int) -> Attend:
+        """Among prompts; or one token to all before it."""
+        if window not in self._attend:
+            among = self._among_prompts if self.length > 1 else self._to_all
+            self._attend[window] = among(window, head_dim)
+        return self._attend[window]
+
+    def _among_prompts(self, window: int | None, head_dim: int) -> Attend:
+        positions = self._positions[: self.length]
+        if self._has_padding:
+            return Mask(bias=scores_bias(positions, self.dtype, window))
+        return make_mask(positions, None, window, self.dtype, head_dim)
+
+    def _to_all(self, window: int | None, head_dim: int) -> Attend:
+        end, bias = self.filled + 1, None
+        if self._has_padding or window is not None:
+            hidden = self._slot[:end] < self._padding  # [slots so far, B]
+            if window is not None:
+                hidden |= self._slot[:end] < end - window
+            bias = torch.zeros(hidden.T.shape, dtype=self.dtype, device=hidden.device)
+            bias = bias.masked_fill_(hidden.T, float("-inf"))[:, None, None]
+        return lambda q, k, v: attend_last(q, k, v, bias)
+
+
+class LayerView:
+    """A layer's cache behind the questions that `Positions` answers in training."""
+
+    def __init__(self, cache: KeyValueCache, layer: LayerCache) -> None:
+        self.cache, self.layer = cache, layer
+
+    def angles(self, rotary: Rotary) -> Angles:
+        return self.cache.angles(rotary)
+
+    def mask(self, window: int | None, head_dim: int) -> Attend:
+        attend = self.cache.attend(window, head_dim)
+        return lambda q, k, v: attend(q, *self.layer.append(k, v))
+
+
+def attend_last(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    """The last token's queries [1, B, H, E] on keys and values [S, B, K, E] of all → [1, B, H, E];
+    `bias` [B, 1, 1, S], added to the scores.
+
+    Nothing lies ahead of it, so nothing is causal, and the H/K queries of a key/value head are the
+    rows of one product: no head is repeated, and the keys, which are what costs time here, are read
+    once.
+    """
+    rows = q.reshape(q.shape[1], k.shape[2], -1, q.shape[3])  # [B, K, H/K, E]
+    k, v = k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)  # [B, K, S, E]
+    return F.scaled_dot_product_attention(rows, k, v, attn_mask=bias).reshape(q.shape)
