@@ -208,7 +208,7 @@ class OurSteps:
         shard(
             stage,
             [],
-            mesh.fsdp,
+            mesh,
             compute_dtype=torch.float32,
             reduce_dtype=torch.float32,
             cpu_offload=False,

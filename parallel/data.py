@@ -51,18 +51,21 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from parallel.mesh import Mesh
+from parallel.parameter import weights_of
+
 
 def shard(
     stage: nn.Module,
     units: Sequence[list[nn.Module]],
-    mesh: DeviceMesh,
+    mesh: Mesh,
     *,
     compute_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     cpu_offload: bool,
 ) -> None:
-    """Apply `fully_shard` to each of `units` and then to `stage` itself, over the 2-D mesh
-    (dp_replicate, dp_shard).
+    """Apply `fully_shard` to each of `units` and then to `stage` itself, each over the view of the
+    mesh that its weights name: the 2-D mesh (dp_replicate, dp_shard).
 
     Parameters stay in their own dtype (the master weights); forward and backward see them in
     `compute_dtype`, and gradients are reduced in `reduce_dtype`.
@@ -72,11 +75,11 @@ def shard(
     precision = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
-    on_gpu = torch.cuda.is_available() and mesh.device_type == "cuda"
+    on_gpu = torch.cuda.is_available() and mesh.device == "cuda"
     offload = CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy()
-    for unit in units:
-        fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload)
-    fully_shard(stage, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    for unit in (*units, [stage]):
+        over = view_of(unit, mesh)
+        fully_shard(unit, mesh=over, mp_policy=precision, offload_policy=offload)
     if units:
         # In backward FSDP gathers, while one unit computes, the unit that ran before it in forward.
         # What ran before the first unit was the last one, of the previous micro-batch, and it would
@@ -90,6 +93,22 @@ def shard(
         # told to sum.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+
+def view_of(unit: Sequence[nn.Module], mesh: Mesh) -> DeviceMesh:
+    """The view that the unit's weights are to be sharded over, but for those of units inside it,
+    which are sharded already; `fsdp` where none are left."""
+    weights = [each for module in unit for each in weights_of(module)]
+    left = [
+        each
+        for each in weights
+        if "dp_shard" not in (each.sharded.device_mesh.mesh_dim_names or ())
+    ]
+    names = {each.weight.sharded_over for each in left} or {"fsdp"}
+    assert len(names) == 1, f"one unit of FSDP has weights of several views: {sorted(names)}"
+    view = getattr(mesh, names.pop())
+    assert isinstance(view, DeviceMesh)
+    return view
 
 
 def fsdp_modules(stage: nn.Module) -> list[FSDPModule]:

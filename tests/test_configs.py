@@ -140,9 +140,7 @@ def local_parameters(path: Path, rank: int) -> int:
             [module] for module in (stage.embedding, stage.norm, stage.head) if module is not None
         ]
         compute, reduce = DTYPES[config.train.dtype], DTYPES[config.parallel.reduce_dtype]
-        shard(
-            stage, units, mesh.fsdp, compute_dtype=compute, reduce_dtype=reduce, cpu_offload=False
-        )
+        shard(stage, units, mesh, compute_dtype=compute, reduce_dtype=reduce, cpu_offload=False)
         for parameter in stage.parameters():
             assert isinstance(parameter, DTensor)
             count += parameter.to_local().numel()

@@ -43,7 +43,7 @@ def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bo
     shard(
         stage,
         units,
-        mesh.fsdp,
+        mesh,
         compute_dtype=precision.compute,
         reduce_dtype=precision.reduce,
         cpu_offload=config.parallel.cpu_offload,
