@@ -160,8 +160,8 @@ class ZeroStage:
 
     def _reduce(self, module: nn.Module, over_shards: bool) -> None:
         for unit in self._units(module):
-            # This also switches the all-reduce over replicas, which belongs to the last backward
-            # alone: switched off again.
+            # This also switches the all-reduce over replicas, which belongs only to the last
+            # backward: switched off again.
             unit.set_requires_gradient_sync(over_shards, recurse=False)
             unit.set_requires_all_reduce(False, recurse=False)
 

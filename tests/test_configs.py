@@ -57,7 +57,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Callable]:
     """Calls a function in a fresh process: a process can be one rank of one world only. They are
-    forked from a server that has no threads: a fork of this process may find a lock held for ever
+    forked from a server that has no threads: a fork of this process may find a lock held forever
     by a thread that it does not have."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)

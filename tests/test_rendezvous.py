@@ -124,6 +124,6 @@ def test_the_network_can_stand_still():
     """The control: what a network with buffers forgives, this one does not."""
     with Ranks(2) as pool:
         assert pool.run(exchange_opposite_ways, 2, True) == [1.0, 0.0]
-        pool.timeout = 10  # it would wait for ever
+        pool.timeout = 10  # it would wait forever
         with pytest.raises(RankError, match="no answer"):
             pool.run(exchange_opposite_ways, 2, False)

@@ -28,7 +28,7 @@ LAYOUTS = {4: {"tp": 2, "dp_shard": 2}, 8: {"tp": 2, "pp": 2, "dp_shard": 2}}  #
 
 
 def run_with_a_sleeper(arguments: list[str], rank: int) -> str:
-    """In the third step, `rank` sleeps for ever."""
+    """In the third step, `rank` sleeps forever."""
     microbatches, calls = TrainStep.microbatches, []
 
     def sleeping(self: TrainStep, *batch: Any, **options: Any) -> Any:

@@ -4,7 +4,7 @@ list of actions.
 actions.py    the vocabulary: a schedule is data, each rank's list of actions
 schedules.py  who does what, when: GPipe, 1F1B, interleaved, breadth first, ZB-H1, ZB-V, DualPipeV
 simulate.py   how long a schedule takes, its bubble and its memory, without running it
-lower.py      from a schedule to programs: sends and receives in one order; nobody waits for ever
+lower.py      from a schedule to programs: sends and receives in one order; nobody waits forever
 check.py      proves that order, on a network that buffers nothing
 balance.py    which stage gets how many layers
 runner.py     carries a program out

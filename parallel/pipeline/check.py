@@ -2,7 +2,7 @@
 torch.
 
 The network assumed is the strictest there is: it buffers nothing (a message moves only when both
-its sides are posted), knows messages by their order alone, and a rank's later batch waits for all
+its sides are posted), knows messages only by their order, and a rank's later batch waits for all
 of its earlier one.
 """
 

@@ -1,9 +1,9 @@
 """From a schedule to programs: each rank's actions with the sends and receives between them. Pure,
 no torch.
 
-Between GPUs a message needs both sides at once: NCCL buffers nothing and matches messages by their
-order alone, and what a rank posts later waits behind what it posted before. Ranks that post in
-different orders wait for each other for ever. So all messages are put into *one* order, that of the
+Between GPUs a message needs both sides at once: NCCL buffers nothing and matches messages only by
+their order, and what a rank posts later waits behind what it posted before. Ranks that post in
+different orders wait for each other forever. So all messages are put into *one* order, that of the
 time at which they would be ready if every action took its nominal time, and every rank posts its
 own in that order. No deadlock is then possible: of all messages not yet through, take the first;
 whatever either of its ranks must do or exchange before it comes earlier in the same order, and has

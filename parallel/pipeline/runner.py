@@ -79,8 +79,8 @@ class PipelineRunner:
             self.zero.begin_step(stage)
         # micro-batches whose gradients are not complete
         left = Counter({s: len(microbatches) for s in self.stages})
-        # (stage, micro-batch) → its input, and where its graph ends: the output itself is needed by
-        # the next stage alone.
+        # (stage, micro-batch) → its input, and where its graph ends: only the next stage needs the
+        # output itself.
         kept: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
         deferred: dict[tuple[int, int], list[Job]] = {}  # between the halves of a backward
         total: Tensor | None = None

@@ -276,7 +276,7 @@ def dualpipe_v(p: int, v: int, m: int) -> list[list[Action]]:
             rank.forward(down).backward(up).forward(up).backward(down)
         for _ in range(p - 1 - r):
             rank.backward(up).forward(up).backward(down)
-        # Drain: 2 (r + 1) backwards, up and down in turn. Input gradients alone in the second half:
+        # Drain: 2 (r + 1) backwards, up and down in turn. Only input gradients in the second half:
         # others wait for them.
         left = [up, down] * (r + 1)
         for stage in left[: r + 1]:

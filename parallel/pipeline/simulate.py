@@ -112,7 +112,7 @@ class Timeline:
 
 
 class Stuck(ValueError):
-    """Ranks wait for each other for ever."""
+    """Ranks wait for each other forever."""
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:

@@ -21,7 +21,7 @@ from training.optimizers import state_bytes
 
 ROOT = Path(__file__).parent.parent.parent
 SIOCGIFADDR = 0x8915  # of Linux's sockios.h: an interface's address
-SMI_SECONDS = 15  # a sick GPU makes nvidia-smi wait for ever
+SMI_SECONDS = 15  # a sick GPU makes nvidia-smi wait forever
 IDLE_BYTES = 2 * 2**30  # the driver itself keeps some hundred MiB
 GPU_FIELDS = (
     "index",
