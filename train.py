@@ -52,7 +52,7 @@ def main(arguments: list[str], signals: Signals, store: dist.Store | None = None
     device = init_distributed(signals, store)
     try:
         config = on_all_ranks(lambda: read_config(arguments, device), device)
-        run(config, device, signals)
+        start_run(config, device, signals)
     except UserError as error:
         refuse(error)
     except Exception as error:
@@ -72,7 +72,7 @@ def read_config(arguments: list[str], device: str) -> Config:
     return config
 
 
-def run(config: Config, device: str, signals: Signals) -> None:
+def start_run(config: Config, device: str, signals: Signals) -> None:
     if config.train.deterministic:
         # cuBLAS asks for it, and reads it at its first use
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -119,14 +119,16 @@ def train_and_save(
     listeners: list[Listener] = [
         StepProfile(config, mesh, watchdog),
         StepTrace(config, mesh, start.step),
-        metrics,  # measures the step before others take their time
+        metrics,  # measures the step, before what follows takes its time
         watchdog,
         MemoryReports(train, start.step),
         Evaluation(heldout_data, unigram, metrics, watchdog, stop),
         LeaseCheck(lease),  # a run that was displaced writes nothing of what follows
         RecordWriter(metrics),
         stop,  # what was asked of any rank, all ranks know from here on
-        Rollback(train_data, start, lease, saver, metrics, watchdog),  # to before what is saved
+        Rollback(
+            train_data, start, lease, saver, metrics, watchdog
+        ),  # before Saving: a run that goes back saves nothing
         Saving(saver, metrics, watchdog, stop),
     ]
     run = Run(config, train, loader, start)
@@ -135,7 +137,7 @@ def train_and_save(
             tokens, targets = run.next_batch()
             all_listeners.before_step()
             run.result = train(run.step, tokens, targets)
-            all_listeners.after_step()
+            all_listeners.after_step()  # counts the step, and tells the listeners
         all_listeners.end()
     loader.close()
 

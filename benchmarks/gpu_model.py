@@ -189,7 +189,7 @@ def draw_on_device(stage: Transformer, seed: int) -> None:
     """In place of model/initialise.py: as large, and alike in every program of ours."""
     torch.manual_seed(seed)
     for each in weights_of(stage):
-        local, initial = each.sharded.to_local(), each.weight.initial
+        local, initial = each.sharded.to_local(), each.spec.initial
         if isinstance(initial, Constant):
             local.fill_(initial.value)
         else:

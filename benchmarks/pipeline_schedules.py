@@ -39,11 +39,11 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from benchmarks.about import about
 from parallel.axes import MeshSizes
-from parallel.data import ZeroStage, check_reduced, shard
+from parallel.data import FSDPSwitches, check_reduced, shard
 from parallel.deferred import Destination
 from parallel.layer import Layer, TensorParallel
 from parallel.mesh import Mesh, build_mesh
-from parallel.parameter import NORM, Constant, Weight
+from parallel.parameter import NORM, Constant, WeightSpec
 from parallel.pipeline.actions import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -97,7 +97,7 @@ class WaitingStage(Layer):
         assert x is not None
         if not x.requires_grad:  # the first stage's weight gradients wait for input gradients too
             x = x.detach().requires_grad_()
-        weight = self.local() if isinstance(self.weight, DTensor) else self.weight
+        weight = self.local_weight() if isinstance(self.weight, DTensor) else self.weight
         self.wait(FORWARD)
         y = InputGradient.apply(x, self) * WeightGradient.apply(weight, self)
         return y.sum() if self.loss else y
@@ -189,14 +189,18 @@ class OurSteps:
         self.program = lower(case.schedule)[mesh.pp_rank]
         transfers = Transfers(mesh.pp.get_group(), HIDDEN_SHAPE, torch.float32, mesh.device)
         self.runner = PipelineRunner(
-            dict(self.stages), len(where), transfers, ZeroStage(1), splits_backward(case.schedule)
+            dict(self.stages),
+            len(where),
+            transfers,
+            FSDPSwitches(1),
+            splits_backward(case.schedule),
         )
         self.events: list[Event] = []  # of the last step
 
     @staticmethod
     def _stage(seconds: float, mesh: Mesh, loss: bool) -> WaitingStage:
         stage = WaitingStage(seconds, loss)
-        one = Weight(
+        one = WeightSpec(
             shape=(1,),
             placement=Replicate(),
             initial=Constant(1.0),

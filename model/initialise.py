@@ -34,10 +34,10 @@ def initialise(stage: nn.Module, seed: int) -> None:
     """Fill this rank's part of every weight of a materialised, sharded stage, as the weight says
     (parallel/parameter.py)."""
     for each in weights_of(stage):
-        local, initial = each.sharded.to_local(), each.weight.initial
+        local, initial = each.sharded.to_local(), each.spec.initial
         if isinstance(initial, Constant):
             local.fill_(initial.value)
         elif local.numel():
             rows, *others = local_region(each.sharded)
-            numbers = draw_rows(each.global_name, each.weight.shape, rows, initial.std, seed)
+            numbers = draw_rows(each.global_name, each.spec.shape, rows, initial.std, seed)
             local.copy_(numbers[(slice(None), *(slice(part.start, part.stop) for part in others))])

@@ -6,7 +6,7 @@ from torch.distributed.tensor import Replicate
 from model.config import ModelConfig
 from model.kernels.rms_norm import add_rms_norm, rms_norm
 from parallel.layer import Layer, TensorParallel
-from parallel.parameter import NORM, Constant, Weight
+from parallel.parameter import NORM, Constant, WeightSpec
 
 
 class RMSNorm(Layer):
@@ -24,7 +24,7 @@ class RMSNorm(Layer):
     ) -> None:
         super().__init__(tp)
         self.eps, self.kernels = config.norm_eps, config.kernels
-        weight = Weight(
+        weight = WeightSpec(
             shape=(width,),
             placement=Replicate(),
             initial=Constant(1.0),
@@ -34,8 +34,8 @@ class RMSNorm(Layer):
         self.add_weight(weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.local(), self.eps, self.kernels)
+        return rms_norm(x, self.local_weight(), self.eps, self.kernels)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of x + residual, and the sum: one pass over both."""
-        return add_rms_norm(x, residual, self.local(), self.eps, self.kernels)
+        return add_rms_norm(x, residual, self.local_weight(), self.eps, self.kernels)

@@ -1,9 +1,10 @@
 """The transformer, or any range of its layers: a pipeline stage is this class holding part of the
 model.
 
-Shapes: S sequence, B sequences in a micro-batch, D model dim, V vocabulary. The sequence comes
-first, [S, B, D], so that sequence-parallel collectives need no copies (parallel/collectives.py). S
-is the whole sequence; between the matrices a tp rank holds S/tp of it if sequence parallel.
+Shapes: S sequence, B sequences in a micro-batch, D model dim, V vocabulary, H query heads, K
+key/value heads, E head dim, F inner width. The sequence comes first, [S, B, D], so that
+sequence-parallel collectives need no copies (parallel/collectives.py). S is the whole sequence; in
+norms and in the residual stream a tp rank holds S/tp of it if sequence parallel.
 """
 
 from collections import Counter
@@ -35,7 +36,8 @@ class Batch:
     tokens: Tensor  # [S, B] int64
     targets: Tensor | None  # [S, B] int64, IGNORE where there is none; None: return logits, no loss
     positions: Tensor  # [S, B] int64, or [S, 1] where every sequence counts from the same start
-    loss_scale: Tensor | None = None  # scalar: 1 / target tokens of the global batch
+    # scalar: 1 / target tokens of the global batch; in evaluation 1
+    loss_scale: Tensor | None = None
     documents: Tensor | None = None  # [N + 1] int32: their boundaries (documents.py), if several
 
 
@@ -77,7 +79,7 @@ class Head(ColumnParallelLinear):
         has the logits, [S, B, V/tp].)"""
         return linear_cross_entropy(
             x,
-            self.local(),
+            self.local_weight(),
             targets,
             scale,
             self.first_row,

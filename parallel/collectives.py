@@ -95,8 +95,8 @@ class ReduceFromTensorParallel(torch.autograd.Function):
 
 
 class ReduceScatterToSequence(torch.autograd.Function):
-    """g's sequence-parallel twin: partial sums → this rank's part of the sequence (Korthikanti et
-    al. 2022, section 4.2.2).
+    """Korthikanti et al.'s g-bar (2022, section 4.2.2): partial sums → this rank's part of the
+    sequence.
 
     | pass     | computes                  | local shapes              | communication over tp |
     |----------|---------------------------|---------------------------|-----------------------|

@@ -24,7 +24,7 @@ class ParallelConfig:
     ] = -1  # data parallel, weights and optimizer sharded (FSDP); -1: what is left of the world
     dp_replicate: Count = 1  # data parallel, whole replicas of the sharded groups (hybrid sharding)
 
-    # between the matrices of a block, each tp rank keeps 1 / tp of the sequence
+    # in norms and in the residual stream, each tp rank keeps 1 / tp of the sequence
     sequence_parallel: bool = True
     schedule: Text = "1f1b"  # a name in parallel/pipeline/schedules.py
     stages_per_rank: Count = 1  # pipeline stages each rank holds

@@ -7,22 +7,22 @@ are another. (Or a whole stage, with `fsdp_unit: stage`.) M: micro-batches of a 
 | zero_stage | what        | collective               | dtype   | when, in a step                |
 |------------|-------------|--------------------------|---------|--------------------------------|
 | 0          | nothing     | (dp_shard = 1)           |         |                                |
-| 1          | weights     | all-gather, dp_shard     | compute | once, before the first forward |
+| 1          | weights     | all-gather, dp_shard     | compute | once, in the first forward     |
 |            | gradients   | reduce-scatter, dp_shard | reduce  | once, in the last backward     |
-| 2          | weights     | all-gather, dp_shard     | compute | once, before the first forward |
+| 2          | weights     | all-gather, dp_shard     | compute | once, in the first forward     |
 |            | gradients   | reduce-scatter, dp_shard | reduce  | M times, in each backward      |
 | 3          | weights     | all-gather, dp_shard     | compute | 2 M times, before each forward |
 |            |             |                          |         | and each backward              |
 |            | gradients   | reduce-scatter, dp_shard | reduce  | M times, in each backward      |
-| all        | what is     | all-reduce, dp_replicate | reduce  | once, in the last backward     |
-|            | left of gr. |                          |         |                                |
+| all        | sharded     | all-reduce, dp_replicate | reduce  | once, in the last backward     |
+|            | gradients   |                          |         |                                |
 
-A group of one rank sends nothing. Between micro-batches a rank holds whole weights in stages 0 to 2
-and whole gradients in stages 0 and 1; between steps weights and moments are sharded in all. (ZeRO:
+A group of one rank sends nothing. Between micro-batches a rank holds whole weights with zero_stage
+0 to 2 and whole gradients with 0 and 1; between steps weights and moments are sharded in all. (ZeRO:
 Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054; hybrid sharding: Zhao et al. 2023,
-https://arxiv.org/abs/2304.11277.) Stage 2 trades M − 1 more reduce-scatters for gradients of
-1 / dp_shard the size; stage 3 trades 2 M − 1 more gathers for weights of 1 / dp_shard the size.
-`ZeroStage` turns FSDP's switches, and tests/test_collectives.py holds the table to what is sent.
+https://arxiv.org/abs/2304.11277.) zero_stage 2 trades M − 1 more reduce-scatters for gradients of
+1 / dp_shard the size; 3 trades 2 M − 1 more gathers for weights of 1 / dp_shard the size.
+`FSDPSwitches` turns FSDP's switches, and tests/test_collectives.py holds the table to what is sent.
 
 A weight leads two lives. The optimizer, the checkpoint and the norm see one part of it; forward and
 backward see more:
@@ -30,7 +30,7 @@ backward see more:
     between steps  DTensor on (dp_replicate, dp_shard, tp)   master dtype   p, p.grad, moments
         │ gather over dp_shard                ▲ reduce-scatter over dp_shard, all-reduce over
         ▼                                     │ dp_replicate
-    in a stage     DTensor on (tp)            │              compute dtype  what `Layer.local` opens
+    in a forward   DTensor on (tp)            │              compute dtype  `local_weight` opens it
 
 Every reduction is a plain sum: the loss is divided by the number of target tokens of the global
 batch before backward, so no mean is ever taken of means.
@@ -104,7 +104,7 @@ def view_of(unit: Sequence[nn.Module], mesh: Mesh) -> DeviceMesh:
         for each in weights
         if "dp_shard" not in (each.sharded.device_mesh.mesh_dim_names or ())
     ]
-    names = {each.weight.sharded_over for each in left} or {"fsdp"}
+    names = {each.spec.sharded_over for each in left} or {"fsdp"}
     assert len(names) == 1, f"one unit of FSDP has weights of several views: {sorted(names)}"
     view = getattr(mesh, names.pop())
     assert isinstance(view, DeviceMesh)
@@ -115,7 +115,7 @@ def fsdp_modules(stage: nn.Module) -> list[FSDPModule]:
     return [module for module in stage.modules() if isinstance(module, FSDPModule)]
 
 
-class ZeroStage:
+class FSDPSwitches:
     """Turns FSDP2's switches around the forwards and backwards of one step, for the table at the
     top of this file."""
 

@@ -3,7 +3,7 @@
 Only the optimizer needs a weight's gradient; the gradient of a layer's *input* is what other ranks
 wait for. So a pipeline schedule may split backward and form weight gradients later, where a rank
 would have nothing to do (zero bubble: Qi et al. 2023, https://arxiv.org/abs/2401.10241). While
-`WeightGradientQueue` defers, a linear layer's backward leaves a job in the queue, with what the
+`WeightGradientQueue` defers, a linear layer's backward leaves a job for the runner, with what the
 product needs: its input and its output's gradient (of a tensor that sequence parallelism cuts, this
 rank's part). The job adds the result to the weight's `.grad`. The embedding does the same. A norm's
 gradient, which is small and comes with its input's, waits in the queue as it is: so all gradients
@@ -24,7 +24,7 @@ from parallel.collectives import Pending, start_all_gather
 from parallel.placement import as_dtensor_like
 
 
-class Matmul(Protocol):
+class LinearProducts(Protocol):
     """The three products of a linear layer. The model makes one for each (model/matmul.py)."""
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class Destination(NamedTuple):
 
     weight: nn.Parameter  # the gathered weight that forward used; `.grad` is this tp rank's part
     rows: slice | None = None  # of that part, which the gradient is for; None: all
-    matmul: Matmul | None = None  # of a linear layer
+    matmul: LinearProducts | None = None  # of a linear layer
 
     def add(self, dw: Tensor) -> None:
         weight = self.weight

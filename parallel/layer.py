@@ -2,7 +2,7 @@
 
 A weight is a DTensor that carries its placement on tp: FSDP2 shards it further, checkpoints store
 the global tensor, and the gradient norm knows what is a replica. Forward and backward compute with
-the local tensor, which `Layer.local` opens.
+the local tensor, which `Layer.local_weight` opens.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from errors import UserError
 from parallel.deferred import Destination, ReadyGradient, WeightGradientQueue
-from parallel.parameter import Weight
+from parallel.parameter import WeightSpec
 from parallel.placement import as_dtensor_like, chunk_range
 
 
@@ -27,7 +27,7 @@ class TensorParallel:
 
     size: int = 1
     rank: int = 0
-    sequence_parallel: bool = True  # between matrices a rank holds [S/tp, B, D], else [S, B, D]
+    sequence_parallel: bool = True  # the residual stream is [S/tp, B, D] on a rank, else [S, B, D]
     mesh: DeviceMesh | None = None
     group: ProcessGroup = None  # type: ignore[assignment]  # of the mesh
 
@@ -77,9 +77,11 @@ class Layer(nn.Module):
     def __init__(self, tp: TensorParallel) -> None:
         super().__init__()
         self.tp = tp
-        self.weights: dict[str, Weight] = {}  # FSDP2 replaces parameters; what they are stays here
+        self.weights: dict[
+            str, WeightSpec
+        ] = {}  # FSDP2 replaces parameters; what they are stays here
 
-    def add_weight(self, weight: Weight, name: str = "weight") -> None:
+    def add_weight(self, weight: WeightSpec, name: str = "weight") -> None:
         """Make a parameter on the meta device: this tp rank's part of `weight`."""
         tp, shape, local_shape = self.tp, torch.Size(weight.shape), list(weight.shape)
         if isinstance(weight.placement, Shard):
@@ -95,7 +97,7 @@ class Layer(nn.Module):
         self.register_parameter(name, nn.Parameter(local))
         self.weights[name] = weight
 
-    def local(self) -> Tensor:
+    def local_weight(self) -> Tensor:
         """This rank's tensor of `weight`. Its gradient becomes the weight's; where the queue
         defers, it waits there."""
         weight = self.weight
@@ -103,8 +105,8 @@ class Layer(nn.Module):
         if torch.compiler.is_compiling():
             return weight.to_local()  # the compiler knows this one, and pays its price once
         if not torch.is_grad_enabled():
-            # What `to_local` makes a view of, each time: a fifth of a small model's time for a
-            # token.
+            # Without the view that `to_local` makes: it took a fifth of a small model's time for a
+            # generated token.
             return weight._local_tensor
         return LocalTensor.apply(weight, self.queue)
 

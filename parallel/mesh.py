@@ -11,8 +11,8 @@ from parallel.axes import AXES, MeshSizes
 
 @dataclass(frozen=True)
 class Mesh:
-    """The mesh and its named views. The code asks for views, which a new axis may join, and not for
-    axes.
+    """The mesh and its named views. Code asks for views, which a new axis may join, wherever it
+    does not mean one axis.
 
     | view   | which ranks              | what for                                              |
     |--------|--------------------------|-------------------------------------------------------|

@@ -1,7 +1,7 @@
 """What a weight is, said once, where a layer makes it; nothing later guesses it from a name or from
 a number of dimensions.
 
-    Weight(shape=(4096, 1024), placement=Shard(0), initial=Normal(0.02), group=MATRIX,
+    WeightSpec(shape=(4096, 1024), placement=Shard(0), initial=Normal(0.02), group=MATRIX,
            gradient_is_partial=False)
 
 | who                                   | asks                                          |
@@ -53,7 +53,7 @@ NORM = Group("norm", decays=False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weight:
+class WeightSpec:
     """One global tensor of the model."""
 
     shape: tuple[int, ...]  # global
@@ -71,7 +71,7 @@ class NamedWeight:
     """A weight of a stage."""
 
     name: str  # of the parameter
-    weight: Weight
+    spec: WeightSpec
     # as it was when listed: while FSDP has its module gathered, the module has another object
     parameter: nn.Parameter
 
@@ -79,16 +79,16 @@ class NamedWeight:
     def global_name(self) -> str:
         """Of the global tensor behind it: what initial weights, checkpoints and random bits depend
         on."""
-        return self.weight.copy_of or self.name
+        return self.spec.copy_of or self.name
 
     @property
     def numel(self) -> int:
         """Of the global tensor."""
-        return math.prod(self.weight.shape)
+        return math.prod(self.spec.shape)
 
     @property
     def is_copy(self) -> bool:
-        return self.weight.copy_of is not None
+        return self.spec.copy_of is not None
 
     @property
     def sharded(self) -> DTensor:

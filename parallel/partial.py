@@ -28,7 +28,7 @@ class PartialGradients:
     """The weights of this rank's stages whose gradients are partial sums over tp."""
 
     def __init__(self, weights: Iterable[NamedWeight], group: ProcessGroup) -> None:
-        self.weights = [each for each in weights if each.weight.gradient_is_partial]
+        self.weights = [each for each in weights if each.spec.gradient_is_partial]
         self.group = group
 
     @torch.no_grad()
@@ -42,7 +42,7 @@ class PartialGradients:
             # FSDP has cut a few short norms over more ranks than they have numbers: all of this tp
             # group have none
             return
-        # (2 L + 1) · D / dp_shard numbers, if norms, for L blocks in the stage
+        # 2 · D / dp_shard numbers for each block's norms
         dist.all_reduce(together, group=self.group)
         for gradient, summed in zip(
             gradients, together.split([g.numel() for g in gradients]), strict=True

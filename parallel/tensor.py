@@ -7,9 +7,10 @@ collectives join the parts.
 A column-parallel weight [F, D] keeps F/tp rows per rank, so each rank computes F/tp of the outputs;
 a row-parallel weight [D, F] keeps F/tp columns, so each rank computes a partial sum of all outputs.
 One after the other they need one communication going in and one coming out (Shoeybi et al. 2019,
-https://arxiv.org/abs/1909.08053, section 3). With sequence parallelism the activations between them
-are split along the sequence, and all-reduce becomes reduce-scatter + all-gather: the same bytes,
-1/tp of the memory (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198).
+https://arxiv.org/abs/1909.08053, section 3). With sequence parallelism the activations outside such
+a pair (norms, the residual stream) are split along the sequence, and all-reduce becomes
+reduce-scatter + all-gather: the same bytes, 1/tp of the memory (Korthikanti et al. 2022,
+https://arxiv.org/abs/2205.05198).
 """
 
 from collections.abc import Sequence
@@ -30,18 +31,18 @@ from parallel.deferred import (
     Destination,
     EmbeddingGradient,
     LinearGradients,
-    Matmul,
+    LinearProducts,
     WeightGradientQueue,
     embedding_gradient,
 )
 from parallel.layer import Layer, Pieces, TensorParallel
-from parallel.parameter import EMBEDDING, MATRIX, Normal, Weight
+from parallel.parameter import EMBEDDING, MATRIX, Normal, WeightSpec
 
 
 class ColumnParallelFunction(torch.autograd.Function):
     """Column-parallel products of one input, which is gathered (or copied) once for all of them.
 
-    With sequence parallelism (Korthikanti et al., g-bar); Fᵢ is the local width of output i:
+    With sequence parallelism (Korthikanti et al., g); Fᵢ is the local width of output i:
 
     | pass         | computes       | local shapes              | communication over tp       |
     |--------------|----------------|---------------------------|-----------------------------|
@@ -62,7 +63,7 @@ class ColumnParallelFunction(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         tp: TensorParallel,
-        matmuls: Sequence[Matmul],
+        matmuls: Sequence[LinearProducts],
         queue: WeightGradientQueue | None,
         destinations: Sequence[Destination],
         *weights: Tensor,
@@ -76,20 +77,21 @@ class ColumnParallelFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        group, cut = ctx.tp.group, ctx.tp.sequence_parallel
-        later = ctx.queue is not None and ctx.queue.is_deferring
-        if cut and not later:
+        group, sequence_parallel = ctx.tp.group, ctx.tp.sequence_parallel
+        deferring = ctx.queue is not None and ctx.queue.is_deferring
+        if sequence_parallel and not deferring:
             gathering_x = start_all_gather(x, group)
         dx = None
         for matmul, dy, weight in zip(ctx.matmuls, dys, weights, strict=True):
             dx = matmul.input_gradient(dy, weight, into=dx)
         assert dx is not None
-        if cut and not later:
+        if sequence_parallel and not deferring:
             x = gathering_x.wait()
-        reducing_dx = start_reduce_scatter(dx, group) if cut else start_all_reduce_(dx, group)
+        start = start_reduce_scatter if sequence_parallel else start_all_reduce_
+        reducing_dx = start(dx, group)
         dws: list[Tensor | None]
-        if later:
-            gather_x = group if cut else None
+        if deferring:
+            gather_x = group if sequence_parallel else None
             ctx.queue.add(LinearGradients(x, dys, ctx.destinations, gather_x=gather_x))
             dws = [None] * len(dys)
         else:
@@ -114,7 +116,7 @@ class RowParallelFunction(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         tp: TensorParallel,
-        matmul: Matmul,
+        matmul: LinearProducts,
         queue: WeightGradientQueue | None,
         destinations: Sequence[Destination],
         weight: Tensor,
@@ -154,7 +156,7 @@ class ColumnParallelLinear(Layer):
         out_features: int,
         pieces: Pieces,
         tp: TensorParallel,
-        matmul: Matmul,
+        matmul: LinearProducts,
         initial: Normal,
         copy_of: str | None = None,
     ) -> None:
@@ -166,7 +168,7 @@ class ColumnParallelLinear(Layer):
         if shared:
             width, piece = out_features // pieces.count, pieces.of(tp.size, tp.rank)
             self.rows = slice(piece.start * width, piece.stop * width)
-        weight = Weight(
+        weight = WeightSpec(
             shape=(out_features, in_features),
             placement=Replicate() if shared else Shard(0),
             initial=initial,
@@ -176,9 +178,9 @@ class ColumnParallelLinear(Layer):
         )
         self.add_weight(weight)
 
-    def local(self) -> Tensor:
-        """[out/tp, in], or one piece of it"""
-        weight = super().local()
+    def local_weight(self) -> Tensor:
+        """[out/tp, in]; where ranks share pieces, the one piece [out/pieces, in] of this rank"""
+        weight = super().local_weight()
         return weight if self.rows is None else weight[self.rows]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -189,7 +191,7 @@ class ColumnParallelLinear(Layer):
 def column_parallel(x: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor, ...]:
     """x [S/tp, B, in] (or [S, B, in] without sequence parallelism) → one [S, B, out/tp] per layer,
     with one gather of x."""
-    weights = [layer.local() for layer in layers]
+    weights = [layer.local_weight() for layer in layers]
     matmuls = [layer.matmul for layer in layers]
     queue, destinations = layers[0].queue, []
     if queue is not None:
@@ -207,12 +209,12 @@ class RowParallelLinear(Layer):
         in_features: int,
         out_features: int,
         tp: TensorParallel,
-        matmul: Matmul,
+        matmul: LinearProducts,
         initial: Normal,
     ) -> None:
         super().__init__(tp)
         self.matmul = matmul
-        weight = Weight(
+        weight = WeightSpec(
             shape=(out_features, in_features),
             placement=Shard(1),
             initial=initial,
@@ -224,7 +226,7 @@ class RowParallelLinear(Layer):
     def forward(self, x: Tensor) -> Tensor:
         tp, matmul, queue = self.tp, self.matmul, self.queue
         destinations = [] if queue is None else [Destination(self.weight, None, matmul)]
-        partial = RowParallelFunction.apply(x, tp, matmul, queue, destinations, self.local())
+        partial = RowParallelFunction.apply(x, tp, matmul, queue, destinations, self.local_weight())
         return reduce_over_tp(partial, tp.group, tp.sequence_parallel)
 
 
@@ -265,7 +267,7 @@ class VocabParallelEmbedding(Layer):
         super().__init__(tp)
         rows.check(tp.size)
         self.rows = rows.of(tp.size, tp.rank)
-        weight = Weight(
+        weight = WeightSpec(
             shape=(rows.count, dim),
             placement=Shard(0),
             initial=initial,
@@ -279,6 +281,6 @@ class VocabParallelEmbedding(Layer):
         destination = None if queue is None else Destination(self.weight)
         elsewhere = (tokens < self.rows.start) | (tokens >= self.rows.stop)
         rows = (tokens - self.rows.start).masked_fill(elsewhere, 0)
-        local = EmbeddingFunction.apply(rows, queue, destination, self.local())
+        local = EmbeddingFunction.apply(rows, queue, destination, self.local_weight())
         partial = local.masked_fill(elsewhere.unsqueeze(-1), 0)
         return reduce_over_tp(partial, self.tp.group, self.tp.sequence_parallel)

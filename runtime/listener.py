@@ -1,4 +1,4 @@
-"""What a run does beside its steps: a list of listeners, each of which hears of every step.
+"""What a run does beside its steps: a list of listeners, which hear of each step in turn.
 
     run = Run(config, train, loader, start)
     with Listeners(run, [...]) as listeners:
@@ -6,7 +6,7 @@
             tokens, targets = run.next_batch()
             listeners.before_step()
             run.result = train(run.step, tokens, targets)
-            listeners.after_step()
+            listeners.after_step()  # counts the step, and tells the listeners
         listeners.end()
 
 | called        | when                                              | in the order of the list |
@@ -38,7 +38,7 @@ from training.step import StepResult, TrainStep
 
 
 class Run:
-    """Where a run is. What listeners tell each other of a step is here too."""
+    """Where a run is, and what listeners know of its last step from those before them."""
 
     result: StepResult  # of the last step; reading it waits for the device
 
@@ -50,7 +50,7 @@ class Run:
         self.end_reason = ""  # why it ends before its last step; "": it does not
         self.waited_seconds = 0.0  # for the batch of this step
         self.step_seconds: float | None = None  # of a step, where this one was measured
-        self.bad_in_a_row = 0  # steps without an update, up to the last that was logged
+        self.logged_bad_in_a_row = 0  # steps without an update, up to the last that was logged
 
     @property
     def goes_on(self) -> bool:
@@ -83,7 +83,7 @@ class Run:
     def go_back(self, start: Start) -> None:
         """The next step is the one after `start`, which has been loaded."""
         self.start = start
-        self.step, self.tokens, self.bad_in_a_row = start.step, start.tokens, 0
+        self.step, self.tokens, self.logged_bad_in_a_row = start.step, start.tokens, 0
 
 
 class Listener:

@@ -104,7 +104,7 @@ class Metrics(Listener):
         # waits until the step is done
         loss, grad_norm, updates, bad = torch.stack([s.double() for s in scalars]).tolist()
         self._say_skipped(step - int(updates), loss, grad_norm)
-        run.bad_in_a_row = int(bad)
+        run.logged_bad_in_a_row = int(bad)
         run.step_seconds = seconds = (time.perf_counter() - self.started) / self.timed_steps
         tokens_per_second = train.global_batch_size * train.seq_len / seconds
         per_device = tokens_per_second / dist.get_world_size()

@@ -62,11 +62,11 @@ class Rollback(Listener):
 
     def after_step(self, run: Run) -> None:
         self.first_samples.append(run.loader.next_sample)
-        if 0 < run.config.guard.max_bad_steps <= run.bad_in_a_row and not run.end_reason:
+        if 0 < run.config.guard.max_bad_steps <= run.logged_bad_in_a_row and not run.end_reason:
             with self.metrics.spending("rollback"), self.watchdog.resting():
                 self._go_back(run)
         elif run.is_last:
-            check_not_in_vain(run.step, run.step - run.first_step, run.bad_in_a_row)
+            check_not_in_vain(run.step, run.step - run.first_step, run.logged_bad_in_a_row)
 
     def _go_back(self, run: Run) -> None:
         """Load the newest good checkpoint from before, and let the loader go on behind it without
@@ -76,7 +76,7 @@ class Rollback(Listener):
         times.
         """
         self.saver.wait()
-        config, loader, bad, step = run.config, run.loader, run.bad_in_a_row, run.step
+        config, loader, bad, step = run.config, run.loader, run.logged_bad_in_a_row, run.step
         why = f"the updates of {bad} steps up to {step} were skipped (guard.max_bad_steps)"
         # What was saved while steps were bad (on request) is no better than what there is now.
         start = checkpoint.find_before(step - bad, config, self.data, self.start, self.lease)

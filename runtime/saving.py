@@ -32,8 +32,8 @@ class Saving(Listener):
                 self.saver.save(run.step, run.tokens, run.loader.state())
                 self.is_due = False
                 stop.saved()
-                # What was asked during the save is known to all before the next step begins.
-                stop.after_step(run)
+                if stop.agree():  # what was asked during the save is known to all from here on
+                    run.end(stop.reason)
 
     def went_back(self, run: Run, start: Start) -> None:
         self.is_due = False

@@ -52,7 +52,7 @@ def train_run(arguments: list[str]) -> str:
     try:
         config = on_all_ranks(lambda: train.read_config(arguments, "cpu"), "cpu")
         with Signals(speaks=dist.get_rank() == 0) as signals:
-            train.run(config, "cpu", signals)
+            train.start_run(config, "cpu", signals)
     except UserError as error:
         return str(error)
     return ""

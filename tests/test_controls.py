@@ -20,7 +20,7 @@ import parallel.pipeline.runner
 import training.step
 from model.norm import RMSNorm
 from parallel.axes import MeshSizes
-from parallel.data import ZeroStage
+from parallel.data import FSDPSwitches
 from parallel.deferred import Destination
 from parallel.parameter import NamedWeight
 from parallel.partial import PartialGradients
@@ -115,7 +115,7 @@ def mean_per_microbatch():
 
 @contextlib.contextmanager
 def last_backward_forgotten():
-    with patch.object(ZeroStage, "_complete", lambda self, module: None):
+    with patch.object(FSDPSwitches, "_complete", lambda self, module: None):
         yield
 
 
@@ -131,7 +131,7 @@ def last_backward_forgotten_and_unchecked():
 @contextlib.contextmanager
 def weight_gradients_not_reduced():
     """Weight gradients formed after backward, and nobody tells FSDP."""
-    with patch.object(ZeroStage, "after_weight_gradients", lambda self, module, last: None):
+    with patch.object(FSDPSwitches, "after_weight_gradients", lambda self, module, last: None):
         yield
 
 

@@ -105,7 +105,7 @@ def initial_weights(case):
     config = case.config()
     mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     (stage,) = build_stages(config, mesh).values()
-    return {each.name: each.weight.initial for each in weights_of(stage)}
+    return {each.name: each.spec.initial for each in weights_of(stage)}
 
 
 def test_initial_weights_are_smaller_where_the_residual_is_written(ranks):

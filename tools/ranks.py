@@ -44,6 +44,7 @@ PRELOAD = [
 ]
 _CACHED = type(functools.cache(lambda: None))  # functools has no public name for it
 GRACE_SECONDS = 3.0  # for other ranks to report too, after one has failed
+REAP_SECONDS = 60.0  # for a process that has closed its pipe, and so is dying
 
 
 class RankError(RuntimeError):
@@ -137,7 +138,7 @@ class Ranks:
                     succeeded, value = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionError):
                     process, _ = self._ranks[rank]
-                    process.join(GRACE_SECONDS)
+                    process.join(REAP_SECONDS)
                     succeeded, value = False, f"died with exit code {process.exitcode}"
                 if succeeded:
                     answers[rank] = value

@@ -1,4 +1,4 @@
-"""From a configuration and a mesh to this rank's model: meta device → checkpointing → compile →
+"""From a configuration and a mesh to this rank's model: meta device → checkpointing and compile →
 FSDP → memory → weights."""
 
 import torch

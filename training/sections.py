@@ -56,7 +56,8 @@ class OptimizerConfig:
     grad_clip: Annotated[float, between(0, 1e30)] = 1.0
     warmup_steps: Whole = 0  # the learning rate rises linearly, from lr / warmup_steps
     schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warmup, stable, decay
-    min_lr_ratio: Annotated[float, between(0, 1)] = 0.1  # the learning rate ends at this times lr
+    # the learning rate comes down to this times lr, which the step after the last would have
+    min_lr_ratio: Annotated[float, between(0, 1)] = 0.1
     decay_steps: Whole = 0  # wsd only: how many last steps decay (linearly)
     # Weights and moments are stored in bfloat16, 6 bytes a parameter and not 12, and rounded
     # stochastically (model/kernels/adamw.py). So are reduced gradients, to nearest; zero_stage 2

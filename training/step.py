@@ -2,6 +2,7 @@
 update."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -9,12 +10,12 @@ from torch import Tensor
 
 from model.documents import find_documents
 from model.transformer import Batch, Transformer
-from parallel.data import ZeroStage, check_reduced
+from parallel.data import FSDPSwitches, check_reduced
 from parallel.mesh import Mesh, to_device
 from parallel.parameter import weights_of
 from parallel.partial import PartialGradients
 from parallel.pipeline.actions import forward_only, splits_backward, stage_ranks
-from parallel.pipeline.lower import lower
+from parallel.pipeline.lower import Program, lower
 from parallel.pipeline.runner import PipelineRunner, Recorder, record_nothing
 from parallel.pipeline.transfer import Transfers
 from tokens import IGNORE
@@ -29,7 +30,7 @@ from training.precision import Precision
 
 @dataclass(frozen=True)
 class StepResult:
-    """Scalars on the device: reading them waits for the step, so only the logger does."""
+    """All but lr are on the device: reading them waits for the step, so only the logger does."""
 
     lr: float
     loss: Tensor  # mean over all target tokens of the global batch, the same on every rank
@@ -62,15 +63,15 @@ class TrainStep:
         self.guard = UpdateGuard(config.guard.spike_sigmas, mesh.device)
         self.record: Recorder = record_nothing
 
-        positions = train.seq_len // mesh.tp.size() if parallel.sequence_parallel else train.seq_len
-        hidden_shape = (positions, train.micro_batch_size, config.model.dim)
+        cut = mesh.tp.size() if parallel.sequence_parallel else 1
+        hidden_shape = (train.seq_len // cut, train.micro_batch_size, config.model.dim)
         transfers = Transfers(
             mesh.pp.get_group(), hidden_shape, self.precision.compute, mesh.device
         )
         schedule = config.schedule(mesh.dp_size)
         self.ranks_of_stages = stage_ranks(schedule)
         self.program = lower(schedule)[mesh.pp_rank]
-        zero = ZeroStage(parallel.zero_stage)
+        zero = FSDPSwitches(parallel.zero_stage)
         self.runner = PipelineRunner(
             dict(stages), parallel.num_stages, transfers, zero, splits_backward(schedule)
         )
@@ -80,13 +81,14 @@ class TrainStep:
         S]; `step` is 0-based."""
         loss, norm = self.forward_backward(tokens, targets)
         lr = learning_rate(step, self.config.train.steps, self.config.optimizer)
-        self.optimizer.step(lr, self.guard(loss, norm), self.config.optimizer.grad_clip)
+        norm_or_inf = self.guard(loss, norm)  # inf: the optimizer changes nothing
+        self.optimizer.step(lr, norm_or_inf, self.config.optimizer.grad_clip)
         return StepResult(lr, loss, norm, self.optimizer.updates, self.guard.bad_in_a_row)
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the mean loss over the global batch's target tokens, reduced, in the
         parameters; loss and norm."""
-        # The one division of the whole run: every later reduction is a plain sum. (A mean per rank,
+        # The only division of gradients: every later reduction is a plain sum. (A mean per rank,
         # then a mean over ranks, is wrong as soon as token counts differ.)
         microbatches = self.microbatches(
             tokens, targets, loss_scale=1 / self.count_targets(targets)
@@ -107,9 +109,13 @@ class TrainStep:
         S]."""
         num_targets = self.count_targets(targets)
         microbatches = self.microbatches(tokens, targets, loss_scale=torch.ones_like(num_targets))
-        program = lower(forward_only(self.ranks_of_stages, len(microbatches)))[self.mesh.pp_rank]
-        loss = self.runner.evaluate(program, microbatches)
+        loss = self.runner.evaluate(self.forward_program(len(microbatches)), microbatches)
         return self.sum_over_ranks(loss), num_targets
+
+    @lru_cache(maxsize=8)  # noqa: B019 - a run has one TrainStep
+    def forward_program(self, num_microbatches: int) -> Program:
+        """This rank's, of an evaluation."""
+        return lower(forward_only(self.ranks_of_stages, num_microbatches))[self.mesh.pp_rank]
 
     def count_targets(self, targets: Tensor) -> Tensor:
         """Target tokens of the global batch, from this data-parallel rank's rows: a scalar in the

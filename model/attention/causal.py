@@ -50,7 +50,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
         q, k, v = column_parallel(x, self.query, self.key, self.value)
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # [S, B, H or K/tp, E]
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # [S, B, heads, E]
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         q, k = rotate(q, k, angles.cos, angles.sin, self.kernels)

@@ -1,4 +1,4 @@
-"""AdamW with decoupled weight decay (Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101,
+"""AdamW with decoupled weight decay (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101,
 algorithm 2), over all parameters of a rank in one launch, with clipping on the way in.
 
     g ← g · min(1, max_norm / norm)

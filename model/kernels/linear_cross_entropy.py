@@ -46,7 +46,7 @@ from torch.distributed import ProcessGroup
 from model.kernels.backend import cdiv, exact
 from model.kernels.cross_entropy import gradient_over_logits_, normaliser, token_losses
 from parallel.collectives import Pending, start_all_gather, start_all_reduce_, start_reduce_scatter
-from parallel.deferred import Matmul
+from parallel.deferred import LinearProducts
 
 # Of one piece's logits. On a GPU it is what the float32 sum dw, read and written once per piece, is
 # small beside (at V = 128k and D = 4096 a piece is 4096 tokens); on a CPU it is what a core's cache
@@ -67,7 +67,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         first_row: int,
         group: ProcessGroup,
         sequence_parallel: bool,
-        matmul: Matmul,
+        matmul: LinearProducts,
         z_loss: float,
         kernels: str,
         piece_tokens: int,
@@ -152,7 +152,7 @@ def linear_cross_entropy(
     group: ProcessGroup,
     sequence_parallel: bool,
     *,
-    matmul: Matmul,
+    matmul: LinearProducts,
     vocab_size: int,
     z_loss: float = 0.0,
     kernels: str = "auto",

@@ -4,10 +4,10 @@ no torch.
 Between GPUs a message needs both sides at once: NCCL buffers nothing and matches messages only by
 their order, and what a rank posts later waits behind what it posted before. Ranks that post in
 different orders wait for each other forever. So all messages are put into *one* order, that of the
-time at which they would be ready if every action took its nominal time, and every rank posts its
-own in that order. No deadlock is then possible: of all messages not yet through, take the first;
-whatever either of its ranks must do or exchange before it comes earlier in the same order, and has
-been done.
+time at which they would be ready if a forward, an input gradient and a weight gradient took one
+unit of time each, and every rank posts its own in that order. No deadlock is then possible: of all
+messages not yet through, take the first; whatever either of its ranks must do or exchange before it
+comes earlier in the same order, and has been done.
 
     rank 0   F0 ─send F0▸─ F1 ─send F1▸─ …  ─{send F4▸, receive ◂B1}─ B1 …
     rank 1      ─receive▸─ F0 ─receive▸─ …  ─{receive F4▸, send ◂B1}─ F4 …

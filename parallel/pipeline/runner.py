@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from parallel.data import ZeroStage, reshard
+from parallel.data import FSDPSwitches, reshard
 from parallel.deferred import Job, run_jobs
 from parallel.layer import share_queue
 from parallel.pipeline.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
@@ -45,7 +45,7 @@ class PipelineRunner:
         stages: dict[int, nn.Module],
         num_stages: int,
         transfers: Transfers,
-        zero: ZeroStage,
+        zero: FSDPSwitches,
         splits_backward: bool,
     ) -> None:
         self.stages, self.num_stages, self.transfers, self.zero = (
@@ -78,7 +78,7 @@ class PipelineRunner:
         for stage in self.stages.values():
             self.zero.begin_step(stage)
         # micro-batches whose gradients are not complete
-        left = Counter({s: len(microbatches) for s in self.stages})
+        backwards_left = Counter({s: len(microbatches) for s in self.stages})
         # (stage, micro-batch) → its input, and where its graph ends: only the next stage needs the
         # output itself.
         kept: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
@@ -93,7 +93,7 @@ class PipelineRunner:
             stage, received = self.stages[s], self._take(item)
             result: Tensor | None = None
             if kind is not FORWARD and kind is not BACKWARD_INPUT:
-                left[s] -= 1
+                backwards_left[s] -= 1
             with record(item):
                 if kind is FORWARD:
                     hidden = received.requires_grad_() if received is not None else None
@@ -104,10 +104,10 @@ class PipelineRunner:
                     result = output
                 elif kind is BACKWARD_WEIGHT:
                     run_jobs(deferred.pop((s, m)))
-                    self.zero.after_weight_gradients(stage, last=left[s] == 0)
+                    self.zero.after_weight_gradients(stage, last=backwards_left[s] == 0)
                 else:
                     self.zero.before_backward(
-                        stage, completes=kind is not BACKWARD_INPUT, last=left[s] == 0
+                        stage, completes=kind is not BACKWARD_INPUT, last=backwards_left[s] == 0
                     )
                     hidden, end = kept.pop((s, m))
                     if kind is BACKWARD_INPUT:

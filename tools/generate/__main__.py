@@ -8,7 +8,7 @@ model is cut over all of them, whatever layout trained it:
 
     torchrun --nproc-per-node 2 -m tools.generate --checkpoint DIR --prompt TEXT
 
-Keys and values of earlier tokens are kept (model/cache.py): each new token costs one token's work.
+Keys and values of earlier tokens are kept (cache.py): each new token costs one token's work.
 Nothing is generated from a checkpoint that is not what was saved: its files are compared with their
 checksums first, as tools.verify does.
 """

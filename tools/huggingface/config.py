@@ -101,7 +101,7 @@ def parameters(model: ModelConfig) -> list[Parameter]:
             raise UserError(f"model.{key}", value, why, remedy)
     whole = Transformer(model, range(model.num_layers), True, True, TensorParallel())
     weights = [each for each in weights_of(whole) if not each.is_copy]
-    return [Parameter(each.name, _theirs(each.name), each.weight.shape) for each in weights]
+    return [Parameter(each.name, _theirs(each.name), each.spec.shape) for each in weights]
 
 
 def _theirs(ours: str) -> str:

@@ -115,7 +115,7 @@ def rows(config: Config, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
 def draw_on_device(stage: torch.nn.Module, seed: int) -> None:
     """Weights of the usual size. A real run's, alike on every layout, would take minutes."""
     for each in weights_of(stage):
-        local, initial = each.sharded.to_local(), each.weight.initial
+        local, initial = each.sharded.to_local(), each.spec.initial
         local.fill_(initial.value) if isinstance(initial, Constant) else local.normal_(
             0.0, initial.std
         )

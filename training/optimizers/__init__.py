@@ -39,22 +39,22 @@ class ShardedOptimizer(ABC):
     def __init__(self, weights: Sequence[NamedWeight], config: Config) -> None:
         self.weights, self.config = weights, config.optimizer
         # aliases: they share the shards' memory
-        self.local = [each.sharded.to_local() for each in weights]
+        self.shards = [each.sharded.to_local() for each in weights]
         # State exists from the start: a checkpoint is loaded into it in place, and a planned size
         # is the size from step one.
-        self.state = {name: [torch.zeros_like(p) for p in self.local] for name in self.state_names}
+        self.state = {name: [torch.zeros_like(p) for p in self.shards] for name in self.state_names}
         # made so far
-        self.updates = torch.zeros((), dtype=torch.float32, device=self.local[0].device)
+        self.updates = torch.zeros((), dtype=torch.float32, device=self.shards[0].device)
         decay = config.optimizer.weight_decay
-        self.decays = [decay if each.weight.group.decays else 0.0 for each in weights]
+        self.decays = [decay if each.spec.group.decays else 0.0 for each in weights]
 
     @abstractmethod
     def update(self, lr: float, gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
-        """Update `local`, `state` and `updates`.
+        """Update `shards`, `state` and `updates`.
 
         Args:
             lr: of this step.
-            gradients: shaped as `local`; each counts times min(1, max_norm / norm).
+            gradients: shaped as `shards`; each counts times min(1, max_norm / norm).
             norm: a float64 scalar on the device of `updates`. Where it is not finite, nothing may
                 change; the host is not told.
             max_norm: 0: no clipping.

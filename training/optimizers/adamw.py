@@ -31,7 +31,7 @@ class Optimizer(ShardedOptimizer):
         rates = Rates(lr, self.config.betas, self.config.eps, max_norm)
         first, second = (self.state[name] for name in self.state_names)
         adamw(
-            self.local,
+            self.shards,
             gradients,
             first,
             second,
@@ -47,7 +47,7 @@ class Optimizer(ShardedOptimizer):
 def _location(each: NamedWeight, seed: int) -> Location:
     """Where this rank's part lies in the global tensor. Beside the first dimension one other may be
     cut."""
-    region, shape = local_region(each.sharded), each.weight.shape
+    region, shape = local_region(each.sharded), each.spec.shape
     cut = [dim for dim in range(1, len(shape)) if len(region[dim]) < shape[dim]]
     assert cut in ([], [1]), (
         f"{each.name}: dimensions {cut} are cut, and the kernel counts in rows and columns"
