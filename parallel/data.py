@@ -17,11 +17,11 @@ are another. (Or a whole stage, with `fsdp_unit: stage`.) M: micro-batches of a 
 | all        | sharded     | all-reduce, dp_replicate | reduce  | once, in the last backward     |
 |            | gradients   |                          |         |                                |
 
-A group of one rank sends nothing. Between micro-batches a rank holds whole weights with zero_stage
-0 to 2 and whole gradients with 0 and 1; between steps weights and moments are sharded in all. (ZeRO:
+A group of one rank sends nothing. Between micro-batches a rank holds whole weights up to zero_stage
+2 and whole gradients with 0 and 1; between steps weights and moments are sharded in all. (ZeRO:
 Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054; hybrid sharding: Zhao et al. 2023,
-https://arxiv.org/abs/2304.11277.) zero_stage 2 trades M − 1 more reduce-scatters for gradients of
-1 / dp_shard the size; 3 trades 2 M − 1 more gathers for weights of 1 / dp_shard the size.
+https://arxiv.org/abs/2304.11277.) zero_stage 2 trades M − 1 more reduce-scatters for gradients of 1
+/ dp_shard the size; 3 trades 2 M − 1 more gathers for weights of 1 / dp_shard the size.
 `FSDPSwitches` turns FSDP's switches, and tests/test_collectives.py holds the table to what is sent.
 
 A weight leads two lives. The optimizer, the checkpoint and the norm see one part of it; forward and

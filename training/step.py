@@ -2,7 +2,6 @@
 update."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -71,6 +70,7 @@ class TrainStep:
         schedule = config.schedule(mesh.dp_size)
         self.ranks_of_stages = stage_ranks(schedule)
         self.program = lower(schedule)[mesh.pp_rank]
+        self.forward_programs: dict[int, Program] = {}  # by number of micro-batches
         zero = FSDPSwitches(parallel.zero_stage)
         self.runner = PipelineRunner(
             dict(stages), parallel.num_stages, transfers, zero, splits_backward(schedule)
@@ -112,10 +112,12 @@ class TrainStep:
         loss = self.runner.evaluate(self.forward_program(len(microbatches)), microbatches)
         return self.sum_over_ranks(loss), num_targets
 
-    @lru_cache(maxsize=8)  # noqa: B019 - a run has one TrainStep
     def forward_program(self, num_microbatches: int) -> Program:
         """This rank's, of an evaluation."""
-        return lower(forward_only(self.ranks_of_stages, num_microbatches))[self.mesh.pp_rank]
+        if num_microbatches not in self.forward_programs:
+            programs = lower(forward_only(self.ranks_of_stages, num_microbatches))
+            self.forward_programs[num_microbatches] = programs[self.mesh.pp_rank]
+        return self.forward_programs[num_microbatches]
 
     def count_targets(self, targets: Tensor) -> Tensor:
         """Target tokens of the global batch, from this data-parallel rank's rows: a scalar in the
