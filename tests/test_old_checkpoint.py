@@ -1,5 +1,5 @@
-"""A checkpoint that an earlier version wrote (fixtures/step-00000002: pp 2 × tp 2, two steps, before
-layers declared their weights) still means the same numbers, on any layout."""
+"""A checkpoint that an earlier version wrote (fixtures/step-00000002: pp 2 × tp 2, two steps) still
+means the same numbers, on any layout."""
 
 import hashlib
 import json
