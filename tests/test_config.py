@@ -17,7 +17,7 @@ from model.config import ModelConfig
 from tools import schema
 from training.config import Config
 from training.load_config import KEYS, SECTIONS, dump_config, load_config
-from training.yaml_text import MAX_CHARACTERS, dump, parse
+from yaml_text import MAX_CHARACTERS, dump, parse
 
 ROOT = Path(__file__).parent.parent
 LAPTOP = str(ROOT / "configs" / "laptop.yaml")

@@ -23,7 +23,7 @@ from tools.ranks import RankError, Ranks
 from tools.schema import schema
 from training.config import Config
 from training.load_config import KEYS, dump_config, load_config
-from training.yaml_text import dump
+from yaml_text import dump
 
 ROOT = Path(__file__).parent.parent
 LAPTOP = ROOT / "configs" / "laptop.yaml"

@@ -8,7 +8,7 @@ from typing import Any
 from errors import UserError
 from settings import no_such_key
 from training.config import Config
-from training.yaml_text import MAX_CHARACTERS, NotYaml, dump, parse
+from yaml_text import MAX_CHARACTERS, NotYaml, dump, parse
 
 SECTIONS: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(Config)}
 KEYS = {name: [field.name for field in dataclasses.fields(cls)] for name, cls in SECTIONS.items()}
