@@ -14,8 +14,8 @@ from settings import LARGEST, Count, OneOf, Text, Whole, between, section
 
 @section("parallel")
 class ParallelConfig:
-    """Sizes of the mesh axes and the options of each. tp · pp · dp_shard · dp_replicate is the
-    number of processes."""
+    """Sizes of the mesh axes and the options of each. The sizes' product is the number
+    of processes."""
 
     tp: Count = 1  # tensor parallel: each matrix is cut tp ways; keep it inside a node
     pp: Count = 1  # pipeline parallel: the layers are cut into pp · stages_per_rank stages

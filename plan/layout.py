@@ -1,5 +1,6 @@
 """What one rank of a world holds: parameters by FSDP's units, tokens, widths of numbers."""
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +10,7 @@ from pathlib import Path
 from errors import UserError
 from model.config import ModelConfig
 from model.kernels.linear_cross_entropy import PIECE_BYTES
-from parallel.axes import MeshSizes
+from parallel.axes import AXES, MeshSizes
 from parallel.pipeline.actions import Action
 from parallel.placement import chunk_range
 from plan.categories import ATTENDED, GATED, NORMED, PRODUCTS, PROJECTED, STREAM
@@ -25,7 +26,7 @@ def world_of(path: str, config: Config, gpus: int | None) -> int:
     if gpus is not None:
         return gpus
     if parallel.dp_shard != -1:
-        return parallel.tp * parallel.pp * parallel.dp_replicate * parallel.dp_shard
+        return math.prod(getattr(parallel, axis) for axis in AXES)
     first_line = re.match(r"# world: (\d+)\n", Path(path).read_text(encoding="utf-8"))
     if first_line is None:
         raise UserError(

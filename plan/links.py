@@ -17,7 +17,7 @@ from plan.hardware import Device
 
 @dataclass(frozen=True)
 class Links:
-    """Of one mesh on one kind of device. Ranks are numbered as parallel/mesh.py does: tp innermost,
+    """Of one mesh on one kind of device. Ranks are numbered as parallel/axes.py does: tp innermost,
     then dp_shard."""
 
     device: Device

@@ -139,6 +139,11 @@ def _start_from(
     if path is not None:
         trainer = read_trainer(path, "checkpoint.resume")
         _check_model(path, trainer, config)
+        if trainer.optimizer != config.optimizer.name:
+            why = f"the checkpoint {path} has the states of optimizer.name={trainer.optimizer}"
+            remedy = "use the checkpoint's, or start a new run from its weights: "
+            remedy += "checkpoint.load_weights_only"
+            raise UserError("optimizer.name", config.optimizer.name, why, remedy)
         for name, value in (("seq_len", config.train.seq_len), ("seed", config.train.seed)):
             saved = getattr(trainer, name)
             if saved != value:
@@ -252,10 +257,7 @@ def _damage(path: Path) -> str | None:
 
 def _check_model(path: Path, trainer: TrainerState, config: Config) -> None:
     # A field that did not exist when the checkpoint was written is what it is where nobody sets it.
-    fields = dataclasses.fields(config.model)
-    saved = {
-        field.name: field.default for field in fields if field.default is not dataclasses.MISSING
-    } | trainer.model
+    saved = dataclasses.asdict(trainer.model_config_saved)
     for name, value in dataclasses.asdict(config.model).items():
         if name not in FREE_MODEL_KEYS and saved.get(name) != value:
             why = f"the checkpoint {path} has model.{name}={saved.get(name)!r}"

@@ -104,6 +104,7 @@ class Saver:
             "updates": int(self.train.optimizer.updates.item()),
             "tokens": tokens,
             "seed": config.train.seed,
+            "optimizer": config.optimizer.name,
             "seq_len": config.train.seq_len,
             "recent_losses": self.train.guard.recent_losses(),
             "bad_in_a_row": int(self.train.guard.bad_in_a_row.item()),

@@ -38,7 +38,8 @@ class TrainerState(Strict):
     # for the guard; None: it was not finite
     recent_losses: Annotated[list[float | None], Field(max_length=1000)]
     bad_in_a_row: Count
-    model: dict[Name, bool | Dimension | float | str | None]
+    optimizer: Name = "adamw"  # older versions had no other, and did not say so
+    model: dict[Name, bool | Dimension | float | str | list[Name] | None]  # a list: kinds in turn
     data: DataState
 
     @property

@@ -190,9 +190,12 @@ class Cluster:
     def run(self, *command: str, **environment: str) -> str:
         """A command's standard output; it must succeed."""
         variables = {**self.environment, **environment}
-        done = subprocess.run(
-            command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=120
-        )
+        for _ in range(3):
+            done = subprocess.run(
+                command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=120
+            )
+            if done.returncode != -signal.SIGPIPE:  # the busy controller hung up: ask again
+                break
         if done.returncode:
             raise subprocess.SubprocessError(
                 f"{' '.join(command)}: {done.returncode}: {done.stdout}{done.stderr}"

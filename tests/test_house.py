@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from parallel.axes import AXES
 from training.config import Config
 
 ROOT = Path(__file__).parent.parent
@@ -20,7 +21,7 @@ ROOMS = ("benchmarks", "data", "docs", "model", "parallel", "plan", "runtime", "
          "training")  # fmt: skip
 MAX_LINES, MAX_TEST_LINES = 350, 420
 
-# Files of the root, which may be imported everywhere and import nothing of the house but each other.
+# Files of the root may be imported everywhere, and import nothing of the house but each other.
 ROOT_FILES = {
     "errors", "hardware", "kinds", "settings", "tokens", "triton_interpreter", "yaml_text",
 }  # fmt: skip
@@ -148,7 +149,8 @@ def attributes_read(tree: ast.AST) -> set[str]:
 RUNNING = [
     tree for name, tree in MODULES.items() if name.split(".")[0] in {"train", *MAY_IMPORT["train"]}
 ]
-READ = set().union(*(attributes_read(tree) for tree in RUNNING))
+# The sizes of axes are read all alike, by name (parallel/config.py).
+READ = set(AXES).union(*(attributes_read(tree) for tree in RUNNING))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Layers of several kinds in one model: each is what its reference is, however the model is cut."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -13,10 +15,14 @@ from model.transformer import Transformer, kinds_of_blocks, num_parameters
 from parallel.axes import MeshSizes
 from parallel.layer import TensorParallel
 from parallel.parameter import weights_of
+from runtime.checkpoint import _start_from
+from runtime.trainer_state import verify_checkpoint
+from tests.runs import losses, train_run, write_config
 from tools.parity.cases import Case
 from tools.parity.reference import ATTENTION, FEED_FORWARD
 from tools.parity.row import line
 from tools.parity.run import check
+from training.load_config import load_config
 
 # Every second layer sees 5 tokens of 16, as Gemma's do.
 WINDOWS = {"attention": ("sliding_window", "causal"), "attention_window": 5}
@@ -96,3 +102,33 @@ def test_a_file_that_begins_with_an_underscore_is_no_kind(tmp_path: Path) -> Non
         (tmp_path / "layers" / f"{name}.py").touch()
     with patch("kinds.ROOT", tmp_path):
         assert kinds_in("layers") == ["a", "b"]
+
+
+def test_a_run_with_kinds_resumes(ranks, data, tmp_path: Path) -> None:
+    """trainer.json keeps lists of kinds: saved, verified, resumed from; other kinds are refused."""
+    model = {"attention": ["sliding_window", "causal"], "attention_window": 5}
+    config = write_config(tmp_path, data, model=model, checkpoint={"interval": 2, "keep_last": 9})
+    assert ranks.run(train_run, 2, [config, "train.steps=2"]) == ["", ""]
+    verify_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000002")
+    assert ranks.run(train_run, 2, [config, "train.steps=4"]) == ["", ""]
+    resumed = losses(tmp_path)
+    (said,) = set(ranks.run(train_run, 2, [config, "train.steps=4", "model.attention=causal"]))
+    assert said.startswith("model.attention = ")
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    again = write_config(whole, data, model=model)
+    assert ranks.run(train_run, 2, [again, "train.steps=4"]) == ["", ""]
+    assert resumed.keys() == {1, 2, 3, 4}
+    assert resumed == losses(whole), "bit for bit"
+
+
+def test_another_optimizer_s_states_are_refused(ranks, data, tmp_path: Path) -> None:
+    config = write_config(tmp_path, data, checkpoint={"interval": 2})
+    assert ranks.run(train_run, 1, [config, "train.steps=2"]) == [""]
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"
+    trainer = json.loads((checkpoint / "trainer.json").read_text())
+    assert trainer["optimizer"] == "adamw"
+    with patch("training.sections.OPTIMIZERS", ["adamw", "lion"]):
+        other = replace(load_config(config, []).optimizer, name="lion")
+    with pytest.raises(UserError, match=r"states of optimizer\.name=adamw"):
+        _start_from(checkpoint, None, replace(load_config(config, []), optimizer=other), None)

@@ -5,5 +5,5 @@ load_model.py    the weights, whole or cut over tp, from a checkpoint or an expo
 loop.py          a token of every row at a time
 sampling.py      the next token from the logits: temperature, top-k, top-p
 continuation.py  tokens to text while they come
-The key/value cache is the model's: tools/generate/cache.py.
+cache.py         keys and values of the tokens so far
 """
