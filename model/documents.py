@@ -16,8 +16,8 @@ https://arxiv.org/abs/2402.13991).
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from parallel.mesh import to_device
 
@@ -34,6 +34,6 @@ def find_documents(tokens: Tensor, bos_id: int, device: str) -> tuple[Tensor, Te
     index = torch.arange(tokens.shape[1])
     # [B, S]: where the document of each token begins
     begin_of = torch.where(begins, index, 0).cummax(dim=1).values
-    boundaries = F.pad(begins.flatten().nonzero().flatten(), (0, 1), value=tokens.numel())
+    boundaries = functional.pad(begins.flatten().nonzero().flatten(), (0, 1), value=tokens.numel())
     positions = (index - begin_of).T.contiguous()
     return to_device(positions, device), to_device(boundaries.to(torch.int32), device)

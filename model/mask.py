@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 
 # q [S, B, H, E], k and v [S, B, K, E] → [S, B, H, E]
@@ -43,7 +43,7 @@ class Mask:
             return self._packed(q, k, v)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [B, heads, S, E]
         shared, causal = q.shape[1] != k.shape[1], self.bias is None
-        y = F.scaled_dot_product_attention(
+        y = functional.scaled_dot_product_attention(
             q, k, v, attn_mask=self.bias, is_causal=causal, enable_gqa=shared
         )
         return y.permute(2, 0, 1, 3)

@@ -3,8 +3,8 @@ arithmetic (fp8, with its scales) is another class here, and where the model mak
 layers have it."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 
 class Matmul:
@@ -12,7 +12,7 @@ class Matmul:
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """y [..., F] = x [..., D] · weightᵀ, weight [F, D]."""
-        return F.linear(x, weight)
+        return functional.linear(x, weight)
 
     def input_gradient(self, dy: Tensor, weight: Tensor, into: Tensor | None = None) -> Tensor:
         """dx [..., D] = dy [..., F] · weight; added to `into` where given (several layers that read

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
+from torch.nn import functional
 
 from parallel.collectives import (
     reduce_over_tp,
@@ -244,7 +244,7 @@ class EmbeddingFunction(torch.autograd.Function):
     ) -> Tensor:
         ctx.queue, ctx.destination, ctx.num_rows = queue, destination, weight.shape[0]
         ctx.save_for_backward(rows)
-        return F.embedding(rows, weight)
+        return functional.embedding(rows, weight)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

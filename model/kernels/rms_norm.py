@@ -26,8 +26,8 @@ gradient in registers until the end: no atomic additions, so the same bits every
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from model.kernels.backend import (
     accumulator,
@@ -48,7 +48,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, kernels: str) -> Tensor:
     """x [..., D], weight [D] → y like x; `kernels` is auto, triton or torch."""
     if use_triton(x, kernels):
         return torch.ops.lattice.rms_norm(x, weight, eps)[0]
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    return functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
 def add_rms_norm(
@@ -60,7 +60,7 @@ def add_rms_norm(
         y, s, _ = torch.ops.lattice.add_rms_norm(x, residual, weight, eps)
         return y, s
     s = x + residual
-    return F.rms_norm(s, (s.shape[-1],), weight, eps), s
+    return functional.rms_norm(s, (s.shape[-1],), weight, eps), s
 
 
 @jit

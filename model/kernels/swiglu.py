@@ -9,8 +9,8 @@ dg, du). Only g and u are kept: σ is computed again.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from model.kernels.backend import accumulator, cdiv, jit, tl, use_triton
 
@@ -30,12 +30,12 @@ class SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate) * up
+        return functional.silu(gate) * up
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(dy * up, gate), dy * F.silu(gate)
+        return torch.ops.aten.silu_backward(dy * up, gate), dy * functional.silu(gate)
 
 
 @jit

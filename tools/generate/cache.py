@@ -19,8 +19,8 @@ nothing.
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from model.mask import Attend, Mask, make_mask, scores_bias
 from model.rotary import Angles, Rotary, rotary_angles
@@ -141,4 +141,4 @@ def attend_last(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     """
     rows = q.reshape(q.shape[1], k.shape[2], -1, q.shape[3])  # [B, K, H/K, E]
     k, v = k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)  # [B, K, S, E]
-    return F.scaled_dot_product_attention(rows, k, v, attn_mask=bias).reshape(q.shape)
+    return functional.scaled_dot_product_attention(rows, k, v, attn_mask=bias).reshape(q.shape)

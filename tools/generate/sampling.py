@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import functional
 
 from errors import UserError
 from parallel.collectives import start_all_gather
@@ -94,7 +94,7 @@ def draw_over_tp(
     if group.size() == 1:
         return draw(logits, sampling, numbers)
     width = -(-vocab_size // group.size())
-    parts = F.pad(logits.T, (0, 0, 0, width - logits.shape[1]))  # [⌈V/tp⌉, B]
+    parts = functional.pad(logits.T, (0, 0, 0, width - logits.shape[1]))  # [⌈V/tp⌉, B]
     # [B, V]: what is padded comes last
     whole = start_all_gather(parts, group).wait()[:vocab_size].T
     tokens = draw(whole, sampling, numbers)

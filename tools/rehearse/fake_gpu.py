@@ -21,9 +21,9 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch._C._distributed_c10d import FakeWork
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
@@ -75,7 +75,7 @@ class _AsOnGpu(TorchFunctionMode):
         kwargs = kwargs or {}
         if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             return args[0].device.type == DEVICE
-        if func is F.scaled_dot_product_attention:
+        if func is functional.scaled_dot_product_attention:
             assert kwargs["attn_mask"] is None, "with a mask there is no flash attention"
             return torch.ops.aten._scaled_dot_product_flash_attention(
                 *args, 0.0, kwargs["is_causal"]
