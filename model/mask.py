@@ -83,15 +83,15 @@ def make_mask(
         window = None
     if boundaries is None and window is None:
         return Mask()
-    if flash_takes(positions.device.type, dtype, head_dim):
+    if flash_takes(positions, dtype, head_dim):
         return Mask(boundaries=boundaries, window=window)
     return Mask(bias=scores_bias(positions, dtype, window))
 
 
-def flash_takes(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether flash attention takes packed sequences of such heads."""
+def flash_takes(positions: Tensor, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether flash attention takes packed sequences of such heads, where `positions` are."""
     fits = dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
-    return device_type == "cuda" and fits
+    return positions.is_cuda and fits
 
 
 def scores_bias(positions: Tensor, dtype: torch.dtype, window: int | None = None) -> Tensor:

@@ -64,6 +64,22 @@ def test_a_second_step_needs_no_more_and_talks_as_much() -> None:
     assert twice["peak_memory_bytes"] == pytest.approx(once["peak_memory_bytes"], rel=0.01)
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["data.document_mask=true"],
+        ["model.attention=[sliding_window,causal]", "model.attention_window=100"],
+    ],
+    ids=["documents", "windows"],
+)
+def test_on_a_gpu_no_mask_is_in_memory(keys: list[str]) -> None:
+    """Flash attention is told the documents and the window: S² scores are kept nowhere."""
+    causal = load_config(str(CONFIGS / "llama3_70b.yaml"), TINY)
+    masked = load_config(str(CONFIGS / "llama3_70b.yaml"), [*TINY, *keys])
+    peaks = [alone(rehearse, c, 8, 0)["peak_memory_bytes"] for c in (causal, masked)]
+    assert peaks[1] - peaks[0] < causal.train.seq_len**2
+
+
 def tape_of_tensors() -> dict[str, object]:
     """What a tape counts of a few tensors, in an order that is known."""
     with one_rank(MeshSizes(), 0, "meta") as mesh, Tape(mesh) as tape:
