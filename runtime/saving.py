@@ -1,5 +1,6 @@
 """When a run saves, and what is checked before it writes. (save.py: how it saves.)"""
 
+from errors import RunFailed
 from runtime.checkpoint import Start
 from runtime.lease import Lease
 from runtime.listener import Listener, Run
@@ -41,6 +42,11 @@ class Saving(Listener):
     def ends(self, run: Run) -> None:
         with self.watchdog.resting():
             self.saver.close()
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, RunFailed):  # on all ranks alike: what is being written is finished
+            with self.watchdog.resting():
+                self.saver.wait()
 
 
 class LeaseCheck(Listener):

@@ -1,8 +1,10 @@
 """Copies that stopped being equal are found, and the rank is named."""
 
 import json
+import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -14,6 +16,7 @@ from parallel.mesh import build_mesh
 from runtime import saving
 from runtime.checkpoint import held_tensors
 from runtime.replicas import ReplicasDiffer, check_replicas, hash_of
+from runtime.save import Saver
 from tests.runs import train_run, write_config
 from tools.parity.cases import Case
 from tools.parity.run import global_batch
@@ -124,7 +127,13 @@ def run_with_a_bit_flipped(config: str) -> str:
             )
         honest(step)
 
-    with patch.object(saving, "check_replicas", check):
+    write = Saver._write
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(3)  # still going on when the run ends
+        write(*arguments)
+
+    with patch.object(saving, "check_replicas", check), patch.object(Saver, "_write", slow):
         return train_run([config])
 
 
