@@ -9,7 +9,7 @@ optimizer to a tenth; a real step has more), and the 1-billion model whole. All 
 same: forward and backward of every micro-batch, the gradients' norm, clipping, AdamW. Nothing else
 is in a step: no data loading, no logging.
 
-    MFU = tokens per second · ModelConfig.flops_per_token(S) / dense bf16 peak of the device
+    MFU = tokens per second · flops_per_token(S) / dense bf16 peak of the device
     (runtime/metrics.py)
     aim: at least 62 % at the 8-billion model's width, where that is 613 of 989 TFLOP/s
 
@@ -56,6 +56,7 @@ from benchmarks.gpu_timing import (
     milliseconds_or_why,
     parse,
 )
+from costs.summary import flops_per_token
 from data.config import DataConfig
 from hardware import data_sheet_of
 from model.config import ModelConfig
@@ -268,7 +269,7 @@ def measure(size: Size, variant: Variant, clock: Clock, peak_flops: float | None
 
     times = clock.milliseconds(Work(batch, run))
     tokens_per_second = size.microbatches * size.seq_len / times["median"] * 1e3
-    flops = tokens_per_second * size.model.flops_per_token(size.seq_len)
+    flops = tokens_per_second * flops_per_token(size.model, size.seq_len)
     return {
         "milliseconds": times,
         "tokens_per_second": tokens_per_second,
@@ -351,7 +352,7 @@ def main(arguments: list[str] | None = None) -> int:
         "sizes": {key: asdict(size) for key, size in shapes.items()},
         "parameters": {key: num_parameters(size.model) for key, size in shapes.items()},
         "flops_per_token": {
-            key: size.model.flops_per_token(size.seq_len) for key, size in shapes.items()
+            key: flops_per_token(size.model, size.seq_len) for key, size in shapes.items()
         },
         "samples": clock.samples,
         "warm_up": clock.warm_up,
@@ -363,7 +364,7 @@ def main(arguments: list[str] | None = None) -> int:
         count, layers = num_parameters(size.model), size.model.num_layers
         print(
             f"{key}: {layers} layers, {count:,} parameters, "
-            f"{size.model.flops_per_token(size.seq_len):.3e} FLOP a token"
+            f"{flops_per_token(size.model, size.seq_len):.3e} FLOP a token"
         )
     print(
         "MFU = tokens/s · FLOP a token / "

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from errors import UserError
-from plan.hardware import find_device
-from plan.layout import Layout
-from plan.search import Found
+from tools.plan.hardware import find_device
+from tools.plan.layout import Layout
+from tools.plan.search import Found
 from training.config import Config
 from training.load_config import load_config
 

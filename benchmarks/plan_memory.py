@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from plan.layout import Layout
-from plan.memory import Memory
-from plan.traffic import by_axis, collectives
+from tools.plan.layout import Layout
+from tools.plan.memory import Memory
+from tools.plan.traffic import by_axis, collectives
 from tools.rehearse.rank import alone, rehearse
 from training.load_config import load_config
 

@@ -23,8 +23,9 @@ from typing import Any
 
 from benchmarks import plan_megatron
 from benchmarks.published_rows import MEGATRON, ROWS, SC21, Row
-from plan.hardware import find_device
-from plan.search import Found
+from costs.summary import flops_per_token
+from tools.plan.hardware import find_device
+from tools.plan.search import Found
 from training.config import Config
 from training.load_config import load_config
 
@@ -80,8 +81,8 @@ def layers_of(row: Row) -> str:
 def compare(row: Row) -> dict[str, Any]:
     one, system = plan(row), row.system
     parallel, train = one.config.parallel, one.config.train
-    flops = one.config.model.flops_per_token(
-        train.seq_len, whole_attention=system.attention == "full"
+    flops = flops_per_token(
+        one.config.model, train.seq_len, whole_attention=system.attention == "full"
     )
     whole = one.device.peak_flops / flops  # tokens a second at 100%
     published, predicted = (

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.about import about
 from errors import UserError
-from plan.hardware import find_device
-from plan.search import search
+from tools.plan.hardware import find_device
+from tools.plan.search import search
 from training.load_config import load_config
 
 ROOT = Path(__file__).parent.parent

@@ -7,8 +7,8 @@ The bytes are the planner's, of configs/llama3_8b.yaml: what a rank holds betwee
 from docs import svg
 from docs.svg import INK, MUTED, PAPER, line, rectangle, text
 from model.transformer import num_parameters
-from plan.categories import GATHERED, GRADIENTS, MOMENTS, SHARDED_GRADIENTS, WEIGHTS
-from plan.guide import STAGES, our_bytes
+from parallel.memory import GATHERED, GRADIENTS, MOMENTS, SHARDED_GRADIENTS, WEIGHTS
+from tools.plan.guide import STAGES, our_bytes
 from training.load_config import load_config
 
 RANKS, MICRO_BATCHES = 8, 4

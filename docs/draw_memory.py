@@ -8,9 +8,9 @@ and less kept for backward. Prints the same in numbers.
 from docs import svg
 from docs.svg import INK, MUTED, PAPER, line, rectangle, text
 from parallel.pipeline.actions import Action
-from plan.hardware import GB, find_device
-from plan.layout import Layout
-from plan.memory import Memory
+from tools.plan.hardware import GB, find_device
+from tools.plan.layout import Layout
+from tools.plan.memory import Memory
 from training.load_config import load_config
 
 WIDTH, HEIGHT = 960, 470

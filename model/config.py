@@ -124,22 +124,6 @@ class ModelConfig:
         low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
         return RopeScaling(self.rope_scaling_factor, low, high, self.rope_original_length)
 
-    def flops_per_token(self, seq_len: int, whole_attention: bool = False) -> float:
-        """Floating-point operations to train on one token: forward and backward, multiply and add
-        counted as two.
-
-        6 per matrix parameter (2 forward, 4 backward; the embedding is a lookup and costs none) and
-        6·L·S·H·E for causal attention, i.e. half of the full S × S square (the convention of PaLM,
-        appendix B, halved for causality). With `whole_attention` the whole square, as Megatron-LM
-        counts.
-        """
-        attention = self.dim * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        matrices = (
-            self.num_layers * (attention + 3 * self.dim * self.ffn_dim) + self.vocab_size * self.dim
-        )
-        square = 2 if whole_attention else 1
-        return 6.0 * matrices + 6.0 * square * self.num_layers * seq_len * self.attention_width
-
 
 def _in_turn(kinds: str | tuple[str, ...], layer: int) -> str:
     return kinds if isinstance(kinds, str) else kinds[layer % len(kinds)]

@@ -1,6 +1,7 @@
 """How a run is split over its processes (the section `parallel.` of a configuration file)."""
 
 import math
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Annotated, Literal
 
@@ -92,8 +93,8 @@ class ParallelConfig:
         p, v = self.pp, self.stages_per_rank
         return stage_ranks(build_schedule(self.schedule, p, v, 2 * p))
 
-    def split_layers(self, num_layers: int, costs: LayerCosts) -> list[range]:
-        """The blocks of each stage, first to last; `costs` are those of the model, for
+    def split_layers(self, num_layers: int, costs: Callable[[], LayerCosts]) -> list[range]:
+        """The blocks of each stage, first to last; `costs`, of the model, is asked for
         `layers_per_stage=auto`."""
         stages, key = self.num_stages, "parallel.layers_per_stage"
         if isinstance(self.layers_per_stage, list):
@@ -109,7 +110,7 @@ class ParallelConfig:
             remedy = f"use at most {num_layers} stages, or a {key} whose first or last has none"
             raise UserError("parallel.pp", self.pp, why, remedy)
         elif self.layers_per_stage == "auto":
-            counts = balanced_split(num_layers, costs, self.ranks_of_stages)
+            counts = balanced_split(num_layers, costs(), self.ranks_of_stages)
         else:
             counts = even_split(num_layers, stages)
         return [range(end - n, end) for end, n in zip(accumulate(counts), counts, strict=True)]

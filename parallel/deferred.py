@@ -18,10 +18,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from parallel.collectives import Pending, start_all_gather
-from parallel.placement import as_dtensor_like
+from parallel.memory import GRADIENTS, tell
+from parallel.placement import as_dtensor_like, local_part
 
 
 class LinearProducts(Protocol):
@@ -51,14 +51,13 @@ class Destination(NamedTuple):
 
     def add(self, dw: Tensor) -> None:
         weight = self.weight
-        assert isinstance(weight, DTensor)
+        tell(dw, GRADIENTS)
         if weight.grad is None and self.rows is None:
             weight.grad = as_dtensor_like(dw, weight)
             return
         if weight.grad is None:
-            weight.grad = as_dtensor_like(dw.new_zeros(weight.to_local().shape), weight)
-        assert isinstance(weight.grad, DTensor)
-        whole = weight.grad.to_local()
+            weight.grad = as_dtensor_like(dw.new_zeros(local_part(weight).shape), weight)
+        whole = local_part(weight.grad)
         (whole if self.rows is None else whole[self.rows]).add_(dw)
 
 
@@ -96,9 +95,8 @@ class EmbeddingGradient:
         pass
 
     def finish(self) -> None:
-        weight = self.destination.weight
-        assert isinstance(weight, DTensor)
-        self.destination.add(embedding_gradient(self.dy, self.rows, weight.to_local().shape[0]))
+        num_rows = local_part(self.destination.weight).shape[0]
+        self.destination.add(embedding_gradient(self.dy, self.rows, num_rows))
 
 
 def embedding_gradient(dy: Tensor, rows: Tensor, num_rows: int) -> Tensor:

@@ -16,14 +16,15 @@ from torch.distributed.tensor import DTensor, Shard
 
 from errors import UserError
 from parallel.deferred import Destination, ReadyGradient, WeightGradientQueue
+from parallel.memory import GRADIENTS, tell
 from parallel.parameter import WeightSpec
-from parallel.placement import as_dtensor_like, chunk_range
+from parallel.placement import as_dtensor_like, chunk_range, local_part
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The tp axis, as a layer sees it. Without a mesh a layer has shapes only and computes nothing:
-    enough to ask it what its weights are, in any process."""
+    """The tp axis, as a layer sees it. Without a mesh its weights are this rank's parts, in shapes
+    only: enough to ask a layer what it holds and, in any process, what it would do (costs/)."""
 
     size: int = 1
     rank: int = 0
@@ -101,10 +102,9 @@ class Layer(nn.Module):
         """This rank's tensor of `weight`. Its gradient becomes the weight's; where the queue
         defers, it waits there."""
         weight = self.weight
-        assert isinstance(weight, DTensor)
         if torch.compiler.is_compiling():
-            return weight.to_local()  # the compiler knows this one, and pays its price once
-        if not torch.is_grad_enabled():
+            return local_part(weight)  # the compiler knows this one, and pays its price once
+        if not torch.is_grad_enabled() and isinstance(weight, DTensor):
             # Without the view that `to_local` makes: it took a fifth of a small model's time for a
             # generated token.
             return weight._local_tensor
@@ -133,19 +133,19 @@ class LocalTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: nn.Parameter, queue: WeightGradientQueue | None) -> Tensor:
         ctx.weight, ctx.queue = weight, queue
-        assert isinstance(weight, DTensor)
         ctx.set_materialize_grads(False)  # a deferred gradient is None here, and not zeros
-        return weight.to_local()
+        return local_part(weight)
 
     @staticmethod
-    def backward(ctx: Any, dw: Tensor | None) -> tuple[DTensor | None, None]:
+    def backward(ctx: Any, dw: Tensor | None) -> tuple[Tensor | None, None]:
         weight = ctx.weight
         if dw is None:
             return None, None
+        tell(dw, GRADIENTS)
         if ctx.queue is not None and ctx.queue.is_deferring:
             ctx.queue.add(ReadyGradient(dw, Destination(weight)))
             return None, None
         if weight.grad is not None:
-            weight.grad.to_local().add_(dw)
+            local_part(weight.grad).add_(dw)
             return None, None
         return as_dtensor_like(dw, weight), None

@@ -42,11 +42,17 @@ def replicated_over(tensor: DTensor) -> list[str]:
     return [axis for axis in AXES if axis != "pp" and axis not in cut]
 
 
-def as_dtensor_like(local: Tensor, like: DTensor) -> DTensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a weight or gradient; without a mesh, which only shapes do without, it is
+    the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def as_dtensor_like(local: Tensor, like: Tensor) -> Tensor:
     """`local` as this rank's part of a global tensor that is shaped and placed as `like` is: no
-    copy, no communication.
+    copy, no communication. (`local_part`'s inverse.)
 
     This is the constructor that `DTensor.from_local` ends in; the way there costs a third of a
     millisecond of host time, and every weight's gradient takes it in every step.
     """
-    return DTensor(local, like._spec, requires_grad=False)
+    return DTensor(local, like._spec, requires_grad=False) if isinstance(like, DTensor) else local

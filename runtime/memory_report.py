@@ -23,24 +23,22 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from parallel.data import fsdp_modules
+from parallel.memory import GATHERED, GRADIENTS, MOMENTS, SHARDED_GRADIENTS, WEIGHTS
+from parallel.placement import local_part
 from runtime.listener import Listener, Run
 from runtime.messages import log
 from runtime.stop import LOOK_SECONDS
 from training.step import TrainStep
 
-# As plan/memory.py calls them.
-WEIGHTS, MOMENTS = "sharded weights", "optimizer state"
-GATHERED, GRADIENTS, SHARDED_GRADIENTS = "gathered weights", "whole gradients", "sharded gradients"
 RECORDED = 100_000  # allocations
 MB = 1e6
 
@@ -147,38 +145,47 @@ def held_bytes(train: TrainStep) -> dict[str, int]:
     """Bytes of what model, FSDP and optimizer hold on the device, by category."""
     device, seen = train.mesh.device, set[int]()
 
-    def count(tensors: Iterable[Tensor | None]) -> int:
+    def count(tensors: list[Tensor]) -> int:
         """Of storages that were not counted yet."""
         total = 0
         for tensor in tensors:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if local is not None and local.device.type == device:
-                storage = local.untyped_storage()
-                if storage.data_ptr() not in seen:
-                    seen.add(storage.data_ptr())
-                    total += storage.nbytes()  # 0 where FSDP has freed it
+            storage = tensor.untyped_storage()
+            if tensor.device.type == device and storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                total += storage.nbytes()  # 0 where FSDP has freed it
         return total
 
+    return {category: count(tensors) for category, tensors in held_tensors(train).items()}
+
+
+def held_tensors(train: TrainStep) -> dict[str, list[Tensor]]:
+    """This rank's tensors that model, FSDP and optimizer hold, by category; what is of two is of
+    the first."""
     sharded = [weight.parameter for weight in train.weights]
     # gathered or sharded
     present = [parameter for stage in train.stages.values() for parameter in stage.parameters()]
+    whole, reduced = _summed(train.stages.values())
+    moments = [moment for moments in train.optimizer.state.values() for moment in moments]
+    found: dict[str, list[Tensor | None]] = {
+        WEIGHTS: [*sharded],
+        GATHERED: [*present],
+        MOMENTS: moments,
+        SHARDED_GRADIENTS: [*(parameter.grad for parameter in sharded), *reduced],
+        GRADIENTS: [*(parameter.grad for parameter in present), *whole],
+    }
     return {
-        WEIGHTS: count(sharded),
-        GATHERED: count(present),
-        MOMENTS: count(moment for moments in train.optimizer.state.values() for moment in moments),
-        SHARDED_GRADIENTS: count(parameter.grad for parameter in sharded),
-        GRADIENTS: count(p.grad for p in present)
-        + sum(count(_accumulated(stage)) for stage in train.stages.values()),
+        category: [local_part(tensor) for tensor in tensors if tensor is not None]
+        for category, tensors in found.items()
     }
 
 
-def _accumulated(stage: nn.Module) -> Iterator[Tensor | None]:
-    """Gradients that FSDP sums over micro-batches in a wider dtype; only its own books have them,
-    in 2.11 as in 2.13."""
-    for module in fsdp_modules(stage):
-        group = module._get_fsdp_state()._fsdp_param_group
-        for parameter in group.fsdp_params if group is not None else ():
-            yield parameter.unsharded_accumulated_grad
+def _summed(stages: Iterable[nn.Module]) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """Gradients that FSDP sums over micro-batches: whole, in a wider dtype; and reduced over
+    dp_shard. Only its own books have them, in 2.11 as in 2.13."""
+    states = [module._get_fsdp_state() for stage in stages for module in fsdp_modules(stage)]
+    groups = [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
+    whole = [weight.unsharded_accumulated_grad for group in groups for weight in group.fsdp_params]
+    return whole, [group._partial_reduce_output for group in groups]
 
 
 def total_bytes(device: str) -> int:

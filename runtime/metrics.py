@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from costs.summary import flops_per_token
 from hardware import data_sheet_of
 from model.transformer import num_parameters
 from parallel.mesh import Mesh
@@ -108,7 +109,7 @@ class Metrics(Listener):
         run.step_seconds = seconds = (time.perf_counter() - self.started) / self.timed_steps
         tokens_per_second = train.global_batch_size * train.seq_len / seconds
         per_device = tokens_per_second / dist.get_world_size()
-        flops = self.config.model.flops_per_token(train.seq_len)
+        flops = flops_per_token(self.config.model, train.seq_len)
         self.record = {
             "step": step,
             "loss": loss,

@@ -7,7 +7,6 @@ torchrun gives a node consecutive ranks, so a node of N ranks holds N neighbours
 """
 
 from hardware import H100
-from model.cost import layer_costs
 from parallel.axes import MeshSizes
 from parallel.mesh import Mesh
 from parallel.pipeline.balance import even_split, imbalance
@@ -109,7 +108,7 @@ def describe_places(config: Config, mesh: Mesh, ranks_per_node: int) -> str:
 def describe_stages(config: Config) -> str:
     """How the blocks are split, for the log: `4 stages of 8, 9, 9, 6 blocks: the slowest rank
     computes 5% more than the mean (even split: 19%)`."""
-    costs = layer_costs(config.model, config.train.seq_len, config.train.activation_checkpointing)
+    costs = config.layer_costs()
     split = [len(layers) for layers in config.split_layers()]
     even = even_split(config.model.num_layers, len(split))
     ranks = config.parallel.ranks_of_stages

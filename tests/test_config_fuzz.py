@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from costs.summary import flops_per_token
 from errors import UserError
 from model.transformer import num_parameters
 from tests.data_samples import prepared
@@ -176,7 +177,7 @@ def check_valid(config: Config, path: Path, world: int) -> None:
     schedule = config.schedule(config.parallel.mesh_sizes(world).dp)
     assert len(schedule) == config.parallel.pp
     assert num_parameters(config.model) > 0
-    assert config.model.flops_per_token(config.train.seq_len) > 0
+    assert flops_per_token(config.model, config.train.seq_len) > 0
 
 
 class Row:

@@ -21,11 +21,11 @@ from model.transformer import Transformer, num_parameters
 from parallel.data import shard
 from parallel.layer import TensorParallel
 from parallel.mesh import Mesh, build_mesh
-from plan.hardware import GB, find_device
-from plan.layout import Layout
-from plan.peaks import peaks
-from plan.search import search
 from tools.launch import layout
+from tools.plan.hardware import GB, find_device
+from tools.plan.layout import Layout
+from tools.plan.peaks import peaks
+from tools.plan.search import search
 from tools.ranks import PRELOAD
 from training.config import Config
 from training.load_config import load_config

@@ -14,12 +14,12 @@ import torch
 import tools.plan.__main__
 import train
 from parallel.pipeline.runner import PipelineRunner
-from plan import categories
-from plan import memory as planner
-from plan.layout import Layout
 from runtime import memory_report
 from runtime.memory_report import MemoryReports, table
 from tests.runs import train_run, write_config
+from tools.plan import categories
+from tools.plan import memory as planner
+from tools.plan.layout import Layout
 from tools.ranks import Ranks
 from training.load_config import load_config
 

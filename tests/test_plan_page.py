@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from model.transformer import num_parameters
-from plan.hardware import GB, find_device
-from plan.layout import Layout
-from plan.peaks import peaks
-from plan.search import Found, search
-from plan.time import StepTime
+from tools.plan.hardware import GB, find_device
+from tools.plan.layout import Layout
+from tools.plan.peaks import peaks
+from tools.plan.search import Found, search
+from tools.plan.time import StepTime
 from training.config import Config
 from training.load_config import load_config
 

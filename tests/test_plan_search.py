@@ -10,13 +10,13 @@ from statistics import median
 import pytest
 
 from errors import UserError
-from plan.candidates import Candidate, candidates
-from plan.hardware import find_device
-from plan.layout import Layout
-from plan.memory import Memory, batch_bytes
-from plan.peaks import CHECKED, GROWING, peaks, shortened
-from plan.search import ALIKE, Found, Result, describe, rows, search
 from tools.plan.__main__ import describe_search
+from tools.plan.candidates import Candidate, candidates
+from tools.plan.hardware import find_device
+from tools.plan.layout import Layout
+from tools.plan.memory import Memory, batch_bytes
+from tools.plan.peaks import CHECKED, GROWING, peaks, shortened
+from tools.plan.search import ALIKE, Found, Result, describe, rows, search
 from training.load_config import load_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -182,7 +182,7 @@ def test_where_states_alone_do_not_fit_no_layout_is_looked_at(
     """405 billion parameters on 8 GPUs; on 86 their states fit, and nothing else."""
     config, device = load_config(str(CONFIGS / "llama3_405b.yaml"), []), find_device("h100")
     looked = []
-    monkeypatch.setattr("plan.search.candidates", lambda *_: looked.append(1) or [])
+    monkeypatch.setattr("tools.plan.search.candidates", lambda *_: looked.append(1) or [])
     with pytest.raises(UserError, match=r"16 bytes a parameter, 6,494 GB: 812 GB on each GPU") as e:
         search(config, 8, device)
     assert "more than 85 GPUs" in e.value.remedy

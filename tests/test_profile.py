@@ -15,13 +15,13 @@ from torch.distributed.distributed_c10d import Work
 from errors import UserError
 from parallel.axes import AXES, MeshSizes
 from parallel.mesh import build_mesh
-from plan.layout import Layout
-from plan.traffic import by_axis, collectives
 from runtime.profile import StepProfile
 from runtime.profile_summary import Event, describe, length, self_times, subtract, summarise, union
 from runtime.watchdog import Watchdog
 from tests.runs import LAYOUT_3D, train_run, write_config
 from tools import profile as tool
+from tools.plan.layout import Layout
+from tools.plan.traffic import by_axis, collectives
 from tools.ranks import Ranks
 from training.config import Config
 from training.load_config import dump_config, load_config

@@ -10,8 +10,8 @@ from errors import UserError
 from model.config import ModelConfig
 from parallel.axes import MeshSizes
 from parallel.pipeline.actions import BACKWARD, FORWARD, Action
-from plan.hardware import find_device
-from plan.layout import world_of
+from tools.plan.hardware import find_device
+from tools.plan.layout import world_of
 from tools.rehearse.__main__ import main
 from tools.rehearse.fake_gpu import one_rank
 from tools.rehearse.prediction import predicted_step

@@ -6,14 +6,15 @@ Validation raises, and never rewrites.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from costs.summary import layer_costs
 from data.config import DataConfig
 from errors import UserError
 from model.config import ModelConfig
-from model.cost import layer_costs
 from model.transformer import check_tp
 from parallel.axes import MeshSizes
 from parallel.config import ParallelConfig
 from parallel.pipeline.actions import Action, splits_backward
+from parallel.pipeline.balance import LayerCosts
 from parallel.pipeline.check import Fault, check
 from parallel.pipeline.schedules import build_schedule
 from training.sections import (
@@ -47,8 +48,10 @@ class Config:
 
     def split_layers(self) -> list[range]:
         """The blocks of each pipeline stage, first to last."""
-        costs = layer_costs(self.model, self.train.seq_len, self.train.activation_checkpointing)
-        return self.parallel.split_layers(self.model.num_layers, costs)
+        return self.parallel.split_layers(self.model.num_layers, self.layer_costs)
+
+    def layer_costs(self) -> LayerCosts:
+        return layer_costs(self.model, self.train.seq_len, self.train.activation_checkpointing)
 
     def schedule(self, dp_size: int) -> list[list[Action]]:
         """Each pipeline rank's actions in one step."""

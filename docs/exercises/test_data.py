@@ -4,7 +4,7 @@ docs/exercises/test_data.py`. Page: docs/data.md"""
 import pytest
 
 from model.transformer import num_parameters
-from plan.guide import STAGES, our_bytes
+from tools.plan.guide import STAGES, our_bytes
 from training.load_config import load_config
 
 

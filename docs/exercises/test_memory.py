@@ -5,7 +5,7 @@ import pytest
 
 from parallel.pipeline.schedules import build_schedule
 from parallel.pipeline.simulate import Costs, simulate
-from plan.layout import Layout, Sizes
+from tools.plan.layout import Layout, Sizes
 from training.load_config import load_config
 
 

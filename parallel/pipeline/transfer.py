@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel.memory import ACTIVATIONS, MESSAGES, tell
 from parallel.pipeline.lower import Exchange, Message
 
 
@@ -40,6 +41,7 @@ class Transfers:
 
     def give(self, message: Message, tensor: Tensor) -> None:
         self._here[message] = tensor.detach()
+        tell(tensor, MESSAGES)
 
     def exchange(self, exchange: Exchange) -> None:
         """Post sends of what was given and receives of what will be taken, in one batch; waits for
@@ -50,6 +52,7 @@ class Transfers:
                 tensor = self._here.pop(transfer.message).contiguous()
             else:
                 tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+                tell(tensor, MESSAGES)
             call = dist.isend if transfer.sends else dist.irecv
             operations.append(dist.P2POp(call, tensor, self.ranks[transfer.peer], group=self.group))
         works = dist.batch_isend_irecv(operations)
@@ -69,6 +72,7 @@ class Transfers:
             return self._here.pop(message)
         work, tensor = self._receiving.pop(message)
         work.wait()
+        tell(tensor, ACTIVATIONS)
         return tensor
 
     def finish(self) -> None:

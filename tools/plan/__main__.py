@@ -19,18 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError
-from plan.categories import ACTIVATIONS
-from plan.check import check_can_be_planned
-from plan.guide import zero_table
-from plan.hardware import DEVICES, GB, find_device
-from plan.layout import Layout, world_of
-from plan.search import ALIKE, Found, Result, rows, search, why_not
-from plan.search import describe as describe_row
-from plan.summary import summarise
-from plan.time import StepTime
+from parallel.memory import ACTIVATIONS
 from tools.command import run_command
 from tools.plan.beside import beside, read_report
+from tools.plan.check import check_can_be_planned
 from tools.plan.draw import draw_frontier, draw_memory
+from tools.plan.guide import zero_table
+from tools.plan.hardware import DEVICES, GB, find_device
+from tools.plan.layout import Layout, world_of
+from tools.plan.search import ALIKE, Found, Result, rows, search, why_not
+from tools.plan.search import describe as describe_row
+from tools.plan.summary import summarise
+from tools.plan.time import StepTime
 from tools.timeline.draw import Panel, draw, save
 from tools.timeline.panels import figures
 from training.load_config import load_config

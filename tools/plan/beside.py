@@ -5,11 +5,11 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from errors import UserError
-from plan.check import check_can_be_planned
-from plan.layout import Layout
-from plan.memory import Memory
 from runtime.memory_report import table
 from runtime.schema import Count, Strict, first_problem, load_json
+from tools.plan.check import check_can_be_planned
+from tools.plan.layout import Layout
+from tools.plan.memory import Memory
 from training.config import Config
 
 

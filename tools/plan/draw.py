@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from plan.hardware import GB
+from tools.plan.hardware import GB
 from tools.timeline.draw import FONT, INK, MUTED, PAPER, TEXT_SIZE, WIDTH
 
 if TYPE_CHECKING:  # it takes a second to import
     from matplotlib.figure import Figure
 
-    from plan.search import Found
+    from tools.plan.search import Found
 
 # Lightness falls along the list, so that neighbours differ for the colour-blind too.
 COLOURS = (

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError
-from plan.hardware import GB, find_device
-from plan.layout import world_of
 from tools.command import run_command
+from tools.plan.hardware import GB, find_device
+from tools.plan.layout import world_of
 from tools.rehearse.prediction import predicted_step
 from tools.rehearse.rank import alone, check_can_be_rehearsed, rehearse, rehearse_for_real
 from training.config import Config

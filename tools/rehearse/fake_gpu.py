@@ -1,17 +1,9 @@
 """A GPU that is not there, and a world of which this process is the only rank: for tools/rehearse.
 
-Tensors are on torch's meta device: they have shapes and dtypes and no memory. What the training
-code asks of a GPU is answered so that it takes the way it takes on one:
+Tensors have shapes and dtypes and no memory (costs/as_on_gpu.py); besides there are
 
-    a tensor's `is_cuda`        True: Triton kernels (their registered shapes), gradients summed in
-                                a wider dtype by cuBLAS
-    causal attention            flash attention's operator: its output and one number per row are
-                                kept, no square of S × S
     streams and events of FSDP  objects that do nothing; FSDP holds its buffers as on a GPU
     collectives                 torch's fake process group: nobody is there, no wait takes time
-
-torch has fake tensors for the same purpose. They do this in Python, operation by operation, and
-take four times as long.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,15 +15,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
+from costs.as_on_gpu import DEVICE, AsOnGpu
 from parallel.axes import MeshSizes
 from parallel.mesh import Mesh, build_mesh
-
-DEVICE = "meta"
 
 
 class _Event:
@@ -70,19 +59,6 @@ class _DeviceModule:
         return nullcontext()
 
 
-class _AsOnGpu(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
-            return args[0].device.type == DEVICE
-        if func is functional.scaled_dot_product_attention:
-            assert kwargs["attn_mask"] is None, "with a mask there is no flash attention"
-            return torch.ops.aten._scaled_dot_product_flash_attention(
-                *args, 0.0, kwargs["is_causal"]
-            )[0]
-        return func(*args, **kwargs)
-
-
 @contextmanager
 def fake_gpu() -> Iterator[None]:
     """Inside, modules sharded over a mesh live on the fake GPU; code on its tensors believes it."""
@@ -100,7 +76,7 @@ def fake_gpu() -> Iterator[None]:
             stack.enter_context(
                 patch(f"{module}.to_device", lambda tensor, device: tensor.to(device))
             )
-        stack.enter_context(_AsOnGpu())
+        stack.enter_context(AsOnGpu())
         yield
 
 

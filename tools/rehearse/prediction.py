@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from parallel.pipeline.simulate import Costs, simulate
-from plan.hardware import Device
-from plan.layout import Layout
-from plan.time import Part, StepTime
+from tools.plan.hardware import Device
+from tools.plan.layout import Layout
+from tools.plan.time import Part, StepTime
 from training.config import Config
 
 
@@ -23,7 +23,7 @@ def predicted_step(
     time = StepTime(Layout(config, world, 0), device)
     computing = [_part(means[str(s)]) for s in range(config.parallel.num_stages)]
     waiting = [
-        sum((time.unit(unit).exposed for unit in time.layout.units(s)), time.waits(s))
+        sum((time.exposed(unit) for unit in time.layout.units(s)), time.waits(s))
         for s in range(config.parallel.num_stages)
     ]
     schedule = time.layout.schedule

@@ -5,6 +5,7 @@ import multiprocessing
 import resource
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -14,9 +15,10 @@ from errors import UserError
 from parallel.mesh import Mesh
 from parallel.parameter import Constant, weights_of
 from parallel.pipeline.simulate import Event
-from plan.check import check_can_be_planned
-from plan.traffic import by_axis
+from runtime.memory_report import held_tensors
 from runtime.trace import ActionRecorder
+from tools.plan.check import check_can_be_planned
+from tools.plan.traffic import by_axis
 from tools.rehearse.fake_gpu import DEVICE, fake_gpu, one_rank
 from tools.rehearse.tape import Tape
 from training.build import build_stages
@@ -28,17 +30,16 @@ def rehearse(config: Config, world: int, rank: int, steps: int = 1) -> dict[str,
     """Peak memory of `rank` of `world`, and the collectives of the last of `steps` steps. A process
     can be one rank of one world only: call it through `alone`."""
     began, cpu_began = time.perf_counter(), time.process_time()
-    with (
-        one_rank(config.parallel.mesh_sizes(world), rank, DEVICE) as mesh,
-        fake_gpu(),
-        Tape(mesh) as tape,
-    ):
+    with one_rank(config.parallel.mesh_sizes(world), rank, DEVICE) as mesh, fake_gpu():
         with patch("training.build.initialise", lambda stage, seed: None):
-            train = TrainStep(config, mesh, build_stages(config, mesh), bos_id=0)
-        train.record = tape.record
-        for step in range(steps):
-            tape.collectives.clear()
-            train(step, *rows(config, mesh))
+            stages = build_stages(config, mesh)
+        with Tape(mesh) as tape:
+            tape.weights([each.sharded for s in stages.values() for each in weights_of(s)])
+            train = TrainStep(config, mesh, stages, bos_id=0)
+            tape.held, train.record = partial(held_tensors, train), tape.record
+            for step in range(steps):
+                tape.collectives.clear()
+                train(step, *rows(config, mesh))
         report = {
             "rank": rank,
             "world": world,
@@ -54,7 +55,7 @@ def rehearse(config: Config, world: int, rank: int, steps: int = 1) -> dict[str,
             "cpu_seconds": round(time.process_time() - cpu_began, 2),
             "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
-        del train
+        del train, tape.held
     return report
 
 

@@ -15,33 +15,53 @@ alive. Then there are
 Buffers of gathers, messages and the head come on top, and plan/memory.py counts them.
 """
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from costs.recorder import Phase
 from parallel.pipeline.actions import BACKWARD, BACKWARD_INPUT, FORWARD, Action, stage_ranks
 from parallel.pipeline.schedules import build_schedule
-from plan.layout import Layout, Sizes
-from plan.memory import block_backward
+from tools.plan.layout import Layout
 
 GROWING = ("gpipe", "breadth_first")  # keep every micro-batch until all forwards are done
 ALWAYS_SPLIT = ("zb_h1", "zb_v")  # no backward is whole
+SPLIT = (*ALWAYS_SPLIT, "dualpipe_v")  # form weight gradients in actions of their own
 
 
 class Block:
-    """What a block needs of one micro-batch, in bytes; and numbers of parameters."""
+    """What a block needs of one micro-batch, in bytes; and numbers of parameters. Of several kinds
+    of blocks, the least of each."""
 
     def __init__(self, layout: Layout) -> None:
-        sizes = Sizes(layout)
-        self.part = sizes.part  # its input's gradient, or its output
-        self.kept = sizes.kept + sizes.part  # for backward, with its output
+        kinds = list(layout.kinds)
+        self.part = layout.hidden_bytes  # its input's gradient, or its output
+        phases = [unit.whole.phases for unit in kinds]
+        # for backward, with its output
+        self.kept = min(_stays(each["forward"]) for each in phases)
         # by which a backward rises above what is there when it begins
-        self.whole, _ = block_backward(layout, False)
-        # An input gradient: the same; by which it ends above that; and what waits for the weight
-        # gradient in all.
-        self.split, left = block_backward(layout, True)
-        self.more, self.deferred = left - sizes.part, left + sizes.kept
-        self.numel = layout.block.numel
-        self.table = layout.vocabulary * layout.model.dim  # of the embedding, or the head
+        self.whole = min(each["backward"].effect.height for each in phases)
+        self.numel = min(unit.numel for unit in kinds)
+        self.table = layout.embedding.numel  # or the head's
+        self._kinds = kinds
+
+    @cached_property
+    def split(self) -> int:
+        """The same of an input gradient."""
+        return min(unit.split.phases["input"].effect.height for unit in self._kinds)
+
+    @cached_property
+    def more(self) -> int:
+        """By which an input gradient ends above its begin."""
+        return min(_stays(unit.split.phases["input"]) for unit in self._kinds)
+
+    @property
+    def deferred(self) -> int:
+        """What waits for the weight gradient in all."""
+        return self.more + self.kept
+
+
+def _stays(phase: Phase) -> int:
+    return sum(phase.effect.changes.values())
 
 
 class Alive(NamedTuple):
@@ -84,10 +104,10 @@ def most_alive(
     found: dict[tuple[int, int, int, int], int] = {}
     for rank in reversed(range(pp)):
         # An input gradient leaves more at each block than it frees, and is highest at the last.
-        split = block.split + max(0, block.more) * (fewest[rank] - 1)
-        backward = split if schedule in ALWAYS_SPLIT else block.whole
-        if schedule == "dualpipe_v":
-            backward = min(block.whole, split)
+        backward = block.whole
+        if schedule in SPLIT:
+            split = block.split + max(0, block.more) * (fewest[rank] - 1)
+            backward = split if schedule in ALWAYS_SPLIT else min(block.whole, split)
         if schedule == "zb_h1" and steady:  # weight gradients of `rank` micro-batches still to come
             backward += rank * blocks[rank] * block.deferred
         most = block.part + backward if live[rank] else 0
@@ -101,7 +121,9 @@ def least_bytes(
     """Of a rank whose weights are sharded over `shard`: the bound; and what is kept alone, states
     and activations."""
     e, master, reduce = layout.compute, layout.master, layout.reduce
-    states = alive.numel / shard * 3 * master + alive.numel * e * (zero < 3)
+    states = alive.numel / shard * (1 + layout.states_per_weight) * master + alive.numel * e * (
+        zero < 3
+    )
     summed = alive.numel * reduce * (1.0 if zero < 2 and m > 1 else 1 / shard)
     before = summed if steady else 0.0
     kept = states + max(alive.kept + before, summed)

@@ -1,31 +1,32 @@
-"""Seconds of each action of a pipeline's stage, and of a whole step. From shapes and rates alone:
-nothing runs.
+"""Seconds of each action of a pipeline's stage, and of a whole step: what the units' code was
+recorded to do (costs/units.py), at the rates of a device.
 
-    product m × n × k         2·m·n·(k + ramp) / (peak · efficiency), never less than its bytes take
-    attention, causal         2·T·S·D / tp forward, 2.5 times that backward
-    everything else           bytes read and written / memory's rate
-    collectives               plan/links.py
+    a product               2·m·n·(k + ramp) / (peak · efficiency), never less than its bytes take
+    attention               its operations / (peak · efficiency)
+    every other operation   bytes read and written / memory's rate
+    collectives             links.py
 
-What hides behind what is what the code overlaps. Over tp: in backward the gather of a product's
-input runs behind its input gradient, the scatter of that behind the weight gradients; forward
-waits. Over dp: units are gathered during the forward before, and reduced during the backward after;
-what takes longer than the computing beside it is waited for. With `fsdp_unit: stage` there is no
-unit before and none after: gathers are waited for, and reductions run behind what the rank does
-next. Messages of the pipeline hide in the schedule, through the simulator.
+What hides behind what is what the code overlaps. Over tp a collective hides what is computed
+between its start and the wait for it. Over dp: units are gathered during the forward before, and
+reduced during the backward after; what takes longer than the computing beside it is waited for.
+With `fsdp_unit: stage` there is no unit before and none after: gathers are waited for, and
+reductions run behind what the rank does next. Messages of the pipeline hide in the schedule,
+through the simulator.
 """
 
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from parallel.pipeline.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from costs.recorder import Attention, Moved, Phase, Product, Sent, Waited
+from costs.summary import flops_per_token
+from costs.units import Unit
+from parallel.pipeline.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Kind
 from parallel.pipeline.simulate import Costs, Timeline, simulate
-from plan.hardware import Device
-from plan.layout import Layout, Unit
-from plan.links import Links
-from plan.traffic import gather_bytes, message_bytes, reduce_bytes
-
-KERNELS = {FORWARD: 14, BACKWARD: 30, BACKWARD_INPUT: 20}  # of a block
+from tools.plan.hardware import Device
+from tools.plan.layout import Layout
+from tools.plan.links import Links
+from tools.plan.traffic import gather_bytes, reduce_bytes
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,16 @@ NOTHING = Part(0.0, 0.0, 0.0)
 
 
 class Cost(NamedTuple):
-    """Of a unit or stage: what it computes, what it has to say over tp, and how much of that
+    """Seconds of a unit in an action: what it computes, what it sends over tp, and how much of that
     computing waits for."""
 
-    computing: Part
-    wire: Part
-    exposed: Part
+    computing: float
+    wire: float
+    exposed: float
+
+    @property
+    def total(self) -> float:
+        return self.computing + self.exposed
 
 
 class StepTime:
@@ -67,94 +72,72 @@ class StepTime:
     def __init__(self, layout: Layout, device: Device) -> None:
         self.layout, self.device = layout, device
         self.links = Links(device, layout.tp, layout.dp_shard, layout.dp_replicate, layout.world)
+        self._costs: dict[tuple[Unit, Kind], Cost] = {}
 
     # --- computing ---
 
-    def product(self, m: float, n: float, k: float) -> float:
-        device, e = self.device, self.layout.compute
-        flops = 2.0 * m * n * (k + device.matmul_ramp)
-        moved = (m * n + m * k + n * k) * e
-        rate = device.peak(e) * device.matmul_efficiency
-        return max(flops / rate, self.memory(moved)) + device.kernel_seconds
+    def seconds_of(self, event: Product | Attention | Moved) -> float:
+        """One operation."""
+        device, peak = self.device, self._peak
+        if isinstance(event, Product):
+            flops = event.flops * (1 + device.matmul_ramp / event.inner)
+            busy = max(flops / (peak * device.matmul_efficiency), self.memory(event.bytes))
+        elif isinstance(event, Attention):
+            busy = event.flops / (peak * device.attention_efficiency)
+        else:
+            busy = self.memory(event.bytes)
+        return busy + device.kernel_seconds
+
+    @cached_property
+    def _peak(self) -> float:
+        return self.device.peak(self.layout.compute)
 
     def memory(self, size: float) -> float:
         return size / (self.device.memory_bytes_per_second * self.device.memory_efficiency)
 
-    @cached_property
-    def block(self) -> Cost:
-        layout, model, e = self.layout, self.layout.model, self.layout.compute
-        dim, tokens, tp = model.dim, layout.tokens, layout.tp
-        heads, ffn, kv = layout.q_width, model.ffn_dim // tp, layout.kv_width
-        attending = [(heads, dim), (kv, dim), (kv, dim), (dim, heads)]
-        shapes = [*attending, (ffn, dim), (ffn, dim), (dim, ffn)]
-        forward = sum(self.product(tokens, n, k) for n, k in shapes)
-        input_grad = sum(self.product(tokens, k, n) for n, k in shapes)
-        weight_grad = sum(self.product(n, k, tokens) for n, k in shapes)
-        rate = self.device.peak(e) * self.device.attention_efficiency
-        attention = 2.0 * tokens * layout.config.train.seq_len * heads / rate
-        # Elements moved: norms and residual sums on the rank's part of the sequence; rotation,
-        # attention's edges; the gate; norms of q and k.
-        normed = tokens * (heads + kv) if model.qk_norm else 0
-        part, turned = layout.local_tokens * dim, 2 * (heads + kv)
-        light = e * (part * 8 + tokens * (turned + 3 * ffn) + 2 * normed)
-        light_back = e * (part * 9 + tokens * (turned + 5 * ffn) + 3 * normed)
-        kernels = {kind: number + (2 if model.qk_norm else 0) for kind, number in KERNELS.items()}
-        launch = self.device.kernel_seconds
-        forward += attention + self.memory(light) + kernels[FORWARD] * launch
-        input_grad += 2.5 * attention + self.memory(light_back) + kernels[BACKWARD_INPUT] * launch
-        # Over tp.
-        whole = tokens * dim * e
-        cut = layout.config.parallel.sequence_parallel
-        once = self.links.collective("tp", whole, 1 if cut else 2)
-        gathered = (shapes[0:3], shapes[4:6])
-        into = [sum(self.product(tokens, k, n) for n, k in some) for some in gathered]
-        of = [sum(self.product(n, k, tokens) for n, k in some) for some in gathered]
-        talk = once * (4 if cut else 2)
-        # two gathers of output gradients, two of inputs again, two scatters
-        back = once * (6 if cut else 2)
-        beside = [*into, *of] if cut else of
-        waits = (2 * once if cut else 0.0) + sum(max(0.0, once - seconds) for seconds in beside)
-        mode = layout.config.train.activation_checkpointing
-        again = 0.0 if mode == "none" else talk * 3 / 4
-        if mode == "full":
-            input_grad += forward
-        elif mode == "selective":
-            input_grad += self.memory(light)
-            if tp > 1:  # the row-parallel products too
-                input_grad += sum(self.product(tokens, *shapes[i]) for i in (3, 6))
-        exposed = Part(talk, waits + again, 0.0)
-        return Cost(Part(forward, input_grad, weight_grad), Part(talk, back + again, 0.0), exposed)
+    def cost(self, unit: Unit, kind: Kind) -> Cost:
+        """Of a unit in an action of this kind."""
+        if (unit, kind) not in self._costs:
+            self._costs[unit, kind] = self._cost(self.layout.phase(kind, unit))
+        return self._costs[unit, kind]
 
-    @cached_property
-    def head(self) -> Cost:
-        """All three products are in forward (model/kernels/linear_cross_entropy.py)."""
-        layout, e = self.layout, self.layout.compute
-        dim, tokens = layout.model.dim, layout.tokens
-        vocabulary = -(-layout.model.vocab_size // layout.tp)
-        products = [(tokens, vocabulary, dim), (tokens, dim, vocabulary), (vocabulary, dim, tokens)]
-        forward = sum(self.product(*shape) for shape in products)
-        forward += self.memory(
-            tokens * vocabulary * e * 3 + vocabulary * dim * 6 + layout.local_tokens * dim * e * 3
-        )
-        talk = Part(self.links.collective("tp", tokens * dim * e, 2), 0.0, 0.0)
-        backward = self.memory(layout.local_tokens * dim * e * 6 + vocabulary * dim * e * 2)
-        return Cost(Part(forward, backward, 0.0), talk, talk)
+    def _cost(self, phase: Phase) -> Cost:
+        computing = wire = exposed = 0.0
+        started: dict[int, tuple[float, float]] = {}  # when, in computing; and seconds it takes
+        for event in phase.events:
+            if isinstance(event, Sent):
+                times = 2 if event.kind == "all_reduce" else 1
+                seconds = self.links.collective("tp", event.bytes, times)
+                started[event.number] = computing, seconds
+                wire += seconds
+            elif isinstance(event, Waited):
+                began, seconds = started.pop(event.number)
+                exposed += max(0.0, seconds - (computing - began))
+            else:
+                computing += self.seconds_of(event)
+        return Cost(computing, wire, exposed)
 
-    @cached_property
-    def embedding(self) -> Cost:
-        whole = self.layout.tokens * self.layout.model.dim * self.layout.compute
-        once = self.links.collective("tp", whole)
-        talk = Part(once, once, 0.0)
-        moved = Part(self.memory(5 * whole), self.memory(3 * whole), self.memory(2 * whole))
-        return Cost(moved, talk, talk)
+    def part(self, unit: Unit, split: bool | None = None) -> Part:
+        """What a unit takes of each action: computing, and waiting for tp. `split`: in a schedule
+        that splits backward; else all of a backward stands in `input_grad`."""
+        split = self.layout.splits_backward if split is None else split
+        forward = self.cost(unit, FORWARD).total
+        if not split:
+            return Part(forward, self.cost(unit, BACKWARD).total, 0.0)
+        halves = (self.cost(unit, kind).total for kind in (BACKWARD_INPUT, BACKWARD_WEIGHT))
+        return Part(forward, *halves)
 
-    def unit(self, unit: Unit) -> Cost:
-        return {"embedding": self.embedding, "block": self.block, "head": self.head}[unit.name]
+    def exposed(self, unit: Unit) -> Part:
+        """What of `part` is waiting."""
+        kinds = (BACKWARD_INPUT, BACKWARD_WEIGHT) if self.layout.splits_backward else (BACKWARD,)
+        waits = [self.cost(unit, kind).exposed for kind in (FORWARD, *kinds)]
+        return Part(*waits, *[0.0] * (3 - len(waits)))
 
-    def part(self, unit: Unit) -> Part:
-        """What a unit takes of an action: computing, and waiting for tp."""
-        cost = self.unit(unit)
-        return cost.computing + cost.exposed
+    def over_tp(self, unit: Unit) -> tuple[float, float]:
+        """Seconds of a micro-batch on the wire, and those that computing waits for."""
+        kinds = (BACKWARD_INPUT, BACKWARD_WEIGHT) if self.layout.splits_backward else (BACKWARD,)
+        costs = [self.cost(unit, kind) for kind in (FORWARD, *kinds)]
+        return sum(cost.wire for cost in costs), sum(cost.exposed for cost in costs)
 
     # --- a stage, and what FSDP does around it ---
 
@@ -243,7 +226,7 @@ class StepTime:
         rate = device.network_bytes_per_second * device.network_efficiency
         if self.layout.world <= device.gpus_per_node:
             rate = device.node_bytes_per_second * device.node_efficiency
-        return message_bytes(self.layout.config) / rate + device.collective_seconds
+        return self.layout.hidden_bytes / rate + device.collective_seconds
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -277,12 +260,18 @@ class StepTime:
 
     @cached_property
     def optimizer_seconds(self) -> float:
-        """AdamW and the norm, on the rank that has most."""
+        """On the rank that has most."""
         ranks = [0.0] * self.layout.sizes.pp
         for stage, rank in enumerate(self.layout.where):
             numel = sum(unit.numel for unit in self.layout.units(stage))
             ranks[rank] += numel / self.layout.dp_shard
-        return self.memory(max(ranks) * 8 * self.layout.master)
+        return self.updating(max(ranks))
+
+    def updating(self, numbers: float) -> float:
+        """The optimizer and the norm, of so many parameters: weights and states are read and
+        written, gradients read twice."""
+        passes = 2 * (1 + self.layout.states_per_weight) + 2
+        return self.memory(numbers * passes * self.layout.master)
 
     @cached_property
     def step_seconds(self) -> float:
@@ -296,13 +285,15 @@ class StepTime:
 
     @property
     def mfu(self) -> float:
-        """tokens a second · ModelConfig.flops_per_token / (GPUs · peak)."""
-        flops = self.layout.model.flops_per_token(self.layout.config.train.seq_len)
-        return self.tokens_per_second * flops / (self.layout.world * self.device.peak_flops)
+        """tokens a second · flops_per_token / (GPUs · peak)."""
+        return self._mfu(whole_attention=False)
 
     @property
     def mfu_full_attention(self) -> float:
         """The same with attention counted as the whole square, as Megatron-LM counts it."""
-        model, seq_len = self.layout.model, self.layout.config.train.seq_len
-        whole = model.flops_per_token(seq_len, whole_attention=True)
-        return self.mfu * whole / model.flops_per_token(seq_len)
+        return self._mfu(whole_attention=True)
+
+    def _mfu(self, whole_attention: bool) -> float:
+        config = self.layout.config
+        flops = flops_per_token(config.model, config.train.seq_len, whole_attention)
+        return self.tokens_per_second * flops / (self.layout.world * self.device.peak_flops)

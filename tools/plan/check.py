@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from errors import UserError
-from plan.hardware import Device
+from tools.plan.hardware import Device
 from training.config import Config
 
 

@@ -12,18 +12,20 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Literal, NamedTuple
 
-from model.cost import layer_costs
+from costs.summary import layer_costs
+from errors import UserError
+from model.config import ModelConfig
+from model.transformer import check_tp
 from parallel.pipeline.balance import balanced_split, even_split
-from plan.bounds import GROWING, Block, least_bytes, most_alive, where
-from plan.hardware import Device
-from plan.layout import Layout
-from plan.links import Links
-from plan.time import NOTHING, Part, StepTime
+from tools.plan.bounds import GROWING, SPLIT, Block, least_bytes, most_alive, where
+from tools.plan.hardware import Device
+from tools.plan.layout import Layout
+from tools.plan.links import Links
+from tools.plan.time import NOTHING, Part, StepTime
 from training.config import Config
 
 FIXED = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "zb_v": 2, "dualpipe_v": 2}  # stages per rank
 INTERLEAVED = ("interleaved_1f1b", "breadth_first")
-SPLIT = ("zb_h1", "zb_v", "dualpipe_v")  # form weight gradients in actions of their own
 MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 MICRO_BATCHES = (1, 2, 4, 8)  # sequences
 VIRTUAL = (2, 3, 4, 5, 6, 7, 8)  # stages per rank of interleaved schedules
@@ -110,13 +112,19 @@ class Stage:
 
     def __init__(self, time: StepTime) -> None:
         self.time, self.layout, self.alike = time, time.layout, time.layout.config
-        embedding, _, head = (self.layout.units(0)[i] for i in (0, 1, -1))
-        self.work, self.embedding, self.head = (
-            time.part(unit) for unit in (self.layout.block, embedding, head)
-        )
+        kinds, embedding = self.layout.kinds, self.layout.embedding
         # seconds of a number
-        self.summing = time.summing(self.layout.block) / self.layout.block.numel
+        self.summing = time.summing(embedding) / embedding.numel
+        self.numel = sum(unit.numel * n for unit, n in kinds.items()) / kinds.total()  # of a block
         self.block = Block(self.layout)
+
+    @cache  # noqa: B019  (of one search)
+    def parts(self, split: bool) -> tuple[Part, Part, Part]:
+        """Seconds of a block, the mean of all; of the embedding; of the head."""
+        time, kinds = self.time, self.layout.kinds
+        blocks = (time.part(unit, split) * (n / kinds.total()) for unit, n in kinds.items())
+        ends = (time.part(unit, split) for unit in (self.layout.embedding, self.layout.head))
+        return (sum(blocks, NOTHING), *ends)
 
     @cache  # noqa: B019  (of one search)
     def message_seconds(self, pp: int, world: int) -> float:
@@ -154,18 +162,17 @@ def _data_parallel(
     """All ways to shard one pipeline's weights over `dp` ranks."""
     layout, time, device, tp = stage.layout, stage.time, stage.time.device, stage.layout.tp
     ranks = _ranks(pipe)
+    block, embedding, head = stage.parts(pipe.schedule in SPLIT)
     seconds_of = {
-        r: stage.work * r.blocks
-        + (stage.embedding if r.first else NOTHING)
-        + (stage.head if r.last else NOTHING)
+        r: block * r.blocks + (embedding if r.first else NOTHING) + (head if r.last else NOTHING)
         for r in set(ranks)
     }
     parts = [seconds_of[r] for r in ranks]
     numbers = [
-        r.blocks * layout.block.numel + (r.first + r.last) * stage.block.table for r in ranks
+        round(r.blocks * stage.numel) + (r.first + r.last) * stage.block.table for r in ranks
     ]
     busiest = max(range(pipe.pp), key=lambda r: parts[r].total)
-    work, numel = stage.work * max(1, max(r.blocks for r in ranks)), numbers[busiest]
+    work, numel = block * max(1, max(r.blocks for r in ranks)), numbers[busiest]
     slowest = parts[busiest].total + numel * stage.summing
     step = m * slowest + _bubble(pipe.schedule, pipe.pp, pipe.stages_per_rank, work)
     step += 2 * (pipe.pp - 1) * stage.message_seconds(pipe.pp, world) + device.step_seconds
@@ -190,7 +197,7 @@ def _data_parallel(
         scatter = links.collective("dp_shard", numel * reduce, number=number)
         replicas = links.collective("dp_replicate", numel * reduce / shard, 2, number)
         cast = time.memory(numel * (3 * e + master / shard))
-        adam = time.memory(max(numbers) / shard * 8 * master)
+        adam = time.updating(max(numbers) / shard)
         for zero in _zero_stages(shard):
             if one_dtype and ((m > 1 and zero < 2) or shard < dp):
                 continue
@@ -270,15 +277,18 @@ def _bubble(schedule: str, pp: int, v: int, work: Part) -> float:
 
 def _tp_sizes(config: Config, world: int, device: Device) -> list[int]:
     """That divide the world, the heads and the node, unless all is in one node."""
-    model, node = config.model, device.gpus_per_node
+    node = device.gpus_per_node
     sizes = [tp for tp in _divisors(world) if tp <= node and (world <= node or node % tp == 0)]
-    return [
-        tp
-        for tp in sizes
-        if model.num_heads % tp == 0
-        and model.ffn_dim % tp == 0
-        and (model.num_kv_heads % tp == 0 or tp % model.num_kv_heads == 0)
-    ]
+    return [tp for tp in sizes if _takes(config.model, tp)]
+
+
+def _takes(model: ModelConfig, tp: int) -> bool:
+    """Whether all layers can be cut for `tp` ranks."""
+    try:
+        check_tp(model, tp)
+    except UserError:
+        return False
+    return True
 
 
 @lru_cache(maxsize=1024)

@@ -14,9 +14,9 @@ from functools import lru_cache
 from parallel.pipeline.actions import Action
 from parallel.pipeline.lower import Program, lower
 from parallel.pipeline.schedules import build_schedule
-from plan.bounds import GROWING, where
-from plan.layout import Layout
-from plan.memory import Memory, batch_bytes
+from tools.plan.bounds import GROWING, where
+from tools.plan.layout import Layout
+from tools.plan.memory import Memory, batch_bytes
 
 COUNTED = 4  # micro-batches for each pipeline rank, in which memory is counted
 CHECKED = 2  # and in which a schedule is checked: the fewest that all take

@@ -1,22 +1,21 @@
 """One job in numbers: everything that tools/plan prints, as a dictionary."""
 
-from collections import Counter
 from typing import Any
 
+from costs.summary import model_flops
 from model.transformer import num_parameters
 from parallel.pipeline.lower import Program, lower
-from plan.check import assumptions
-from plan.exposure import seconds_on_the_wire
-from plan.hardware import Device
-from plan.layout import Layout
-from plan.memory import Memory
-from plan.time import StepTime
-from plan.traffic import Call, by_axis, collectives, wire_bytes
+from tools.plan.check import assumptions
+from tools.plan.exposure import seconds_on_the_wire
+from tools.plan.hardware import Device
+from tools.plan.layout import Layout
+from tools.plan.memory import Memory
+from tools.plan.time import StepTime
+from tools.plan.traffic import Call, by_axis, collectives, wire_bytes
 from training.config import Config
 
 MFU_FORMULA = (
-    "tokens per second × ModelConfig.flops_per_token(seq_len) / (GPUs × peak); attention counts "
-    "causal, half a square"
+    "tokens per second × FLOPs of a token / (GPUs × peak); attention counts causal, half a square"
 )
 
 
@@ -122,7 +121,7 @@ def _rank(time: StepTime, program: Program, layout: Layout) -> dict[str, Any]:
     return {
         "pp_rank": layout.pp_rank,
         "stages": layout.stages,
-        "blocks": sum(unit.name == "block" for unit in units),
+        "blocks": len(units) - (layout.embedding in units) - (layout.head in units),
         "parameters": sum(unit.numel for unit in units),
         "flops_per_step": _flops(layout),
         "peak_memory_bytes": memory.peak,
@@ -145,15 +144,6 @@ def _ranks(layout: Layout, call: Call) -> int:
 
 
 def _flops(layout: Layout) -> float:
-    """Forward and backward of a step, without what is computed again: a share of
-    ModelConfig.flops_per_token."""
-    model, seq_len = layout.model, layout.config.train.seq_len
-    names = Counter(unit.name for stage in layout.stages for unit in layout.units(stage))
-    head = 6.0 * model.vocab_size * model.dim
-    block = (model.flops_per_token(seq_len) - head) / model.num_layers
-    return (
-        (names["block"] * block + names["head"] * head)
-        / layout.tp
-        * layout.tokens
-        * layout.num_microbatches
-    )
+    """Forward and backward of a step, without what is computed again."""
+    units = [unit for stage in layout.stages for unit in layout.units(stage)]
+    return layout.num_microbatches * sum(map(model_flops, units))

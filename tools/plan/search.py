@@ -19,12 +19,12 @@ from functools import cached_property
 
 from errors import UserError
 from model.transformer import num_parameters
-from plan.candidates import Candidate, Part, candidates, space
-from plan.check import check_before_search
-from plan.hardware import GB, Device
-from plan.layout import Layout
-from plan.peaks import CHECKED, peaks, shared, shortened
-from plan.time import StepTime
+from tools.plan.candidates import Candidate, Part, candidates, space
+from tools.plan.check import check_before_search
+from tools.plan.hardware import GB, Device
+from tools.plan.layout import Layout
+from tools.plan.peaks import CHECKED, peaks, shared, shortened
+from tools.plan.time import StepTime
 from training.config import Config
 from training.optimizers import state_bytes
 

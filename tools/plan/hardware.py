@@ -26,11 +26,11 @@ class Device(DataSheet):
     gpus_per_node: int = 8
     reserved_bytes: float = 8e9  # context, NCCL's buffers, fragmentation: what a run cannot have
     efficiencies_of: str = "h100"  # on which those below were found
-    matmul_efficiency: float = 0.71  # of large products
+    matmul_efficiency: float = 0.75  # of large products
     # a product takes as long as if its inner dimension were this much longer
     matmul_ramp: int = 160
-    attention_efficiency: float = 0.3
-    memory_efficiency: float = 0.42
+    attention_efficiency: float = 0.27
+    memory_efficiency: float = 0.45
     node_efficiency: float = 0.8
     network_efficiency: float = 0.85
     kernel_seconds: float = 10e-6  # beginning and end of one kernel
@@ -51,8 +51,8 @@ class Device(DataSheet):
 # Azure_Results). A100's efficiencies are those of H100 times these quotients; no run on A100 was
 # fitted.
 EFFICIENCIES: dict[str, dict[str, Any]] = {
-    "a100": {"efficiencies_of": "a100", "matmul_efficiency": 0.76, "attention_efficiency": 0.52,
-             "memory_efficiency": 0.38},
+    "a100": {"efficiencies_of": "a100", "matmul_efficiency": 0.80, "attention_efficiency": 0.47,
+             "memory_efficiency": 0.41},
     "h100": {},
     "h200": {},
     "b200": {},

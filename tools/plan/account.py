@@ -3,19 +3,10 @@
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from functools import cached_property
-from typing import NamedTuple
 
+from costs.recorder import Effect
+from parallel.memory import ACTIVATIONS, CATEGORIES, GATHERING, GRADIENTS, REDUCING
 from parallel.pipeline.actions import Action
-from plan.categories import ACTIVATIONS, GATHERING, GRADIENTS, KINDS, REDUCING, TEMPORARY
-
-
-class Effect(NamedTuple):
-    """What a piece of work did to an account: how high it rose above where it began, what was there
-    then, and what stayed."""
-
-    height: int
-    at_height: dict[str, int]  # by category, above the beginning
-    changes: dict[str, int]
 
 
 class Account:
@@ -38,21 +29,14 @@ class Account:
         self.now[category] -= size
         self.total -= size
 
-    def reach(
-        self, *, temporary: int = 0, gradients: int = 0, gathering: int = 0, reducing: int = 0
-    ) -> None:
-        """The moment, with these bytes alive besides: results, whole gradients, buffers of gathers
-        and reductions."""
-        total = self.total + temporary + gradients + gathering + reducing
+    def reach(self, *, gradients: int = 0, gathering: int = 0, reducing: int = 0) -> None:
+        """The moment, with these bytes alive besides: whole gradients, buffers of gathers and
+        reductions."""
+        total = self.total + gradients + gathering + reducing
         if total > self.peak:
             self.peak, self.peak_action = total, self.action
             self._at_peak = dict(self.now)
-            more = {
-                TEMPORARY: temporary,
-                GRADIENTS: gradients,
-                GATHERING: gathering,
-                REDUCING: reducing,
-            }
+            more = {GRADIENTS: gradients, GATHERING: gathering, REDUCING: reducing}
             for category, size in more.items():
                 if size:
                     self._at_peak[category] = self._at_peak.get(category, 0) + size
@@ -70,7 +54,11 @@ class Account:
             if state() == before:
                 self._effects[before] = effect
             return
-        height, at_height, changes = self._effects[before]
+        self.apply(self._effects[before])
+
+    def apply(self, effect: Effect) -> None:
+        """What a recorded piece of work did, here too."""
+        height, at_height, changes = effect
         if self.total + height > self.peak:
             self.peak, self.peak_action = self.total + height, self.action
             self._at_peak = {c: self.now[c] + at_height.get(c, 0) for c in {*self.now, *at_height}}
@@ -98,12 +86,12 @@ class Account:
         """By category."""
         table: dict[str, int] = {}
         for name, size in self._at_peak.items():
-            category = ACTIVATIONS if name in KINDS else name
+            category = name if name in CATEGORIES else ACTIVATIONS
             table[category] = table.get(category, 0) + size
         return table
 
     @cached_property
     def activations(self) -> dict[str, int]:
-        """Those at the peak, by kind, largest first; they add up to `at_peak`'s."""
-        kinds = {name: size for name, size in self._at_peak.items() if name in KINDS and size}
+        """Those at the peak, by the part of a unit that keeps them, largest first; they add up to `at_peak`'s."""
+        kinds = {n: size for n, size in self._at_peak.items() if n not in CATEGORIES and size}
         return dict(sorted(kinds.items(), key=lambda item: -item[1]))

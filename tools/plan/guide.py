@@ -4,9 +4,9 @@ from dataclasses import replace
 from typing import Literal
 
 from model.transformer import num_parameters
-from plan.categories import GATHERED, GRADIENTS, MOMENTS, SHARDED_GRADIENTS, WEIGHTS
-from plan.hardware import GB
-from plan.layout import Layout
+from parallel.memory import GATHERED, GRADIENTS, MOMENTS, SHARDED_GRADIENTS, WEIGHTS
+from tools.plan.hardware import GB
+from tools.plan.layout import Layout
 from training.config import Config
 
 ZeroStage = Literal[0, 1, 2, 3]

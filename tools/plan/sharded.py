@@ -4,9 +4,9 @@
 from collections import defaultdict
 from collections.abc import Hashable
 
-from plan.account import Account
-from plan.categories import GATHERED, GRADIENTS, REDUCING, SHARDED_GRADIENTS
-from plan.layout import Layout, Unit
+from parallel.memory import GATHERED, GRADIENTS, REDUCING, SHARDED_GRADIENTS
+from tools.plan.account import Account
+from tools.plan.layout import Gathered, Layout
 
 Key = tuple[int, int]  # stage, and the first of its units
 
@@ -18,7 +18,7 @@ class Sharded:
     def __init__(self, layout: Layout, account: Account) -> None:
         self.layout, self.account = layout, account
         # of a stage's unit: FSDP's, and what else is in it
-        self.unit_of: dict[tuple[int, int], tuple[Key, range, Unit]] = {}
+        self.unit_of: dict[tuple[int, int], tuple[Key, range, Gathered]] = {}
         for stage in layout.stages:
             for indices, unit in layout.fsdp_units(stage):
                 self.unit_of |= {
@@ -86,18 +86,17 @@ class Sharded:
         else:
             self._accumulate(key, unit)
 
-    def _accumulate(self, key: Key, unit: Unit) -> None:
+    def _accumulate(self, key: Key, unit: Gathered) -> None:
         layout, account = self.layout, self.account
         account.free(GRADIENTS, unit.numel * layout.compute)
         if key not in self.accumulated:
             # One parameter after the other changes its width; the largest comes last, or nearly.
-            widest = max(rows * columns for rows, columns in unit.shapes)
-            widest = widest if layout.reduce != layout.compute else 0
+            widest = unit.widest if layout.reduce != layout.compute else 0
             account.add(GRADIENTS, unit.numel * layout.reduce)
             account.reach(gradients=widest * layout.compute)
             self.accumulated.add(key)
 
-    def _reduce(self, stage: int, key: Key, unit: Unit, last: bool) -> None:
+    def _reduce(self, stage: int, key: Key, unit: Gathered, last: bool) -> None:
         """Over dp_shard; the last, over dp_replicate too, and to the weights' dtype. Until then
         FSDP sums in reduce_dtype."""
         layout, account = self.layout, self.account

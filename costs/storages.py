@@ -1,0 +1,78 @@
+"""Sees every storage when an operator first returns it and when it is freed, below autograd and
+FSDP."""
+
+import weakref
+from typing import Any
+
+from torch import Tensor, UntypedStorage
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ROUNDING = 512  # bytes: CUDA's caching allocator hands out multiples of it
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _rounded(size: int) -> int:
+    return -(-size // ROUNDING) * ROUNDING
+
+
+def key_of(tensor: Tensor) -> int:
+    """Of its storage: the address of a C++ object, unique as long as that lives."""
+    return local(tensor).untyped_storage()._cdata
+
+
+class StorageWatch(TorchDispatchMode):
+    """Calls `born` and `freed` of a subclass. Sizes are rounded up as CUDA's caching allocator does, so that
+    sums are what `torch.cuda.max_memory_allocated` counts; memory that operators use and free
+    inside themselves is not seen."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+        self._sizes: dict[int, int] = {}  # of the storages that are there
+
+    def born(self, key: int, size: int, label: Any = None) -> None:
+        """A storage is there; `label`: what `freed` returned when it had another size."""
+        raise NotImplementedError
+
+    def freed(self, key: int, size: int) -> Any:
+        raise NotImplementedError
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator; a subclass may do something else."""
+        return func(*args, **kwargs)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = self.run(func, args, kwargs or {})
+        for part in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(part, Tensor):
+                self.saw(part)
+        return result
+
+    def saw(self, tensor: Tensor) -> None:
+        tensor = local(tensor)
+        if tensor.device.type != self.device:
+            return
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._sizes:
+            weakref.finalize(storage, self._free, storage._cdata).atexit = False
+            self._add(storage._cdata, storage.nbytes())
+
+    def _add(self, key: int, size: int) -> None:
+        self._sizes[key] = size = _rounded(size)
+        self.born(key, size)
+
+    def _free(self, key: int) -> None:
+        if key in self._sizes:
+            self.freed(key, self._sizes.pop(key))
+
+    def resized(self, storage: UntypedStorage) -> None:
+        """For who sees it: no operator does."""
+        key = storage._cdata
+        if key in self._sizes:
+            label = self.freed(key, self._sizes[key])
+            self._sizes[key] = size = _rounded(storage.nbytes())
+            self.born(key, size, label)

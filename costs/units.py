@@ -1,0 +1,271 @@
+"""The units of the model, recorded: the embedding, a block of each kind, the norm with the head.
+
+    unit = record(Setting(model, tp=8, seq_len=8192), BLOCK)
+    unit.phases["forward"].product_flops, unit.phases["backward"].effect.height
+
+A unit is what FSDP gathers, what a pipeline's stages consist of, and what activation checkpointing
+wraps. A record is one micro-batch's forward and backward, or, where a schedule splits backward,
+forward, input gradients and weight gradients. What goes from one unit to the next is counted once:
+a unit's record ends with its output and begins with its input; in backward it begins with the
+output's gradient, which autograd owns, and ends with the input's.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from costs.as_on_gpu import DEVICE, AsOnGpu
+from costs.recorder import Phase, Piece, Recorder
+from model.config import ModelConfig
+from model.positions import BatchPositions
+from model.transformer import Batch, Transformer
+from parallel.activation import wrap_blocks
+from parallel.deferred import run_jobs
+from parallel.layer import TensorParallel, share_queue
+from parallel.memory import DEFERRED, GRADIENTS, TEMPORARY
+from parallel.parameter import WeightSpec, weights_of
+
+EMBEDDING, HEAD = "embedding", "head"  # units; a block's name is its kind
+
+# Kinds of activations, besides the parts of the unit.
+HIDDEN, POSITIONS = "hidden states between units", "angles and masks of positions"
+BLOCK = "sums of the block"  # parts of units: this, and what a block calls its layers
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a record depends on besides the unit."""
+
+    model: ModelConfig
+    seq_len: int
+    tp: int = 1
+    tp_rank: int = 0
+    sequence_parallel: bool = True
+    micro_batch_size: int = 1
+    document_mask: bool = False
+    activation_checkpointing: str = "none"
+    dtype: torch.dtype = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class LocalWeight:
+    """A weight as one tp rank has it."""
+
+    spec: WeightSpec
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class Record(NamedTuple):
+    """Of a unit, by phase."""
+
+    phases: dict[str, Phase]
+    held: dict[str, Phase]  # where somebody else holds on to the input: the first of a stage
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """Records of one unit. Activations are counted by the part of the unit that made them."""
+
+    setting: Setting
+    name: str
+    weights: tuple[LocalWeight, ...]
+    hidden_bytes: int  # of what goes from unit to unit
+
+    @cached_property
+    def numel(self) -> int:
+        """Parameters on the tp rank."""
+        return sum(weight.numel for weight in self.weights)
+
+    @cached_property
+    def whole(self) -> Record:
+        """Phases: forward, backward."""
+        return _record(self.setting, self.name, False)
+
+    @cached_property
+    def split(self) -> Record:
+        """Phases: forward, input, weight."""
+        return _record(self.setting, self.name, True)
+
+
+def kind_of(model: ModelConfig, layer: int) -> str:
+    """A block's name as a unit."""
+    return f"{model.attention_of(layer)} {model.feed_forward_of(layer)}"
+
+
+@lru_cache(maxsize=4096)
+def unit(setting: Setting, name: str) -> Unit:
+    """EMBEDDING, HEAD or a kind of block; recorded when it is asked."""
+    weights = weights_of(_stage(setting, [name]))
+    local = tuple(LocalWeight(each.spec, tuple(each.parameter.shape)) for each in weights)
+    return Unit(setting, name, local, _hidden(setting).nbytes)
+
+
+@lru_cache(maxsize=4096)
+def position_bytes(setting: Setting, kinds: frozenset[str]) -> int:
+    """What a stage with blocks of these kinds derives from positions, once for all of them."""
+    stage, batch = _stage(setting, sorted(kinds)), _batch(setting)
+    recorder = Recorder(lambda piece: None)
+    recorder.leave_out(*stage.parameters(), *_tensors(batch))
+    with AsOnGpu(), recorder:
+        positions = BatchPositions(batch.positions, batch.documents, setting.dtype)
+        inputs = [block.attention.inputs(positions) for block in stage.blocks.values()]
+        held = recorder.bytes_held
+    del inputs
+    return held
+
+
+def _hidden(setting: Setting) -> Tensor:
+    cut = setting.tp if setting.sequence_parallel else 1
+    shape = (setting.seq_len // cut, setting.micro_batch_size, setting.model.dim)
+    return torch.empty(shape, dtype=setting.dtype, device=DEVICE)
+
+
+def _stage(setting: Setting, names: Iterable[str]) -> Transformer:
+    """A pipeline stage of these units only."""
+    model, tp = setting.model, setting.tp
+    group = dist.ProcessGroup(setting.tp_rank, tp)  # of nobody: Recorder answers for it
+    at = TensorParallel(tp, setting.tp_rank, setting.sequence_parallel, None, group)
+    kinds = [kind_of(model, layer) for layer in range(model.num_layers)]
+    layers = [kinds.index(name) for name in names if name in kinds]
+    stage = Transformer(model, layers, EMBEDDING in names, HEAD in names, at).to(setting.dtype)
+    wrap_blocks(stage.blocks.values(), setting.activation_checkpointing, False, model.dim, tp)
+    return stage
+
+
+def _batch(setting: Setting) -> Batch:
+    shape = (setting.seq_len, setting.micro_batch_size)
+    exact = torch.float64 if setting.dtype == torch.float64 else torch.float32
+    tokens = torch.empty(shape, dtype=torch.int64, device=DEVICE)
+    if not setting.document_mask:
+        return Batch(tokens, tokens, tokens[:, :1], torch.empty((), dtype=exact, device=DEVICE))
+    # one document for each sequence: how many there are makes no difference
+    bounds = torch.empty(shape[1] + 1, dtype=torch.int32, device=DEVICE)
+    return Batch(tokens, tokens, tokens, torch.empty((), dtype=exact, device=DEVICE), bounds)
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    return [value for value in vars(batch).values() if isinstance(value, Tensor)]
+
+
+class _Begin(torch.autograd.Function):
+    """The unit's input comes into being; in backward, its gradient has."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, received: Callable[[Tensor], None]) -> Tensor:
+        ctx.received = received
+        return torch.empty_like(leaf)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[None, None]:
+        ctx.received(dx)
+        return None, None
+
+
+class _End(torch.autograd.Function):
+    """In backward the gradient of the unit's output comes into being; only autograd holds it."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, sent: Callable[[Tensor], None]) -> Tensor:
+        ctx.shape, ctx.dtype, ctx.sent = y.shape, y.dtype, sent
+        return y.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        dy = torch.empty(ctx.shape, dtype=ctx.dtype, device=DEVICE)
+        ctx.sent(dy)
+        return dy, None
+
+
+def _record(setting: Setting, name: str, split: bool) -> Record:
+    """One micro-batch's forward and backward of a unit."""
+    stage, batch = _stage(setting, [name]), _batch(setting)
+    queue = share_queue(stage)
+    gradients: list[Piece] = []
+
+    def category_of(piece: Piece) -> str | None:
+        if piece in flow.values():
+            return HIDDEN if piece in (flow.get("x"), flow.get("y")) else TEMPORARY
+        if piece.born_in < 0 or (piece.part == POSITIONS and piece.born_in == 0):
+            return None
+        if piece.died_in == piece.born_in:
+            return TEMPORARY
+        if piece.born_in == 0:
+            return piece.part
+        return GRADIENTS if piece in gradients else DEFERRED
+
+    def sent(dy: Tensor) -> None:
+        recorder.passes("dy", dy)
+        recorder.begin("input" if split else "backward")
+
+    def received(dx: Tensor) -> None:
+        recorder.passes("dx", dx)
+        recorder.end()
+
+    recorder = Recorder(category_of)
+    flow = recorder.flow
+    leaf = _hidden(setting).requires_grad_()
+    recorder.leave_out(leaf, *stage.parameters(), *_tensors(batch))
+    with _parts(stage, name, recorder), AsOnGpu(), recorder:
+        x = None
+        if name != EMBEDDING:
+            x = _Begin.apply(leaf, received)
+            recorder.passes("x", x)
+        with recorder.phase("forward"):
+            y = stage(x, batch)
+            del x
+        if name == HEAD:
+            end = get_gradient_edge(y)
+            recorder.begin("input" if split else "backward")
+        else:
+            recorder.passes("y", y)
+            end = get_gradient_edge(_End.apply(y, sent))
+        del y
+        with queue.deferring() if split else nullcontext([]) as jobs:
+            torch.autograd.backward(
+                end, torch.empty((), dtype=batch.loss_scale.dtype, device=DEVICE)
+            )
+        recorder.end()
+        if split:
+            with recorder.phase("weight"):
+                run_jobs(jobs)
+        for parameter in stage.parameters():
+            piece = recorder.piece(parameter.grad)
+            gradients.append(piece)
+            if piece.born_in == 0:
+                recorder.hand_over(piece, GRADIENTS)
+    return Record(recorder.phases(), recorder.phases(holding="x"))
+
+
+@contextmanager
+def _parts(stage: Transformer, name: str, recorder: Recorder) -> Iterator[None]:
+    """Inside, `recorder.part` is the part of a unit that is in forward: what a block's layer is
+    called, or the unit's name; in a stage of blocks, outside of them, POSITIONS."""
+    outside = name if name in (EMBEDDING, HEAD) else POSITIONS
+    recorder.part, stack = outside, [outside]
+
+    def enter(label: str) -> None:
+        stack.append(label)
+        recorder.part = label
+
+    def leave() -> None:
+        stack.pop()
+        recorder.part = stack[-1]
+
+    for block in stage.blocks.values():
+        for label, module in [(BLOCK, block), *block.named_children()]:
+            module.register_forward_pre_hook(lambda *_, label=label: enter(label))
+            # recomputation may end a forward early, by an exception
+            module.register_forward_hook(lambda *_: leave(), always_call=True)
+    yield

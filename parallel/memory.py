@@ -1,0 +1,39 @@
+"""What memory is for: the names of its categories, and a way for the code to say what a tensor is.
+
+A run listens to nobody and counts what its model, FSDP and optimizer hold (runtime/memory_report.py).
+The planner counts by these names (costs/, tools/plan/), and the rehearsal, which sees every storage
+(tools/rehearse/tape.py), listens to what is told here.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+WEIGHTS, MOMENTS = "sharded weights", "optimizer state"
+GATHERED, GRADIENTS, SHARDED_GRADIENTS = "gathered weights", "whole gradients", "sharded gradients"
+GATHERING, REDUCING = "buffers of gathers", "buffers of reductions"
+ACTIVATIONS, DEFERRED = "activations", "kept for weight gradients"
+MESSAGES, TEMPORARY = "messages of the pipeline", "temporary"
+CATEGORIES = {
+    WEIGHTS, MOMENTS, GATHERED, GRADIENTS, SHARDED_GRADIENTS, GATHERING, REDUCING, ACTIVATIONS,
+    DEFERRED, MESSAGES, TEMPORARY,
+}  # fmt: skip
+
+_listeners: list[Callable[[Tensor, str], None]] = []
+
+
+def tell(tensor: Tensor, category: str) -> None:
+    """`tensor` is of this category from now on."""
+    for listener in _listeners:
+        listener(tensor, category)
+
+
+@contextmanager
+def listening(listener: Callable[[Tensor, str], None]) -> Iterator[None]:
+    """Inside, `listener` is told."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)

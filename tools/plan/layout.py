@@ -1,0 +1,246 @@
+"""What one rank of a world holds: units, their weights as FSDP cuts them, widths of numbers."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+from costs.recorder import Phase
+from costs.units import EMBEDDING, HEAD, LocalWeight, Setting, Unit, kind_of, unit
+from errors import UserError
+from parallel.axes import AXES, MeshSizes
+from parallel.pipeline.actions import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Action,
+    Kind,
+    splits_backward,
+)
+from parallel.placement import chunk_range
+from training.config import Config
+from training.optimizers import optimizer_class
+from training.precision import Precision
+
+PHASES = {FORWARD: "forward", BACKWARD: "backward", BACKWARD_INPUT: "input",
+          BACKWARD_WEIGHT: "weight"}  # fmt: skip
+
+
+def world_of(path: str, config: Config, gpus: int | None) -> int:
+    """The number of ranks: `gpus`, or the product of the axes, or what the file's first line says
+    (`# world: 256`)."""
+    parallel = config.parallel
+    if gpus is not None:
+        return gpus
+    if parallel.dp_shard != -1:
+        return math.prod(getattr(parallel, axis) for axis in AXES)
+    first_line = re.match(r"# world: (\d+)\n", Path(path).read_text(encoding="utf-8"))
+    if first_line is None:
+        raise UserError(
+            "--gpus",
+            None,
+            "parallel.dp_shard=-1 takes what is left of a world nobody named",
+            "give --gpus N",
+        )
+    return int(first_line[1])
+
+
+class Gathered:
+    """Weights that FSDP gathers and reduces together: those of a unit, or of all units of a stage.
+    Shapes are those of the tp rank, before FSDP cuts their rows."""
+
+    def __init__(self, units: Iterable[Unit]) -> None:
+        self.weights = [weight for unit in units for weight in unit.weights]
+        self.numel = sum(weight.numel for weight in self.weights)
+        self.widest = max(weight.numel for weight in self.weights)
+        self.padded = lru_cache(self._padded)
+
+    def _padded(self, ranks: int) -> int:
+        """Numbers that travel in a gather or reduction over `ranks`: rows are filled up to a
+        multiple of them."""
+        return sum(-(-w.shape[0] // ranks) * ranks * (w.numel // w.shape[0]) for w in self.weights)
+
+    def local(self, ranks: int, rank: int, which: Callable[[LocalWeight], bool]) -> int:
+        """Numbers that one of `ranks` keeps of some of the weights."""
+        chosen = filter(which, self.weights)
+        return sum(
+            len(chunk_range(w.shape[0], ranks, rank)) * (w.numel // w.shape[0]) for w in chosen
+        )
+
+
+@lru_cache(maxsize=4096)
+def gathered(*units: Unit) -> Gathered:
+    return Gathered(units)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One rank's part of the job. Ranks that differ in their data-parallel coordinates alone are
+    alike."""
+
+    config: Config
+    world: int
+    pp_rank: int
+    tp_rank: int = 0
+    dp_shard_rank: int = 0
+
+    @classmethod
+    def of_rank(cls, config: Config, world: int, rank: int) -> "Layout":
+        at = config.parallel.mesh_sizes(world).coordinates(rank)
+        return cls(config, world, at["pp"], at["tp"], at["dp_shard"])
+
+    @cached_property
+    def sizes(self) -> MeshSizes:
+        return self.config.parallel.mesh_sizes(self.world)
+
+    @property
+    def tp(self) -> int:
+        return self.sizes.tp
+
+    @property
+    def dp_shard(self) -> int:
+        return self.sizes.dp_shard
+
+    @property
+    def dp_replicate(self) -> int:
+        return self.sizes.dp_replicate
+
+    # --- widths, in bytes ---
+
+    @cached_property
+    def compute(self) -> int:
+        return Precision.of(self.config).compute.itemsize
+
+    @cached_property
+    def master(self) -> int:
+        """Of weights, moments and reduced gradients between steps."""
+        return Precision.of(self.config).master.itemsize
+
+    @cached_property
+    def states_per_weight(self) -> int:
+        """Tensors that the optimizer keeps of each weight, in the master dtype."""
+        return len(optimizer_class(self.config.optimizer.name).state_names)
+
+    @cached_property
+    def reduce(self) -> int:
+        return Precision.of(self.config).reduce.itemsize
+
+    @cached_property
+    def exact(self) -> int:
+        """Of statistics and losses."""
+        return Precision.of(self.config).exact.itemsize
+
+    # --- time ---
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch."""
+        return self.config.train.seq_len * self.config.train.micro_batch_size
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        return self.config.num_microbatches(self.dp_replicate * self.dp_shard)
+
+    @cached_property
+    def schedule(self) -> Sequence[Sequence[Action]]:
+        return self.config.schedule(self.dp_replicate * self.dp_shard)
+
+    # --- units ---
+
+    @cached_property
+    def setting(self) -> Setting:
+        """What the records of the units depend on."""
+        config, parallel, train = self.config, self.config.parallel, self.config.train
+        return Setting(config.model, train.seq_len, self.tp, self.tp_rank,
+                       parallel.sequence_parallel, train.micro_batch_size,
+                       config.data.document_mask, train.activation_checkpointing,
+                       Precision.of(config).compute)  # fmt: skip
+
+    @cached_property
+    def embedding(self) -> Unit:
+        return unit(self.setting, EMBEDDING)
+
+    @cached_property
+    def head(self) -> Unit:
+        return unit(self.setting, HEAD)
+
+    @cached_property
+    def _blocks(self) -> list[Unit]:
+        model, alike = self.config.model, replace(self.setting, tp_rank=0)
+        return [unit(alike, kind_of(model, layer)) for layer in range(model.num_layers)]
+
+    @cached_property
+    def kinds(self) -> Counter[Unit]:
+        """Blocks, and how many there are of each kind."""
+        return Counter(self._blocks)
+
+    @cached_property
+    def _units(self) -> list[list[Unit]]:
+        units = [[self._blocks[layer] for layer in layers] for layers in self._split]
+        units[0].insert(0, self.embedding)
+        units[-1].append(self.head)
+        return units
+
+    def units(self, stage: int) -> list[Unit]:
+        """Of a stage, in the order of forward."""
+        return self._units[stage]
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        return splits_backward(self.schedule)
+
+    def phase(self, kind: Kind, unit: Unit, held: bool = False) -> Phase:
+        """What a unit does in an action of this kind. `held`: it is the first of a stage whose
+        input comes from another."""
+        whole = kind is BACKWARD or (kind is FORWARD and not self.splits_backward)
+        record = unit.whole if whole else unit.split
+        return (record.held if held else record.phases)[PHASES[kind]]
+
+    def fsdp_units(self, stage: int) -> list[tuple[range, Gathered]]:
+        """What is gathered and reduced at once, and which of `units` it is."""
+        units = self.units(stage)
+        if self.config.parallel.fsdp_unit == "stage":
+            return [(range(len(units)), gathered(*units))]
+        return [(range(i, i + 1), gathered(unit)) for i, unit in enumerate(units)]
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of what goes from unit to unit."""
+        return self.embedding.hidden_bytes
+
+    @cached_property
+    def _split(self) -> list[range]:
+        return self.config.split_layers()
+
+    @cached_property
+    def where(self) -> list[int]:
+        """The pipeline rank of each stage."""
+        return self.config.parallel.ranks_of_stages
+
+    @cached_property
+    def stages(self) -> list[int]:
+        """Of this pipeline rank."""
+        return [s for s, rank in enumerate(self.where) if rank == self.pp_rank]
+
+    def at(self, pp_rank: int) -> "Layout":
+        """The same on another pipeline rank; what is alike on all is not computed again."""
+        other = replace(self, pp_rank=pp_rank)
+        alike = (
+            "where",
+            "_split",
+            "_units",
+            "schedule",
+            "splits_backward",
+            "sizes",
+            "num_microbatches",
+        )
+        other.__dict__.update({name: getattr(self, name) for name in alike})
+        return other
+
+    @cached_property
+    def num_stages(self) -> int:
+        return self.config.parallel.num_stages

@@ -1,0 +1,154 @@
+"""Bytes on one rank, moment by moment.
+
+A rank's program is gone through as parallel/pipeline/runner.py does, and each of its actions unit
+by unit. What a unit's forward or backward keeps, frees and has alive at most is recorded from its
+code (costs/units.py). Around it come what FSDP2 does (sharded.py), the messages of the pipeline,
+and the states that last.
+"""
+
+from collections.abc import Hashable
+from dataclasses import replace
+from functools import partial
+
+from costs.recorder import Phase
+from costs.units import HIDDEN, POSITIONS, TEMPORARY, position_bytes
+from parallel.memory import GATHERING, MESSAGES, MOMENTS, WEIGHTS
+from parallel.pipeline.actions import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Action,
+    Kind,
+)
+from parallel.pipeline.lower import Exchange, Program, lower, need_of, result_of
+from tools.plan.account import Account
+from tools.plan.layout import Layout, gathered
+from tools.plan.sharded import Sharded
+
+
+class Memory(Account):
+    """`peak` bytes, `at_peak` by category, `activations` by kind, and the `peak_action`."""
+
+    def __init__(self, layout: Layout, program: Program | None = None) -> None:
+        super().__init__()
+        self.layout = layout
+        self.units = {stage: layout.units(stage) for stage in layout.stages}
+        blocks = {s: frozenset(unit.name for unit in units) for s, units in self.units.items()}
+        alike = replace(layout.setting, tp_rank=0)
+        self.positions = {s: position_bytes(alike, kinds) for s, kinds in blocks.items()}
+        self.sharded = Sharded(layout, self)
+        self.left = dict.fromkeys(layout.stages, layout.num_microbatches)  # backwards to come
+        self._states()
+        self._run(lower(layout.schedule)[layout.pp_rank] if program is None else program)
+
+    # --- what is there before the first step ---
+
+    def _states(self) -> None:
+        layout = self.layout
+        for units in self.units.values():
+            for unit in units:
+                weights, shards = gathered(unit), layout.dp_shard
+                self.add(WEIGHTS, weights.padded(shards) // shards * layout.master)
+                local = weights.local(shards, layout.dp_shard_rank, lambda weight: True)
+                self.add(MOMENTS, layout.states_per_weight * local * layout.master)
+        self.add(TEMPORARY, batch_bytes(layout))
+
+    # --- the program ---
+
+    def _run(self, program: Program) -> None:
+        layout, part = self.layout, self.layout.hidden_bytes
+        sent = waiting = 0  # messages on their way, and made but not yet posted
+        where = layout.where
+        for item in program:
+            if isinstance(item, Exchange):
+                self.action = None
+                sends = sum(transfer.sends for transfer in item.transfers)
+                self.add(MESSAGES, part * (len(item.transfers) - sends))
+                self.free(MESSAGES, part * sent)
+                sent, waiting = sends, waiting - sends
+                continue
+            self.action = item
+            need, result = need_of(item, layout.num_stages), result_of(item, layout.num_stages)
+            if need is not None:  # a hidden state is kept for backward; a gradient is used up
+                self.free(MESSAGES, part)
+                self.add(HIDDEN if item.kind is FORWARD else TEMPORARY, part)
+            self.left[item.stage] -= item.kind in (BACKWARD, BACKWARD_WEIGHT)
+            self.repeat(partial(self._state, item), partial(self._act, item))
+            if result is not None:
+                self.add(MESSAGES, part)
+                waiting += where[result.stage] != layout.pp_rank
+        self.action = None
+
+    def _state(self, action: Action) -> Hashable:
+        """All that an action's memory depends on, besides the layout."""
+        kind, stage = action.kind, action.stage
+        return kind, stage, self.left[stage] == 0, self.sharded.state(stage)
+
+    def _act(self, action: Action) -> None:
+        last = self.left[action.stage] == 0
+        if action.kind is FORWARD:
+            self._forward(action.stage)
+            return
+        if action.kind in (BACKWARD, BACKWARD_INPUT):
+            self._backward(action.stage, action.kind, last)
+        else:
+            self._weight_gradients(action.stage, last)
+        if last and action.kind is not BACKWARD_INPUT:
+            self.sharded.end_last_backward(action.stage)
+
+    # --- forward ---
+
+    def _forward(self, stage: int) -> None:
+        layout, units = self.layout, self.units[stage]
+        resharded = layout.config.parallel.zero_stage == 3
+        self.add(POSITIONS, self.positions[stage])
+        buffer = 0
+        for index in range(len(units)):
+            buffer = self.sharded.gather(stage, index, True, buffer)
+            self.add(GATHERING, buffer)
+            self.apply(self._phase(FORWARD, stage, index).effect)
+            self.free(GATHERING, buffer)
+            if resharded and index + 1 == self.sharded.unit_of[stage, index][1].stop:
+                self.sharded.reshard(stage, index)
+        if stage < layout.num_stages - 1:  # the last block's output is the next stage's
+            self.free(HIDDEN, units[-1].hidden_bytes)
+
+    # --- backward ---
+
+    def _backward(self, stage: int, kind: Kind, last: bool) -> None:
+        layout, sharded = self.layout, self.sharded
+        resharded = layout.config.parallel.zero_stage == 3
+        for index in reversed(range(len(self.units[stage]))):
+            sharded.gather(stage, index, False, 0)
+            prefetched = sharded.prefetched(stage, index)
+            self.add(GATHERING, prefetched)
+            self.apply(self._phase(kind, stage, index).effect)
+            if kind is BACKWARD:
+                sharded.after_backward(stage, index, last)
+            elif resharded and index == sharded.unit_of[stage, index][1].start:
+                sharded.reshard(stage, index)
+            self.free(GATHERING, prefetched)
+        self.free(POSITIONS, self.positions[stage])
+        if stage > 0:  # its input, and the gradient that goes out
+            self.free(HIDDEN, layout.hidden_bytes)
+            self.free(TEMPORARY, layout.hidden_bytes)
+
+    def _weight_gradients(self, stage: int, last: bool) -> None:
+        units = range(len(self.units[stage]))
+        for index in reversed(units):
+            self.apply(self._phase(BACKWARD_WEIGHT, stage, index).effect)
+        for index in units:
+            self.sharded.after_backward(stage, index, last)
+
+    def _phase(self, kind: Kind, stage: int, index: int) -> Phase:
+        held = stage > 0 and index == 0
+        return self.layout.phase(kind, self.units[stage][index], held)
+
+
+def batch_bytes(layout: Layout) -> int:
+    """Tokens and targets of a step, int64, transposed where micro-batches are not rows; and
+    positions."""
+    numbers = layout.tokens * layout.num_microbatches
+    both = numbers * 16 * (2 if layout.config.train.micro_batch_size > 1 else 1)
+    return both + 8 * (numbers if layout.config.data.document_mask else layout.config.train.seq_len)

@@ -1,0 +1,172 @@
+"""Every collective of one training step on one rank: over which axis, of which kind, how many, how
+many bytes.
+
+Bytes are those of the whole tensor: what an all-gather ends with, what a reduce-scatter begins
+with, what an all-reduce or a message holds. `wire_bytes` says what of it passes a rank's link.
+Collectives over one rank move nothing and do not count.
+
+Over tp, units send what they are recorded to send (costs/units.py). Besides there are
+
+| when             | over         | what                                                              |
+|------------------|--------------|-------------------------------------------------------------------|
+| between stages   | pp           | hidden states and their gradients                                 |
+| gather of a unit | dp_shard     | its weights in the compute dtype: once a step; zero_stage 3:      |
+|                  |              | in every forward and every backward                               |
+| reduction of one | dp_shard     | its gradients in reduce_dtype: once a step; zero_stage 2 and 3:   |
+|                  |              | for every micro-batch                                             |
+|                  | dp_replicate | 1 / dp_shard of them, once a step                                 |
+| once a step      | tp           | gradients that each tp rank knows in part, together               |
+|                  | loss         | the number of target tokens (int64), and the loss                 |
+|                  | pp           | the loss                                                          |
+|                  | world        | the gradients' squares (float64)                                  |
+|                  | ends         | a tied embedding's gradient, on two ranks                         |
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from costs.units import LocalWeight, Unit
+from parallel.pipeline.actions import Action
+from parallel.pipeline.lower import need_of, result_of
+from tools.plan.layout import Gathered, Layout, gathered
+
+
+class Call(NamedTuple):
+    """A collective."""
+
+    axis: str
+    kind: str
+    bytes: int
+
+
+def collectives(layout: Layout) -> Counter[Call]:
+    """Those of one step, with their number."""
+    calls: Counter[Call] = Counter()
+    actions = layout.schedule[layout.pp_rank]
+    for kind, stage, number in _counted(actions):
+        calls += _times(action_calls(layout, Action(kind, stage, 0)), number)
+    for stage in layout.stages:
+        calls += fsdp_calls(layout, stage)
+    where = layout.where
+    message = Call("pp", "", layout.hidden_bytes)
+    for action in actions:
+        result, need = result_of(action, layout.num_stages), need_of(action, layout.num_stages)
+        if result is not None and where[result.stage] != layout.pp_rank:
+            calls[message._replace(kind="send")] += 1
+        if (
+            need is not None
+            and where[need.stage + (1 if need.is_gradient else -1)] != layout.pp_rank
+        ):
+            calls[message._replace(kind="receive")] += 1
+    calls += _once_a_step(layout)
+    return calls
+
+
+def action_calls(layout: Layout, action: Action) -> Counter[Call]:
+    """Over tp, in one action."""
+    calls: Counter[Call] = Counter()
+    for unit in layout.units(action.stage) if layout.tp > 1 else ():
+        for (kind, size), number in layout.phase(action.kind, unit).sends.items():
+            calls[Call("tp", kind, size)] += number
+    return calls
+
+
+def fsdp_calls(layout: Layout, stage: int) -> Counter[Call]:
+    """Over the data-parallel axes, in one step."""
+    calls: Counter[Call] = Counter()
+    zero, m = layout.config.parallel.zero_stage, layout.num_microbatches
+    for _, unit in layout.fsdp_units(stage):
+        if layout.dp_shard > 1:
+            calls[Call("dp_shard", "all_gather", gather_bytes(layout, unit))] += (
+                2 * m if zero == 3 else 1
+            )
+            calls[Call("dp_shard", "reduce_scatter", reduce_bytes(layout, unit))] += (
+                m if zero >= 2 else 1
+            )
+        if layout.dp_replicate > 1:
+            calls[
+                Call("dp_replicate", "all_reduce", reduce_bytes(layout, unit) // layout.dp_shard)
+            ] += 1
+    return calls
+
+
+def gather_bytes(layout: Layout, unit: Gathered) -> int:
+    return unit.padded(layout.dp_shard) * layout.compute
+
+
+def reduce_bytes(layout: Layout, unit: Gathered) -> int:
+    return unit.padded(layout.dp_shard) * layout.reduce
+
+
+def _once_a_step(layout: Layout) -> Counter[Call]:
+    """The loss, the gradient norm, and gradients that are summed after the last backward."""
+    calls: Counter[Call] = Counter()
+    loss, world, ends = axis_names(layout)
+    pp = layout.sizes.pp
+
+    def add(axis: str, size: int, number: int) -> None:
+        if size > 1:
+            calls[Call(axis, "all_reduce", number)] += 1
+
+    add(loss, layout.dp_replicate * layout.dp_shard, 8)  # target tokens: int64
+    add(loss, layout.dp_replicate * layout.dp_shard, layout.exact)
+    add("pp", pp, layout.exact)
+    add(world, layout.world, 8)  # squares: float64
+
+    def local(units: Iterable[Unit], which: Callable[[LocalWeight], bool]) -> int:
+        shards, rank = layout.dp_shard, layout.dp_shard_rank
+        return layout.master * sum(gathered(unit).local(shards, rank, which) for unit in units)
+
+    units = [unit for stage in layout.stages for unit in layout.units(stage)]
+    partial = local(units, lambda weight: weight.spec.gradient_is_partial)
+    if partial:
+        add("tp", layout.tp, partial)
+    copies = local([layout.head], lambda weight: weight.spec.copy_of is not None)
+    has_one_end = (layout.embedding in units) != (layout.head in units)
+    if copies and ends is not None and has_one_end:
+        calls[Call(ends, "all_reduce", copies)] += 1
+    return calls
+
+
+def axis_names(layout: Layout) -> tuple[str, str, str | None]:
+    """By which axis `loss`, `world`, and the pair of the first and last stage's ranks go: the
+    innermost with the same ranks."""
+    sizes = layout.sizes
+    loss = (
+        "dp_shard" if sizes.dp_replicate == 1 else "dp_replicate" if sizes.dp_shard == 1 else "loss"
+    )
+    alone = [axis for axis, size in reversed(sizes.by_axis().items()) if size == layout.world]
+    world = alone[0] if alone else "loss" if sizes.dp == layout.world else "world"
+    where = layout.where
+    ends = None if where[0] == where[-1] else "pp" if sizes.pp == 2 else "ends"
+    return loss, world, ends
+
+
+def wire_bytes(call: Call, ranks: int) -> float:
+    """What one rank sends of it in a ring over `ranks`: all others' parts of a gather or scatter,
+    both of an all-reduce."""
+    if call.kind in ("send", "receive"):
+        return float(call.bytes) if call.kind == "send" else 0.0
+    return call.bytes * (ranks - 1) / ranks * (2 if call.kind == "all_reduce" else 1)
+
+
+def by_axis(calls: Counter[Call]) -> dict[str, dict[str, Any]]:
+    """`{axis: {"count": …, "bytes": …, "kinds": {kind: {"count": …, "bytes": …}}}}`, as
+    tools/rehearse counts."""
+    table: dict[str, dict[str, Any]] = {}
+    for call, number in sorted(calls.items()):
+        axis = table.setdefault(call.axis, {"count": 0, "bytes": 0, "kinds": {}})
+        for row in (axis, axis["kinds"].setdefault(call.kind, {"count": 0, "bytes": 0})):
+            row["count"] += number
+            row["bytes"] += number * call.bytes
+    return table
+
+
+def _counted(actions: Any) -> list[tuple[Any, int, int]]:
+    counts = Counter((action.kind, action.stage) for action in actions)
+    return [(kind, stage, number) for (kind, stage), number in counts.items()]
+
+
+def _times(calls: Counter[Call], number: int) -> Counter[Call]:
+    return Counter({call: each * number for call, each in calls.items()})
