@@ -1,8 +1,8 @@
 """Rates of accelerators, as their makers' data sheets state them: no other file has such numbers.
 
 Asked by MFU (runtime/metrics.py), the warning about slow links (runtime/topology.py), the balance
-of pipeline stages (model/cost.py) and the planner (plan/hardware.py), which adds what part of a
-rate programs reach.
+of pipeline stages (costs/summary.py) and the planner (tools/plan/hardware.py), which adds what part
+of a rate programs reach.
 """
 
 from dataclasses import dataclass

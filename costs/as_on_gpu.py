@@ -3,10 +3,10 @@
 Tensors of torch's meta device have shapes and dtypes only. Inside `AsOnGpu` what the model's code
 asks of a GPU is answered so that it takes the way it takes on one:
 
-    a tensor's `is_cuda`       True: Triton kernels (their registered shapes), products that sum in
-                               a wider dtype
-    scaled dot-product         flash attention's operator, or, with a bias, the memory-efficient
-    attention                  one: the output and a number for each row are kept, no square of S × S
+    a tensor's `is_cuda`   True: Triton kernels (their registered shapes), products that sum in a
+                           wider dtype
+    scaled dot-product     flash attention's operator, or, with a bias, the memory-efficient one:
+    attention              the output and a number for each row are kept, no square of S × S
 
 torch has fake tensors for the same purpose. They do this in Python, operation by operation, and
 take four times as long.
@@ -31,7 +31,8 @@ class AsOnGpu(TorchFunctionMode):
         if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             return args[0].device.type == DEVICE
         if func is functional.scaled_dot_product_attention and args[0].device.type == DEVICE:
-            return attention(*args, kwargs["attn_mask"], kwargs["is_causal"])
+            q, k, v = args
+            return attention(q, k, v, kwargs["attn_mask"], kwargs["is_causal"])
         return func(*args, **kwargs)
 
 

@@ -118,7 +118,7 @@ class Piece:
     died_in: int = sys.maxsize
 
 
-class _Work(dist._Work):  # type: ignore[misc]
+class _Work(dist._Work):
     """Of a collective that nobody carries out."""
 
     def __init__(self, waited: Callable[[], None]) -> None:
@@ -253,6 +253,14 @@ def call_of(func: Any, args: Any) -> tuple[str, int]:
     """Kind and bytes of a collective: of its largest tensor, which is the whole one."""
     name = func.name().split(".")[0].removeprefix("c10d::")
     return COLLECTIVES.get(name, name), max(tensor.nbytes for tensor in tensors_of(args))
+
+
+def wire_bytes(kind: str, size: int, ranks: int) -> float:
+    """What one rank sends in a ring over `ranks`: all others' parts of a gather or scatter, both of
+    an all-reduce."""
+    if kind in ("send", "receive"):
+        return float(size) if kind == "send" else 0.0
+    return size * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
 
 
 def event_of(func: Any, args: Any, kwargs: Any, result: Any) -> Event | None:

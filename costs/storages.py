@@ -25,9 +25,9 @@ def key_of(tensor: Tensor) -> int:
 
 
 class StorageWatch(TorchDispatchMode):
-    """Calls `born` and `freed` of a subclass. Sizes are rounded up as CUDA's caching allocator does, so that
-    sums are what `torch.cuda.max_memory_allocated` counts; memory that operators use and free
-    inside themselves is not seen."""
+    """Calls `born` and `freed` of a subclass. Sizes are rounded up as CUDA's caching allocator
+    does, so that sums are what `torch.cuda.max_memory_allocated` counts; memory that operators use
+    and free inside themselves is not seen."""
 
     def __init__(self, device: str) -> None:
         super().__init__()

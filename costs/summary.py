@@ -2,6 +2,7 @@
 (balance of pipeline stages)."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -14,11 +15,16 @@ from parallel.pipeline.balance import LayerCosts
 OPERATIONS_PER_BYTE = H100.peak_flops / H100.memory_bytes_per_second
 
 
-def _blocks(setting: Setting) -> list[tuple[Unit, int]]:
+def blocks(setting: Setting) -> Counter[Unit]:
     """A block of each kind, and how many there are."""
-    model = setting.model
-    counts = Counter(kind_of(model, layer) for layer in range(model.num_layers))
-    return [(unit(setting, kind), number) for kind, number in counts.items()]
+    kinds = Counter(kind_of(setting.model, layer) for layer in range(setting.model.num_layers))
+    return Counter({unit(setting, kind): number for kind, number in kinds.items()})
+
+
+def mean_of_blocks(setting: Setting, figure: Callable[[Unit], float]) -> float:
+    """Of a model's blocks, which may be of several kinds."""
+    kinds = blocks(setting)
+    return sum(figure(block) * number for block, number in kinds.items()) / kinds.total()
 
 
 def model_flops(of: Unit, whole_attention: bool = False) -> float:
@@ -40,8 +46,9 @@ def model_flops(of: Unit, whole_attention: bool = False) -> float:
 def flops_per_token(model: ModelConfig, seq_len: int, whole_attention: bool = False) -> float:
     """`model_flops` of the whole model, for each token."""
     setting = Setting(model, seq_len)
-    units = [*_blocks(setting), (unit(setting, EMBEDDING), 1), (unit(setting, HEAD), 1)]
-    return sum(model_flops(each, whole_attention) * number for each, number in units) / seq_len
+    ends = sum(model_flops(unit(setting, name), whole_attention) for name in (EMBEDDING, HEAD))
+    block = mean_of_blocks(setting, lambda block: model_flops(block, whole_attention))
+    return (ends + model.num_layers * block) / seq_len
 
 
 @lru_cache(maxsize=1024)
@@ -49,10 +56,9 @@ def layer_costs(model: ModelConfig, seq_len: int, activation_checkpointing: str)
     """Relative costs of the embedding, a block (of several kinds the mean) and the head, in
     operations per token: a byte moved counts as the operations that an H100 does meanwhile."""
     setting = Setting(model, seq_len, activation_checkpointing=activation_checkpointing)
-    blocks = sum(_operations(block) * number for block, number in _blocks(setting))
-    ends = (_operations(unit(setting, name)) for name in (EMBEDDING, HEAD))
-    embedding, head = (each / seq_len for each in ends)
-    return LayerCosts(embedding, blocks / model.num_layers / seq_len, head)
+    embedding, head = (_operations(unit(setting, name)) for name in (EMBEDDING, HEAD))
+    costs = embedding, mean_of_blocks(setting, _operations), head
+    return LayerCosts(*(each / seq_len for each in costs))
 
 
 def _operations(of: Unit) -> float:

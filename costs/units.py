@@ -12,7 +12,7 @@ output's gradient, which autograd owns, and ends with the input's.
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from costs.as_on_gpu import DEVICE, AsOnGpu
-from costs.recorder import Phase, Piece, Recorder
+from costs.recorder import Phase, Piece, Recorder, wire_bytes
 from model.config import ModelConfig
 from model.positions import BatchPositions
-from model.transformer import Batch, Transformer
+from model.transformer import Batch, Block, Transformer, hidden_shape
 from parallel.activation import wrap_blocks
-from parallel.deferred import run_jobs
+from parallel.deferred import Job, run_jobs
 from parallel.layer import TensorParallel, share_queue
 from parallel.memory import DEFERRED, GRADIENTS, TEMPORARY
 from parallel.parameter import WeightSpec, weights_of
@@ -72,6 +72,13 @@ class Record(NamedTuple):
 
     phases: dict[str, Phase]
     held: dict[str, Phase]  # where somebody else holds on to the input: the first of a stage
+    tp: int
+
+    @property
+    def bytes_sent(self) -> float:
+        """By one rank over tp, by rings."""
+        calls = [call for phase in self.phases.values() for call in phase.sends.elements()]
+        return sum(wire_bytes(kind, size, self.tp) for kind, size in calls)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +127,10 @@ def position_bytes(setting: Setting, kinds: frozenset[str]) -> int:
     recorder.leave_out(*stage.parameters(), *_tensors(batch))
     with AsOnGpu(), recorder:
         positions = BatchPositions(batch.positions, batch.documents, setting.dtype)
-        inputs = [block.attention.inputs(positions) for block in stage.blocks.values()]
+        inputs = []
+        for block in stage.blocks.values():
+            assert isinstance(block, Block)
+            inputs.append(block.attention.inputs(positions))
         held = recorder.bytes_held
     del inputs
     return held
@@ -128,19 +138,20 @@ def position_bytes(setting: Setting, kinds: frozenset[str]) -> int:
 
 def _hidden(setting: Setting) -> Tensor:
     cut = setting.tp if setting.sequence_parallel else 1
-    shape = (setting.seq_len // cut, setting.micro_batch_size, setting.model.dim)
+    shape = hidden_shape(setting.model, setting.seq_len // cut, setting.micro_batch_size)
     return torch.empty(shape, dtype=setting.dtype, device=DEVICE)
 
 
 def _stage(setting: Setting, names: Iterable[str]) -> Transformer:
     """A pipeline stage of these units only."""
     model, tp = setting.model, setting.tp
-    group = dist.ProcessGroup(setting.tp_rank, tp)  # of nobody: Recorder answers for it
+    group = dist.ProcessGroup(setting.tp_rank, tp)  # type: ignore[call-arg]  # Recorder's
     at = TensorParallel(tp, setting.tp_rank, setting.sequence_parallel, None, group)
     kinds = [kind_of(model, layer) for layer in range(model.num_layers)]
     layers = [kinds.index(name) for name in names if name in kinds]
     stage = Transformer(model, layers, EMBEDDING in names, HEAD in names, at).to(setting.dtype)
-    wrap_blocks(stage.blocks.values(), setting.activation_checkpointing, False, model.dim, tp)
+    width = _hidden(setting).shape[-1]
+    wrap_blocks(stage.blocks.values(), setting.activation_checkpointing, False, width, tp)
     return stage
 
 
@@ -217,7 +228,8 @@ def _record(setting: Setting, name: str, split: bool) -> Record:
     flow = recorder.flow
     leaf = _hidden(setting).requires_grad_()
     recorder.leave_out(leaf, *stage.parameters(), *_tensors(batch))
-    with _parts(stage, name, recorder), AsOnGpu(), recorder:
+    deferring: AbstractContextManager[list[Job]] = queue.deferring() if split else nullcontext([])
+    with torch.enable_grad(), _parts(stage, name, recorder), AsOnGpu(), recorder:
         x = None
         if name != EMBEDDING:
             x = _Begin.apply(leaf, received)
@@ -232,20 +244,19 @@ def _record(setting: Setting, name: str, split: bool) -> Record:
             recorder.passes("y", y)
             end = get_gradient_edge(_End.apply(y, sent))
         del y
-        with queue.deferring() if split else nullcontext([]) as jobs:
-            torch.autograd.backward(
-                end, torch.empty((), dtype=batch.loss_scale.dtype, device=DEVICE)
-            )
+        with deferring as jobs:
+            torch.autograd.backward(end)
         recorder.end()
         if split:
             with recorder.phase("weight"):
                 run_jobs(jobs)
         for parameter in stage.parameters():
+            assert parameter.grad is not None
             piece = recorder.piece(parameter.grad)
             gradients.append(piece)
             if piece.born_in == 0:
                 recorder.hand_over(piece, GRADIENTS)
-    return Record(recorder.phases(), recorder.phases(holding="x"))
+    return Record(recorder.phases(), recorder.phases(holding="x"), setting.tp)
 
 
 @contextmanager

@@ -57,6 +57,12 @@ class Block(nn.Module):
         return x + self.feed_forward(y)
 
 
+def hidden_shape(config: ModelConfig, positions: int, sequences: int) -> tuple[int, int, int]:
+    """[S/tp, B, D], of what goes from block to block and from stage to stage, where a rank has so
+    many positions of so many sequences."""
+    return positions, sequences, config.dim
+
+
 def vocabulary(config: ModelConfig) -> Pieces:
     """Rows of the embedding and of the head."""
     return Pieces(config.vocab_size, "model.vocab_size", uneven=True)

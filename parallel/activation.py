@@ -41,20 +41,20 @@ EXPENSIVE = PRODUCTS | {
 
 
 def _keep_expensive(
-    dim: int, tp: int, ctx: Any, op: Any, *args: Any, **kwargs: Any
+    width: int, tp: int, ctx: Any, op: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
     if op not in EXPENSIVE:
         return CheckpointPolicy.PREFER_RECOMPUTE
     # A column-parallel product sums over all of D, a row-parallel one over this rank's part of
     # something. Where that part is as wide as D by chance, it is kept: more memory, the same
     # numbers.
-    is_partial = op in PRODUCTS and tp > 1 and args[-2].shape[-1] != dim
+    is_partial = op in PRODUCTS and tp > 1 and args[-2].shape[-1] != width
     return CheckpointPolicy.PREFER_RECOMPUTE if is_partial else CheckpointPolicy.MUST_SAVE
 
 
-def wrap_blocks(blocks: Iterable[nn.Module], mode: str, compile: bool, dim: int, tp: int) -> None:
+def wrap_blocks(blocks: Iterable[nn.Module], mode: str, compile: bool, width: int, tp: int) -> None:
     """Make each block's forward a checkpoint and a compiled graph, in place. Call it before
-    `fully_shard`: recomputation and compiled code then run inside the gathering of weights. dim: D;
+    `fully_shard`: recomputation and compiled code then run inside the gathering of weights. width: D;
     tp: ranks of tensor parallelism.
 
     Selective checkpointing is compiled with the block: the compiler decides by the same policy what
@@ -66,7 +66,7 @@ def wrap_blocks(blocks: Iterable[nn.Module], mode: str, compile: bool, dim: int,
         forward: Callable[..., Any] = block.forward
         if mode == "selective":
             policy = partial(
-                create_selective_checkpoint_contexts, partial(_keep_expensive, dim, tp)
+                create_selective_checkpoint_contexts, partial(_keep_expensive, width, tp)
             )
             forward = _checkpointed(forward, context_fn=policy)
         if compile:

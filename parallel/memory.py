@@ -1,8 +1,8 @@
 """What memory is for: the names of its categories, and a way for the code to say what a tensor is.
 
-A run listens to nobody and counts what its model, FSDP and optimizer hold (runtime/memory_report.py).
-The planner counts by these names (costs/, tools/plan/), and the rehearsal, which sees every storage
-(tools/rehearse/tape.py), listens to what is told here.
+In a run nobody listens; its report counts what model, FSDP and optimizer hold
+(runtime/memory_report.py). The planner counts by these names (costs/, tools/plan/), and the
+rehearsal, which sees every storage, listens to what is told here (tools/rehearse/tape.py).
 """
 
 from collections.abc import Callable, Iterator

@@ -169,7 +169,7 @@ def held_tensors(train: TrainStep) -> dict[str, list[Tensor]]:
     found: dict[str, list[Tensor | None]] = {
         WEIGHTS: [*sharded],
         GATHERED: [*present],
-        MOMENTS: moments,
+        MOMENTS: [*moments],
         SHARDED_GRADIENTS: [*(parameter.grad for parameter in sharded), *reduced],
         GRADIENTS: [*(parameter.grad for parameter in present), *whole],
     }

@@ -6,12 +6,13 @@ torchrun gives a node consecutive ranks, so a node of N ranks holds N neighbours
     inside a node of 8 ranks: tp 8; between nodes: pp 4, dp_shard 8
 """
 
+from costs.summary import mean_of_blocks
 from hardware import H100
 from parallel.axes import MeshSizes
 from parallel.mesh import Mesh
 from parallel.pipeline.balance import even_split, imbalance
+from training.build import setting_of
 from training.config import Config
-from training.precision import Precision
 
 
 def describe_nodes(sizes: MeshSizes, ranks_per_node: int) -> str:
@@ -62,45 +63,24 @@ def tp_between_nodes(tp: int, ranks_per_node: int, bytes_per_step: float) -> str
     )
 
 
-def tp_bytes_per_step(
-    tp: int, *, tokens: int, dim: int, layers: int, bytes_per_number: int, sequence_parallel: bool
-) -> float:
-    """What one rank sends for the blocks' tensor parallelism in a step, forward and backward.
-
-    The collectives of a block, each over tokens × dim numbers of a micro-batch (Megatron-LM,
-    https://arxiv.org/abs/1909.08053, section 3; with sequence parallelism Korthikanti et al.,
-    https://arxiv.org/abs/2205.05198, section 4.2.2):
-
-        forward    2 all-reduces; or 2 all-gathers + 2 reduce-scatters
-        backward   2 all-reduces; or the same, and 2 all-gathers of what forward did not keep
-
-    An all-gather or reduce-scatter by a ring sends (tp − 1) / tp of that, an all-reduce twice as
-    much. The embedding and the head come once and are left out; so is recomputation.
+def tp_bytes_per_step(config: Config, dp_size: int) -> float:
+    """What one rank sends for the blocks' tensor parallelism in a step, forward and backward, as
+    their code is recorded to (costs/units.py); the embedding and the head, which come once, are
+    left out.
 
     Args:
-        tp: size of the axis.
-        tokens: of one step, on one data-parallel rank.
-        dim: D.
-        layers: blocks of one rank.
-        bytes_per_number: of activations.
-        sequence_parallel: as in the configuration.
+        config: of the job.
+        dp_size: data-parallel ranks.
     """
-    units = 10 if sequence_parallel else 8
-    return units * (tp - 1) / tp * tokens * dim * bytes_per_number * layers
+    layers = -(-config.model.num_layers // config.parallel.pp)
+    each = mean_of_blocks(setting_of(config), lambda block: block.whole.bytes_sent)
+    return each * layers * config.num_microbatches(dp_size)
 
 
 def describe_places(config: Config, mesh: Mesh, ranks_per_node: int) -> str:
     """What of the mesh lies inside a node, and what it costs if tensor parallelism does not: one
     line, or two."""
-    model, train, tp = config.model, config.train, config.parallel.tp
-    sent = tp_bytes_per_step(
-        tp,
-        tokens=train.global_batch_size * train.seq_len // mesh.dp_size,
-        dim=model.dim,
-        layers=-(-model.num_layers // config.parallel.pp),
-        bytes_per_number=Precision.of(config).compute.itemsize,
-        sequence_parallel=config.parallel.sequence_parallel,
-    )
+    tp, sent = config.parallel.tp, tp_bytes_per_step(config, mesh.dp_size)
     warning = tp_between_nodes(tp, ranks_per_node, sent)
     return f"{describe_nodes(mesh.sizes, ranks_per_node)}\n{warning}".strip()
 

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from model.config import ModelConfig
 from parallel.axes import AXES
 from training.config import Config
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("benchmarks", "data", "docs", "model", "parallel", "plan", "runtime", "tests", "tools",
+ROOMS = ("benchmarks", "costs", "data", "docs", "model", "parallel", "runtime", "tests", "tools",
          "training")  # fmt: skip
 MAX_LINES, MAX_TEST_LINES = 350, 420
 
@@ -30,10 +31,10 @@ MAY_IMPORT = {
     "model": {"parallel"},
     "parallel": set(),
     "data": set(),
-    "training": {"model", "parallel", "data"},
-    "runtime": {"training", "model", "parallel", "data"},
-    "plan": {"model", "parallel", "training"},
-    "train": {"training", "runtime", "model", "parallel", "data"},  # and no tool, nor the planner
+    "costs": {"model", "parallel"},
+    "training": {"costs", "model", "parallel", "data"},
+    "runtime": {"costs", "training", "model", "parallel", "data"},
+    "train": {"training", "runtime", "model", "parallel", "data"},  # and no tool
 }
 SOURCES = sorted(
     [*ROOT.glob("*.py"), *(file for room in ROOMS for file in (ROOT / room).rglob("*.py"))]
@@ -115,6 +116,34 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
         return []
 
     return next((found for node in graph if (found := visit(node, []))), [])
+
+
+def names_in(tree: ast.AST) -> set[str]:
+    """Names, attributes, arguments, keywords, and texts that are a single word."""
+    found = set()
+    for node in ast.walk(tree):
+        for field in ("id", "attr", "arg", "value"):
+            if isinstance(value := getattr(node, field, None), str):
+                found.add(value)
+    return found
+
+
+def test_only_the_model_knows_its_dimensions() -> None:
+    """A kind of layer is its own file: neither the planner nor the step derives anything of it. (In
+    parallel/ `dim` is a tensor's dimension.)"""
+    keys = {"dim", "ffn_dim", "num_kv_heads", "num_heads", "vocab_size", "attention_dim",
+            "attention_width", "qk_norm", "head_dim"}  # fmt: skip
+    assert keys - {"attention_width", "head_dim"} <= {
+        field.name for field in dataclasses.fields(ModelConfig)
+    }
+    rooms = ("train", "parallel", "training", "costs", "tools.plan", "tools.rehearse",
+             "tools.report")  # fmt: skip
+    for module, tree in MODULES.items():
+        if f"{module}.".startswith(tuple(f"{room}." for room in rooms)):
+            ours = keys - ({"dim"} if module.startswith(("parallel.", "training.opt")) else set())
+            methods = {"dim"} if module.startswith("costs.") else set()  # Tensor.dim()
+            assert not names_in(tree) & (ours - methods), module
+    assert {"dim", "ffn_dim"} <= names_in(ast.parse("a.dim = f(ffn_dim=1)"))
 
 
 def test_no_module_imports_itself_through_others() -> None:

@@ -17,7 +17,6 @@ from parallel.pipeline.runner import PipelineRunner
 from runtime import memory_report
 from runtime.memory_report import MemoryReports, table
 from tests.runs import train_run, write_config
-from tools.plan import categories
 from tools.plan import memory as planner
 from tools.plan.layout import Layout
 from tools.ranks import Ranks
@@ -131,13 +130,6 @@ def test_on_request(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     )
     assert "asked for after step 3" in report.read_text()
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
-
-
-def test_categories_are_the_planners() -> None:
-    names = ("WEIGHTS", "MOMENTS", "GATHERED", "GRADIENTS", "SHARDED_GRADIENTS")
-    assert [getattr(memory_report, name) for name in names] == [
-        getattr(categories, name) for name in names
-    ]
 
 
 # --- the table ------------------------------------------------------------------------------------

@@ -39,9 +39,6 @@ QWEN3_0_6B = ModelConfig(dim=1024, num_layers=28, num_heads=16, num_kv_heads=8, 
 def test_parameters_of_qwen3():
     assert QWEN3_0_6B.head_dim == 128
     assert num_parameters(QWEN3_0_6B) == 596_049_920
-    # Attention's two products of S × S are as wide as the heads: 12 · S · 2048 a layer for the
-    # whole square; half is counted.
-    assert QWEN3_0_6B.flops_per_token(8192) - QWEN3_0_6B.flops_per_token(0) == 6 * 28 * 8192 * 2048
 
 
 @pytest.mark.parametrize(

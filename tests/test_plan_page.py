@@ -106,8 +106,8 @@ def test_how_far_comparable_rows_are() -> None:
         f"{sum(one <= 0.1 for one in off)} of the {len(off)} comparable rows are nearer than that"
         in TEXT
     )
-    assert 0.15 <= max(off) <= 0.25
-    assert "the farthest is a fifth off" in TEXT
+    assert 0.2 <= max(off) <= 0.3
+    assert "the farthest is a quarter off" in TEXT
 
 
 def test_what_follows() -> None:
@@ -213,20 +213,17 @@ def test_the_search_on_one_machine() -> None:
 def test_the_search_on_more() -> None:
     small = search(configuration("llama3_8b"), 64, find_device("h100")).best[0]
     parallel, train = small.config.parallel, small.config.train
-    assert (parallel.dp_shard, train.micro_batch_size, train.activation_checkpointing) == (
+    assert (parallel.dp_shard, parallel.zero_stage, train.activation_checkpointing) == (
         64,
         2,
-        "selective",
+        "none",
     )
-    assert row("8B | 64 H100") == ["FSDP 64, two sequences at a time, selective", mfu(small)]
-    large = [
-        search(configuration("llama3_70b"), 64, find_device(name)).best[0]
-        for name in ("h100", "a100")
-    ]
-    for one in large:
-        p = one.config.parallel
-        assert (p.tp, p.pp, p.dp_shard, p.schedule, p.zero_stage) == (4, 4, 4, "zb_v", 2)
-    assert row("70B | 64 H100, 64 A100")[1] == ", ".join(map(mfu, large))
+    assert row("8B | 64 H100") == ["FSDP 64, ZeRO-2, nothing recomputed", mfu(small)]
+    for name, layout in (("h100", (4, 4, 4, "1f1b", 2)), ("a100", (4, 1, 16, "1f1b", 3))):
+        best = search(configuration("llama3_70b"), 64, find_device(name)).best[0]
+        p = best.config.parallel
+        assert (p.tp, p.pp, p.dp_shard, p.schedule, p.zero_stage) == layout
+        assert row(f"70B | 64 {name.upper()}")[1] == mfu(best)
 
 
 def test_the_largest_configurations_layout_and_the_fastest() -> None:
@@ -235,5 +232,5 @@ def test_the_largest_configurations_layout_and_the_fastest() -> None:
         one for one in recorded("plan_search")["rows"] if (one["name"], one["gpus"]) == ("70B", 256)
     )
     own = StepTime(Layout(configuration("llama3_70b"), 256, 0), find_device("h100")).step_seconds
-    assert f"ZB-V ({found['best_step_seconds']:.1f} s a step)" in TEXT
+    assert f"interleaved 1F1B ({found['best_step_seconds']:.1f} s a step)" in TEXT
     assert f"({own:.1f} s), because tp costs more" in TEXT

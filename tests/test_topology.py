@@ -6,7 +6,7 @@ import pytest
 from hardware import H100
 from parallel.axes import MeshSizes
 from runtime.topology import describe_nodes, tp_between_nodes, tp_bytes_per_step
-from tests.test_collectives import DOUBLE, B, S, one_block
+from tests.test_collectives import B, S, one_block
 from tools.parity.cases import Case
 
 
@@ -54,15 +54,9 @@ def test_the_warning_names_the_cost() -> None:
 @pytest.mark.parametrize("tp", [2, 4])
 def test_the_bytes_are_those_of_a_real_block(ranks, tp: int, sequence_parallel: bool) -> None:
     case = Case(MeshSizes(tp=tp), sequence_parallel=sequence_parallel)
-    dim = case.config().model.dim
-    expected = tp_bytes_per_step(
-        tp,
-        tokens=S * B,
-        dim=dim,
-        layers=1,
-        bytes_per_number=DOUBLE,
-        sequence_parallel=sequence_parallel,
-    )
+    config = case.config()
+    tokens = config.train.global_batch_size * config.train.seq_len
+    expected = tp_bytes_per_step(config, 1) / config.model.num_layers * S * B / tokens
     for forward, backward in ranks.run(one_block, tp, case):
         seen = [
             (kind, total) for counted in (forward, backward) for kind, (_, total) in counted.items()

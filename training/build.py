@@ -3,8 +3,9 @@ FSDP → memory → weights."""
 
 import torch
 
+from costs.units import Setting
 from model.initialise import initialise
-from model.transformer import Transformer
+from model.transformer import Transformer, hidden_shape
 from parallel.activation import wrap_blocks
 from parallel.data import shard
 from parallel.layer import TensorParallel
@@ -31,8 +32,8 @@ def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bo
     tp = TensorParallel.of(mesh.tp, config.parallel.sequence_parallel)
     stage = Transformer(config.model, layers, first, last, tp).to(precision.master)
     blocks = list(stage.blocks.values())
-    train, dim = config.train, config.model.dim
-    wrap_blocks(blocks, train.activation_checkpointing, train.compile, dim, tp.size)
+    train, (*_, width) = config.train, hidden_shape(config.model, 1, 1)
+    wrap_blocks(blocks, train.activation_checkpointing, train.compile, width, tp.size)
     units: list[list[torch.nn.Module]] = [[block] for block in blocks]
     if stage.embedding is not None:
         units.insert(0, [stage.embedding])
@@ -51,6 +52,22 @@ def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bo
     stage.to_empty(device="cpu" if config.parallel.cpu_offload else mesh.device)
     initialise(stage, config.train.seed)
     return stage
+
+
+def setting_of(config: Config, tp_rank: int = 0) -> Setting:
+    """What records of this job's units depend on (costs/units.py)."""
+    parallel, train = config.parallel, config.train
+    return Setting(
+        config.model,
+        train.seq_len,
+        parallel.tp,
+        tp_rank,
+        parallel.sequence_parallel,
+        train.micro_batch_size,
+        config.data.document_mask,
+        train.activation_checkpointing,
+        Precision.of(config).compute,
+    )
 
 
 def build_tied_embedding(

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from model.documents import find_documents
-from model.transformer import Batch, Transformer
+from model.transformer import Batch, Transformer, hidden_shape
 from parallel.data import FSDPSwitches, check_reduced
 from parallel.mesh import Mesh, to_device
 from parallel.parameter import weights_of
@@ -63,10 +63,8 @@ class TrainStep:
         self.record: Recorder = record_nothing
 
         cut = mesh.tp.size() if parallel.sequence_parallel else 1
-        hidden_shape = (train.seq_len // cut, train.micro_batch_size, config.model.dim)
-        transfers = Transfers(
-            mesh.pp.get_group(), hidden_shape, self.precision.compute, mesh.device
-        )
+        shape = hidden_shape(config.model, train.seq_len // cut, train.micro_batch_size)
+        transfers = Transfers(mesh.pp.get_group(), shape, self.precision.compute, mesh.device)
         schedule = config.schedule(mesh.dp_size)
         self.ranks_of_stages = stage_ranks(schedule)
         self.program = lower(schedule)[mesh.pp_rank]

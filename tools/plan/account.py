@@ -92,6 +92,7 @@ class Account:
 
     @cached_property
     def activations(self) -> dict[str, int]:
-        """Those at the peak, by the part of a unit that keeps them, largest first; they add up to `at_peak`'s."""
+        """Those at the peak, by the part of a unit that keeps them, largest first; they add up to
+        `at_peak`'s."""
         kinds = {n: size for n, size in self._at_peak.items() if n not in CATEGORIES and size}
         return dict(sorted(kinds.items(), key=lambda item: -item[1]))

@@ -129,7 +129,7 @@ def least_bytes(
     kept = states + max(alive.kept + before, summed)
     if not alive.kept:
         return kept, kept
-    besides = alive.backward + (layout.block.numel * e if zero == 3 else 0)
+    besides = alive.backward + (layout.smallest_block * e if zero == 3 else 0)
     if steady and zero >= 2:
         besides += alive.unreduced * reduce
     return states + max(alive.kept + besides + before, summed), kept

@@ -28,7 +28,7 @@ FIXED = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "zb_v": 2, "dualpipe_v": 2}  # stage
 INTERLEAVED = ("interleaved_1f1b", "breadth_first")
 MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 MICRO_BATCHES = (1, 2, 4, 8)  # sequences
-VIRTUAL = (2, 3, 4, 5, 6, 7, 8)  # stages per rank of interleaved schedules
+VIRTUAL = 8  # stages per rank of interleaved schedules: all up to this, and of more the even ones
 
 
 class Pipeline(NamedTuple):
@@ -77,8 +77,8 @@ def space(config: Config, world: int, device: Device) -> list[str]:
     return [
         f"tried: tp {tp}; pp, dp_shard, dp_replicate that divide the rest; micro-batches of "
         f"{sizes} sequences; {', '.join(schedules)}; "
-        f"{VIRTUAL[0]} to {VIRTUAL[-1]} stages a rank where interleaved; even, balanced layers, "
-        "ends without a block; zero_stage 1 to 3 (0: unsharded); "
+        f"2 to {VIRTUAL} stages a rank where interleaved, and more where layers come out even; "
+        "even, balanced layers, ends without a block; zero_stage 1 to 3 (0: unsharded); "
         "no, selective and full recomputation",
         "not tried: tp beyond a node, or cutting nodes unevenly; dp_shard that leaves out part of "
         "a node; uneven micro-batches",
@@ -123,8 +123,8 @@ class Stage:
         """Seconds of a block, the mean of all; of the embedding; of the head."""
         time, kinds = self.time, self.layout.kinds
         blocks = (time.part(unit, split) * (n / kinds.total()) for unit, n in kinds.items())
-        ends = (time.part(unit, split) for unit in (self.layout.embedding, self.layout.head))
-        return (sum(blocks, NOTHING), *ends)
+        embedding, head = (time.part(u, split) for u in (self.layout.embedding, self.layout.head))
+        return sum(blocks, NOTHING), embedding, head
 
     @cache  # noqa: B019  (of one search)
     def message_seconds(self, pp: int, world: int) -> float:
@@ -137,7 +137,7 @@ def pipelines(config: Config, pp: int, m: int) -> Iterator[Pipeline]:
     """Schedules and cuts of the layers for `m` micro-batches on `pp` ranks."""
     layers = config.model.num_layers
     costs = layer_costs(config.model, config.train.seq_len, config.train.activation_checkpointing)
-    for schedule, v in _schedules(pp, m, (layers + 2) // pp):
+    for schedule, v in _schedules(pp, m, layers):
         if config.train.compile and schedule in SPLIT:
             continue
         stages = pp * v
@@ -250,16 +250,19 @@ def _balanced(layers: int, costs: tuple[float, float, float], where: tuple[int, 
     return balanced_split(layers, costs, where)  # type: ignore[arg-type]
 
 
-def _schedules(pp: int, m: int, most_stages: int) -> Iterator[tuple[str, int]]:
+def _schedules(pp: int, m: int, layers: int) -> Iterator[tuple[str, int]]:
     """Names and stages per rank of those that take these sizes."""
+    most_stages = (layers + 2) // pp
     if pp == 1:
         yield "1f1b", 1
         return
     for name, v in FIXED.items():
         if v <= most_stages and not (name == "dualpipe_v" and m < 2 * pp):
             yield name, v
-    for v, name in itertools.product(VIRTUAL, INTERLEAVED):
-        if v <= most_stages and m >= pp and not (name == "interleaved_1f1b" and m % pp):
+    for v, name in itertools.product(range(2, most_stages + 1), INTERLEAVED):
+        # with or without the embedding and the head counted as a layer each
+        even = layers % (pp * v) == 0 or (layers + 2) % (pp * v) == 0
+        if (v <= VIRTUAL or even) and m >= pp and not (name == "interleaved_1f1b" and m % pp):
             yield name, v
 
 

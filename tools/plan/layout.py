@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 
 from costs.recorder import Phase
+from costs.summary import blocks
 from costs.units import EMBEDDING, HEAD, LocalWeight, Setting, Unit, kind_of, unit
 from errors import UserError
 from parallel.axes import AXES, MeshSizes
@@ -22,6 +23,7 @@ from parallel.pipeline.actions import (
     splits_backward,
 )
 from parallel.placement import chunk_range
+from training.build import setting_of
 from training.config import Config
 from training.optimizers import optimizer_class
 from training.precision import Precision
@@ -154,11 +156,7 @@ class Layout:
     @cached_property
     def setting(self) -> Setting:
         """What the records of the units depend on."""
-        config, parallel, train = self.config, self.config.parallel, self.config.train
-        return Setting(config.model, train.seq_len, self.tp, self.tp_rank,
-                       parallel.sequence_parallel, train.micro_batch_size,
-                       config.data.document_mask, train.activation_checkpointing,
-                       Precision.of(config).compute)  # fmt: skip
+        return setting_of(self.config, self.tp_rank)
 
     @cached_property
     def embedding(self) -> Unit:
@@ -170,13 +168,19 @@ class Layout:
 
     @cached_property
     def _blocks(self) -> list[Unit]:
-        model, alike = self.config.model, replace(self.setting, tp_rank=0)
-        return [unit(alike, kind_of(model, layer)) for layer in range(model.num_layers)]
+        by_kind = {unit.name: unit for unit in self.kinds}
+        model = self.config.model
+        return [by_kind[kind_of(model, layer)] for layer in range(model.num_layers)]
 
     @cached_property
     def kinds(self) -> Counter[Unit]:
-        """Blocks, and how many there are of each kind."""
-        return Counter(self._blocks)
+        """A block of each kind, and how many there are."""
+        return blocks(replace(self.setting, tp_rank=0))
+
+    @cached_property
+    def smallest_block(self) -> int:
+        """Parameters of the kind that has fewest."""
+        return min(unit.numel for unit in self.kinds)
 
     @cached_property
     def _units(self) -> list[list[Unit]]:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from costs.recorder import wire_bytes
 from costs.summary import model_flops
 from model.transformer import num_parameters
 from parallel.pipeline.lower import Program, lower
@@ -11,7 +12,7 @@ from tools.plan.hardware import Device
 from tools.plan.layout import Layout
 from tools.plan.memory import Memory
 from tools.plan.time import StepTime
-from tools.plan.traffic import Call, by_axis, collectives, wire_bytes
+from tools.plan.traffic import Call, by_axis, collectives
 from training.config import Config
 
 MFU_FORMULA = (
@@ -110,7 +111,7 @@ def _rank(time: StepTime, program: Program, layout: Layout) -> dict[str, Any]:
     traffic = by_axis(calls)
     for axis, row in traffic.items():
         row["wire_bytes"] = sum(
-            number * wire_bytes(call, _ranks(layout, call))
+            number * wire_bytes(call.kind, call.bytes, _ranks(layout, call))
             for call, number in calls.items()
             if call.axis == axis
         )

@@ -98,23 +98,29 @@ class StepTime:
     def cost(self, unit: Unit, kind: Kind) -> Cost:
         """Of a unit in an action of this kind."""
         if (unit, kind) not in self._costs:
-            self._costs[unit, kind] = self._cost(self.layout.phase(kind, unit))
+            self._costs[unit, kind] = self._cost(self.layout.phase(kind, unit), kind)
         return self._costs[unit, kind]
 
-    def _cost(self, phase: Phase) -> Cost:
-        computing = wire = exposed = 0.0
+    def _cost(self, phase: Phase, kind: Kind) -> Cost:
+        computing = wire = exposed = last = 0.0
         started: dict[int, tuple[float, float]] = {}  # when, in computing; and seconds it takes
+        at_once: list[float] = []  # waits for what was sent before anything was computed
         for event in phase.events:
             if isinstance(event, Sent):
                 times = 2 if event.kind == "all_reduce" else 1
                 seconds = self.links.collective("tp", event.bytes, times)
                 started[event.number] = computing, seconds
-                wire += seconds
+                wire, last = wire + seconds, computing
             elif isinstance(event, Waited):
                 began, seconds = started.pop(event.number)
                 exposed += max(0.0, seconds - (computing - began))
+                at_once += [seconds] if computing == 0.0 else []
             else:
                 computing += self.seconds_of(event)
+        if kind is BACKWARD_WEIGHT:
+            # Jobs go on from unit to unit: the first tensors are gathered behind the last products
+            # of the unit before (parallel/deferred.py).
+            exposed -= min(sum(at_once), computing - last)
         return Cost(computing, wire, exposed)
 
     def part(self, unit: Unit, split: bool | None = None) -> Part:

@@ -2,24 +2,24 @@
 many bytes.
 
 Bytes are those of the whole tensor: what an all-gather ends with, what a reduce-scatter begins
-with, what an all-reduce or a message holds. `wire_bytes` says what of it passes a rank's link.
-Collectives over one rank move nothing and do not count.
+with, what an all-reduce or a message holds. What of it passes a rank's link, `wire_bytes` says
+(costs/recorder.py). Collectives over one rank move nothing and do not count.
 
 Over tp, units send what they are recorded to send (costs/units.py). Besides there are
 
-| when             | over         | what                                                              |
-|------------------|--------------|-------------------------------------------------------------------|
-| between stages   | pp           | hidden states and their gradients                                 |
-| gather of a unit | dp_shard     | its weights in the compute dtype: once a step; zero_stage 3:      |
-|                  |              | in every forward and every backward                               |
-| reduction of one | dp_shard     | its gradients in reduce_dtype: once a step; zero_stage 2 and 3:   |
-|                  |              | for every micro-batch                                             |
-|                  | dp_replicate | 1 / dp_shard of them, once a step                                 |
-| once a step      | tp           | gradients that each tp rank knows in part, together               |
-|                  | loss         | the number of target tokens (int64), and the loss                 |
-|                  | pp           | the loss                                                          |
-|                  | world        | the gradients' squares (float64)                                  |
-|                  | ends         | a tied embedding's gradient, on two ranks                         |
+| when             | over         | what                                                         |
+|------------------|--------------|--------------------------------------------------------------|
+| between stages   | pp           | hidden states and their gradients                            |
+| gather of a unit | dp_shard     | its weights in the compute dtype: once a step; zero_stage 3: |
+|                  |              | in every forward and every backward                          |
+| reduction of one | dp_shard     | its gradients in reduce_dtype: once a step; zero_stage 2, 3: |
+|                  |              | for every micro-batch                                        |
+|                  | dp_replicate | 1 / dp_shard of them, once a step                            |
+| once a step      | tp           | gradients that each tp rank knows in part, together          |
+|                  | loss         | the number of target tokens (int64), and the loss            |
+|                  | pp           | the loss                                                     |
+|                  | world        | the gradients' squares (float64)                             |
+|                  | ends         | a tied embedding's gradient, on two ranks                    |
 """
 
 from collections import Counter
@@ -141,14 +141,6 @@ def axis_names(layout: Layout) -> tuple[str, str, str | None]:
     where = layout.where
     ends = None if where[0] == where[-1] else "pp" if sizes.pp == 2 else "ends"
     return loss, world, ends
-
-
-def wire_bytes(call: Call, ranks: int) -> float:
-    """What one rank sends of it in a ring over `ranks`: all others' parts of a gather or scatter,
-    both of an all-reduce."""
-    if call.kind in ("send", "receive"):
-        return float(call.bytes) if call.kind == "send" else 0.0
-    return call.bytes * (ranks - 1) / ranks * (2 if call.kind == "all_reduce" else 1)
 
 
 def by_axis(calls: Counter[Call]) -> dict[str, dict[str, Any]]:

@@ -7,7 +7,8 @@
 What runs is the training code itself: the model, the pipeline's runner, FSDP2, the optimizer, one
 whole step. The other ranks are fake: collectives return at once, and what should have arrived is
 whatever was in memory. Without --real nothing is computed either; tensors have shapes alone
-(fake_gpu.py), and the GPU whose memory is counted is one with Triton's kernels and flash attention.
+(fake_gpu.py), and the GPU whose memory is counted is one with Triton's kernels and flash attention;
+what tools/plan says of the rank stands beside.
 The world is that of the configuration's first line (`# world: N`), of its axes, or --gpus.
 """
 
@@ -20,7 +21,9 @@ from typing import Any
 from errors import UserError
 from tools.command import run_command
 from tools.plan.hardware import GB, find_device
-from tools.plan.layout import world_of
+from tools.plan.layout import Layout, world_of
+from tools.plan.memory import Memory
+from tools.plan.traffic import by_axis, collectives
 from tools.rehearse.prediction import predicted_step
 from tools.rehearse.rank import alone, check_can_be_rehearsed, rehearse, rehearse_for_real
 from training.config import Config
@@ -35,6 +38,17 @@ def ranks_asked_for(config: Config, world: int, rank: int | None) -> list[int]:
         why = f"the world has ranks 0 to {world - 1}"
         raise UserError("--rank", rank, why, "choose one of them")
     return [rank]
+
+
+def beside_the_plan(config: Config, report: dict[str, Any]) -> dict[str, Any]:
+    """What tools/plan says of the same rank."""
+    layout = Layout.of_rank(config, report["world"], report["rank"])
+    peak = Memory(layout).peak
+    return {
+        "peak_memory_bytes": peak,
+        "error": peak / report["peak_memory_bytes"] - 1,
+        "same_collectives": by_axis(collectives(layout)) == report["collectives"],
+    }
 
 
 def describe(report: dict[str, Any]) -> str:
@@ -53,6 +67,11 @@ def describe(report: dict[str, Any]) -> str:
         kinds = ", ".join(f"{kind} {part['count']:,}" for kind, part in row["kinds"].items())
         lines.append(
             f"  {row['bytes'] / GB:9.3f} GB  over {axis} in {row['count']:,} collectives: {kinds}"
+        )
+    if plan := report.get("planned"):
+        agree = "the same collectives" if plan["same_collectives"] else "OTHER COLLECTIVES"
+        lines.append(
+            f"  planned {plan['peak_memory_bytes'] / GB:.3f} GB, {abs(plan['error']):.1%} off; {agree}"
         )
     for stage, kinds in report.get("action_seconds", {}).items():
         times = ", ".join(f"{kind} {seconds * 1e3:.3f} ms" for kind, seconds in kinds.items())
@@ -113,6 +132,8 @@ def main(arguments: list[str] | None = None) -> int:
         reports = []
         for rank in ranks:
             report = alone(rehearse_for_real if options.real else rehearse, config, world, rank)
+            if not options.real:
+                report["planned"] = beside_the_plan(config, report)
             print(describe(report), flush=True)
             reports.append(report)
         result: dict[str, Any] = {"ranks": reports} if options.stages else reports[0]

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import torch
 
 from errors import UserError
+from model.transformer import vocabulary
 from parallel.mesh import Mesh
 from parallel.parameter import Constant, weights_of
 from parallel.pipeline.simulate import Event
@@ -107,7 +108,7 @@ def rows(config: Config, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
     rows = config.num_microbatches(mesh.dp_size) * config.train.micro_batch_size
     shape = (rows, config.train.seq_len)
     tokens = torch.randint(
-        0, config.model.vocab_size, shape, generator=torch.Generator().manual_seed(0)
+        0, vocabulary(config.model).count, shape, generator=torch.Generator().manual_seed(0)
     )
     return tokens, tokens.roll(-1, 1)
 

@@ -3,11 +3,12 @@
 Every storage is noted when the first operator returns it and when it is freed, with the action it
 was made in. What it was for is told:
 
-    by the code                       gradients of weights, messages of the pipeline (parallel/memory.py)
-    by who holds it after an action   weights, moments, FSDP's gathered weights and sums
-    by collectives over dp            their buffers
-    else by its life                  made in a forward and alive after it: an activation; in a
-                                      backward: kept for weight gradients; within one action: temporary
+    by the code                      gradients of weights, messages of the pipeline
+                                     (parallel/memory.py)
+    by who holds it after an action  weights, moments, FSDP's gathered weights and sums
+    by collectives over dp           their buffers
+    else by its life                 made in a forward and alive after it: an activation; in a
+                                     backward: kept for weight gradients; else temporary
 
 Afterwards the tape says how high memory rose and what was there at that moment.
 """

@@ -124,7 +124,7 @@ def configuration(run: Run) -> str:
     if not run.config_text:
         return ""
     shown = {
-        "model": ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "vocab_size"),
+        "model": tuple(key for key, value in run.section("model").items() if value),  # what is set
         "parallel": (
             "tp",
             "pp",

@@ -1,0 +1,184 @@
+"""What the model costs is recorded from the code that trains it: costs/."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from costs.as_on_gpu import DEVICE, AsOnGpu
+from costs.recorder import Attention, Moved, Product, Recorder, Sent, Waited, pairs
+from costs.summary import flops_per_token, model_flops
+from costs.units import EMBEDDING, HEAD, HIDDEN, Setting, Unit, kind_of, position_bytes, unit
+from model.config import ModelConfig
+from parallel.collectives import start_all_gather
+from parallel.memory import DEFERRED, GRADIENTS, TEMPORARY
+
+SMALL = ModelConfig(dim=256, num_layers=4, num_heads=8, num_kv_heads=4, ffn_dim=704,
+                    vocab_size=1000)  # fmt: skip
+LONG = 512
+KINDS = {
+    "swiglu": SMALL,
+    "normed heads": replace(SMALL, qk_norm=True, attention_dim=512),
+    "windows": replace(SMALL, attention="sliding_window", attention_window=100),
+    "tied": replace(SMALL, tie_embeddings=True),
+}
+SETTINGS = [
+    Setting(SMALL, LONG),
+    Setting(SMALL, LONG, micro_batch_size=2, document_mask=True),
+    Setting(SMALL, LONG, tp=4),
+    Setting(SMALL, LONG, tp=8, sequence_parallel=False),
+    Setting(SMALL, LONG, tp=2, activation_checkpointing="selective"),
+    Setting(SMALL, LONG, tp=2, activation_checkpointing="full"),
+    Setting(SMALL, LONG, dtype=torch.float32),
+    Setting(SMALL, LONG, dtype=torch.float32, document_mask=True),
+    *(Setting(model, LONG, tp=2) for model in KINDS.values()),
+]
+
+
+def units(setting: Setting) -> list[Unit]:
+    return [unit(setting, name) for name in (EMBEDDING, kind_of(setting.model, 0), HEAD)]
+
+
+# --- operations -----------------------------------------------------------------------------------
+
+
+def matrices(model: ModelConfig) -> int:
+    """Parameters that are multiplied: all but the embedding and the norms."""
+    attention = model.dim * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
+    block = attention + 3 * model.dim * model.ffn_dim
+    return model.num_layers * block + model.vocab_size * model.dim
+
+
+@pytest.mark.parametrize("model", [SMALL, KINDS["normed heads"], KINDS["tied"]], ids=str)
+def test_flops_of_a_token(model: ModelConfig) -> None:
+    """6 for each number of a matrix, and of S × S scores half (PaLM, appendix B)."""
+    attention = 6 * model.num_layers * LONG * model.attention_width
+    assert flops_per_token(model, LONG) == 6 * matrices(model) + attention
+    assert flops_per_token(model, LONG, whole_attention=True) == 6 * matrices(model) + 2 * attention
+
+
+def test_a_window_counts_what_it_sees() -> None:
+    model = KINDS["windows"]
+    seen = pairs(LONG, model.attention_window - 1, 0) / LONG
+    expected = 6 * matrices(model) + 12 * model.num_layers * seen * model.attention_width
+    assert flops_per_token(model, LONG) == pytest.approx(expected)
+    assert pairs(LONG, LONG, 0) == LONG**2 / 2
+    assert pairs(1000, 10, 0) == pytest.approx(10_000, rel=0.01)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_tp_ranks_share_the_operations(tp: int) -> None:
+    whole, cut = (units(Setting(SMALL, LONG, tp=size)) for size in (1, tp))
+    for one, part in zip(whole, cut, strict=True):
+        assert model_flops(part) == model_flops(one) / tp
+
+
+def test_recomputation_is_recorded_and_not_counted() -> None:
+    plain, full = (unit(Setting(SMALL, LONG, activation_checkpointing=mode), "causal swiglu")
+                   for mode in ("none", "full"))  # fmt: skip
+    assert model_flops(full) == model_flops(plain)
+    forward = plain.whole.phases["forward"].product_flops
+    more = (
+        full.whole.phases["backward"].product_flops - plain.whole.phases["backward"].product_flops
+    )
+    assert more == forward
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_all_that_stays_are_gradients(setting: Setting, split: bool) -> None:
+    """A unit takes its input and leaves its output; in backward the same of their gradients."""
+    for one in units(setting):
+        record = one.split if split else one.whole
+        assert all(phase.effect.height >= 0 for phase in record.phases.values())
+        sums: dict[str, int] = {}
+        for phase in record.phases.values():
+            for category, size in phase.effect.changes.items():
+                sums[category] = sums.get(category, 0) + size
+        left = {category: size for category, size in sums.items() if size}
+        numbers = sum(weight.numel for weight in one.weights) * setting.dtype.itemsize
+        assert left.pop(GRADIENTS) == pytest.approx(numbers, abs=512 * len(one.weights))
+        # the ends of the model have an output, or an input, only
+        if one.name == EMBEDDING:
+            assert left == {HIDDEN: one.hidden_bytes, TEMPORARY: -one.hidden_bytes}
+        elif one.name == HEAD:
+            assert left == {HIDDEN: -one.hidden_bytes, TEMPORARY: one.hidden_bytes}
+        else:
+            assert left == {}
+
+
+def test_the_first_of_a_stage_does_not_free_its_input() -> None:
+    block = units(Setting(SMALL, LONG))[1]
+    free, held = (record["backward"].effect.changes for record in block.whole[:2])
+    assert free[HIDDEN] == -block.hidden_bytes
+    assert HIDDEN not in held
+    assert {**held, HIDDEN: free[HIDDEN]} == free
+
+
+def test_deferred_gradients_wait_for_their_phase() -> None:
+    record = units(Setting(SMALL, LONG, tp=2))[1].split
+    deferred = [record.phases[name].effect.changes.get(DEFERRED, 0) for name in ("input", "weight")]
+    assert deferred[0] > 0
+    assert sum(deferred) == 0
+    assert record.phases["input"].product_flops == record.phases["weight"].product_flops
+
+
+def test_positions_are_made_once_for_a_stage() -> None:
+    mixed = replace(SMALL, attention=("sliding_window", "causal"), attention_window=100)
+    setting = Setting(mixed, LONG)
+    kinds = [kind_of(mixed, layer) for layer in (0, 1)]
+    one, both = (position_bytes(setting, frozenset(some)) for some in (kinds[1:], kinds))
+    # cosines and sines of half a head, float32
+    assert one == both == 2 * LONG * mixed.head_dim // 2 * 4
+
+
+# --- collectives ----------------------------------------------------------------------------------
+
+
+def test_what_runs_between_a_start_and_its_wait() -> None:
+    group = dist.ProcessGroup(0, 4)
+    x, w = (torch.empty(8, 8, device=DEVICE) for _ in range(2))
+    recorder = Recorder(lambda piece: None)
+    with AsOnGpu(), recorder, recorder.phase("forward"):
+        first = start_all_gather(x, group)
+        second = start_all_gather(x, group)
+        product = x @ w
+        second.wait()
+        first.wait().sum()
+        product.add_(1)
+    events = recorder.phases()["forward"].events
+    assert [type(event) for event in events] == [Sent, Sent, Product, Waited, Waited, Moved, Moved]
+    assert [event.number for event in events[:2]] == [0, 1]
+    assert [event.number for event in events[3:5]] == [1, 0]
+    assert events[0].bytes == 4 * x.nbytes
+    assert events[2].flops == 2 * 8**3
+
+
+def record_in_a_job(rank: int) -> float:
+    """One rank records and the other does not; then they talk."""
+    found = flops_per_token.__wrapped__(SMALL, LONG) if rank == 0 else 0.0
+    with torch.no_grad():
+        found += flops_per_token.__wrapped__(SMALL, 2 * LONG) if rank == 0 else 0.0
+    total = torch.tensor(found, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def record_on_each() -> float:
+    return record_in_a_job(dist.get_rank())
+
+
+def test_a_running_job_may_record(ranks) -> None:
+    expected = flops_per_token(SMALL, LONG) + flops_per_token(SMALL, 2 * LONG)
+    assert ranks.run(record_on_each, 2) == [expected, expected]
+
+
+def test_attention_is_one_operation_with_grouped_heads() -> None:
+    found = [event for event in units(Setting(SMALL, LONG))[1].whole.phases["backward"].events
+             if isinstance(event, Attention)]  # fmt: skip
+    forward = 4 * SMALL.num_heads * LONG**2 * SMALL.head_dim
+    assert [(each.flops, each.whole_flops) for each in found] == [(1.25 * forward, 2.5 * forward)]
