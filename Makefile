@@ -131,7 +131,7 @@ exercises: $(dev)
 
 api: $(dev)
 	$(PYTHON) -m pdoc --output-directory docs/api errors hardware kinds settings \
-	  tokens triton_interpreter yaml_text train data model parallel training runtime plan tools
+	  tokens triton_interpreter yaml_text train costs data model parallel training runtime tools
 
 clean:
 	rm -rf .pytest_cache .mypy_cache .ruff_cache

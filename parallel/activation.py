@@ -54,8 +54,8 @@ def _keep_expensive(
 
 def wrap_blocks(blocks: Iterable[nn.Module], mode: str, compile: bool, width: int, tp: int) -> None:
     """Make each block's forward a checkpoint and a compiled graph, in place. Call it before
-    `fully_shard`: recomputation and compiled code then run inside the gathering of weights. width: D;
-    tp: ranks of tensor parallelism.
+    `fully_shard`: recomputation and compiled code then run inside the gathering of weights.
+    width: D; tp: ranks of tensor parallelism.
 
     Selective checkpointing is compiled with the block: the compiler decides by the same policy what
     to keep. Full checkpointing is put around the compiled block, which runs forward twice as it is;

@@ -57,6 +57,6 @@ def beside(config: Config, report: Report) -> str:
             "",
             *table(report.held_bytes, report.total_bytes, plan.at_peak),
             "",
-            f"The plan is for a GPU with Triton's kernels, and its peak is {moment}.",
+            f"The plan is for a GPU, and its peak is {moment}.",
         ]
     )

@@ -33,8 +33,6 @@ def check_before_search(config: Config) -> None:
 def assumptions(config: Config, device: Device) -> list[str]:
     """What the figures are of, where the run may be another."""
     lines = []
-    if config.model.kernels == "torch":
-        lines.append("planned for Triton's kernels; model.kernels=torch is slower and keeps more")
     if config.train.compile:
         lines.append(
             "planned for blocks that are not compiled; train.compile=true is a little faster and "

@@ -70,9 +70,8 @@ def describe(report: dict[str, Any]) -> str:
         )
     if plan := report.get("planned"):
         agree = "the same collectives" if plan["same_collectives"] else "OTHER COLLECTIVES"
-        lines.append(
-            f"  planned {plan['peak_memory_bytes'] / GB:.3f} GB, {abs(plan['error']):.1%} off; {agree}"
-        )
+        peak = plan["peak_memory_bytes"] / GB
+        lines.append(f"  planned {peak:.3f} GB, {abs(plan['error']):.1%} off; {agree}")
     for stage, kinds in report.get("action_seconds", {}).items():
         times = ", ".join(f"{kind} {seconds * 1e3:.3f} ms" for kind, seconds in kinds.items())
         lines.append(f"  stage {stage}: {times}")
