@@ -10,7 +10,7 @@ collectives and what runs between their start and their wait, storages and how l
 
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -171,11 +171,11 @@ class Recorder(StorageWatch):
         yield
         self.end()
 
-    def phases(self, holding: str = "") -> dict[str, Phase]:
-        """What was recorded; as if somebody else held on to `flow[holding]`."""
-        found, held = {}, self.flow.get(holding)
+    def phases(self, holding: Collection[str] = ()) -> dict[str, Phase]:
+        """What was recorded; as if somebody else held on to these of `flow`."""
+        found, held = {}, [self.flow[name] for name in holding if name in self.flow]
         for name, events, changes in zip(self._names, self._events, self._changes, strict=True):
-            kept = [change for change in changes if change[0] is not held]
+            kept = [change for change in changes if change[0] not in held]
             found[name] = Phase(tuple(events), self._effect(kept))
         return found
 

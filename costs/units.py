@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,12 +67,28 @@ class LocalWeight:
         return math.prod(self.shape)
 
 
-class Record(NamedTuple):
-    """Of a unit, by phase."""
+class Record:
+    """Of a unit.
 
-    phases: dict[str, Phase]
-    held: dict[str, Phase]  # where somebody else holds on to the input: the first of a stage
-    tp: int
+    Args:
+        recorder: what was recorded.
+        tp: ranks of tensor parallelism.
+    """
+
+    def __init__(self, recorder: Recorder, tp: int) -> None:
+        self.recorder, self.tp = recorder, tp
+        self.at = lru_cache(self._at)
+
+    def _at(self, first: bool, last: bool) -> dict[str, Phase]:
+        """Phases by name. `first`, `last`: of a stage. Until a backward is over the pipeline's
+        runner holds the stage's input, and the gradient of its output, where they come from another
+        stage."""
+        return self.recorder.phases(holding=["x"] * first + ["dy"] * last)
+
+    @property
+    def phases(self) -> dict[str, Phase]:
+        """Of a unit among others."""
+        return self.at(False, False)
 
     @property
     def bytes_sent(self) -> float:
@@ -256,7 +272,7 @@ def _record(setting: Setting, name: str, split: bool) -> Record:
             gradients.append(piece)
             if piece.born_in == 0:
                 recorder.hand_over(piece, GRADIENTS)
-    return Record(recorder.phases(), recorder.phases(holding="x"), setting.tp)
+    return Record(recorder, setting.tp)
 
 
 @contextmanager

@@ -113,7 +113,8 @@ def test_all_that_stays_are_gradients(setting: Setting, split: bool) -> None:
 
 def test_the_first_of_a_stage_does_not_free_its_input() -> None:
     block = units(Setting(SMALL, LONG))[1]
-    free, held = (record["backward"].effect.changes for record in block.whole[:2])
+    whole = block.whole
+    free, held = (whole.at(first, False)["backward"].effect.changes for first in (False, True))
     assert free[HIDDEN] == -block.hidden_bytes
     assert HIDDEN not in held
     assert {**held, HIDDEN: free[HIDDEN]} == free

@@ -78,49 +78,61 @@ class PipelineRunner:
         for stage in self.stages.values():
             self.zero.begin_step(stage)
         # micro-batches whose gradients are not complete
-        backwards_left = Counter({s: len(microbatches) for s in self.stages})
+        self._backwards_left = Counter({s: len(microbatches) for s in self.stages})
         # (stage, micro-batch) → its input, and where its graph ends: only the next stage needs the
         # output itself.
-        kept: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
-        deferred: dict[tuple[int, int], list[Job]] = {}  # between the halves of a backward
+        self._kept: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
+        # between the halves of a backward
+        self._deferred: dict[tuple[int, int], list[Job]] = {}
         total: Tensor | None = None
 
         for item in program:
             if isinstance(item, Exchange):
                 self.transfers.exchange(item)
                 continue
-            kind, s, m = item
-            stage, received = self.stages[s], self._take(item)
-            result: Tensor | None = None
-            if kind is not FORWARD and kind is not BACKWARD_INPUT:
-                backwards_left[s] -= 1
+            received, result = self._take(item), None
             with record(item):
-                if kind is FORWARD:
-                    hidden = received.requires_grad_() if received is not None else None
-                    output = stage(hidden, microbatches[m])
-                    if s == self.num_stages - 1:
-                        total = output.detach() if total is None else total + output.detach()
-                    kept[s, m] = (hidden, get_gradient_edge(output))
-                    result = output
-                elif kind is BACKWARD_WEIGHT:
-                    run_jobs(deferred.pop((s, m)))
-                    self.zero.after_weight_gradients(stage, last=backwards_left[s] == 0)
+                if item.kind is FORWARD:
+                    result = self._forward(item, received, microbatches[item.microbatch])
+                    if item.stage == self.num_stages - 1:
+                        total = result.detach() if total is None else total + result.detach()
+                elif item.kind is BACKWARD_WEIGHT:
+                    self._weight_gradients(item)
                 else:
-                    self.zero.before_backward(
-                        stage, completes=kind is not BACKWARD_INPUT, last=backwards_left[s] == 0
-                    )
-                    hidden, end = kept.pop((s, m))
-                    if kind is BACKWARD_INPUT:
-                        with self.queues[s].deferring() as deferred[s, m]:
-                            torch.autograd.backward(end, received)
-                    else:
-                        torch.autograd.backward(end, received)
-                    result = hidden.grad if hidden is not None else None
+                    result = self._backward(item, received)
             self._give(item, result)
+            del received, result  # held no longer than somebody needs them
         self.transfers.finish()
-        assert not kept, "the schedule left forwards without their backward"
-        assert not deferred, "the schedule left input gradients without their weight gradients"
+        assert not self._kept, "the schedule left forwards without their backward"
+        assert not self._deferred, "the schedule left backwards without their weight gradients"
         return total
+
+    def _forward(self, action: Action, hidden: Tensor | None, microbatch: object) -> Tensor:
+        if hidden is not None:
+            hidden.requires_grad_()
+        output: Tensor = self.stages[action.stage](hidden, microbatch)
+        self._kept[action.stage, action.microbatch] = (hidden, get_gradient_edge(output))
+        return output
+
+    def _backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
+        """From the gradient of the output to that of the input; None: there is none."""
+        kind, s, m = action
+        completes = kind is not BACKWARD_INPUT
+        self._backwards_left[s] -= completes
+        self.zero.before_backward(self.stages[s], completes, last=self._backwards_left[s] == 0)
+        hidden, end = self._kept.pop((s, m))
+        if completes:
+            torch.autograd.backward(end, gradient)
+        else:
+            with self.queues[s].deferring() as self._deferred[s, m]:
+                torch.autograd.backward(end, gradient)
+        return hidden.grad if hidden is not None else None
+
+    def _weight_gradients(self, action: Action) -> None:
+        _, s, m = action
+        self._backwards_left[s] -= 1
+        run_jobs(self._deferred.pop((s, m)))
+        self.zero.after_weight_gradients(self.stages[s], last=self._backwards_left[s] == 0)
 
     @torch.no_grad()
     def evaluate(self, program: Program, microbatches: Sequence[object]) -> Tensor | None:

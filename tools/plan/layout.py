@@ -197,12 +197,11 @@ class Layout:
     def splits_backward(self) -> bool:
         return splits_backward(self.schedule)
 
-    def phase(self, kind: Kind, unit: Unit, held: bool = False) -> Phase:
-        """What a unit does in an action of this kind. `held`: it is the first of a stage whose
-        input comes from another."""
+    def phase(self, kind: Kind, unit: Unit, first: bool = False, last: bool = False) -> Phase:
+        """What a unit does in an action of this kind. `first`: of a stage whose input comes from
+        another stage; `last`: of one whose output goes to another."""
         whole = kind is BACKWARD or (kind is FORWARD and not self.splits_backward)
-        record = unit.whole if whole else unit.split
-        return (record.held if held else record.phases)[PHASES[kind]]
+        return (unit.whole if whole else unit.split).at(first, last)[PHASES[kind]]
 
     def fsdp_units(self, stage: int) -> list[tuple[range, Gathered]]:
         """What is gathered and reduced at once, and which of `units` it is."""

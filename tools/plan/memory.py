@@ -133,6 +133,8 @@ class Memory(Account):
         if stage > 0:  # its input, and the gradient that goes out
             self.free(HIDDEN, layout.hidden_bytes)
             self.free(TEMPORARY, layout.hidden_bytes)
+        if stage < layout.num_stages - 1:  # the gradient that came in
+            self.free(TEMPORARY, layout.hidden_bytes)
 
     def _weight_gradients(self, stage: int, last: bool) -> None:
         units = range(len(self.units[stage]))
@@ -142,8 +144,10 @@ class Memory(Account):
             self.sharded.after_backward(stage, index, last)
 
     def _phase(self, kind: Kind, stage: int, index: int) -> Phase:
-        held = stage > 0 and index == 0
-        return self.layout.phase(kind, self.units[stage][index], held)
+        units = self.units[stage]
+        first = stage > 0 and index == 0
+        last = stage < self.layout.num_stages - 1 and index == len(units) - 1
+        return self.layout.phase(kind, units[index], first, last)
 
 
 def batch_bytes(layout: Layout) -> int:
