@@ -25,7 +25,7 @@ from model.kernels.rms_norm import add_rms_norm, rms_norm
 from model.kernels.rotary import rotate
 from model.kernels.swiglu import swiglu
 from model.matmul import Matmul
-from model.rotary import Rotary, rotary_angles
+from model.positions import Rotary, rotary_angles
 
 EPS = 1e-5
 EVERY = ("triton", "torch", "compile", "liger")

@@ -5,13 +5,13 @@
     a block:   x ─ attention_norm ─ attention ─(+x)─ feed_forward_norm ─ feed_forward ─(+)─
 
     transformer.py   a stage: blocks, and the embedding or the head
-    attention/       kinds of attention; mask.py: what a token sees, rotary.py: how it is turned
+    attention/       kinds of attention; mask.py: what a token sees
     feed_forward/    kinds of feed-forward
     norm.py          RMSNorm
     matmul.py        the products of every linear layer
     positions.py     angles and masks of a micro-batch; documents.py: where its documents begin
     initialise.py    first weights
-    config.py        dimensions and kinds; cost.py: what balances pipeline stages
+    config.py        dimensions and kinds
     kernels/         fused operations
 
 A pipeline stage is the same `Transformer` class holding a range of blocks; names are global whoever

@@ -15,7 +15,7 @@ Kinds = Text | Annotated[tuple[Text, ...], Field(strict=False, min_length=1, max
 
 class RopeScaling(NamedTuple):
     """How rotary frequencies are slowed for positions beyond those of the first training
-    (model/rotary.py)."""
+    (model/positions.py)."""
 
     factor: float
     low_freq_factor: float

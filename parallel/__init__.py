@@ -14,7 +14,8 @@ views.
 
 parameter.py says what a weight is; layer.py is what every layer with weights is built on;
 deferred.py is the queue in which a weight's gradient may wait; partial.py sums over tp what each tp
-rank knows only in part; placement.py says who holds what of a tensor; activation.py recomputes.
+rank knows only in part; placement.py says who holds what of a tensor; activation.py recomputes;
+memory.py names what memory is for.
 
 Imports torch, and nothing else of the house but files of the root; `pipeline/` is handed modules
 and never imports the model.

@@ -10,7 +10,7 @@ import torch
 
 from model.config import ModelConfig
 from model.initialise import initialise
-from model.rotary import Angles
+from model.positions import Angles
 from model.transformer import Batch
 from tools.generate import loop
 from tools.generate.cache import KeyValueCache, LayerCache

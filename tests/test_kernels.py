@@ -22,7 +22,7 @@ from model.kernels.cross_entropy import (
 from model.kernels.rms_norm import add_rms_norm, rms_norm
 from model.kernels.rotary import rotate
 from model.kernels.swiglu import swiglu
-from model.rotary import Rotary, rotary_angles
+from model.positions import Rotary, rotary_angles
 from tokens import IGNORE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from model.config import ModelConfig, RopeScaling
 from model.initialise import draw_rows
 from model.kernels.rotary import rotate
-from model.rotary import Rotary, rotary_angles
+from model.positions import Rotary, rotary_angles
 from model.transformer import Batch, num_parameters
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh

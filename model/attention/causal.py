@@ -8,8 +8,7 @@ from model.kernels.rotary import rotate
 from model.mask import Attend
 from model.matmul import Matmul
 from model.norm import RMSNorm
-from model.positions import Positions
-from model.rotary import Angles, Rotary
+from model.positions import Angles, Positions, Rotary
 from parallel.layer import Pieces, TensorParallel
 from parallel.parameter import Normal
 from parallel.tensor import ColumnParallelLinear, RowParallelLinear, column_parallel

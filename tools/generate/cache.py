@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from model.mask import Attend, Mask, make_mask, scores_bias
-from model.rotary import Angles, Rotary, rotary_angles
+from model.positions import Angles, Rotary, rotary_angles
 
 
 class LayerCache:
