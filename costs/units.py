@@ -1,7 +1,8 @@
 """The units of the model, recorded: the embedding, a block of each kind, the norm with the head.
 
-    unit = record(Setting(model, tp=8, seq_len=8192), BLOCK)
-    unit.phases["forward"].product_flops, unit.phases["backward"].effect.height
+    block = unit(Setting(model, seq_len=8192, tp=8), kind_of(model, layer=0))
+    block.whole.phases["forward"].product_flops      operations of a micro-batch's forward
+    block.whole.phases["backward"].effect.height     bytes by which its backward rises, at most
 
 A unit is what FSDP gathers, what a pipeline's stages consist of, and what activation checkpointing
 wraps. A record is one micro-batch's forward and backward, or, where a schedule splits backward,
@@ -124,7 +125,7 @@ class Unit:
 
 def kind_of(model: ModelConfig, layer: int) -> str:
     """A block's name as a unit."""
-    return f"{model.attention_of(layer)} {model.feed_forward_of(layer)}"
+    return " ".join(model.kinds_of(layer))
 
 
 @lru_cache(maxsize=4096)

@@ -93,6 +93,10 @@ class ModelConfig:
             key, remedy = "model.rope_low_freq_factor", "Llama 3.1 has 1 and 4"
             raise UserError(key, self.rope_low_freq_factor, why, remedy)
 
+    def kinds_of(self, layer: int) -> tuple[str, str]:
+        """Of attention and of feed-forward: what tells one block from another."""
+        return self.attention_of(layer), self.feed_forward_of(layer)
+
     def attention_of(self, layer: int) -> str:
         """Its kind of attention."""
         return _in_turn(self.attention, layer)

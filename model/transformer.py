@@ -151,9 +151,8 @@ def kinds_of_blocks(config: ModelConfig, tp: int = 1) -> list[tuple[Block, int]]
 
     Raises UserError, naming the key, where `tp` does not divide something.
     """
-    layers = range(config.num_layers)
-    counts = Counter((config.attention_of(i), config.feed_forward_of(i)) for i in layers)
-    first = {(config.attention_of(i), config.feed_forward_of(i)): i for i in reversed(layers)}
+    kinds = [config.kinds_of(layer) for layer in range(config.num_layers)]
+    counts, first = Counter(kinds), {kind: kinds.index(kind) for kind in kinds}
     return [(Block(config, first[kind], TensorParallel(tp)), n) for kind, n in counts.items()]
 
 
