@@ -9,6 +9,6 @@
     guard.py          which updates are made
     optimizers/       what updates weights; learning_rate.py: how fast
 
-May import `model/`, `parallel/`, `data/` and `costs/`. What keeps a run alive and observed is in runtime/,
-and is not known here.
+May import `model/`, `parallel/`, `data/` and `costs/`. What keeps a run alive and observed is in
+runtime/, and is not known here.
 """
