@@ -212,13 +212,14 @@ def test_the_8b_file_is_what_the_search_ranks_first() -> None:
     assert search(config, world, H100).best[0].config == config
 
 
-# --- what files and the README state --------------------------------------------------------------
+# --- what files and the manual state --------------------------------------------------------------
 
 
-def test_the_readme_states_what_is_planned(path: Path) -> None:
+def test_the_manual_states_what_is_planned(path: Path) -> None:
     """Its table: name, parameters, GPUs, layout, peak."""
-    readme = (path.parent.parent / "README.md").read_text(encoding="utf-8")
-    row = re.search(rf"^\| \[{path.stem}\]\(configs/{path.name}\) \|(.*)\|$", readme, re.MULTILINE)
+    page = (path.parent.parent / "docs" / "running.md").read_text(encoding="utf-8")
+    link = rf"\[{path.stem}\]\(\.\./configs/{path.name}\)"
+    row = re.search(rf"^\| {link} \|(.*)\|$", page, re.MULTILINE)
     assert row
     parameters, gpus, layout, stated = (cell.strip() for cell in row[1].split("|"))
     config, world = read(path)
