@@ -2,7 +2,7 @@
 
     python -m benchmarks.plan_megatron
 
-One set of hardware constants (plan/hardware.py) for all rows. What the publication leaves open, one
+One set of hardware constants (hardware.py) for all rows. What the publication leaves open, one
 rule chooses for all: of micro-batches of 1, 2, 4 and 8 sequences, and of all numbers of virtual
 stages up to 8 that divide the layers, the fastest that fits in 80 GB, without recomputation if any
 does. Models are ours: gated feed-forward of 8/3 of the width, as many key/value heads as query

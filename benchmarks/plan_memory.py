@@ -41,7 +41,7 @@ CASES = [
     Case("llama3_70b", 8, 0, "parallel.tp=2 parallel.pp=2"),
     Case("llama3_70b", 8, 7, "parallel.tp=2 parallel.pp=2 parallel.zero_stage=2", quick=True),
     Case("llama3_70b", 8, 0, "parallel.tp=2 parallel.pp=2 parallel.zero_stage=3", quick=True),
-    Case("llama3_70b", 8, 0,
+    Case("llama3_70b", 8, 7,
          "parallel.tp=2 parallel.pp=2 parallel.zero_stage=3 parallel.fsdp_unit=stage", quick=True),
     Case("llama3_70b", 8, 7, "parallel.tp=2 parallel.pp=2 parallel.schedule=zb_h1"),
     Case(

@@ -3,7 +3,7 @@ on.
 
     python -m benchmarks.plan_published
 
-The constants are those of plan/hardware.py for every row; only what a publication says of its own
+The constants are those of hardware.py for every row; only what a publication says of its own
 machines (the memory's rate, the network's) replaces theirs. A row of benchmarks/published_rows.py
 is planned as Lattice would run it: same dimensions, layout, batch, recomputation. Where the
 published system does other work, the column `apart` says so; the file of results has more of it,

@@ -30,17 +30,33 @@ class AsOnGpu(TorchFunctionMode):
         kwargs = kwargs or {}
         if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             return args[0].device.type == DEVICE
-        if func is functional.scaled_dot_product_attention and args[0].device.type == DEVICE:
-            q, k, v = args
-            return attention(q, k, v, kwargs["attn_mask"], kwargs["is_causal"])
+        if func is functional.scaled_dot_product_attention:
+            return attention(*args, **kwargs)
         return func(*args, **kwargs)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
-    """q [B, H, S, E], k and v [B, K, S, E], as CUDA's operators take them."""
-    if bias is None:
-        return _ops._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[0]
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch's `scaled_dot_product_attention` on a GPU: query [B, H, S, E], key [B, K, S, E], value
+    [B, K, S, E'], as CUDA's operators take them."""
+    q, k, v, flash = query, key, value, query.shape[-1] == value.shape[-1]
+    if q.device.type != DEVICE:
+        return functional.scaled_dot_product_attention(
+            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if attn_mask is None and flash:
+        operator = _ops._scaled_dot_product_flash_attention
+        return operator(q, k, v, dropout_p, is_causal, scale=scale)[0]
     shared = q.shape[1] // k.shape[1]  # this one takes no fewer key/value heads
     k, v = (t.repeat_interleave(shared, 1) if shared > 1 else t for t in (k, v))
-    whole = bias.expand(-1, q.shape[1], -1, -1)
-    return _ops._scaled_dot_product_efficient_attention(q, k, v, whole, True, 0.0, causal)[0]
+    bias = None if attn_mask is None else attn_mask.expand(*q.shape[:3], k.shape[2])
+    operator = _ops._scaled_dot_product_efficient_attention
+    return operator(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]

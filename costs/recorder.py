@@ -143,7 +143,7 @@ class Recorder(StorageWatch):
         self._names: list[str] = []
         self._events: list[list[Event]] = []
         self._pieces: dict[int, Piece] = {}  # by storage: those that are there
-        # of each phase: (piece, bytes more, category where it is not the piece's own)
+        # of each phase: (piece, bytes more or less, the category if `hand_over` gave it another)
         self._changes: list[list[tuple[Piece, int, str | None]]] = []
         self._phase = -1  # −1: between phases
         self.flow: dict[str, Piece] = {}  # what comes from elsewhere, or goes there, by name
@@ -224,8 +224,9 @@ class Recorder(StorageWatch):
         piece, phase = self._pieces.pop(key), self._phase
         if phase < 0 and (self._closed or not self._names or piece in self.flow.values()):
             return
-        # what dies between phases is the last one's
-        piece.died_in = phase if phase >= 0 else len(self._names) - 1
+        if phase < 0:  # what dies between phases is the last one's
+            phase = len(self._names) - 1
+        piece.died_in = phase
         self._changes[phase].append((piece, -size, None))
 
     # --- operators ---
@@ -292,7 +293,7 @@ def tensors_of(values: Any) -> Iterator[Tensor]:
 
 def _attention(named: dict[str, Any]) -> Attention:
     """Of an operator of scaled dot-product attention or its backward: q [B, H, S, E], or [T, H, E]
-    of sequences of at most max_q tokens."""
+    of sequences of at most max_q tokens. A bias counts as causal, whatever it hides."""
     q, v = named["query"], named["value"]
     if q.dim() == 4:
         batch, heads, length = q.shape[:3]

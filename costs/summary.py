@@ -6,13 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
-from costs.recorder import Attention, Moved, Product
+from costs.links import Links
+from costs.seconds import Rates
 from costs.units import EMBEDDING, HEAD, Setting, Unit, kind_of, unit
 from hardware import H100
 from model.config import ModelConfig
 from parallel.pipeline.balance import LayerCosts
-
-OPERATIONS_PER_BYTE = H100.peak_flops / H100.memory_bytes_per_second
 
 
 def blocks(setting: Setting) -> Counter[Unit]:
@@ -29,7 +28,7 @@ def mean_of_blocks(setting: Setting, figure: Callable[[Unit], float]) -> float:
 
 def model_flops(of: Unit, whole_attention: bool = False) -> float:
     """Floating-point operations of a unit for one micro-batch, forward and backward, multiply and
-    add counted as two, on one tp rank.
+    add counted as two, on one tp rank (tp 1: all).
 
     Without what is computed again, and attention's backward as two forwards: what the model needs,
     not what this code does (PaLM, appendix B). A causal mask counts as half the square of S × S, a
@@ -52,17 +51,18 @@ def flops_per_token(model: ModelConfig, seq_len: int, whole_attention: bool = Fa
 
 
 @lru_cache(maxsize=1024)
-def layer_costs(model: ModelConfig, seq_len: int, activation_checkpointing: str) -> LayerCosts:
-    """Relative costs of the embedding, a block (of several kinds the mean) and the head, in
-    operations per token: a byte moved counts as the operations that an H100 does meanwhile."""
-    setting = Setting(model, seq_len, activation_checkpointing=activation_checkpointing)
-    embedding, head = (_operations(unit(setting, name)) for name in (EMBEDDING, HEAD))
-    costs = embedding, mean_of_blocks(setting, _operations), head
-    return LayerCosts(*(each / seq_len for each in costs))
+def layer_costs(setting: Setting) -> LayerCosts:
+    """Seconds of the embedding, of every block and of the head for one micro-batch, forward and
+    backward, on H100s: what is computed, and what waits for tp."""
+    # without what each kernel costs to launch: for models that are so small, on a CPU, it is little
+    device = replace(H100, kernel_seconds=0.0, collective_seconds=0.0)
+    links = Links(device, setting.tp, 1, 1, setting.tp)
+    rates = Rates(device, links, setting.dtype.itemsize)
 
+    def seconds(name: str) -> float:
+        phases = unit(setting, name).whole.phases.values()
+        return sum(rates.cost(phase).total for phase in phases)
 
-def _operations(of: Unit) -> float:
-    """Forward and backward, recomputation included."""
-    events = [event for phase in of.whole.phases.values() for event in phase.events]
-    computed = sum(event.flops for event in events if isinstance(event, Product | Attention))
-    return computed + OPERATIONS_PER_BYTE * sum(e.bytes for e in events if isinstance(e, Moved))
+    kinds = [kind_of(setting.model, layer) for layer in range(setting.model.num_layers)]
+    of_kind = {kind: seconds(kind) for kind in dict.fromkeys(kinds)}
+    return LayerCosts(seconds(EMBEDDING), tuple(of_kind[kind] for kind in kinds), seconds(HEAD))

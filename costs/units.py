@@ -25,6 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from costs.as_on_gpu import DEVICE, AsOnGpu
 from costs.recorder import Phase, Piece, Recorder, wire_bytes
+from errors import UserError
 from model.config import ModelConfig
 from model.positions import BatchPositions
 from model.transformer import Batch, Block, Transformer, hidden_shape
@@ -38,7 +39,8 @@ EMBEDDING, HEAD = "embedding", "head"  # units; a block's name is its kind
 
 # Kinds of activations, besides the parts of the unit.
 HIDDEN, POSITIONS = "hidden states between units", "angles and masks of positions"
-BLOCK = "sums of the block"  # parts of units: this, and what a block calls its layers
+# Parts of units: this (with the norm that is made with a sum), and what a block calls its layers.
+BLOCK = "sums of the block"
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,9 @@ class Record:
         self.at = lru_cache(self._at)
 
     def _at(self, first: bool, last: bool) -> dict[str, Phase]:
-        """Phases by name. `first`, `last`: of a stage. Until a backward is over the pipeline's
-        runner holds the stage's input, and the gradient of its output, where they come from another
-        stage."""
+        """Phases by name. `first`: of a stage that receives its input x; `last`: of one that
+        receives the gradient dy of its output. The pipeline's runner holds both until the backward
+        is over."""
         return self.recorder.phases(holding=["x"] * first + ["dy"] * last)
 
     @property
@@ -216,8 +218,22 @@ class _End(torch.autograd.Function):
         return dy, None
 
 
+class CannotRecord(UserError):
+    """A unit does not run on shapes. Training does not need that."""
+
+
 def _record(setting: Setting, name: str, split: bool) -> Record:
-    """One micro-batch's forward and backward of a unit."""
+    """One micro-batch's forward and backward of a unit. Raises CannotRecord."""
+    try:
+        return _run(setting, name, split)
+    except Exception as error:
+        why = "does not run on tensors that have shapes only, so nothing is known of its costs "
+        why += f"({type(error).__name__}: {error})"
+        remedy = "ask no tensor for a number, and give each custom operation a rule for shapes"
+        raise CannotRecord("the unit", name, why, remedy) from error
+
+
+def _run(setting: Setting, name: str, split: bool) -> Record:
     stage, batch = _stage(setting, [name]), _batch(setting)
     queue = share_queue(stage)
     gradients: list[Piece] = []

@@ -77,7 +77,7 @@ class BatchPositions:
     def __init__(self, positions: Tensor, boundaries: Tensor | None, dtype: torch.dtype) -> None:
         self.positions, self.boundaries, self.dtype = positions, boundaries, dtype
         self._angles: dict[Rotary, Angles] = {}
-        self._masks: dict[int | None, Attend] = {}
+        self._masks: dict[tuple[int | None, int], Attend] = {}
 
     def angles(self, rotary: Rotary) -> Angles:
         if rotary not in self._angles:
@@ -85,7 +85,8 @@ class BatchPositions:
         return self._angles[rotary]
 
     def mask(self, window: int | None, head_dim: int) -> Attend:
-        if window not in self._masks:
+        key = window, head_dim
+        if key not in self._masks:
             where = self.positions, self.boundaries
-            self._masks[window] = make_mask(*where, window, self.dtype, head_dim)
-        return self._masks[window]
+            self._masks[key] = make_mask(*where, window, self.dtype, head_dim)
+        return self._masks[key]

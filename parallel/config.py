@@ -110,7 +110,7 @@ class ParallelConfig:
             remedy = f"use at most {num_layers} stages, or a {key} whose first or last has none"
             raise UserError("parallel.pp", self.pp, why, remedy)
         elif self.layers_per_stage == "auto":
-            counts = balanced_split(num_layers, costs(), self.ranks_of_stages)
+            counts = balanced_split(costs(), self.ranks_of_stages)
         else:
             counts = even_split(num_layers, stages)
         return [range(end - n, end) for end, n in zip(accumulate(counts), counts, strict=True)]

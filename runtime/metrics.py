@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from costs.summary import flops_per_token
+from costs.units import CannotRecord
 from hardware import data_sheet_of
 from model.transformer import num_parameters
 from parallel.mesh import Mesh
@@ -23,7 +24,7 @@ from runtime.ledger import Ledger
 from runtime.listener import Listener, Run
 from runtime.messages import describe, log
 from runtime.status import record_missing_end, write_status, write_whole
-from runtime.topology import describe_places, describe_stages
+from runtime.topology import describe_nodes, describe_places, describe_stages
 from runtime.trackers import Trackers
 from training.config import Config
 from training.load_config import dump_config
@@ -46,7 +47,8 @@ class Metrics(Listener):
         self.step = start.step
         self.folder = Path(config.run.dir)
         self.writes = dist.get_rank() == 0
-        self.peak_flops = _peak_flops(mesh.device)
+        self.mesh, self.peak_flops = mesh, _peak_flops(mesh.device)
+        self.flops: float | None = None  # of a token
         self.timed_steps, self.data_seconds, self.started = 0, 0.0, time.perf_counter()
         self.record: dict[str, Any] | None = None
         self.stop_reason = ""
@@ -65,15 +67,30 @@ class Metrics(Listener):
             self.trackers = Trackers(config, start.step, system)
             ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
             about += [f"{num_parameters(config.model):,} parameters on {mesh.describe()}"]
-            about.append(describe_places(config, mesh, ranks_per_node))
-            if config.parallel.num_stages > 1:
-                about.append(describe_stages(config))
+            about += self._describe_costs(ranks_per_node)
             about.append(
                 f"starting from {start.path or 'initial weights'} at step {start.step}; "
                 f"run folder {self.folder}"
             )
             log("\n".join(about), sys.stdout)
         self._count("start")
+
+    def _mfu(self, tokens_per_second: float) -> float | None:
+        """Of one device; None where its peak or the model's operations are not known."""
+        if self.flops is None or not self.peak_flops:
+            return None
+        return tokens_per_second * self.flops / self.peak_flops
+
+    def _describe_costs(self, ranks_per_node: int) -> list[str]:
+        """What the layers' costs say of this layout. A layer that cannot be recorded trains all the
+        same, without MFU."""
+        config = self.config
+        try:
+            self.flops = flops_per_token(config.model, config.train.seq_len)
+            lines = [describe_places(config, self.mesh, ranks_per_node)]
+            return lines + ([describe_stages(config)] if config.parallel.num_stages > 1 else [])
+        except CannotRecord as error:
+            return [describe_nodes(self.mesh.sizes, ranks_per_node), f"warning: no MFU: {error}"]
 
     @contextmanager
     def spending(self, cause: str) -> Iterator[None]:
@@ -109,7 +126,6 @@ class Metrics(Listener):
         run.step_seconds = seconds = (time.perf_counter() - self.started) / self.timed_steps
         tokens_per_second = train.global_batch_size * train.seq_len / seconds
         per_device = tokens_per_second / dist.get_world_size()
-        flops = flops_per_token(self.config.model, train.seq_len)
         self.record = {
             "step": step,
             "loss": loss,
@@ -118,7 +134,7 @@ class Metrics(Listener):
             "tokens": run.tokens,
             "tokens_per_second": tokens_per_second,
             "tokens_per_second_per_device": per_device,
-            "mfu": per_device * flops / self.peak_flops if self.peak_flops else None,
+            "mfu": self._mfu(per_device),
             "step_seconds": seconds,
             "data_seconds": self.data_seconds / self.timed_steps,
             "peak_memory_bytes": max(peak_memory),

@@ -11,7 +11,6 @@ from hardware import H100
 from parallel.axes import MeshSizes
 from parallel.mesh import Mesh
 from parallel.pipeline.balance import even_split, imbalance
-from training.build import setting_of
 from training.config import Config
 
 
@@ -73,7 +72,7 @@ def tp_bytes_per_step(config: Config, dp_size: int) -> float:
         dp_size: data-parallel ranks.
     """
     layers = -(-config.model.num_layers // config.parallel.pp)
-    each = mean_of_blocks(setting_of(config), lambda block: block.whole.bytes_sent)
+    each = mean_of_blocks(config.setting(), lambda block: block.whole.bytes_sent)
     return each * layers * config.num_microbatches(dp_size)
 
 

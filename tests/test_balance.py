@@ -6,7 +6,6 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from costs.summary import flops_per_token, layer_costs
 from errors import UserError
 from parallel.pipeline.balance import (
     LayerCosts,
@@ -35,10 +34,10 @@ def test_no_split_has_a_faster_slowest_rank():
     for _ in range(60):
         stages = rng.randint(1, 5)
         layers = rng.randint(stages, 10)
-        costs = LayerCosts(rng.uniform(0, 2), 1.0, rng.uniform(0, 5))
+        costs = LayerCosts(rng.uniform(0, 2), (1.0,) * layers, rng.uniform(0, 5))
         ranks = rng.randint(1, stages)
         where = [s % ranks for s in range(stages)]
-        found = balanced_split(layers, costs, where)
+        found = balanced_split(costs, where)
         assert sum(found) == layers
         slowest = [
             max(rank_costs(stage_costs(split, costs), where))
@@ -49,23 +48,35 @@ def test_no_split_has_a_faster_slowest_rank():
 
 def test_layers_alone_are_split_evenly():
     assert (
-        sorted(balanced_split(10, LayerCosts(0, 1, 0), [0, 1, 2, 3]))
+        sorted(balanced_split(LayerCosts(0, (1,) * 10, 0), [0, 1, 2, 3]))
         == sorted(even_split(10, 4))
         == [2, 2, 3, 3]
     )
 
 
-def test_operations_are_those_of_the_model(monkeypatch):
-    """Without the bytes that are moved they add up to `flops_per_token`, but for attention's
-    backward, which computes the scores again: 5 products where 4 are counted."""
-    model = load_config("configs/llama3_8b.yaml", []).model
-    monkeypatch.setattr("costs.summary.OPERATIONS_PER_BYTE", 0)
-    costs, whole = (layer_costs.__wrapped__(model, 8192, mode) for mode in ("none", "full"))
-    attention = 6 * 8192 * model.attention_width
-    counted = costs.block * model.num_layers + costs.head + costs.embedding
-    flops = flops_per_token(model, 8192) + model.num_layers * attention / 6
-    assert counted == pytest.approx(flops)
-    assert whole.block - costs.block == pytest.approx((costs.block - attention / 6) / 3)
+def test_layers_that_differ_are_dealt_by_their_own_costs():
+    """Against every split: of layers of two kinds side by side, and in turn."""
+    for blocks in ((1.0,) * 6 + (3.0,) * 6, (1.0, 3.0) * 6, (5.0,) + (1.0,) * 11):
+        costs = LayerCosts(0.5, blocks, 1.5)
+        for where in ([0, 1, 2], [0, 1, 2, 3], [0, 1, 1, 0]):
+            split = balanced_split(costs, where)
+            slowest, *others = (
+                max(rank_costs(stage_costs(each, costs), where))
+                for each in (split, *every_split(12, len(where)))
+            )
+            assert slowest <= 1.1 * min(others)
+            mean = costs._replace(blocks=(sum(blocks) / 12,) * 12)
+            unaware = balanced_split(mean, where)
+            assert slowest <= max(rank_costs(stage_costs(unaware, costs), where))
+
+
+def test_costs_are_of_the_layers_that_there_are():
+    keys = ["model.attention=[causal,sliding_window]", "model.attention_window=256"]
+    costs = load_config("configs/llama3_8b.yaml", keys).layer_costs()
+    assert len(costs.blocks) == 32
+    assert costs.blocks[0] == costs.blocks[2] > costs.blocks[1] == costs.blocks[31]
+    again = load_config("configs/llama3_8b.yaml", ["train.activation_checkpointing=full"])
+    assert again.layer_costs().blocks[0] == pytest.approx(costs.blocks[0] * 4 / 3, rel=0.05)
 
 
 @pytest.mark.parametrize("pp", [4, 8])
@@ -75,8 +86,8 @@ def test_the_simulated_step_is_shorter(pp):
     config = load_config(
         "configs/llama3_8b.yaml", [f"parallel.pp={pp}", "parallel.layers_per_stage=auto"]
     )
-    costs = layer_costs(config.model, config.train.seq_len, "none")
-    assert 1.5 < costs.head / costs.block < 3.5
+    costs = config.layer_costs()
+    assert 1.5 < costs.head / costs.blocks[0] < 3.5
     times = []
     for split in (even_split(32, pp), [len(layers) for layers in config.split_layers()]):
         stages = [cost / 3 for cost in stage_costs(split, costs)]
@@ -92,9 +103,9 @@ def test_the_simulated_step_is_shorter(pp):
 def test_interleaved_stages_are_balanced_by_rank():
     """80 layers on 8 ranks with two stages each: the head's rank gets fewer layers in both of its
     stages."""
-    costs, where = LayerCosts(0.0, 1.0, 2.0), [s % 8 for s in range(16)]
+    costs, where = LayerCosts(0.0, (1.0,) * 80, 2.0), [s % 8 for s in range(16)]
     times = []
-    for split in (even_split(80, 16), balanced_split(80, costs, where)):
+    for split in (even_split(80, 16), balanced_split(costs, where)):
         stages = [cost / 3 for cost in stage_costs(split, costs)]
         times.append(
             simulate(

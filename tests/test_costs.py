@@ -9,7 +9,17 @@ import torch.distributed as dist
 from costs.as_on_gpu import DEVICE, AsOnGpu
 from costs.recorder import Attention, Moved, Product, Recorder, Sent, Waited, pairs
 from costs.summary import flops_per_token, model_flops
-from costs.units import EMBEDDING, HEAD, HIDDEN, Setting, Unit, kind_of, position_bytes, unit
+from costs.units import (
+    EMBEDDING,
+    HEAD,
+    HIDDEN,
+    CannotRecord,
+    Setting,
+    Unit,
+    kind_of,
+    position_bytes,
+    unit,
+)
 from model.config import ModelConfig
 from parallel.collectives import start_all_gather
 from parallel.memory import DEFERRED, GRADIENTS, TEMPORARY
@@ -183,3 +193,33 @@ def test_attention_is_one_operation_with_grouped_heads() -> None:
              if isinstance(event, Attention)]  # fmt: skip
     forward = 4 * SMALL.num_heads * LONG**2 * SMALL.head_dim
     assert [(each.flops, each.whole_flops) for each in found] == [(1.25 * forward, 2.5 * forward)]
+
+
+def test_a_layer_that_asks_for_numbers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self, x):
+        return x * x.sum().item()
+
+    monkeypatch.setattr("model.feed_forward.swiglu.FeedForward.forward", forward)
+    unit.cache_clear()
+    with pytest.raises(CannotRecord, match=r"'causal swiglu': does not run on .*Tensor.item"):
+        _ = unit(Setting(SMALL, LONG), "causal swiglu").whole
+    unit.cache_clear()
+
+
+def test_torch_s_own_attention_is_recorded() -> None:
+    """However it is called; with values narrower than keys too."""
+    q, k = (torch.empty(2, heads, 16, 8, device=DEVICE) for heads in (4, 2))
+    narrow = torch.empty(2, 2, 16, 4, device=DEVICE)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    recorder = Recorder(lambda piece: None)
+    with AsOnGpu(), recorder, recorder.phase("forward"):
+        shapes = [
+            attend(q, k, k, is_causal=True, enable_gqa=True).shape,
+            attend(q, k, narrow, is_causal=True, enable_gqa=True).shape,
+            attend(q, k, k, torch.empty(16, 16, device=DEVICE), enable_gqa=True).shape,
+        ]
+    assert shapes == [(2, 4, 16, 8), (2, 4, 16, 4), (2, 4, 16, 8)]
+    events = recorder.phases()["forward"].events
+    found = [event.whole_flops for event in events if isinstance(event, Attention)]
+    assert found == [2 * 4 * 16 * 16 * 2 * width for width in (16, 12, 16)]
+    assert attend(*(torch.ones(1, 1, 2, 2) for _ in range(3))).shape == (1, 1, 2, 2)

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import plan_megatron, plan_memory, plan_published
 from benchmarks.published_rows import ROWS, Row
+from costs.links import Links
 from costs.summary import flops_per_token
 from errors import UserError
 from model.transformer import num_parameters
@@ -21,7 +22,6 @@ from tools.plan.candidates import Candidate, candidates
 from tools.plan.guide import STAGES, guide_bytes, our_bytes
 from tools.plan.hardware import DEVICES, find_device
 from tools.plan.layout import Layout
-from tools.plan.links import Links
 from tools.plan.memory import Memory
 from tools.plan.search import Found, search
 from tools.plan.summary import summarise

@@ -3,7 +3,6 @@ FSDP → memory → weights."""
 
 import torch
 
-from costs.units import Setting
 from model.initialise import initialise
 from model.transformer import Transformer, hidden_shape
 from parallel.activation import wrap_blocks
@@ -52,22 +51,6 @@ def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bo
     stage.to_empty(device="cpu" if config.parallel.cpu_offload else mesh.device)
     initialise(stage, config.train.seed)
     return stage
-
-
-def setting_of(config: Config, tp_rank: int = 0) -> Setting:
-    """What records of this job's units depend on (costs/units.py)."""
-    parallel, train = config.parallel, config.train
-    return Setting(
-        config.model,
-        train.seq_len,
-        parallel.tp,
-        tp_rank,
-        parallel.sequence_parallel,
-        train.micro_batch_size,
-        config.data.document_mask,
-        train.activation_checkpointing,
-        Precision.of(config).compute,
-    )
 
 
 def build_tied_embedding(

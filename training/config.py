@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from costs.summary import layer_costs
+from costs.units import Setting
 from data.config import DataConfig
 from errors import UserError
 from model.config import ModelConfig
@@ -17,6 +18,7 @@ from parallel.pipeline.actions import Action, splits_backward
 from parallel.pipeline.balance import LayerCosts
 from parallel.pipeline.check import Fault, check
 from parallel.pipeline.schedules import build_schedule
+from training.precision import Precision
 from training.sections import (
     MAX_TOKENS,
     CheckpointConfig,
@@ -51,7 +53,14 @@ class Config:
         return self.parallel.split_layers(self.model.num_layers, self.layer_costs)
 
     def layer_costs(self) -> LayerCosts:
-        return layer_costs(self.model, self.train.seq_len, self.train.activation_checkpointing)
+        return layer_costs(self.setting())
+
+    def setting(self, tp_rank: int = 0) -> Setting:
+        """What the records of this job's units depend on."""
+        parallel, train, dtype = self.parallel, self.train, Precision.of(self).compute
+        return Setting(self.model, train.seq_len, parallel.tp, tp_rank, parallel.sequence_parallel,
+                       train.micro_batch_size, self.data.document_mask,
+                       train.activation_checkpointing, dtype)  # fmt: skip
 
     def schedule(self, dp_size: int) -> list[list[Action]]:
         """Each pipeline rank's actions in one step."""

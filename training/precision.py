@@ -8,13 +8,27 @@
 | float64     | float64  | float64                        | float64               | float64 |
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
-from training.config import Config
+from parallel.config import ParallelConfig
+from training.sections import OptimizerConfig, TrainConfig
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+class Sections(Protocol):
+    """Of a configuration, those that say something of dtypes."""
+
+    @property
+    def train(self) -> TrainConfig: ...
+
+    @property
+    def parallel(self) -> ParallelConfig: ...
+
+    @property
+    def optimizer(self) -> OptimizerConfig: ...
 
 
 class Precision(NamedTuple):
@@ -26,7 +40,7 @@ class Precision(NamedTuple):
     exact: torch.dtype  # of statistics and losses
 
     @classmethod
-    def of(cls, config: Config) -> "Precision":
+    def of(cls, config: Sections) -> "Precision":
         compute = DTYPES[config.train.dtype]
         exact = torch.promote_types(compute, torch.float32)
         return cls(

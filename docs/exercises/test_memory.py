@@ -8,7 +8,6 @@ import pytest
 from costs.units import kind_of, unit
 from parallel.pipeline.schedules import build_schedule
 from parallel.pipeline.simulate import Costs, simulate
-from training.build import setting_of
 from training.load_config import load_config
 
 
@@ -34,7 +33,7 @@ def micro_batches_alive(rank: int, p: int, m: int) -> int:
 def test_what_a_block_keeps(name: str, tp: int) -> None:
     config = load_config(f"configs/{name}.yaml", [f"parallel.tp={tp}", "parallel.dp_shard=-1"])
     model = config.model
-    setting = replace(setting_of(config), activation_checkpointing="none")
+    setting = replace(config.setting(), activation_checkpointing="none")
     block = unit(setting, kind_of(model, 0))
     kept = sum(block.whole.phases["forward"].effect.changes.values())
     numbers = kept / setting.seq_len / setting.micro_batch_size / setting.dtype.itemsize

@@ -5,21 +5,27 @@ of work: the first stage has the embedding besides, the last the head and the lo
 large vocabulary cost as much as several layers.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 
 class LayerCosts(NamedTuple):
-    """Relative cost, per token, of what a stage may hold (forward and backward together)."""
+    """Relative cost of what a stage may hold (forward and backward together)."""
 
     embedding: float
-    block: float
+    blocks: tuple[float, ...]  # of every layer
     head: float  # with the final norm and the loss
 
 
 def stage_costs(layers_per_stage: Sequence[int], costs: LayerCosts) -> list[float]:
     """The cost of each stage."""
-    stages = [layers * costs.block for layers in layers_per_stage]
+    ends = list(accumulate(layers_per_stage))
+    stages = [
+        sum(costs.blocks[end - layers : end])
+        for end, layers in zip(ends, layers_per_stage, strict=True)
+    ]
     stages[0] += costs.embedding
     stages[-1] += costs.head
     return stages
@@ -33,21 +39,43 @@ def even_split(num_layers: int, num_stages: int) -> list[int]:
     return [least + (s in inner_first[:surplus]) for s in range(num_stages)]
 
 
-def balanced_split(num_layers: int, costs: LayerCosts, ranks_of_stages: Sequence[int]) -> list[int]:
+def balanced_split(costs: LayerCosts, ranks_of_stages: Sequence[int]) -> list[int]:
     """The split whose slowest rank has least to do and, among those, whose slowest stage does.
 
-    Layers are alike, so dealing them one at a time to the rank that then has least is optimal: in
-    any other split a layer can be moved to where the deal put it without making the slowest rank
-    slower. Of a rank's stages the cheapest gets it; of equals the later, which keeps fewer
-    micro-batches' activations. Every stage between the first and the last gets one at least.
+    Layers are dealt one at a time, as if all cost their mean, to the rank that then has least.
+    Where layers are alike that is optimal: in any other split a layer can be moved to where the
+    deal put it without making the slowest rank slower. Of a rank's stages the cheapest gets it; of
+    equals the later, which keeps fewer micro-batches' activations. Every stage between the first
+    and the last gets one at least. Where layers differ, one is then moved from a stage to another
+    as long as that helps.
     """
-    stages = range(len(ranks_of_stages))
+    stages, number = range(len(ranks_of_stages)), len(costs.blocks)
+    mean = costs._replace(blocks=(sum(costs.blocks) / number,) * number)
     layers = [int(0 < s < len(stages) - 1) for s in stages]
-    for _ in range(num_layers - sum(layers)):
-        alone = stage_costs(layers, costs)
+    for _ in range(number - sum(layers)):
+        alone = stage_costs(layers, mean)
         of_rank = rank_costs(alone, ranks_of_stages)
         layers[min(stages, key=lambda s: (of_rank[ranks_of_stages[s]], alone[s], -s))] += 1
-    return layers
+    if len(set(costs.blocks)) == 1:
+        return layers
+
+    def slowest(split: list[int]) -> list[float]:
+        """Of the ranks, first to last: two splits are compared by the first that differs."""
+        return sorted(rank_costs(stage_costs(split, costs), ranks_of_stages), reverse=True)
+
+    while True:
+        better = min((split for split in _moves(layers)), key=slowest, default=layers)
+        if slowest(better) >= slowest(layers):
+            return layers
+        layers = better
+
+
+def _moves(layers: list[int]) -> Iterator[list[int]]:
+    """The splits with one layer less in a stage and one more in another."""
+    stages = range(len(layers))
+    for a, b in itertools.permutations(stages, 2):
+        if layers[a] > int(0 < a < len(layers) - 1):
+            yield [n - (s == a) + (s == b) for s, n in enumerate(layers)]
 
 
 def rank_costs(of_stages: Sequence[float], ranks_of_stages: Sequence[int]) -> list[float]:

@@ -10,8 +10,7 @@ account.py     bytes by category, and when they are most
 sharded.py     what FSDP2 does around units: gathers, copies, reductions
 memory.py      a rank's program, action by action, in bytes
 traffic.py     every collective of a step on one rank: axis, kind, count, bytes
-hardware.py    rates of devices: what part of their data sheets' programs reach
-links.py       seconds of a collective over each axis
+hardware.py    a device by name, or from a file of rates
 time.py        seconds of each action, of a step, MFU
 exposure.py    seconds of communication, and of those the ones waited for
 bounds.py      bytes that a layout needs at least

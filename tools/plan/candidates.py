@@ -12,15 +12,14 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Literal, NamedTuple
 
-from costs.summary import layer_costs
+from costs.links import Links
 from errors import UserError
 from model.config import ModelConfig
 from model.transformer import check_tp
-from parallel.pipeline.balance import balanced_split, even_split
+from parallel.pipeline.balance import LayerCosts, balanced_split, even_split
 from tools.plan.bounds import GROWING, SPLIT, Block, least_bytes, most_alive, where
 from tools.plan.hardware import Device
 from tools.plan.layout import Layout
-from tools.plan.links import Links
 from tools.plan.time import NOTHING, Part, StepTime
 from training.config import Config
 
@@ -136,7 +135,7 @@ class Stage:
 def pipelines(config: Config, pp: int, m: int) -> Iterator[Pipeline]:
     """Schedules and cuts of the layers for `m` micro-batches on `pp` ranks."""
     layers = config.model.num_layers
-    costs = layer_costs(config.model, config.train.seq_len, config.train.activation_checkpointing)
+    costs = config.layer_costs()
     for schedule, v in _schedules(pp, m, layers):
         if config.train.compile and schedule in SPLIT:
             continue
@@ -151,7 +150,7 @@ def pipelines(config: Config, pp: int, m: int) -> Iterator[Pipeline]:
             continue
         even = even_split(layers, stages)
         yield Pipeline(pp, schedule, v, None, even)
-        balanced = _balanced(layers, costs, tuple(where(schedule, pp, v))) if pp > 1 else even
+        balanced = _balanced(costs, tuple(where(schedule, pp, v))) if pp > 1 else even
         if balanced != even:
             yield Pipeline(pp, schedule, v, "auto", balanced)
 
@@ -246,8 +245,8 @@ def _zero_stages(shard: int) -> tuple[Literal[0, 1, 2, 3], ...]:
 
 
 @lru_cache(maxsize=4096)
-def _balanced(layers: int, costs: tuple[float, float, float], where: tuple[int, ...]) -> list[int]:
-    return balanced_split(layers, costs, where)  # type: ignore[arg-type]
+def _balanced(costs: LayerCosts, where: tuple[int, ...]) -> list[int]:
+    return balanced_split(costs, where)
 
 
 def _schedules(pp: int, m: int, layers: int) -> Iterator[tuple[str, int]]:

@@ -23,7 +23,6 @@ from parallel.pipeline.actions import (
     splits_backward,
 )
 from parallel.placement import chunk_range
-from training.build import setting_of
 from training.config import Config
 from training.optimizers import optimizer_class
 from training.precision import Precision
@@ -156,7 +155,7 @@ class Layout:
     @cached_property
     def setting(self) -> Setting:
         """What the records of the units depend on."""
-        return setting_of(self.config, self.tp_rank)
+        return self.config.setting(self.tp_rank)
 
     @cached_property
     def embedding(self) -> Unit:

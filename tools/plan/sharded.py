@@ -47,7 +47,7 @@ class Sharded:
         """
         layout, (key, _, unit) = self.layout, self.unit_of[stage, index]
         if key in self.gathered:
-            return 0
+            return before
         size = unit.padded(layout.dp_shard) * layout.compute
         buffer = size if layout.dp_shard > 1 else 0
         copied = layout.compute != layout.master and layout.dp_shard > 1

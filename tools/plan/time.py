@@ -1,10 +1,5 @@
 """Seconds of each action of a pipeline's stage, and of a whole step: what the units' code was
-recorded to do (costs/units.py), at the rates of a device.
-
-    a product               2·m·n·(k + ramp) / (peak · efficiency), never less than its bytes take
-    attention               its operations / (peak · efficiency)
-    every other operation   bytes read and written / memory's rate
-    collectives             links.py
+recorded to do, at the rates of a device (costs/seconds.py).
 
 What hides behind what is what the code overlaps. Over tp a collective hides what is computed
 between its start and the wait for it. Over dp: units are gathered during the forward before, and
@@ -16,16 +11,15 @@ through the simulator.
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
-from costs.recorder import Attention, Moved, Phase, Product, Sent, Waited
+from costs.links import Links
+from costs.seconds import Cost, Rates
 from costs.summary import flops_per_token
 from costs.units import Unit
 from parallel.pipeline.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Kind
 from parallel.pipeline.simulate import Costs, Timeline, simulate
 from tools.plan.hardware import Device
 from tools.plan.layout import Layout
-from tools.plan.links import Links
 from tools.plan.traffic import gather_bytes, reduce_bytes
 
 
@@ -53,75 +47,26 @@ class Part:
 NOTHING = Part(0.0, 0.0, 0.0)
 
 
-class Cost(NamedTuple):
-    """Seconds of a unit in an action: what it computes, what it sends over tp, and how much of that
-    computing waits for."""
-
-    computing: float
-    wire: float
-    exposed: float
-
-    @property
-    def total(self) -> float:
-        return self.computing + self.exposed
-
-
 class StepTime:
     """Of one job: `timeline` (of all pipeline ranks), `step_seconds`, and what it is made of."""
 
     def __init__(self, layout: Layout, device: Device) -> None:
         self.layout, self.device = layout, device
         self.links = Links(device, layout.tp, layout.dp_shard, layout.dp_replicate, layout.world)
+        self.rates = Rates(device, self.links, layout.compute)
         self._costs: dict[tuple[Unit, Kind], Cost] = {}
 
     # --- computing ---
 
-    def seconds_of(self, event: Product | Attention | Moved) -> float:
-        """One operation."""
-        device, peak = self.device, self._peak
-        if isinstance(event, Product):
-            flops = event.flops * (1 + device.matmul_ramp / event.inner)
-            busy = max(flops / (peak * device.matmul_efficiency), self.memory(event.bytes))
-        elif isinstance(event, Attention):
-            busy = event.flops / (peak * device.attention_efficiency)
-        else:
-            busy = self.memory(event.bytes)
-        return busy + device.kernel_seconds
-
-    @cached_property
-    def _peak(self) -> float:
-        return self.device.peak(self.layout.compute)
-
     def memory(self, size: float) -> float:
-        return size / (self.device.memory_bytes_per_second * self.device.memory_efficiency)
+        return self.rates.memory(size)
 
     def cost(self, unit: Unit, kind: Kind) -> Cost:
         """Of a unit in an action of this kind."""
         if (unit, kind) not in self._costs:
-            self._costs[unit, kind] = self._cost(self.layout.phase(kind, unit), kind)
+            phase = self.layout.phase(kind, unit)
+            self._costs[unit, kind] = self.rates.cost(phase, kind is BACKWARD_WEIGHT)
         return self._costs[unit, kind]
-
-    def _cost(self, phase: Phase, kind: Kind) -> Cost:
-        computing = wire = exposed = last = 0.0
-        started: dict[int, tuple[float, float]] = {}  # when, in computing; and seconds it takes
-        at_once: list[float] = []  # waits for what was sent before anything was computed
-        for event in phase.events:
-            if isinstance(event, Sent):
-                times = 2 if event.kind == "all_reduce" else 1
-                seconds = self.links.collective("tp", event.bytes, times)
-                started[event.number] = computing, seconds
-                wire, last = wire + seconds, computing
-            elif isinstance(event, Waited):
-                began, seconds = started.pop(event.number)
-                exposed += max(0.0, seconds - (computing - began))
-                at_once += [seconds] if computing == 0.0 else []
-            else:
-                computing += self.seconds_of(event)
-        if kind is BACKWARD_WEIGHT:
-            # Jobs go on from unit to unit: the first tensors are gathered behind the last products
-            # of the unit before (parallel/deferred.py).
-            exposed -= min(sum(at_once), computing - last)
-        return Cost(computing, wire, exposed)
 
     def part(self, unit: Unit, split: bool | None = None) -> Part:
         """What a unit takes of each action: computing, and waiting for tp. `split`: in a schedule

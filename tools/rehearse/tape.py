@@ -10,7 +10,8 @@ was made in. What it was for is told:
     else by its life                 made in a forward and alive after it: an activation; in a
                                      backward: kept for weight gradients; else temporary
 
-Afterwards the tape says how high memory rose and what was there at that moment.
+Afterwards the tape says how high memory rose and what was there at that moment. (With ZeRO-3 a
+unit's weights are gathered and freed within one action: they count as temporary.)
 """
 
 import sys

@@ -12,7 +12,7 @@ Inside a node hops are part of `collective_seconds`.
 import math
 from dataclasses import dataclass
 
-from tools.plan.hardware import Device
+from hardware import Device
 
 
 @dataclass(frozen=True)
