@@ -116,15 +116,16 @@ def most_alive(
 
 
 def least_bytes(
-    alive: Alive, layout: Layout, shard: int, zero: int, m: int, steady: bool
+    alive: Alive, layout: Layout, shard: int, zero: int, again: bool, steady: bool
 ) -> tuple[float, float]:
-    """Of a rank whose weights are sharded over `shard`: the bound; and what is kept alone, states
-    and activations."""
+    """Of a rank whose weights are sharded over `shard`: the bound; and what is kept only, states
+    and activations. `again`: every stage has whole gradients of some micro-batch before any stage
+    reduces those of the last."""
     e, master, reduce = layout.compute, layout.master, layout.reduce
     states = alive.numel / shard * (1 + layout.states_per_weight) * master + alive.numel * e * (
         zero < 3
     )
-    summed = alive.numel * reduce * (1.0 if zero < 2 and m > 1 else 1 / shard)
+    summed = alive.numel * reduce * (1.0 if zero < 2 and again else 1 / shard)
     before = summed if steady else 0.0
     kept = states + max(alive.kept + before, summed)
     if not alive.kept:

@@ -183,6 +183,9 @@ def _data_parallel(
         parts[busiest].forward,
         parts[busiest].input_grad + parts[busiest].weight_grad,
     )
+    # breadth first, a stage is done with all before the next begins its backward
+    several = pipe.stages_per_rank > 1
+    again = m > (pipe.pp if several else 1) and not (several and pipe.schedule in GROWING)
     steady = m >= 4 * pipe.pp and pipe.schedule not in GROWING
     alive = most_alive(
         stage.block, pipe.schedule, pipe.pp, pipe.stages_per_rank, pipe.counts, numbers, m, steady
@@ -216,7 +219,7 @@ def _data_parallel(
                     else 0.0
                 )
             seconds += max(0.0, replicas + (scatter if zero < 2 else 0.0) - behind)
-            least = [least_bytes(one, layout, shard, zero, m, steady) for one in alive]
+            least = [least_bytes(one, layout, shard, zero, again, steady) for one in alive]
             bound, rank = max((b, -one.rank) for one, (b, _) in zip(alive, least, strict=True))
             kept = max(k for _, k in least)
             yield Candidate(
