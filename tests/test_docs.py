@@ -27,7 +27,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 TOUR = ["mesh", "tensor", "sequence", "pipeline", "data", "memory", "kernels", "checkpoints",
         "slurm", "extending"]  # fmt: skip
-MANUAL = ["install", "your_data", "running", "operating", "configuration", "proofs"]
+MANUAL = ["one_step", "install", "your_data", "running", "operating", "configuration", "proofs"]
 # the others by matplotlib
 DRAWN = ["mesh", "tensor", "sequence", "data", "memory", "checkpoints", "slurm", "extending"]
 # Commands that are parsed and not run, by page: how many, for which reasons.

@@ -7,6 +7,7 @@ The fused kernels are left out: a reader takes `rms_norm(x)` at its word.
 
 import ast
 import os
+import re
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -23,6 +24,7 @@ ROOT = Path(__file__).parent.parent
 ROOMS = ("model", "parallel", "training")
 LEFT_OUT = "model/kernels"
 MAX_FILES, MAX_LINES = 30, 1350
+ROW = re.compile(r"^\| (\d+) \| \[(\S+\.py)\]", re.MULTILINE)  # of docs/one_step.md
 
 
 def entered(case: Case) -> set[tuple[str, int]]:
@@ -105,6 +107,9 @@ def test_a_step_is_read_in_an_evening(ranks):
     assert "parallel/pipeline/runner.py" in counts
     assert len(counts) <= MAX_FILES
     assert total <= MAX_LINES
+    page = (ROOT / "docs" / "one_step.md").read_text(encoding="utf-8")
+    assert {file: int(lines) for lines, file in re.findall(ROW, page)} == counts
+    assert f"| **{total}** | in {len(counts)} files |" in page
 
 
 def test_only_what_is_entered_is_counted(tmp_path: Path) -> None:
