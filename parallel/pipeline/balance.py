@@ -5,9 +5,9 @@ of work: the first stage has the embedding besides, the last the head and the lo
 large vocabulary cost as much as several layers.
 """
 
-import itertools
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from bisect import bisect
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
 
@@ -21,11 +21,13 @@ class LayerCosts(NamedTuple):
 
 def stage_costs(layers_per_stage: Sequence[int], costs: LayerCosts) -> list[float]:
     """The cost of each stage."""
-    ends = list(accumulate(layers_per_stage))
-    stages = [
-        sum(costs.blocks[end - layers : end])
-        for end, layers in zip(ends, layers_per_stage, strict=True)
-    ]
+    return _stages(layers_per_stage, costs, [0.0, *accumulate(costs.blocks)])
+
+
+def _stages(layers: Sequence[int], costs: LayerCosts, before: Sequence[float]) -> list[float]:
+    """`before`: the cost of all layers before each one."""
+    ends = [0, *accumulate(layers)]
+    stages = [before[end] - before[start] for start, end in pairwise(ends)]
     stages[0] += costs.embedding
     stages[-1] += costs.head
     return stages
@@ -46,36 +48,84 @@ def balanced_split(costs: LayerCosts, ranks_of_stages: Sequence[int]) -> list[in
     Where layers are alike that is optimal: in any other split a layer can be moved to where the
     deal put it without making the slowest rank slower. Of a rank's stages the cheapest gets it; of
     equals the later, which keeps fewer micro-batches' activations. Every stage between the first
-    and the last gets one at least. Where layers differ, one is then moved from a stage to another
-    as long as that helps.
+    and the last gets one at least.
+
+    Where layers differ, the search starts from two splits: the deal, and stages that end where as
+    much work lies before them as the deal puts there. From each, it moves one layer at a time away
+    from the slowest rank as long as that helps, and the better of the two results is returned. It
+    is near the optimum, though not always the optimum.
     """
-    stages, number = range(len(ranks_of_stages)), len(costs.blocks)
-    mean = costs._replace(blocks=(sum(costs.blocks) / number,) * number)
-    layers = [int(0 < s < len(stages) - 1) for s in stages]
-    for _ in range(number - sum(layers)):
-        alone = stage_costs(layers, mean)
-        of_rank = rank_costs(alone, ranks_of_stages)
-        layers[min(stages, key=lambda s: (of_rank[ranks_of_stages[s]], alone[s], -s))] += 1
+    mean = sum(costs.blocks) / len(costs.blocks)
+    dealt = _dealt(len(costs.blocks), mean, costs, ranks_of_stages)
     if len(set(costs.blocks)) == 1:
-        return layers
+        return dealt
+    before = [0.0, *accumulate(costs.blocks)]
+    cut = _cut(before, [mean * layers for layers in accumulate(dealt)])
 
-    def slowest(split: list[int]) -> list[float]:
-        """Of the ranks, first to last: two splits are compared by the first that differs."""
-        return sorted(rank_costs(stage_costs(split, costs), ranks_of_stages), reverse=True)
+    def ranks(split: list[int]) -> list[float]:
+        return rank_costs(_stages(split, costs, before), ranks_of_stages)
 
-    while True:
-        better = min((split for split in _moves(layers)), key=slowest, default=layers)
-        if slowest(better) >= slowest(layers):
-            return layers
-        layers = better
+    def slowness(split: list[int]) -> list[float]:
+        """The slowest rank first, then the next: among splits whose slowest ranks are equal, the
+        one with the faster others is the better place to search on from."""
+        return sorted(ranks(split), reverse=True)
+
+    def improved(split: list[int]) -> list[int]:
+        while True:
+            now = ranks(split)
+            givers = [s for s, rank in enumerate(ranks_of_stages) if now[rank] == max(now)]
+            better = min(_moves(split, givers), key=slowness, default=split)
+            if slowness(better) >= slowness(split):
+                return split
+            split = better
+
+    return min(improved(cut), improved(dealt), key=slowness)
 
 
-def _moves(layers: list[int]) -> Iterator[list[int]]:
-    """The splits with one layer less in a stage and one more in another."""
-    stages = range(len(layers))
-    for a, b in itertools.permutations(stages, 2):
-        if layers[a] > int(0 < a < len(layers) - 1):
-            yield [n - (s == a) + (s == b) for s, n in enumerate(layers)]
+def _dealt(
+    number: int, cost: float, costs: LayerCosts, ranks_of_stages: Sequence[int]
+) -> list[int]:
+    """Deal `number` layers of the same `cost` to the stages."""
+    stages = range(len(ranks_of_stages))
+    layers = [_least(s, len(stages)) for s in stages]
+    of_stage = [cost * n for n in layers]
+    of_stage[0] += costs.embedding
+    of_stage[-1] += costs.head
+    of_rank = rank_costs(of_stage, ranks_of_stages)
+    for _ in range(number - sum(layers)):
+        s = min(stages, key=lambda s: (of_rank[ranks_of_stages[s]], of_stage[s], -s))
+        layers[s] += 1
+        of_stage[s] += cost
+        of_rank[ranks_of_stages[s]] += cost
+    return layers
+
+
+def _cut(before: Sequence[float], targets: Sequence[float]) -> list[int]:
+    """Layers of each stage, when each stage ends as near as possible to its target of work."""
+    stages, number = len(targets), len(before) - 1
+    ends = [0]
+    for s, target in enumerate(targets[:-1]):
+        first = ends[-1] + _least(s, stages)
+        last = number - sum(_least(later, stages) for later in range(s + 1, stages))
+        end = min(max(bisect(before, target), first), last)  # the first beyond it
+        nearer = end > first and target - before[end - 1] <= before[end] - target
+        ends.append(end - nearer)
+    return [b - a for a, b in pairwise([*ends, number])]
+
+
+def _least(stage: int, stages: int) -> int:
+    """The fewest layers of a stage: one, but for the first and the last."""
+    return int(0 < stage < stages - 1)
+
+
+def _moves(layers: list[int], givers: Iterable[int]) -> Iterator[list[int]]:
+    """The splits with a layer less in one of the `givers` and one more in another stage."""
+    for giver, taker in product(givers, range(len(layers))):
+        if giver != taker and layers[giver] > _least(giver, len(layers)):
+            moved = list(layers)
+            moved[giver] -= 1
+            moved[taker] += 1
+            yield moved
 
 
 def rank_costs(of_stages: Sequence[float], ranks_of_stages: Sequence[int]) -> list[float]:
