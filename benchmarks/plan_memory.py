@@ -12,9 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools.plan.layout import Layout
-from tools.plan.memory import Memory
-from tools.plan.traffic import by_axis, collectives
+from tools.rehearse.__main__ import beside_the_plan
 from tools.rehearse.rank import alone, rehearse
 from training.load_config import load_config
 
@@ -165,16 +163,16 @@ def compare(
     config = load_config(str(CONFIGS / f"{name}.yaml"), keys)
     config.validate(world)
     measured = alone(rehearse, config, world, rank)
-    layout = Layout.of_rank(config, world, rank)
+    planned = beside_the_plan(config, measured)
     return {
         "configuration": name,
         "world": world,
         "rank": rank,
         "overrides": overrides,
-        "predicted_bytes": (predicted := Memory(layout).peak),
+        "predicted_bytes": planned["peak_memory_bytes"],
         "rehearsed_bytes": measured["peak_memory_bytes"],
-        "error": predicted / measured["peak_memory_bytes"] - 1,
-        "same_collectives": by_axis(collectives(layout)) == measured["collectives"],
+        "error": planned["error"],
+        "same_collectives": planned["same_collectives"],
         "collectives": sum(row["count"] for row in measured["collectives"].values()),
         "rehearsal_cpu_seconds": measured["cpu_seconds"],
     }

@@ -48,7 +48,6 @@ class Attention(NamedTuple):
 
     flops: float  # of the scores that the mask leaves
     whole_flops: float  # of all S × S
-    is_backward: bool
 
 
 class Moved(NamedTuple):
@@ -101,11 +100,6 @@ class Phase:
     def attention_flops(self, whole: bool = False) -> float:
         found = [e for e in self.events if isinstance(e, Attention)]
         return sum(e.whole_flops if whole else e.flops for e in found)
-
-    @property
-    def bytes_moved(self) -> int:
-        """By operations that are no products."""
-        return sum(e.bytes for e in self.events if isinstance(e, Moved))
 
 
 @dataclass(slots=True, eq=False)
@@ -305,7 +299,7 @@ def _attention(named: dict[str, Any]) -> Attention:
     each = 2.0 * batch * heads * (q.shape[-1] + v.shape[-1])
     is_backward = "grad_out" in named or "grad_out_" in named
     each *= BACKWARD_OF_FORWARD if is_backward else 1.0
-    return Attention(each * pairs(length, behind, ahead), each * length**2, is_backward)
+    return Attention(each * pairs(length, behind, ahead), each * length**2)
 
 
 def pairs(length: int, behind: int, ahead: int) -> float:

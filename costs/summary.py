@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from costs.links import Links
 from costs.seconds import Rates
-from costs.units import EMBEDDING, HEAD, Setting, Unit, kind_of, unit
+from costs.units import EMBEDDING, HEAD, Setting, Unit, kinds_of_layers, unit
 from hardware import H100
 from model.config import ModelConfig
 from parallel.pipeline.balance import LayerCosts
@@ -16,7 +16,7 @@ from parallel.pipeline.balance import LayerCosts
 
 def blocks(setting: Setting) -> Counter[Unit]:
     """A block of each kind, and how many there are."""
-    kinds = Counter(kind_of(setting.model, layer) for layer in range(setting.model.num_layers))
+    kinds = Counter(kinds_of_layers(setting.model))
     return Counter({unit(setting, kind): number for kind, number in kinds.items()})
 
 
@@ -63,6 +63,6 @@ def layer_costs(setting: Setting) -> LayerCosts:
         phases = unit(setting, name).whole.phases.values()
         return sum(rates.cost(phase).total for phase in phases)
 
-    kinds = [kind_of(setting.model, layer) for layer in range(setting.model.num_layers)]
+    kinds = kinds_of_layers(setting.model)
     of_kind = {kind: seconds(kind) for kind in dict.fromkeys(kinds)}
     return LayerCosts(seconds(EMBEDDING), tuple(of_kind[kind] for kind in kinds), seconds(HEAD))

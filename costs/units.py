@@ -27,6 +27,7 @@ from costs.as_on_gpu import DEVICE, AsOnGpu
 from costs.recorder import Phase, Piece, Recorder, wire_bytes
 from errors import UserError
 from model.config import ModelConfig
+from model.kernels.backend import exact
 from model.positions import BatchPositions
 from model.transformer import Batch, Block, Transformer, hidden_shape
 from parallel.activation import wrap_blocks
@@ -130,6 +131,11 @@ def kind_of(model: ModelConfig, layer: int) -> str:
     return " ".join(model.kinds_of(layer))
 
 
+def kinds_of_layers(model: ModelConfig) -> list[str]:
+    """The name of every layer's block as a unit."""
+    return [kind_of(model, layer) for layer in range(model.num_layers)]
+
+
 @lru_cache(maxsize=4096)
 def unit(setting: Setting, name: str) -> Unit:
     """EMBEDDING, HEAD or a kind of block; recorded when it is asked."""
@@ -166,7 +172,7 @@ def _stage(setting: Setting, names: Iterable[str]) -> Transformer:
     model, tp = setting.model, setting.tp
     group = dist.ProcessGroup(setting.tp_rank, tp)  # type: ignore[call-arg]  # Recorder's
     at = TensorParallel(tp, setting.tp_rank, setting.sequence_parallel, None, group)
-    kinds = [kind_of(model, layer) for layer in range(model.num_layers)]
+    kinds = kinds_of_layers(model)
     layers = [kinds.index(name) for name in names if name in kinds]
     stage = Transformer(model, layers, EMBEDDING in names, HEAD in names, at).to(setting.dtype)
     width = _hidden(setting).shape[-1]
@@ -176,13 +182,13 @@ def _stage(setting: Setting, names: Iterable[str]) -> Transformer:
 
 def _batch(setting: Setting) -> Batch:
     shape = (setting.seq_len, setting.micro_batch_size)
-    exact = torch.float64 if setting.dtype == torch.float64 else torch.float32
     tokens = torch.empty(shape, dtype=torch.int64, device=DEVICE)
+    loss_scale = torch.empty((), dtype=exact(setting.dtype), device=DEVICE)
     if not setting.document_mask:
-        return Batch(tokens, tokens, tokens[:, :1], torch.empty((), dtype=exact, device=DEVICE))
+        return Batch(tokens, tokens, tokens[:, :1], loss_scale)
     # one document for each sequence: how many there are makes no difference
     bounds = torch.empty(shape[1] + 1, dtype=torch.int32, device=DEVICE)
-    return Batch(tokens, tokens, tokens, torch.empty((), dtype=exact, device=DEVICE), bounds)
+    return Batch(tokens, tokens, tokens, loss_scale, bounds)
 
 
 def _tensors(batch: Batch) -> list[Tensor]:

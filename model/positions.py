@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from model.config import RopeScaling
+from model.kernels.backend import exact
 from model.mask import Attend, make_mask
 
 
@@ -34,12 +35,11 @@ def rotary_angles(positions: Tensor, rotary: Rotary, dtype: torch.dtype) -> Angl
     for a float64 model): bfloat16 cannot tell positions beyond 256 apart.
     """
     head_dim, theta, scaling = rotary
-    exact = torch.float64 if dtype == torch.float64 else torch.float32
-    pairs = torch.arange(0, head_dim, 2, dtype=exact, device=positions.device)
+    pairs = torch.arange(0, head_dim, 2, dtype=exact(dtype), device=positions.device)
     frequencies = theta ** (-pairs / head_dim)
     if scaling is not None:
         frequencies = scaled(frequencies, scaling)
-    angles = positions.to(exact).unsqueeze(-1).unsqueeze(-1) * frequencies
+    angles = positions.to(exact(dtype)).unsqueeze(-1).unsqueeze(-1) * frequencies
     return Angles(angles.cos(), angles.sin())
 
 

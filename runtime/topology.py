@@ -39,17 +39,19 @@ def describe_nodes(sizes: MeshSizes, ranks_per_node: int) -> str:
     return f"inside a node of {ranks_per_node} ranks: {near}; between nodes: {far}"
 
 
+def tp_spans_nodes(tp: int, ranks_per_node: int) -> bool:
+    """Whether any tensor-parallel group, `tp` consecutive ranks, has ranks in two nodes."""
+    return ranks_per_node % tp != 0
+
+
 def tp_between_nodes(tp: int, ranks_per_node: int, bytes_per_step: float) -> str:
-    """A warning that names the cost, if any tensor-parallel group has ranks in two nodes; else the
-    empty string.
+    """A warning that names the cost of tensor-parallel groups with ranks in two nodes.
 
     Args:
         tp: size of the axis; its groups are consecutive ranks.
         ranks_per_node: processes of every node.
         bytes_per_step: what tp_bytes_per_step says.
     """
-    if ranks_per_node % tp == 0:
-        return ""
     network = H100.network_bytes_per_second
     slow, fast = bytes_per_step / network, bytes_per_step / H100.node_bytes_per_second
     fits = [size for size in range(1, ranks_per_node + 1) if ranks_per_node % size == 0]
@@ -79,9 +81,10 @@ def tp_bytes_per_step(config: Config, dp_size: int) -> float:
 def describe_places(config: Config, mesh: Mesh, ranks_per_node: int) -> str:
     """What of the mesh lies inside a node, and what it costs if tensor parallelism does not: one
     line, or two."""
-    tp, sent = config.parallel.tp, tp_bytes_per_step(config, mesh.dp_size)
-    warning = tp_between_nodes(tp, ranks_per_node, sent)
-    return f"{describe_nodes(mesh.sizes, ranks_per_node)}\n{warning}".strip()
+    lines, tp = [describe_nodes(mesh.sizes, ranks_per_node)], config.parallel.tp
+    if tp_spans_nodes(tp, ranks_per_node):
+        lines.append(tp_between_nodes(tp, ranks_per_node, tp_bytes_per_step(config, mesh.dp_size)))
+    return "\n".join(lines)
 
 
 def describe_stages(config: Config) -> str:

@@ -5,7 +5,7 @@ import pytest
 
 from hardware import H100
 from parallel.axes import MeshSizes
-from runtime.topology import describe_nodes, tp_between_nodes, tp_bytes_per_step
+from runtime.topology import describe_nodes, tp_between_nodes, tp_bytes_per_step, tp_spans_nodes
 from tests.test_collectives import B, S, one_block
 from tools.parity.cases import Case
 
@@ -39,7 +39,7 @@ def test_a_group_over_nodes_is_warned_of(tp: int, ranks_per_node: int, warns: bo
     """By the ranks themselves: does any group of consecutive ranks have two nodes?"""
     groups = [range(first, first + tp) for first in range(0, tp * ranks_per_node, tp)]
     assert any(len({rank // ranks_per_node for rank in group}) > 1 for group in groups) == warns
-    assert bool(tp_between_nodes(tp, ranks_per_node, 1.0)) == warns
+    assert tp_spans_nodes(tp, ranks_per_node) == warns
 
 
 def test_the_warning_names_the_cost() -> None:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from parallel.pipeline.actions import FORWARD
 from parallel.pipeline.lower import result_of
-from tools.plan.time import StepTime
+from tools.plan.time import EXPOSED, WIRE, StepTime
 
 
 class Seconds(NamedTuple):
@@ -22,8 +22,8 @@ def seconds_on_the_wire(time: StepTime, pp_rank: int) -> dict[str, Seconds]:
     tp_wire = tp_exposed = gathers = waits = reductions = replicas = 0.0
     for stage in layout.stages:
         for unit in layout.units(stage):
-            wire, exposed = time.over_tp(unit)
-            tp_wire, tp_exposed = tp_wire + m * wire, tp_exposed + m * exposed
+            tp_wire += m * time.part(unit, seconds=WIRE).total
+            tp_exposed += m * time.part(unit, seconds=EXPOSED).total
         gather, scatter, over_replicas = time.data_parallel(stage)
         gathers += gather * (2 * m if parallel.zero_stage == 3 else 1)
         reductions += scatter * (m if parallel.zero_stage >= 2 else 1)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from costs.recorder import Phase
 from costs.summary import blocks
-from costs.units import EMBEDDING, HEAD, LocalWeight, Setting, Unit, kind_of, unit
+from costs.units import EMBEDDING, HEAD, LocalWeight, Setting, Unit, kinds_of_layers, unit
 from errors import UserError
 from parallel.axes import AXES, MeshSizes
 from parallel.pipeline.actions import (
@@ -168,8 +168,7 @@ class Layout:
     @cached_property
     def _blocks(self) -> list[Unit]:
         by_kind = {unit.name: unit for unit in self.kinds}
-        model = self.config.model
-        return [by_kind[kind_of(model, layer)] for layer in range(model.num_layers)]
+        return [by_kind[kind] for kind in kinds_of_layers(self.config.model)]
 
     @cached_property
     def kinds(self) -> Counter[Unit]:

@@ -9,8 +9,10 @@ reductions run behind what the rank does next. Messages of the pipeline hide in 
 through the simulator.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 
 from costs.links import Links
 from costs.seconds import Cost, Rates
@@ -45,6 +47,7 @@ class Part:
 
 
 NOTHING = Part(0.0, 0.0, 0.0)
+TOTAL, WIRE, EXPOSED = map(attrgetter, ("total", "wire", "exposed"))
 
 
 class StepTime:
@@ -68,27 +71,22 @@ class StepTime:
             self._costs[unit, kind] = self.rates.cost(phase, kind is BACKWARD_WEIGHT)
         return self._costs[unit, kind]
 
-    def part(self, unit: Unit, split: bool | None = None) -> Part:
-        """What a unit takes of each action: computing, and waiting for tp. `split`: in a schedule
-        that splits backward; else all of a backward stands in `input_grad`."""
+    def part(
+        self, unit: Unit, split: bool | None = None, seconds: Callable[[Cost], float] = TOTAL
+    ) -> Part:
+        """Seconds of a unit in each action.
+
+        Args:
+            unit: of the model.
+            split: whether the schedule splits backward (default: the layout's schedule). Otherwise
+                `input_grad` is the whole backward.
+            seconds: which of a cost's seconds: computing and waiting for tp (`TOTAL`), what tp's
+                communication takes (`WIRE`), or the waiting only (`EXPOSED`).
+        """
         split = self.layout.splits_backward if split is None else split
-        forward = self.cost(unit, FORWARD).total
-        if not split:
-            return Part(forward, self.cost(unit, BACKWARD).total, 0.0)
-        halves = (self.cost(unit, kind).total for kind in (BACKWARD_INPUT, BACKWARD_WEIGHT))
-        return Part(forward, *halves)
-
-    def exposed(self, unit: Unit) -> Part:
-        """What of `part` is waiting."""
-        kinds = (BACKWARD_INPUT, BACKWARD_WEIGHT) if self.layout.splits_backward else (BACKWARD,)
-        waits = [self.cost(unit, kind).exposed for kind in (FORWARD, *kinds)]
-        return Part(*waits, *[0.0] * (3 - len(waits)))
-
-    def over_tp(self, unit: Unit) -> tuple[float, float]:
-        """Seconds of a micro-batch on the wire, and those that computing waits for."""
-        kinds = (BACKWARD_INPUT, BACKWARD_WEIGHT) if self.layout.splits_backward else (BACKWARD,)
-        costs = [self.cost(unit, kind) for kind in (FORWARD, *kinds)]
-        return sum(cost.wire for cost in costs), sum(cost.exposed for cost in costs)
+        kinds = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT) if split else (FORWARD, BACKWARD)
+        each = [seconds(self.cost(unit, kind)) for kind in kinds]
+        return Part(*each, *[0.0] * (3 - len(each)))
 
     # --- a stage, and what FSDP does around it ---
 

@@ -6,7 +6,7 @@ from typing import Any
 from parallel.pipeline.simulate import Costs, simulate
 from tools.plan.hardware import Device
 from tools.plan.layout import Layout
-from tools.plan.time import Part, StepTime
+from tools.plan.time import EXPOSED, Part, StepTime
 from training.config import Config
 
 
@@ -23,7 +23,7 @@ def predicted_step(
     time = StepTime(Layout(config, world, 0), device)
     computing = [_part(means[str(s)]) for s in range(config.parallel.num_stages)]
     waiting = [
-        sum((time.exposed(unit) for unit in time.layout.units(s)), time.waits(s))
+        sum((time.part(u, seconds=EXPOSED) for u in time.layout.units(s)), time.waits(s))
         for s in range(config.parallel.num_stages)
     ]
     schedule = time.layout.schedule
