@@ -18,7 +18,7 @@ else
   dev := .venv/.dev
 endif
 
-.PHONY: help train data test test-rest test-all test-slow test-slurm lint parity bench bench-gpu docs api exercises clean
+.PHONY: help train data test test-rest test-all test-slow test-slurm lint parity bench bench-gpu docs site exercises clean
 
 help:
 	@echo 'make train       prepare the embedded data set, train on it in 3D, let the model' \
@@ -36,7 +36,7 @@ help:
 	@echo 'make bench-gpu   on one GPU: is every kernel right, and how fast; how fast is training'
 	@echo 'make docs        draw the pictures of the guided tour again'
 	@echo 'make exercises   the exercises of the guided tour: they fail until you have done them'
-	@echo 'make api         the documentation of modules, from their docstrings: docs/api/index.html'
+	@echo 'make site        pages, docstrings and source as one static site: site/index.html'
 	@echo 'make clean       delete caches; runs, prepared data and .venv stay'
 	@echo
 	@echo 'PYTHON=python3   with any of them: use this interpreter and its packages instead of .venv'
@@ -129,9 +129,9 @@ docs: $(runtime)
 exercises: $(dev)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q docs/exercises
 
-api: $(dev)
-	$(PYTHON) -m pdoc --output-directory docs/api errors hardware kinds settings \
-	  tokens triton_interpreter yaml_text train costs data model parallel training runtime tools
+site: $(dev)
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --quiet
+	@echo 'open site/index.html'
 
 clean:
 	rm -rf .pytest_cache .mypy_cache .ruff_cache

@@ -7,6 +7,7 @@ all a pipeline is: lists, one clock per rank, and messages.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from parallel.pipeline.actions import (
@@ -98,17 +99,18 @@ class Timeline:
         """
         return max(e[-1].end - e[0].start - self.busy(rank) for rank, e in enumerate(self.ranks))
 
+    def live(self, rank: int) -> list[int]:
+        """The number of activations that a rank holds after each of its actions: one for each stage
+        and micro-batch, from its forward to its weight gradient."""
+        changes = (
+            1 if event.action.kind is FORWARD else -(event.action.kind is not BACKWARD_INPUT)
+            for event in self.ranks[rank]
+        )
+        return list(accumulate(changes))
+
     def peak_live(self, rank: int) -> int:
-        """The most micro-batches of a stage whose activations a rank holds at once: from forward
-        until the weight gradient."""
-        alive = peak = 0
-        for event in self.ranks[rank]:
-            if event.action.kind is FORWARD:
-                alive += 1
-                peak = max(peak, alive)
-            elif event.action.kind is not BACKWARD_INPUT:
-                alive -= 1
-        return peak
+        """The most activations that a rank holds at once."""
+        return max(self.live(rank), default=0)
 
 
 class Stuck(ValueError):
