@@ -57,10 +57,12 @@ class Ranks:
     Args:
         size: the largest world.
         timeout: seconds one task may take.
+        backend: "gloo"; or "strict" or "strict_shared", which order communication as NCCL does
+            (tools/strict).
     """
 
-    def __init__(self, size: int = 8, timeout: float = 600.0) -> None:
-        self.size, self.timeout = size, timeout
+    def __init__(self, size: int = 8, timeout: float = 600.0, backend: str = "gloo") -> None:
+        self.size, self.timeout, self.backend = size, timeout, backend
         # A fork server and not a fork of this process: autograd refuses to run in the fork of a
         # process that has used it.
         self._context = multiprocessing.get_context("forkserver")
@@ -85,7 +87,9 @@ class Ranks:
             raise ValueError(f"a world of {world} from a pool of {self.size} ranks")
         self._fork(world)
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-            task = pickle.dumps((function, arguments, world, str(Path(folder) / "store")))
+            task = pickle.dumps(
+                (function, arguments, world, str(Path(folder) / "store"), self.backend)
+            )
             for rank in range(world):
                 self._ranks[rank][1].send_bytes(task)
             answers, failures = self._collect(world)
@@ -154,6 +158,8 @@ def _serve(rank: int, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from tools.strict import group as strict  # registers the backend
+
     os.environ["GLOO_SOCKET_IFNAME"] = next(
         name for _, name in socket.if_nameindex() if name.startswith("lo")
     )
@@ -165,9 +171,9 @@ def _serve(rank: int, pipe: Connection) -> None:
         except EOFError:
             return
         try:
-            function, arguments, world, store = pickle.loads(task)
+            function, arguments, world, store, backend = pickle.loads(task)
             dist.init_process_group(
-                "gloo",
+                backend,
                 store=dist.FileStore(store, world),
                 rank=rank,
                 world_size=world,
@@ -176,6 +182,7 @@ def _serve(rank: int, pipe: Connection) -> None:
             result = pickle.dumps((True, function(*arguments)))
             dist.barrier()  # no rank may tear its connections down while another still uses them
             dist.destroy_process_group()
+            strict.close()
             _forget_meshes()
             # process groups are in cycles, and each keeps three threads until it is collected
             gc.collect()

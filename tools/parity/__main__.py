@@ -73,6 +73,11 @@ def main(arguments: list[str] | None = None) -> int:
         action="store_true",
         help="the covering array over a few layouts alone, in a minute or two",
     )
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="over a process group that orders communication as strictly as NCCL (tools/strict)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every row")
     options = parser.parse_args(arguments)
     worlds = (options.world,) if options.world else WORLDS
@@ -80,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
     cases, impossible = plan(worlds, options.quick)
     print(f"{len(cases)} cases; {len(impossible)} pairs of options do not go together", flush=True)
     rows = []
-    with Ranks(max(worlds)) as ranks:
+    with Ranks(max(worlds), backend="strict" if options.strict else "gloo") as ranks:
         for row, steps in run(ranks, cases):
             rows.append((row, steps))
             print(line(row, steps), flush=True)

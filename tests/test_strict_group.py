@@ -1,0 +1,252 @@
+"""Lattice under a process group that orders communication as strictly as NCCL (tools/strict), and
+planted faults that gloo forgives and NCCL does not."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel.axes import MeshSizes
+from parallel.pipeline.lower import Exchange, Message, Transfer
+from parallel.pipeline.transfer import Transfers
+from tests.runs import LAYOUT_3D, losses, train_run, write_config
+from tests.test_train import forget_step_6
+from tools.parity.cases import Case
+from tools.parity.run import check
+from tools.ranks import RankError, Ranks
+from tools.strict.referee import Operation, Peer, Referee, Wrong
+
+
+@pytest.fixture(scope="module", params=["strict", "strict_shared"])
+def strict(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(8, timeout=200, backend=request.param) as pool:
+        yield pool
+
+
+def everything() -> tuple[float, list[int], float, float]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x = torch.full((4,), float(rank))
+    dist.all_reduce(x)
+    ranks: list[int] = [0] * world
+    dist.all_gather_object(ranks, rank)
+    received = torch.empty(4)
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, torch.full((4,), float(rank)), (rank + 1) % world),
+            dist.P2POp(dist.irecv, received, (rank - 1) % world),
+        ]
+    )
+    for work in works:
+        work.wait()
+    alone = torch.empty(4)
+    if rank == 0:
+        dist.send(torch.ones(4), 1)
+    elif rank == 1:
+        dist.recv(alone, 0)
+    return x[0].item(), ranks, received[0].item(), alone[0].item() if rank == 1 else 1.0
+
+
+def test_it_carries_data(strict: Ranks) -> None:
+    for rank, answer in enumerate(strict.run(everything, 4)):
+        assert answer == (6.0, [0, 1, 2, 3], (rank - 1) % 4, 1.0)
+
+
+# --- planted faults ---
+
+
+def swapped_collectives() -> None:
+    """Rank 1 gathers where the others reduce."""
+    x = torch.ones(4)
+    if dist.get_rank() == 1:
+        dist.all_gather_into_tensor(torch.empty(8), x)
+    dist.all_reduce(x)
+
+
+def other_shapes() -> None:
+    """gloo checks nothing: rank 1 reduces fewer numbers."""
+    dist.all_reduce(torch.ones(4 - dist.get_rank()))
+
+
+def from_a_thread() -> None:
+    """A thread agrees over the group that training uses: who comes first is chance."""
+    dist.all_reduce(torch.ones(1))
+    thread = threading.Thread(target=lambda: dist.all_reduce(torch.ones(1)))
+    thread.start()
+    dist.all_reduce(torch.ones(1))
+    thread.join()
+
+
+def a_message_in_another_order() -> None:
+    """Rank 0 sends before the all-reduce, rank 1 receives after it."""
+    rank = dist.get_rank()
+    dist.all_reduce(torch.ones(1))
+    call = dist.P2POp(dist.isend if rank == 0 else dist.irecv, torch.ones(4), 1 - rank)
+    works = dist.batch_isend_irecv([call]) if rank == 0 else []
+    dist.all_reduce(torch.ones(1))
+    for work in works or dist.batch_isend_irecv([call]):
+        work.wait()
+
+
+def made_by_few() -> None:
+    """The first operation of a communicator is a message between two of its three ranks."""
+    rank = dist.get_rank()
+    dist.all_reduce(torch.ones(1))
+    group = dist.new_group([0, 1, 2])
+    if rank < 2:
+        call = dist.isend if rank == 0 else dist.irecv
+        works = dist.batch_isend_irecv([dist.P2POp(call, torch.ones(4), 1 - rank, group=group)])
+        for work in works:
+            work.wait()
+    dist.all_reduce(torch.ones(1))
+
+
+FAULTS = [
+    (swapped_collectives, 2, "different collectives"),
+    (other_shapes, 2, "different collectives"),
+    (from_a_thread, 2, "from threads"),
+    (a_message_in_another_order, 2, "deadlock"),
+    (made_by_few, 3, "deadlock"),
+]
+
+
+@pytest.mark.parametrize(("fault", "world", "said"), FAULTS)
+def test_a_planted_fault_is_found(
+    strict: Ranks, fault: Callable[[], None], world: int, said: str
+) -> None:
+    with pytest.raises(RankError, match=said):
+        strict.run(fault, world)
+
+
+@pytest.mark.parametrize(
+    "fault", [from_a_thread, a_message_in_another_order, made_by_few], ids=lambda f: f.__name__
+)
+def test_gloo_forgives_it(ranks: Ranks, fault: Callable[[], None]) -> None:
+    """So the tests over gloo could not find it."""
+    ranks.run(fault, 3 if fault is made_by_few else 2)
+
+
+def opposite_orders() -> None:
+    """Two communicators of the same ranks, used in opposite orders, nothing waited for between."""
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    tensors = [torch.ones(4), torch.ones(4)]
+    for group in groups:
+        dist.all_reduce(torch.ones(1), group=group)
+    order = (0, 1) if dist.get_rank() == 0 else (1, 0)
+    works = [dist.all_reduce(tensors[i], group=groups[i], async_op=True) for i in order]
+    for work in works:
+        work.wait()
+
+
+def test_opposite_orders_are_found_where_the_queue_is_shared(strict: Ranks) -> None:
+    """With a queue for each communicator they are allowed."""
+    if strict.backend == "strict":
+        strict.run(opposite_orders, 2)
+    else:
+        with pytest.raises(RankError, match="deadlock"):
+            strict.run(opposite_orders, 2)
+
+
+def a_pipeline_of_three() -> None:
+    """A stage's first message, as the pipeline sends it."""
+    rank = dist.get_rank()
+    group = dist.new_group([0, 1, 2])
+    transfers = Transfers(group, (2,), torch.float32, "cpu")
+    message = Message(False, 1, 0)
+    if rank == 0:
+        transfers.give(message, torch.ones(2))
+    if rank < 2:
+        transfers.exchange(Exchange((Transfer(rank == 0, 1 - rank, message),)))
+    if rank == 1:
+        assert transfers.take(message).sum() == 2
+    transfers.finish()
+
+
+def a_pipeline_that_is_not_made(function: Callable[[], None] = a_pipeline_of_three) -> None:
+    """The same without the all-reduce by which `Transfers` makes the communicator on all ranks."""
+    with patch("parallel.pipeline.transfer.dist.all_reduce"):
+        function()
+
+
+def test_the_pipeline_makes_its_communicator(strict: Ranks) -> None:
+    strict.run(a_pipeline_of_three, 3)
+    with pytest.raises(RankError, match="deadlock"):
+        strict.run(a_pipeline_that_is_not_made, 3)
+
+
+# --- Lattice itself ---
+
+LAYOUTS = [
+    Case(MeshSizes(pp=2, dp_shard=2, tp=2), num_microbatches=4, zero_stage=3),
+    Case(MeshSizes(pp=4, tp=2), schedule="zb_v", stages_per_rank=2, num_microbatches=8),
+    Case(MeshSizes(pp=4, dp_replicate=2), schedule="interleaved_1f1b", stages_per_rank=2,
+         num_microbatches=8, tie_embeddings=True, zero_stage=2),
+    Case(MeshSizes(dp_replicate=2, dp_shard=2, tp=2), sequence_parallel=False,
+         activation_checkpointing="full", num_microbatches=2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        case if i == 0 else pytest.param(case, marks=pytest.mark.thorough)
+        for i, case in enumerate(LAYOUTS)
+    ],
+    ids=str,
+)
+def test_a_layout_trains(strict: Ranks, case: Case) -> None:
+    """`python -m tools.parity --strict` runs all."""
+    row = check(strict, case, 2)
+    assert row.failures() == [], row.crash
+
+
+@pytest.mark.thorough
+def test_a_run_saves_evaluates_and_resumes(strict: Ranks, data: Path, tmp_path: Path) -> None:
+    """Saving, agreements on stops, guards and evaluation beside training; a run that is resumed has
+    the numbers of the whole one."""
+    config = write_config(
+        tmp_path,
+        data,
+        parallel=LAYOUT_3D,
+        checkpoint={"interval": 3},
+        train={"eval_interval": 3},
+    )
+    assert strict.run(train_run, 8, [config]) == [""] * 8
+    whole = losses(tmp_path)
+    forget_step_6(tmp_path)
+    assert strict.run(train_run, 8, [config]) == [""] * 8
+    assert losses(tmp_path) == whole
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert "eval_loss" in json.loads(lines[2])
+
+
+# --- the referee ---
+
+
+def test_the_referee_releases_a_collective_when_all_have_begun() -> None:
+    referee = Referee(2)
+    operation = Operation("allreduce")
+    assert referee.begins(0, "q", "group", [0, 1], operation) == []
+    assert sorted(referee.begins(1, "q", "group", [0, 1], operation)) == [(0, "q"), (1, "q")]
+
+
+def test_the_referee_matches_messages_by_order() -> None:
+    """A message of another size than the receiver expects: NCCL would write beyond its end."""
+    referee = Referee(2)
+    send, receive = Peer(True, 1, "[4]"), Peer(False, 0, "[2]")
+    referee.begins(0, "q", "group", [0, 1], Operation(peers=(send,)))
+    with pytest.raises(Wrong, match="receives"):
+        referee.begins(1, "q", "group", [0, 1], Operation(peers=(receive,)))
+
+
+def test_a_batch_runs_when_all_of_it_has_partners() -> None:
+    referee, members = Referee(3), [0, 1, 2]
+    assert referee.begins(0, "q", "g", members, Operation(peers=(Peer(True, 1, ""),))) == []
+    both = Operation(peers=(Peer(False, 0, ""), Peer(True, 2, "")))
+    assert referee.begins(1, "q", "g", members, both) == [(0, "q")]
+    last = Operation(peers=(Peer(False, 1, ""),))
+    assert sorted(referee.begins(2, "q", "g", members, last)) == [(1, "q"), (2, "q")]
