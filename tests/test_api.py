@@ -1,5 +1,5 @@
-"""The documentation that `make api` builds from docstrings: without a warning, every module in
-it."""
+"""`make api` builds documentation from docstrings without warnings, and it contains every
+module."""
 
 import os
 import re
@@ -16,8 +16,9 @@ PACKAGES = re.search(
     r"pdoc --output-directory docs/api (.+)",
     (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", ""),
 )
-# pdoc warns of what it cannot read. Not held against us: tqdm is generic in its stubs alone; a
-# default value that is the folder of the shell.
+# pdoc warns about what it cannot read. Ignored are annotations with tqdm, which is generic only in
+# its stubs. pdoc also warns if a default value equals an environment variable, so `build` removes
+# the variables that contain the working directory.
 BUILD = """
 import sys, warnings
 from pdoc.__main__ import cli
@@ -29,7 +30,7 @@ cli(sys.argv[1:])
 
 def build(packages: list[str], out: Path) -> None:
     command = [sys.executable, "-c", BUILD, "--output-directory", str(out), *packages]
-    # tools.compile_kernels refuses to be imported under the first
+    # tools.compile_kernels refuses to be imported with TRITON_INTERPRET set
     left_out = ("TRITON_INTERPRET", "OLDPWD", "PWD")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     done = subprocess.run(
@@ -40,10 +41,10 @@ def build(packages: list[str], out: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_package_s_documentation_builds(tmp_path: Path) -> None:
-    """One that needs torch alone, as a sample; a docstring is in it."""
+    """The documentation of one package, parallel/, builds and contains a known docstring."""
     build(["errors", "parallel"], tmp_path)
     assert (tmp_path / "parallel" / "pipeline" / "schedules.html").exists()
-    assert "neighbours in rank share it" in (tmp_path / "parallel" / "axes.html").read_text(
+    assert "consecutive ranks form a" in (tmp_path / "parallel" / "axes.html").read_text(
         encoding="utf-8"
     )
 
@@ -67,7 +68,7 @@ def test_all_documentation_builds(tmp_path: Path) -> None:
 
 
 def test_everything_public_is_built() -> None:
-    """What is not: tests, benchmarks and the pages' own code."""
+    """`make api` covers everything except tests/, benchmarks/ and docs/."""
     assert PACKAGES
     programs = {file.stem for file in ROOT.glob("*.py")}
     assert set(PACKAGES[1].split()) == programs | set(ROOMS) - {"benchmarks", "docs", "tests"}
