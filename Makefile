@@ -1,9 +1,8 @@
-# `make help` lists what can be done. Everything needs Python 3.11 or newer and make, and nothing
-# else.
+# `make help` lists all targets. They need only Python 3.11 or newer and make.
 #
-# The first command creates .venv and installs the pins of requirements.txt in it (for tests also
-# requirements-dev.txt); later ones install again only when a pin changes. `make … PYTHON=python3`
-# uses that interpreter and its packages as they are.
+# The first target that you run creates .venv and installs the pinned packages of requirements.txt in
+# it (for tests also requirements-dev.txt). Later targets install again only after a pin has changed.
+# `make … PYTHON=python3` uses that interpreter and its packages as they are, and installs nothing.
 
 CONFIG ?= configs/laptop.yaml
 RUN ?= runs/$(basename $(notdir $(CONFIG)))
@@ -21,25 +20,25 @@ endif
 .PHONY: help train data test test-rest test-all test-slow test-slurm lint parity bench bench-gpu docs site exercises clean
 
 help:
-	@echo 'make train       prepare the embedded data set, train on it in 3D, let the model' \
-	  'write a line'
+	@echo 'make train       prepare the embedded data set, train on it in 3D, and sample from' \
+	  'the model'
 	@echo '                 (RUN=folder  CONFIG=file.yaml  ARGS="section.key=value …")'
-	@echo 'make test        a covering part of all tests: about 10 minutes on two cores'
+	@echo 'make test        the tests to run after a change: about 10 minutes on two cores'
 	@echo 'make test-rest   the tests marked thorough, which make test leaves out; .ci/run runs both'
 	@echo 'make test-all    make test, then make test-rest: under 30 minutes'
-	@echo 'make test-slow   what is too long for that: every layout, fifty kills, starts in one folder'
-	@echo 'make test-slurm  the job script on a real Slurm, brought up here: Debian, as root'
+	@echo 'make test-slow   longer tests: every layout, fifty kills of a run, many starts in one folder'
+	@echo 'make test-slurm  the job script on a real Slurm, which is installed: Debian, as root'
 	@echo 'make lint        ruff and mypy'
-	@echo 'make data        train the tokenizer and prepare the data set alone'
-	@echo 'make parity      prove that every layout computes the same'
-	@echo 'make bench       measure what can be measured on a CPU'
-	@echo 'make bench-gpu   on one GPU: is every kernel right, and how fast; how fast is training'
+	@echo 'make data        only train the tokenizer and prepare the data set'
+	@echo 'make parity      check that every layout computes the same as an unsharded model'
+	@echo 'make bench       the benchmarks that run on a CPU'
+	@echo 'make bench-gpu   on one GPU: check every kernel, measure the kernels and training'
 	@echo 'make docs        draw the pictures of the guided tour again'
-	@echo 'make exercises   the exercises of the guided tour: they fail until you have done them'
+	@echo 'make exercises   the exercises of the guided tour: they fail until you have solved them'
 	@echo 'make site        pages, docstrings and source as one static site: site/index.html'
 	@echo 'make clean       delete caches; runs, prepared data and .venv stay'
 	@echo
-	@echo 'PYTHON=python3   with any of them: use this interpreter and its packages instead of .venv'
+	@echo 'PYTHON=python3   with any target: use this interpreter and its packages instead of .venv'
 
 train: data
 	$(PYTHON) -m tools.launch $(CONFIG) run.dir=$(RUN) $(ARGS)
@@ -50,16 +49,16 @@ train: data
 
 data: prepared/laptop/index.json
 
-# The text is the source code of Python's own standard library: every machine has it.
+# The text is the source code of Python's standard library, because every machine has it.
 prepared/laptop/index.json: | $(runtime)
 	$(PYTHON) -m tools.tokenizer --source python-stdlib --vocab-size 4096 --out prepared/laptop.model
 	$(PYTHON) -m tools.prepare --source python-stdlib --tokenizer prepared/laptop.model \
 	  --out prepared/laptop
 
-# Every test is in exactly one of the three expressions below (tests/test_tiers.py). Two workers
-# keep two cores busy: the ranks of a test mostly wait for each other. They start with half of the
-# tests each, and the first to end takes over some of the other's, so that both end together and
-# most files stay with one worker, which makes their fixtures once.
+# Every test matches exactly one of the three -m expressions below (tests/test_tiers.py). Two workers
+# keep two cores busy, because the ranks of a test mostly wait for each other. Each worker starts with
+# half of the tests, and the first to finish takes over some of the other's. So both finish at about
+# the same time, and most files stay with one worker, which creates their fixtures once.
 workers := -n 2 --dist worksteal
 
 test: $(dev)
@@ -101,9 +100,9 @@ bench: $(dev)
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.plan_search
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.generate
 
-# On a GPU: the kernels' tests compiled for it (whole training runs beside them: the compiler leaves
-# the GPU idle), then what is measured; about eight minutes. Without one: the same in Triton's CPU
-# interpreter, tiny. What fails does not stop the rest.
+# With a GPU, in about eight minutes: the tests of the compiled kernels (together with whole training
+# runs, because the GPU is idle while kernels compile), then the benchmarks. Without a GPU: the same
+# with tiny sizes in Triton's CPU interpreter. A failure does not stop the rest.
 bench-gpu: $(dev)
 	@failed=0; export OMP_NUM_THREADS=1; \
 	$(PYTHON) -m pytest -q -m "not slow" tests/test_gpu.py & beside=$$!; \
@@ -143,7 +142,7 @@ clean:
 	    echo "+ $$python -m venv .venv"; "$$python" -m venv .venv && exit 0; \
 	    rm -f $@; exit 1; \
 	  fi; \
-	done; echo 'Python 3.11 or newer is needed, and none was found on PATH' >&2; exit 1
+	done; echo 'Python 3.11 or newer is needed, but was not found on PATH' >&2; exit 1
 
 .venv/.runtime: requirements.txt | .venv/bin/python
 	.venv/bin/python -m pip install -r requirements.txt

@@ -1,7 +1,7 @@
-"""Exceptions that become one message from one rank, never a traceback (`runtime/messages.py`):
-UserError, which the user can fix, and RunFailed, which ends a run that had begun.
+"""Exceptions that are reported as one message from one rank, without a traceback
+(`runtime/messages.py`): UserError, which the user can fix, and RunFailed, which ends a running run.
 
-They may be raised anywhere, so they live below every other module, and this one imports nothing.
+They may be raised anywhere, so every module may import this one, and it imports nothing of ours.
 """
 
 from typing import Any
@@ -10,15 +10,15 @@ LONGEST = 600  # characters of a value in a message
 
 
 class UserError(Exception):
-    """Something the user gave does not work, said so that it can be fixed at once: a wrong key, a
-    layout that does not fit, a damaged file. Exit status 2.
+    """Something that the user can fix is wrong: a key, a layout that does not fit, a damaged file.
+    The message names the remedy. Exit status 2.
 
     Args:
-        key: what to change: a configuration key (`parallel.tp`), a command-line option or a file's
-            path.
-        value: what it is now.
-        why: why that does not work.
-        remedy: what would.
+        key: what to change: a configuration key (`parallel.tp`), a command-line option or the path
+            of a file.
+        value: its current value.
+        why: why that value does not work.
+        remedy: what to do instead.
     """
 
     def __init__(self, key: str, value: Any, why: str, remedy: str) -> None:
@@ -28,14 +28,14 @@ class UserError(Exception):
 
 
 class RunFailed(Exception):
-    """The run cannot go on, and every rank knows it and raises this alike: one message, from rank
-    0, and exit status 1."""
+    """The run cannot continue. Every rank raises this; rank 0 reports it, and the exit status is
+    1."""
 
 
 def short(value: Any) -> str:
-    """repr(value), shortened: a message must stay one that can be read, whatever was given."""
+    """Return repr(value), shortened so that a message stays readable."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # Python does not write an int of thousands of digits
+    except (ValueError, RecursionError):  # Python refuses to print an int of thousands of digits
         return f"<{type(value).__name__}>"
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 100]} … {text[-90:]}"

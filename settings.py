@@ -1,5 +1,5 @@
-"""What a section of the configuration is made of: a frozen dataclass whose fields carry their
-bounds and that checks itself, however it is made: from a file, in Python, by `dataclasses.replace`.
+"""Define sections of the configuration: frozen dataclasses whose fields carry their bounds, checked
+however an object is created: from a file, in Python, or by `dataclasses.replace`.
 
     @section("train")
     class TrainConfig:
@@ -7,9 +7,9 @@ bounds and that checks itself, however it is made: from a file, in Python, by `d
         lr: Annotated[float, between(0, 1000)]         # bounds; NaN and infinity never pass
         dtype: Literal["bfloat16", "float32"]          # one of these
 
-What does not fit raises a UserError that names the key as the file has it (`train.steps`). pydantic
-reads the bounds, and makes configs/schema.json of them (tools/schema.py). Like errors.py this file
-may be imported anywhere.
+An invalid value raises a UserError that names the key as in the file (`train.steps`). pydantic
+checks the bounds, and configs/schema.json is generated from them (tools/schema.py). Like errors.py,
+this module may be imported anywhere.
 """
 
 import dataclasses
@@ -26,39 +26,39 @@ from pydantic_core import ErrorDetails
 
 from errors import UserError, short
 
-# of a whole number, where nothing smaller is its bound: products of two still fit torch's 64 bits
+# default upper bound of whole numbers: the product of two still fits torch's 64 bits
 LARGEST = 2**31 - 1
 
 
 def between(least: float, most: float, example: Any = None) -> Any:
-    """Bounds of a field, both allowed. `example`: a usual value, for the message."""
+    """Declare inclusive bounds of a field. `example`: a usual value, for the message."""
     return Field(ge=least, le=most, examples=None if example is None else [example])
 
 
 def _whole(value: Any) -> Any:
-    if type(value) is not int:  # to Python True and 1.0 equal 1, and would be taken for it
-        raise ValueError("is not one of its values")
+    if type(value) is not int:  # True and 1.0 equal 1 in Python and would pass as 1
+        raise ValueError("is not an allowed value")
     return value
 
 
 Count = Annotated[int, between(1, LARGEST)]
 Whole = Annotated[int, between(0, LARGEST)]
 Share = Annotated[float, Field(gt=0, le=1e30)]
-# Text that goes to the file system, to logs and to the shell's tools: on one line, and without NUL.
+# Text for the file system, logs and shell tools: one line, without control characters.
 Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$")]
 PathText = Annotated[Text, Field(min_length=1)]
-OneOf = BeforeValidator(_whole)  # of a Literal of whole numbers: true is none
+OneOf = BeforeValidator(_whole)  # for a Literal of whole numbers: refuses true
 
 T = TypeVar("T")
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def section(name: str) -> Callable[[type[T]], type[T]]:
-    """Makes a class the section `name`: a frozen dataclass that raises UserError where it is given
-    what it may not hold."""
+    """Turn a class into the configuration section `name`: a frozen dataclass that raises UserError
+    on invalid values."""
 
     def decorate(cls: type[T]) -> type[T]:
-        # strict: no text for a number, no 1 for true. (A whole number is a float too.)
+        # strict: text is not accepted as a number, nor 1 as true. (An int is accepted as a float.)
         config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
         built: Any = pydantic.dataclasses.dataclass(cls, frozen=True, config=config)
         validate = built.__init__
@@ -82,14 +82,15 @@ def section(name: str) -> Callable[[type[T]], type[T]]:
 
 
 def _explain(section: str, cls: Any, given: dict[str, Any], error: ValidationError) -> UserError:
-    """The first thing wrong, in our words."""
+    """Turn pydantic's errors into a UserError about the first problem."""
     found = sorted(
         error.errors(include_url=False), key=lambda e: e["type"] != "unexpected_keyword_argument"
     )
     place = found[0]["loc"][0]
-    # An argument given by position has its number for a place.
+    # For a positional argument, the place is its number.
     key = place if isinstance(place, str) else dataclasses.fields(cls)[place].name
-    # A value that fits none of several types has an error for each; the deepest: of the one meant.
+    # A value that fits none of several types has an error for each type. The deepest error belongs
+    # to the type that was probably meant.
     of_key = sorted(
         (e for e in found if e["loc"][0] == place), key=lambda e: (-len(e["loc"]), _is_of_type(e))
     )
@@ -106,7 +107,7 @@ def _explain(section: str, cls: Any, given: dict[str, Any], error: ValidationErr
     why, remedy = _words(first, hint, several)
     if not several and first["input"] is not given[key]:
         inner = first["input"]
-        why = f"{short(inner)} in it {why}"
+        why = f"the value {short(inner)} in it {why}"
     examples = cls.__pydantic_fields__[key].examples
     if examples:
         remedy += f", for example {', '.join(map(str, examples))}"
@@ -121,7 +122,7 @@ def _is_of_type(error: ErrorDetails) -> bool:
 
 
 def _words(error: ErrorDetails, hint: Any, several: bool) -> tuple[str, str]:
-    """Why, and what would do."""
+    """Return why a value is invalid, and the remedy."""
     kind, limits = error["type"], error.get("ctx", {})
     if not several:
         match kind:
@@ -140,13 +141,13 @@ def _words(error: ErrorDetails, hint: Any, several: bool) -> tuple[str, str]:
             case "string_too_long":
                 return f"is longer than {limits['max_length']} characters", "give a shorter one"
             case "string_pattern_mismatch":
-                return "has a line break or another control character in it", "leave it out"
+                return "contains a line break or another control character", "remove it"
             case "string_unicode":
                 return "is not text: it cannot be written in UTF-8", "use other characters"
             case "literal_error" | "value_error":
-                return "is not one of its values", f"choose one of {list(typing.get_args(hint))}"
+                return "is not an allowed value", f"choose one of {list(typing.get_args(hint))}"
     if error["input"] is None:
-        return "has no value", f"give one of type {_describe(hint)}"
+        return "has no value", f"give a value of type {_describe(hint)}"
     return (
         f"has the type {type(error['input']).__name__}",
         f"give a value of type {_describe(hint)}",
@@ -162,7 +163,7 @@ def _describe(hint: Any) -> str:
     return hint.__name__ if is_plain else str(hint).replace("typing.", "")
 
 
-# What other projects call our keys.
+# Names that other projects use for our keys.
 SYNONYMS = {
     "learning_rate": "lr",
     "max_lr": "lr",
@@ -209,7 +210,7 @@ SYNONYMS = {
 
 
 def no_such_key(section: str, key: str, value: Any, known: dict[str, list[str]]) -> UserError:
-    """What to say of a key that does not exist; `known`: every section's keys that do."""
+    """Return the error for a key that does not exist. `known`: the valid keys of every section."""
     meant = SYNONYMS.get(key.lower().replace("-", "_"), key)
     elsewhere = [f"{other}.{meant}" for other, keys in known.items() if meant in keys]
     here = known[section]

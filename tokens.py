@@ -1,3 +1,3 @@
-"""What data and model must agree on about tokens. May be imported anywhere."""
+"""Token conventions that data and model share. May be imported anywhere."""
 
-IGNORE = -100  # a target that no loss counts: padding
+IGNORE = -100  # the target of padding, which does not count in any loss

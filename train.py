@@ -11,7 +11,7 @@ import sys
 
 from runtime.signals import Signals
 
-# First of all: the other imports take seconds, in which a signal must not kill.
+# First: the imports below take seconds, during which a signal must not kill the process.
 if __name__ == "__main__":
     listening = Signals(speaks=os.environ.get("RANK", "0") == "0").listen()
 
@@ -47,8 +47,8 @@ from training.step import TrainStep
 
 
 def main(arguments: list[str], signals: Signals, store: dist.Store | None = None) -> None:
-    """A rank's life. `store`: where it finds the others, if the launcher that torchrun describes
-    has none."""
+    """Run one rank from start to end. `store`: where the ranks find each other; None: the store
+    that torchrun's environment variables describe."""
     device = init_distributed(signals, store)
     try:
         config = on_all_ranks(lambda: read_config(arguments, device), device)
@@ -63,7 +63,7 @@ def main(arguments: list[str], signals: Signals, store: dist.Store | None = None
 def read_config(arguments: list[str], device: str) -> Config:
     if not arguments:
         remedy = "torchrun … train.py configs/laptop.yaml"
-        raise UserError("command line", "", "names no configuration file", remedy)
+        raise UserError("command line", "", "no configuration file is given", remedy)
     config = load_config(arguments[0], arguments[1:])
     config.validate(dist.get_world_size())
     check_kernels(config.model.kernels, device)
@@ -74,12 +74,12 @@ def read_config(arguments: list[str], device: str) -> Config:
 
 def start_run(config: Config, device: str, signals: Signals) -> None:
     if config.train.deterministic:
-        # cuBLAS asks for it, and reads it at its first use
+        # deterministic cuBLAS requires it, and reads it at its first use
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), device)
 
-    # What the user may have got wrong is found before anything is built or written.
+    # Find the user's mistakes before anything is built or written.
     train_data, heldout_data = on_all_ranks(lambda: open_train_and_heldout(config), device)
     on_all_ranks(lambda: check_writable(config), device)
     with Lease(config.run.dir, device) as lease:  # no other run writes to the folder
@@ -115,20 +115,20 @@ def train_and_save(
     metrics = Metrics(config, mesh, start)
     watchdog = Watchdog(config)
     unigram = train_data.unigram_nats_per_token
-    # Each hears of every step, in this order (runtime/listener.py).
+    # Called before and after every step, in this order (runtime/listener.py).
     listeners: list[Listener] = [
         StepProfile(config, mesh, watchdog),
         StepTrace(config, mesh, start.step),
-        metrics,  # measures the step, before what follows takes its time
+        metrics,  # measures the step, before the listeners below take time
         watchdog,
         MemoryReports(train, start.step),
         Evaluation(heldout_data, unigram, metrics, watchdog, stop),
-        LeaseCheck(lease),  # a run that was displaced writes nothing of what follows
+        LeaseCheck(lease),  # a displaced run ends here and writes nothing below
         RecordWriter(metrics),
-        stop,  # what was asked of any rank, all ranks know from here on
+        stop,  # from here on, all ranks agree on stop and save requests
         Rollback(
             train_data, start, lease, saver, metrics, watchdog
-        ),  # before Saving: a run that goes back saves nothing
+        ),  # before Saving: a run that rolls back does not save
         Saving(saver, metrics, watchdog, stop),
     ]
     run = Run(config, train, loader, start)
@@ -137,7 +137,7 @@ def train_and_save(
             tokens, targets = run.next_batch()
             all_listeners.before_step()
             run.result = train(run.step, tokens, targets)
-            all_listeners.after_step()  # counts the step, and tells the listeners
+            all_listeners.after_step()  # counts the step, then calls the listeners
         all_listeners.end()
     loader.close()
 

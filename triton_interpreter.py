@@ -1,12 +1,13 @@
-"""Triton's CPU interpreter, mended: bfloat16 as a GPU computes it.
+"""Patch Triton's CPU interpreter so that it computes bfloat16 as a GPU does.
 
-The interpreter keeps bfloat16 as uint16 in numpy arrays. It rounds float32 to bfloat16 by cutting
-bits off, where every GPU rounds to nearest even, and it hands the raw bits to `tl.dot` and to
-arithmetic. (Triton's documentation lists bfloat16 as not supported by it.) Our kernels compute in
-float32 and round once at the end, so two conversions are all there is to mend; for other arithmetic
-on bfloat16 the mended interpreter raises an error instead of computing with bits.
+The interpreter stores bfloat16 as uint16 in numpy arrays. It rounds float32 to bfloat16 by
+truncation, where every GPU rounds to nearest even, and it passes the raw bits to `tl.dot` and to
+arithmetic. (Triton's documentation lists bfloat16 as unsupported by the interpreter.) Our kernels
+compute in float32 and round once at the end, so only the two conversions and `tl.dot` need
+patching. For other arithmetic on bfloat16, the patched interpreter raises an error instead of
+computing with the raw bits.
 
-Only the interpreter's builder is changed: compiled kernels never see it.
+Only the interpreter's builder is changed; compiled kernels are not affected.
 """
 
 from typing import Any
@@ -15,19 +16,19 @@ import numpy as np
 
 
 def to_float32(bits: np.ndarray) -> np.ndarray:
-    """bfloat16 as uint16 → float32, exactly."""
+    """Convert bfloat16, stored as uint16, to float32, exactly."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def to_bfloat16(x: np.ndarray) -> np.ndarray:
-    """float32 → bfloat16 as uint16, to nearest, ties to even."""
+    """Convert float32 to bfloat16, stored as uint16, rounding to nearest, ties to even."""
     bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
     rounded = ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(x), np.uint16(0x7FC0), rounded)
 
 
 def mend() -> None:
-    """Change the interpreter of this process, once."""
+    """Patch the interpreter of this process, once."""
     import triton.language as tl
     from triton.runtime import interpreter
 

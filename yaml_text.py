@@ -1,10 +1,9 @@
-"""YAML as a configuration is written in it: the safe subset of PyYAML, and what is easily mistaken
-is an error or plain text.
+"""Read and write the YAML of configurations: PyYAML's safe subset, without its pitfalls.
 
-A key that stands twice is an error (YAML lets the last win); 1e-5 is a number (as in YAML 1.2);
-10:13 and 2026-01-31 are text (not a number to base 60, not a date). An alias may repeat a single
-value, but no list or mapping, of which nine lines can make a billion items. What is written with
-`dump` is read back to the same.
+A repeated key is an error (in YAML the last one wins); 1e-5 is a number (as in YAML 1.2); 10:13 and
+2026-01-31 are text (not a base-60 number, not a date). An alias may repeat a single value, but not
+a list or mapping, because nine lines of such aliases can expand to a billion items. `parse` reads
+back exactly what `dump` has written.
 """
 
 import re
@@ -12,7 +11,7 @@ from typing import Any
 
 import yaml
 
-MAX_CHARACTERS = 2**17  # of a file; the largest configuration anyone wrote has some thousands
+MAX_CHARACTERS = 2**17  # in a file; real configurations have a few thousand
 
 
 class NotYaml(ValueError):
@@ -20,7 +19,7 @@ class NotYaml(ValueError):
 
 
 def parse(text: str) -> Any:
-    """The value that `text` says; raises NotYaml."""
+    """Parse `text`. Raises NotYaml."""
     try:
         return yaml.load(text, _Loader)
     except RecursionError:
@@ -28,17 +27,17 @@ def parse(text: str) -> Any:
     except yaml.YAMLError as error:
         said = str(error).replace('in "<unicode string>", ', "in ")
         raise NotYaml(f"is not YAML: {' '.join(said.split())}") from None
-    except (ValueError, OverflowError) as error:  # a number of thousands of digits
+    except (ValueError, OverflowError) as error:  # for example, a number of thousands of digits
         raise NotYaml(f"holds a value that cannot be read: {str(error)[:100]}") from None
 
 
 def dump(value: Any) -> str:
-    """`value` as YAML, keys in their order."""
+    """Format `value` as YAML, with keys in their order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
 
 
 class _Loader(yaml.SafeLoader):
-    """The rules of the file's docstring."""
+    """Loads YAML by the rules of the module docstring."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         alias = self.check_event(yaml.AliasEvent) and self.peek_event()
@@ -55,22 +54,22 @@ class _Loader(yaml.SafeLoader):
                 continue
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"{key.value!r} stands here twice", key.start_mark
+                    None, None, f"{key.value!r} is given twice", key.start_mark
                 )
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts quotes around text that _Loader would take for something else."""
+    """Quotes text that _Loader would read as something else."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def _resolvers() -> dict[Any, Any]:
-    """What an unquoted text is, by its first character: PyYAML's list, changed as the docstring
-    says."""
+    """Return PyYAML's rules for the type of unquoted text, by its first character, without those
+    for dates and numbers (numbers are added below)."""
     changed = {}
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items():
         left_out = (

@@ -1,2 +1,2 @@
-"""What is measured, against whom: each script measures side by side in one run and keeps its
-results as JSON in results/."""
+"""Benchmarks: each script measures both sides of a comparison in one run, and writes its results as
+JSON to results/."""

@@ -1,4 +1,4 @@
-"""Where and with what something was measured: the head of every file of results."""
+"""The machine and the versions with which something was measured, for every file of results."""
 
 import datetime
 import os

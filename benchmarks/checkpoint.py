@@ -1,10 +1,10 @@
-"""What saving costs: `python -m benchmarks.checkpoint`
+"""Measures the cost of saving a checkpoint: `python -m benchmarks.checkpoint`
 
-One process saves a model of some hundred megabytes with its moments, several times: in the
-background and at once, in turn. Beside them, in the same rounds, the same bytes are copied in
-memory once, and written by `dd` with fsync. What counts are ratios: how long training waits for a
-background save, as a multiple of the plain copy, and how fast a save writes, as a part of dd's
-speed. The first save of a run also makes the memory that it copies to; it is reported by itself.
+One process saves a model of some hundred megabytes, with its optimizer moments, several times,
+alternately in the background and synchronously. In the same rounds, the same bytes are copied once
+in memory, and written by `dd` with fsync. The results are ratios: how long training waits for a
+background save, as a multiple of the plain copy; and how fast a save writes, as a fraction of dd's
+speed. The first save of a run also allocates the memory for the copy; it is reported separately.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def seconds(action) -> float:
 
 
 def dd(path: Path, size: int) -> float:
-    """Seconds to write so many bytes and make them durable."""
+    """Seconds to write `size` bytes durably."""
     command = ["dd", "if=/dev/zero", f"of={path}", "bs=1M", f"count={size >> 20}", "conv=fsync"]
     return seconds(lambda: subprocess.run(command, check=True, capture_output=True))
 

@@ -1,21 +1,20 @@
 """Measures the data path: `python -m benchmarks.data_pipeline [--large-megabytes 300]` writes
 results/data_pipeline.json.
 
-(a) Preparation (read, tokenize in processes, write, checksum) against SentencePiece's own batch
-    encoder on the same text and the same cores, with all of the text already in memory and nothing
-    written.
+(a) Preparation (read, tokenize in processes, write, checksum) is compared with SentencePiece's own
+    batch encoder on the same text and cores, which has all of the text in memory and writes
+    nothing.
         aim: ratio >= 0.8
-(b) Peak memory of preparing a large source against a small one, this process and its workers
-    together, as resident sets (pages shared between them count in each).
+(b) The peak memory of preparing a large source is compared with that of a small one: the resident
+    sets of this process and its workers, added up (shared pages count in each).
         aim: no growth with the source
-(c) Batches from the loader against a plain copy of the same windows out of the memory map: bytes
-    written per second by each (the loader writes int64 inputs and targets, 16 bytes a token, the
-    copy 2), and windows per second.
-        aim: bytes >= 0.3
+(c) Batches from the loader are compared with a plain copy of the same windows from the memory map:
+    the bytes written per second by each (the loader writes int64 inputs and targets, 16 bytes per
+    token, the copy 2), and windows per second.
+        aim: ratio of bytes >= 0.3
 
-Runs alternate and medians are compared, so that other work on the machine meets both sides. A
-preparation's workers import this module again (spawn), so torch is imported only where it is
-needed.
+Runs alternate and medians are compared, so that other work on the machine affects both sides.
+Preparation workers import this module again (spawn), so torch is imported only where it is needed.
 """
 
 import argparse
@@ -49,8 +48,8 @@ def seconds_of(work) -> float:
 
 
 def cpu_seconds_of(work) -> float:
-    """Of this process, its threads and the children it waited for: what other work on the machine
-    hardly changes."""
+    """CPU seconds of this process, its threads and the children it waited for, which other work on
+    the machine hardly affects."""
     before = os.times()
     work()
     return sum(os.times()[:4]) - sum(before[:4])
@@ -107,7 +106,7 @@ def preparation_speed(
 
 
 def peak_memory(command: list[str]) -> int:
-    """Peak of the resident bytes of a process and its children together, sampled every 20 ms."""
+    """The peak of the summed resident bytes of a process and its children, sampled every 20 ms."""
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         root, peak = psutil.Process(process.pid), 0
         while process.poll() is None:
@@ -145,8 +144,8 @@ def preparation_memory(
 
 
 def batch_speed(folder: Path, seq_len: int, batch: int, runs: int, batches: int) -> dict:
-    """The loader and the copy each deliver `batches` batches per run; the copy is told its windows
-    beforehand."""
+    """Compares the loader with a copy: each delivers `batches` batches per run. The copy gets
+    precomputed windows."""
     import torch
 
     from data.dataset import TokenDataset
@@ -202,9 +201,9 @@ def main() -> int:
         prog="python -m benchmarks.data_pipeline", description=__doc__.split("\n\n")[0]
     )
     parser.add_argument(
-        "--large-megabytes", type=float, default=300, help="of text in the large source of (b)"
+        "--large-megabytes", type=float, default=300, help="size of the large source of (b)"
     )
-    parser.add_argument("--speed-megabytes", type=float, default=60, help="of text in (a)")
+    parser.add_argument("--speed-megabytes", type=float, default=60, help="size of the text in (a)")
     parser.add_argument("--runs", type=int, default=5, help="alternated runs of each measurement")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -234,7 +233,7 @@ def main() -> int:
     met = result["preparation"]["ratio"] >= 0.8 and all(
         b["ratio_of_bytes"] >= 0.3 for b in result["batches"]
     )
-    print("aims met" if met else "aims NOT met")
+    print("all aims reached" if met else "an aim was NOT reached")
     return 0 if met else 1
 
 

@@ -1,15 +1,15 @@
-"""Tokens per second of tools/generate beside `transformers`, same weights, on one CPU core. `python
--m benchmarks.generate`
+"""Compares the tokens per second of tools/generate and `transformers`, with the same weights on one
+CPU core: `python -m benchmarks.generate`
 
-One process holds both models in float32 and lets them write greedily in turn, several rounds, each
-after the same prompt; both must write the same tokens. Time is the process's CPU time, which on one
-thread is the time that passes where nobody else works. Ratios are taken within a round, and their
+One process has both models in float32, which generate greedily in turn from the same prompt, for
+several rounds; both must generate the same tokens. Time is the process's CPU time, which with one
+thread on an idle machine equals the elapsed time. Ratios are computed within a round, and their
 median is kept; absolute times mean little on a CPU.
 
-`transformers` writes in two ways: by `generate()`, as its users do, and by its model's forward with
-its cache in the shortest loop there is, without anything that `generate()` does between tokens. All
-read the same weights once per token, so the larger a model, the nearer the ratios are to one: it is
-what happens beside the products that is compared.
+`transformers` generates in two ways: by `generate()`, as its users do, and by its model's forward
+with its cache in a minimal loop, without what `generate()` does between tokens. All read the same
+weights once per token, so the larger the model, the closer the ratios are to one: the comparison is
+of the work other than matrix products.
 """
 
 import argparse
@@ -44,7 +44,7 @@ SIZES = {
     ),
 }
 PROMPT_LENGTH = 16
-# a prompt and how many tokens to write after it → those tokens
+# (prompt, number of tokens to generate) → the generated tokens
 Writer = Callable[[list[int], int], list[int]]
 
 
@@ -78,7 +78,7 @@ def same_in_transformers(model: Transformer) -> Any:
     weights = dict(model.named_parameters())
     state = {theirs: weights[ours].to_local() for ours, theirs, _ in parameters(config)}
     other.load_state_dict(state)
-    other.generation_config.eos_token_id = None  # writes as many as it is asked to
+    other.generation_config.eos_token_id = None  # so that it always generates the requested number
     return other
 
 
@@ -120,9 +120,9 @@ def measure(config: ModelConfig, count: int, rounds: int) -> dict[str, Any]:
     prompt = torch.randint(
         config.vocab_size, (PROMPT_LENGTH,), generator=torch.Generator().manual_seed(0)
     ).tolist()
-    written = {name: write(prompt, count) for name, write in writers.items()}  # and warm
+    written = {name: write(prompt, count) for name, write in writers.items()}  # also warms up
     if len({tuple(tokens) for tokens in written.values()}) > 1:
-        raise SystemExit("the same weights did not write the same tokens")
+        raise SystemExit("the same weights did not generate the same tokens")
     speeds: dict[str, list[float]] = {name: [] for name in writers}
     for _ in range(rounds):
         for name, write in writers.items():

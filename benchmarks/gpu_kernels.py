@@ -1,19 +1,19 @@
-"""Every kernel on a GPU: right, against float64, and then how fast, beside PyTorch, its compiler
+"""Checks every kernel on a GPU against float64, and compares its speed with PyTorch, its compiler
 and Liger-Kernel.
 
     python -m benchmarks.gpu_kernels   (`make bench-gpu`: tests on the device first; then gpu_model)
 
-Operations that do little with each byte are held against memory: bytes that they must move (the
-table in each kernel's file) over their time, as a fraction of what a large copy on the same device
-reaches, read and written.
+Operations that are bound by memory are compared with its bandwidth: the bytes they must move (see
+the table in each kernel's file) per second, as a fraction of the rate of a large copy on the same
+device, counting bytes read and written.
     aim: at least 85 %, forward and backward
-The head's projection with its loss is held against the three matrix products that it contains, and
-its memory, beyond the weight and the weight's gradient (ours is summed in float32: V · D · 4
-bytes), against eager PyTorch's.
-    aims: at most 1.1 times the products; at most 1/8 of the memory (printed beside it: with the
-    weight's gradients)
+The head's projection with its loss is compared with the three matrix products that it contains. Its
+memory, without the weight and the weight's gradient (ours is summed in float32: V · D · 4 bytes),
+is compared with that of eager PyTorch.
+    aims: at most 1.1 times the products; at most 1/8 of the memory (also printed: with the weight's
+    gradients)
 
-Exit status 1: a kernel was wrong, or did not run.
+The exit status is 1 if a kernel was wrong or did not run.
 """
 
 import sys
@@ -59,12 +59,12 @@ from runtime.init_distributed import init_distributed
 
 BANDWIDTH_AIM, PRODUCTS_AIM, MEMORY_AIM = 0.85, 1.1, 1 / 8
 COLUMNS = ("triton", "torch", "compile", "liger")
-SECONDS_FOR_A_CASE = 15  # what its compilers take, first of all
-EXPECTED_SECONDS = {"compile": 10}  # of a row; others take one
+SECONDS_FOR_A_CASE = 15  # expected time of a case, mostly for its compilers
+EXPECTED_SECONDS = {"compile": 10}  # expected time of a row; other rows take one second
 
 
 def list_cases(sizes: Sizes) -> list[Case]:
-    """What matters most comes first: time may not suffice for all."""
+    """The cases, most important first, because time may not suffice for all."""
     group = build_mesh(MeshSizes(), DEVICE).tp.get_group()
     elements = sizes.norm_tokens * sizes.widths[0]
     narrow, *wider = sizes.widths
@@ -83,8 +83,8 @@ def list_cases(sizes: Sizes) -> list[Case]:
 def measure(
     case: Case, clock: Clock, deadline: Deadline, report: Report, bandwidth: float | None
 ) -> bool:
-    """Check a case and time it, a row for each pass and implementation; whether ours is right and
-    ran."""
+    """Checks a case and times it, with a row for each pass and implementation. Returns whether ours
+    ran and is right."""
     subject: Any
     subject, status = (
         attempt(case.build) if deadline.allows(SECONDS_FOR_A_CASE) else (None, NO_TIME)
@@ -162,7 +162,7 @@ def speed(milliseconds: float, moved: float, bandwidth: float | None) -> dict:
 
 
 def bandwidth_aim(row: dict) -> str:
-    """The row of our kernel, with its aim; and a word on it for the table."""
+    """Adds the aim to the row of our kernel, and returns a description of it for the table."""
     fraction = row.get("fraction_of_copy")
     if fraction is None:
         return ""
@@ -173,7 +173,8 @@ def bandwidth_aim(row: dict) -> str:
 
 
 def head_aims(rows: dict[str, dict], case: Case, at_full_size: bool) -> str:
-    """Likewise for projection and loss: time beside the products', memory beside eager's."""
+    """The same for projection and loss: time compared with that of the products, and memory with
+    that of eager PyTorch."""
     ours, said = rows["triton"], []
     if ours["status"] != MEASURED or not at_full_size:
         return ""

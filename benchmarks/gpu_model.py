@@ -1,32 +1,33 @@
-"""Whole training steps on one GPU: tokens a second, model FLOP utilisation and peak memory, beside
-Hugging Face's Llama.
+"""Measures whole training steps on one GPU: tokens per second, model FLOP utilisation and peak
+memory, compared with Hugging Face's Llama.
 
     python -m benchmarks.gpu_model                 (the second half of `make bench-gpu`)
 
-Two models of Llama 3's shapes, sequences of 8192 random tokens, four micro-batches of one sequence
-to a step: the 8-billion model's width with as many layers as fit (four micro-batches alone would be
-optimizer to a tenth; a real step has more), and the 1-billion model whole. All programs do the
-same: forward and backward of every micro-batch, the gradients' norm, clipping, AdamW. Nothing else
-is in a step: no data loading, no logging.
+There are two models of Llama 3's shapes, trained on sequences of 8192 random tokens, with four
+micro-batches of one sequence per step: one with the 8-billion model's width and as many layers as
+fit, and the complete 1-billion model. (With only four micro-batches the optimizer takes a tenth of
+a step; a real step has more of them.) All programs do the same: forward and backward of every
+micro-batch, the gradients' norm, clipping, AdamW. A step includes nothing else: no data loading, no
+logging.
 
     MFU = tokens per second · flops_per_token(S) / dense bf16 peak of the device
     (runtime/metrics.py)
-    aim: at least 62 % at the 8-billion model's width, where that is 613 of 989 TFLOP/s
+    aim: at least 62 % at the 8-billion model's width, that is, 613 of 989 TFLOP/s
 
-What computes in bfloat16, and what is stored:
-    lattice         train.dtype=bfloat16: FSDP casts float32 weights once a step; moments and summed
-                    gradients are float32
-    hugging face    the same arithmetic as PyTorch offers it: float32 weights, gradients and
+Dtypes of computation and storage:
+    lattice         train.dtype=bfloat16: FSDP casts float32 weights once per step; moments and
+                    summed gradients are float32
+    hugging face    the same arithmetic with PyTorch's means: float32 weights, gradients and
                     moments, autocast to bfloat16; SDPA, fused AdamW, the model's own loss
     … bfloat16      weights and moments stored in bfloat16: lattice rounds stochastically
-                    (optimizer.pure_bfloat16), the other to nearest. Less memory and less to move,
-                    and not comparable with the rows without.
-Programs of ours are those that train.py runs: build_stages and TrainStep, on a mesh of one process.
-Only their weights are drawn on the device: the same numbers on every layout, which a CPU draws,
-would take minutes.
+                    (optimizer.pure_bfloat16), the other to nearest. These need less memory and
+                    bandwidth, and are not comparable with the other rows.
+Our programs are those that train.py runs: build_stages and TrainStep, on a mesh of one process.
+Only the weights differ: they are drawn on the device, because drawing the usual ones, which are the
+same for every layout, takes minutes on a CPU.
 
-Exit status 1: training with our kernels fails, or begins with another loss or gradient norm than
-with PyTorch's operations.
+The exit status is 1 if training with our kernels fails, or begins with another loss or gradient
+norm than with PyTorch's operations.
 """
 
 import contextlib
@@ -80,7 +81,7 @@ from training.step import TrainStep
 MFU_AIM = 0.62
 WIDE, SMALL = "8B width", "1B"
 SAME = {"first_loss": 2**-8, "first_grad_norm": 2**-6}  # relative; 2⁻⁸ is one rounding to bfloat16
-SECONDS = {"compile": 60, "": 15}  # that a row may take
+SECONDS = {"compile": 60, "": 15}  # expected time of a row
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,8 @@ class Size:
 
 
 def sizes(tiny: bool) -> dict[str, Size]:
-    """A parameter takes about 22 bytes in training: 12 layers at the 8-billion width are 81 GB, and
-    17 GB of activations."""
+    """The sizes to measure. A parameter takes about 22 bytes in training, so 12 layers at the
+    8-billion width take 81 GB, plus 17 GB of activations."""
     if tiny:
         model = ModelConfig(
             dim=32, num_layers=1, num_heads=4, num_kv_heads=2, ffn_dim=64, vocab_size=96
@@ -113,11 +114,11 @@ class Variant:
     """A program and how it runs."""
 
     program: Literal["lattice", "hugging face"] = "lattice"
-    kernels: Literal["triton", "torch"] = "triton"  # of lattice
-    checkpointing: Literal["none", "selective", "full"] = "none"  # of lattice
+    kernels: Literal["triton", "torch"] = "triton"  # lattice only
+    checkpointing: Literal["none", "selective", "full"] = "none"  # lattice only
     compile: bool = False
-    liger: bool = False  # of hugging face
-    bfloat16: bool = False  # is what is stored
+    liger: bool = False  # hugging face only
+    bfloat16: bool = False  # whether weights and moments are stored in bfloat16
 
     @property
     def name(self) -> str:
@@ -131,8 +132,8 @@ class Variant:
 
 
 THEIRS = Variant("hugging face")
-# What matters most comes first: time may not suffice for all. Liger changes Hugging Face's classes
-# for good, and so comes last.
+# The most important come first, because time may not suffice for all. Liger modifies Hugging Face's
+# classes permanently, and so comes last.
 ROWS = [
     *(
         (size, variant)
@@ -187,7 +188,8 @@ def lattice(size: Size, variant: Variant) -> Step:
 
 @torch.no_grad()
 def draw_on_device(stage: Transformer, seed: int) -> None:
-    """In place of model/initialise.py: as large, and alike in every program of ours."""
+    """Initialises weights on the device instead of by model/initialise.py, with the same scale; the
+    same in all our programs."""
     torch.manual_seed(seed)
     for each in weights_of(stage):
         local, initial = each.sharded.to_local(), each.spec.initial
@@ -199,8 +201,8 @@ def draw_on_device(stage: Transformer, seed: int) -> None:
 
 @contextlib.contextmanager
 def compiler() -> Iterator[None]:
-    """Without a GPU, graphs are traced, and run as they were traced: to compile them for a CPU
-    proves nothing more."""
+    """Without a GPU, makes torch.compile run the traced graphs without compiling them, because
+    compiling them for a CPU would prove nothing more."""
     with contextlib.nullcontext() if ON_GPU else patch.object(torch, "compile", compiled):
         yield
 
@@ -238,7 +240,7 @@ def hugging_face(size: Size, variant: Variant) -> Step:
         total = torch.zeros((), device=DEVICE)
         for row in rows[:, :-1].to(DEVICE, non_blocking=True).split(1):
             with torch.autocast(DEVICE, torch.bfloat16, enabled=not variant.bfloat16):
-                # their loss is of the next token
+                # their loss shifts the labels itself
                 loss = forward(input_ids=row, labels=row).loss / size.microbatches
             loss.backward()
             total += loss.detach()
@@ -251,7 +253,7 @@ def hugging_face(size: Size, variant: Variant) -> Step:
 
 
 def measure(size: Size, variant: Variant, clock: Clock, peak_flops: float | None) -> dict:
-    """Build, warm up, time."""
+    """Builds, warms up and times one variant."""
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
     step = (lattice if variant.program == "lattice" else hugging_face)(size, variant)
@@ -282,15 +284,15 @@ def measure(size: Size, variant: Variant, clock: Clock, peak_flops: float | None
 
 
 def differs(rows: list[dict]) -> list[str]:
-    """Our rows whose first loss or gradient norm, of the same weights and tokens, is not that of
-    PyTorch's operations."""
+    """Descriptions of our rows whose first loss or gradient norm differs from that of PyTorch's
+    operations, for the same weights and tokens."""
     ours = [row for row in rows if row["program"] == "lattice" and row["status"] == MEASURED]
     wrong = []
     for row in ours:
         alike = (r for r in ours if r["model"] == row["model"] and r["variant"] == "lattice, torch")
         expected = next(alike, row)
         for key, bound in SAME.items():
-            # nor where one of them is NaN
+            # written so that NaN also differs
             if not abs(row[key] - expected[key]) <= bound * abs(expected[key]):
                 wrong.append(
                     f"{row['model']}: {row['variant']}: {key} {row[key]:.5f}, with PyTorch's "
@@ -310,8 +312,8 @@ def line(row: dict) -> str:
 
 
 def conclude(rows: list[dict], report: Report) -> bool:
-    """The best of ours at the 8-billion width, held against the aim; whether all that ran is
-    right."""
+    """Prints our best row at the 8-billion width, compared with the aim. Returns whether everything
+    that ran is right."""
     ours = [row for row in rows if row["program"] == "lattice"]
     candidates = [row for row in ours if row["model"] == WIDE and row.get("mfu")]
     best = max(candidates, key=lambda row: row["mfu"], default=None)

@@ -1,12 +1,13 @@
-"""The operations that a GPU benchmark compares: inputs, implementations, what is exact, and how
-many bytes must move.
+"""The operations that a GPU benchmark compares: inputs, implementations, exact results, and the
+bytes that must move.
 
-Four implementations: `triton` is ours; `torch` is eager PyTorch; `compile` is the same by
-torch.compile in its default mode, for these shapes; `liger` is Liger-Kernel, where it is installed.
-All get the same inputs, anew for each call: some overwrite them. Gradients that arrive are dense (a
-sum's would be one number, expanded, and need no reading).
+There are four implementations: `triton` is ours; `torch` is eager PyTorch; `compile` is the same
+with torch.compile in its default mode, for these shapes; `liger` is Liger-Kernel, if it is
+installed. Each call gets a new copy of the same inputs, because some implementations overwrite
+them. The gradients of the outputs are dense (the gradient of a sum would be one expanded number,
+which needs no reading).
 
-Bytes are those of the table in each kernel's file, times the elements; in bfloat16.
+Bytes are those in the table of each kernel's file, times the number of elements, in bfloat16.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,19 +31,21 @@ from model.positions import Rotary, rotary_angles
 EPS = 1e-5
 EVERY = ("triton", "torch", "compile", "liger")
 HEAD_PASS = "forward + backward"
-# What logits rounded to bfloat16 allow: one between 8 and 16 is up to 1/32 off, and its probability
-# p by that part of itself. dx, dw: of the largest value of the softmax's part, by all of which they
-# are off where p is left out, or counted twice.
+# Bounds for logits rounded to bfloat16: the rounding error of one between 8 and 16 is up to 1/32,
+# and so is the relative error of its probability p. The errors of dx and dw are relative to the
+# largest value of the softmax's part, all of which would be wrong if p were omitted or counted
+# twice.
 HEAD_BOUND = 5e-2
-# The loss: of itself, for one token; the errors have either sign, so the mean of T is √T times
-# nearer: 1.1e-4 of 8192.
+# The relative error of one token's loss. Errors have either sign, so the mean over T tokens is √T
+# times more accurate: 1.1e-4 for 8192.
 HEAD_TOKEN_BOUND = 1e-2
-# their standard deviation: some tokens are likely, and their p counts beside the targets' 1
+# standard deviation of the logits: some tokens are likely, so that their p matters beside the
+# targets' 1
 HEAD_LOGITS = 3.0
 
 
 class Subject(Protocol):
-    """A case's tensors, on the device."""
+    """The tensors of a case, on the device."""
 
     def check(self) -> list[Check]: ...
 
@@ -51,7 +54,7 @@ class Subject(Protocol):
 
 @dataclass(frozen=True)
 class Case:
-    """Something to check and to time; nothing is allocated before `build`."""
+    """An operation to check and to time; nothing is allocated before `build`."""
 
     name: str
     shape: str
@@ -59,22 +62,22 @@ class Case:
     passes: Mapping[str, float | None]
     implementations: tuple[str, ...]
     build: Callable[[], Subject]
-    # of an implementation; memory is compared without
+    # by implementation; memory is compared without it
     weight_gradient_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Letters as in model/config.py."""
+    """The sizes of the cases. Letters are those of model/config.py."""
 
     widths: tuple[int, ...]  # D of the norms
-    norm_tokens: int  # T at the first of them; less at wider ones
+    norm_tokens: int  # T for the first width; fewer for wider ones
     rotary_tokens: int
     heads: tuple[int, int, int]  # H, K, E
     swiglu_shape: tuple[int, int]  # T, F
     logits_shape: tuple[int, int]  # T, V
     head_shape: tuple[int, int, int]  # T, D, V
-    layers: int  # of the model whose parameters the optimizer updates
+    layers: int  # number of layers whose parameters the optimizer updates
     copy_bytes: int
 
 
@@ -98,12 +101,12 @@ class Operation:
     """An operation with a backward.
 
     Args:
-        inputs: differentiated, all of them.
-        directions: the gradients that arrive at the outputs.
-        exact: of inputs in float64; returns a tuple, like the others.
-        function: of inputs and `kernels`, which is triton or torch.
-        by_liger: of Liger's functions and inputs.
-        plain: eager PyTorch, where that is not `function` with kernels=torch.
+        inputs: all are differentiated.
+        directions: the gradients of the outputs.
+        exact: takes the inputs in float64; returns a tuple, like the others.
+        function: takes the inputs and `kernels`, which is triton or torch.
+        by_liger: takes Liger's functions and the inputs.
+        plain: eager PyTorch, if that is not `function` with kernels=torch.
     """
 
     def __init__(
@@ -187,7 +190,7 @@ def norm_case(tokens: int, width: int) -> Case:
 def add_norm_case(tokens: int, width: int) -> Case:
     def exact(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         s = x + r
-        rounded = s + (s.bfloat16().double() - s).detach()  # what is normalised is what is stored
+        rounded = s + (s.bfloat16().double() - s).detach()  # the stored, rounded sum is normalised
         return *_exact_norm(rounded, w), s
 
     def build() -> Operation:
@@ -226,7 +229,7 @@ def rotary_case(tokens: int, heads: tuple[int, int, int]) -> Case:
             return tuple(torch.cat((a * c - b * s, b * c + a * s), dim=-1) for a, b in pairs)
 
         def by_liger(functions: Any, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-            """Theirs are [B, H, S, E] views of the same memory, with angles for both halves of a
+            """Liger takes [B, H, S, E] views of the same memory, and angles for both halves of a
             head."""
             turned = functions.liger_rope(
                 *(x.transpose(0, 1).transpose(1, 2) for x in (q, k)), *both_halves
@@ -269,7 +272,8 @@ def swiglu_case(tokens: int, width: int) -> Case:
 
 
 def loss_case(tokens: int, vocab: int, group: ProcessGroup) -> Case:
-    """Liger's forward forms the gradient too: only sums of both passes compare."""
+    """The loss. Liger's forward computes the gradient too, so only the sum of both passes can be
+    compared."""
 
     def build() -> Operation:
         targets = torch.randint(vocab, (tokens,), device=DEVICE)
@@ -291,9 +295,8 @@ def loss_case(tokens: int, vocab: int, group: ProcessGroup) -> Case:
 
 
 class Head:
-    """The head's projection with its loss, x [T, 1, D] and weight [V, D]; `matmul` is the three
-    products that it contains, alone and of whole sizes: what it would take if the loss were
-    free."""
+    """The head's projection with its loss, x [T, 1, D] and weight [V, D]. `matmul` runs only the
+    three products that it contains, unsplit: the time if the loss were free."""
 
     def __init__(self, tokens: int, width: int, vocab: int, group: ProcessGroup) -> None:
         self.x = draw(tokens, 1, width)
@@ -353,9 +356,9 @@ class Head:
         return checks
 
     def exact(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """In float64, a part of the tokens at a time: whole logits would be 8 GB, several times.
-        And the largest value of the softmax's part of dx and of dw, which the targets' part could
-        hide."""
+        """The exact results in float64, computed for a part of the tokens at a time, because whole
+        logits would take several times 8 GB; and the largest values of the softmax's part of dx and
+        of dw, which the targets' part could hide."""
         x, weight = self.x.flatten(0, 1).double(), self.weight.double()
         targets = self.targets.flatten()
         loss = torch.zeros((), dtype=torch.float64, device=DEVICE)
@@ -377,8 +380,8 @@ def head_case(tokens: int, width: int, vocab: int, group: ProcessGroup) -> Case:
     shape = f"T {tokens}, D {width}, V {vocab}"
     build = lambda: Head(tokens, width, vocab, group)  # noqa: E731
     implementations = ("triton", "matmul", "torch", "compile", "liger")
-    # Ours sums it in float32. Eager's peak comes before its own exists, so that it has more beside
-    # it than this leaves.
+    # Ours sums it in float32. Eager's peak occurs before its weight gradient exists, so its other
+    # memory is larger than the difference.
     weight_gradient = {"triton": 4 * vocab * width, "torch": 2 * vocab * width}
     return Case(
         "linear_cross_entropy", shape, {HEAD_PASS: None}, implementations, build, weight_gradient

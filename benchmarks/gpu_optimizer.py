@@ -1,10 +1,11 @@
-"""The optimizer's two kernels, on the parameters of some layers of an 8-billion model: the
-gradients' norm and AdamW's update.
+"""The optimizer's two kernels, the gradients' norm and AdamW's update, on the parameters of some
+layers of an 8-billion model.
 
-What they are beside: of the norm, `torch.nn.utils.get_total_norm`, which sums in float32, and the
-same sums compiled; of the update, clipping and `torch._fused_adamw_` (what model.kernels=torch
-does), and PyTorch's foreach AdamW with clipping, compiled into one graph. In bfloat16 nothing else
-rounds stochastically: beside ours there is our own reference.
+The norm is compared with `torch.nn.utils.get_total_norm`, which sums in float32, and with the same
+sums compiled. The update is compared with clipping and `torch._fused_adamw_` (as with
+model.kernels=torch), and with PyTorch's foreach AdamW with clipping, compiled into one graph. In
+bfloat16, no other implementation rounds stochastically, so ours is compared only with our own
+reference.
 """
 
 from collections.abc import Callable
@@ -20,11 +21,12 @@ from model.kernels.gradient_norm import square_sum
 
 RATES = Rates(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, max_norm=1.0)
 DECAY = 0.1
-NORM = 2.0  # what the update is told: gradients are halved
+NORM = 2.0  # the norm given to the update, with which gradients are halved
 
 
 def parameter_shapes(sizes: Sizes) -> list[tuple[int, ...]]:
-    """Of `layers` blocks: 218,112,000 parameters each at the widths of an 8-billion model."""
+    """The shapes of the parameters of `layers` blocks: each block has 218,112,000 parameters at the
+    widths of an 8-billion model."""
     d, (q_heads, k_heads, head_width), ffn = sizes.widths[0], sizes.heads, sizes.swiglu_shape[1]
     attention = [
         (q_heads * head_width, d),
@@ -36,7 +38,7 @@ def parameter_shapes(sizes: Sizes) -> list[tuple[int, ...]]:
 
 
 class Norm:
-    """The square root of the sum of all squares."""
+    """The norm of all gradients: the square root of the sum of all squares."""
 
     def __init__(self, shapes: list[tuple[int, ...]]) -> None:
         self.gradients = [draw(*shape, dtype=torch.float32) for shape in shapes]
@@ -59,12 +61,12 @@ class Norm:
         with poisoned_memory():
             found = self.ours().item()
         exact = torch.stack([g.double().square().sum() for g in self.gradients]).sum().sqrt().item()
-        # sums of 10⁹ squares in another order
+        # the bound allows for sums of 10⁹ squares in another order
         return [Check("norm", abs(found / exact - 1), 1e-12)]
 
 
 class Update:
-    """One step of AdamW, in place, on weights and moments as after some steps."""
+    """One in-place step of AdamW, on weights and moments like those after some steps."""
 
     def __init__(self, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -88,7 +90,7 @@ class Update:
         return Work(lambda: None, lambda _: self.update(implementation))
 
     def compiled_step(self) -> Callable[[], Any]:
-        """torch.optim's, with its update count on the device."""
+        """The step of torch.optim.AdamW, compiled, with its update count on the device."""
         parameters = [torch.nn.Parameter(p) for p in self.p]
         for parameter, gradient in zip(parameters, self.g, strict=True):
             parameter.grad = gradient
@@ -122,11 +124,13 @@ class Update:
         checks = []
         worst = dict.fromkeys(("p", "m", "v"), 0.0)
         size = dict.fromkeys(worst, 0.0)
-        for i, old in enumerate(zip(*before, strict=True)):  # a tensor at a time: float64 is large
+        for i, old in enumerate(
+            zip(*before, strict=True)
+        ):  # one tensor at a time, because float64 is large
             exact = self.exact([x.double() for x in old], t, self.decays[i])
             for name, found in zip(worst, (self.p[i], self.m[i], self.v[i]), strict=True):
                 error, magnitude = (found.double() - exact[name]).abs(), exact[name].abs()
-                # either neighbour is right, 2⁻⁷ apart, of what float32 makes of it
+                # stochastic rounding may give either bfloat16 neighbour; they are 2⁻⁷ apart
                 if self.dtype == torch.bfloat16:
                     error = (error - 2**-7 * magnitude).clamp(min=0)
                 worst[name] = _greatest(worst[name], error.max().item())
@@ -137,9 +141,9 @@ class Update:
         return checks
 
     def check_bits(self, before: list[list[Tensor]]) -> Check:
-        """Kernel and reference round with the same bits: a float32 that one of them computes an ulp
-        away turns over with a probability of 2⁻¹⁶. So nearly all numbers agree; with other bits
-        half of them would not."""
+        """Checks that kernel and reference round with the same random bits. If their float32
+        results differ by an ulp, the rounded ones differ with a probability of 2⁻¹⁶. So nearly all
+        numbers agree, but with different random bits about half of them would not."""
         found = [*self.p, *self.m, *self.v]
         self.p, self.g, self.m, self.v = before
         self.updates -= 1
@@ -160,7 +164,7 @@ class Update:
 
 
 def _greatest(a: float, b: float) -> float:
-    """NaN if either is: `max` would lose it."""
+    """The maximum, or NaN if either is NaN, which `max` could lose."""
     return a if a != a or a > b else b
 
 

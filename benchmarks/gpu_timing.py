@@ -1,14 +1,13 @@
-"""What the GPU benchmarks share: a clock for work on a device, comparisons with float64, and
-results that outlive the program.
+"""Code shared by the GPU benchmarks: a clock for work on a device, comparisons with float64, and
+results that are kept if the program is killed.
 
-Where there is no GPU the same programs run in Triton's CPU interpreter, in sizes that take seconds.
-That proves that they run; the times that they then print are no measurements, and they write no
-results.
+Without a GPU, the same programs run in Triton's CPU interpreter, with sizes that take seconds. That
+proves that they run; the times that they then print are not measurements, and no results are
+written.
 
-Each sample is the time between two events on the device, around one call. Before the first event a
-large buffer is read: the L2 cache then holds none of the inputs and nothing that is still to be
-written, and the host, which has enqueued the call before that reading is over, is no part of the
-time.
+Each sample is the time between two events on the device, around one call. A large buffer is read
+before the first event. So the L2 cache has none of the inputs and no data that must still be
+written; and the time excludes the host, which enqueues the call before that reading is complete.
 """
 
 import argparse
@@ -35,11 +34,12 @@ from torch import Tensor
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 if not ON_GPU and find_spec("triton") is not None:
-    # before anything imports Triton: so this module is the first that a program imports
+    # must be set before Triton is imported, so this module is the first one that a program imports
     os.environ["TRITON_INTERPRET"] = "1"
 
 ROOT = Path(__file__).parent.parent
-# read in half a millisecond: longer than any call here takes to enqueue, and many times an L2
+# Reading it takes half a millisecond, longer than any call here takes to enqueue; it is many times
+# the size of an L2 cache.
 FLUSH_BYTES = 2 << 30
 MEASURED, OUT_OF_MEMORY, NO_TIME, NOT_INSTALLED = (
     "measured",
@@ -48,23 +48,23 @@ MEASURED, OUT_OF_MEMORY, NO_TIME, NOT_INSTALLED = (
     "not installed",
 )
 NO_MEASUREMENT = (
-    "These are no measurements: tiny sizes, which prove that the program runs and that "
-    "its checks hold."
+    "These are not measurements: tiny sizes, which prove that the program runs and that "
+    "its checks pass."
 )
 compiled = partial(torch.compile, dynamic=False, backend="inductor" if ON_GPU else "aot_eager")
 
 
 class Work(NamedTuple):
-    """What is timed: `run(prepare())`, without `prepare`."""
+    """Work to be timed: `run(prepare())`, without the time of `prepare`."""
 
     prepare: Callable[[], Any]
     run: Callable[[Any], Any]
 
 
 class Clock:
-    """Times work: some calls to warm up (which also compile), then `samples` that count.
+    """Times work: some warm-up calls (which also compile), then `samples` timed calls.
 
-    flush: empty the cache before each sample; a whole training step needs none.
+    flush: whether to empty the cache before each sample; not needed for a whole training step.
     """
 
     def __init__(self, samples: int, warm_up: int = 3, flush: bool = True) -> None:
@@ -72,7 +72,7 @@ class Clock:
         self.buffer = torch.zeros(FLUSH_BYTES // 4, device=DEVICE) if flush and ON_GPU else None
 
     def milliseconds(self, work: Work) -> dict[str, float]:
-        """Median, least and greatest of all samples."""
+        """The median, minimum and maximum of all samples."""
         for _ in range(self.warm_up):
             work.run(work.prepare())
         samples = self._on_gpu(work) if ON_GPU else self._on_cpu(work)
@@ -83,7 +83,7 @@ class Clock:
         for _ in range(self.samples):
             state = work.prepare()
             if self.buffer is not None:
-                # read, not filled: lines that wait to be written would be paid for by the sample
+                # read, not filled, because dirty cache lines would be written during the sample
                 self.buffer.sum()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
@@ -104,7 +104,7 @@ class Clock:
 
 
 def peak_bytes(work: Work) -> int | None:
-    """The most memory allocated in `run`, its result included, above what was there before it; None
+    """The peak memory allocated in `run`, including its result, minus that allocated before; None
     on a CPU."""
     if not ON_GPU:
         return None
@@ -118,8 +118,8 @@ def peak_bytes(work: Work) -> int | None:
 
 
 def copy_bandwidth(clock: Clock, size: int) -> tuple[dict[str, float], float]:
-    """Of a device-to-device copy of `size` bytes: milliseconds, and bytes a second, read and
-    written."""
+    """Times a device-to-device copy of `size` bytes: returns milliseconds, and bytes per second,
+    counting bytes read and written."""
     source = torch.randint(-128, 128, (size,), dtype=torch.int8, device=DEVICE)
     target = torch.empty_like(source)
     times = clock.milliseconds(Work(lambda: None, lambda _: target.copy_(source)))
@@ -130,7 +130,7 @@ def copy_bandwidth(clock: Clock, size: int) -> tuple[dict[str, float], float]:
 
 
 class Check(NamedTuple):
-    """How far something computed is from the same in float64."""
+    """The error of a result compared with float64, and its bound."""
 
     what: str
     error: float
@@ -138,13 +138,13 @@ class Check(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        return self.error <= self.bound  # not so if the error is NaN
+        return self.error <= self.bound  # false if the error is NaN
 
 
 def against_exact(what: str, found: Tensor, exact: Tensor) -> Check:
-    """The largest error, and its bound as in tests/test_kernels.py: 2e-6 of the largest value in
-    float32; in bfloat16 1.1 times the largest error of the exact result rounded to it."""
-    assert found.shape == exact.shape, f"{what}: {tuple(found.shape)} is no {tuple(exact.shape)}"
+    """Checks the largest error, with the bound of tests/test_kernels.py: in float32, 2e-6 of the
+    largest value; in bfloat16, 1.1 times the largest error of the exact result when rounded."""
+    assert found.shape == exact.shape, f"{what}: {tuple(found.shape)} is not {tuple(exact.shape)}"
     error = (found.double() - exact).abs().max().item()
     if found.dtype == torch.bfloat16:
         return Check(what, error, 1.1 * (exact.bfloat16().double() - exact).abs().max().item())
@@ -153,9 +153,9 @@ def against_exact(what: str, found: Tensor, exact: Tensor) -> Check:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Memory that is allocated and never written is NaN: an output that a kernel forgets cannot
-    pass for one it made."""
-    # PyTorch then fills what `torch.empty` returns
+    """Fills newly allocated memory with NaN, so that an output that a kernel does not write is
+    found."""
+    # PyTorch then fills the result of `torch.empty`
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
@@ -167,7 +167,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 class Deadline:
-    """Seconds from now until no further row begins."""
+    """A time limit, in seconds from now, after which no further row begins."""
 
     def __init__(self, seconds: float) -> None:
         self.end = time.monotonic() + seconds
@@ -177,8 +177,8 @@ class Deadline:
 
 
 def attempt(action: Callable[[], Any]) -> tuple[Any, str]:
-    """(what `action` returns, MEASURED), or (None, why there is nothing): one row's trouble is not
-    the next one's."""
+    """Returns (the result of `action`, MEASURED), or (None, the reason for its failure), so that
+    one row's failure does not affect the next."""
     try:
         return action(), MEASURED
     except torch.OutOfMemoryError:
@@ -188,14 +188,14 @@ def attempt(action: Callable[[], Any]) -> tuple[Any, str]:
     except Exception as error:
         said = str(error).strip().splitlines() or [""]
         status = f"failed: {type(error).__name__}: {said[0][:200]}"
-    # out here: in the except clauses the error still holds the frames, and they hold tensors
+    # outside the except clauses, where the error would still reference frames, and these tensors
     free_memory()
     return None, status
 
 
 def free_memory() -> None:
-    """Also what the compiler keeps: it counts how often it compiled the same function, and refuses
-    in the end."""
+    """Frees memory, and resets the compiler, which limits how often it compiles the same
+    function."""
     torch.compiler.reset()
     if ON_GPU:
         gc.collect()
@@ -203,7 +203,7 @@ def free_memory() -> None:
 
 
 def milliseconds_or_why(row: dict) -> str:
-    """For the table: a time, or a word for why there is none."""
+    """A table cell: the time, or a short reason why there is none."""
     if row["status"] == MEASURED:
         return f"{row['milliseconds']['median']:.3f}"
     return {NO_TIME: "no time", OUT_OF_MEMORY: "no memory"}.get(
@@ -217,22 +217,24 @@ def milliseconds_or_why(row: dict) -> str:
 def parse(
     description: str | None, arguments: list[str] | None, budget_seconds: float
 ) -> argparse.Namespace:
-    """The options that both programs have; `tiny` is set where there is no GPU."""
+    """Parses the options that both programs share; `tiny` is set if there is no GPU."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--tiny",
         action="store_true",
-        help="sizes that prove that the program runs; so wherever there is no GPU",
+        help="use small sizes that only prove that the program runs; always set without a GPU",
     )
     parser.add_argument(
-        "--only", default="", metavar="TEXT", help="the rows whose name contains it"
+        "--only", default="", metavar="TEXT", help="run only rows whose name contains TEXT"
     )
-    when = "after which no further row begins; %(default)s"
+    when = "time after which no further row begins (default: %(default)s)"
     parser.add_argument("--budget-seconds", type=float, default=budget_seconds, help=when)
     parser.add_argument(
-        "--out", type=Path, help="folder for the results; tiny runs write none without it"
+        "--out",
+        type=Path,
+        help="folder for the results; tiny runs write results only if it is given",
     )
     parsed = parser.parse_args(arguments)
     parsed.tiny = parsed.tiny or not ON_GPU
@@ -242,8 +244,8 @@ def parse(
 
 
 class Report:
-    """Results as one JSON object, written again with every row: a program that is killed keeps what
-    it had."""
+    """Results as one JSON object, rewritten with every row, so that a killed program's results are
+    kept."""
 
     def __init__(self, name: str, arguments: argparse.Namespace, settings: dict) -> None:
         self.path = arguments.out / f"{name}.json" if arguments.out else None
@@ -283,7 +285,7 @@ class Report:
 
 
 def _strict(value: Any) -> Any:
-    """JSON has no NaN: it becomes a word."""
+    """Replaces non-finite numbers, which JSON does not have, by their names."""
     if isinstance(value, dict):
         return {key: _strict(of_key) for key, of_key in value.items()}
     if isinstance(value, list | tuple):

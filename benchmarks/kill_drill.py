@@ -1,15 +1,15 @@
-"""Fifty deaths of one run: `python -m benchmarks.kill_drill`
+"""Kills one run fifty times: `python -m benchmarks.kill_drill`
 
-A small run is started by `torchrun --max-restarts`; in each start one rank, drawn at random, kills
-itself with SIGKILL at a moment that is drawn too: in a step, an evaluation, while it copies what is
-saved, while its thread writes, and, on rank 0, between any two operations of a commit and between
-any two files of a deletion. Then it is left alone until it is done. The same run is made without
-disturbance, and
+A small run is started by `torchrun --max-restarts`. In each start, a random rank kills itself with
+SIGKILL at a random moment: in a step, in an evaluation, while it copies the state to be saved,
+while its thread writes, and, on rank 0, between any two operations of a commit and between any two
+files of a deletion. After the last kill the run is left to finish. The same run is also made
+without kills, and
 
 - losses and gradient norms of all steps must be bitwise the same, and so must the last weights and
   moments;
-- at every start all checkpoints must be what was saved, and none that was committed may be missing
-  but for the oldest;
+- at every start all checkpoints must be intact, and no committed one may be missing except the
+  oldest, which are deleted as configured;
 - the ledger must add up to the wall clock.
 """
 
@@ -47,7 +47,7 @@ from runtime.save import Saver
 from training.step import TrainStep
 
 ROOT = Path(__file__).parent.parent
-WHERE: dict[str, tuple[type, str]] = {  # phase → what is called when it begins
+WHERE: dict[str, tuple[type, str]] = {  # phase → the method whose call begins it
     "step": (TrainStep, "__call__"),
     "evaluation": (TrainStep, "evaluate"),
     "staging": (Saver, "_copy"),
@@ -55,14 +55,15 @@ WHERE: dict[str, tuple[type, str]] = {  # phase → what is called when it begin
     "commit": (Saver, "_commit"),
     "deletion": (Saver, "_commit"),
 }
-OPERATIONS = ("write_manifest", "sync_folder", "name_latest")  # of a commit, beside os.replace
+OPERATIONS = ("write_manifest", "sync_folder", "name_latest")  # of a commit, besides os.replace
 LAYOUTS = {4: {"tp": 2, "pp": 2, "dp_shard": 1}, 8: {"tp": 2, "pp": 2, "dp_shard": 2}}
 
 
 @dataclass(frozen=True)
 class Kill:
-    """`rank` dies the `nth` time (from 1) that it is in `phase`: `when` seconds after it began; of
-    a commit or a deletion, before operation, or file, number `when`, or right after the last."""
+    """`rank` kills itself the `nth` time (from 1) that it is in `phase`: `when` seconds after its
+    beginning; or, in a commit or a deletion, before operation or file number `when` (after the last
+    one if there are fewer)."""
 
     rank: int
     phase: str
@@ -71,12 +72,12 @@ class Kill:
 
 
 def plan(seed: int, count: int, world: int) -> list[Kill]:
-    """`count` kills, every phase as often as the others, in a random order."""
+    """`count` kills in random order, equally many in each phase."""
     draw = random.Random(seed)
     kills = []
     for number in range(count):
         phase = list(WHERE)[number % len(WHERE)]
-        alone = phase in ("commit", "deletion")  # these are rank 0's
+        alone = phase in ("commit", "deletion")  # only rank 0 does these
         when = draw.randrange(8) if alone else draw.uniform(0, 0.05)
         kills.append(
             Kill(
@@ -99,7 +100,7 @@ def die() -> None:
 
 @contextlib.contextmanager
 def planted(kill: Kill) -> Iterator[None]:
-    """Around a run of the rank that is to die."""
+    """Within this context, the rank kills itself as planned by `kill`."""
     owner, name = WHERE[kill.phase]
     honest, calls = getattr(owner, name), []
     dying = {"commit": _dying_in_commit, "deletion": _dying_in_deletion}.get(
@@ -143,7 +144,7 @@ def _dying_in_commit(when: float) -> Iterator[None]:
             )
         stack.enter_context(patch.object(os, "replace", counted(os.replace)))
         yield
-    die()  # there were fewer
+    die()  # there were fewer operations
 
 
 @contextlib.contextmanager
@@ -159,7 +160,7 @@ def _dying_in_deletion(when: float) -> Iterator[None]:
 
 
 def check_folder(run: Path) -> dict[str, Any]:
-    """Before a start: what checkpoints there are, and what is wrong with them."""
+    """Checks the run folder before a start: its checkpoints, and what is wrong with them."""
     found = complete_checkpoints(run / "checkpoints")
     wrong = []
     for path in found:
@@ -174,19 +175,19 @@ def check_folder(run: Path) -> dict[str, Any]:
         if event["event"] == "checkpoint" and "failed" not in event
     ]
     if saved and (not found or step_of(found[-1]) < max(saved)):
-        wrong.append(f"step {max(saved)} was committed, and is lost")
+        wrong.append(f"step {max(saved)} was committed, but is lost")
     kept = (
         yaml.safe_load((run / "config.yaml").read_text())["checkpoint"]["keep_last"]
         if events
         else 0
     )
     if len(found) < min(kept, len(set(saved))):
-        wrong.append(f"{len(found)} are left of {len(set(saved))}, and {kept} are kept")
+        wrong.append(f"{len(found)} of {len(set(saved))} are left, but {kept} should be kept")
     return {"checkpoints": [path.name for path in found], "wrong": wrong}
 
 
 def rank_main(planned: Path, arguments: list[str]) -> None:
-    """What torchrun starts: train.py, with this start's kill planted in the rank that is to die."""
+    """A rank started by torchrun: runs train.py with this start's kill, if it is for this rank."""
     kills = [Kill(**kill) for kill in json.loads(planned.read_text())]
     start, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
     run = Path(yaml.safe_load(Path(arguments[0]).read_text())["run"]["dir"])
@@ -204,7 +205,7 @@ def rank_main(planned: Path, arguments: list[str]) -> None:
 
 
 def last_state(run: Path) -> dict[str, torch.Tensor]:
-    """Rank by rank, the tensors of the last checkpoint."""
+    """The tensors of the last checkpoint, by file and name."""
     newest = complete_checkpoints(run / "checkpoints")[-1]
     return {
         f"{f.name}:{name}": tensor
@@ -219,8 +220,7 @@ def numbers(run: Path) -> list[tuple[int, str, str]]:
 
 
 def small(base: Path, world: int, steps: int) -> dict[str, Any]:
-    """A small run on the data of the configuration `base`, which evaluates and saves all the
-    time."""
+    """The configuration of a small run with the data of `base`, which evaluates and saves often."""
     raw = yaml.safe_load(base.read_text())
     raw["model"] |= {"dim": 64, "ffn_dim": 128}
     raw["parallel"] |= LAYOUTS[world]
@@ -233,8 +233,8 @@ def small(base: Path, world: int, steps: int) -> dict[str, Any]:
 def run_under_torchrun(
     folder: Path, raw: dict[str, Any], world: int, kills: list[Kill]
 ) -> tuple[Path, float]:
-    """One run, undisturbed if there are no kills; its folder, and the wall-clock seconds from
-    outside."""
+    """Makes one run with these kills, possibly none; returns its folder, and the wall-clock seconds
+    of the whole command."""
     folder.mkdir()
     raw["run"] = {"dir": str(folder / "run"), "log_interval": 1}
     config, planned = folder / "config.yaml", folder / "plan.json"
@@ -270,7 +270,7 @@ def run_under_torchrun(
 def drill(
     folder: Path, raw: dict[str, Any], world: int, kills: list[Kill], alone: Path
 ) -> dict[str, Any]:
-    """What became of a run with these kills, beside the folder of one without."""
+    """Makes a run with these kills, and compares it with the run without kills in `alone`."""
     run, seconds = run_under_torchrun(folder, raw, world, kills)
     starts = [json.loads(line) for line in (run.parent / "starts.jsonl").read_text().splitlines()]
     ledger = account(read_events(run))
@@ -302,15 +302,15 @@ def main() -> None:
     options = parser.parse_args()
     raw = small(ROOT / "configs/laptop.yaml", options.world, options.steps)
     if not (ROOT / raw["data"]["path"]).exists():
-        sys.exit("make data first")
+        sys.exit("the data is missing: run `make data` first")
     with tempfile.TemporaryDirectory() as folder:
         alone, _ = run_under_torchrun(Path(folder) / "alone", raw, options.world, [])
         kills = plan(options.seed, options.kills, options.world)
         found = drill(Path(folder) / "drilled", raw, options.world, kills, alone)
     head = {**about(), "processes": options.world, "seed": options.seed}
     print(json.dumps(found, indent=1))
-    # Outside the ledger: what torchrun needs before it starts the first process and after the last
-    # has ended.
+    # The ledger does not include torchrun's time before the first process starts and after the last
+    # one has ended.
     unaccounted = found["wall_clock_seconds"] - found["ledger_sum_seconds"]
     ok = (
         found["kills"] >= options.kills

@@ -1,16 +1,15 @@
-"""Tokens per second by way of starting: `python -m benchmarks.launchers [--rounds N]`
+"""Compares the tokens per second of launchers: `python -m benchmarks.launchers [--rounds N]`
 
-The same training, of 8 processes (tp 2 × pp 2 × dp_shard 2) started by torchrun and by our
-launcher, and of one process started by itself: about 15 minutes on two quiet cores. They take
-turns, several rounds; ratios are taken within a round, and their medians kept. Every process
-computes with one thread, so 8 processes on two cores should be faster than one, which uses one of
-them.
+The same training runs as 8 processes (tp 2 × pp 2 × dp_shard 2), started by torchrun and by our
+launcher, and as a single process: about 15 minutes on two quiet cores. They alternate for several
+rounds; ratios are computed within a round, and their medians are kept. Every process computes with
+one thread, so 8 processes on two cores should be faster than one process, which uses one core.
 
-Each rank makes its own settings (runtime/init_distributed.py), however it was started. What a rank
-cannot give itself is shared memory and a common session: our launcher forks the ranks, so what they
-imported is in the caches once for all of them, and Linux shares the cores between processes, where
-torchrun makes each rank a session, between which Linux shares them first
-(/proc/sys/kernel/sched_autogroup_enabled). Absolute numbers are this machine's.
+Each rank makes its own settings (runtime/init_distributed.py), however it was started. Only the
+launcher can provide shared memory and a common session. Ours forks the ranks, so imported modules
+are in the CPU caches once for all of them, and Linux divides the cores among the processes.
+torchrun starts each rank in a separate session, and Linux divides the cores among sessions first
+(/proc/sys/kernel/sched_autogroup_enabled). Absolute numbers are specific to this machine.
 """
 
 import argparse
@@ -37,7 +36,7 @@ WAYS = {
     "ours": (["-m", "tools.launch", "--nproc-per-node", "8"], MANY),
     "one process": (["train.py"], ONE),
 }
-# steps to warm up, steps that are timed, overrides
+# (number of warm-up steps, number of timed steps, overrides)
 SIZES: dict[str, tuple[int, int, list[str]]] = {
     "hidden 128, 4 layers, sequence 128": (
         2,
@@ -73,7 +72,7 @@ RATIOS = {
 
 
 def tokens_per_second(way: str, size: str) -> float:
-    """Of one run."""
+    """The speed of one run without its warm-up steps."""
     program, parallel = WAYS[way]
     warmup, timed, overrides = SIZES[size]
     with tempfile.TemporaryDirectory(prefix="launchers-") as folder:
@@ -98,12 +97,12 @@ def tokens_per_second(way: str, size: str) -> float:
             json.loads(line)
             for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
         ][warmup:]
-    tokens = lines[0]["tokens"] / lines[0]["step"]  # of a step
+    tokens = lines[0]["tokens"] / lines[0]["step"]  # per step
     return len(lines) * tokens / sum(line["step_seconds"] for line in lines)
 
 
 def sessions() -> bool | None:
-    """Whether the kernel shares the cores between sessions first; None where it does not say."""
+    """Whether the kernel divides the cores among sessions first; None if it has no such setting."""
     setting = Path("/proc/sys/kernel/sched_autogroup_enabled")
     return setting.read_text().strip() == "1" if setting.exists() else None
 

@@ -1,17 +1,17 @@
-"""Several starts of one run in one folder, paused and killed at random: `python -m
+"""Pauses and kills several concurrent starts of one run at random: `python -m
 benchmarks.lease_drill`
 
-In each of fifty rounds up to three starts with different settings write to one run folder. They are
-begun, stopped (SIGSTOP), continued and killed (SIGKILL) at random moments, and each also stops
-itself at random right before a rename, that is between the check that it holds the lease and what
-the check allows. A stop often outlasts the lease, so another start takes over, and the displaced
-one then goes on where it was. At the end a last start finishes the run. Then
+In each of fifty rounds, up to three starts with different settings write to one run folder. They
+are started, stopped (SIGSTOP), continued and killed (SIGKILL) at random moments. Each also stops
+itself at random right before a rename, that is, between checking that it holds the lease and the
+operation that the check permits. A stop often outlasts the lease, so that another start takes over,
+and the displaced one later continues where it was. In the end a last start finishes the run. Then
 
-- whenever a start said "saved step-N", the folder's step-N must be what this start wrote, file by
-  file, and complete;
-- of no step may two starts have said so, and `latest` must name the newest;
-- metrics.jsonl must have every step once, in order: a displaced start has written nothing;
-- nobody may have ended with a traceback, and all that was begun and not committed must be gone.
+- whenever a start printed "saved step-N", the folder's step-N must be complete, and identical to
+  what this start wrote, file by file;
+- no two starts may have printed this for the same step, and `latest` must name the newest;
+- metrics.jsonl must have every step once, in order, so a displaced start has written nothing;
+- no start may have ended with a traceback, and nothing uncommitted may be left.
 """
 
 import argparse
@@ -44,15 +44,16 @@ PRELOAD = ["train", "torch._dynamo"]
 RENEW, TRUST, EXPIRE = 0.2, 0.5, 1.5
 STEPS, INTERVAL = 16, 2
 STEP_SECONDS = 0.1  # more than such a small model takes, so that a round has something to disturb
-PAUSED_RENAMES = 0.3  # of all
+PAUSED_RENAMES = 0.3  # fraction of renames before which a start stops itself
 SAVED = re.compile(r"^saved (step-\d{8}): ", re.MULTILINE)
 
 
-# --- one start, in a process of its own -----------------------------------------------------------
+# --- one start, in a separate process -------------------------------------------------------------
 
 
 def start(arguments: list[str], log: Path, seed: int, pauses: bool) -> None:
-    """train.py, with what it says in `log`, and what it is about to commit in LOG.STEP.json."""
+    """Runs train.py; its output goes to `log`, and the files it is about to commit are listed in
+    LOG.STEP.json."""
     import torch
 
     import runtime.save
@@ -118,7 +119,7 @@ class Round:
 
     def begin(self, pauses: bool = True) -> Any:
         log = self.folder / f"start-{len(self.logs)}.log"
-        log.touch()  # a start may be killed before it has said anything
+        log.touch()  # a start may be killed before it has printed anything
         settings = [f"optimizer.lr={1e-3 * (1 + len(self.logs))}", f"run.dir={self.run}"]
         arguments = ([str(self.config), *settings], log, self.draw.getrandbits(32), pauses)
         process = self.context.Process(target=start, args=arguments)
@@ -128,7 +129,7 @@ class Round:
         return process
 
     def disturb(self, events: int) -> None:
-        """Random events; in the end everything that is left goes on, until it ends."""
+        """Causes random events; in the end all remaining starts are continued until they end."""
         for _ in range(events):
             self.alive = [process for process in self.alive if process.is_alive()]
             actions: list[Callable[[], None]] = [
@@ -165,14 +166,14 @@ class Round:
                 os.kill(process.pid, number)
 
     def check(self) -> list[str]:
-        """What is wrong with what is left."""
+        """The problems found in the logs and the run folder."""
         wrong = []
         checkpoints = self.run / "checkpoints"
         claims: dict[str, Path] = {}
         for log in self.logs:
             said = log.read_text(encoding="utf-8")
             self.counts["displaced"] += said.count("was displaced")
-            self.counts["refused"] += said.count(" writes there, and renewed ")
+            self.counts["refused"] += said.count(" is writing there and renewed ")
             if "Traceback" in said:
                 wrong.append(f"{log.name}: {said[-2000:]}")
             for step in SAVED.findall(said):
@@ -209,7 +210,7 @@ class Round:
 def one_round(
     folder: Path, config: Path, seed: int, most: int, events: int
 ) -> tuple[Counter[str], list[str]]:
-    """A round in an empty folder: what happened how often, and what is wrong."""
+    """One round in an empty folder: the number of each kind of event, and the problems found."""
     drill = Round(folder, config, seed, most)
     drill.disturb(events)
     drill.finish()
@@ -217,7 +218,7 @@ def one_round(
 
 
 def tiny(path: Path, data: Path, vocab_size: int) -> Path:
-    """A run of one process that saves all the time, and keeps everything."""
+    """Writes the configuration of a run of one process that saves often and keeps everything."""
     raw = yaml.safe_load((ROOT / "configs/laptop.yaml").read_text())
     raw["model"] |= {"dim": 16, "ffn_dim": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1,
                      "vocab_size": vocab_size}  # fmt: skip
@@ -242,13 +243,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--events", type=int, default=12, help="of each round")
+    parser.add_argument("--events", type=int, default=12, help="number of random events per round")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/lease_drill.json")
     options = parser.parse_args()
     data = ROOT / "prepared/laptop"
     if not data.exists():
-        sys.exit("make data first")
+        sys.exit("the data is missing: run `make data` first")
     counts: Counter[str] = Counter()
     wrong: list[str] = []
     began = time.monotonic()

@@ -1,26 +1,26 @@
-"""Pipeline schedules run beside their simulation and beside torch's own:
+"""Compares pipeline schedules with their simulation and with torch's schedules:
 `python -m benchmarks.pipeline_schedules`
 
-Four processes, a pipeline of four ranks, eight micro-batches. A stage computes nothing: its
+Four processes form a pipeline of four ranks with eight micro-batches. A stage computes nothing: its
 forward, its input gradient and its weight gradient *wait*, each for a given time. So four ranks do
 not compete for the cores of a small machine, and every schedule has the same work: a rank's forward
-of one micro-batch, and each of its two gradients, takes `SECONDS`, and each of its v stages 1/v of
-that. What is left of a step is the schedule itself and the cost of carrying it out. That cost is
-training's: the lowered program, `PipelineRunner` with its transfers and deferred weight gradients,
-FSDP's hooks around forward and backward. It is a millisecond or two per action on a core that has
-just slept, so the waiting is long.
+of one micro-batch, and each of its two gradients, takes `SECONDS`, and each of its v stages takes
+1/v of that. The rest of a step is the schedule itself and the overhead of executing it. The
+overhead is that of training: the lowered program, `PipelineRunner` with its transfers and deferred
+weight gradients, and FSDP's hooks around forward and backward. It is a millisecond or two per
+action on a core that has just slept, so the waiting times are long.
 
-(1) Measured against simulated (parallel/pipeline/simulate.py). The simulator knows nothing of a
-    message's travel or of the host's own work; measured / simulated says what these add.
+(1) Measured compared with simulated (parallel/pipeline/simulate.py). The simulator does not model
+    the time of a message or the work of the host; measured / simulated shows what these add.
     aim: within 5 %, and the bubbles in order: 1f1b >= interleaved_1f1b >= zb_h1 >= zb_v
-(2) The same schedules of torch.distributed.pipelining on the same waiting stages (plain modules
-    there, without FSDP), in turn with ours, in the same processes and process group; ratios are
-    taken within a round.
+(2) The same schedules in torch.distributed.pipelining with the same waiting stages (there plain
+    modules, without FSDP), alternating with ours in the same processes and process group; ratios
+    are computed within a round.
     aim: median ours / theirs <= 1.02
 
-A step's time is from a barrier to the end of a rank's last action, with all it sent gone; of the
-slowest rank. Cores that are busy with something else wake a waiting rank late: all of this wants a
-quiet machine.
+The time of a step is that of the slowest rank, from a barrier to the end of its last action, when
+everything it sent has left. A busy core wakes a waiting rank late, so this benchmark needs a quiet
+machine.
 """
 
 import argparse
@@ -64,10 +64,9 @@ from tools.ranks import Ranks
 ROOT = Path(__file__).parent.parent
 RANKS = 4
 MICROBATCHES = 8
-SECONDS = 0.12  # of a rank's forward, input gradient and weight gradient of one micro-batch
+SECONDS = 0.12  # for each of a rank's forward, input and weight gradient of one micro-batch
 HIDDEN_SHAPE = (4, 1, 8)  # [S, B, D]
-# How many stages a rank has under each of our schedules, and the same schedule's name in
-# torch.distributed.pipelining.
+# our schedule → (stages per rank, the schedule's name in torch.distributed.pipelining)
 PAIRS = {
     "gpipe": (1, "ScheduleGPipe"),
     "1f1b": (1, "Schedule1F1B"),
@@ -80,8 +79,8 @@ PAIRS = {
 
 
 class WaitingStage(Layer):
-    """y [S, B, D] = x · weight, a number (where it is a `loss`, the sum of that), with `seconds` of
-    waiting in the forward and in each of the two gradients."""
+    """Computes y [S, B, D] = x · weight, with a scalar weight (with `loss`, the sum of y), and
+    waits `seconds` in the forward and in each of the two gradients."""
 
     def __init__(self, seconds: float, loss: bool = False) -> None:
         super().__init__(TensorParallel())
@@ -95,7 +94,7 @@ class WaitingStage(Layer):
     def forward(self, hidden: Tensor | None, batch: Tensor | None = None) -> Tensor:
         x = batch if hidden is None else hidden
         assert x is not None
-        if not x.requires_grad:  # the first stage's weight gradients wait for input gradients too
+        if not x.requires_grad:  # so that the first stage too has an input gradient that waits
             x = x.detach().requires_grad_()
         weight = self.local_weight() if isinstance(self.weight, DTensor) else self.weight
         self.wait(FORWARD)
@@ -104,7 +103,7 @@ class WaitingStage(Layer):
 
 
 class InputGradient(torch.autograd.Function):
-    """The identity; its backward waits for an input gradient's time."""
+    """The identity; its backward waits as long as an input gradient takes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, stage: WaitingStage) -> Tensor:
@@ -118,8 +117,8 @@ class InputGradient(torch.autograd.Function):
 
 
 class WeightGradient(torch.autograd.Function):
-    """The identity; its backward waits for a weight gradient's time, or leaves that to a job, as
-    the linear layers do."""
+    """The identity; its backward waits as long as a weight gradient takes, or defers this to a job,
+    as the linear layers do."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, stage: WaitingStage) -> Tensor:
@@ -153,12 +152,12 @@ class WaitingJob(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One schedule, with its sizes."""
+    """One schedule and its sizes."""
 
     name: str
     stages_per_rank: int
     microbatches: int
-    seconds: float  # of a rank's F, I and W of one micro-batch
+    seconds: float  # for each of a rank's F, I and W of one micro-batch
 
     @property
     def schedule(self) -> list[list[Action]]:
@@ -174,7 +173,7 @@ class Case(NamedTuple):
 
 
 class OurSteps:
-    """Steps of our runner, put together as in training (training/build.py, training/step.py)."""
+    """Steps of our runner, assembled as in training (training/build.py, training/step.py)."""
 
     def __init__(self, case: Case, mesh: Mesh) -> None:
         where = stage_ranks(case.schedule)
@@ -182,8 +181,8 @@ class OurSteps:
         self.stages = {
             s: self._stage(case.stage_seconds, mesh, loss=s == len(where) - 1) for s in mine
         }
-        # Listed once, while they are sharded: while its weights are gathered, a module calls other
-        # objects its parameters.
+        # Listed once, while they are sharded: while its weights are gathered, a module's parameters
+        # are other objects.
         self.parameters = [stage.weight for stage in self.stages.values()]
         self.batches = [torch.ones(HIDDEN_SHAPE) for _ in range(case.microbatches)]
         self.program = lower(case.schedule)[mesh.pp_rank]
@@ -223,18 +222,18 @@ class OurSteps:
     def __call__(self) -> None:
         recorder = ActionRecorder("cpu")
         self.runner.step(self.program, self.batches, recorder)
-        self.events = recorder.events(offset=0.0)  # the processes of one machine have one clock
+        self.events = recorder.events(offset=0.0)  # processes of one machine share a clock
         check_reduced(self.parameters)
 
 
 class TheirSteps:
-    """Steps of torch.distributed.pipelining, which splits a backward by walking through autograd's
-    graph (but forms both gradients of the first stage in W)."""
+    """Steps of torch.distributed.pipelining, which splits a backward by traversing autograd's graph
+    (but computes both gradients of the first stage in W)."""
 
     def __init__(self, case: Case, mesh: Mesh) -> None:
-        from torch.distributed import pipelining  # slow to import; ours alone does without
+        from torch.distributed import pipelining  # slow to import, and not needed for ours
 
-        where = stage_ranks(case.schedule)  # theirs are placed alike
+        where = stage_ranks(case.schedule)  # theirs are placed the same way
         mine = [s for s, rank in enumerate(where) if rank == mesh.pp_rank]
         self.stages = {s: WaitingStage(case.stage_seconds) for s in mine}
         self.parameters = [nn.Parameter(torch.ones(1)) for _ in mine]
@@ -261,11 +260,11 @@ class TheirSteps:
 
 
 def run_rounds(case: Case, rounds: int, beside: bool) -> list[tuple[float, list[Event], float]]:
-    """On each of 4 ranks: one round to warm up, then `rounds` of one step of ours and, `beside` it,
-    one of torch's.
+    """Runs on each of 4 ranks: one round to warm up, then `rounds` rounds with one step of ours
+    and, if `beside`, one of torch's.
 
     Returns:
-        Of each round, the seconds and events of our step, and the seconds of torch's (or 0).
+        For each round, the seconds and events of our step, and the seconds of torch's (or 0).
     """
     mesh = build_mesh(MeshSizes(pp=RANKS), "cpu")
     ours = OurSteps(case, mesh)
@@ -280,7 +279,7 @@ def run_rounds(case: Case, rounds: int, beside: bool) -> list[tuple[float, list[
         seconds = time.perf_counter() - start
         for stage in side.stages.values():
             agreed = dict.fromkeys((FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT), case.microbatches)
-            assert stage.waited == agreed, f"other work than agreed: {stage.waited}"
+            assert stage.waited == agreed, f"not the expected work: {stage.waited}"
             stage.waited.clear()
         for parameter in side.parameters:
             parameter.grad = None
@@ -292,7 +291,8 @@ def run_rounds(case: Case, rounds: int, beside: bool) -> list[tuple[float, list[
 def run_case(
     pool: Ranks, case: Case, rounds: int, beside: bool
 ) -> tuple[list[float], list[float], list[float]]:
-    """Of each round: seconds of our step, its bubble's fraction, seconds of torch's step."""
+    """Runs one case; returns, each by round, the seconds of our step, its bubble fraction, and the
+    seconds of torch's step."""
     of_ranks = pool.run(run_rounds, RANKS, case, rounds, beside)
     of_rounds = [tuple(zip(*ranks, strict=True)) for ranks in zip(*of_ranks, strict=True)]
     bubbles = [Timeline(list(events)).bubble_fraction for _, events, _ in of_rounds]
@@ -303,12 +303,12 @@ def run_case(
 def measure(
     pool: Ranks, name: str, stages_per_rank: int, microbatches: int, seconds: float
 ) -> tuple[float, float, float]:
-    """Measured and simulated step seconds and the measured bubble's fraction of one of our
+    """The measured and the simulated step seconds, and the measured bubble fraction, of one of our
     schedules: medians of 3 steps.
 
     Args:
-        seconds: a rank's forward, input gradient and weight gradient of one micro-batch take this
-            long each.
+        seconds: the time of each of a rank's forward, input gradient and weight gradient of one
+            micro-batch.
     """
     case = Case(name, stages_per_rank, microbatches, seconds)
     ours, bubbles, _ = run_case(pool, case, rounds=3, beside=False)
@@ -316,7 +316,7 @@ def measure(
 
 
 def compare(pool: Ranks, case: Case, rounds: int) -> dict:
-    """One schedule: ours, its simulation, and torch's."""
+    """Compares our schedule with its simulation and with torch's."""
     simulated = case.simulate()
     ours, bubbles, theirs = run_case(pool, case, rounds, beside=True)
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
@@ -354,7 +354,7 @@ def main() -> None:
         "--json", type=Path, default=ROOT / "benchmarks/results/pipeline_schedules.json"
     )
     arguments = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"  # in the ranks, which have yet to start
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the ranks, which are started later
 
     results: dict = about()
     results |= {"ranks": RANKS, "microbatches": MICROBATCHES, "rounds": arguments.rounds}

@@ -1,12 +1,13 @@
-"""The planner's MFU beside what Megatron-LM published for its weak scaling on H100s.
+"""Compares the planner's MFU with Megatron-LM's published weak scaling on H100s.
 
     python -m benchmarks.plan_megatron
 
-One set of hardware constants (hardware.py) for all rows. What the publication leaves open, one
-rule chooses for all: of micro-batches of 1, 2, 4 and 8 sequences, and of all numbers of virtual
-stages up to 8 that divide the layers, the fastest that fits in 80 GB, without recomputation if any
-does. Models are ours: gated feed-forward of 8/3 of the width, as many key/value heads as query
-heads. Megatron-LM counts attention as the whole square, and so does the column compared.
+All rows use the same hardware constants (hardware.py). Settings that the publication does not state
+are chosen by the same rule for all rows: the fastest configuration that fits in 80 GB, with
+micro-batches of 1, 2, 4 or 8 sequences and any number of virtual stages up to 8 that divides the
+layers; without recomputation if any such configuration fits. The models are ours: a gated
+feed-forward of 8/3 of the width, and as many key/value heads as query heads. Megatron-LM counts
+attention as the whole square, and so does the column compared.
 """
 
 import itertools
@@ -28,7 +29,7 @@ MEAN_LIMIT, LARGEST_LIMIT = 3.0, 6.0  # points of MFU
 
 
 class Row(NamedTuple):
-    """As published: bf16, sequence 4096, vocabulary 131,072, data-parallel 48."""
+    """A published figure; all are for bf16, sequence 4096, vocabulary 131,072, data-parallel 48."""
 
     name: str
     heads: int
@@ -38,7 +39,7 @@ class Row(NamedTuple):
     pp: int
     gpus: int
     batch: int
-    teraflops: float  # a second and GPU
+    teraflops: float  # per second and GPU
 
 
 ROWS = [
@@ -51,7 +52,7 @@ ROWS = [
 
 
 def best(row: Row) -> Found:
-    """What the rule chooses."""
+    """The configuration chosen by the rule."""
     device = find_device("h100")
     room = device.memory_bytes - device.reserved_bytes
     stages = [v for v in range(1, 9) if v == 1 or (row.pp > 1 and row.layers % (row.pp * v) == 0)]
@@ -72,8 +73,8 @@ def best(row: Row) -> Found:
 
 
 def config_of(row: Row, micro_batch_size: int, virtual_stages: int, checkpointing: str) -> Config:
-    """What is not a row's own is llama3_70b.yaml's: zero_stage 1 and sequence parallelism, as in
-    Megatron-LM."""
+    """The configuration of a row. Settings not in the row are those of llama3_70b.yaml: zero_stage
+    1 and sequence parallelism, as in Megatron-LM."""
     keys = {
         "model.dim": row.hidden,
         "model.num_layers": row.layers,
@@ -116,7 +117,7 @@ def compare() -> list[dict[str, Any]]:
 
 
 def errors(table: list[dict[str, Any]]) -> tuple[float, float]:
-    """Mean and largest distance, in points."""
+    """The mean and the largest error, in points."""
     points = [100 * abs(row["predicted"] - row["published"]) for row in table]
     return sum(points) / len(points), max(points)
 

@@ -1,10 +1,10 @@
-"""The planner's memory and collectives beside a rehearsal's: the training code itself on one rank
-of each job, on a fake GPU.
+"""Compares the planner's memory and collectives with those of a rehearsal, which executes the
+training code on one rank of each job with a fake GPU.
 
     python -m benchmarks.plan_memory
 
-Peak memory must agree within 3 %, collectives exactly: of every axis and kind, how many and how
-many bytes.
+Peak memory must agree within 3 %, and collectives exactly: their number and bytes for every axis
+and kind.
 """
 
 import json
@@ -26,13 +26,13 @@ SMALL = (  # of llama3_70b.yaml, whose micro-batches are one sequence
 
 
 class Case(NamedTuple):
-    """A rank of a job. Overrides follow SMALL for llama3_70b, unless they say "whole"."""
+    """A rank of a job. For llama3_70b, overrides follow SMALL unless they begin with "whole"."""
 
     configuration: str
     world: int
     rank: int
     overrides: str
-    quick: bool = False  # cheap, and unlike the other such: tests/test_plan.py takes these
+    quick: bool = False  # cheap, and each different: tests/test_plan.py uses these
 
 
 CASES = [
@@ -156,7 +156,7 @@ CASES = [
 def compare(
     name: str, world: int, rank: int, overrides: str, quick: bool = False
 ) -> dict[str, Any]:
-    """One row."""
+    """The row of one case."""
     keys = overrides.split()
     if name == "llama3_70b":
         keys = keys[1:] if keys[0] == "whole" else SMALL.split() + keys

@@ -1,18 +1,18 @@
-"""The planner's MFU beside what other systems published: rows that its constants were not fitted
-on.
+"""Compares the planner's MFU with the published figures of other systems, to which its constants
+were not fitted.
 
     python -m benchmarks.plan_published
 
-The constants are those of hardware.py for every row; only what a publication says of its own
-machines (the memory's rate, the network's) replaces theirs. A row of benchmarks/published_rows.py
-is planned as Lattice would run it: same dimensions, layout, batch, recomputation. Where the
-published system does other work, the column `apart` says so; the file of results has more of it,
-and every row's source and settings. No row is left out for being far off.
+Every row uses the constants of hardware.py, except those that a publication states for its own
+machines (memory and network bandwidth). A row of benchmarks/published_rows.py is planned as Lattice
+would run it, with the same dimensions, layout, batch and recomputation. If the published system
+does different work, the column `apart` names the difference; the file of results has more detail,
+and the source and settings of every row. No row is left out because its error is large.
 
-A feed-forward without a gate, 4·D wide, is planned as a gated one of 8/3·D: the same operations,
-and the same bytes. MFU is in the publication's own convention, with Lattice's operations per token:
-attention `full` is the whole square, `causal` half of it. What is published as tokens a second is
-converted so, what is published as MFU is taken as it is.
+A feed-forward without a gate, 4·D wide, is planned as a gated one of 8/3·D, which has the same
+operations and the same bytes. MFU is in the convention of the publication, with Lattice's
+operations per token: attention `full` is the whole square, and `causal` is half of it. Published
+tokens per second are converted to MFU in this way; published MFU is used unchanged.
 """
 
 import json
@@ -45,7 +45,8 @@ def plan(row: Row) -> Found:
 
 
 def config_of(row: Row) -> Config:
-    """What no row says is llama3_70b.yaml's: sequence parallelism over tp, for instance."""
+    """The configuration of a row. Settings not in the row are those of llama3_70b.yaml, such as
+    sequence parallelism over tp."""
     system, dp = row.system, row.gpus // (row.tp * row.pp)
     replicas = dp if system.zero_stage == 0 else row.replicas
     keys: dict[str, Any] = {f"model.{key}": value for key, value in row.model._asdict().items()}
@@ -69,8 +70,8 @@ def config_of(row: Row) -> Config:
 
 
 def layers_of(row: Row) -> str:
-    """Of each stage. Where the layers do not come out even, the ends, which have the embedding and
-    the head, get one less."""
+    """The number of layers of each stage. If they cannot be split evenly, the first and last
+    stages, which have the embedding and the head, get one layer less."""
     stages = row.pp * row.stages
     each = (row.model.num_layers + 2) // stages
     if row.model.num_layers % stages == 0:
@@ -84,7 +85,7 @@ def compare(row: Row) -> dict[str, Any]:
     flops = flops_per_token(
         one.config.model, train.seq_len, whole_attention=system.attention == "full"
     )
-    whole = one.device.peak_flops / flops  # tokens a second at 100%
+    whole = one.device.peak_flops / flops  # tokens per second at an MFU of 100%
     published, predicted = (
         row.tokens or row.mfu / 100 * whole,
         one.time.tokens_per_second / row.gpus,
@@ -122,8 +123,8 @@ def compare(row: Row) -> dict[str, Any]:
 
 
 def summary(table: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Of groups of rows: how many, the mean and largest distance in points, and the mean with its
-    sign."""
+    """For each group of rows: their number, the mean and the largest error in points, and the
+    signed mean error."""
     alike = [row for row in table if not row["apart"]]
     groups = {
         "all": table,

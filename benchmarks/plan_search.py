@@ -1,8 +1,8 @@
-"""How long the planner's search takes, easy, hard and hopeless: `python -m benchmarks.plan_search`
+"""Times the planner's search on easy, hard and unsolvable jobs: `python -m benchmarks.plan_search`
 
-Each row is a process of its own, one after the other. Seconds are of `plan.search.search` alone; of
-the peak of resident memory about 0.26 GB are Python and torch. Aim: every row below a minute of
-CPU.
+Each row is measured in a separate process, one after the other. Seconds are those of
+`plan.search.search` only. The peak resident memory includes about 0.26 GB for Python and torch.
+Aim: at most two minutes of CPU for every row.
 """
 
 import argparse
@@ -32,7 +32,7 @@ GPT3 = (
 
 
 class Row(NamedTuple):
-    """A job to search layouts for."""
+    """A job for which to search layouts."""
 
     name: str
     configuration: str
@@ -60,7 +60,7 @@ ROWS = [
 
 
 def measure(row: Row) -> dict[str, Any]:
-    """One search."""
+    """Times one search."""
     config, device = (
         load_config(str(ROOT / "configs" / f"{row.configuration}.yaml"), row.overrides.split()),
         find_device(row.device),

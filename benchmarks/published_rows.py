@@ -1,11 +1,11 @@
-"""What other systems published of their training speed: settings, figures, sources.
+"""Published training speeds of other systems: settings, figures, sources.
 benchmarks/plan_published.py plans them."""
 
 from typing import NamedTuple
 
 
 class Model(NamedTuple):
-    """As in ModelConfig."""
+    """The dimensions of a model, named as in ModelConfig."""
 
     dim: int
     num_layers: int
@@ -17,7 +17,8 @@ class Model(NamedTuple):
 
 
 def gpt(dim: int, layers: int, heads: int, vocabulary: int, tied: bool = True) -> Model:
-    """As many key/value heads as query heads; a feed-forward of 4·D without a gate."""
+    """A GPT model: as many key/value heads as query heads, and a feed-forward of 4·D without a gate
+    (planned as a gated one of 8/3·D)."""
     return Model(dim, layers, heads, heads, round(8 / 3 * dim / 64) * 64, vocabulary, tied)
 
 
@@ -35,18 +36,18 @@ GPT_177B, GPT_175B = gpt(12288, 96, 96, 131072, tied=False), gpt(12288, 96, 96, 
 
 
 class System(NamedTuple):
-    """What the rows of one publication have in common."""
+    """The settings shared by the rows of one publication."""
 
     name: str
     source: str
     seq_len: int
-    differs: str  # what it has or lacks that the planner's constants do not presume
+    differs: str  # how the system differs from what the planner's constants assume
     device: str = "h100"
-    attention: str = "full"  # of its MFU: full, causal
+    attention: str = "full"  # how its MFU counts attention: full or causal
     zero_stage: int = 3
     reduce_dtype: str = "float32"
     unverified: str = ""  # settings or figures that were not compared with a source
-    rates: dict[str, float] = {}  # noqa: RUF012  (of its machines, as published)
+    rates: dict[str, float] = {}  # noqa: RUF012  (published bandwidths of its machines)
 
 
 class Row(NamedTuple):
@@ -57,23 +58,23 @@ class Row(NamedTuple):
     model: Model
     gpus: int
     batch: int  # sequences
-    micro_batch: int  # 0, as `recomputed` empty: chosen as benchmarks/plan_megatron.py does
+    micro_batch: int  # 0 (and `recomputed` empty): chosen as in benchmarks/plan_megatron.py
     recomputed: str  # none, selective, full
     mfu: float = 0.0  # percent, in the system's convention; or:
-    tokens: float = 0.0  # a second and GPU
+    tokens: float = 0.0  # tokens per second and GPU
     tp: int = 1
     pp: int = 1
-    stages: int = 1  # of a pipeline rank
+    stages: int = 1  # stages per pipeline rank
     replicas: int = 1  # dp_replicate
-    seq_len: int = 0  # where it is not the system's
-    apart: str = ""  # work that the planner takes to be other than it is; empty: none known
+    seq_len: int = 0  # 0: that of the system
+    apart: str = ""  # work that differs from what the planner assumes; empty: none known
 
 
-PRODUCTS = "recomputes products"  # torchtitan's `selective`: every second of a block
-EAGER = "eager"  # norms, rotation and gate are several kernels each
-CAPPED = "500 W"  # power limit; the data sheet's is 700 W: a lower clock under products
+PRODUCTS = "recomputes products"  # torchtitan's `selective`: every second product of a block
+EAGER = "eager"  # norms, rotation and gate take several kernels each
+CAPPED = "500 W"  # power limit; the data sheet has 700 W, so the clock is lower in products
 UNFUSED = "unfused attention"  # the scores are written to memory
-CONTEXT = "context parallel"  # of 2; planned as twice the data parallelism
+CONTEXT = "context parallel"  # cp 2; planned as twice the data parallelism
 BLOCKS = "recomputes some blocks"
 
 TITAN = System(

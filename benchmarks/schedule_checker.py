@@ -1,9 +1,9 @@
-"""How long the pure part of a pipeline takes for 10,000 actions on each of four ranks: `python -m
-benchmarks.schedule_checker`
+"""Times the pure functions of pipeline schedules with 10,000 actions on each of four ranks: `python
+-m benchmarks.schedule_checker`
 
-Building a schedule, simulating it, and checking it: completeness, order, and its programs on a
-network that buffers nothing. Nothing here imports torch. Best of three, wall-clock seconds for all
-four ranks together; aim: each below one.
+Times building a schedule, simulating it, and checking it: completeness, order, and its programs on
+a network without buffers. No module here imports torch. Results are the best of three, in
+wall-clock seconds for all four ranks together; aim: each below one second.
 """
 
 import argparse
@@ -24,7 +24,7 @@ STAGES_PER_RANK = {"interleaved_1f1b": 2, "breadth_first": 2, "zb_v": 2, "dualpi
 
 
 def seconds(name: str) -> dict[str, float]:
-    """Of one schedule: build, simulate, check."""
+    """The seconds to build, simulate and check one schedule."""
     v = STAGES_PER_RANK.get(name, 1)
     kinds = 3 if splits_backward(build_schedule(name, RANKS, v, 2 * RANKS)) else 2
     m = ACTIONS // (kinds * v) // RANKS * RANKS

@@ -1,10 +1,11 @@
-"""Asking a real run to stop, every way: `python -m benchmarks.stop_matrix`
+"""Requests a real run to stop, in every way: `python -m benchmarks.stop_matrix`
 
-Ctrl-C (SIGINT), SIGTERM and SIGHUP; to our launcher, to its process group as a terminal does it, to
-one rank, to torchrun; while the run starts, in a step, while a checkpoint is written, in an
-evaluation. Of each: seconds until all processes are gone, steps that were made and are not in the
-newest checkpoint, lines printed after the signal (and of these, how many are torchrun's own), and
-the exit status. Seconds are of this machine, and hold a step, a save and Python's end.
+The signals are SIGINT (Ctrl-C), SIGTERM and SIGHUP. They are sent to our launcher, to its process
+group as by a terminal, to one rank, or to torchrun; while the run starts, in a step, while a
+checkpoint is written, or in an evaluation. Each row has the seconds until all processes have
+ended, the steps that are not in the newest checkpoint, the lines printed after the signal (and how
+many of them are not Lattice's), and the exit status. Seconds are specific to this machine, and
+include a step, a save and Python's shutdown.
 """
 
 import argparse
@@ -39,23 +40,23 @@ OUR_LINES = re.compile(
 
 @dataclass(frozen=True)
 class Stop:
-    """What came of one request."""
+    """The result of one stop request."""
 
     signal: str
     target: str
     phase: str
-    seconds: float  # until all processes were gone
+    seconds: float  # until all processes had ended
     steps_made: int
     steps_lost: int  # made, but not in the newest checkpoint
     lines: int  # printed after the signal
-    not_ours: int  # of them
-    announced: int  # of them, those that say what was received and what happens now
+    not_ours: int  # those of them not printed by Lattice
+    announced: int  # those of them that announce the received signal and what happens next
     exit_status: int
     state: str  # of status.json
 
 
 def stop(number: str, target: str, phase: str, config: str, folder: Path) -> Stop:
-    """Start `config` in `folder`/run, ask it to stop in `phase`, wait until it is gone."""
+    """Starts `config` in `folder`/run, requests a stop in `phase`, and waits until it has ended."""
     run, log = folder / "run", folder / "log"
     overrides = [
         f"run.dir={run}",
@@ -121,7 +122,7 @@ def stop(number: str, target: str, phase: str, config: str, folder: Path) -> Sto
 
 
 def _hear_all() -> None:
-    """In the child: a script in the background, as this may be, ignores Ctrl-C."""
+    """Restores the default handling of signals in the child: background processes ignore Ctrl-C."""
     for name in SIGNALS:
         signal.signal(signal.Signals[name], signal.SIG_DFL)
 
@@ -146,18 +147,18 @@ def _wait_for(
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not begun(run, log.read_text(), running.pid):
         if running.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"the run did not come so far:\n{log.read_text()}")
+            raise RuntimeError(f"the run did not reach this phase:\n{log.read_text()}")
         time.sleep(0.002)
 
 
 def _imports(run: Path, said: str, pid: int) -> bool:
-    """Every rank listens, and the run folder is not there yet."""
+    """Whether every rank handles signals. The run folder does not exist yet at this point."""
     listening = sum(catches(process.pid) for process in _ranks(pid))
     return listening >= WORLD
 
 
 def catches(pid: int) -> bool:
-    """Whether a process has a handler for SIGUSR1, as those that listen have (Linux)."""
+    """Whether a process has a handler for SIGUSR1, as ranks that handle signals do (Linux)."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -167,8 +168,8 @@ def catches(pid: int) -> bool:
 
 
 def _in_evaluation(run: Path, said: str, pid: int) -> bool:
-    """The second step is followed by an evaluation that never ends; nothing else tells from outside
-    that it has begun."""
+    """Whether the endless evaluation after the second step has begun. That cannot be observed from
+    outside, so this waits 2 s after the first step's line."""
     if not re.search(r"^step +1/", said, re.MULTILINE):
         return False
     time.sleep(2)
@@ -210,7 +211,7 @@ def main() -> None:
 
 
 def _small(config: Path, folder: Path) -> str:
-    """The laptop's configuration for two ranks, with steps of a moment."""
+    """Writes the laptop configuration for two ranks, with very short steps; returns its path."""
     import yaml
 
     raw = yaml.safe_load(config.read_text())

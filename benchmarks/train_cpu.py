@@ -1,16 +1,16 @@
-"""CPU seconds per token: the 3D run beside one process, ours and Hugging Face's Llama. `python -m
-benchmarks.train_cpu`
+"""Compares the CPU seconds per token of a 3D run, one process of ours and Hugging Face's Llama:
+`python -m benchmarks.train_cpu`
 
 Three programs train on the same tokens: 8 processes (tp 2 × pp 2 × dp_shard 2, sequence parallel,
-1F1B), the same model as one process, and `transformers`' LlamaForCausalLM of the same size as one
-process (eager PyTorch, SDPA, fused AdamW, the same micro-batches). They run in turn, several
-rounds, each reporting its processes' CPU time (user and system) per token without start-up and
-warm-up steps; ratios are taken within a round and their median is kept. Absolute times mean little
-on a CPU.
+1F1B), the same model in one process, and `transformers`' LlamaForCausalLM of the same size in one
+process (eager PyTorch, SDPA, fused AdamW, the same micro-batches). They alternate for several
+rounds. Each reports its processes' CPU time (user and system) per token, without start-up and
+warm-up steps. Ratios are computed within a round, and their median is kept. Absolute times mean
+little on a CPU.
 
-The 8 processes are started as `make train` starts them. Peak memory is the sum of the proportional
-set sizes (shared pages counted once) of all of them and of the one that they are forked from,
-sampled during their run.
+The 8 processes are started as by `make train`. Peak memory is the sum of the proportional set sizes
+(shared pages counted once) of all of them and of the process from which they are forked, sampled
+during their run.
 """
 
 import argparse
@@ -27,8 +27,8 @@ from benchmarks.about import about
 
 ROOT = Path(__file__).parent.parent
 SIZES = {
-    # The laptop default, and half its batch: 4096 tokens a step, at which others have been
-    # measured.
+    # The laptop default, and half its batch: 4096 tokens per step, for comparison with earlier
+    # measurements of others.
     "laptop": {"config": "configs/laptop.yaml", "overrides": []},
     "small": {
         "config": "configs/laptop.yaml",
@@ -60,8 +60,8 @@ def cpu_seconds() -> float:
 def measure_ours(
     store: Any, config_path: str, overrides: list[str], warmup: int, steps: int
 ) -> dict | None:
-    """Inside a process (or one of 8): CPU seconds per token summed over the processes, on rank
-    0."""
+    """Trains in this process (or in each of 8); returns on rank 0 the CPU seconds per token, summed
+    over the processes."""
     import torch
     import torch.distributed as dist
 
@@ -98,7 +98,7 @@ def measure_ours(
 
 
 def measure_hugging_face(config_path: str, overrides: list[str], warmup: int, steps: int) -> dict:
-    """Inside a process: the same, for LlamaForCausalLM."""
+    """Trains LlamaForCausalLM in this process; returns the CPU seconds per token."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -151,8 +151,8 @@ def random_batches(vocab_size: int, batch_size: int, seq_len: int, count: int) -
 def start(
     program: str, processes: int, size: dict, extra: list[str], steps: int
 ) -> tuple[dict, int]:
-    """Run one program; its result, and the peak of the processes' summed proportional set sizes in
-    bytes."""
+    """Runs one program; returns its result, and the peak of its processes' summed proportional set
+    sizes in bytes."""
     command = [sys.executable, "-m", "benchmarks.train_cpu", "--inside", program, "--processes",
                str(processes)]  # fmt: skip
     command += ["--steps", str(steps), size["config"], *size["overrides"], *extra]
@@ -173,7 +173,7 @@ def start(
 def inside(
     store: Any, signals: Any, program: str, config_path: str, overrides: list[str], steps: int
 ) -> None:
-    """In each process."""
+    """Measures `program` in each process."""
     import torch
 
     from runtime.init_distributed import share_cores
@@ -182,15 +182,15 @@ def inside(
     if program == "ours":
         result = measure_ours(store, config_path, overrides, 3, steps)
     else:
-        share_cores(1)  # as ours does
+        share_cores(1)  # as in our program
         result = measure_hugging_face(config_path, overrides, 3, steps)
     if result is not None:
         print(json.dumps(result), flush=True)
 
 
 def summed_pss(pid: int) -> int:
-    """Proportional set sizes of the descendants of `pid` that train (Linux; 0 elsewhere), in
-    bytes."""
+    """The summed proportional set sizes in bytes of the descendants of `pid` (Linux; 0
+    elsewhere)."""
     import psutil
 
     total = 0

@@ -1,14 +1,14 @@
-"""What the model costs, recorded from the code that trains it: nothing here computes a step.
+"""The costs of the model, recorded by running the code that trains it on tensors without data.
 
-as_on_gpu.py  tensors that have shapes only (torch's meta device), treated as a GPU's
-storages.py   sees every storage when it is made and when it is freed
-recorder.py   what a computation does: operations, collectives, storages
-units.py      the embedding, each kind of block and the head, recorded forward and backward
+as_on_gpu.py  makes the model's code treat such tensors (torch's meta device) as GPU tensors
+storages.py   tracks when every storage is allocated and freed
+recorder.py   records the operations, collectives and storages of a computation
+units.py      records forward and backward of the embedding, each kind of block and the head
 links.py      seconds of a collective over each axis of the mesh
-seconds.py    seconds of what was recorded, at the rates of a device
-summary.py    what others ask: FLOPs of a token, costs of the layers
+seconds.py    seconds of a recorded computation, at the rates of a device
+summary.py    totals for other code: FLOPs per token, costs of the layers
 
-A record takes milliseconds and no process group: every run takes some at its start, for MFU and for
-what it says of its stages. A layer that does not run on shapes trains all the same, without these.
-May import model/ and parallel/.
+A record takes milliseconds and needs no process group. Every run makes some when it starts, to
+compute MFU and to report the costs of its pipeline stages. A layer that does not run on the meta
+device trains all the same, without these figures. May import model/ and parallel/.
 """

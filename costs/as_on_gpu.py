@@ -1,14 +1,14 @@
-"""Tensors without memory that code takes for a GPU's.
+"""Makes the model's code treat tensors of torch's meta device as GPU tensors.
 
-Tensors of torch's meta device have shapes and dtypes only. Inside `AsOnGpu` what the model's code
-asks of a GPU is answered so that it takes the way it takes on one:
+Meta tensors have shapes and dtypes, but no data. Inside `AsOnGpu` the model's code takes the path
+that it takes on a GPU:
 
-    a tensor's `is_cuda`   True: Triton kernels (their registered shapes), products that sum in a
-                           wider dtype
-    scaled dot-product     flash attention's operator, or, with a bias, the memory-efficient one:
-    attention              the output and a number for each row are kept, no square of S × S
+    a tensor's `is_cuda`   is True, which selects Triton kernels (their fake implementations) and
+                           matrix products that sum in a wider dtype
+    scaled dot-product     is flash attention's operator, or, with a bias, the memory-efficient
+    attention              one: they save the output and one number per row, and no S × S matrix
 
-torch has fake tensors for the same purpose. They do this in Python, operation by operation, and
+torch has fake tensors for the same purpose, but they work in Python, operation by operation, and
 take four times as long.
 """
 
@@ -24,7 +24,7 @@ _ops = torch.ops.aten
 
 
 class AsOnGpu(TorchFunctionMode):
-    """Of the calling thread, while it is entered."""
+    """A context in which the calling thread treats meta tensors as GPU tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -45,8 +45,8 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch's `scaled_dot_product_attention` on a GPU: query [B, H, S, E], key [B, K, S, E], value
-    [B, K, S, E'], as CUDA's operators take them."""
+    """Call the operator that torch's `scaled_dot_product_attention` uses on a GPU, for query
+    [B, H, S, E], key [B, K, S, E] and value [B, K, S, E']."""
     q, k, v, flash = query, key, value, query.shape[-1] == value.shape[-1]
     if q.device.type != DEVICE:
         return functional.scaled_dot_product_attention(
@@ -55,7 +55,7 @@ def attention(
     if attn_mask is None and flash:
         operator = _ops._scaled_dot_product_flash_attention
         return operator(q, k, v, dropout_p, is_causal, scale=scale)[0]
-    shared = q.shape[1] // k.shape[1]  # this one takes no fewer key/value heads
+    shared = q.shape[1] // k.shape[1]  # this operator needs as many key/value heads as query heads
     k, v = (t.repeat_interleave(shared, 1) if shared > 1 else t for t in (k, v))
     bias = None if attn_mask is None else attn_mask.expand(*q.shape[:3], k.shape[2])
     operator = _ops._scaled_dot_product_efficient_attention

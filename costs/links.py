@@ -1,12 +1,12 @@
-"""Seconds of a collective over each axis of the mesh, by where its ranks are.
+"""Seconds of a collective over each axis of the mesh, depending on where its ranks are.
 
     gather, scatter of s bytes over n ranks      s · (n − 1) / n / rate + latency
     all-reduce                                   twice that
 
-A group that has g ranks in a node has g links out of it (NCCL's rings). The latency grows with the
-group: a ring's last piece makes one hop for every other node, and an all-reduce over replicas
-climbs and descends a tree of nodes (NCCL's src/graph/tuning.cc, which chooses by the same count).
-Inside a node hops are part of `collective_seconds`.
+A group with g ranks in a node uses g network links of that node (NCCL's rings). The latency grows
+with the group: the last piece of a ring makes one hop for every other node, and an all-reduce over
+replicas goes up and down a tree of nodes (NCCL's src/graph/tuning.cc, which chooses by the same
+count). Hops inside a node are part of `collective_seconds`.
 """
 
 import math
@@ -17,8 +17,8 @@ from hardware import Device
 
 @dataclass(frozen=True)
 class Links:
-    """Of one mesh on one kind of device. Ranks are numbered as parallel/axes.py does: tp innermost,
-    then dp_shard."""
+    """The links of one mesh on one kind of device. Ranks are numbered as in parallel/axes.py: tp
+    innermost, then dp_shard."""
 
     device: Device
     tp: int
@@ -34,7 +34,7 @@ class Links:
         inner = {"tp": 1, "dp_shard": self.tp, "dp_replicate": self.tp * self.dp_shard}[axis]
         ranks, node = self.ranks(axis), self.device.gpus_per_node
         whole = max(1, min(ranks, node // inner))
-        # some groups lie across two nodes, and hold up the others
+        # some groups span two nodes, and the others wait for them
         if self.world > node and node % min(inner * ranks, node):
             return max(1, whole // 2)
         return whole
@@ -48,14 +48,14 @@ class Links:
         return min(node, in_node * device.network_bytes_per_second * device.network_efficiency)
 
     def latency(self, axis: str) -> float:
-        """Of one gather, scatter, or half an all-reduce."""
+        """Seconds of latency of one gather or scatter, or of half an all-reduce."""
         nodes = -(-self.ranks(axis) // self.in_node(axis))
         hops = math.ceil(math.log2(nodes)) if axis == "dp_replicate" else nodes - 1
         return self.device.collective_seconds + hops * self.device.hop_seconds
 
     def collective(self, axis: str, size: float, times: float = 1, number: int = 1) -> float:
-        """Seconds of `number` gathers or scatters of `size` bytes together; an all-reduce is 2
-        `times` one."""
+        """Seconds of `number` gathers or scatters of `size` bytes in total. For an all-reduce
+        `times` is 2."""
         ranks = self.ranks(axis)
         if ranks == 1:
             return 0.0

@@ -1,11 +1,11 @@
-"""What a computation does, recorded while it runs on shapes: operations with their FLOPs and bytes,
-collectives and what runs between their start and their wait, storages and how long they live.
+"""Records a computation while it runs on meta tensors: its operations with their FLOPs and bytes,
+its collectives and what runs between their start and their wait, its storages and their lifetimes.
 
-    group = dist.ProcessGroup(rank, 8)           talks to nobody, and is registered nowhere
-    with AsOnGpu(), Recorder() as recorder:
+    group = dist.ProcessGroup(rank, 8)           communicates with nothing, and is not registered
+    with AsOnGpu(), Recorder(category_of) as recorder:
         with recorder.phase("forward"): …
 
-`Recorder.phases` then has a `Phase` of each name.
+`recorder.phases()` then returns a `Phase` for each name.
 """
 
 import sys
@@ -22,16 +22,16 @@ from torch import Tensor
 from costs.as_on_gpu import DEVICE
 from costs.storages import StorageWatch, key_of
 
-COLLECTIVES = {  # operators of torch.distributed, by their names here
+COLLECTIVES = {  # operators of torch.distributed → their names in records
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
     "allreduce_": "all_reduce",
     "send": "send",
     "recv_": "receive",
 }
-BACKWARD_OF_FORWARD = 2.5  # flash attention's operations: five products where forward has two
+BACKWARD_OF_FORWARD = 2.5  # flash attention's FLOPs: five products in backward, two in forward
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}
-LOOKUPS = {"embedding", "index", "index_select", "gather"}  # read few rows of their first argument
+LOOKUPS = {"embedding", "index", "index_select", "gather"}  # read some rows of the first argument
 NO_WORK = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach"}
 
 
@@ -44,28 +44,28 @@ class Product(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Scores, softmax and weighted sum in one operator, or their backward."""
+    """Attention's scores, softmax and weighted sum in one operator, or their backward."""
 
-    flops: float  # of the scores that the mask leaves
-    whole_flops: float  # of all S × S
+    flops: float  # of the scores that are not masked
+    whole_flops: float  # of all S × S scores
 
 
 class Moved(NamedTuple):
-    """An operation that is as fast as memory."""
+    """An operation that is bound by memory bandwidth."""
 
-    bytes: int
+    bytes: int  # read and written
 
 
 class Sent(NamedTuple):
-    """A collective begins."""
+    """The start of a collective."""
 
     kind: str
-    bytes: int  # of the whole tensor: what a gather ends with, what a scatter begins with
-    number: int  # of this record
+    bytes: int  # of the whole tensor: the output of a gather, the input of a scatter
+    number: int  # identifies the collective within the record
 
 
 class Waited(NamedTuple):
-    """What follows needs the collective's result."""
+    """The wait for a collective's result."""
 
     number: int
 
@@ -74,23 +74,23 @@ Event = Product | Attention | Moved | Sent | Waited
 
 
 class Effect(NamedTuple):
-    """What a piece of work does to memory, in bytes above what was there when it began."""
+    """The effect of a piece of work on memory, in bytes relative to its beginning."""
 
-    height: int  # the most
-    at_height: dict[str, int]  # by category
-    changes: dict[str, int]  # in the end
+    height: int  # the peak
+    at_height: dict[str, int]  # at the peak, by category
+    changes: dict[str, int]  # at the end, by category
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of a record: forward, or a backward, or one of its halves."""
+    """One phase of a record: forward, backward, or one half of a split backward."""
 
     events: tuple[Event, ...]
     effect: Effect
 
     @cached_property
     def sends(self) -> Counter[tuple[str, int]]:
-        """Collectives by kind and bytes."""
+        """The number of collectives of each kind and size in bytes."""
         return Counter((e.kind, e.bytes) for e in self.events if isinstance(e, Sent))
 
     @property
@@ -104,16 +104,16 @@ class Phase:
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """A storage."""
+    """One storage."""
 
     bytes: int
-    born_in: int  # the phase, by number; −1: between phases
-    part: str  # what made it, as `Recorder.part` says
+    born_in: int  # the number of the phase; −1: between phases
+    part: str  # the value of `Recorder.part` when it was allocated
     died_in: int = sys.maxsize
 
 
 class _Work(dist._Work):
-    """Of a collective that nobody carries out."""
+    """The handle of a collective that is recorded but not carried out."""
 
     def __init__(self, waited: Callable[[], None]) -> None:
         super().__init__()
@@ -125,10 +125,11 @@ class _Work(dist._Work):
 
 
 class Recorder(StorageWatch):
-    """Records the calling thread, backward included.
+    """Records what the calling thread computes, backward included.
 
     Args:
-        category_of: what a storage was for; asked when all is recorded. None: not to be counted.
+        category_of: returns the category of a storage, or None if it is not to be counted; called
+            when the recording is complete.
     """
 
     def __init__(self, category_of: Callable[[Piece], str | None]) -> None:
@@ -136,11 +137,11 @@ class Recorder(StorageWatch):
         self.category_of, self.part = category_of, ""
         self._names: list[str] = []
         self._events: list[list[Event]] = []
-        self._pieces: dict[int, Piece] = {}  # by storage: those that are there
-        # of each phase: (piece, bytes more or less, the category if `hand_over` gave it another)
+        self._pieces: dict[int, Piece] = {}  # the storages that are alive, by key
+        # for each phase: (piece, change in bytes, the category if `hand_over` assigned one)
         self._changes: list[list[tuple[Piece, int, str | None]]] = []
         self._phase = -1  # −1: between phases
-        self.flow: dict[str, Piece] = {}  # what comes from elsewhere, or goes there, by name
+        self.flow: dict[str, Piece] = {}  # inputs and outputs of the recorded part, by name
         self._works: list[_Work] = []
         self._closed = False
 
@@ -166,7 +167,8 @@ class Recorder(StorageWatch):
         self.end()
 
     def phases(self, holding: Collection[str] = ()) -> dict[str, Phase]:
-        """What was recorded; as if somebody else held on to these of `flow`."""
+        """The recorded phases by name. The storages of `flow` that `holding` names do not count, as
+        if other code kept them alive throughout."""
         found, held = {}, [self.flow[name] for name in holding if name in self.flow]
         for name, events, changes in zip(self._names, self._events, self._changes, strict=True):
             kept = [change for change in changes if change[0] not in held]
@@ -190,11 +192,12 @@ class Recorder(StorageWatch):
     # --- storages ---
 
     def piece(self, tensor: Tensor) -> Piece:
-        """Of a tensor whose storage was made inside."""
+        """The piece of a tensor whose storage was allocated during the recording."""
         return self._pieces[key_of(tensor)]
 
     def passes(self, name: str, tensor: Tensor) -> None:
-        """It comes from elsewhere, or goes there: between phases its life is not this record's."""
+        """Register `tensor` as an input or output of the recorded part: if its storage is freed
+        between phases, that is not counted."""
         self.flow[name] = self.piece(tensor)
 
     @property
@@ -202,11 +205,11 @@ class Recorder(StorageWatch):
         return sum(piece.bytes for piece in self._pieces.values())
 
     def hand_over(self, piece: Piece, category: str) -> None:
-        """In the last phase it became something else."""
+        """Record that the piece changed to another category at the end of the last phase."""
         self._changes[-1] += [(piece, -piece.bytes, None), (piece, piece.bytes, category)]
 
     def leave_out(self, *tensors: Tensor) -> None:
-        """What is not of this record: weights and inputs."""
+        """Do not record the storages of these tensors (weights and inputs)."""
         self._sizes |= {key_of(tensor): 0 for tensor in tensors}
 
     def born(self, key: int, size: int, label: Any = None) -> None:
@@ -218,7 +221,7 @@ class Recorder(StorageWatch):
         piece, phase = self._pieces.pop(key), self._phase
         if phase < 0 and (self._closed or not self._names or piece in self.flow.values()):
             return
-        if phase < 0:  # what dies between phases is the last one's
+        if phase < 0:  # a storage freed between phases counts for the phase before
             phase = len(self._names) - 1
         piece.died_in = phase
         self._changes[phase].append((piece, -size, None))
@@ -245,21 +248,21 @@ class Recorder(StorageWatch):
 
 
 def call_of(func: Any, args: Any) -> tuple[str, int]:
-    """Kind and bytes of a collective: of its largest tensor, which is the whole one."""
+    """The kind of a collective and the bytes of its largest tensor, which is the whole tensor."""
     name = func.name().split(".")[0].removeprefix("c10d::")
     return COLLECTIVES.get(name, name), max(tensor.nbytes for tensor in tensors_of(args))
 
 
 def wire_bytes(kind: str, size: int, ranks: int) -> float:
-    """What one rank sends in a ring over `ranks`: all others' parts of a gather or scatter, both of
-    an all-reduce."""
+    """Bytes that one rank sends in a ring over `ranks`: in a gather or scatter all parts but one,
+    in an all-reduce twice that."""
     if kind in ("send", "receive"):
         return float(size) if kind == "send" else 0.0
     return size * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
 
 
 def event_of(func: Any, args: Any, kwargs: Any, result: Any) -> Event | None:
-    """What an operator does; None where it does nothing but name memory."""
+    """The event of an operator, or None if it neither reads nor writes memory (views, empty)."""
     name = func._schema.name.split("::")[-1]
     if func.is_view or name in NO_WORK:
         return None
@@ -271,7 +274,7 @@ def event_of(func: Any, args: Any, kwargs: Any, result: Any) -> Event | None:
         given[0] = made
     size = sum(t.nbytes for t in tensors_of(given))
     size += sum(t.nbytes for t in made if not any(t is argument for argument in given))
-    if name.rstrip("_") in PRODUCTS:  # whose right factor is the last argument
+    if name.rstrip("_") in PRODUCTS:  # their right factor is the last matrix among the arguments
         inner = [t for t in tensors_of(args) if t.dim() >= 2][-1].shape[-2]
         return Product(2.0 * result.numel() * inner, inner, size)
     return Moved(size) if size else None
@@ -286,8 +289,8 @@ def tensors_of(values: Any) -> Iterator[Tensor]:
 
 
 def _attention(named: dict[str, Any]) -> Attention:
-    """Of an operator of scaled dot-product attention or its backward: q [B, H, S, E], or [T, H, E]
-    of sequences of at most max_q tokens. A bias counts as causal, whatever it hides."""
+    """The event of scaled dot-product attention or of its backward: q is [B, H, S, E], or [T, H, E]
+    with sequences of at most max_q tokens. A bias counts as a causal mask, whatever it masks."""
     q, v = named["query"], named["value"]
     if q.dim() == 4:
         batch, heads, length = q.shape[:3]
@@ -303,10 +306,11 @@ def _attention(named: dict[str, Any]) -> Attention:
 
 
 def pairs(length: int, behind: int, ahead: int) -> float:
-    """Scores of a sequence whose tokens see so many tokens behind and ahead of them; of a causal
-    mask half the square, as it is usual to count (PaLM, appendix B)."""
+    """The number of scores of a sequence whose tokens attend to at most `behind` tokens before and
+    `ahead` tokens after them. A causal mask counts as half of S × S, as is usual (PaLM, appendix
+    B)."""
     if behind >= length:
         sees = length**2 / 2
-    else:  # the first tokens have fewer behind them
+    else:  # the first tokens have fewer tokens before them
         sees = length * behind - behind**2 / 2
     return sees * (1 if ahead == 0 else 2)

@@ -1,9 +1,9 @@
-"""Seconds of what was recorded, at the rates of a device.
+"""Seconds of a recorded computation, at the rates of a device.
 
-a product               2·m·n·(k + ramp) / (peak · efficiency), never less than its bytes take
-attention               its operations / (peak · efficiency)
-every other operation   bytes read and written / memory's rate
-a collective over tp    links.py; hidden as far as something is computed before the wait for it
+a matrix product        2·m·n·(k + ramp) / (peak · efficiency), or the time of its bytes if longer
+attention               FLOPs / (peak · efficiency)
+every other operation   bytes read and written / (memory bandwidth · efficiency)
+a collective over tp    links.py; hidden behind what is computed between its start and its wait
 """
 
 from dataclasses import dataclass
@@ -16,12 +16,11 @@ from hardware import Device
 
 
 class Cost(NamedTuple):
-    """Seconds of a phase: what it computes, what it sends over tp, and how much of that computing
-    waits for."""
+    """Seconds of one phase."""
 
     computing: float
-    wire: float
-    exposed: float
+    wire: float  # of collectives over tp
+    exposed: float  # the part of `wire` during which computation waits
 
     @property
     def total(self) -> float:
@@ -30,18 +29,18 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one rank of a mesh."""
+    """The rates of one rank of a mesh."""
 
     device: Device
     links: Links
-    width: int  # bytes of a number that is computed with
+    width: int  # bytes of a number of the dtype in which it computes
 
     @cached_property
     def _peak(self) -> float:
         return self.device.peak(self.width)
 
     def memory(self, size: float) -> float:
-        """Seconds to read and write so many bytes."""
+        """Seconds to read and write `size` bytes in total."""
         return size / (self.device.memory_bytes_per_second * self.device.memory_efficiency)
 
     def operation(self, event: Product | Attention | Moved) -> float:
@@ -56,12 +55,13 @@ class Rates:
         return busy + device.kernel_seconds
 
     def cost(self, phase: Phase, is_weight: bool = False) -> Cost:
-        """`is_weight`: of weight gradients that were put off. They go on from unit to unit, so what
-        is gathered first comes behind the last products of the unit before (run_jobs in
-        parallel/deferred.py)."""
+        """The cost of one phase. `is_weight`: the phase computes deferred weight gradients. These
+        run continuously from unit to unit, so the first gather of a unit overlaps with the last
+        products of the previous unit (run_jobs in parallel/deferred.py)."""
         computing = wire = exposed = last = 0.0
-        started: dict[int, tuple[float, float]] = {}  # when, in computing; and seconds it takes
-        at_once = 0.0  # what waits before anything is computed
+        # by number: seconds computed before the start, and seconds that the collective takes
+        started: dict[int, tuple[float, float]] = {}
+        at_once = 0.0  # seconds waited for before anything is computed
         for event in phase.events:
             if isinstance(event, Sent):
                 times = 2 if event.kind == "all_reduce" else 1

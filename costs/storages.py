@@ -1,5 +1,5 @@
-"""Sees every storage when an operator first returns it and when it is freed, below autograd and
-FSDP."""
+"""Tracks every storage, from when an operator first returns it until it is freed, below autograd
+and FSDP."""
 
 import weakref
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ROUNDING = 512  # bytes: CUDA's caching allocator hands out multiples of it
+ROUNDING = 512  # bytes; CUDA's caching allocator allocates multiples of it
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -20,29 +20,31 @@ def _rounded(size: int) -> int:
 
 
 def key_of(tensor: Tensor) -> int:
-    """Of its storage: the address of a C++ object, unique as long as that lives."""
+    """The key of the tensor's storage: the address of its C++ object, unique while that is
+    alive."""
     return local(tensor).untyped_storage()._cdata
 
 
 class StorageWatch(TorchDispatchMode):
-    """Calls `born` and `freed` of a subclass. Sizes are rounded up as CUDA's caching allocator
-    does, so that sums are what `torch.cuda.max_memory_allocated` counts; memory that operators use
-    and free inside themselves is not seen."""
+    """Calls `born` and `freed` of a subclass. Sizes are rounded up as by CUDA's caching allocator,
+    so that sums agree with `torch.cuda.max_memory_allocated`. Memory that an operator allocates and
+    frees internally is not tracked."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
         self.device = device
-        self._sizes: dict[int, int] = {}  # of the storages that are there
+        self._sizes: dict[int, int] = {}  # of the storages that are alive
 
     def born(self, key: int, size: int, label: Any = None) -> None:
-        """A storage is there; `label`: what `freed` returned when it had another size."""
+        """A storage was allocated. After a resize, `label` is what `freed` returned for the old
+        size."""
         raise NotImplementedError
 
     def freed(self, key: int, size: int) -> Any:
         raise NotImplementedError
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator; a subclass may do something else."""
+        """Run an operator; a subclass may override this."""
         return func(*args, **kwargs)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,7 +72,7 @@ class StorageWatch(TorchDispatchMode):
             self.freed(key, self._sizes.pop(key))
 
     def resized(self, storage: UntypedStorage) -> None:
-        """For who sees it: no operator does."""
+        """To be called by code that resizes a storage, because no operator reveals it."""
         key = storage._cdata
         if key in self._sizes:
             label = self.freed(key, self._sizes[key])

@@ -1,5 +1,5 @@
-"""What others ask of the units' records: FLOPs of a token (MFU), and the relative costs of layers
-(balance of pipeline stages)."""
+"""Totals over the units' records: FLOPs per token (for MFU), and the relative costs of layers (for
+balancing pipeline stages)."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -15,25 +15,25 @@ from parallel.pipeline.balance import LayerCosts
 
 
 def blocks(setting: Setting) -> Counter[Unit]:
-    """A block of each kind, and how many there are."""
+    """One block of each kind, and how many blocks the model has of it."""
     kinds = Counter(kinds_of_layers(setting.model))
     return Counter({unit(setting, kind): number for kind, number in kinds.items()})
 
 
 def mean_of_blocks(setting: Setting, figure: Callable[[Unit], float]) -> float:
-    """Of a model's blocks, which may be of several kinds."""
+    """The mean of `figure` over the model's blocks, which may be of several kinds."""
     kinds = blocks(setting)
     return sum(figure(block) * number for block, number in kinds.items()) / kinds.total()
 
 
 def model_flops(of: Unit, whole_attention: bool = False) -> float:
-    """Floating-point operations of a unit for one micro-batch, forward and backward, multiply and
-    add counted as two, on one tp rank (tp 1: all).
+    """The floating-point operations of a unit for one micro-batch, forward and backward, on one tp
+    rank (tp 1: all); a multiplication and an addition count as two.
 
-    Without what is computed again, and attention's backward as two forwards: what the model needs,
-    not what this code does (PaLM, appendix B). A causal mask counts as half the square of S × S, a
-    window as the scores that it leaves; with `whole_attention` all the square, as Megatron-LM
-    counts.
+    These are the operations that the model needs, not those that this code does (PaLM, appendix B):
+    recomputation is left out, and attention's backward counts as two forwards. A causal mask counts
+    as half of S × S, a window as the scores inside it; with `whole_attention` all of S × S counts,
+    as in Megatron-LM.
     """
     plain = unit(replace(of.setting, activation_checkpointing="none"), of.name)
     forward, backward = plain.whole.phases["forward"], plain.whole.phases["backward"]
@@ -43,7 +43,7 @@ def model_flops(of: Unit, whole_attention: bool = False) -> float:
 
 @lru_cache(maxsize=1024)
 def flops_per_token(model: ModelConfig, seq_len: int, whole_attention: bool = False) -> float:
-    """`model_flops` of the whole model, for each token."""
+    """`model_flops` of the whole model, per token."""
     setting = Setting(model, seq_len)
     ends = sum(model_flops(unit(setting, name), whole_attention) for name in (EMBEDDING, HEAD))
     block = mean_of_blocks(setting, lambda block: model_flops(block, whole_attention))
@@ -53,8 +53,8 @@ def flops_per_token(model: ModelConfig, seq_len: int, whole_attention: bool = Fa
 @lru_cache(maxsize=1024)
 def layer_costs(setting: Setting) -> LayerCosts:
     """Seconds of the embedding, of every block and of the head for one micro-batch, forward and
-    backward, on H100s: what is computed, and what waits for tp."""
-    # without what each kernel costs to launch: for models that are so small, on a CPU, it is little
+    backward, on H100s: computation and exposed communication over tp."""
+    # without the time to launch kernels: on a CPU, where small models run, it matters little
     device = replace(H100, kernel_seconds=0.0, collective_seconds=0.0)
     links = Links(device, setting.tp, 1, 1, setting.tp)
     rates = Rates(device, links, setting.dtype.itemsize)

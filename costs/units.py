@@ -1,14 +1,15 @@
-"""The units of the model, recorded: the embedding, a block of each kind, the norm with the head.
+"""Records the units of the model: the embedding, a block of each kind, the norm with the head.
 
     block = unit(Setting(model, seq_len=8192, tp=8), kind_of(model, layer=0))
-    block.whole.phases["forward"].product_flops      operations of a micro-batch's forward
-    block.whole.phases["backward"].effect.height     bytes by which its backward rises, at most
+    block.whole.phases["forward"].product_flops      FLOPs of matrix products in forward
+    block.whole.phases["backward"].effect.height     the peak of memory in backward, in bytes above
+                                                     its beginning
 
-A unit is what FSDP gathers, what a pipeline's stages consist of, and what activation checkpointing
-wraps. A record is one micro-batch's forward and backward, or, where a schedule splits backward,
-forward, input gradients and weight gradients. What goes from one unit to the next is counted once:
-a unit's record ends with its output and begins with its input; in backward it begins with the
-output's gradient, which autograd owns, and ends with the input's.
+Units are what FSDP gathers, what a pipeline's stages consist of, and what activation checkpointing
+wraps. A record covers one micro-batch's forward and backward, or, where a schedule splits backward,
+forward, input gradients and weight gradients. Tensors that pass from one unit to the next are
+counted once: in forward a unit's record begins with its input and ends with its output; in backward
+it begins with the output's gradient, which autograd owns, and ends with the input's gradient.
 """
 
 import math
@@ -38,15 +39,16 @@ from parallel.parameter import WeightSpec, weights_of
 
 EMBEDDING, HEAD = "embedding", "head"  # units; a block's name is its kind
 
-# Kinds of activations, besides the parts of the unit.
+# Kinds of activations that belong to no part of a unit.
 HIDDEN, POSITIONS = "hidden states between units", "angles and masks of positions"
-# Parts of units: this (with the norm that is made with a sum), and what a block calls its layers.
+# Parts of a block are its layers, by their names, and this one: the residual sums, each with the
+# norm that is computed along with it.
 BLOCK = "sums of the block"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a record depends on besides the unit."""
+    """All that a record depends on, apart from the unit."""
 
     model: ModelConfig
     seq_len: int
@@ -61,7 +63,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class LocalWeight:
-    """A weight as one tp rank has it."""
+    """One tp rank's shard of a weight."""
 
     spec: WeightSpec
     shape: tuple[int, ...]
@@ -72,11 +74,11 @@ class LocalWeight:
 
 
 class Record:
-    """Of a unit.
+    """The recorded costs of one unit.
 
     Args:
-        recorder: what was recorded.
-        tp: ranks of tensor parallelism.
+        recorder: has recorded the unit.
+        tp: number of tensor-parallel ranks.
     """
 
     def __init__(self, recorder: Recorder, tp: int) -> None:
@@ -84,31 +86,32 @@ class Record:
         self.at = lru_cache(self._at)
 
     def _at(self, first: bool, last: bool) -> dict[str, Phase]:
-        """Phases by name. `first`: of a stage that receives its input x; `last`: of one that
-        receives the gradient dy of its output. The pipeline's runner holds both until the backward
-        is over."""
+        """The phases by name. `first`: the unit is the first of a stage that receives its input x;
+        `last`: it is the last of a stage that receives the gradient dy of its output. The
+        pipeline's runner holds both until backward has ended."""
         return self.recorder.phases(holding=["x"] * first + ["dy"] * last)
 
     @property
     def phases(self) -> dict[str, Phase]:
-        """Of a unit among others."""
+        """The phases of a unit in the middle of a stage."""
         return self.at(False, False)
 
     @property
     def bytes_sent(self) -> float:
-        """By one rank over tp, by rings."""
+        """Bytes that one rank sends over tp, in rings."""
         calls = [call for phase in self.phases.values() for call in phase.sends.elements()]
         return sum(wire_bytes(kind, size, self.tp) for kind, size in calls)
 
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """Records of one unit. Activations are counted by the part of the unit that made them."""
+    """The records of one unit. Activations are counted by the part of the unit that allocated
+    them."""
 
     setting: Setting
     name: str
     weights: tuple[LocalWeight, ...]
-    hidden_bytes: int  # of what goes from unit to unit
+    hidden_bytes: int  # of the hidden states that pass from unit to unit
 
     @cached_property
     def numel(self) -> int:
@@ -117,12 +120,12 @@ class Unit:
 
     @cached_property
     def whole(self) -> Record:
-        """Phases: forward, backward."""
+        """The record with phases forward and backward."""
         return _record(self.setting, self.name, False)
 
     @cached_property
     def split(self) -> Record:
-        """Phases: forward, input, weight."""
+        """The record with phases forward, input and weight."""
         return _record(self.setting, self.name, True)
 
 
@@ -138,7 +141,8 @@ def kinds_of_layers(model: ModelConfig) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def unit(setting: Setting, name: str) -> Unit:
-    """EMBEDDING, HEAD or a kind of block; recorded when it is asked."""
+    """The unit called EMBEDDING, HEAD or a kind of block. It is recorded when its records are first
+    used."""
     weights = weights_of(_stage(setting, [name]))
     local = tuple(LocalWeight(each.spec, tuple(each.parameter.shape)) for each in weights)
     return Unit(setting, name, local, _hidden(setting).nbytes)
@@ -146,7 +150,7 @@ def unit(setting: Setting, name: str) -> Unit:
 
 @lru_cache(maxsize=4096)
 def position_bytes(setting: Setting, kinds: frozenset[str]) -> int:
-    """What a stage with blocks of these kinds derives from positions, once for all of them."""
+    """Bytes that a stage with blocks of these kinds derives from positions, once for all blocks."""
     stage, batch = _stage(setting, sorted(kinds)), _batch(setting)
     recorder = Recorder(lambda piece: None)
     recorder.leave_out(*stage.parameters(), *_tensors(batch))
@@ -168,7 +172,7 @@ def _hidden(setting: Setting) -> Tensor:
 
 
 def _stage(setting: Setting, names: Iterable[str]) -> Transformer:
-    """A pipeline stage of these units only."""
+    """A pipeline stage that consists of these units."""
     model, tp = setting.model, setting.tp
     group = dist.ProcessGroup(setting.tp_rank, tp)  # type: ignore[call-arg]  # Recorder's
     at = TensorParallel(tp, setting.tp_rank, setting.sequence_parallel, None, group)
@@ -186,7 +190,7 @@ def _batch(setting: Setting) -> Batch:
     loss_scale = torch.empty((), dtype=exact(setting.dtype), device=DEVICE)
     if not setting.document_mask:
         return Batch(tokens, tokens, tokens[:, :1], loss_scale)
-    # one document for each sequence: how many there are makes no difference
+    # one document per sequence; the number of documents makes no difference
     bounds = torch.empty(shape[1] + 1, dtype=torch.int32, device=DEVICE)
     return Batch(tokens, tokens, tokens, loss_scale, bounds)
 
@@ -196,7 +200,7 @@ def _tensors(batch: Batch) -> list[Tensor]:
 
 
 class _Begin(torch.autograd.Function):
-    """The unit's input comes into being; in backward, its gradient has."""
+    """Allocates the unit's input in forward; in backward, reports its gradient."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, received: Callable[[Tensor], None]) -> Tensor:
@@ -210,7 +214,7 @@ class _Begin(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
-    """In backward the gradient of the unit's output comes into being; only autograd holds it."""
+    """Allocates the gradient of the unit's output in backward, which only autograd then holds."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, sent: Callable[[Tensor], None]) -> Tensor:
@@ -225,17 +229,17 @@ class _End(torch.autograd.Function):
 
 
 class CannotRecord(UserError):
-    """A unit does not run on shapes. Training does not need that."""
+    """A unit does not run on meta tensors. Training does not need it to."""
 
 
 def _record(setting: Setting, name: str, split: bool) -> Record:
-    """One micro-batch's forward and backward of a unit. Raises CannotRecord."""
+    """Record one micro-batch's forward and backward of a unit. Raises CannotRecord."""
     try:
         return _run(setting, name, split)
     except Exception as error:
-        why = "does not run on tensors that have shapes only, so nothing is known of its costs "
+        why = "does not run on meta tensors (shapes without data), so its costs are unknown "
         why += f"({type(error).__name__}: {error})"
-        remedy = "ask no tensor for a number, and give each custom operation a rule for shapes"
+        remedy = "do not read values out of tensors, and give each custom op a fake implementation"
         raise CannotRecord("the unit", name, why, remedy) from error
 
 
@@ -300,8 +304,9 @@ def _run(setting: Setting, name: str, split: bool) -> Record:
 
 @contextmanager
 def _parts(stage: Transformer, name: str, recorder: Recorder) -> Iterator[None]:
-    """Inside, `recorder.part` is the part of a unit that is in forward: what a block's layer is
-    called, or the unit's name; in a stage of blocks, outside of them, POSITIONS."""
+    """A context in which `recorder.part` is the part of the unit whose forward runs: the name of a
+    block's layer, or BLOCK, or EMBEDDING or HEAD; and POSITIONS in a stage of blocks, outside of
+    the blocks."""
     outside = name if name in (EMBEDDING, HEAD) else POSITIONS
     recorder.part, stack = outside, [outside]
 
@@ -316,6 +321,6 @@ def _parts(stage: Transformer, name: str, recorder: Recorder) -> Iterator[None]:
     for block in stage.blocks.values():
         for label, module in [(BLOCK, block), *block.named_children()]:
             module.register_forward_pre_hook(lambda *_, label=label: enter(label))
-            # recomputation may end a forward early, by an exception
+            # recomputation may end a forward early, with an exception
             module.register_forward_hook(lambda *_: leave(), always_call=True)
     yield

@@ -1,20 +1,21 @@
-"""From text to batches. Owns the tokenizer, the prepared folder, and which tokens make sample i.
+"""From text to batches. Owns the tokenizer, the prepared folder, and the choice of tokens for
+sample i.
 
     sources.py    python-stdlib | files | Hugging Face data set -> documents (id, text), streamed
-    files.py      which files of a folder or a glob are read, and why the others are not
+    files.py      selects the files of a folder or a glob, and reports why others are left out
     readers.py    one file, compressed or not -> its text, or its rows
-    heldout.py    documents -> which of them, or which ends of them, are held out for evaluation
-    tokenizer.py  document -> token ids, and back; which library does it depends on the file:
-                  sentencepiece_codec.py (ours is trained there, and exact), tokenizers_codec.py
-                  (tokenizer.json)
+    heldout.py    selects the documents, or the ends of documents, held out for evaluation
+    tokenizer.py  document -> token ids, and back; the library depends on the file:
+                  sentencepiece_codec.py (also trains Lattice's own, which is lossless),
+                  tokenizers_codec.py (tokenizer.json)
     prepare.py    documents -> worker processes -> shards (once, offline: `python -m tools.prepare`)
     shards.py     one token shard: a safetensors file, written as a stream, read through a mapping
-    dataset.py    a prepared folder: one long sequence of tokens per split, read where it is needed
+    dataset.py    a prepared folder: one long sequence of tokens per split, read on demand
     sampler.py    (seed, sample index) -> (source, epoch, window): pure functions, no state
-    loader.py     samples -> batches of one data-parallel rank, read ahead; its state is one number
+    loader.py     samples -> batches of one data-parallel rank, prefetched; its state is one number
     config.py     the `data` section of a run's YAML
 
-Imports nothing of Lattice but `errors` and `settings`. Only loader.py imports torch; sources.py
-imports `datasets` when it reads from the hub, and readers.py pyarrow when it reads parquet, so that
-a preparation worker starts in a fraction of a second.
+The only modules of Lattice imported here are `errors`, `settings` and `tokens`. Only loader.py
+imports torch; sources.py imports `datasets` only to read from the hub, and readers.py imports
+pyarrow only to read parquet or zstd, so that a preparation worker starts in a fraction of a second.
 """

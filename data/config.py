@@ -7,16 +7,16 @@ from settings import PathText, Share, Text, between, section
 
 @section("data")
 class DataConfig:
-    """What a run reads.
+    """The data that a run trains on.
 
     path: a folder written by `python -m tools.prepare`, or several with their mixture weights
-        ({folder: weight}; the weights are relative, and count samples, that is: tokens).
-    tokenizer: a tokenizer's file or folder that the data must have been made with; empty: the one
-        inside the prepared folder.
-    document_mask: no token attends to another document's, and positions restart at each
-        (model/documents.py). Without it attention is causal over the whole sequence, in which
-        documents lie side by side as chance put them there.
-    prefetch: batches read ahead by the loader's thread (>= 1).
+        ({folder: weight}). Weights are relative, and are shares of samples (equivalently, tokens).
+    tokenizer: the tokenizer (file or folder) with which the data must have been prepared; empty:
+        the one inside the prepared folder.
+    document_mask: tokens attend only within their own document, and positions restart at each
+        document (model/documents.py). Without it, attention is causal over the whole sequence,
+        which may contain several unrelated documents.
+    prefetch: number of batches that the loader's thread reads ahead (>= 1).
     """
 
     path: PathText | dict[PathText, Share]

@@ -1,10 +1,10 @@
-"""A prepared folder as one long sequence of tokens per split, read only where it is asked for.
+"""A prepared folder as one long sequence of tokens per split, read on demand.
 
-Opening reads index.json and asks the file system for the size of every shard, so that a missing or
-truncated file is found before the first step and not in the middle of the run. A shard's header is
-checked when the shard is first mapped; its content by `verify`, which reads everything. Only some
-shards are mapped at a time: a mapping holds a file descriptor, and a process may have no more than
-a thousand, where a data set may have tens of thousands of shards.
+Opening reads index.json and checks the size of every shard, so that a missing or truncated file is
+found before the first step and not in the middle of the run. A shard's header is checked when the
+shard is first mapped; its content is checked only by `verify`, which reads everything. At most
+OPEN_SHARDS shards are mapped at a time: a mapping holds a file descriptor, of which a process often
+may have only a thousand, and a data set may have tens of thousands of shards.
 """
 
 import hashlib
@@ -27,13 +27,13 @@ PREPARE = "prepare the data again: `python -m tools.prepare`"
 
 
 class TokenDataset:
-    """One split of one prepared folder. Made by `TokenDataset.open`.
+    """One split of one prepared folder, opened by `TokenDataset.open`.
 
-    num_tokens: of the split, over all shards. vocab_size: every token is below it.
-    bos_id: the token that begins every document; None or negative where there is none.
-    checksum: sha256 of what decides the tokens: format, dtype, tokenizer, and every shard's length
-        and sha256.
-    unigram_nats_per_token: see prepare.unigram_nats_per_token; None where nothing was held out.
+    num_tokens: tokens in the split, over all shards. vocab_size: every token is below it.
+    bos_id: the token that begins every document; None or negative if there is none.
+    checksum: sha256 of everything that determines the tokens: format, dtype, tokenizer, split, and
+        every shard's length and sha256.
+    unigram_nats_per_token: see prepare.unigram_nats_per_token; None if nothing was held out.
     """
 
     def __init__(self, folder: Path, index: dict, split: str) -> None:
@@ -61,10 +61,10 @@ class TokenDataset:
     def open(cls, folder: str | Path, split: str, *, tokenizer: str | Path = "") -> "TokenDataset":
         """Opens split `train` or `heldout` of a prepared folder.
 
-        tokenizer: a tokenizer (file or folder) that must be the one the data was made with; empty:
-            not compared.
-        Raises UserError when anything is missing, truncated, of another format or made with another
-        tokenizer.
+        tokenizer: the tokenizer (file or folder) with which the data must have been prepared;
+            empty: any.
+        Raises UserError if anything is missing, truncated, in another format or prepared with
+        another tokenizer.
         """
         folder = Path(folder)
         index = _read_index(folder)
@@ -74,8 +74,8 @@ class TokenDataset:
             != index["tokenizer_sha256"]
         ):
             why = (
-                f"{folder} was made with another tokenizer (sha256 "
-                f"{index['tokenizer_sha256'][:12]}…, this is {sha256[:12]}…)"
+                f"{folder} was prepared with another tokenizer (sha256 "
+                f"{index['tokenizer_sha256'][:12]}…, this one has {sha256[:12]}…)"
             )
             remedy = f"leave it empty, or give {folder}"
             raise UserError("data.tokenizer", str(tokenizer), why, remedy)
@@ -87,12 +87,12 @@ class TokenDataset:
         for file, _, _, size, _ in dataset._shards:
             path = folder / file
             if Path(file).name != file or not path.is_file():
-                why = "the shard is missing; index.json names it"
+                why = "the shard is missing, although index.json lists it"
                 raise UserError("data.path", str(path), why, REMEDY)
             if (found := path.stat().st_size) != size:
                 why = (
-                    "the shard is truncated or not the one in index.json: "
-                    f"{found} bytes instead of {size}"
+                    f"the shard has {found} bytes, but index.json lists {size}: "
+                    "it is truncated or was replaced"
                 )
                 raise UserError("data.path", str(path), why, REMEDY)
         if dataset.num_tokens == 0:
@@ -108,26 +108,26 @@ class TokenDataset:
 
     @property
     def tokenizer_path(self) -> Path:
-        """The tokenizer the data was made with: its file, where the folder still has it."""
+        """The tokenizer file in the folder, with which the data was prepared. It may be missing."""
         found = (self.folder / name for name in (MODEL, JSON) if (self.folder / name).is_file())
         return next(found, self.folder / MODEL)
 
     def verify(self) -> None:
-        """Reads every shard and compares its sha256, header and document starts. Raises UserError
-        for the first bad one."""
+        """Reads every shard and checks its sha256, header, tokens and document starts. Raises
+        UserError for the first bad one."""
         for i, (file, tokens, documents, _, sha256) in enumerate(self._shards):
             path = self.folder / file
             if file_sha256(path) != sha256:
-                why = "its content is not what was prepared (sha256 differs)"
+                why = "its content has changed since it was prepared (the sha256 differs)"
                 raise UserError("data.path", str(path), why, REMEDY)
             if int(self._map_tokens(i).max(initial=0)) >= self.vocab_size:
-                why = f"it holds a token >= vocab_size {self.vocab_size}"
+                why = f"it contains a token id >= vocab_size {self.vocab_size}"
                 raise UserError("data.path", str(path), why, PREPARE)
             starts = self.document_starts(i)
             if documents and (
                 starts[0] != 0 or starts[-1] >= tokens or np.any(np.diff(starts) <= 0)
             ):
-                why = "its document starts are not increasing within it"
+                why = "its document starts are not increasing positions within the shard"
                 raise UserError("data.path", str(path), why, PREPARE)
 
     @property
@@ -135,13 +135,13 @@ class TokenDataset:
         return len(self._shards)
 
     def document_starts(self, shard: int) -> np.ndarray:
-        """[documents of that shard] int64: where each begins, from the shard's first token on."""
+        """[documents of that shard] int64: where each begins, counted from the shard's start."""
         file, _, documents, _, _ = self._shards[shard]
         return map_tensor(self.folder / file, "document_starts", np.dtype("int64"), documents)
 
     def window(self, start: int, length: int) -> np.ndarray:
-        """[length] tokens from position `start` of the split on, in the stored dtype; copied where
-        it spans shards."""
+        """[length] tokens that begin at position `start` of the split, in the stored dtype; a copy
+        if the window spans shards, else a view."""
         if not 0 <= start <= start + length <= self.num_tokens:
             raise IndexError(f"tokens {start}..{start + length} of {self.num_tokens}")
         shard = bisect_right(self._starts, start) - 1
@@ -157,10 +157,10 @@ class TokenDataset:
         )
 
     def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Windows from each of `starts` [N] on: [N, length], in the stored dtype, copied.
+        """Returns copies of the windows that begin at `starts` [N]: [N, length], stored dtype.
 
-        Of one shard all at once: a view of the mapping in which row i begins at token i, and one
-        indexing of its rows.
+        All windows of one shard are read at once: in a strided view of the mapping row i begins at
+        token i, and a single indexing operation selects the rows.
         """
         windows = np.empty((len(starts), length), self._dtype)
         shard_of = np.searchsorted(self._starts_array, starts, side="right") - 1
@@ -181,10 +181,11 @@ class TokenDataset:
 
 
 class Mixture:
-    """Several data sets of one vocabulary, with weights; a single one is a mixture of one.
+    """Weighted data sets that share a tokenizer; a single one is a mixture of one.
 
-    checksum: of the sources', in order, with their weights: all that decides which sample is which.
-    unigram_nats_per_token: the sources' own, weighted.
+    checksum: covers the sources' checksums, in order, and their weights; together with the seed and
+        the sequence length they determine every sample.
+    unigram_nats_per_token: the weighted mean of the sources' values.
     """
 
     def __init__(self, sources: Sequence[TokenDataset], weights: Sequence[float]) -> None:
@@ -192,8 +193,8 @@ class Mixture:
         first = self.sources[0]
         for other in self.sources[1:]:
             if other.tokenizer_sha256 != first.tokenizer_sha256:
-                why = f"it was made with another tokenizer than {first.folder}"
-                remedy = "prepare all sources with one tokenizer"
+                why = f"it and {first.folder} were prepared with different tokenizers"
+                remedy = "prepare all sources with the same tokenizer"
                 raise UserError("data.path", str(other.folder), why, remedy)
         self.vocab_size, self.bos_id = first.vocab_size, first.bos_id
         self.tokenizer_path = first.tokenizer_path
@@ -212,17 +213,17 @@ class Mixture:
 
 
 def open_data(config: DataConfig, split: str) -> Mixture:
-    """Opens split `train` or `heldout` of all that `config.path` names. Raises UserError when any
-    of it is not usable."""
+    """Opens split `train` or `heldout` of every folder in `config.path`. Raises UserError if any
+    of them is not usable."""
     paths = config.path if isinstance(config.path, dict) else {config.path: 1.0}
     if not paths:
-        why = "no data is named"
+        why = "it names no data"
         raise UserError("data.path", paths, why, "give a prepared folder, or {folder: weight, …}")
     sources = [TokenDataset.open(path, split, tokenizer=config.tokenizer) for path in paths]
     for source in sources:
         if config.document_mask and (source.bos_id is None or source.bos_id < 0):
             why = (
-                "documents are found by their first token, bos, "
+                "documents are found by the bos token that begins each, "
                 f"and {source.folder} has none (bos_id {source.bos_id})"
             )
             remedy = (
@@ -241,7 +242,7 @@ def _read_index(folder: Path) -> dict:
         missing = isinstance(error, FileNotFoundError | NotADirectoryError)
         why = f"its index cannot be read ({error.strerror})"
         if missing:
-            why = "there is no prepared data there"
+            why = "the folder contains no prepared data"
         remedy = "prepare it: `make data`, or `python -m tools.prepare`"
         raise UserError("data.path", str(folder), why, remedy) from error
     except ValueError as error:
@@ -252,6 +253,6 @@ def _read_index(folder: Path) -> dict:
         why = f"it is not a {FORMAT} index of version {VERSION}"
         raise UserError("data.path", str(path), why, PREPARE)
     if index.get("dtype") not in ("uint16", "uint32"):
-        why = f"tokens of type {index.get('dtype')!r} are not known"
+        why = f"its token dtype {index.get('dtype')!r} is neither 'uint16' nor 'uint32'"
         raise UserError("data.path", str(path), why, PREPARE)
     return index

@@ -1,7 +1,7 @@
-"""Which files of a folder or a glob are read, and why the others are not.
+"""Selects the files of a folder or a glob that are read, and reports why the others are not.
 
-Every file that is found is either read or left out for a reason that the `Report` has: nothing is
-dropped in silence.
+Every file found is either read or recorded in the `Report` with the reason it was left out. No file
+is dropped silently.
 """
 
 import glob
@@ -17,22 +17,22 @@ import yaml
 from data.readers import ARCHIVES, TABLES, TEXTS, kind
 from errors import UserError
 
-# Words in the name of a table's file or folder that say its split, as on the Hugging Face hub.
+# Words in a table's path that name its split, as on the Hugging Face hub.
 SPLIT_WORDS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
 SPLIT_WORD = re.compile(rf"(?<![a-z])({'|'.join(SPLIT_WORDS)})(?![a-z])")
-NAMED = 5  # names that a report spells out for each reason
+NAMED = 5  # the most file names that a report lists for each reason
 
 
 class Report:
-    """What became of the files of a source: filled while its documents are read.
+    """What was read of a source, and what was left out; filled in while its documents are read.
 
-    files: how many gave documents.
-    columns: those that texts came from, if not from `text`, and an example of a file of each.
-    left_out: reason → names.
+    files: number of files that gave documents.
+    columns: columns other than `text` that texts came from, each with one example file.
+    left_out: reason → names of the files.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Report:
         self.left_out.setdefault(reason, []).append(name)
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """The report as lines of text to print."""
         number = sum(map(len, self.left_out.values()))
         found = (
             [
@@ -64,9 +64,9 @@ class Report:
 
 
 def files_of_folder(folder: Path, split: str, report: Report) -> list[Path]:
-    """Its files of text and its tables of that split, at any depth, sorted by their relative paths:
-    the same on every file system. Links are followed, but nothing is read twice. Raises UserError
-    where there are none."""
+    """The folder's text files and its tables of that split, at any depth, sorted by relative path,
+    so that the order is the same on every file system. Links are followed, but nothing is read
+    twice. Raises UserError if there are none."""
     found = dict(
         sorted((file.relative_to(folder).as_posix(), file) for file in _walk(folder, report))
     )
@@ -75,49 +75,49 @@ def files_of_folder(folder: Path, split: str, report: Report) -> list[Path]:
             f"{reason}: {', '.join(names[:NAMED])}" for reason, names in report.left_out.items()
         )
         why = f"nothing in it can be read ({reasons})" if reasons else "the folder is empty"
-        raise UserError("--source", str(folder), why, "give a folder with files of text or tables")
+        raise UserError("--source", str(folder), why, "give a folder with text files or tables")
     has_tables = any(kind(file) in TABLES for file in found.values())
     chosen, splits, unknown = [], set(), Counter[str]()
     for name, file in found.items():
         ending = kind(file)
         if name == "README.md" and has_tables and (configurations := _card(file)) is not None:
             if len(configurations) > 1:
-                why = (
-                    f"its README.md says that it is several data sets: {', '.join(configurations)}"
-                )
-                remedy = f"give the files of one, as a glob: '{folder}/…/*.parquet'"
+                why = f"its README.md describes several data sets: {', '.join(configurations)}"
+                remedy = f"give the files of one of them, as a glob: '{folder}/…/*.parquet'"
                 raise UserError("--source", str(folder), why, remedy)
             report.leave_out(name, "describes the data set")
         elif ending in ARCHIVES:
             report.leave_out(name, f"an archive ({ending}): unpack it")
         elif ending not in TEXTS | TABLES:
-            report.leave_out(name, f"no known kind of file ({ending or 'no ending'})")
+            report.leave_out(name, f"unknown file type ({ending or 'no extension'})")
             unknown[file.suffix] += 1
         elif (its := split_of(name) if ending in TABLES else "train") != split:
-            report.leave_out(name, f"of the split {its!r} (--split {its})")
+            report.leave_out(name, f"belongs to split {its!r} (--split {its})")
             splits.add(its)
         else:
             chosen.append(file)
     if not chosen and splits:
-        why = f"no file of {folder} is of this split"
-        remedy = f"one of: {', '.join(sorted(splits))}; the names of files say which they are"
+        why = f"no file in {folder} belongs to this split"
+        remedy = f"give one of: {', '.join(sorted(splits))}; the files' paths name their splits"
         raise UserError("--split", split, why, remedy)
     if not chosen:
-        why = "none of its files is of a known kind: " + "; ".join(
+        why = "none of its files is of a known type: " + "; ".join(
             f"{', '.join(names[:NAMED])}: {reason}" for reason, names in report.left_out.items()
         )
         remedy = "unpack them, or give a folder with text"
         for ending, _ in unknown.most_common(1):
             pattern = shlex.quote(f"{glob.escape(str(folder))}/**/*{ending}")
             remedy = (
-                f"if they are text, give them as a glob, which reads any file: --source {pattern}"
+                "if they are text, give them as a glob, which reads files of any type: "
+                f"--source {pattern}"
             )
         raise UserError("--source", str(folder), why, remedy)
     return chosen
 
 
 def files_of_glob(pattern: str, report: Report) -> list[Path]:
-    """The files that it matches, each once, sorted by path; folders among them are not entered."""
+    """The files that the pattern matches, each once, sorted by path. Matching folders are not
+    entered. Raises UserError if it matches only what cannot be read."""
     names = sorted({Path(name).as_posix() for name in glob.iglob(pattern, recursive=True)})
     chosen = []
     for name in names:
@@ -126,7 +126,7 @@ def files_of_glob(pattern: str, report: Report) -> list[Path]:
             if "**" not in pattern:
                 report.leave_out(name, "a folder (give the folder itself, or ** for all below it)")
         elif not file.is_file():
-            report.leave_out(name, "a link that leads nowhere" if file.is_symlink() else "no file")
+            report.leave_out(name, "a broken link" if file.is_symlink() else "not a regular file")
         elif kind(file) in ARCHIVES:
             report.leave_out(name, f"an archive ({kind(file)}): unpack it")
         else:
@@ -141,14 +141,14 @@ def files_of_glob(pattern: str, report: Report) -> list[Path]:
 
 
 def split_of(name: str) -> str:
-    """Which split the file of this relative path belongs to, by the first word in it that says so;
-    `train` where none does."""
+    """The split of the file with this relative path: that of the first word in it that names a
+    split, else `train`."""
     word = SPLIT_WORD.search(name.lower())
     return SPLIT_WORDS[word[1]] if word else "train"
 
 
 def _walk(folder: Path, report: Report) -> Iterator[Path]:
-    """Every file that is not hidden; first what is there, then links that lead to nothing."""
+    """Yields every file that is not hidden, each once: first regular files, then links' targets."""
     entered: set[tuple[int, int]] = set()
     seen: set[tuple[int, int]] = set()
     links = [folder]
@@ -156,9 +156,9 @@ def _walk(folder: Path, report: Report) -> Iterator[Path]:
         link = links.pop(0)
         name = link.relative_to(folder).as_posix()
         if link != folder and not link.exists():
-            report.leave_out(name, "a link that leads nowhere")
+            report.leave_out(name, "a broken link")
         elif _identity(link) in entered | seen:
-            report.leave_out(name, "a link to what is read anyway")
+            report.leave_out(name, "a link to something that is read anyway")
         elif link.is_dir():
             for file in _walk_without_links(link, folder, entered, links, report):
                 if link == folder or _identity(file) not in seen:
@@ -173,7 +173,7 @@ def _walk_without_links(
     top: Path, folder: Path, entered: set[tuple[int, int]], links: list[Path], report: Report
 ) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
-        raise error  # os.walk would go on in silence
+        raise error  # os.walk would otherwise skip the folder silently
 
     for path, folders, files in os.walk(top, onerror=refuse):
         here = Path(path)
@@ -202,7 +202,7 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def _card(readme: Path) -> list[str] | None:
-    """The data sets that a README.md describes, as on the Hugging Face hub; None: other text."""
+    """The configurations named in a README.md of the Hugging Face hub; None for any other text."""
     try:
         parts = readme.read_text(encoding="utf-8").split("---", 2)
         content = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None

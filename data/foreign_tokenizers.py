@@ -1,4 +1,4 @@
-"""Tokenizers in formats not read here, known by content: no good file is called damaged."""
+"""Recognizes tokenizers in unsupported formats, so that no intact file is reported as damaged."""
 
 import json
 import re
@@ -7,9 +7,7 @@ from typing import Any
 
 from errors import UserError
 
-GIVE_JSON = (
-    "give the tokenizer.json of the same model, which its folder in Hugging Face's format has"
-)
+GIVE_JSON = "give the tokenizer.json of the same model, from its folder in Hugging Face format"
 CONVERT = (
     'python -c "from transformers import AutoTokenizer as A; '
     'A.from_pretrained({0!r}).save_pretrained({1!r})"'
@@ -17,7 +15,8 @@ CONVERT = (
 
 
 def not_a_tokenizer(name: str, content: bytes, otherwise: str) -> UserError:
-    """For a file that neither library reads. otherwise: said of one of no format known here."""
+    """The error for a file that neither library reads. otherwise: the reason to give if the format
+    is not recognized."""
     why, remedy = _known(content) or (
         otherwise,
         "give a SentencePiece model, such as `python -m tools.tokenizer` writes, "
@@ -27,9 +26,9 @@ def not_a_tokenizer(name: str, content: bytes, otherwise: str) -> UserError:
 
 
 def no_tokenizer_in(folder: Path) -> UserError:
-    """For a folder with neither tokenizer.model nor tokenizer.json."""
+    """The error for a folder with neither tokenizer.model nor tokenizer.json."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    # Mistral's, of SentencePiece
+    # Mistral's names for SentencePiece models
     versions = [name for name in names if re.fullmatch(r"tokenizer\.model\.v\d+", name)]
     if versions:
         why = f"its tokenizer has another name ({versions[-1]})"
@@ -38,23 +37,24 @@ def no_tokenizer_in(folder: Path) -> UserError:
         why = "it has only a tekken.json, Mistral's own format, which is not supported"
         remedy = GIVE_JSON
     elif {"vocab.json", "merges.txt"} <= set(names):
-        why = "it has vocab.json and merges.txt, an older format, which is not read here"
+        why = "it has vocab.json and merges.txt, an older format, which is not supported"
         remedy = (
-            "with transformers installed, make a tokenizer.json: "
+            "with transformers installed, convert it to a tokenizer.json: "
             f"`{CONVERT.format(str(folder), str(folder))}`"
         )
     else:
-        why = "there is neither tokenizer.model nor tokenizer.json in it"
+        why = "it contains neither tokenizer.model nor tokenizer.json"
         remedy = (
-            "name the tokenizer's file, or copy it there; or train one: `python -m tools.tokenizer`"
+            "give the path of the tokenizer file, or copy the file there; "
+            "or train one: `python -m tools.tokenizer`"
         )
     return UserError("tokenizer", str(folder), why, remedy)
 
 
 def _known(content: bytes) -> tuple[str, str] | None:
-    """What such a content is, and what to give instead."""
+    """What this content is, and what to give instead; None if the format is not recognized."""
     if content.startswith(b"version https://git-lfs"):
-        return "this is a pointer of Git LFS, not the file", "run `git lfs pull` in its folder"
+        return "this is a Git LFS pointer, not the file", "run `git lfs pull` in its folder"
     if content.startswith(b"GGUF"):
         return "this is a GGUF model, which is not supported", GIVE_JSON
     if re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n[A-Za-z0-9+/]+=* \d+\r?\n", content):
@@ -72,8 +72,8 @@ def _known(content: bytes) -> tuple[str, str] | None:
     if isinstance(found.get("vocab"), list) and isinstance(found.get("config"), dict):
         return "this is Mistral's tekken format, which is not supported", GIVE_JSON
     if "tokenizer_class" in found or "architectures" in found:
-        why = "this describes a tokenizer or a model, and is none"
-        return why, "give the tokenizer.json beside it"
+        why = "this is a description of a tokenizer or a model, not a tokenizer"
+        return why, "give the tokenizer.json in the same folder"
     if found and all(type(value) is int for value in found.values()):
         return "this is a vocabulary without its merges (vocab.json)", GIVE_JSON
     return None

@@ -1,12 +1,13 @@
-"""Which text is held out for evaluation, and never trained on.
+"""Selects the text that is held out for evaluation and never trained on.
 
-A document is held out as a whole where its id's hash says so: a pure function of the id, so equal
-ids are on one side whatever their order, their number and the files they come from.
+Usually whole documents are held out, chosen by the hash of their ids. The choice is a pure function
+of the id: documents with equal ids are in the same split, whatever their order, their number and
+the files they come from.
 
-That needs documents to choose from. One file is often one document, and all of it would be trained
-on, or none. So where there are fewer than `FEW` documents, or the hash leaves one of the two splits
-without any, every document is cut in two instead, and its end is held out: a pure function of its
-text (`cut`). Each part is then a document of its own.
+That needs enough documents to choose from: one file is often one document, which would be either
+trained on or held out entirely. So if there are fewer than `FEW` documents, or if the hash leaves
+one of the splits empty, every document is cut in two instead and its end is held out. The cut is a
+pure function of the text (`cut`). Each part is then a separate document.
 """
 
 import hashlib
@@ -15,14 +16,15 @@ from typing import NamedTuple
 
 from data.sources import Document
 
-FEW = 20  # with the usual fraction of 0.05, one held-out document is to be expected of as many
-# That many are not few, even if a split has none of them. Until then they are kept in memory.
+FEW = 20  # with the default fraction of 0.05, this many give one held-out document on average
+# From here on whole documents are held out, even if a split is still empty. Up to here they are
+# kept in memory.
 MOST_DOCUMENTS, MOST_CHARS = 1000, 1 << 26
-CUT_WITHIN = 1000  # characters in which `cut` looks for the end of a line, or of a word
+CUT_WITHIN = 1000  # characters that `cut` searches for the end of a line, or of a word
 
 
 class Part(NamedTuple):
-    """A document, or one of the two parts that one was cut into."""
+    """A document, or one of the two parts into which a document was cut."""
 
     text: str
     held_out: bool
@@ -36,9 +38,9 @@ def held_out(document_id: str, fraction: float) -> bool:
 
 
 def cut(text: str, fraction: float) -> int:
-    """Where the held-out end of `text` begins: after (1 - fraction) of its characters, or at the
-    start of the line (else the word) that is there, if that is near. Both parts have text, unless
-    there is one character or none: that is trained on."""
+    """Returns the position where the held-out end of `text` begins: after (1 - fraction) of its
+    characters, moved back to the start of that line (else that word) if it lies within CUT_WITHIN.
+    Neither part is empty, unless the text has at most one character: it is then trained on."""
     at = max(len(text) - max(round(len(text) * fraction), 1), 1)
     for separator in ("\n", " "):
         if found := text.rfind(separator, max(at - CUT_WITHIN, 0), at) + 1:
@@ -47,9 +49,9 @@ def cut(text: str, fraction: float) -> int:
 
 
 class Splitter:
-    """Yields the parts of `documents`, in their order; of a cut one, the held-out part is second.
+    """Yields the parts of `documents`, in order; the held-out part of a cut document comes second.
 
-    cuts: whether documents are cut; False until the first part was yielded.
+    cuts: whether documents are cut; False until the first part has been yielded.
     """
 
     def __init__(self, documents: Iterable[Document], fraction: float) -> None:
@@ -81,7 +83,7 @@ class Splitter:
 
     @staticmethod
     def _decided(head: list[Part], characters: int) -> bool:
-        """Whether there are enough documents to hold out whole ones."""
+        """Whether these documents suffice to decide that whole documents are held out."""
         both = len({part.held_out for part in head}) == 2
         return (
             (both and len(head) >= FEW) or len(head) >= MOST_DOCUMENTS or characters >= MOST_CHARS

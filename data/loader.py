@@ -1,12 +1,12 @@
-"""Samples to the batches of one data-parallel rank, read ahead by a thread.
+"""Assembles samples into the batches of one data-parallel rank; a thread reads them ahead.
 
     sample index --sampler--> window --dataset--> row
 
     rank r of dp takes rows r * B/dp .. (r + 1) * B/dp of the batch
 
-The global batch is the same for every dp size, and where a run stands is one number, the next
-sample's index: a run continues with another dp size on the same batches, and with another batch
-size at the same sample.
+The global batch is the same for every dp size, and a run's position in the data is one number, the
+index of the next sample. So a run resumed with another dp size reads the same batches, and one
+resumed with another batch size continues at the same sample.
 """
 
 import queue
@@ -22,7 +22,7 @@ from data.sampler import SampleOrder, count_windows, merge_ranges, next_samples
 from errors import UserError
 from tokens import IGNORE
 
-LOCATED_TOGETHER = 4096  # samples
+LOCATED_TOGETHER = 4096  # samples located by one call
 
 
 class BatchLoader:
@@ -31,13 +31,14 @@ class BatchLoader:
     Args:
         data: a data set or a mixture.
         seq_len: S. global_batch_size: B, in sequences, a multiple of dp_size.
-        seed: of the shuffle. dp_rank, dp_size: which rows are this process's.
-        next_sample: where to begin: `state()["next_sample"]` of the run to continue.
-        skipped: half-open ranges [begin, end) of sample indices never handed out (a rollback's).
-        prefetch: batches read ahead.
+        seed: seed of the shuffle. dp_rank, dp_size: select this process's rows.
+        next_sample: where to begin: `state()["next_sample"]` of the run to resume.
+        skipped: half-open ranges [begin, end) of sample indices that are never returned; rollbacks
+            add them.
+        prefetch: number of batches read ahead.
         shuffle: False reads every source in order, as evaluation does.
 
-    Raises UserError when B does not divide, or a source is too short for one window.
+    Raises UserError if B is not a multiple of dp_size, or if a source is too short for one window.
     """
 
     def __init__(
@@ -56,11 +57,11 @@ class BatchLoader:
     ) -> None:
         if global_batch_size < 1 or global_batch_size % dp_size:
             why = f"{dp_size} data-parallel ranks cannot share it evenly"
-            remedy = f"a multiple of {dp_size}"
+            remedy = f"give a multiple of {dp_size}"
             raise UserError("train.global_batch_size", global_batch_size, why, remedy)
         if prefetch < 1:
-            why = "the reading thread is always ahead"
-            raise UserError("data.prefetch", prefetch, why, "at least 1; 2 is usual")
+            why = "the loader's thread always reads ahead"
+            raise UserError("data.prefetch", prefetch, why, "give at least 1; 2 is usual")
         self._data = _as_mixture(data)
         self._order = _sample_order(self._data, seq_len, seed=seed, shuffle=shuffle)
         self._seq_len, self._global_batch_size = seq_len, global_batch_size
@@ -73,7 +74,7 @@ class BatchLoader:
         return self
 
     def __next__(self) -> tuple[Tensor, Tensor]:
-        """The next batch. What the reading thread raised is raised here, and at each later call."""
+        """The next batch. Raises any error of the reading thread, again at every later call."""
         if self._error is None and self._stop.is_set():
             raise RuntimeError("the loader is closed")
         if self._error is None:
@@ -85,7 +86,8 @@ class BatchLoader:
         raise self._error
 
     def state(self) -> dict:
-        """What continues the run after the last batch given; JSON-able, the same on all ranks."""
+        """The state from which to resume after the last batch returned; serializable as JSON, and
+        the same on all ranks."""
         skipped = [list(pair) for pair in self.skipped]
         return {
             "next_sample": self.next_sample,
@@ -94,14 +96,14 @@ class BatchLoader:
         }
 
     def go_to(self, next_sample: int, skipped: Sequence[Sequence[int]]) -> None:
-        """Go on at another sample, and without others, as a loader made with these arguments."""
+        """Moves to another sample and other skipped ranges, as if constructed with them."""
         self.close()
         self._start(next_sample, skipped)
 
     def close(self) -> None:
         """Stops the reading thread. May be called twice."""
         self._stop.set()
-        while self._thread.is_alive():  # it may wait for room in the queue
+        while self._thread.is_alive():  # it may be blocked on a full queue
             try:
                 self._ready.get_nowait()
             except queue.Empty:
@@ -109,7 +111,8 @@ class BatchLoader:
 
     def _start(self, next_sample: int, skipped: Sequence[Sequence[int]]) -> None:
         self.skipped = merge_ranges(skipped)
-        self.next_sample = next_sample  # after the batches handed out; the thread counts its own
+        # Follows the batches returned; the thread, which is ahead, keeps its own count.
+        self.next_sample = next_sample
         self._error: BaseException | None = None
         self._stop = threading.Event()
         self._ready: queue.Queue = queue.Queue(maxsize=self._prefetch)
@@ -122,8 +125,8 @@ class BatchLoader:
         try:
             rows = self._mine.stop - self._mine.start
             while not self._stop.is_set():
-                # Locating costs some hundred numpy calls, for one sample or thousands: several
-                # batches share them.
+                # Locating takes about a hundred numpy calls, whether for one sample or thousands,
+                # so several batches are located together.
                 mine, after = [], []
                 for _ in range(max(1, LOCATED_TOGETHER // rows)):
                     samples, sample = next_samples(sample, self._global_batch_size, self.skipped)
@@ -136,20 +139,20 @@ class BatchLoader:
                     self._ready.put((made, after_batch))
                     if self._stop.is_set():
                         return
-        except BaseException as error:  # whatever it is, the caller must hear of it
+        except BaseException as error:  # of any kind: `__next__` raises it
             self._ready.put((None, error))
 
 
 def check_state(state: dict, data: TokenDataset | Mixture) -> None:
-    """Raises UserError when `state` counts the samples of another data set: resuming would repeat
-    some and miss others."""
+    """Raises UserError if `state` is a position in another data set: resuming would repeat some
+    samples and miss others."""
     if state["checksum"] != data.checksum:
         path = " + ".join(str(source.folder) for source in _as_mixture(data).sources)
         why = (
             f"the run to resume read other data (checksum {state['checksum'][:12]}…, "
-            f"this is {data.checksum[:12]}…)"
+            f"this data has {data.checksum[:12]}…)"
         )
-        remedy = "give the data the run began with, or begin a new run in another run.dir"
+        remedy = "give the data the run began with, or start a new run in another run.dir"
         raise UserError("data.path", path, why, remedy)
 
 
@@ -162,15 +165,15 @@ def heldout_batches(
     dp_size: int,
     rows: int,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Windows 0 .. num_samples - 1 of `data`, in order, once: tokens and targets [rows, S] int64.
+    """Yields windows 0 .. num_samples - 1 of `data` once, in order: (tokens, targets), each
+    [rows, S] int64.
 
-    num_samples: at most as many as there are (None: all). Of a mixture, as many as come before a
-        source would repeat.
-    rows: of this rank per batch; a batch is rows * dp_size windows, and every rank gets the same
-        number of batches.
+    num_samples: upper limit (None: all windows). A mixture ends before any source would repeat.
+    rows: rows of this rank per batch. A batch has rows * dp_size windows, and every rank gets the
+        same number of batches.
 
-    Rows beyond the last window have every target IGNORE: the sum of losses over the counted
-    targets, divided by their number, is the same on every layout.
+    Rows beyond the last window have IGNORE for every target, so that the sum of losses over the
+    counted targets, divided by their number, is the same for every layout.
     """
     mixture = _as_mixture(data)
     order = _sample_order(mixture, seq_len, seed=0, shuffle=False)
@@ -197,7 +200,7 @@ def _sample_order(data: Mixture, seq_len: int, *, seed: int, shuffle: bool) -> S
         if count == 0:
             why = (
                 f"split {source.split!r} of {source.folder} has {source.num_tokens} tokens, "
-                f"a sample needs {seq_len + 1}"
+                f"and a sample needs {seq_len + 1}"
             )
             remedy = f"set train.seq_len to at most {source.num_tokens - 1}, or prepare more text"
             if source.split == "heldout":
@@ -212,7 +215,7 @@ def _sample_order(data: Mixture, seq_len: int, *, seed: int, shuffle: bool) -> S
 def _assemble(
     data: Mixture, source: np.ndarray, window: np.ndarray, seq_len: int
 ) -> tuple[Tensor, Tensor]:
-    """(tokens, targets), each [N, S] int64, of window[i] of source[i]: [N] each."""
+    """Reads window[i] of source[i] for every i ([N] each): (tokens, targets), each [N, S] int64."""
     tokens = torch.empty(len(source), seq_len, dtype=torch.int64)
     targets = torch.empty_like(tokens)
     for s in np.unique(source).tolist():

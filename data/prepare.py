@@ -1,19 +1,20 @@
-"""Documents to token shards, once, before training.
+"""Tokenizes documents into shards, once, before training.
 
     documents --(this process, in order)--> chunks --(worker processes)--> token arrays
               --(this process, in order)--> shards
 
-Each document becomes `[bos] its tokens [eos]` as in Llama: generation starts from bos and stops at
-eos. (Without bos where the tokenizer has none, as Qwen's.) Only the source decides where chunks are
-cut, and they are written in its order, so the bytes on disk do not depend on the number of workers.
-At most `2 * workers + 2` chunks are in flight, so memory does not depend on the size of the source.
-The folder is written beside its final place and renamed when complete: whole or not at all.
+Each document becomes `[bos] its tokens [eos]`, as in Llama: generation starts from bos and stops at
+eos. (There is no bos if the tokenizer has none, like Qwen's.) Chunk boundaries depend only on the
+source, and chunks are written in its order, so the bytes on disk do not depend on the number of
+workers. At most `2 * workers + 2` chunks are in flight, so memory does not depend on the size of
+the source. The folder is written under a temporary name and renamed when it is complete, so that
+OUT is never incomplete.
 
     OUT/index.json                   format, tokenizer's sha256, dtype; per split: shards, counts,
                                      checksums
     OUT/train-00000.safetensors …    see shards.py
     OUT/heldout-00000.safetensors …
-    OUT/tokenizer.model              or tokenizer.json and what belongs to it
+    OUT/tokenizer.model              or tokenizer.json, and the files that belong to it
 """
 
 import json
@@ -39,12 +40,12 @@ from data.tokenizer import Tokenizer
 from errors import UserError
 
 SPLITS = ("train", "heldout")
-# characters a worker gets at a time; of documents of a typical length, dozens
+# characters that a worker gets at a time: dozens of documents of typical length
 CHUNK_CHARS = 1 << 18
 
 
 class Encoded(NamedTuple):
-    """What a worker makes of the documents of one chunk that fall in one split."""
+    """The tokens of one chunk's documents that belong to one split."""
 
     tokens: np.ndarray  # [sum of lengths], the shards' dtype
     # [documents], int64: tokens of each, bos (if there is one) and eos included
@@ -68,13 +69,13 @@ def prepare(
 ) -> dict:
     """Tokenizes `source` into the folder `out` and returns its index.
 
-    heldout_fraction: of the documents, chosen by the hash of their ids, or of each of a few
-        documents (heldout.py).
-    shard_tokens: a shard is closed by the document with which it reaches this many tokens.
-    workers: processes that tokenize; this process reads and writes beside them.
-    report: is told which files were read, and which were left out.
+    heldout_fraction: the fraction of documents held out, chosen by the hash of their ids; if there
+        are only a few documents, the fraction of each one (heldout.py).
+    shard_tokens: a shard ends with the document that brings it to this many tokens.
+    workers: processes that tokenize; this process does the reading and writing.
+    report: records which files were read and which were left out.
 
-    Raises UserError for what the user can fix; nothing is left at `out` then.
+    Raises UserError for what the user can fix, and then leaves nothing new at `out`.
     """
     _check(tokenizer, out, heldout_fraction, shard_tokens, workers)
     _check_replaceable(source, out, overwrite)
@@ -90,7 +91,7 @@ def prepare(
         splitter = Splitter(
             _not_empty(documents(source, text_field, split, report), counts), heldout_fraction
         )
-        # None: a terminal only
+        # disable=None: shown only on a terminal
         with tqdm(
             desc=f"preparing {out.name}", unit=" tokens", unit_scale=True, disable=None
         ) as bar:
@@ -100,8 +101,8 @@ def prepare(
                     bar.update(len(part.tokens))
         if writers["train"].tokens == 0:
             why = (
-                f"no training tokens: of its {counts['documents']} documents every one is empty or "
-                "held out"
+                f"there are no training tokens: each of its {counts['documents']} documents is "
+                "empty or held out"
             )
             remedy = "give more text, or a smaller --heldout-fraction"
             raise UserError("--source", source, why, remedy)
@@ -115,9 +116,9 @@ def prepare(
             "bos_id": tokenizer.bos_id,
             "eos_id": tokenizer.eos_id,
             "heldout_fraction": heldout_fraction,
-            # else whole documents (heldout.py)
+            # without this key, whole documents are held out (heldout.py)
             **({"heldout": "the end of each document"} if splitter.cuts else {}),
-            "empty_documents": counts["empty_documents"],  # left out: they hold nothing to learn
+            "empty_documents": counts["empty_documents"],  # these were left out
             "unigram_nats_per_token": unigram_nats_per_token(
                 writers["train"].histogram, writers["heldout"].histogram
             ),
@@ -127,9 +128,9 @@ def prepare(
             (partial / name).write_bytes(content)
         (partial / "index.json").write_text(json.dumps(index, indent=1) + "\n")
         _put_in_place(partial, out)
-    except OSError as error:  # what reading the source raises is a UserError
-        remedy = "make room, or name a folder where you may write"
-        why = f"cannot be written ({error.strerror or error})"
+    except OSError as error:  # an error of writing: errors of reading the source are UserErrors
+        remedy = "free some space, or give a folder where you have permission to write"
+        why = f"it cannot be written ({error.strerror or error})"
         raise UserError("--out", str(out), why, remedy) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -140,8 +141,8 @@ def unigram_nats_per_token(train: np.ndarray, heldout: np.ndarray) -> float | No
     """Cross-entropy, in nats per token, of the held-out tokens under the training tokens'
     frequencies (add-one smoothed).
 
-    What a model reaches that looks at nothing: a loss above it means that something is broken.
-    train, heldout: [V], how often each token occurs. None when nothing is held out.
+    A model that ignores its context reaches this loss; a trained model with a higher one is broken.
+    train, heldout: [V], the number of occurrences of each token. None if nothing is held out.
     """
     if heldout.sum() == 0:
         return None
@@ -154,37 +155,38 @@ def _check(
 ) -> None:
     if not 0 <= heldout_fraction < 1:
         why = "it is a fraction of the documents"
-        raise UserError("--heldout-fraction", heldout_fraction, why, "0 <= fraction < 1")
+        raise UserError("--heldout-fraction", heldout_fraction, why, "give 0 <= fraction < 1")
     if shard_tokens < 1:
         why = "a shard holds at least one token"
-        raise UserError("--shard-tokens", shard_tokens, why, "at least 1; 134217728 is usual")
+        raise UserError("--shard-tokens", shard_tokens, why, "give at least 1; 134217728 is usual")
     if workers < 1:
-        why = "somebody must tokenize"
-        raise UserError("--workers", workers, why, "at least 1; one per core is best")
+        why = "tokenizing needs at least one process"
+        raise UserError("--workers", workers, why, "give at least 1; one per core is best")
     if tokenizer.vocab_size > 1 << 32:
-        why = "ids are stored in 32 bits"
-        raise UserError("--tokenizer", tokenizer.vocab_size, why, "a vocabulary of at most 2**32")
+        why = "token ids are stored in at most 32 bits"
+        raise UserError("--tokenizer", tokenizer.vocab_size, why, "use one of at most 2**32 ids")
 
 
 def _check_replaceable(source: str, out: Path, overwrite: bool) -> None:
-    """Only what an earlier `prepare` wrote is ever deleted, and never the source."""
+    """Raises UserError unless `out` may be replaced: only the output of an earlier `prepare` is
+    ever deleted, and never the source."""
     if out.exists() and not out.is_dir():
-        raise UserError("--out", str(out), "there is a file of that name", "name a folder")
+        raise UserError("--out", str(out), "a file of that name exists", "give a folder")
     if not out.is_dir() or not any(out.iterdir()):
         return
     if not (out / "index.json").is_file():
-        why = "the folder is not empty, and no prepared one: it has no index.json"
-        raise UserError("--out", str(out), why, "name another one")
+        why = "the folder is neither empty nor a prepared one: it has no index.json"
+        raise UserError("--out", str(out), why, "give another folder")
     if not overwrite:
         why = "the folder is not empty"
-        raise UserError("--out", str(out), why, "name another one, or give --overwrite")
+        raise UserError("--out", str(out), why, "give another folder, or add --overwrite")
     if out.resolve() in (Path(source).resolve(), *Path(source).resolve().parents):
-        why = f"it holds the source {source}, and would be deleted"
-        raise UserError("--out", str(out), why, "name another one")
+        why = f"it would be deleted, and it contains the source {source}"
+        raise UserError("--out", str(out), why, "give another folder")
 
 
 def _not_empty(stream: Iterator[Document], counts: dict[str, int]) -> Iterator[Document]:
-    """The documents that have text; `counts` is brought up to date on the way."""
+    """Yields the documents that have text, and counts all and the empty ones in `counts`."""
     for document in stream:
         counts["documents"] += 1
         if document.text:
@@ -194,7 +196,7 @@ def _not_empty(stream: Iterator[Document], counts: dict[str, int]) -> Iterator[D
 
 
 def _chunks(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """In groups of at least CHUNK_CHARS characters."""
+    """Groups parts into chunks of at least CHUNK_CHARS characters, except the last."""
     chunk, characters = [], 0
     for part in parts:
         chunk.append(part)
@@ -209,8 +211,8 @@ def _chunks(parts: Iterable[Part]) -> Iterator[list[Part]]:
 def _encode(
     chunks: Iterator[list[Part]], tokenizer: Tokenizer, dtype: np.dtype, workers: int
 ) -> Iterator[list[Encoded]]:
-    """Per chunk, in order, what its documents became: one Encoded for each of SPLITS."""
-    # spawn: the same on Linux and macOS, and safe whatever threads this process has.
+    """Tokenizes every chunk, in order, into one Encoded for each of SPLITS."""
+    # spawn: works the same on Linux and macOS, and is safe even if this process has threads.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
         workers, context, _start_worker, (tokenizer.files, dtype.name)
@@ -225,10 +227,10 @@ def _encode(
 
 
 def _start_worker(files: dict[str, bytes], dtype: str) -> None:
-    """Runs once in each worker process; what it sets is that process's own."""
-    # Ctrl-C reaches the whole group; the parent decides
+    """Runs once in each worker process, and sets that process's globals."""
+    # Ctrl-C reaches the whole process group; only the parent reacts to it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A parent that was killed cannot stop its workers: they watch it.
+    # A parent that is killed cannot stop its workers, so each worker exits when its parent ends.
     threading.Thread(
         target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True
     ).start()
@@ -253,7 +255,7 @@ def _encode_chunk(chunk: list[Part]) -> list[Encoded]:
 
 
 class _SplitWriter:
-    """Writes one split, shard after shard, and counts."""
+    """Writes one split, shard after shard, and counts its tokens, documents and characters."""
 
     def __init__(
         self, folder: Path, split: str, dtype: np.dtype, vocab_size: int, shard_tokens: int
@@ -277,7 +279,7 @@ class _SplitWriter:
             if self._open is None:
                 name = f"{self._split}-{len(self._shards):05d}.safetensors"
                 self._open = ShardWriter(self._folder / name, self._dtype)
-            # The document that makes the shard full is still written to it.
+            # The document that fills the shard is still written to it.
             room = self._shard_tokens - self._open.tokens
             last = min(int(np.searchsorted(ends, token + room)), len(ends) - 1)
             self._open.append(part.tokens[token : ends[last]], part.lengths[document : last + 1])
@@ -299,8 +301,8 @@ class _SplitWriter:
 
 
 def _put_in_place(partial: Path, out: Path) -> None:
-    """Renames `partial` to `out`; what was there (--overwrite, or an empty folder) is removed after
-    it has moved aside."""
+    """Renames `partial` to `out`. An existing `out` (with --overwrite, or an empty folder) is first
+    renamed, and removed afterwards."""
     old = partial.with_name(partial.name + "-old")
     if out.exists():
         out.rename(old)

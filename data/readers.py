@@ -1,14 +1,14 @@
-"""One file to its documents: text as it is, or the rows of a table; compressed or not.
+"""Reads one file, compressed or not: its unchanged text, or the rows of a table.
 
-    .txt .md .py …      UTF-8, line ends as they are; a byte order mark at the beginning is no text
-    .jsonl .ndjson      an object per line
+    .txt .md .py …      UTF-8, line ends unchanged; a byte order mark at the beginning is dropped
+    .jsonl .ndjson      one object per line
     .json               the same, or one list of objects, or one object
     .csv .tsv           the first line names the columns; separated by commas, tabs or semicolons
-    .parquet            by pyarrow, one column
-    .gz .bz2 .xz .zst   after any of these but .parquet
+    .parquet            read by pyarrow; only one column if it is known which
+    .gz .bz2 .xz .zst   appended to any of these except .parquet
 
-Whatever is wrong with a file is a UserError that names it, and the line or row. Nothing is repaired
-and nothing left out.
+Any defect of a file raises a UserError that names the file, and the line or row where it is known.
+Nothing is repaired and nothing is left out.
 """
 
 import contextlib
@@ -36,12 +36,13 @@ _ENDINGS = (
 TEXTS = set(_ENDINGS.split())
 ARCHIVES = {".zip", ".tar", ".tgz", ".tbz2", ".txz", ".7z", ".rar"}
 UTF8_MARK, UTF16_MARKS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
-ROWS_WITHOUT = 1000  # a column that none of as many rows has is not in the table
+ROWS_WITHOUT = 1000  # a column missing from this many first rows is not in the table
 ON_LINE = "correct or remove that line"
 
 
 def kind(path: Path) -> str:
-    """`.jsonl` of `a.jsonl` and `A.JSONL.gz`, `.zip` of `a.zip`, `.tar` of `a.tar.gz`."""
+    """The file's type, from its name: `.jsonl` for `a.jsonl` and `A.JSONL.gz`, `.zip` for `a.zip`,
+    `.tar` for `a.tar.gz`."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in COMPRESSED:
         suffixes.pop()
@@ -49,7 +50,8 @@ def kind(path: Path) -> str:
 
 
 def text_parts(file: Path) -> Iterator[str]:
-    """The content of a text file, cut at the ends of lines into parts of about MAX_TEXT_CHARS."""
+    """The content of a text file, in parts of about MAX_TEXT_CHARS cut at the ends of lines (a
+    longer line is cut within)."""
     with (
         reading(file),
         io.TextIOWrapper(open_binary(file), encoding="utf-8-sig", newline="") as stream,
@@ -59,8 +61,10 @@ def text_parts(file: Path) -> Iterator[str]:
 
 
 def rows(file: Path, column: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where it is (`line 3`), and the row, for each of a table. `column`: the only one that is
-    needed of a parquet file."""
+    """Yields (location, row) for every row of a table; the location is such as `line 3`.
+
+    column: the only column to read from a parquet file; None: `text` if it exists, else all.
+    """
     with reading(file):
         match kind(file):
             case ".parquet":
@@ -75,7 +79,7 @@ def rows(file: Path, column: str | None) -> Iterator[tuple[str, dict[str, Any]]]
 
 @contextlib.contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """What reading it raises becomes a UserError that names it."""
+    """Turns any error of reading `file` into a UserError that names it."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -83,28 +87,28 @@ def reading(file: Path) -> Iterator[None]:
     except (EOFError, zlib.error) as error:
         raise _damaged(file, error) from error
     except OSError as error:
-        if error.strerror is None:  # of the decompressors
+        if error.strerror is None:  # raised by a decompressor
             raise _damaged(file, error) from error
-        remedy = "see that it is there and may be read, or leave it out"
-        why = f"cannot be read ({error.strerror})"
+        remedy = "check that it exists and that you have permission to read it, or leave it out"
+        why = f"it cannot be read ({error.strerror})"
         raise UserError("--source", str(error.filename or file), why, remedy) from error
-    except ValueError as error:  # pyarrow's errors are
+    except ValueError as error:  # includes pyarrow.ArrowInvalid
         raise _damaged(file, error) from error
     except Exception as error:
-        # which may be missing, or are not imported yet
+        # Compared by name: these modules may be missing, or not yet imported.
         if type(error).__module__.split(".")[0] not in ("_lzma", "pyarrow"):
             raise
         raise _damaged(file, error) from error
 
 
 def open_binary(file: Path) -> BinaryIO:
-    """The decompressed content."""
+    """Opens the file's decompressed content."""
     suffix = file.suffix.lower()
-    # Python has it from 3.14 on; pyarrow, which comes with `datasets`, has it everywhere
+    # Python supports zstd only from 3.14 on; pyarrow, which `datasets` requires, always does.
     if suffix == ".zst":
         import pyarrow
 
-        file.stat()  # raises what the file system says, in its own words
+        file.stat()  # raises the file system's own error, with its strerror
         return io.BufferedReader(pyarrow.input_stream(str(file), compression="zstd"))  # type: ignore[arg-type]
     if suffix not in COMPRESSED:
         return file.open("rb")
@@ -112,15 +116,15 @@ def open_binary(file: Path) -> BinaryIO:
     try:
         module = importlib.import_module(name)
     except ImportError as error:
-        remedy = f"decompress it first, or use a Python with the module {name}"
-        why = f"this Python was built without {suffix[1:]}"
+        remedy = f"decompress it first, or use a Python that has the module {name}"
+        why = f"this Python was built without {suffix[1:]} support"
         raise UserError("--source", str(file), why, remedy) from error
     return module.open(file, "rb")
 
 
 def text_column(row: dict[str, Any], asked: str | None) -> str | None:
-    """The column of the text: the one asked for; else `text`; else the only one that holds text in
-    this row. None: no such."""
+    """The name of the text's column: `asked` if given; else `text`; else the only column that holds
+    text in this row. None if there is no such column."""
     if asked is not None or "text" in row:
         return asked or "text"
     texts = [
@@ -132,10 +136,10 @@ def text_column(row: dict[str, Any], asked: str | None) -> str | None:
 def row_texts(
     table: Iterator[tuple[str, dict[str, Any]]], name: str, asked: str | None, find: bool = True
 ) -> Iterator[tuple[str, str]]:
-    """(the text, its column) of every row. A null is an empty text, and so is a row without a
-    column that other rows have.
+    """Yields (text, column) for every row. The text is empty where it is null, or where only other
+    rows have that column.
 
-    find: whether another column than `text` will do.
+    find: whether a column other than `text` may be chosen if none was asked for.
     """
     column, seen, number, row = None, False, 0, {}
     for number, (where, row) in enumerate(table, 1):
@@ -147,8 +151,8 @@ def row_texts(
         ):
             raise no_column(name, row, asked)
         if column != "text" and asked is None and "text" in row:
-            why = f"{where} has a column 'text', and the rows before it have none"
-            remedy = f"say which is meant: --text-field {column}, or --text-field text"
+            why = f"{where} has a column 'text', and the rows before it do not"
+            remedy = f"choose one: --text-field {column}, or --text-field text"
             raise UserError("--source", name, why, remedy)
         seen = seen or column in row
         text = row.get(column)
@@ -165,7 +169,7 @@ def no_column(name: str, row: dict[str, Any], asked: str | None) -> UserError:
     columns = ", ".join(map(str, row))
     columns = columns if len(columns) < 300 else columns[:300] + "…"
     why = f"the rows of {name} have no such column"
-    remedy = f"give --text-field one of: {columns}; or leave that file out"
+    remedy = f"set --text-field to one of: {columns}; or leave that file out"
     return UserError("--text-field", asked or "text", why, remedy)
 
 
@@ -181,7 +185,7 @@ def _json_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     with open_binary(file) as stream:
         for number, line in enumerate(stream, 1):
             if number == 1 and line.startswith(UTF16_MARKS):
-                line.decode()  # raises; `reading` says that it is UTF-16
+                line.decode()  # raises; `reading` then reports UTF-16
             line = line.removeprefix(UTF8_MARK) if number == 1 else line
             if line.strip():
                 where = f"line {number}"
@@ -189,7 +193,7 @@ def _json_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _json_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Lines, unless it begins as a list, or its first line is not a row by itself."""
+    """Reads JSON lines if the first line is a complete object, else the file as one JSON value."""
     with open_binary(file) as stream:
         first = next((line for line in stream if line.strip()), b"")
     try:
@@ -226,16 +230,14 @@ def _parsed(file: Path, number: int | None, content: bytes) -> Any:
 def _checked_row(file: Path, where: str, row: Any, content: bytes) -> dict[str, Any]:
     if not isinstance(row, dict):
         why = (
-            f'{where}: a row is an object such as {{"text": …}}, '
-            f"and this is of type {type(row).__name__}"
+            f'{where}: a row must be an object such as {{"text": …}}, '
+            f"and this one is of type {type(row).__name__}"
         )
         raise UserError("--source", str(file), why, ON_LINE)
-    if b"\\u" in content:  # what JSON can spell, and UTF-8 cannot
+    if b"\\u" in content:  # JSON escapes can spell lone surrogates; UTF-8 cannot
         for name, value in row.items():
             if isinstance(value, str) and (bad := _lone_surrogate(value)):
-                why = (
-                    f"{where}: {name!r} has the lone surrogate {bad}, which is half of a character"
-                )
+                why = f"{where}: {name!r} contains a lone surrogate, {bad}: half of a character"
                 raise UserError("--source", str(file), why, ON_LINE)
     return row
 
@@ -249,7 +251,7 @@ def _lone_surrogate(text: str) -> str | None:
 
 
 def _csv_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    csv.field_size_limit(sys.maxsize)  # 128 KiB by default
+    csv.field_size_limit(sys.maxsize)  # the default is 128 KiB
     with io.TextIOWrapper(open_binary(file), encoding="utf-8-sig", newline="") as stream:
         head = stream.readline()
         separator = (
@@ -266,13 +268,13 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                         f"line {line}: it has {len(values)} fields, "
                         f"and the first line names {len(columns)} columns"
                     )
-                    remedy = f"{ON_LINE}; a field with a {separator!r} in it needs quotes"
+                    remedy = f"{ON_LINE}; a field that contains {separator!r} must be quoted"
                     raise UserError("--source", str(file), why, remedy)
                 if values:
                     yield f"line {line}", dict(zip(columns, values, strict=True))
                 line = reader.line_num + 1
         except csv.Error as error:
-            remedy = f'{ON_LINE}; a quote within quotes is written twice: ""'
+            remedy = f'{ON_LINE}; a quote inside a quoted field is written twice: ""'
             raise UserError("--source", str(file), f"line {line}: {error}", remedy) from error
 
 
@@ -305,7 +307,7 @@ def _not_utf8(file: Path, error: UnicodeDecodeError, line: int | None = None) ->
     old, new = shlex.quote(str(plain)), shlex.quote(f"{plain}.utf8")
     command = f"iconv -f {encoding} -t UTF-8 {old} > {new} && mv {new} {old}"
     unpack = "decompress it and " if plain != file else ""
-    sure = "" if encoding == "UTF-16" else ", if Latin-1 is what it is"
+    sure = "" if encoding == "UTF-16" else ", if it is Latin-1"
     remedy = f"{unpack}convert it{sure}: `{command}`; or leave that file out"
     return UserError("--source", str(file), why, remedy)
 
@@ -322,5 +324,5 @@ def _first_bad_line(file: Path) -> int:
 
 def _damaged(file: Path, error: Exception) -> UserError:
     why = f"it is damaged or cut short: {' '.join(str(error).split())[:300]}"
-    remedy = "copy it again from where it came from, or leave that file out"
+    remedy = "copy it again from its source, or leave that file out"
     return UserError("--source", str(file), why, remedy)

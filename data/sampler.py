@@ -1,4 +1,4 @@
-"""Which tokens make sample i of a run: a pure function of (seed, i), in constant memory.
+"""Locates the tokens of sample i of a run: a pure function of (seed, i), in constant memory.
 
     sample i  --mixture-->  (source, k): the k-th sample of that source
               --epochs-->   epoch = k // n, position = k % n         n = windows of that source
@@ -7,10 +7,10 @@
               --cut-->      tokens[window * S : window * S + S + 1]: the first S are the inputs,
                             the last S the targets
 
-So within an epoch every window is read once, and no token is a target twice. (Of a split's tokens,
-the first is never a target, and a remainder of fewer than S at the end is never read.) Nothing
-depends on how many processes read, nor on the batch size: those only say which i is asked for, and
-by whom.
+So within an epoch every window is read once, and no token is a target twice. (The first token of a
+split is never a target, and fewer than S tokens at its end are never read.) Neither the number of
+processes nor the batch size matters here: they only determine which process reads sample i, and in
+which batch.
 """
 
 import hashlib
@@ -23,24 +23,24 @@ import numpy as np
 from errors import UserError
 
 ROUNDS = 8
-# samples after which the mixture's pattern repeats; weights are exact to its inverse
+# samples after which the mixture's pattern repeats; the resolution of weights is its inverse
 MIXTURE_PERIOD = 100_000
 
 
 class Permutation:
-    """A bijection on range(n), chosen by a key; any point of it costs the same.
+    """A bijection on range(n), chosen by a key; each point is computed without the others.
 
-    A Feistel network permutes pairs (left, right) whatever its round function is, because each
-    round only adds a function of one half to the other (Luby & Rackoff 1988). With left in
-    range(a), right in range(b) and addition modulo a and b in turn it permutes range(a * b), a * b
-    >= n; an image outside range(n) is permuted again until it falls inside, which is a bijection on
-    range(n) ("generalized Feistel" and "cycle walking": Black & Rogaway 2002). With a =
-    ceil(sqrt(n)) and b = ceil(n / a) fewer than sqrt(n) points lie outside, so that walking is
-    rare.
+    A Feistel network permutes pairs (left, right) for any round function, because each round only
+    adds a function of one half to the other half (Luby & Rackoff 1988). Here left is in range(a),
+    right is in range(b), and additions are modulo a and b in turn, so that the network permutes
+    range(a * b), where a * b >= n. An image outside range(n) is permuted again until it falls
+    inside, which gives a bijection on range(n) ("generalized Feistel" and "cycle walking": Black &
+    Rogaway 2002). With a = ceil(sqrt(n)) and b = ceil(n / a), fewer than a points lie outside, so
+    repetitions are rare.
 
     Args:
         n: 1 <= n < 2**62.
-        key: any text; another key is another permutation.
+        key: any text; different keys give different permutations.
     """
 
     def __init__(self, n: int, key: str) -> None:
@@ -53,7 +53,7 @@ class Permutation:
         self._round_keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
     def __call__(self, points: np.ndarray) -> np.ndarray:
-        """points: integers in range(n), any shape -> their images, uint64, the same shape."""
+        """Returns the images of `points` (integers in range(n), any shape): uint64, same shape."""
         points = np.asarray(points)
         flat = points.reshape(-1).astype(np.uint64)
         if flat.size and int(flat.max()) >= self.n:
@@ -66,7 +66,7 @@ class Permutation:
         return images.reshape(points.shape)
 
     def _encipher(self, points: np.ndarray) -> np.ndarray:
-        """[N] uint64 in range(a * b) -> [N], a bijection."""
+        """Applies the Feistel network, a bijection on range(a * b): [N] uint64 -> [N] uint64."""
         a, b = np.uint64(self._a), np.uint64(self._b)
         left, right = points // b, points % b
         for round_index in range(0, ROUNDS, 2):
@@ -82,7 +82,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-@lru_cache(maxsize=256)  # a batch touches one permutation per source, two where an epoch ends
+@lru_cache(maxsize=256)  # a batch uses one permutation per source, or two where an epoch ends
 def _epoch_permutation(n: int, seed: int, source: int, epoch: int) -> Permutation:
     return Permutation(n, f"seed {seed} source {source} epoch {epoch}")
 
@@ -90,18 +90,18 @@ def _epoch_permutation(n: int, seed: int, source: int, epoch: int) -> Permutatio
 def mixture_pattern(weights: Sequence[float]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """One period of a mixture: source_of, rank_of ([MIXTURE_PERIOD]), quota ([sources]), all int64.
 
-    Slot t belongs to source_of[t], as that source's sample number rank_of[t] within the period.
-    Quotas are the weights rounded by largest remainder, so they add up to the period exactly. The
-    j-th sample of a source with quota q wants to be at (j + 1/2) / q of the period; sorting these
-    wishes spreads every source evenly, so the mixture holds in every stretch of the run, not just
-    on average.
+    Slot t holds sample number rank_of[t] (within the period) of source source_of[t]. Quotas are the
+    weights rounded by the largest-remainder method, so that they add up to the period exactly. The
+    ideal position of the j-th sample of a source with quota q is (j + 1/2) / q of the period.
+    Sorting by ideal position spreads every source evenly, so that the mixture's proportions hold in
+    every stretch of the run, not only on average.
 
     Raises UserError for weights that are not positive, or too small for the period.
     """
     shares = np.array(weights, dtype=np.float64)
     if shares.size == 0 or not np.all(np.isfinite(shares)) or np.any(shares <= 0):
         why = "mixture weights must be positive numbers"
-        raise UserError("data.path", list(weights), why, "leave out what is not read")
+        raise UserError("data.path", list(weights), why, "leave out unused sources")
     shares = shares / shares.sum() * MIXTURE_PERIOD
     quota = np.floor(shares + 1e-6).astype(np.int64)  # 0.29 * 100000 is 28999.999999999996
     largest_remainders = np.argsort(-(shares - quota), kind="stable")
@@ -119,13 +119,13 @@ def mixture_pattern(weights: Sequence[float]) -> tuple[np.ndarray, np.ndarray, n
 
 
 class SampleOrder:
-    """Sample index -> (source, epoch, window) for a mixture of sources.
+    """Maps a sample index to (source, epoch, window) for a mixture of sources.
 
     Args:
-        num_windows: windows of each source, all >= 1.
-        weights: of each source.
-        seed: of the shuffle.
-        shuffle: False reads every source's windows in their order.
+        num_windows: number of windows of each source, all >= 1.
+        weights: weight of each source.
+        seed: seed of the shuffle.
+        shuffle: False reads every source's windows in order.
     """
 
     def __init__(
@@ -136,11 +136,11 @@ class SampleOrder:
         self._source_of, self._rank_of, self._quota = mixture_pattern(weights)
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """samples: [N] int64, >= 0 -> (source, epoch, window): [N] int64 each."""
+        """Locates `samples` ([N] int64, >= 0): (source, epoch, window), each [N] int64."""
         samples = np.asarray(samples, dtype=np.int64)
         period, slot = samples // MIXTURE_PERIOD, samples % MIXTURE_PERIOD
         source = self._source_of[slot]
-        # this source's samples before this one
+        # number of this source's samples before this one
         nth = period * self._quota[source] + self._rank_of[slot]
         epoch, window = np.empty_like(nth), np.empty_like(nth)
         for s in np.unique(source):
@@ -156,14 +156,14 @@ class SampleOrder:
 
 
 def count_windows(num_tokens: int, seq_len: int) -> int:
-    """Windows of seq_len inputs and as many targets in num_tokens tokens; neighbours share one
-    token."""
+    """Number of windows of seq_len inputs and seq_len targets in num_tokens tokens. Neighbouring
+    windows share one token."""
     return max(num_tokens - 1, 0) // seq_len
 
 
 def merge_ranges(ranges: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
-    """Half-open ranges of sample indices, sorted, overlapping and touching ones united, empty ones
-    left out."""
+    """Sorts half-open ranges of sample indices, merges those that overlap or touch, and drops empty
+    ones."""
     merged: list[tuple[int, int]] = []
     for begin, end in sorted((int(begin), int(end)) for begin, end in ranges):
         if begin >= end:
@@ -178,10 +178,10 @@ def merge_ranges(ranges: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]
 def next_samples(
     first: int, count: int, skipped: Sequence[tuple[int, int]]
 ) -> tuple[np.ndarray, int]:
-    """The next `count` sample indices from `first` on that are in no skipped range, and where the
-    following batch begins.
+    """The first `count` sample indices >= `first` outside the skipped ranges, and the index at
+    which the following batch begins.
 
-    skipped: as `merge_ranges` gives them.
+    skipped: ranges as returned by `merge_ranges`.
     """
     pieces, position = [], first
     for begin, end in skipped:

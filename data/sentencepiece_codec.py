@@ -1,15 +1,15 @@
-"""SentencePiece BPE (Kudo & Richardson 2018). What is trained here has everything off that alters
-text, and so is exact.
+"""SentencePiece BPE (Kudo & Richardson 2018). Models trained here are lossless: every option that
+alters text is off.
 
-A tokenizer that normalises cannot be inverted, and a model of source code needs its tabs, blank
-lines and indentation back. So: identity normalisation, no dummy prefix, no removal of whitespace,
-and bytes (`<0x00>`..`<0xFF>`) for every character outside the vocabulary. What SentencePiece itself
-still loses is U+2581: it uses that character for the space and decodes it to one.
-`SentencePieceCodec` spells it in bytes. Then decode(encode(x)) == x for every x that UTF-8 can
-carry, that is every str but those with lone surrogates, which become U+FFFD.
+A tokenizer that normalises cannot be inverted, and a model of source code must reproduce tabs,
+blank lines and indentation. So: identity normalisation, no dummy prefix, no removal of whitespace,
+and bytes (`<0x00>`..`<0xFF>`) for every character outside the vocabulary. SentencePiece itself
+would still lose U+2581: it represents the space by that character, and decodes the character to a
+space. `SentencePieceCodec` therefore encodes U+2581 as bytes. Then decode(encode(x)) == x for every
+str x that UTF-8 can encode, that is, one without lone surrogates (which become U+FFFD).
 
-A foreign model with a dummy prefix (Llama 2's) loses only U+2581, and what its own normalisation
-loses.
+A foreign model with a dummy prefix (Llama 2's) loses U+2581 and whatever its own normalisation
+loses, but nothing else.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ import sentencepiece
 from data.foreign_tokenizers import not_a_tokenizer
 from errors import UserError
 
-SPACE_MARK = "\u2581"  # SentencePiece writes a space as this character
+SPACE_MARK = "\u2581"  # SentencePiece represents a space by this character
 
 
 class SentencePieceCodec:
@@ -31,9 +31,9 @@ class SentencePieceCodec:
 
     Args:
         model: the serialized model, the content of a `.model` file.
-        name: how messages call it (its path).
+        name: its name in error messages (its path).
 
-    Raises UserError when this is no SentencePiece model, or one without bos and eos.
+    Raises UserError if this is not a SentencePiece model, or one without bos or eos.
     """
 
     def __init__(self, model: bytes, name: str) -> None:
@@ -45,15 +45,15 @@ class SentencePieceCodec:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except (RuntimeError, ValueError) as error:
             raise not_a_tokenizer(name, model, "this is not a SentencePiece model") from error
-        self.adds_bos = True  # as the documents it was trained for begin
+        self.adds_bos = True  # the training documents begin with bos too
         self.sha256 = hashlib.sha256(model).hexdigest()
         self.vocab_size: int = self._processor.get_piece_size()
         self.bos_id: int = self._processor.bos_id()
         self.eos_id: int = self._processor.eos_id()
         if self.bos_id < 0 or self.eos_id < 0:
             raise UserError("tokenizer", name, "the model has no bos or no eos token", remedy)
-        # A foreign model with a dummy prefix would put a space before each part; one without bytes
-        # has no spelling.
+        # Impossible with two kinds of foreign models: one with a dummy prefix would put a space
+        # before each part, and one without byte tokens cannot spell the mark.
         pieces = [f"<0x{byte:02X}>" for byte in SPACE_MARK.encode()]
         spelling = [self._processor.piece_to_id(piece) for piece in pieces]
         has_bytes = all(self._processor.is_byte(token) for token in spelling)
@@ -63,7 +63,7 @@ class SentencePieceCodec:
         )
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """The ids of each, as int32 arrays, without bos and eos; on one thread."""
+        """The ids of each text, as int32 arrays, without bos and eos; runs on one thread."""
         marked = [
             i
             for i, text in enumerate(texts)
@@ -75,26 +75,26 @@ class SentencePieceCodec:
                 texts[i].split(SPACE_MARK), return_type="numpy", num_threads=1
             )
             spelled = [array for part in parts for array in (self._space_mark_ids, part)]
-            # a mark between the parts, none before the first
+            # a mark between two parts, but none before the first
             arrays[i] = np.concatenate(spelled[1:])
         return arrays
 
     def decode(self, ids: list[int]) -> str:
-        """The text of `ids`: bos and eos are silent, and bytes that are no UTF-8 become U+FFFD."""
+        """The text of `ids`; bos and eos give no text, and invalid UTF-8 becomes U+FFFD."""
         return self._processor.decode(ids)
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
-    """A model trained on the lines of `texts`, which SentencePiece keeps in memory; the content of
-    a `.model` file.
+    """Trains a model on the lines of `texts`, which SentencePiece keeps in memory, and returns the
+    content of its `.model` file.
 
-    Newlines are a token of their own, so no piece crosses a line. Pieces may cross scripts
-    (`self.x`, `(i)`) and may be nothing but spaces (indentation): together 7% fewer tokens on
-    Python. Digits are always single. Raises UserError when the text is too little for `vocab_size`,
-    or `vocab_size` for the alphabet.
+    A newline is a separate token, so no piece crosses a line. Pieces may cross scripts (`self.x`,
+    `(i)`) and may consist of spaces only (indentation); together this gives 7% fewer tokens on
+    Python. Every digit is a separate token. Raises UserError if there is too little text for
+    `vocab_size`, or if `vocab_size` is too small for the text's alphabet.
     """
     out = io.BytesIO()
-    # by the source; SentencePiece makes words of its own of what its iterator raises
+    # Errors of the source: SentencePiece would replace an exception of its iterator by its own.
     refused: list[UserError] = []
 
     def lines() -> Iterator[str]:
@@ -112,7 +112,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
             model_type="bpe",
             vocab_size=vocab_size,
             byte_fallback=True,
-            character_coverage=0.9995,  # rarer characters are spelled in bytes
+            character_coverage=0.9995,  # rarer characters are encoded as bytes
             split_digits=True,
             split_by_unicode_script=False,
             allow_whitespace_only_pieces=True,
@@ -124,7 +124,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
             bos_id=1,
             eos_id=2,
             pad_id=-1,
-            # bytes; longer lines are left out of training, not of encoding
+            # bytes; longer lines are skipped in training, but not in encoding
             max_sentence_length=1 << 20,
             minloglevel=2,
         )
@@ -139,9 +139,9 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
 
 
 def _refused_size(vocab_size: int, said: str) -> UserError:
-    """`said`: by SentencePiece, which advises options that it has and we have not."""
+    """The error for SentencePiece's message `said`, which advises options not available here."""
     if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", said):
-        why = f"256 bytes, 4 special tokens and the characters of this text alone are {found[1]}"
+        why = f"256 bytes, 4 special tokens and this text's characters already need {found[1]}"
         remedy = f"give at least {found[1]}; thousands are usual"
         return UserError("--vocab-size", vocab_size, why, remedy)
     if found := re.search(r"set it to a value <= (\d+)", said):

@@ -1,12 +1,12 @@
 """One token shard: a safetensors file with two tensors.
 
-    tokens            uint16, or uint32 where the vocabulary needs it; documents one after the other
-    document_starts   int64, the positions in `tokens` where they begin
+    tokens            uint16, or uint32 where the vocabulary needs it; concatenated documents
+    document_starts   int64, the positions in `tokens` where the documents begin
 
-The format is eight bytes of header length, a JSON header, the data
-(https://github.com/huggingface/safetensors). It is written here as a stream, so that a shard's size
-costs no memory, and mapped here, so that opening one reads nothing of its tokens; `safetensors`
-reads the same files (a test compares). No pickle anywhere.
+The format is eight bytes of header length, a JSON header, and the data
+(https://github.com/huggingface/safetensors). A shard is written as a stream, so that memory does
+not depend on its size, and is memory-mapped, so that opening it reads none of its tokens. The
+`safetensors` library reads the same files (a test compares). No pickle is used.
 """
 
 import hashlib
@@ -18,10 +18,10 @@ import numpy as np
 
 from errors import UserError
 
-FORMAT, VERSION = "lattice-tokens", 1  # of the folder and its index.json
+FORMAT, VERSION = "lattice-tokens", 1  # written into the folder's index.json
 HEADER_BYTES = 512 - 8  # of JSON, padded with spaces: the tensors start at byte 512
-MAX_HEADER_BYTES = 1 << 20  # a larger one is not ours; do not allocate what a damaged length says
-DTYPES = {"uint16": "U16", "uint32": "U32", "int64": "I64"}  # ours -> safetensors'
+MAX_HEADER_BYTES = 1 << 20  # our headers are smaller; a damaged length must not cause allocation
+DTYPES = {"uint16": "U16", "uint32": "U32", "int64": "I64"}  # numpy's name -> safetensors' name
 REMEDY = (
     "copy the file again from where it was prepared, or prepare the data again (`python -m "
     "tools.prepare`)"
@@ -29,20 +29,20 @@ REMEDY = (
 
 
 class ShardWriter:
-    """Writes one shard document by document; `close` returns its entry of the index."""
+    """Writes one shard document by document; `close` returns its entry for the index."""
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
         self._path, self._dtype = path, np.dtype(dtype)
         self._file = path.open("wb")
-        # the header names the sizes, so it is written last
+        # Space for the header, which contains the sizes and so is written last.
         self._file.write(bytes(8 + HEADER_BYTES))
         self._starts: list[np.ndarray] = []
         self.tokens = 0
         self.documents = 0
 
     def append(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Adds documents. tokens: of all of them, in the shard's dtype; lengths: int64, tokens of
-        each, sum = len(tokens)."""
+        """Adds documents. tokens: those of all documents, concatenated; lengths: int64, the number
+        of tokens of each, with sum = len(tokens)."""
         self._file.write(tokens.astype(self._dtype, copy=False).data)
         self._starts.append(self.tokens + np.cumsum(lengths) - lengths)
         self.tokens += len(tokens)
@@ -84,10 +84,10 @@ def file_sha256(path: Path) -> str:
 
 
 def read_header(path: Path) -> tuple[dict[str, dict], int]:
-    """A safetensors file's entries by name, and the byte where its data begins; all checked.
+    """A safetensors file's entries by name, and the byte where its data begins, all checked.
 
-    Raises UserError when the file is missing, is no safetensors file, or its tensors do not fit
-    into it.
+    Raises UserError if the file is missing, is not a safetensors file, or does not contain all
+    bytes of its tensors.
     """
     try:
         size = path.stat().st_size
@@ -95,7 +95,7 @@ def read_header(path: Path) -> tuple[dict[str, dict], int]:
             prefix = file.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
             if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
-                raise ValueError(f"its header says it is {length} bytes long, in a file of {size}")
+                raise ValueError(f"its header length is {length} bytes, in a file of {size} bytes")
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
         data_start = 8 + length
@@ -116,7 +116,8 @@ def read_header(path: Path) -> tuple[dict[str, dict], int]:
 
 
 def map_tensor(path: Path, name: str, dtype: np.dtype, count: int) -> np.ndarray:
-    """Tensor `name` of the shard, [count], mapped read-only; the header must promise just that."""
+    """Tensor `name` of the shard, mapped read-only. Raises UserError unless the header gives
+    exactly this dtype and shape [count]."""
     header, data_start = read_header(path)
     dtype = np.dtype(dtype)
     entry = header.get(name, {})
@@ -125,11 +126,11 @@ def map_tensor(path: Path, name: str, dtype: np.dtype, count: int) -> np.ndarray
     if promised != (DTYPES[dtype.name], [count], count * dtype.itemsize):
         why = (
             f"the shard is damaged: {name!r} is {promised} (dtype, shape, bytes), "
-            f"the index says {dtype.name}[{count}]"
+            f"but the index lists {dtype.name}[{count}]"
         )
         raise UserError("data.path", str(path), why, REMEDY)
     if count == 0:
-        return np.empty(0, dtype)  # nothing can be mapped
+        return np.empty(0, dtype)  # an empty range cannot be mapped
     mapped = np.memmap(
         path, dtype=dtype.newbyteorder("<"), mode="r", offset=data_start + begin, shape=(count,)
     )

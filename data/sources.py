@@ -1,20 +1,20 @@
-"""Where documents come from: one at a time, in the same order everywhere, from sources of any size.
+"""Reads documents one at a time, in the same order on every machine, from sources of any size.
 
 A source is named by a string:
 
     python-stdlib     the source code of the running Python's standard library, without its tests:
                       about 11 MB of real text that every machine has; a file is a document
     a file or a glob  of text (a file is a document) or of tables (a row is a document), compressed
-                      or not: readers.py has the endings; others are read as text
-    a folder          of such files, mixed or not, at any depth; not hidden ones, and of tables
-                      those of --split, which their names tell (`test.jsonl`). What is left out is
-                      said (files.py)
-    anything else     the name of a data set on the Hugging Face hub, streamed; NAME:CONFIG where
-                      it has configurations
+                      or not: readers.py lists the extensions; all others are read as text
+    a folder          containing such files, mixed or not, at any depth. Hidden files are left out,
+                      and so are tables whose names show another split than --split
+                      (`test.jsonl`); what is left out is reported (files.py)
+    anything else     the name of a data set on the Hugging Face hub, streamed; NAME:CONFIG if it
+                      has configurations
 
-What we train on is what is in the file: line ends stay as they are. A text file longer than
-`MAX_TEXT_CHARS` is cut at the ends of lines into documents of about that length, so that one file
-of any size is read in constant memory.
+The text is exactly that of the file: line ends are not changed. A text file longer than
+`MAX_TEXT_CHARS` is cut at the ends of lines into documents of about that length, so that a file of
+any size is read in constant memory.
 """
 
 import glob
@@ -47,19 +47,19 @@ STDLIB_EXCLUDED = set(_NAMES.split())
 
 
 class Document(NamedTuple):
-    """id: what decides its split: the path of a text file (relative to the source), the text itself
-    of a row, so that equal rows are never on both sides."""
+    """One document. Its id decides whether it is held out: the path of a text file, relative to the
+    source; or the text of a row, so that equal rows are always in the same split."""
 
     id: str
     text: str
 
 
 def one_source(given: list[str]) -> str:
-    """The value of --source. Raises UserError where the shell made several of a pattern."""
+    """The value of --source. Raises UserError if the shell expanded a pattern to several values."""
     if len(given) > 1:
         why = (
-            "it names one source, and here are several; the shell may have put the files in the "
-            "place of a pattern"
+            "it takes one source, and several were given; the shell may have expanded a pattern "
+            "to the files it matches"
         )
         remedy = "put the pattern in quotes: 'corpus/*.jsonl'; or give the folder"
         raise UserError("--source", " ".join(given)[:200], why, remedy)
@@ -69,14 +69,14 @@ def one_source(given: list[str]) -> str:
 def documents(
     source: str, text_field: str | None = None, split: str = "train", report: Report | None = None
 ) -> Iterator[Document]:
-    """The documents of `source`, in order.
+    """Yields the documents of `source`, in order.
 
-    text_field: the column of a table that holds the text; None: `text`, else the only one of text.
-    split: which split of a folder of tables or of a data set of the hub; files have none.
-    report: is told which files were read and which were left out.
+    text_field: the column of a table that holds the text; None: `text`, else the only text column.
+    split: the split to read of a folder of tables or of a hub data set; ignored for other sources.
+    report: records which files were read and which were left out.
 
     Raises UserError, on the first `next`, for a source that does not exist, and later for a file
-    that cannot be read whole.
+    that cannot be read completely.
     """
     path, report = Path(source), report or Report()
     with reading(path):
@@ -89,16 +89,16 @@ def documents(
         what = (
             "the file is empty"
             if len(files) == 1 and files[0].stat().st_size == 0
-            else "there is no text in it"
+            else "it contains no text"
         )
-        raise UserError("--source", source, what, "give another one")
+        raise UserError("--source", source, what, "give another source")
 
 
 def _files(
     source: str, path: Path, split: str, report: Report
 ) -> tuple[list[Path] | None, Path | None]:
-    """The files of a source, in order, and the folder to which their names are relative, if any; no
-    files: it is on the hub."""
+    """The files of a source, in order, and the folder to which their names are relative, if any.
+    Returns (None, None) for a data set on the hub."""
     if source == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = [
@@ -106,7 +106,7 @@ def _files(
             for file in root.rglob("*.py")
             if not STDLIB_EXCLUDED & set(file.relative_to(root).parts[:-1])
         ]
-        # _sysconfigdata* is generated when Python is built and full of that machine's paths.
+        # _sysconfigdata* is generated when Python is built, and contains that machine's paths.
         files = [
             file for file in files if not file.name.startswith(("_sysconfigdata", "sitecustomize"))
         ]
@@ -116,7 +116,7 @@ def _files(
     if path.is_file():
         if (ending := kind(path)) in ARCHIVES:
             why = f"it is an archive ({ending})"
-            raise UserError("--source", source, why, "unpack it, and give the folder")
+            raise UserError("--source", source, why, "unpack it and give the folder")
         return [path], None
     if glob.has_magic(source) and (files := files_of_glob(source, report)):
         return files, None
@@ -137,7 +137,7 @@ def _of_files(
     for file in files:
         name = file.name if folder is None else file.relative_to(folder).as_posix()
         if kind(file) in TABLES:
-            find = folder is None or kind(file) != ".json"  # in a folder, many are no tables
+            find = folder is None or kind(file) != ".json"  # in a folder, many .json are not tables
             found = _of_table(file, name, text_field, report, find)
         else:
             parts = enumerate(text_parts(file))
@@ -147,7 +147,7 @@ def _of_files(
         except UserError:
             if folder is None or kind(file) != ".json":
                 raise
-            report.leave_out(name, f"JSON, but no rows with a column {text_field or 'text'!r}")
+            report.leave_out(name, f"JSON, but has no rows with column {text_field or 'text'!r}")
             continue
         if first is None:
             report.leave_out(name, "empty")
@@ -167,8 +167,9 @@ def _of_table(
 
 
 def _of_hub(source: str, text_field: str | None, split: str, report: Report) -> Iterator[Document]:
-    """One document per row of what `datasets.load_dataset(..., streaming=True)` gives."""
-    # takes a second, and a preparation worker, which imports this module, needs none of it
+    """Yields one document per row of `datasets.load_dataset(..., streaming=True)`."""
+    # Imported here because it takes a second, and preparation workers, which import this module,
+    # do not need it.
     import datasets
 
     name, _, configuration = source.partition(":")
@@ -185,12 +186,12 @@ def _of_hub(source: str, text_field: str | None, split: str, report: Report) -> 
             yield Document(text, text)
     except (UserError, GeneratorExit):
         raise
-    # `datasets` raises what the layer below did (HTTP, Arrow, fsspec, ValueError): a bad source.
+    # `datasets` passes on any error of the layers below (HTTP, Arrow, fsspec, ValueError).
     except Exception as error:
         what = (
             f"after {read} rows: "
             if read
-            else "neither a file or folder here, nor readable as a data set: "
+            else "it is not a local file or folder, and cannot be read as a hub data set: "
         )
         reason = f"{what}{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         remedy = "check the name, --split, the format and the network"

@@ -1,11 +1,11 @@
-"""Text to token ids and back. Which library does it depends on the file.
+"""Converts text to token ids and back. The library used depends on the file.
 
     tokenizer.model   SentencePiece    data/sentencepiece_codec.py   ours, and Llama 2's
     tokenizer.json    tokenizers       data/tokenizers_codec.py      Llama 3's, Qwen's, most others'
 
-Where both lie in a folder (Llama 2, Mistral), it is the first: what the model was trained with.
-Prepared data and checkpoints take along what decides the ids, and what Hugging Face's tools want to
-find beside it.
+If a folder has both (Llama 2, Mistral), tokenizer.model is used: the model was trained with it.
+Prepared data and checkpoints contain a copy of the files that determine the ids, and of those that
+Hugging Face's tools expect in the same folder.
 """
 
 import json
@@ -21,19 +21,20 @@ from data.tokenizers_codec import TokenizersCodec
 from errors import UserError
 
 MODEL, JSON = "tokenizer.model", "tokenizer.json"
-# what belongs to either
+# files that accompany either of them
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 class Codec(Protocol):
-    """What a library does. Texts are str without lone surrogates, ids are in range(vocab_size)."""
+    """The interface to one library. Texts are str without lone surrogates; ids are in
+    range(vocab_size)."""
 
-    # of all that decides which ids a text has, and which token opens and closes a document
+    # covers everything that determines a text's ids and the tokens that open and close a document
     sha256: str
     vocab_size: int
     bos_id: int  # negative: none
     eos_id: int
-    adds_bos: bool  # whether a text that a model continues begins with bos, as far as the file says
+    adds_bos: bool  # whether a prompt begins with bos, according to this file
 
     def encode(self, texts: list[str]) -> list[np.ndarray]: ...
 
@@ -41,21 +42,22 @@ class Codec(Protocol):
 
 
 class Tokenizer:
-    """Text to ids in range(vocab_size), and back. eos closes a document; bos, if any, opens it.
+    """Converts text to ids in range(vocab_size), and back. eos closes a document; bos, if any,
+    opens it.
 
-    adds_bos: whether bos opens a prompt too: what tokenizer_config.json says (`add_bos_token`),
-    else what the file itself does.
+    adds_bos: whether bos opens a prompt too: `add_bos_token` in tokenizer_config.json decides, else
+    the tokenizer file itself.
 
-    A text that spells a special token (`<|end_of_text|>`, `</s>`) is text: no document can close
-    itself.
+    Text that spells a special token (`<|end_of_text|>`, `</s>`) is encoded as ordinary text, so
+    that a document's text cannot close the document.
 
     Args:
-        files: name → content, in this order: tokenizer.model or tokenizer.json, and what belongs to
-            it.
-        name: how messages call it (its path).
+        files: name → content, first tokenizer.model or tokenizer.json, then the files that
+            accompany it.
+        name: its name in error messages (its path).
 
-    Raises UserError when the first file is not what its name says, or has no token to close a
-    document with.
+    Raises UserError if the first file does not have the format of its name, or has no token that
+    closes a document.
     """
 
     def __init__(self, files: dict[str, bytes], name: str = "tokenizer") -> None:
@@ -71,8 +73,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path, key: str = "tokenizer") -> "Tokenizer":
-        """The tokenizer stored at `path`: a file, or a folder that holds one.
-        Raises UserError, naming `key`, when there is none."""
+        """Loads the tokenizer at `path`: a file, or a folder that contains one.
+        Raises UserError with this `key` if there is none."""
         try:
             files = tokenizer_files(Path(path)).items()
             return cls({name: file.read_bytes() for name, file in files}, str(path))
@@ -81,12 +83,12 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
-        """A SentencePiece tokenizer trained on `texts`: see `train_sentencepiece`."""
+        """Trains a SentencePiece tokenizer on `texts`: see `train_sentencepiece`."""
         return cls({MODEL: train_sentencepiece((clean(text) for text in texts), vocab_size)})
 
     @property
     def model(self) -> bytes:
-        """The content of its tokenizer.model, or tokenizer.json."""
+        """The content of its tokenizer.model or tokenizer.json."""
         return next(iter(self.files.values()))
 
     def encode(self, text: str) -> list[int]:
@@ -94,24 +96,26 @@ class Tokenizer:
         return self.encode_arrays([text])[0].tolist()
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """`encode` of each."""
+        """The ids of each text, without bos and eos."""
         return [ids.tolist() for ids in self.encode_arrays(texts)]
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
-        """`encode` of each, as int32 arrays; on one thread: preparation has a process per core."""
+        """The ids of each text, without bos and eos, as int32 arrays. Runs on one thread, because
+        data preparation has one process per core."""
         return self._codec.encode([clean(text) for text in texts])
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`. bos and eos are silent, and so is what a model with a padded
-        vocabulary may draw beyond vocab_size; bytes that are no UTF-8 become U+FFFD."""
+        """The text of `ids`. bos and eos give no text, nor do ids >= vocab_size, which a model with
+        a padded vocabulary may sample. Invalid UTF-8 becomes U+FFFD."""
         return self._codec.decode([int(token) for token in ids if token < self.vocab_size])
 
 
 def tokenizer_files(path: Path) -> dict[str, Path]:
-    """The files of the tokenizer at `path`, a file or a folder: their names wherever they are
-    copied to → where they are now. Raises UserError when there is none.
+    """The files of the tokenizer at `path` (a file or a folder): standard name, under which they
+    are copied → current path. Raises UserError if there is no tokenizer.
 
-    A file is known by its content, and has others beside it only where it bears its standard name.
+    A file's format is recognized by its content. Accompanying files in the same folder are included
+    only if the file has its standard name.
     """
     if path.is_dir():
         found = [path / name for name in (MODEL, JSON) if (path / name).is_file()]
@@ -122,7 +126,7 @@ def tokenizer_files(path: Path) -> dict[str, Path]:
         with open(path, "rb") as file:
             is_json = file.read(64).lstrip().startswith(b"{")
     except OSError as error:
-        why = f"cannot be read ({error.strerror})"
+        why = f"it cannot be read ({error.strerror})"
         remedy = "train one: `python -m tools.tokenizer`"
         raise UserError("tokenizer", str(path), why, remedy) from error
     name = JSON if is_json else MODEL
@@ -133,7 +137,7 @@ def tokenizer_files(path: Path) -> dict[str, Path]:
 
 
 def _add_bos_token(files: dict[str, bytes]) -> bool | None:
-    """What tokenizer_config.json says of bos; None: nothing."""
+    """The value of add_bos_token in tokenizer_config.json; None if it is not set."""
     try:
         content = json.loads(files.get("tokenizer_config.json", b"{}"))
     except ValueError:
@@ -143,9 +147,9 @@ def _add_bos_token(files: dict[str, bytes]) -> bool | None:
 
 
 def clean(text: str) -> str:
-    """`text` with lone surrogates, which are no text (UTF-8 cannot carry them), replaced by U+FFFD.
+    """`text` with lone surrogates, which UTF-8 cannot encode, replaced by U+FFFD.
 
-    JSON can smuggle them in ("\\ud800"), and one of them would stop a preparation of days.
+    They can come from JSON escapes ("\\ud800"), and one would abort days of data preparation.
     """
     try:
         text.encode()

@@ -2,8 +2,8 @@
 -m docs.draw_checkpoints`
 
 The matrix is `blocks.0.feed_forward.down.weight` of configs/laptop.yaml: tp cuts its columns, FSDP
-its rows. `chunk_range` says who holds what, as for the model. Prints which saved pieces each
-loading rank reads.
+its rows. `chunk_range` computes the shard of each rank, as it does for the model. Prints which
+saved pieces each loading rank reads.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def size_of_the_matrix() -> tuple[int, int]:
 
 
 def regions(shape: tuple[int, int], dp_shard: int, tp: int) -> list[Region]:
-    """Of each rank, tp fastest."""
+    """The region of each rank, tp fastest."""
     return [
         (chunk_range(shape[0], dp_shard, d), chunk_range(shape[1], tp, t))
         for d, t in product(range(dp_shard), range(tp))
@@ -40,7 +40,7 @@ def overlap(a: range, b: range) -> range:
 
 
 def reads(shape: tuple[int, int]) -> Iterator[tuple[int, int, Region]]:
-    """(loading rank, saving rank, what the one needs of the other's piece)."""
+    """Yield (loading rank, saving rank, the region that the first needs of the second's piece)."""
     for reader, wanted in enumerate(regions(shape, *LOADED_BY)):
         for writer, saved in enumerate(regions(shape, *SAVED_BY)):
             rows, columns = (overlap(a, b) for a, b in zip(wanted, saved, strict=True))

@@ -1,7 +1,8 @@
 """Draws docs/images/data.svg: bytes per parameter under each `zero_stage`, on eight data-parallel
-ranks, and how often weights and gradients travel. `python -m docs.draw_data`
+ranks, and how often weights and gradients are sent. `python -m docs.draw_data`
 
-The bytes are the planner's, of configs/llama3_8b.yaml: what a rank holds between two micro-batches.
+The planner computes the bytes for configs/llama3_8b.yaml: what a rank holds between two
+micro-batches.
 """
 
 from docs import svg
@@ -13,7 +14,7 @@ from training.load_config import load_config
 
 RANKS, MICRO_BATCHES = 8, 4
 WIDTH, HEIGHT = 960, 440
-LEFT, TOP, ROW, UNIT = 150, 122, 58, 26  # UNIT: pixels of a byte
+LEFT, TOP, ROW, UNIT = 150, 122, 58, 26  # UNIT: pixels per byte
 LOOKS = {  # category → colour, name
     MOMENTS: ("#15803d", "moments, float32"),
     WEIGHTS: ("#86efac", "weights, float32"),
@@ -24,8 +25,8 @@ LOOKS = {  # category → colour, name
 
 
 def travels(stage: int) -> tuple[int, int]:
-    """Gathers of the weights and reductions of the gradients in a step, as the table in
-    parallel/data.py has them."""
+    """How often weights are gathered and gradients reduced in a step, as in the table of
+    parallel/data.py."""
     return {0: (0, 1), 1: (1, 1), 2: (1, MICRO_BATCHES), 3: (2 * MICRO_BATCHES, MICRO_BATCHES)}[
         stage
     ]
@@ -38,11 +39,11 @@ def draw() -> str:
         text(
             24,
             38,
-            f"zero_stage: what each of {RANKS} data-parallel ranks holds of a parameter",
+            f"zero_stage: what each of {RANKS} data-parallel ranks holds per parameter",
             20,
             weight=700,
         ),
-        text(24, 62, "bytes between two micro-batches; activations come on top", 14, MUTED),
+        text(24, 62, "bytes between two micro-batches, without activations", 14, MUTED),
         text(660, TOP - 16, f"in a step of {MICRO_BATCHES} micro-batches", 13, MUTED),
     ]
     for stage in STAGES:

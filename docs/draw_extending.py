@@ -1,5 +1,5 @@
-"""Draws docs/images/extending.svg: which files each recipe of docs/extending.md touches, and how
-many lines. It reads the page. `python -m docs.draw_extending`"""
+"""Draws docs/images/extending.svg: the files that each recipe in docs/ changes, and how many lines.
+It reads the pages. `python -m docs.draw_extending`"""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from docs.recipes import Edit, Recipe, recipes
 from docs.svg import FAINT, INK, MUTED, line, rectangle, text
 
 WIDTH, LEFT, TOP, ROW, COLUMN = 1180, 290, 150, 28, 124
-ROOMS = {  # what a file's first folder is coloured
+ROOMS = {  # first folder of a file → colour
     "model": "#1d4ed8",
     "parallel": "#c2410c",
     "data": "#15803d",
@@ -26,7 +26,7 @@ def room_of(path: str) -> str:
 
 
 def files(of: list[Recipe]) -> list[str]:
-    """Every file that is touched, by rooms."""
+    """Every file that a recipe changes, in the order of ROOMS."""
     order = list(ROOMS)
     paths = {edit.path for recipe in of for edit in recipe.edits}
     return sorted(
@@ -51,9 +51,7 @@ def draw() -> str:
     height = TOP + ROW * len(paths) + 40
     parts = [
         text(24, 38, "What a change touches: lines added and removed, by file", 20, weight=700),
-        text(
-            24, 62, "counted in the recipes of docs/extending.md; nothing else changes", 14, MUTED
-        ),
+        text(24, 62, "counted in the recipes, docs/new_*.md; nothing else changes", 14, MUTED),
     ]
     for column, recipe in enumerate(of):
         x = LEFT + COLUMN * column + COLUMN / 2

@@ -1,12 +1,12 @@
 """Draws docs/images/kernels.svg: the bytes that operations move, apart and fused, and the memory of
 the head. `python -m docs.draw_kernels`
 
-Apart: each operation of the formula, written in PyTorch as in the papers, reads its inputs and
-writes its output; counted while it runs, on small tensors. Fused: what the kernels' files say,
-which tests/test_kernel_bytes.py holds against the kernels.
+Apart: the formula in PyTorch, as the papers write it, where each operation reads its inputs and
+writes its output. The bytes are counted while it runs on small tensors. Fused: the bytes stated in
+the kernels' files, which tests/test_kernel_bytes.py compares with the kernels.
 
-Memory of the head: the most bytes that live at one moment of forward and backward, beyond input and
-weight; counted while it runs, on tensors without data.
+Memory of the head: the peak of the bytes that exist during forward and backward, without input and
+weight. It is counted while they run on tensors without data.
 """
 
 import weakref
@@ -29,7 +29,7 @@ import matplotlib.pyplot as plt
 
 T, D, V = 256, 512, 1024
 HEAD_D, HEAD_V = 4096, 128_256
-# Forward and backward, without the small terms.
+# Bytes per element in forward and backward, without the small terms.
 FUSED = {
     "RMSNorm": (4, 6),
     "sum + RMSNorm": (8, 8),
@@ -42,7 +42,7 @@ APART, TOGETHER, INK = "#c2410c", "#1d4ed8", "#1f2937"
 
 
 class Bytes(TorchDispatchMode):
-    """Bytes read and written by every operation that is not a view."""
+    """Counts the bytes that every operation reads and writes, except views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def cross_entropy(z: Tensor) -> Tensor:
 
 
 def moved_apart(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[float, float]:
-    """Bytes per element of the first input in forward and in backward."""
+    """The bytes moved per element of the first input, in forward and in backward."""
     with Bytes() as forward:
         y = function(*inputs)
     with Bytes() as backward:
@@ -85,7 +85,7 @@ def moved_apart(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[float
 
 
 def apart() -> dict[str, tuple[float, float]]:
-    """Of each operation of FUSED."""
+    """The bytes per element, forward and backward, of each operation of FUSED in plain PyTorch."""
 
     def bf16(*shape: int) -> Tensor:
         return torch.randn(shape).bfloat16().requires_grad_()
@@ -102,8 +102,8 @@ def apart() -> dict[str, tuple[float, float]]:
 
 
 class Live(TorchDispatchMode):
-    """Bytes of the tensors that were made and still live: the most at one moment, with those of
-    shape `apart` and without."""
+    """Counts the bytes of the tensors that were created and still exist, and their peak, with and
+    without the tensors of shape `apart`."""
 
     def __init__(self, apart: torch.Size) -> None:
         super().__init__()
@@ -140,16 +140,18 @@ class OneRank:
 def sum_without_copies(
     _: Matmul, dy: Tensor, x: Tensor, into: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The shape of Matmul.add_weight_gradient on a GPU; elsewhere, so without data too, it copies
-    its operands to `dtype`."""
+    """Allocate as Matmul.add_weight_gradient does on a GPU. Elsewhere, also on tensors without
+    data, that function first copies its operands to `dtype`."""
     return dy.new_empty((dy.shape[1], x.shape[1]), dtype=dtype) if into is None else into
 
 
 def head_memory(tokens: int, in_pieces: bool) -> list[float]:
-    """GiB at the peak, with the weight's gradient dw and without. With whole logits three tensors
-    of their size in float32: the logarithms of the probabilities, their gradient, and the logits'.
-    In pieces one piece's logits, dx, and dw in float32, which is rounded when the logits are
-    gone."""
+    """The peak in GiB, with the weight's gradient dw and without it.
+
+    With whole logits, the peak is three tensors of their size in float32: the logarithms of the
+    probabilities, their gradient, and the gradient of the logits. In pieces, it is the logits of
+    one piece, dx, and dw in float32, which is rounded when the logits are freed.
+    """
     x = torch.empty(tokens, 1, HEAD_D, dtype=torch.bfloat16, device="meta", requires_grad=True)
     weight = torch.empty(HEAD_V, HEAD_D, dtype=torch.bfloat16, device="meta", requires_grad=True)
     targets, scale = (

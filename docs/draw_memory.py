@@ -1,8 +1,8 @@
-"""Draws docs/images/memory.svg: what is alive at the peak, by the planner's account. `python -m
+"""Draws docs/images/memory.svg: what the planner counts at the peak of memory. `python -m
 docs.draw_memory`
 
-Left, the four pipeline ranks of configs/llama3_70b.yaml; right, configs/llama3_8b.yaml with less
-and less kept for backward. Prints the same in numbers.
+Left: the four pipeline ranks of configs/llama3_70b.yaml. Right: configs/llama3_8b.yaml, with less
+and less kept for backward. Prints the same numbers as text.
 """
 
 from docs import svg
@@ -17,11 +17,11 @@ WIDTH, HEIGHT = 960, 470
 GPU = find_device("h100")  # of 80 GB
 ROOM = GPU.memory_bytes - GPU.reserved_bytes  # for tensors
 ROOM_SAID = (
-    f"at another moment on each rank; dashed: {ROOM / GB:.0f} GB, what CUDA and NCCL leave of a "
-    "GPU of 80 GB"
+    f"each rank has its peak at a different moment; dashed: {ROOM / GB:.0f} GB, what CUDA and NCCL "
+    "leave of a GPU of 80 GB"
 )
-TOP, BOTTOM, HIGHEST = 100, 350, 86e9  # pixels, and the bytes of the whole height
-GROUPS = {  # which of the planner's categories a box holds, and its colour
+TOP, BOTTOM, HIGHEST = 100, 350, 86e9  # pixels; bytes of the whole height
+GROUPS = {  # name of a box → its colour, and the planner's categories in it
     "weights, optimizer, reduced gradients": (
         "#15803d",
         ("sharded weights", "optimizer state", "sharded gradients"),
@@ -37,7 +37,7 @@ GROUPS = {  # which of the planner's categories a box holds, and its colour
 
 
 def groups(memory: Memory) -> dict[str, float]:
-    """The peak's bytes by group."""
+    """The bytes at the peak, by group."""
     known = [category for _, categories in GROUPS.values() for category in categories]
     assert set(memory.at_peak) <= set(known), memory.at_peak.keys()
     return {
@@ -47,7 +47,7 @@ def groups(memory: Memory) -> dict[str, float]:
 
 
 def bars() -> list[tuple[str, str, Memory]]:
-    """(group of bars, name, what the planner counts)."""
+    """(Title of the group of bars, name of the bar, the planner's result) of each bar."""
     large = load_config("configs/llama3_70b.yaml", [])
     found = [
         ("70B, 256 GPUs: rank of the pipeline", f"pp {r}", Memory(Layout(large, 256, r)))
@@ -62,7 +62,7 @@ def bars() -> list[tuple[str, str, Memory]]:
 def draw() -> str:
     scale = (BOTTOM - TOP) / HIGHEST
     parts = [
-        text(24, 38, "Alive at the peak, GB", 20, weight=700),
+        text(24, 38, "Memory at the peak, GB", 20, weight=700),
         text(24, 62, ROOM_SAID, 14, MUTED),
         line(70, BOTTOM - ROOM * scale, WIDTH - 30, BOTTOM - ROOM * scale, svg.PP, 1.5, "6 4"),
         line(70, BOTTOM, WIDTH - 30, BOTTOM, MUTED),
@@ -87,7 +87,7 @@ def draw() -> str:
     for i, (group, (colour, _)) in enumerate(GROUPS.items()):
         x, y = 24 + 320 * (i % 3), HEIGHT - 54 + 26 * (i // 3)
         parts += [rectangle(x, y, 16, 16, colour), text(x + 24, y + 13, group, 13)]
-    return svg.picture("What is alive at the peak of memory", WIDTH, HEIGHT, parts)
+    return svg.picture("What each rank holds at the peak of memory", WIDTH, HEIGHT, parts)
 
 
 def describe(action: Action | None) -> str:

@@ -1,7 +1,7 @@
-"""Draws docs/images/mesh.svg: eight ranks as a cube, and what travels along each of its edges.
+"""Draws docs/images/mesh.svg: eight ranks as a cube, and what is sent along each of its edges.
 `python -m docs.draw_mesh`
 
-Where a rank sits is computed as `parallel/mesh.py` does: rank = (pp · dp_size + dp) · tp_size + tp.
+Ranks are numbered as in `parallel/axes.py`: rank = (pp · dp_size + dp) · tp_size + tp.
 """
 
 from itertools import product
@@ -14,8 +14,8 @@ COLOURS = {"pp": svg.PP, "dp": svg.DP, "tp": svg.TP}
 WIDTH, HEIGHT = 960, 520
 BOX_WIDTH, BOX_HEIGHT = 92, 62
 
-# The first rank's place, and one step along each axis: tp to the right, dp into the depth, pp
-# downwards.
+# The position of the first rank, and one step along each axis: tp to the right, dp into the depth,
+# pp downwards.
 ORIGIN = (92, 230)
 STEP = {"tp": (186, 0), "dp": (108, -92), "pp": (0, 206)}
 
@@ -30,8 +30,8 @@ def place(rank: Rank) -> tuple[float, float]:
 
 
 def edge(axis: str, start: Rank) -> str:
-    """The line from a rank to its neighbour on an axis; the pipeline's has arrows, for it alone has
-    a direction."""
+    """The line from a rank to its neighbour on an axis. Only lines of the pipeline have arrows,
+    because only the pipeline has a direction."""
     pp, dp, tp = start
     end = {"pp": (pp + 1, dp, tp), "dp": (pp, dp + 1, tp), "tp": (pp, dp, tp + 1)}[axis]
     (x1, y1), (x2, y2) = place(start), place(end)
@@ -40,13 +40,13 @@ def edge(axis: str, start: Rank) -> str:
         y1, y2 = y1 + BOX_HEIGHT / 2 + 3, y2 - BOX_HEIGHT / 2 - 3
         arrows = ' marker-start="url(#up)" marker-end="url(#down)"'
     line = f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}"'
-    # where a near line crosses a far one, the far one is cut
+    # interrupts a far line where a near line crosses it
     halo = f'{line} stroke="{PAPER}" stroke-width="10"/>'
     return f'{halo}{line} stroke="{COLOURS[axis]}" stroke-width="4"{arrows}/>'
 
 
 def box(rank: Rank) -> str:
-    """One rank: its number, and its coordinates."""
+    """The box of one rank, with its number and its coordinates."""
     x, y = place(rank)
     pp, dp, tp = rank
     corner = (
@@ -67,7 +67,7 @@ def box(rank: Rank) -> str:
 
 
 def legend(y: float, axis: str, name: str, lines: list[str]) -> str:
-    """What an axis cuts and what travels along it."""
+    """The text about one axis: what it splits, and what is sent along it."""
     x = 500
     return "\n".join(
         [
@@ -80,7 +80,7 @@ def legend(y: float, axis: str, name: str, lines: list[str]) -> str:
 
 
 def cube() -> list[str]:
-    """Painted from the back to the front: the far face (dp 1), the edges into the depth, the near
+    """The cube, from the back to the front: the far face (dp 1), the edges into the depth, the near
     face (dp 0)."""
     faces = {}
     for dp in range(DP):
@@ -109,7 +109,7 @@ def draw() -> str:
         text(
             40,
             66,
-            f"rank = (pp · {DP} + dp) · {TP} + tp, so the ranks that talk most are neighbours",
+            f"rank = (pp · {DP} + dp) · {TP} + tp, so ranks that communicate most are neighbours",
             14,
             MUTED,
         ),
@@ -130,8 +130,8 @@ def draw() -> str:
             "tp",
             "tensor parallel",
             [
-                "Every matrix is cut in two; between the matrices",
-                "the sequence is. Activations are gathered and",
+                "Every matrix is split in two, and the sequence is split",
+                "between matrices. Activations are all-gathered or",
                 "reduce-scattered ten times per layer and micro-batch.",
             ],
         ),
@@ -140,7 +140,7 @@ def draw() -> str:
             "dp",
             "data parallel, sharded",
             [
-                "Each half reads other sequences, and keeps half of",
+                "Each half reads different sequences, and keeps half of",
                 "the weights and of the optimizer's state. Weights are",
                 "gathered and gradients reduce-scattered, once per step.",
             ],

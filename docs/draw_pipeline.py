@@ -1,9 +1,9 @@
-"""Draws the timelines of docs/pipeline.md, docs/images/pipeline_*.svg: `python -m
-docs.draw_pipeline`
+"""Draws the timelines of docs/pipeline.md and docs/schedules.md, docs/images/pipeline_*.svg:
+`python -m docs.draw_pipeline`
 
-Four ranks and eight micro-batches in all of them, on axes of one length, so that they compare. The
-unit of time is a forward of all of a rank's layers, and I and W take as long: with two stages per
-rank each takes a half.
+All have four ranks and eight micro-batches, on axes of one length, so that they can be compared.
+The unit of time is a forward of all of a rank's layers, and I and W take as long as that forward.
+With two stages per rank, each of the three takes half a unit per stage.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ PICTURES = {  # name → schedules, and the stages per rank of each
 
 
 def draw_pictures(folder: Path) -> list[Path]:
-    """All of them into `folder`."""
+    """Draw all pictures into `folder`, and return their paths."""
     panels = {}
     for name, schedules in PICTURES.items():
         cost = 1 / max(schedules.values())

@@ -1,8 +1,8 @@
-"""Draws docs/images/sequence.svg: who holds what of the activations along a block, on four
-tensor-parallel ranks. `python -m docs.draw_sequence`
+"""Draws docs/images/sequence.svg: the part of the activations that each of four tensor-parallel
+ranks holds along a block. `python -m docs.draw_sequence`
 
-Between the matrices a rank has a part of the sequence and all of the width; inside, all of the
-sequence and a part of that.
+Between the matrices, a rank has a part of the sequence with the whole width; inside, it has the
+whole sequence with a part of the width.
 """
 
 from docs import svg
@@ -12,7 +12,7 @@ from parallel.placement import chunk_range
 TP = 4
 WIDTH, HEIGHT = 960, 388
 SIDE, TOP = 84, 132
-STATIONS = (  # what it is, its width's letter, whether it is cut along the sequence
+STATIONS = (  # name, symbol of the width, whether it is split along the sequence
     ("norm", "D", True),
     ("q, k, v, attention", "heads", False),
     ("sum, norm", "D", True),
@@ -22,7 +22,7 @@ STATIONS = (  # what it is, its width's letter, whether it is cut along the sequ
 
 
 def square(x: float, by_sequence: bool) -> str:
-    """S rows, as many columns as there are features; each rank's part in its colour."""
+    """A square of S rows with one column per feature; each rank's part in its colour."""
     parts = []
     for rank in range(TP):
         mine = chunk_range(SIDE, TP, rank)
@@ -46,8 +46,8 @@ def draw() -> str:
         text(
             40,
             62,
-            "between forward and backward it keeps no more than this; what is gathered is "
-            "forgotten at once",
+            "a rank keeps only this between forward and backward; gathered tensors are freed "
+            "at once",
             14,
             MUTED,
         ),

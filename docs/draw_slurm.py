@@ -1,8 +1,7 @@
-"""Draws docs/images/slurm.svg: three days of a job that nobody got up for, and adds up its hours.
-`python -m docs.draw_slurm`
+"""Draws docs/images/slurm.svg: three days of a job that requeues itself, and adds up its
+hours. `python -m docs.draw_slurm`
 
-The hours are invented; what happens, in which order and what is lost is what slurm/train_70b.sh
-does.
+The hours are invented; the events, their order and what is lost are those of slurm/train_70b.sh.
 """
 
 from typing import NamedTuple
@@ -12,7 +11,7 @@ from docs.svg import INK, MUTED, arrow, rectangle, text
 
 WIDTH, HEIGHT = 960, 356
 LEFT, TOP, LANE, TALL = 96, 112, 66, 30
-LOOKS = {  # what the hours go to → its colour
+LOOKS = {  # what the time is spent on → colour
     "steps": "#15803d",
     "steps made again": "#fdba74",
     "preflight, start": "#60a5fa",
@@ -21,10 +20,10 @@ LOOKS = {  # what the hours go to → its colour
 
 
 class Span(NamedTuple):
-    start: int  # of the job: a lane
+    start: int  # number of the job's start, drawn as a row
     kind: str
     hours: float
-    event: str = ""  # what ends it
+    event: str = ""  # the event that ends it, if any
 
 
 DAYS = (

@@ -1,8 +1,8 @@
-"""Draws docs/images/tensor.svg: a feed-forward's two matrices on two tensor-parallel ranks. `python
--m docs.draw_tensor`
+"""Draws docs/images/tensor.svg: the two matrices of a feed-forward layer on two tensor-parallel
+ranks. `python -m docs.draw_tensor`
 
-Sizes are those of configs/laptop.yaml, and boxes are drawn in their proportions; which rows and
-columns a rank has says `chunk_range`, as for the model.
+Sizes are those of configs/laptop.yaml, and boxes are drawn to scale. `chunk_range` gives the rows
+and columns of a rank, as in the model.
 """
 
 from docs import svg
@@ -12,14 +12,14 @@ from training.load_config import load_config
 
 TP = 2
 WIDTH, HEIGHT = 960, 456
-SCALE = 0.38  # pixels of a number
-TOP, LANE = 150, 166  # of the first rank's lane, and how high one is
+SCALE = 0.38  # pixels per number
+TOP, LANE = 150, 166  # top of the first rank's lane, and height of a lane
 
 
 def matrix(
     x: float, y: float, rows: int, columns: int, mine: tuple[range, range], colour: str
 ) -> str:
-    """A matrix centred at height y, and this rank's part of it in its colour."""
+    """A matrix centred at height y, with this rank's part of it in the rank's colour."""
     top = y - rows * SCALE / 2
     part = (
         rectangle(
@@ -36,7 +36,7 @@ def matrix(
 
 
 def lane(rank: int, tokens: int, dim: int, ffn: int) -> list[str]:
-    """What one rank computes, from left to right."""
+    """The computation of one rank, from left to right."""
     y, colour = TOP + LANE * rank + 30, svg.RANKS[rank]
     part = chunk_range(ffn, TP, rank)
     all_tokens, all_dim = range(tokens), range(dim)
@@ -52,7 +52,7 @@ def lane(rank: int, tokens: int, dim: int, ffn: int) -> list[str]:
         text(252, y + 11, mine, 13, colour),
         arrow(334, y, 364, y),
         matrix(374, y, tokens, ffn, (all_tokens, part), colour),
-        text(374, y - 36, "h: these columns alone", 12, MUTED),
+        text(374, y - 36, "h: only these columns", 12, MUTED),
         arrow(542, y, 572, y),
         matrix(582, y, dim, ffn, (all_dim, part), colour),
         text(582, y + 46, f"down: columns {mine}", 13, colour, weight=600),
@@ -82,8 +82,8 @@ def draw() -> str:
             14,
             MUTED,
         ),
-        text(92, 96, "f: all have x", 13, INK, weight=600),
-        text(374, 96, "nothing travels here, and the nonlinearity is local", 13, INK, weight=600),
+        text(92, 96, "f: every rank has x", 13, INK, weight=600),
+        text(374, 96, "no communication here: the nonlinearity is local", 13, INK, weight=600),
         text(790, 96, "g: summed", 13, INK, weight=600),
         *(part for rank in range(TP) for part in lane(rank, tokens, dim, ffn)),
         line(858, first, 880, first),

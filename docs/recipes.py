@@ -1,14 +1,14 @@
-"""Reads the recipes of docs/extending.md, and carries them out: what tests/test_recipes.py proves
-is what the page says.
+"""Reads the recipes in docs/ and carries them out, so that tests/test_recipes.py tests what the
+pages say.
 
-A recipe is a section of the page. Its edits are fenced blocks, each below a line that says where it
-goes:
+A recipe is a page, and its title is the recipe's name. Its edits are fenced blocks, each below a
+line that says where it goes:
 
     Write `path`:        the block is the file
-    Append to `path`:    the block is put at the end of the file, after two empty lines
-    In `path`:           a diff without line numbers: lines with a blank and with − must be in the
-                         file, in this order and once; in their place come those with a blank and
-                         with +
+    Append to `path`:    the block is added at the end of the file, after two empty lines
+    In `path`:           a diff without line numbers: the lines that begin with a blank or − must
+                         occur in the file, in this order and once; the lines that begin with a
+                         blank or + replace them
 """
 
 import re
@@ -16,6 +16,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+PAGES = (
+    "new_layer.md",
+    "new_schedule.md",
+    "new_source.md",
+    "new_optimizer.md",
+    "new_axis.md",
+    "new_listener.md",
+    "new_cluster.md",
+)
 EDIT = re.compile(
     r"^(Write|Append to|In) `([^`\n]+)`[^\n]*:\n\n```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )
@@ -31,7 +40,7 @@ class Edit:
 
     @property
     def added(self) -> int:
-        """Lines that are new."""
+        """The number of lines that the edit adds."""
         lines = [line for line in self.block.splitlines() if line.strip()]
         return sum(line.startswith("+") for line in lines) if self.how == "In" else len(lines)
 
@@ -42,7 +51,8 @@ class Edit:
         )
 
     def apply(self, root: Path) -> None:
-        """Raises ValueError where the file does not have what the page changes, or has it twice."""
+        """Make the edit in `root`. Raises ValueError if the lines to change do not occur exactly
+        once."""
         file = root / self.path
         if self.how == "Write":
             file.write_text(self.block, encoding="utf-8")
@@ -64,18 +74,17 @@ class Edit:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A section of the page."""
+    """A page that changes something."""
 
     name: str
-    line: int  # where it begins on the page, 1-based
-    text: str
+    page: Path
     edits: tuple[Edit, ...]
 
 
-def recipes(page: Path = Path("docs/extending.md")) -> Iterator[Recipe]:
-    """The sections that change something."""
-    text = page.read_text(encoding="utf-8")
-    for section in re.finditer(r"^## (.+)\n((?:(?!^## ).*\n)*)", text, re.MULTILINE):
-        edits = tuple(Edit(how, path, block) for how, path, _, block in EDIT.findall(section[2]))
-        if edits:
-            yield Recipe(section[1], text[: section.start()].count("\n") + 1, section[2], edits)
+def recipes(docs: Path = Path("docs")) -> Iterator[Recipe]:
+    """The recipes in the folder `docs`, in the order of PAGES."""
+    for name in PAGES:
+        page = docs / name
+        text = page.read_text(encoding="utf-8")
+        edits = tuple(Edit(how, path, block) for how, path, _, block in EDIT.findall(text))
+        yield Recipe(text.splitlines()[0].removeprefix("# "), page, edits)

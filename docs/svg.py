@@ -1,4 +1,4 @@
-"""What the tour's pictures are drawn with: a few SVG elements as text, the same bytes on every
+"""The elements of the tour's pictures: a few SVG elements as text, the same bytes on every
 machine."""
 
 from collections.abc import Callable
@@ -6,10 +6,10 @@ from pathlib import Path
 
 PP, DP, TP = "#c2410c", "#15803d", "#1d4ed8"  # the axes' colours, in all pictures
 INK, PAPER, MUTED, FAINT = "#1f2937", "#ffffff", "#6b7280", "#e5e7eb"
-# of four ranks of one axis, apart in lightness too
+# colours of four ranks of one axis, which also differ in lightness
 RANKS = ("#1d4ed8", "#60a5fa", "#0f766e", "#5eead4")
 FONT = 'font-family="Helvetica, Arial, sans-serif"'
-IMAGES = Path("docs/images")  # below the root of the repository, where all commands are given
+IMAGES = Path("docs/images")  # relative to the root of the repository, where all commands are run
 
 
 def text(
@@ -58,7 +58,7 @@ def line(
 
 
 def arrow(x1: float, y1: float, x2: float, y2: float, colour: str = INK, width: float = 1.5) -> str:
-    """A line with a head at its end, which is horizontal or vertical."""
+    """A horizontal or vertical line with an arrowhead at its end."""
     dx, dy = (x2 > x1) - (x2 < x1), (y2 > y1) - (y2 < y1)
     head = 8
     left = (x2 - head * dx - head / 2 * dy, y2 - head * dy - head / 2 * dx)
@@ -69,7 +69,7 @@ def arrow(x1: float, y1: float, x2: float, y2: float, colour: str = INK, width: 
 
 
 def picture(title: str, width: int, height: int, parts: list[str]) -> str:
-    """A whole file, on white paper."""
+    """The text of an SVG file with a white background."""
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" {FONT}>',
@@ -82,7 +82,7 @@ def picture(title: str, width: int, height: int, parts: list[str]) -> str:
 
 
 def save(name: str, draw: Callable[[], str]) -> None:
-    """docs/images/NAME.svg"""
+    """Write docs/images/NAME.svg."""
     IMAGES.mkdir(parents=True, exist_ok=True)
     out = IMAGES / f"{name}.svg"
     out.write_text(draw(), encoding="utf-8")

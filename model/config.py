@@ -14,7 +14,7 @@ Kinds = Text | Annotated[tuple[Text, ...], Field(strict=False, min_length=1, max
 
 
 class RopeScaling(NamedTuple):
-    """How rotary frequencies are slowed for positions beyond those of the first training
+    """The scaling of rotary frequencies for sequences longer than in the original training
     (model/positions.py)."""
 
     factor: float
@@ -25,11 +25,11 @@ class RopeScaling(NamedTuple):
 
 @section("model")
 class ModelConfig:
-    """Dimensions of a Llama-style decoder. Letters in shapes throughout the code: D, H, K, E, F, V
-    as named here.
+    """The dimensions of a Llama-style decoder. The letters D, H, K, E, F and V, as defined here,
+    stand for dimensions in shapes throughout the code.
 
-    With its switches it is Llama 2 to 3.2, Mistral (full attention) or a dense Qwen3. No linear
-    layer has a bias, so weights that have some (Qwen2, Phi) are of another model.
+    The options cover Llama 2 to 3.2, Mistral (full attention) and dense Qwen3 models. No linear
+    layer has a bias, so models with biases (Qwen2, Phi) are not covered.
     """
 
     dim: Width  # D: width of the residual stream
@@ -38,39 +38,39 @@ class ModelConfig:
     # K: key/value heads; each serves H / K query heads (grouped-query attention)
     num_kv_heads: Annotated[int, between(1, 2**16)]
     ffn_dim: Width  # F: inner width of the gated feed-forward
-    vocab_size: Annotated[int, between(1, 2**24)]  # V: must be the tokenizer's
-    # H·E: width of all query heads together; null: dim (Qwen3, Mistral Nemo: another)
+    vocab_size: Annotated[int, between(1, 2**24)]  # V: at least that of the tokenizer
+    # H·E: width of all query heads together; null: dim (Qwen3 and Mistral Nemo have another)
     attention_dim: Width | None = None
     # RMSNorm of each head of q and k before rotation: one weight [E] for q and one for k (Qwen3)
     qk_norm: bool = False
-    # Kinds of layers: one for all, or a list that the layers take in turn.
-    attention: Kinds = "causal"  # files of model/attention/
-    feed_forward: Kinds = "swiglu"  # files of model/feed_forward/
-    # tokens that a layer of kind sliding_window sees, itself included
+    # Kinds of layers: one for all layers, or a list through which the layers cycle.
+    attention: Kinds = "causal"  # one or more files of model/attention/
+    feed_forward: Kinds = "swiglu"  # one or more files of model/feed_forward/
+    # number of tokens that a token sees in layers of kind sliding_window, itself included
     attention_window: Annotated[int, between(1, 2**31 - 1, example=4096)] | None = None
     norm_eps: Annotated[float, between(1e-30, 1, example=1e-5)] = 1e-5
     rope_theta: Annotated[float, between(1, 1e30, example=10000)] = 500_000.0
-    # slow rotation turns so many times slower (Llama 3.1: 8, 3.2: 32); 1: as it is
+    # low rotary frequencies are divided by this (Llama 3.1: 8, 3.2: 32); 1: no scaling
     rope_scaling_factor: Annotated[float, between(1, 1e6, example=8)] = 1.0
-    # slow: fewer turns than this over rope_original_length positions
+    # low frequencies: fewer turns than this over rope_original_length positions
     rope_low_freq_factor: Annotated[float, between(1e-6, 1e6)] = 1.0
-    # fast, and left as it is: more turns than this; between the two a mixture
+    # high frequencies, left unchanged: more turns than this; those in between are interpolated
     rope_high_freq_factor: Annotated[float, between(1e-6, 1e6)] = 4.0
-    # sequence length of the training before
+    # sequence length of the original training
     rope_original_length: Annotated[int, between(1, 2**31 - 1, example=8192)] = 8192
     tie_embeddings: bool = False  # the head uses the embedding's weight
-    # weight of log²(normaliser) in the loss that is minimised (PaLM: 1e-4); none in evaluation
+    # weight of log²(normaliser) in the training loss (PaLM: 1e-4); not added in evaluation
     z_loss: Annotated[float, between(0, 1000, example=1e-4)] = 0.0
     # auto: Triton on a GPU, PyTorch elsewhere; triton; torch (model/kernels/)
     kernels: Literal["auto", "triton", "torch"] = "auto"
-    # standard deviation of every matrix; output projections get 1 / sqrt(2 L) of it
+    # standard deviation of every initial matrix; output projections get 1 / sqrt(2 L) of it
     init_std: Annotated[float, between(0, 1000, example=0.02)] = 0.02
 
     def __post_init__(self) -> None:
         uneven = self.attention_width % self.num_heads or self.head_dim % 2
-        pairs = " (rotary embeddings turn pairs)"
+        pairs = " (rotary embeddings rotate pairs)"
         if self.attention_dim is not None and uneven:
-            why = f"model.num_heads={self.num_heads} heads must share it, each of an even width"
+            why = f"must divide into model.num_heads={self.num_heads} heads of an even width"
             remedy = f"give {self.num_heads} · the width of a head, for example "
             remedy += f"{self.num_heads * 128}, or null for model.dim"
             raise UserError("model.attention_dim", self.attention_dim, why + pairs, remedy)
@@ -90,19 +90,20 @@ class ModelConfig:
                 raise UserError(f"model.{key}", value, why, f"choose from {known}")
         if not self.rope_low_freq_factor < self.rope_high_freq_factor:
             why = f"must be below model.rope_high_freq_factor={self.rope_high_freq_factor}"
-            key, remedy = "model.rope_low_freq_factor", "Llama 3.1 has 1 and 4"
+            key, remedy = "model.rope_low_freq_factor", "for example 1 and 4, as in Llama 3.1"
             raise UserError(key, self.rope_low_freq_factor, why, remedy)
 
     def kinds_of(self, layer: int) -> tuple[str, str]:
-        """Of attention and of feed-forward: what tells one block from another."""
+        """The kinds of attention and of feed-forward of block `layer`. Blocks of the same kinds
+        have the same structure."""
         return self.attention_of(layer), self.feed_forward_of(layer)
 
     def attention_of(self, layer: int) -> str:
-        """Its kind of attention."""
+        """The kind of attention of block `layer`."""
         return _in_turn(self.attention, layer)
 
     def feed_forward_of(self, layer: int) -> str:
-        """Its kind of feed-forward."""
+        """The kind of feed-forward of block `layer`."""
         return _in_turn(self.feed_forward, layer)
 
     @property
@@ -115,14 +116,14 @@ class ModelConfig:
 
     @property
     def residual_init_std(self) -> float:
-        """Standard deviation of the matrices that write into the residual stream: 2 L independent
-        terms are added to it, and their sum should not grow with depth (GPT-2, Radford et al. 2019,
-        section 2.3)."""
+        """The standard deviation of the matrices that write into the residual stream. 2 L
+        independent terms are added to it, and their sum should not grow with depth (GPT-2, Radford
+        et al. 2019, section 2.3)."""
         return self.init_std / math.sqrt(2 * self.num_layers)
 
     @property
     def rope_scaling(self) -> RopeScaling | None:
-        """None where frequencies are what rope_theta says."""
+        """The scaling of rotary frequencies; None: they follow from rope_theta unscaled."""
         if self.rope_scaling_factor == 1:
             return None
         low, high = self.rope_low_freq_factor, self.rope_high_freq_factor

@@ -1,16 +1,16 @@
-"""Packed documents: one sequence of the data holds several, and with `data.document_mask` a token
-attends only within its own.
+"""Packed documents: a sequence of the data holds several documents, and with `data.document_mask` a
+token attends only to tokens of its own document.
 
     tokens       …  x  y  ]  [  a  b  c  ]  [  ]  [  d …       [ is bos, which begins every document
     positions    0  1  2  3  0  1  2  3  4  0  1  0  1 …       they restart in each document
     boundaries   0           4              9    11    …  T    where each begins, counted through
                                                                the micro-batch's sequences
 
-What precedes the first bos of a sequence is the tail of a document that began in another one: a
-document of its own here. The loss is untouched: at its eos a document still predicts the bos of the
-next.
+The tokens before the first bos of a sequence are the end of a document that began in another
+sequence; they count as a separate document here. The loss does not change: at its eos a document
+still predicts the bos of the next one.
 
-The mask keeps documents that a sampler put side by side by chance from being each other's context
+The mask prevents documents that are in one sequence by chance from being each other's context
 (Llama 3, section 3.2, https://arxiv.org/abs/2407.21783; Zhao et al. 2024,
 https://arxiv.org/abs/2402.13991).
 """
@@ -23,12 +23,12 @@ from parallel.mesh import to_device
 
 
 def find_documents(tokens: Tensor, bos_id: int, device: str) -> tuple[Tensor, Tensor]:
-    """Of tokens [B, S] on the host: positions [S, B] int64, and boundaries [N + 1] int32 of the N
-    documents, on `device`.
+    """Find the documents in tokens [B, S] on the host. Returns, on `device`, positions [S, B] int64
+    and the boundaries [N + 1] int32 of the N documents.
 
-    N is a shape. Counted on a device, the host would have to wait for it.
+    N is part of a shape: if it were counted on a GPU, the host would have to wait for it.
     """
-    assert tokens.device.type == "cpu", "documents are found before tokens go to the device"
+    assert tokens.device.type == "cpu", "find documents before tokens are copied to the device"
     begins = tokens == bos_id
     begins[:, 0] = True
     index = torch.arange(tokens.shape[1])

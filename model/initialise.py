@@ -1,4 +1,4 @@
-"""Initial weights: a function of (seed, global name), so every layout starts from the same bits."""
+"""Initial weights: a function of (seed, global name), so every layout starts with the same bits."""
 
 import hashlib
 import math
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from parallel.parameter import Constant, weights_of
 from parallel.placement import local_region
 
-# A global tensor is drawn in blocks of whole rows, each from its own generator, so that a rank
-# draws only the rows it holds: about this many numbers a block.
+# A global tensor is drawn in blocks of whole rows, each with its own generator, so that a rank
+# draws only the blocks whose rows it holds. A block has about this many numbers.
 BLOCK_NUMBERS = 1 << 16
 
 
 def draw_rows(name: str, shape: Sequence[int], rows: range, std: float, seed: int) -> Tensor:
-    """Rows `rows` of the global tensor `name` of `shape`: float32 on the CPU, the same bits whoever
-    draws them."""
+    """Draw rows `rows` of the global tensor `name` of `shape`: float32 on the CPU, the same bits on
+    every rank."""
     height = max(1, BLOCK_NUMBERS // math.prod(shape[1:]))
     drawn = []
     for block in range(rows.start // height, -(-rows.stop // height)):
@@ -31,8 +31,8 @@ def draw_rows(name: str, shape: Sequence[int], rows: range, std: float, seed: in
 
 @torch.no_grad()
 def initialise(stage: nn.Module, seed: int) -> None:
-    """Fill this rank's part of every weight of a materialised, sharded stage, as the weight says
-    (parallel/parameter.py)."""
+    """Fill this rank's part of every weight of a materialised, sharded stage, as described by its
+    `initial` (parallel/parameter.py)."""
     for each in weights_of(stage):
         local, initial = each.sharded.to_local(), each.spec.initial
         if isinstance(initial, Constant):

@@ -1,6 +1,6 @@
-"""The three products of a linear layer. Every linear layer is handed an object of its own, so other
-arithmetic (fp8, with its scales) is another class here, and where the model makes it is which
-layers have it."""
+"""The three products of a linear layer. The model gives each linear layer its own object, so other
+arithmetic (fp8, with its scales) can be added as another class here, and the model chooses which
+layers use it."""
 
 import torch
 from torch import Tensor
@@ -8,15 +8,15 @@ from torch.nn import functional
 
 
 class Matmul:
-    """In the dtype of its arguments."""
+    """Computes the products in the dtype of their arguments."""
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """y [..., F] = x [..., D] · weightᵀ, weight [F, D]."""
         return functional.linear(x, weight)
 
     def input_gradient(self, dy: Tensor, weight: Tensor, into: Tensor | None = None) -> Tensor:
-        """dx [..., D] = dy [..., F] · weight; added to `into` where given (several layers that read
-        one input)."""
+        """dx [..., D] = dy [..., F] · weight, added to `into` if given (if several layers read the
+        same input)."""
         if into is None:
             return dy @ weight
         into.view(-1, into.shape[-1]).addmm_(dy.reshape(-1, dy.shape[-1]), weight)
@@ -29,12 +29,13 @@ class Matmul:
     def add_weight_gradient(
         self, dy: Tensor, x: Tensor, into: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        """dw [F, D] = into + dyᵀ · x, for dy [T, F] and x [T, D], summed in `dtype`, which may be
-        wider than theirs (float32 for bfloat16); `into` None: 0. Written into `into`."""
+        """dw [F, D] = into + dyᵀ · x, for dy [T, F] and x [T, D], written into `into` (None: a new
+        tensor, as if it were 0). The sum is in `dtype`, which may be wider than theirs (float32 for
+        bfloat16)."""
         wide, beta = dy.dtype != dtype, 1
         if into is None:
             into = dy.new_empty((dy.shape[1], x.shape[1]), dtype=dtype)
-            beta = 0  # what is there is not read
+            beta = 0  # the uninitialised values are not read
         if wide and dy.is_cuda and torch.version.hip is None:
             return torch.addmm(into, dy.t(), x, out_dtype=dtype, beta=beta, out=into)
         if wide:  # CPUs and AMD's libraries have no such product

@@ -10,13 +10,13 @@ from parallel.parameter import NORM, Constant, WeightSpec
 
 
 class RMSNorm(Layer):
-    """y = x / sqrt(mean(x²) + eps) · weight over the last dimension; weight [width] is whole on
-    every tp rank.
+    """Computes y = x / sqrt(mean(x²) + eps) · weight over the last dimension. The weight [width] is
+    whole on every tp rank.
 
-    The residual stream's norms, of width D: with sequence parallelism each tp rank normalises its
-    own part of the sequence, so its weight gradient is a partial sum (parallel/partial.py).
-    Without, all tp ranks see the same tokens and compute the same gradient. Norms of heads, of
-    width E: each tp rank has other heads, and its gradient is a partial sum either way.
+    Norms of the residual stream, of width D: with sequence parallelism each tp rank normalises its
+    part of the sequence, so its weight gradient is a partial sum (parallel/partial.py). Without it,
+    all tp ranks see the same tokens and compute the same gradient. Norms of heads, of width E: each
+    tp rank has different heads, so its gradient is always a partial sum.
     """
 
     def __init__(
@@ -37,5 +37,5 @@ class RMSNorm(Layer):
         return rms_norm(x, self.local_weight(), self.eps, self.kernels)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual, and the sum: one pass over both."""
+        """The norm of x + residual, and the sum itself, in one pass over both."""
         return add_rms_norm(x, residual, self.local_weight(), self.eps, self.kernels)

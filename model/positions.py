@@ -1,6 +1,6 @@
-"""Where the tokens of a micro-batch are, and what attention layers derive from it: masks (mask.py)
-and the angles of rotary position embeddings (Su et al. 2021, https://arxiv.org/abs/2104.09864;
-kernels/rotary.py turns by them)."""
+"""The positions of a micro-batch's tokens, and what attention layers derive from them: masks
+(mask.py) and the angles of rotary position embeddings (Su et al. 2021,
+https://arxiv.org/abs/2104.09864; applied in kernels/rotary.py)."""
 
 import math
 from typing import NamedTuple, Protocol
@@ -14,7 +14,7 @@ from model.mask import Attend, make_mask
 
 
 class Rotary(NamedTuple):
-    """What decides a layer's angles."""
+    """The parameters that determine a layer's angles."""
 
     head_dim: int  # E
     theta: float
@@ -22,17 +22,19 @@ class Rotary(NamedTuple):
 
 
 class Angles(NamedTuple):
-    """Each [S, B, 1, E/2], or [S, 1, 1, E/2] where every sequence counts alike."""
+    """Cosines and sines of the angles, each [S, B, 1, E/2], or [S, 1, 1, E/2] if all sequences have
+    the same positions."""
 
     cos: Tensor
     sin: Tensor
 
 
 def rotary_angles(positions: Tensor, rotary: Rotary, dtype: torch.dtype) -> Angles:
-    """Of position · frequency, theta^(−2i/E) for i < E/2, or that scaled.
+    """The angles position · frequency; frequencies are theta^(−2i/E) for i < E/2, or scaled.
 
-    `positions` is [S, B], or [S, 1] where every sequence counts alike. Computed in float32 (float64
-    for a float64 model): bfloat16 cannot tell positions beyond 256 apart.
+    `positions` is [S, B], or [S, 1] if all sequences have the same positions. The angles are
+    computed in float32 (float64 for a float64 model), because bfloat16 cannot represent all
+    positions beyond 256.
     """
     head_dim, theta, scaling = rotary
     pairs = torch.arange(0, head_dim, 2, dtype=exact(dtype), device=positions.device)
@@ -44,12 +46,13 @@ def rotary_angles(positions: Tensor, rotary: Rotary, dtype: torch.dtype) -> Angl
 
 
 def scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1's frequencies [E/2] for sequences longer than those of the training before
+    """Scale frequencies [E/2] as Llama 3.1 does for sequences longer than in the original training
     (`apply_scaling` in Meta's llama-models, `rope_type: llama3` in Hugging Face's files).
 
-    A pair of dimensions makes original · f / 2π turns over the original length. One that turns
-    often tells neighbours apart, and stays as it is. One that turns less than about once would
-    reach angles that no training showed: it is slowed by the factor. Between the two, a mixture.
+    A pair of dimensions makes original · f / 2π turns over the original length. A pair that turns
+    often distinguishes neighbouring tokens; its frequency stays as it is. A pair that turns less
+    than about once would reach angles that did not occur in training; its frequency is divided by
+    the factor. Between the two, frequencies are interpolated.
     """
     factor, low, high, original = scaling
     turns = frequencies * (original / (2 * math.pi))
@@ -58,7 +61,7 @@ def scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 class Positions(Protocol):
-    """What a layer may ask."""
+    """What an attention layer may request of the positions."""
 
     def angles(self, rotary: Rotary) -> Angles: ...
 
@@ -66,12 +69,12 @@ class Positions(Protocol):
 
 
 class BatchPositions:
-    """Of a micro-batch: makes angles and masks, each once for all layers that ask for the same.
+    """The angles and masks of a micro-batch, each computed once for all layers that request it.
 
     Args:
-        positions: [S, B] int64, or [S, 1] where every sequence counts alike.
-        boundaries: of documents, [N + 1] int32 (documents.py); None: each sequence is one.
-        dtype: of activations.
+        positions: [S, B] int64, or [S, 1] if all sequences have the same positions.
+        boundaries: those of documents, [N + 1] int32 (documents.py); None: each sequence is one.
+        dtype: that of activations.
     """
 
     def __init__(self, positions: Tensor, boundaries: Tensor | None, dtype: torch.dtype) -> None:

@@ -1,10 +1,10 @@
-"""The transformer, or any range of its layers: a pipeline stage is this class holding part of the
-model.
+"""The transformer, or any range of its layers: a pipeline stage is a `Transformer` with a part of
+the model.
 
 Shapes: S sequence, B sequences in a micro-batch, D model dim, V vocabulary, H query heads, K
 key/value heads, E head dim, F inner width. The sequence comes first, [S, B, D], so that
-sequence-parallel collectives need no copies (parallel/collectives.py). S is the whole sequence; in
-norms and in the residual stream a tp rank holds S/tp of it if sequence parallel.
+sequence-parallel collectives need no copies (parallel/collectives.py). S is the whole sequence;
+with sequence parallelism a tp rank holds S/tp of it in norms and in the residual stream.
 """
 
 from collections import Counter
@@ -30,19 +30,20 @@ from parallel.tensor import ColumnParallelLinear, VocabParallelEmbedding
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch, whole on every rank that works on it: each stage and each tp rank has the
-    tokens."""
+    """One micro-batch. Every rank that works on it has it whole, at each stage and on each tp
+    rank."""
 
     tokens: Tensor  # [S, B] int64
     targets: Tensor | None  # [S, B] int64, IGNORE where there is none; None: return logits, no loss
-    positions: Tensor  # [S, B] int64, or [S, 1] where every sequence counts from the same start
+    positions: Tensor  # [S, B] int64, or [S, 1] if all sequences have the same positions
     # scalar: 1 / target tokens of the global batch; in evaluation 1
     loss_scale: Tensor | None = None
-    documents: Tensor | None = None  # [N + 1] int32: their boundaries (documents.py), if several
+    # [N + 1] int32: boundaries of packed documents (documents.py); None: each sequence is one
+    documents: Tensor | None = None
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then + feed_forward(norm(x)); [S/tp, B, D] → the same."""
+    """One layer: h = x + attention(norm(x)), then h + feed_forward(norm(h)), all [S/tp, B, D]."""
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel) -> None:
         super().__init__()
@@ -52,25 +53,25 @@ class Block(nn.Module):
         self.feed_forward = make_feed_forward(config, layer, tp)
 
     def forward(self, x: Tensor, *inputs: Any) -> Tensor:
-        """`inputs`: what this layer's attention wants of the positions."""
+        """`inputs`: the inputs that this layer's attention derives from the positions."""
         y, x = self.feed_forward_norm.add(self.attention(self.attention_norm(x), *inputs), x)
         return x + self.feed_forward(y)
 
 
 def hidden_shape(config: ModelConfig, positions: int, sequences: int) -> tuple[int, int, int]:
-    """[S/tp, B, D], of what goes from block to block and from stage to stage, where a rank has so
-    many positions of so many sequences."""
+    """The shape [S/tp, B, D] of the hidden states between blocks and between stages, on a rank with
+    `positions` positions of `sequences` sequences."""
     return positions, sequences, config.dim
 
 
 def vocabulary(config: ModelConfig) -> Pieces:
-    """Rows of the embedding and of the head."""
+    """The rows of the embedding and of the head."""
     return Pieces(config.vocab_size, "model.vocab_size", uneven=True)
 
 
 class Head(ColumnParallelLinear):
-    """Projection onto the vocabulary, and the loss: weight [V, D], rows cut over tp, unevenly where
-    tp does not divide V."""
+    """The projection onto the vocabulary, and the loss. Its weight [V, D] has rows sharded over tp,
+    unevenly if tp does not divide V."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         initial, tied_to = Normal(config.init_std), "embedding.weight"
@@ -81,8 +82,8 @@ class Head(ColumnParallelLinear):
         self.first_row = rows.of(tp.size, tp.rank).start
 
     def loss(self, x: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
-        """x [S/tp, B, D], targets [S, B] → scale · the summed cross-entropy, a scalar. (`forward`
-        has the logits, [S, B, V/tp].)"""
+        """Map x [S/tp, B, D] and targets [S, B] to scale · the summed cross-entropy, a scalar.
+        (`forward` returns the logits, [S, B, V/tp].)"""
         return linear_cross_entropy(
             x,
             self.local_weight(),
@@ -93,18 +94,18 @@ class Head(ColumnParallelLinear):
             self.tp.sequence_parallel,
             matmul=self.matmul,
             vocab_size=self.vocab_size,
-            z_loss=self.z_loss if torch.is_grad_enabled() else 0.0,  # evaluation leaves it out
+            z_loss=self.z_loss if torch.is_grad_enabled() else 0.0,  # not added in evaluation
             kernels=self.kernels,
         )
 
 
 class Transformer(nn.Module):
-    """Blocks `layers` of the model, with the embedding if `first` and the final norm and head if
-    `last`.
+    """The blocks `layers` of the model, with the embedding if `first` and the final norm and the
+    head if `last`.
 
-    Built on the meta device; parameter names are global (`blocks.17.attention.query.weight` is
-    layer 17 whoever holds it). With tied embeddings the first and the last stage hold a copy each,
-    of one global tensor (parallel/pipeline/tied.py).
+    It is built on the meta device. Parameter names are global: `blocks.17.attention.query.weight`
+    belongs to layer 17 on whichever stage it is. With tied embeddings the first and the last stage
+    each hold a copy of one global tensor (parallel/pipeline/tied.py).
     """
 
     def __init__(
@@ -126,8 +127,9 @@ class Transformer(nn.Module):
         self.head = Head(config, tp) if last else None
 
     def forward(self, hidden: Tensor | None, batch: Batch) -> Tensor:
-        """hidden [S/tp, B, D] of the stage before (None on the first) → hidden for the next; at the
-        end the scaled loss, or logits [S, B, V/tp] where there are no targets."""
+        """Map the hidden states [S/tp, B, D] of the stage before (None on the first) to those for
+        the next. The last stage returns the scaled loss, or logits [S, B, V/tp] if there are no
+        targets."""
         if self.embedding is not None:
             hidden = self.embedding(batch.tokens)
         assert hidden is not None
@@ -147,9 +149,10 @@ class Transformer(nn.Module):
 
 @lru_cache(maxsize=64)
 def kinds_of_blocks(config: ModelConfig, tp: int = 1) -> list[tuple[Block, int]]:
-    """A block of each kind, in shapes only, as one of `tp` ranks has it; and how many there are.
+    """One block of each kind, on the meta device with the shapes of one of `tp` ranks, and the
+    number of such blocks in the model.
 
-    Raises UserError, naming the key, where `tp` does not divide something.
+    Raises UserError, which names the key, if some layer cannot be split over `tp` ranks.
     """
     kinds = [config.kinds_of(layer) for layer in range(config.num_layers)]
     counts, first = Counter(kinds), {kind: kinds.index(kind) for kind in kinds}
@@ -158,7 +161,7 @@ def kinds_of_blocks(config: ModelConfig, tp: int = 1) -> list[tuple[Block, int]]
 
 @lru_cache(maxsize=64)
 def num_parameters(config: ModelConfig) -> int:
-    """Trainable parameters of the whole model; a tied embedding counts once."""
+    """The number of trainable parameters of the whole model; a tied embedding counts once."""
 
     def count(module: nn.Module) -> int:
         return sum(each.numel for each in weights_of(module) if not each.is_copy)
@@ -168,6 +171,6 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def check_tp(config: ModelConfig, tp: int) -> None:
-    """Raises UserError, naming the key, where some layer cannot be cut for `tp` ranks."""
+    """Raise UserError, which names the key, if some layer cannot be split over `tp` ranks."""
     kinds_of_blocks(config, tp)
     Transformer(config, [], True, True, TensorParallel(tp))

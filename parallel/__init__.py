@@ -1,7 +1,7 @@
-"""How the model is split: one file or folder per axis of the mesh, plus the mesh itself and the
-collectives.
+"""How the model is split over ranks: one file or folder per axis of the mesh, plus the mesh itself
+and the collectives.
 
-    axis                     what each rank holds                  what travels
+    axis                     what each rank holds                  what is sent
     pp            pipeline/  a range of layers                     activations between neighbours
     dp_replicate  data.py    a replica of the sharded group        gradients, once per step
     dp_shard      data.py    1 / dp_shard of weights, gradients    weights (gather), gradients
@@ -9,14 +9,16 @@ collectives.
     tp            tensor.py  1 / tp of each matrix (and of the     activations, several times per
                              sequence)                             block
 
-axes.py names the axes and says how many ranks each has; mesh.py makes the DeviceMesh, and its
-views.
+    axes.py         the names and sizes of the axes; mesh.py: the DeviceMesh and its views
+    config.py       the section `parallel.` of a configuration file
+    parameter.py    the description of a weight; layer.py: the base class of layers with weights
+    collectives.py  the collectives of tensor parallelism
+    deferred.py     weight gradients that are formed later than their backward
+    partial.py      the sum over tp of gradients that are partial on each tp rank
+    placement.py    which part of a global tensor a rank holds
+    activation.py   activation checkpointing
+    memory.py       the categories of memory use
 
-parameter.py says what a weight is; layer.py is what every layer with weights is built on;
-deferred.py is the queue in which a weight's gradient may wait; partial.py sums over tp what each tp
-rank knows only in part; placement.py says who holds what of a tensor; activation.py recomputes;
-memory.py names what memory is for.
-
-Imports torch, and nothing else of the house but files of the root; `pipeline/` is handed modules
-and never imports the model.
+This package imports torch and, of this repository, only the modules in its root folder. `pipeline/`
+receives the stages as modules and never imports the model.
 """

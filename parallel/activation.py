@@ -1,18 +1,18 @@
-"""Activation checkpointing: keep less between forward and backward, compute it again when backward
-needs it.
+"""Activation checkpointing: keep fewer tensors between forward and backward, and recompute the
+others when backward needs them.
 
-| mode      | kept per block                             | computed again                          |
+| mode      | kept per block                             | recomputed                              |
 |-----------|--------------------------------------------|-----------------------------------------|
-| none      | everything autograd asks for               | nothing                                 |
+| none      | everything that autograd saves             | nothing                                 |
 | selective | outputs of matrix products and attention   | norms, rotary, activations, collectives |
 | full      | the block's input                          | the whole forward                       |
 
-With tensor parallelism, selective computes the row-parallel products again too: a partial sum is
-[S, B, D] on every rank; two of them are 2 tp times what a rank holds of the residual stream (for
-Llama 3 405B with tp 8, half of all that is kept).
+With tensor parallelism, selective also recomputes the row-parallel products. Their results are
+partial sums, [S, B, D] on every rank; the two of a block are 2 tp times as large as a rank's part
+of the residual stream (for Llama 3 405B with tp 8, over half of all that would be kept).
 
 (Chen et al. 2016, https://arxiv.org/abs/1604.06174; selective: Korthikanti et al. 2022, section 5,
-by operation as in torch's `create_selective_checkpoint_contexts`.)
+chosen by operation with torch's `create_selective_checkpoint_contexts`.)
 """
 
 from collections.abc import Callable, Iterable
@@ -30,7 +30,7 @@ from torch.utils.checkpoint import (
 
 _ops = torch.ops.aten
 PRODUCTS = {_ops.mm.default, _ops.addmm.default}
-# What costs the most floating-point operations per byte kept.
+# The operations that cost the most floating-point operations per byte of their result.
 EXPENSIVE = PRODUCTS | {
     _ops._scaled_dot_product_flash_attention.default,
     _ops._scaled_dot_product_flash_attention_for_cpu.default,
@@ -46,21 +46,21 @@ def _keep_expensive(
     if op not in EXPENSIVE:
         return CheckpointPolicy.PREFER_RECOMPUTE
     # A column-parallel product sums over all of D, a row-parallel one over this rank's part of
-    # something. Where that part is as wide as D by chance, it is kept: more memory, the same
-    # numbers.
+    # another dimension. If that part happens to be as wide as D, the product is kept: this takes
+    # more memory and gives the same numbers.
     is_partial = op in PRODUCTS and tp > 1 and args[-2].shape[-1] != width
     return CheckpointPolicy.PREFER_RECOMPUTE if is_partial else CheckpointPolicy.MUST_SAVE
 
 
 def wrap_blocks(blocks: Iterable[nn.Module], mode: str, compile: bool, width: int, tp: int) -> None:
-    """Make each block's forward a checkpoint and a compiled graph, in place. Call it before
-    `fully_shard`: recomputation and compiled code then run inside the gathering of weights.
-    width: D; tp: ranks of tensor parallelism.
+    """Wrap each block's forward in activation checkpointing and `torch.compile`, in place. Call it
+    before `fully_shard`, so that recomputation and compiled code run while FSDP has the weights
+    gathered. `width` is D, `tp` the number of tensor-parallel ranks.
 
-    Selective checkpointing is compiled with the block: the compiler decides by the same policy what
-    to keep. Full checkpointing is put around the compiled block, which runs forward twice as it is;
-    inside, torch 2.13 stumbles over the mesh of a DTensor weight that it would have to keep for the
-    recomputation.
+    Selective checkpointing is compiled with the block, and the compiler follows the same policy.
+    Full checkpointing wraps the compiled block, which then runs its forward twice. It is not put
+    inside: torch 2.13 fails there on the mesh of a DTensor weight, which it would have to keep for
+    the recomputation.
     """
     for block in blocks:
         forward: Callable[..., Any] = block.forward
@@ -79,8 +79,8 @@ def wrap_blocks(blocks: Iterable[nn.Module], mode: str, compile: bool, width: in
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
     training = torch.compile(forward, fullgraph=True)
 
-    # Evaluation runs as it is written: without gradients torch 2.13's tracer loses the context of
-    # an autograd operation.
+    # Evaluation runs uncompiled: without gradients, torch 2.13's tracer loses the context of an
+    # autograd operation.
     def compiled(*args: Any) -> Any:
         return training(*args) if torch.is_grad_enabled() else forward(*args)
 
@@ -88,10 +88,10 @@ def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _checkpointed(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    # A function of our own and no functools.partial: the compiler enters ours and knows what
-    # `checkpoint` means inside it.
+    # A plain function and not functools.partial, because the compiler traces into it and recognises
+    # `checkpoint` there.
     def checkpointed(*args: Any) -> Any:
-        # Nothing here draws random numbers, so there is no random state to keep.
+        # No block draws random numbers, so there is no random state to preserve.
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options)
 
     return checkpointed

@@ -2,12 +2,12 @@
 
     rank = ((pp · dp_replicate_size + dp_replicate) · dp_shard_size + dp_shard) · tp_size + tp
 
-The innermost axis changes fastest, so neighbours in rank share it: tensor parallelism talks most,
-several times per block, and gets the fastest links (inside a node); pipeline stages talk least and
-sit farthest apart. This is the order of Megatron-LM (Narayanan et al. 2021,
-https://arxiv.org/abs/2104.04473, section 3).
+The innermost axis, tp, changes fastest, so consecutive ranks form a tensor-parallel group. Tensor
+parallelism communicates most, several times per block, and gets the fastest links (inside a node);
+pipeline stages communicate least and are farthest apart. Megatron-LM uses the same order (Narayanan
+et al. 2021, https://arxiv.org/abs/2104.04473, section 3).
 
-A size-1 axis is not a special case: one process is the mesh `MeshSizes()`.
+An axis of size 1 is not a special case: a single process is the mesh `MeshSizes()`.
 """
 
 import math
@@ -18,7 +18,7 @@ from typing import Self
 
 @dataclass(frozen=True, order=True)
 class MeshSizes:
-    """Ranks on each axis, outermost first."""
+    """The number of ranks on each axis, outermost first."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -31,14 +31,14 @@ class MeshSizes:
 
     @property
     def dp(self) -> int:
-        """Parts that a global batch is cut into."""
+        """The number of parts that a global batch is split into."""
         return self.dp_replicate * self.dp_shard
 
     def by_axis(self) -> dict[str, int]:
         return {axis: getattr(self, axis) for axis in AXES}
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where `rank` is on each axis."""
+        """The coordinate of `rank` on each axis."""
         found = {}
         for axis, size in reversed(self.by_axis().items()):
             rank, found[axis] = divmod(rank, size)
@@ -46,7 +46,7 @@ class MeshSizes:
 
     @classmethod
     def all_of(cls, world: int) -> list[Self]:
-        """Every way to lay `world` ranks out."""
+        """Every mesh of `world` ranks."""
         divisors = [d for d in range(1, world + 1) if world % d == 0]
         sizes = (cls(*each) for each in product(divisors, repeat=len(AXES)))
         return [each for each in sizes if each.world == world]

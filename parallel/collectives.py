@@ -1,12 +1,12 @@
-"""The collectives of tensor parallelism, and the autograd operations made of them.
+"""The collectives of tensor parallelism, and the autograd operations built from them.
 
-Every function takes the process group it talks over. A collective over one rank returns its input,
-so an axis of size 1 is not a special case for who calls it. The sequence is the *first* dimension
-of activations, [S, B, …], because collectives concatenate and split along the first: a gathered
-sequence is then contiguous without a copy.
+Every function takes the process group that it communicates over. A collective over one rank returns
+its input, so callers need no special case for an axis of size 1. The sequence is the *first*
+dimension of activations, [S, B, …], because collectives concatenate and split along the first
+dimension: a gathered sequence is then contiguous without a copy.
 
-Nothing is reduced in place that autograd may still share: a gradient that feeds two branches is one
-tensor.
+A tensor that autograd may still share is never reduced in place: when a gradient flows into two
+branches, both receive the same tensor.
 """
 
 from typing import Any
@@ -22,8 +22,8 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 class Pending:
-    """A tensor that a collective is still writing. `wait()` orders everything after it behind the
-    collective."""
+    """The result of a collective that may still be running. Operations issued after `wait()` run
+    after the collective."""
 
     def __init__(self, tensor: Tensor, work: Any) -> None:
         self._tensor, self._work = tensor, work
@@ -40,7 +40,7 @@ def _overlap() -> bool:
 
 
 def start_all_gather(x: Tensor, group: ProcessGroup) -> Pending:
-    """[S/n, …] on each of n ranks → [S, …] on all, concatenated in rank order."""
+    """Start to gather [S/n, …] from each of n ranks into [S, …] on all, in rank order."""
     n = group.size()
     if n == 1:
         return Pending(x, None)
@@ -49,8 +49,8 @@ def start_all_gather(x: Tensor, group: ProcessGroup) -> Pending:
 
 
 def start_reduce_scatter(x: Tensor, group: ProcessGroup) -> Pending:
-    """[S, …] on each of n ranks → their sum's slice [S/n, …] of this rank. `x` must stay untouched
-    until waited for."""
+    """Start to sum [S, …] over n ranks; each receives its slice [S/n, …] of the sum. `x` must not
+    be modified before `wait()`."""
     n = group.size()
     if n == 1:
         return Pending(x, None)
@@ -61,7 +61,7 @@ def start_reduce_scatter(x: Tensor, group: ProcessGroup) -> Pending:
 
 
 def start_all_reduce_(x: Tensor, group: ProcessGroup) -> Pending:
-    """Sum over the group, into `x` itself: only for a tensor that the caller has just made."""
+    """Start to sum `x` over the group in place: only for a tensor that the caller has just made."""
     if group.size() == 1:
         return Pending(x, None)
     return Pending(x, dist.all_reduce(x, group=group, async_op=_overlap()))
@@ -77,7 +77,7 @@ def all_reduce(x: Tensor, group: ProcessGroup, op: Any = dist.ReduceOp.SUM) -> T
 
 
 class ReduceFromTensorParallel(torch.autograd.Function):
-    """Megatron's g: partial sums → their sum, whole on every rank (Shoeybi et al. 2019, section 3).
+    """Megatron's g: all-reduce partial sums (Shoeybi et al. 2019, section 3).
 
     | pass     | computes       | local shapes          | communication            |
     |----------|----------------|-----------------------|--------------------------|
@@ -95,8 +95,8 @@ class ReduceFromTensorParallel(torch.autograd.Function):
 
 
 class ReduceScatterToSequence(torch.autograd.Function):
-    """Korthikanti et al.'s g-bar (2022, section 4.2.2): partial sums → this rank's part of the
-    sequence.
+    """g-bar of Korthikanti et al. (2022, section 4.2.2): reduce-scatter partial sums, so that each
+    rank has the sum for its part of the sequence.
 
     | pass     | computes                  | local shapes              | communication over tp |
     |----------|---------------------------|---------------------------|-----------------------|
@@ -115,8 +115,8 @@ class ReduceScatterToSequence(torch.autograd.Function):
 
 
 def reduce_over_tp(partial: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
-    """Partial sums [S, B, D] → [S/tp, B, D] (sequence parallel) or [S, B, D]."""
+    """Sum [S, B, D] over tp: to [S/tp, B, D] with sequence parallelism, else to [S, B, D]."""
     if group.size() == 1:
-        return partial  # not through autograd either: FSDP warns of a unit whose output is a view
+        return partial  # no autograd function: its output would be a view, and FSDP warns of those
     reduce = ReduceScatterToSequence if sequence_parallel else ReduceFromTensorParallel
     return reduce.apply(partial, group)

@@ -15,35 +15,35 @@ from settings import LARGEST, Count, OneOf, Text, Whole, between, section
 
 @section("parallel")
 class ParallelConfig:
-    """Sizes of the mesh axes and the options of each. The sizes' product is the number
-    of processes."""
+    """The size of each mesh axis, and its options. The product of the sizes is the number of
+    processes."""
 
-    tp: Count = 1  # tensor parallel: each matrix is cut tp ways; keep it inside a node
-    pp: Count = 1  # pipeline parallel: the layers are cut into pp · stages_per_rank stages
-    dp_shard: Annotated[
-        int, between(-1, LARGEST)
-    ] = -1  # data parallel, weights and optimizer sharded (FSDP); -1: what is left of the world
-    dp_replicate: Count = 1  # data parallel, whole replicas of the sharded groups (hybrid sharding)
+    tp: Count = 1  # tensor parallel: each matrix is sharded over tp ranks; keep them inside a node
+    pp: Count = 1  # pipeline parallel: the layers are split into pp · stages_per_rank stages
+    # data parallel with sharded weights and optimizer state (FSDP); -1: all remaining ranks
+    dp_shard: Annotated[int, between(-1, LARGEST)] = -1
+    dp_replicate: Count = 1  # data parallel with replicas of the sharded groups (hybrid sharding)
 
     # in norms and in the residual stream, each tp rank keeps 1 / tp of the sequence
     sequence_parallel: bool = True
     schedule: Text = "1f1b"  # a name in parallel/pipeline/schedules.py
-    stages_per_rank: Count = 1  # pipeline stages each rank holds
-    # Blocks of each stage, first to last; null: as even as possible; auto: the slowest as fast as
-    # possible.
+    stages_per_rank: Count = 1  # pipeline stages on each rank
+    # Blocks of each stage, first to last. null: split as evenly as possible; auto: make the slowest
+    # rank as fast as possible.
     layers_per_stage: list[Whole] | Literal["auto"] | None = None
     zero_stage: Annotated[Literal[0, 1, 2, 3], OneOf] = 1  # see the table in parallel/data.py
-    # What FSDP gathers and reduces at once. block: one moves while another computes. stage: few
-    # messages, for blocks so small that a message costs more than its bytes do.
+    # What FSDP gathers and reduces at once. block: the communication of one block overlaps the
+    # computation of another. stage: fewer, larger messages, for blocks so small that latency
+    # dominates.
     fsdp_unit: Literal["block", "stage"] = "block"
-    # of data-parallel gradient reductions (float64 in float64 runs)
+    # dtype of data-parallel gradient reductions (float64 if train.dtype is float64)
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    # parameters, gradients and optimizer state live in host memory between uses
+    # keep parameters, gradients and optimizer state in host memory between uses
     cpu_offload: bool = False
 
     def __post_init__(self) -> None:
         if self.dp_shard == 0:
-            remedy = "-1 takes what is left of the world"
+            remedy = "-1 takes all remaining ranks"
             raise UserError("parallel.dp_shard", 0, "must be positive, or -1", remedy)
         given, stages = self.layers_per_stage, self.num_stages
         if isinstance(given, list) and len(given) != stages:
@@ -59,8 +59,8 @@ class ParallelConfig:
         """The mesh of `world_size` processes, with dp_shard = -1 filled in.
 
         Raises:
-            UserError: the axes do not multiply to the world, or zero_stage 0 meets sharded data
-                parallelism.
+            UserError: the product of the axes is not the world size, or zero_stage is 0 although
+                data parallelism is sharded.
         """
         given = {axis: getattr(self, axis) for axis in AXES}
         others = math.prod(size for axis, size in given.items() if axis != "dp_shard")
@@ -70,8 +70,8 @@ class ParallelConfig:
             search = f"`python -m tools.plan CONFIG --gpus {world_size} --search` lists what fits"
             if world_size % others == 0:
                 key, value = "parallel.dp_shard", self.dp_shard
-                remedy = f"set parallel.dp_shard=-1, which takes the {world_size // others} that "
-                remedy += f"are left, or start exactly {others * dp_shard} processes; {search}"
+                remedy = f"set parallel.dp_shard=-1 (here {world_size // others}), "
+                remedy += f"or start exactly {others * dp_shard} processes; {search}"
             else:
                 key, value = "parallel.tp", self.tp
                 auto = self.dp_shard == -1
@@ -94,20 +94,20 @@ class ParallelConfig:
         return stage_ranks(build_schedule(self.schedule, p, v, 2 * p))
 
     def split_layers(self, num_layers: int, costs: Callable[[], LayerCosts]) -> list[range]:
-        """The blocks of each stage, first to last; `costs`, of the model, is asked for
-        `layers_per_stage=auto`."""
+        """The blocks of each stage, first to last. `costs` gives the costs of the model's layers
+        and is called only for `layers_per_stage=auto`."""
         stages, key = self.num_stages, "parallel.layers_per_stage"
         if isinstance(self.layers_per_stage, list):
             counts = self.layers_per_stage
             if 0 in counts[1:-1]:
                 why = "a stage between the first and the last would have no parameters"
-                raise UserError(key, counts, why, "give every stage in between a layer")
+                raise UserError(key, counts, why, "give each such stage at least one layer")
             if sum(counts) != num_layers:
                 why = f"adds up to {sum(counts)} layers, but model.num_layers={num_layers}"
                 raise UserError(key, counts, why, "give numbers that add up to model.num_layers")
         elif num_layers < stages:
             why = f"{stages} stages, but the model has only {num_layers} layers"
-            remedy = f"use at most {num_layers} stages, or a {key} whose first or last has none"
+            remedy = f"use at most {num_layers} stages, or a {key} that begins or ends with 0"
             raise UserError("parallel.pp", self.pp, why, remedy)
         elif self.layers_per_stage == "auto":
             counts = balanced_split(costs(), self.ranks_of_stages)

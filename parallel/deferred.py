@@ -1,13 +1,14 @@
 """Weight gradients that are formed later than their backward.
 
-Only the optimizer needs a weight's gradient; the gradient of a layer's *input* is what other ranks
-wait for. So a pipeline schedule may split backward and form weight gradients later, where a rank
-would have nothing to do (zero bubble: Qi et al. 2023, https://arxiv.org/abs/2401.10241). While
-`WeightGradientQueue` defers, a linear layer's backward leaves a job for the runner, with what the
-product needs: its input and its output's gradient (of a tensor that sequence parallelism cuts, this
-rank's part). The job adds the result to the weight's `.grad`. The embedding does the same. A norm's
-gradient, which is small and comes with its input's, waits in the queue as it is: so all gradients
-of a micro-batch are complete at one moment, and are reduced together.
+Only the optimizer needs the gradient of a weight, whereas other ranks wait for the gradient of a
+layer's *input*. So a pipeline schedule may split backward and form weight gradients later, when a
+rank would otherwise be idle (zero bubble: Qi et al. 2023, https://arxiv.org/abs/2401.10241). While
+`WeightGradientQueue` defers, the backward of a linear layer leaves a job for the runner. The job
+keeps the two tensors of the product, the layer's input and the gradient of its output (this rank's
+part of a tensor that sequence parallelism splits), and adds the result to the weight's `.grad`. The
+embedding does the same. The gradient of a norm is small and is computed together with that of its
+input; it waits in the queue as a finished tensor, so that all gradients of a micro-batch are
+complete at the same time and are reduced together.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,13 +26,13 @@ from parallel.placement import as_dtensor_like, local_part
 
 
 class LinearProducts(Protocol):
-    """The three products of a linear layer. The model makes one for each (model/matmul.py)."""
+    """The three products of a linear layer. Each layer has its own object (model/matmul.py)."""
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """y [..., F] = x [..., D] · weightᵀ, weight [F, D]."""
 
     def input_gradient(self, dy: Tensor, weight: Tensor, into: Tensor | None = None) -> Tensor:
-        """dx [..., D] = dy [..., F] · weight, added to `into` where given."""
+        """dx [..., D] = dy [..., F] · weight, added to `into` if given."""
 
     def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
         """dw [F, D] = dyᵀ · x, summed over all leading dimensions."""
@@ -43,11 +44,11 @@ class LinearProducts(Protocol):
 
 
 class Destination(NamedTuple):
-    """Where a deferred gradient goes."""
+    """The weight that a deferred gradient is added to."""
 
     weight: nn.Parameter  # the gathered weight that forward used; `.grad` is this tp rank's part
-    rows: slice | None = None  # of that part, which the gradient is for; None: all
-    matmul: LinearProducts | None = None  # of a linear layer
+    rows: slice | None = None  # the rows of that part that the gradient covers; None: all
+    matmul: LinearProducts | None = None  # the products, for a linear layer
 
     def add(self, dw: Tensor) -> None:
         weight = self.weight
@@ -62,7 +63,7 @@ class Destination(NamedTuple):
 
 
 class Job(Protocol):
-    """What is left of a weight's gradient to do: `start` communication, then `finish`."""
+    """The remaining work for a weight gradient: `start` its communication, then `finish` it."""
 
     def start(self) -> None: ...
 
@@ -71,7 +72,7 @@ class Job(Protocol):
 
 @dataclass
 class ReadyGradient:
-    """A gradient that came with the input's."""
+    """A weight gradient that was computed together with the gradient of the input."""
 
     gradient: Tensor
     destination: Destination
@@ -85,10 +86,10 @@ class ReadyGradient:
 
 @dataclass
 class EmbeddingGradient:
-    """The gradient of looked-up rows [V/tp, D], from that of the vectors, dy [S, B, D]."""
+    """The gradient of an embedding's weight [V/tp, D], from dy [S, B, D] of its output."""
 
     dy: Tensor
-    rows: Tensor  # [S, B]: which row of the weight each is
+    rows: Tensor  # [S, B]: the row of the weight that each position looked up
     destination: Destination
 
     def start(self) -> None:
@@ -100,20 +101,21 @@ class EmbeddingGradient:
 
 
 def embedding_gradient(dy: Tensor, rows: Tensor, num_rows: int) -> Tensor:
-    """[num_rows, D]: the sum of dy [..., D] over the places that use each row."""
+    """For each row of the weight, the sum of dy [..., D] over the positions that looked it up:
+    [num_rows, D]."""
     return torch.ops.aten.embedding_dense_backward(dy, rows, num_rows, -1, False)
 
 
 class LinearGradients:
-    """The weight gradients of the layers that read one input: `start`, then `finish`, which lets go
-    of what the job held.
+    """The weight gradients of layers that read the same input. `finish` releases the tensors that
+    the job holds.
 
     Args:
-        x: their input.
-        dys: each layer's output gradient.
-        destinations: of each layer's weight gradient.
-        gather_x, gather_dys: the tp group where these are this rank's part [S/tp, B, …] of the
-            sequence; None: they are whole.
+        x: the layers' input.
+        dys: the gradient of each layer's output.
+        destinations: the destination of each layer's weight gradient.
+        gather_x, gather_dys: the tp group to gather x or dys over, if they are this rank's part
+            [S/tp, B, …] of the sequence; None: they are whole.
     """
 
     def __init__(
@@ -130,7 +132,7 @@ class LinearGradients:
         self._gathering: list[Pending] = []
 
     def start(self) -> None:
-        """Gather x [S, B, D] or dy [S, B, F] over tp."""
+        """Start to gather x to [S, B, D], or each dy to [S, B, F], over tp."""
         assert self.x is not None
         self._gathering = [_gather(self.x, self.gather_x)]
         self._gathering += [_gather(dy, self.gather_dys) for dy in self.dys]
@@ -149,8 +151,8 @@ def _gather(x: Tensor, group: ProcessGroup | None) -> Pending:
 
 
 class WeightGradientQueue:
-    """Shared by the layers of a stage. Their backward forms weight gradients at once, or, inside
-    `deferring`, leaves them as jobs."""
+    """The queue that the layers of a stage share. Their backward forms weight gradients immediately
+    or, inside `deferring`, leaves them here as jobs."""
 
     def __init__(self) -> None:
         self._jobs: list[Job] | None = None
@@ -165,8 +167,8 @@ class WeightGradientQueue:
 
     @contextmanager
     def deferring(self) -> Iterator[list[Job]]:
-        """The jobs of the backward inside, to be run later, in their order, on all tp ranks
-        alike."""
+        """Collect the jobs of the backward that runs inside. All tp ranks must run them later in
+        the same order."""
         self._jobs = []
         try:
             yield self._jobs
@@ -176,8 +178,8 @@ class WeightGradientQueue:
 
 @torch.no_grad()
 def run_jobs(jobs: list[Job]) -> None:
-    """Form the gradients, and empty the list; each job's tensors are gathered behind the products
-    of the job before."""
+    """Form the gradients and empty the list. The gathers of each job overlap the products of the
+    job before it."""
     jobs.reverse()
     started: Job | None = None
     while jobs:

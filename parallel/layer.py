@@ -1,8 +1,8 @@
-"""What every layer with weights is built on: how tp cuts it, and this rank's tensor of each weight.
+"""The base of every layer with weights: how tp shards them, and this rank's local tensor of each.
 
-A weight is a DTensor that carries its placement on tp: FSDP2 shards it further, checkpoints store
-the global tensor, and the gradient norm knows what is a replica. Forward and backward compute with
-the local tensor, which `Layer.local_weight` opens.
+A weight is a DTensor that carries its placement on tp, so FSDP2 can shard it further, checkpoints
+can store the global tensor, and the gradient norm can tell replicas from shards. Forward and
+backward compute with the local tensor, which `Layer.local_weight` returns.
 """
 
 from dataclasses import dataclass
@@ -23,42 +23,44 @@ from parallel.placement import as_dtensor_like, chunk_range, local_part
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The tp axis, as a layer sees it. Without a mesh its weights are this rank's parts, in shapes
-    only: enough to ask a layer what it holds and, in any process, what it would do (costs/)."""
+    """The tp axis, as a layer sees it. Without a mesh, weights are plain meta tensors with the
+    shapes of this rank's parts, so that any process can examine what a layer holds and computes
+    (costs/)."""
 
     size: int = 1
     rank: int = 0
     sequence_parallel: bool = True  # the residual stream is [S/tp, B, D] on a rank, else [S, B, D]
     mesh: DeviceMesh | None = None
-    group: ProcessGroup = None  # type: ignore[assignment]  # of the mesh
+    group: ProcessGroup = None  # type: ignore[assignment]  # the mesh's process group
 
     @classmethod
     def of(cls, mesh: DeviceMesh, sequence_parallel: bool) -> "TensorParallel":
-        """Of this rank's tp group."""
+        """Describe this rank's tp mesh."""
         return cls(mesh.size(), mesh.get_local_rank(), sequence_parallel, mesh, mesh.get_group())
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """What a dimension of a weight consists of, heads for example: tp cuts only between them."""
+    """The indivisible pieces of a weight's dimension, for example heads: tp cuts only between
+    pieces."""
 
     count: int
-    key: str  # of the configuration
-    uneven: bool = False  # ranks may have different numbers of them (rows of a vocabulary)
-    can_share: bool = False  # where there are fewer than ranks, several ranks may have the same one
+    key: str  # the configuration key that sets `count`
+    uneven: bool = False  # ranks may have different numbers of pieces (rows of a vocabulary)
+    can_share: bool = False  # if there are fewer pieces than ranks, ranks may share a piece
 
     def of(self, tp: int, rank: int) -> range:
-        """Those that a rank computes with."""
+        """The pieces that `rank` computes with."""
         if self.count < tp and self.can_share:
             return range(rank * self.count // tp, rank * self.count // tp + 1)
         return chunk_range(self.count, tp, rank)
 
     def check(self, tp: int) -> None:
-        """Raises UserError where they cannot be cut for `tp` ranks."""
+        """Raise UserError if the pieces cannot be split over `tp` ranks."""
         if self.uneven:
             if not self.of(tp, tp - 1):
-                why = f"{self.key}={self.count} leaves the last rank no row"
-                raise UserError("parallel.tp", tp, why, "use fewer")
+                why = f"with {self.key}={self.count} the last tp rank would have no row"
+                raise UserError("parallel.tp", tp, why, "use a smaller number")
         elif self.count % tp and (tp % self.count or not self.can_share):
             of_count = [t for t in range(1, 65) if self.count % t == 0]
             if not self.can_share:
@@ -70,20 +72,18 @@ class Pieces:
 
 
 class Layer(nn.Module):
-    """A module with weights of its own."""
+    """The base class of modules that own weights."""
 
     weight: nn.Parameter
-    queue: WeightGradientQueue | None = None  # where a schedule splits backward (deferred.py)
+    queue: WeightGradientQueue | None = None  # set if the schedule splits backward (deferred.py)
 
     def __init__(self, tp: TensorParallel) -> None:
         super().__init__()
         self.tp = tp
-        self.weights: dict[
-            str, WeightSpec
-        ] = {}  # FSDP2 replaces parameters; what they are stays here
+        self.weights: dict[str, WeightSpec] = {}  # kept here because FSDP2 replaces the parameters
 
     def add_weight(self, weight: WeightSpec, name: str = "weight") -> None:
-        """Make a parameter on the meta device: this tp rank's part of `weight`."""
+        """Register a parameter on the meta device: this tp rank's part of `weight`."""
         tp, shape, local_shape = self.tp, torch.Size(weight.shape), list(weight.shape)
         if isinstance(weight.placement, Shard):
             dim = weight.placement.dim
@@ -99,20 +99,20 @@ class Layer(nn.Module):
         self.weights[name] = weight
 
     def local_weight(self) -> Tensor:
-        """This rank's tensor of `weight`. Its gradient becomes the weight's; where the queue
-        defers, it waits there."""
+        """This tp rank's local tensor of `weight`. Its gradient becomes that of the weight; while
+        the queue defers, it waits there."""
         weight = self.weight
         if torch.compiler.is_compiling():
-            return local_part(weight)  # the compiler knows this one, and pays its price once
+            return local_part(weight)  # the compiler can trace `to_local`, at a cost paid once
         if not torch.is_grad_enabled() and isinstance(weight, DTensor):
-            # Without the view that `to_local` makes: it took a fifth of a small model's time for a
-            # generated token.
+            # This avoids the view that `to_local` creates, which took a fifth of a small model's
+            # time per generated token.
             return weight._local_tensor
         return LocalTensor.apply(weight, self.queue)
 
 
 def share_queue(stage: nn.Module) -> WeightGradientQueue:
-    """A queue for all layers of `stage`."""
+    """Create a queue and share it among all layers of `stage`."""
     queue = WeightGradientQueue()
     for module in stage.modules():
         if isinstance(module, Layer):
@@ -121,19 +121,21 @@ def share_queue(stage: nn.Module) -> WeightGradientQueue:
 
 
 class LocalTensor(torch.autograd.Function):
-    """This rank's tensor of a DTensor weight; its gradient becomes the weight's, placed alike.
+    """This rank's local tensor of a DTensor weight. Its gradient becomes that of the weight, with
+    the same placement.
 
     `DTensor.to_local` does the same through the dispatcher, at several times the host time per
-    weight and micro-batch. Here, where gradients stay in the weight between micro-batches (float32
-    computing), all but the first are added to the local tensor at once; where FSDP takes each away
-    to sum it in a wider dtype (bfloat16), each is the first. What is added to was made by the first
-    call of this backward, from a tensor that every caller has just made, so nobody else holds it.
+    weight and micro-batch. If gradients stay in the weight between micro-batches (float32 compute),
+    every gradient after the first is added to the local tensor directly. If FSDP takes each one
+    away to sum it in a wider dtype (bfloat16 compute), each is a first. Adding in place is safe:
+    the target came from the first call of this backward, which wrapped a tensor that its producer
+    had just created, so nothing else refers to it.
     """
 
     @staticmethod
     def forward(ctx: Any, weight: nn.Parameter, queue: WeightGradientQueue | None) -> Tensor:
         ctx.weight, ctx.queue = weight, queue
-        ctx.set_materialize_grads(False)  # a deferred gradient is None here, and not zeros
+        ctx.set_materialize_grads(False)  # a deferred gradient stays None instead of zeros
         return local_part(weight)
 
     @staticmethod

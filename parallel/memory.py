@@ -1,8 +1,8 @@
-"""What memory is for: the names of its categories, and a way for the code to say what a tensor is.
+"""The categories of memory use, and a way for code to state the category of a tensor.
 
-In a run nobody listens; its report counts what model, FSDP and optimizer hold
-(runtime/memory_report.py). The planner counts by these names (costs/, tools/plan/), and the
-rehearsal, which sees every storage, listens to what is told here (tools/rehearse/tape.py).
+A training run registers no listener; its report counts what model, FSDP and optimizer hold
+(runtime/memory_report.py). The planner counts by these categories (costs/, tools/plan/). The
+rehearsal, which sees every storage, registers a listener (tools/rehearse/tape.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -24,14 +24,14 @@ _listeners: list[Callable[[Tensor, str], None]] = []
 
 
 def tell(tensor: Tensor, category: str) -> None:
-    """`tensor` is of this category from now on."""
+    """State that `tensor` belongs to `category` from now on."""
     for listener in _listeners:
         listener(tensor, category)
 
 
 @contextmanager
 def listening(listener: Callable[[Tensor, str], None]) -> Iterator[None]:
-    """Inside, `listener` is told."""
+    """Pass every `tell` inside this context to `listener`."""
     _listeners.append(listener)
     try:
         yield

@@ -1,4 +1,4 @@
-"""One DeviceMesh for everything: the axes of axes.py, and views of them."""
+"""The one DeviceMesh of a run: the axes of axes.py, and named views of them."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,15 +11,15 @@ from parallel.axes import AXES, MeshSizes
 
 @dataclass(frozen=True)
 class Mesh:
-    """The mesh and its named views. Code asks for views, which a new axis may join, wherever it
-    does not mean one axis.
+    """The mesh and its named views. Code uses a view wherever it does not mean one particular axis,
+    so a new axis can be added to the view in one place.
 
-    | view   | which ranks              | what for                                              |
+    | view   | ranks                    | purpose                                               |
     |--------|--------------------------|-------------------------------------------------------|
-    | batch  | dp_replicate × dp_shard  | each reads other rows of the global batch             |
-    | loss   | dp_replicate × dp_shard  | each computes the loss of other tokens: it is summed  |
+    | batch  | dp_replicate × dp_shard  | each reads different rows of the global batch         |
+    | loss   | dp_replicate × dp_shard  | each has the loss of different tokens, to be summed   |
     | fsdp   | (dp_replicate, dp_shard) | FSDP2 shards over the last, replicates over the first |
-    | pp, tp | of one axis              | stages; parts of a layer                              |
+    | pp, tp | one axis each            | pipeline stages; parts of a layer                     |
     """
 
     device: str  # "cuda" or "cpu"
@@ -32,9 +32,9 @@ class Mesh:
 
     @property
     def loss(self) -> DeviceMesh:
-        return self.batch  # no axis cuts sequences
+        return self.batch  # no other axis splits the tokens of which the loss is computed
 
-    @cached_property  # slicing a DeviceMesh builds a new one, every time
+    @cached_property  # slicing a DeviceMesh builds a new one each time
     def pp(self) -> DeviceMesh:
         return self.root["pp"]
 
@@ -52,7 +52,7 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
-        """Which share of each global batch this rank reads: 0 … dp_size − 1."""
+        """The index of the part of each global batch that this rank reads: 0 … dp_size − 1."""
         return self.batch.get_local_rank()
 
     @property
@@ -65,7 +65,7 @@ class Mesh:
         return f"{self.root.size()} ranks = {self.sizes} (tp fastest)"
 
     def coordinates(self) -> dict[str, int]:
-        """Of this rank on each axis."""
+        """This rank's coordinate on each axis."""
         return {axis: self.root.get_local_rank(axis) for axis in AXES}
 
 
@@ -79,6 +79,6 @@ def build_mesh(sizes: MeshSizes, device: str) -> Mesh:
 
 
 def to_device(x: Tensor, device: str) -> Tensor:
-    """A tensor of the host, on `device`. To a GPU from pinned memory: from other memory the host
-    would wait for the copy."""
+    """Copy a host tensor to `device`. A copy to a GPU starts from pinned memory: from other memory
+    the host would wait for it."""
     return x.pin_memory().to(device, non_blocking=True) if device == "cuda" else x

@@ -1,10 +1,10 @@
-"""What a weight is, said once, where a layer makes it; nothing later guesses it from a name or from
-a number of dimensions.
+"""The description of a weight, given once, where a layer creates it. No later code infers it from a
+name or a number of dimensions.
 
     WeightSpec(shape=(4096, 1024), placement=Shard(0), initial=Normal(0.02), group=MATRIX,
            gradient_is_partial=False)
 
-| who                                   | asks                                          |
+| used by                               | fields                                        |
 |---------------------------------------|-----------------------------------------------|
 | tensor parallelism (layer.py)         | shape, placement                              |
 | FSDP (data.py)                        | sharded_over                                  |
@@ -13,8 +13,8 @@ a number of dimensions.
 | the optimizer                         | group, copy_of                                |
 | gradient norm, checkpoints, counts    | copy_of: each global tensor counts once       |
 
-FSDP2 replaces parameters when it shards a module, and what was attached to them is lost. So a
-module keeps what its weights are, and `weights_of` lists both together.
+FSDP2 replaces the parameters of a module when it shards it, and attributes set on them are lost. So
+the module keeps the descriptions, and `weights_of` lists each parameter with its description.
 """
 
 import math
@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 @dataclass(frozen=True)
 class Normal:
-    """Independent normal numbers of mean 0."""
+    """Independent, normally distributed numbers with mean 0."""
 
     std: float
 
@@ -41,7 +41,7 @@ class Constant:
 
 
 class Group(NamedTuple):
-    """Weights that an optimizer treats alike."""
+    """A group of weights that an optimizer treats alike."""
 
     name: str
     decays: bool  # whether weight decay applies
@@ -54,36 +54,37 @@ NORM = Group("norm", decays=False)
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSpec:
-    """One global tensor of the model."""
+    """The description of one weight of the model."""
 
     shape: tuple[int, ...]  # global
-    # over tp; where tp does not divide the dimension, unevenly (`chunk_range`)
+    # over tp; shards are uneven if tp does not divide the dimension (`chunk_range`)
     placement: Shard | Replicate
     initial: Normal | Constant
-    group: Group  # of the optimizer
-    gradient_is_partial: bool  # each tp rank's is one term of a sum over tp (partial.py)
-    copy_of: str | None = None  # the global name of the weight that this copies (pipeline/tied.py)
+    group: Group  # how the optimizer treats it
+    gradient_is_partial: bool  # each tp rank has one term of a sum over tp (partial.py)
+    copy_of: str | None = None  # global name of the weight of which this is a copy (tied.py)
     sharded_over: str = "fsdp"  # the view of the mesh (mesh.py) that FSDP shards it over
 
 
 @dataclass(frozen=True)
 class NamedWeight:
-    """A weight of a stage."""
+    """A parameter of a stage, with its name and its description."""
 
     name: str  # of the parameter
     spec: WeightSpec
-    # as it was when listed: while FSDP has its module gathered, the module has another object
+    # as it was when listed; while FSDP has the module's weights gathered, the module holds another
+    # object
     parameter: nn.Parameter
 
     @property
     def global_name(self) -> str:
-        """Of the global tensor behind it: what initial weights, checkpoints and random bits depend
-        on."""
+        """The name of the global tensor, on which initial weights, checkpoints and random bits
+        depend."""
         return self.spec.copy_of or self.name
 
     @property
     def numel(self) -> int:
-        """Of the global tensor."""
+        """The number of elements of the global tensor."""
         return math.prod(self.spec.shape)
 
     @property
@@ -92,7 +93,7 @@ class NamedWeight:
 
     @property
     def sharded(self) -> DTensor:
-        """The parameter without autograd."""
+        """The parameter, detached from autograd."""
         tensor = self.parameter.detach()
         assert isinstance(tensor, DTensor)
         return tensor
@@ -108,12 +109,12 @@ def weights_of(stage: nn.Module) -> list[NamedWeight]:
     """All weights of a stage, in the order of its parameters.
 
     Raises:
-        AssertionError: some layer has made a parameter without saying what it is.
+        AssertionError: a layer has registered a parameter without a description.
     """
     found = list(_walk(stage))
     parameters = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
     unknown = sorted(parameters - {each.name for each in found})
-    assert not unknown, f"made without Layer.add_weight: {unknown}"
+    assert not unknown, f"parameters registered without Layer.add_weight: {unknown}"
     return found
 
 

@@ -1,18 +1,19 @@
-"""Gradients that each tp rank knows only in part: summed over tp, once per step.
+"""Gradients of which each tp rank has only a partial sum; they are summed over tp once per step.
 
 | weight, whole on every tp rank         | each rank's gradient covers                          |
 |----------------------------------------|------------------------------------------------------|
-| a norm's, with sequence parallelism    | its own part of the sequence                         |
-| a norm's of q's or k's heads, always   | the heads it has                                     |
+| norm, with sequence parallelism        | its part of the sequence                             |
+| norm of query or key heads, always     | the heads it has                                     |
 | shared key/value heads (fewer than tp) | the query heads it has                               |
-| another norm's, without                | everything: the same on all ranks, and is not summed |
+| other norm, no sequence parallelism    | everything: equal on all ranks, so it is not summed  |
 
-All but the last must be summed, and that one must not: both mistakes are silent. So every weight
-says which it is where it is made (`gradient_is_partial`, parameter.py).
+The gradients of the first three rows must be summed, that of the last must not, and neither mistake
+raises an error. So every weight declares its case where it is created (`gradient_is_partial`,
+parameter.py).
 
-The sum is taken after the data-parallel reduction, over what FSDP left of each gradient, in the
-optimizer's dtype, and all of them travel together: one all-reduce per step (as Megatron-LM does
-after backward; Korthikanti et al. 2022, section 4.2.2).
+The sum is taken after the data-parallel reduction, on this rank's FSDP shard of each gradient, in
+the optimizer's dtype. One all-reduce per step sums them all together (as Megatron-LM does after
+backward; Korthikanti et al. 2022, section 4.2.2).
 """
 
 from collections.abc import Iterable
@@ -33,16 +34,16 @@ class PartialGradients:
 
     @torch.no_grad()
     def sum_over_tp(self) -> None:
-        """After the last backward, in place."""
+        """Sum the gradients in place; call it after the last backward."""
         if self.group.size() == 1 or not self.weights:
             return
         gradients = [each.gradient.to_local() for each in self.weights]
         together = torch.cat([gradient.flatten() for gradient in gradients])
         if not together.numel():
-            # FSDP has cut a few short norms over more ranks than they have numbers: all of this tp
-            # group have none
+            # FSDP has sharded a few short norms over more ranks than they have elements: no rank of
+            # this tp group has any
             return
-        # 2 · D / dp_shard numbers for each block's norms
+        # 2 · D / dp_shard elements for the norms of each block
         dist.all_reduce(together, group=self.group)
         for gradient, summed in zip(
             gradients, together.split([g.numel() for g in gradients]), strict=True

@@ -11,10 +11,10 @@ T = TypeVar("T", bound=Tensor)
 
 
 def chunk_range(size: int, chunks: int, index: int) -> range:
-    """The part of `range(size)` that rank `index` of `chunks` holds: ceil(size / chunks) each, the
-    last ones less.
+    """The part of `range(size)` that rank `index` of `chunks` holds: ceil(size / chunks) elements;
+    the last ranks may hold fewer, or none.
 
-    This is `torch.chunk`'s rule, which DTensor and FSDP2 follow too; nothing is padded.
+    This is the rule of `torch.chunk`, DTensor and FSDP2; nothing is padded.
     """
     width = -(-size // chunks)
     return range(min(index * width, size), min((index + 1) * width, size))
@@ -23,8 +23,8 @@ def chunk_range(size: int, chunks: int, index: int) -> range:
 def local_region(tensor: DTensor) -> tuple[range, ...]:
     """The global indices, per dimension, of this rank's part of `tensor`.
 
-    The tp axis cuts first and FSDP cuts what tp left, so the axes are walked from the innermost
-    (last) outwards.
+    The tp axis shards first and FSDP shards the tp part further, so the axes are visited from the
+    innermost (last) outwards.
     """
     region = [range(size) for size in tensor.shape]
     mesh = tensor.device_mesh
@@ -39,25 +39,25 @@ def local_region(tensor: DTensor) -> tuple[range, ...]:
 
 
 def replicated_over(tensor: DTensor) -> list[str]:
-    """The axes over which ranks of one stage hold the same numbers of `tensor`: those of its mesh
-    that do not cut it, and those that its mesh does not have."""
+    """The axes over which the ranks of one stage hold the same elements of `tensor`: those of its
+    mesh that do not shard it, and those that its mesh does not have."""
     names = tensor.device_mesh.mesh_dim_names or ()
     cut = [a for a, p in zip(names, tensor.placements, strict=True) if not p.is_replicate()]
     return [axis for axis in AXES if axis != "pp" and axis not in cut]
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a weight or gradient; without a mesh, which only shapes do without, it is
-    the tensor itself."""
+    """This rank's part of a weight or gradient. A plain tensor (of a layer without a mesh) is
+    returned as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def as_dtensor_like(local: Tensor, like: T) -> T:
-    """`local` as this rank's part of a global tensor that is shaped and placed as `like` is: no
-    copy, no communication. (`local_part`'s inverse.)
+    """Wrap `local` as this rank's part of a global tensor with the shape and placement of `like`,
+    without a copy or communication. (The inverse of `local_part`.)
 
-    This is the constructor that `DTensor.from_local` ends in; the way there costs a third of a
-    millisecond of host time, and every weight's gradient takes it in every step.
+    This calls the constructor that `DTensor.from_local` ends in. The rest of `from_local` would
+    cost a third of a millisecond of host time for the gradient of every weight in every step.
     """
     made = DTensor(local, like._spec, requires_grad=False) if isinstance(like, DTensor) else local
     return cast(T, made)

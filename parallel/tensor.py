@@ -1,16 +1,16 @@
-"""Tensor parallelism, written by hand: each matrix is cut over the tp axis, and few, visible
-collectives join the parts.
+"""Tensor parallelism, written by hand: each matrix is sharded over the tp axis, and a few explicit
+collectives combine the parts.
 
     x ──all-gather──┬─ column-parallel q, k, v ─ attention ─ row-parallel output ──reduce-scatter─ y
-     (whole sequence)    [each rank: its heads]               [partial sums]     (1/tp of it again)
+     (whole sequence)    [each rank: its heads]               [partial sums]     (1/tp of sequence)
 
-A column-parallel weight [F, D] keeps F/tp rows per rank, so each rank computes F/tp of the outputs;
-a row-parallel weight [D, F] keeps F/tp columns, so each rank computes a partial sum of all outputs.
-One after the other they need one communication going in and one coming out (Shoeybi et al. 2019,
-https://arxiv.org/abs/1909.08053, section 3). With sequence parallelism the activations outside such
-a pair (norms, the residual stream) are split along the sequence, and all-reduce becomes
-reduce-scatter + all-gather: the same bytes, 1/tp of the memory (Korthikanti et al. 2022,
-https://arxiv.org/abs/2205.05198).
+Each rank holds F/tp rows of a column-parallel weight [F, D], and computes F/tp of the outputs. It
+holds F/tp columns of a row-parallel weight [D, F], and computes a partial sum of all outputs. A
+column-parallel layer followed by a row-parallel one needs one communication at the input and one at
+the output (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3). Sequence parallelism
+splits the activations outside such a pair (norms, the residual stream) along the sequence, and
+replaces each all-reduce by a reduce-scatter and an all-gather: the same bytes are sent, and these
+activations take 1/tp of the memory (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198).
 """
 
 from collections.abc import Sequence
@@ -40,22 +40,23 @@ from parallel.parameter import EMBEDDING, MATRIX, Normal, WeightSpec
 
 
 class ColumnParallelFunction(torch.autograd.Function):
-    """Column-parallel products of one input, which is gathered (or copied) once for all of them.
+    """Multiply one input, gathered once, by one or more column-parallel weights.
 
-    With sequence parallelism (Korthikanti et al., g); Fᵢ is the local width of output i:
+    With sequence parallelism (g in Korthikanti et al.); Fᵢ is the local width of output i:
 
     | pass         | computes       | local shapes              | communication over tp       |
     |--------------|----------------|---------------------------|-----------------------------|
     | forward      | yᵢ = x · wᵢᵀ   | [S/tp, B, D] → [S, B, Fᵢ] | all-gather x: S·B·D         |
     | input grad.  | dx = Σ dyᵢ·wᵢ  | [S, B, Fᵢ] → [S/tp, B, D] | reduce-scatter dx: S·B·D,   |
-    |              |                |                           | behind the weight gradients |
+    |              |                |                           | overlaps weight gradients   |
     | weight grad. | dwᵢ = dyᵢᵀ · x | → [Fᵢ, D]                 | all-gather x again: S·B·D,  |
-    |              |                |                           | behind the input gradient   |
+    |              |                |                           | overlaps input gradient     |
 
-    Gathering x twice is what lets each rank keep only its S/tp slice between forward and backward.
-    Without (Shoeybi et al., f): x is whole on every rank already; forward moves nothing, and dx is
-    all-reduced, S·B·D, behind the weight gradient. Where a queue defers (parallel/deferred.py) the
-    last row of the table happens later, in a job.
+    Because backward gathers x again, each rank keeps only its S/tp slice of x until then.
+    Without sequence parallelism (f in Shoeybi et al.) x is already whole on every rank: forward
+    sends nothing, and backward all-reduces dx, S·B·D, overlapped with the weight gradients. If a
+    queue defers weight gradients (parallel/deferred.py), the last row of the table runs later, as a
+    job.
     """
 
     @staticmethod
@@ -100,7 +101,8 @@ class ColumnParallelFunction(torch.autograd.Function):
 
 
 class RowParallelFunction(torch.autograd.Function):
-    """The partial product of one row-parallel weight; the caller reduces it over tp.
+    """Multiply by one row-parallel weight. The result is a partial sum, which the caller reduces
+    over tp.
 
     | pass         | computes     | local shapes              | communication |
     |--------------|--------------|---------------------------|---------------|
@@ -108,7 +110,7 @@ class RowParallelFunction(torch.autograd.Function):
     | input grad.  | dx = dy · w  | [S, B, D] → [S, B, F/tp]  | none here     |
     | weight grad. | dw = dyᵀ · x | → [D, F/tp]               | none          |
 
-    A deferred weight gradient gathers dy again with sequence parallelism: S·B·D over tp.
+    With sequence parallelism, a deferred weight gradient gathers dy again: S·B·D over tp.
     """
 
     @staticmethod
@@ -132,8 +134,8 @@ class RowParallelFunction(torch.autograd.Function):
         if ctx.queue is None or not ctx.queue.is_deferring:
             dw = ctx.matmul.weight_gradient(dy, x)
         elif tp.sequence_parallel and tp.size > 1:
-            # The reduce-scatter's backward gathered dy. Waiting, the job keeps this rank's part,
-            # and gathers it again.
+            # The backward of the reduce-scatter has gathered dy. Until the job runs, it keeps only
+            # this rank's part of dy, which it then gathers again.
             mine = dy.chunk(tp.size)[tp.rank].clone()
             ctx.queue.add(LinearGradients(x, (mine,), ctx.destinations, gather_dys=tp.group))
         else:
@@ -142,12 +144,13 @@ class RowParallelFunction(torch.autograd.Function):
 
 
 class ColumnParallelLinear(Layer):
-    """weight [out, in], output rows cut over tp between `pieces` of the output. `column_parallel`
-    computes several of these that read one input.
+    """A linear layer with weight [out, in], whose output rows are sharded over tp at the boundaries
+    of `pieces`. `column_parallel` computes several such layers that read one input.
 
-    Where there are fewer pieces than tp ranks (key/value heads), the whole weight is on every rank,
-    and ranks in groups of tp / pieces compute the same slice of the output. Each rank's gradient
-    covers its slice and the queries it served: a partial sum (parallel/partial.py).
+    If there are fewer pieces than tp ranks (key/value heads), every rank holds the whole weight,
+    and each group of tp / pieces ranks computes the same slice of the output. A rank's gradient
+    covers only this slice, and only the contribution of the rank's own query heads: it is a partial
+    sum (parallel/partial.py).
     """
 
     def __init__(
@@ -164,7 +167,7 @@ class ColumnParallelLinear(Layer):
         self.matmul = matmul
         pieces.check(tp.size)
         shared = pieces.count < tp.size
-        self.rows = None  # of this rank's part, which it computes with; None: all
+        self.rows = None  # the rows of its local weight that this rank computes with; None: all
         if shared:
             width, piece = out_features // pieces.count, pieces.of(tp.size, tp.rank)
             self.rows = slice(piece.start * width, piece.stop * width)
@@ -179,18 +182,18 @@ class ColumnParallelLinear(Layer):
         self.add_weight(weight)
 
     def local_weight(self) -> Tensor:
-        """[out/tp, in]; where ranks share pieces, the one piece [out/pieces, in] of this rank"""
+        """This rank's rows [out/tp, in]; if ranks share pieces, its one piece [out/pieces, in]."""
         weight = super().local_weight()
         return weight if self.rows is None else weight[self.rows]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [S/tp, B, in] (or [S, B, in] without sequence parallelism) → [S, B, out/tp]"""
+        """Map x [S/tp, B, in] (without sequence parallelism [S, B, in]) to [S, B, out/tp]."""
         return column_parallel(x, self)[0]
 
 
 def column_parallel(x: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor, ...]:
-    """x [S/tp, B, in] (or [S, B, in] without sequence parallelism) → one [S, B, out/tp] per layer,
-    with one gather of x."""
+    """Map x [S/tp, B, in] (without sequence parallelism [S, B, in]) to one [S, B, out/tp] for each
+    of `layers`, gathering x only once."""
     weights = [layer.local_weight() for layer in layers]
     matmuls = [layer.matmul for layer in layers]
     queue, destinations = layers[0].queue, []
@@ -201,8 +204,8 @@ def column_parallel(x: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor, .
 
 
 class RowParallelLinear(Layer):
-    """weight [out, in], input columns cut over tp: x [S, B, in/tp] → [S/tp, B, out], summed over tp
-    on the way."""
+    """A linear layer with weight [out, in], whose input columns are sharded over tp:
+    x [S, B, in/tp] → [S/tp, B, out] (without sequence parallelism [S, B, out]), summed over tp."""
 
     def __init__(
         self,
@@ -231,8 +234,8 @@ class RowParallelLinear(Layer):
 
 
 class EmbeddingFunction(torch.autograd.Function):
-    """Rows of a weight [V/tp, D]: rows [S, B] → [S, B, D]. Its only gradient is the weight's, here
-    or in a job."""
+    """Look up rows of a weight [V/tp, D]: rows [S, B] → [S, B, D]. The only gradient is that of the
+    weight, formed in backward or in a deferred job."""
 
     @staticmethod
     def forward(
@@ -256,11 +259,11 @@ class EmbeddingFunction(torch.autograd.Function):
 
 
 class VocabParallelEmbedding(Layer):
-    """weight [V, D], rows cut over tp, unevenly where tp does not divide V: tokens [S, B] →
-    [S/tp, B, D].
+    """An embedding with weight [V, D], whose rows are sharded over tp (unevenly if tp does not
+    divide V): tokens [S, B] → [S/tp, B, D].
 
-    Each rank looks up the tokens whose rows it holds and puts zeros elsewhere; the sum over tp is
-    the embedding.
+    Each rank looks up the tokens whose rows it holds and uses zeros for the others; the sum over tp
+    is the embedding.
     """
 
     def __init__(self, rows: Pieces, dim: int, tp: TensorParallel, initial: Normal) -> None:

@@ -1,40 +1,40 @@
-"""What keeps a run alive and observed: starting, saving, stopping, measuring. Computes no step.
+"""Everything around the training step: starting, saving, stopping and measuring a run.
 
-    listener.py        what train.py's loop calls: the protocol of what follows
-    preconditions.py   what must hold before a run begins
-    init_distributed.py  how the processes of a start find each other
-    topology.py        which axes lie inside a node
+    listener.py        the interface that train.py's loop calls, and its order
+    preconditions.py   checks before a run begins
+    init_distributed.py  joins the launcher's world of processes
+    topology.py        which mesh axes lie inside a node, and what it costs where tp does not
 
-    checkpoint.py      where a run starts; load
-    saving.py          when to save; save.py: save while training goes on
-    manifest.py        what a checkpoint consists of
-    rollback.py        back, and past the batches that spoiled it
-    tiling.py          whether pieces make up a tensor
-    trainer_state.py   trainer.json; schema.py: JSON from outside
-    replicas.py        copies that must be equal are compared
+    checkpoint.py      finds the checkpoint that a run starts from, and loads it
+    saving.py          when to save; save.py: saves while training continues
+    manifest.py        lists and verifies the contents of a checkpoint
+    rollback.py        goes back to a checkpoint and skips the bad batches
+    tiling.py          whether pieces make up a whole tensor
+    trainer_state.py   trainer.json; schema.py: validation of JSON from outside
+    replicas.py        compares copies that must be equal
 
-    lease.py           one writer per run folder
-    lease_holder.py    who it is, and whether it is alive
-    run_folder.py      which checkpoints there are, `latest`
-    status.py          how the last start ended: status.json
+    lease.py           allows one writer per run folder
+    lease_holder.py    who holds the lease, and whether that process is alive
+    run_folder.py      lists the checkpoints of a run, and writes `latest`
+    status.py          status.json: how the last start ended
 
-    stop.py            signals, time, files: all ranks stop
-    signals.py         hears them, from the first line of train.py on
-    watchdog.py        a step that hangs
-    messages.py        errors: one message from one rank
+    stop.py            planned stops (signals, time, files), agreed on by all ranks
+    signals.py         receives signals, from the first line of train.py
+    watchdog.py        ends a step that hangs
+    messages.py        reports an error once, from one rank
 
     evaluation.py      the loss on held-out text
-    metrics.py         what is measured, how a run ended
-    trackers.py        to metrics.jsonl, console, wandb, TensorBoard
-    events.py          what happened when
-    ledger.py          where the time went
-    profile.py         some steps under torch's profiler
-    profile_summary.py  what a trace says of a step's time
-    trace.py           the pipeline's timeline: when each action of a step began and ended
-    chrome.py          timelines as Chrome traces, and back
-    memory_report.py   what a rank holds, beside the plan
-    progress.py        bars of long work, on a terminal
+    metrics.py         the measurements of each logged step, and how a run ended
+    trackers.py        writes them to metrics.jsonl, console, wandb, TensorBoard
+    events.py          events.jsonl: what happened, and when
+    ledger.py          where a run's time went
+    profile.py         runs some steps under torch's profiler
+    profile_summary.py  a profile as seconds of compute, communication and idle time
+    trace.py           records when each pipeline action of a step began and ended
+    chrome.py          converts timelines to Chrome traces and back
+    memory_report.py   what a rank holds in memory
+    progress.py        progress bars on a terminal
 
-May import `training/`, `model/`, `parallel/` and `data/`; only train.py, the tools and the tests
-import it.
+May import `training/`, `costs/`, `model/`, `parallel/` and `data/`; imported only by train.py, the
+tools, the benchmarks and the tests.
 """

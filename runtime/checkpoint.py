@@ -1,17 +1,18 @@
-"""Where a run starts, and what it finds there. (save.py writes checkpoints.)
+"""Find the checkpoint that a run starts from, and load it. (save.py writes checkpoints.)
 
-    checkpoints/step-00000100/  *.safetensors  model.NAME and optimizer.NAME.exp_avg[_sq], each rank
-                                               its shards
-                                trainer.json   step, updates, tokens, the guard's and the data's
-                                               state, the model's dimensions
-                                tokenizer.model, or tokenizer.json and what belongs to it
+    checkpoints/step-00000100/  *.safetensors  model.NAME and optimizer.NAME.exp_avg[_sq]; each rank
+                                               writes its shards
+                                trainer.json   step, updates, tokens, state of the guard and of the
+                                               data loader, dimensions of the model
+                                tokenizer.model, or tokenizer.json and its companion files
                                 manifest.json  everything above, with checksums (manifest.py)
     checkpoints/latest          the name of the newest
 
 Tensors are stored under their global names and shapes, so any layout loads what any other saved.
-Before a checkpoint is used every file of it is read and compared with its checksum, each by one of
-the ranks. A damaged one is put aside, and with checkpoint.resume=auto the one before it is used; so
-is one that a run went back behind (rollback.py). run_folder.py has their names. Nothing is pickled.
+Before a checkpoint is used, every file of it is read and its checksum compared; the files are
+divided among the ranks. A damaged checkpoint is put aside, and with checkpoint.resume=auto the one
+before it is used. Checkpoints that a rollback invalidates are put aside too (rollback.py). The
+names are explained in run_folder.py. Nothing is pickled.
 """
 
 import dataclasses
@@ -61,24 +62,24 @@ from training.step import TrainStep
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: from initial weights, from a checkpoint's weights alone, or where a
-    checkpoint left off."""
+    """Where a run begins: from initial weights, from only the weights of a checkpoint, or from the
+    full state of a checkpoint."""
 
     path: Path | None = None
     weights_only: bool = False
-    step: int = 0  # steps made
-    updates: int = 0  # of the weights: steps without those that were skipped
+    step: int = 0  # steps done
+    updates: int = 0  # of the weights: `step` less the skipped updates
     tokens: int = 0  # trained on
     next_sample: int = 0
-    skipped: tuple[tuple[int, int], ...] = ()  # ranges of samples never to be read
-    recent_losses: tuple[float | None, ...] = ()  # for the guard against spikes
-    bad_in_a_row: int = 0  # steps up to this one whose updates were skipped
+    skipped: tuple[tuple[int, int], ...] = ()  # half-open ranges of samples that are never read
+    recent_losses: tuple[float | None, ...] = ()  # for the guard against loss spikes
+    bad_in_a_row: int = 0  # consecutive steps up to this one whose updates were skipped
 
 
 def find_start(config: Config, data: Mixture, lease: Lease) -> Start:
-    """What `checkpoint.resume` and `checkpoint.load_weights_only` ask for, the same on every rank,
-    checked against the configuration and the data. A checkpoint to resume from wins over one that
-    only gives the first weights."""
+    """Return the start that `checkpoint.resume` and `checkpoint.load_weights_only` select, the same
+    on every rank, checked against the configuration and the data. A checkpoint to resume from takes
+    precedence over one that only provides initial weights."""
     resume, device = config.checkpoint.resume, lease.device
     from_rank_0(lambda: put_incomplete_aside(lease), device)
     if resume == "auto":
@@ -97,7 +98,8 @@ def find_start(config: Config, data: Mixture, lease: Lease) -> Start:
 
 
 def _named(folder: str, key: str, device: str) -> Path:
-    """The checkpoint that `folder` is, or the newest of the run that it is, as the tools choose."""
+    """Return `folder` if it is a checkpoint, or the newest checkpoint of the run that it holds, as
+    the tools do. Raises UserError, on every rank, if there is none."""
 
     def find() -> Path:
         try:
@@ -110,9 +112,9 @@ def _named(folder: str, key: str, device: str) -> Path:
 
 
 def find_before(last_step: int, config: Config, data: Mixture, begun: Start, lease: Lease) -> Start:
-    """For a run in the middle: its newest good checkpoint of `last_step` or before; while there is
-    none, what it was resumed from, if that is as early. Later ones are put aside, once there is
-    one. An empty Start: there is none."""
+    """Find the checkpoint that a running run rolls back to: its newest good one from `last_step` or
+    before, else the checkpoint that it was resumed from, if that is as early. If one is found,
+    later checkpoints are put aside; if none is, an empty Start is returned."""
     device = lease.device
     path = _newest_good(config, lease, last_step)
     if path is None and not begun.weights_only and begun.step <= last_step:
@@ -125,7 +127,10 @@ def find_before(last_step: int, config: Config, data: Mixture, begun: Start, lea
     def abandon() -> None:
         for later in reversed(complete_checkpoints(checkpoint_folder(config))):
             if step_of(later) > last_step:
-                log(f"warning: {put_aside(lease, later, '.abandoned')} is not used again")
+                log(
+                    f"warning: {put_aside(lease, later, '.abandoned')} was saved after the "
+                    "rollback point and is not used again"
+                )
 
     from_rank_0(abandon, device)
     return from_rank_0(lambda: _start_from(path, None, config, data), device)
@@ -134,30 +139,32 @@ def find_before(last_step: int, config: Config, data: Mixture, begun: Start, lea
 def _start_from(
     path: Path | None, first_weights: Path | None, config: Config, data: Mixture
 ) -> Start:
-    """On rank 0; `path` and `first_weights` are good checkpoints."""
+    """Read and check a start on rank 0. `path` (to resume from) and `first_weights` (only initial
+    weights) are good checkpoints."""
     start = Start()
     if path is not None:
         trainer = read_trainer(path, "checkpoint.resume")
         _check_model(path, trainer, config)
         if trainer.optimizer != config.optimizer.name:
-            why = f"the checkpoint {path} has the states of optimizer.name={trainer.optimizer}"
-            remedy = "use the checkpoint's, or start a new run from its weights: "
+            why = f"the checkpoint {path} has the state of optimizer.name={trainer.optimizer}"
+            remedy = "use the checkpoint's value, or start a new run from its weights: "
             remedy += "checkpoint.load_weights_only"
             raise UserError("optimizer.name", config.optimizer.name, why, remedy)
         for name, value in (("seq_len", config.train.seq_len), ("seed", config.train.seed)):
             saved = getattr(trainer, name)
             if saved != value:
                 why = (
-                    f"the checkpoint {path} counts its samples in the order of train.{name}={saved}"
+                    f"the checkpoint {path} was saved with train.{name}={saved}, which determines "
+                    "the order of samples"
                 )
                 remedy = (
-                    "use the checkpoint's, or start a new run from its weights: "
+                    "use the checkpoint's value, or start a new run from its weights: "
                     "checkpoint.load_weights_only"
                 )
                 raise UserError(f"train.{name}", value, why, remedy)
         check_state(trainer.data.model_dump(), data)
         if trainer.step > config.train.steps:
-            why = f"the checkpoint {path} was saved after {trainer.step} steps already"
+            why = f"the checkpoint {path} is already at step {trainer.step}"
             remedy = f"give {trainer.step} or more, or another run.dir"
             raise UserError("train.steps", config.train.steps, why, remedy)
         start = Start(
@@ -173,8 +180,8 @@ def _start_from(
     later = [c for c in complete_checkpoints(checkpoint_folder(config)) if step_of(c) > start.step]
     if later:
         why = (
-            f"it holds {later[-1].name}, which this run would not start from, "
-            "and would delete in time"
+            f"it holds {later[-1].name}, which this run would not start from "
+            "and would eventually delete"
         )
         remedy = "choose another run.dir, or checkpoint.resume=auto"
         raise UserError("run.dir", config.run.dir, why, remedy)
@@ -187,8 +194,8 @@ def _start_from(
 
 
 def _newest_good(config: Config, lease: Lease, last_step: float = math.inf) -> Path | None:
-    """The newest checkpoint of the run folder, up to `last_step`, that is what was saved; those
-    that are not are put aside, and it is said."""
+    """Return the newest undamaged checkpoint of the run folder up to `last_step`. Damaged ones are
+    put aside with a warning."""
     folder = checkpoint_folder(config)
     for path in reversed(from_rank_0(lambda: complete_checkpoints(folder), lease.device)):
         if step_of(path) > last_step:
@@ -197,27 +204,27 @@ def _newest_good(config: Config, lease: Lease, last_step: float = math.inf) -> P
         if problem is None:
             return path
         if dist.get_rank() == 0:
-            log(f"warning: {path} is damaged: {problem}. It is put aside, and not used")
+            log(f"warning: {path} is damaged: {problem}. It is put aside and not used")
             put_aside(lease, path, ".damaged")
         dist.barrier()
     return None
 
 
 def require_good(path: Path, key: str, device: str) -> None:
-    """Raises UserError, on every rank, where the checkpoint of `key` is not what was saved."""
+    """Raise UserError, on every rank, if the checkpoint that `key` selects is damaged."""
     problem = _damage(path)
 
     def refuse() -> None:
         if problem is not None:
-            why = f"is no good checkpoint: {problem}"
+            why = f"is not a valid checkpoint: {problem}"
             raise UserError(key, str(path), why, "give another folder step-…")
 
     from_rank_0(refuse, device)
 
 
 def _damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, the same on every rank; None: nothing. Each rank reads its
-    share of the files."""
+    """Return what is wrong with a checkpoint, or None if it is undamaged; the same on every rank.
+    Each rank reads its share of the files."""
     rank, world = dist.get_rank(), dist.get_world_size()
     read: list[tuple[Manifest, Point] | str] = [""]
     if rank == 0:
@@ -256,22 +263,23 @@ def _damage(path: Path) -> str | None:
 
 
 def _check_model(path: Path, trainer: TrainerState, config: Config) -> None:
-    # A field that did not exist when the checkpoint was written is what it is where nobody sets it.
+    # A field that did not exist when the checkpoint was written has its default value.
     saved = dataclasses.asdict(trainer.model_config_saved)
     for name, value in dataclasses.asdict(config.model).items():
         if name not in FREE_MODEL_KEYS and saved.get(name) != value:
             why = f"the checkpoint {path} has model.{name}={saved.get(name)!r}"
-            remedy = "use the checkpoint's, or another checkpoint or run.dir"
+            remedy = "use the checkpoint's value, or another checkpoint or run.dir"
             raise UserError(f"model.{name}", value, why, remedy)
 
 
 def load(train: TrainStep, start: Start) -> None:
-    """Fill this rank's weights, moments, update count (or weights alone) from any layout's."""
+    """Load this rank's weights, moments and update count, or only its weights, from a checkpoint of
+    any layout."""
     path = start.path
     if path is None:
         return
     wanted: dict[str, DTensor] = {}
-    second_copies = []  # a tied weight that this rank holds twice is read once
+    second_copies = []  # a tied weight that this rank holds twice is read only once
     for held in held_tensors(train):
         if start.weights_only and not held.is_weight:
             continue
@@ -300,7 +308,7 @@ def load(train: TrainStep, start: Start) -> None:
 
 
 class _ShownPlanner(DefaultLoadPlanner):
-    """DCP's own, and a bar that advances by each piece of a tensor that was read."""
+    """DCP's default planner, which also advances a progress bar for each piece that is read."""
 
     def __init__(self, bar: "tqdm[None]") -> None:
         super().__init__()
@@ -313,16 +321,16 @@ class _ShownPlanner(DefaultLoadPlanner):
 
 @dataclass(frozen=True)
 class Held:
-    """A sharded tensor of this rank's; it shares memory with the model or the optimizer."""
+    """A sharded tensor of this rank, which shares memory with the model or the optimizer."""
 
     name: str  # of the global tensor in a checkpoint
     tensor: DTensor
-    is_weight: bool  # else a state of the optimizer
-    is_copy: bool  # a second one of the same global tensor
+    is_weight: bool  # else an optimizer state
+    is_copy: bool  # a second copy of the same global tensor on this rank
 
 
 def held_tensors(train: TrainStep) -> Iterator[Held]:
-    """All that this rank holds and a checkpoint keeps."""
+    """Yield every tensor of this rank that a checkpoint contains."""
     for weight in train.weights:
         yield Held(f"model.{weight.global_name}", weight.sharded, True, weight.is_copy)
     for weight, key, state in train.optimizer.state_tensors():

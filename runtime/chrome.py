@@ -1,8 +1,8 @@
-"""A timeline as a Chrome trace and back, and what each action cost. No torch here.
+"""Convert a timeline to a Chrome trace and back, and compute the mean cost of each action. Needs no
+torch.
 
 One lane ("thread") per rank, one event per action; https://ui.perfetto.dev and chrome://tracing
-open it. A training step measured with `run.trace=true` and a simulated one look the same, so
-whatever reads one reads the other.
+open it. A step measured with `run.trace=true` and a simulated step have the same format.
 """
 
 from collections import defaultdict
@@ -26,13 +26,13 @@ NAMES = {
     BACKWARD_INPUT: "input gradient",
     BACKWARD_WEIGHT: "weight gradient",
 }
-REMEDY = "give a trace.json that a run or this tool has written"
+REMEDY = "give a trace.json that a run or tools.timeline has written"
 LETTERS = [kind.value for kind in Kind]
-MICROSECONDS = 1000.0  # in a unit of the timeline, which is a millisecond
+MICROSECONDS = 1000.0  # per unit of the timeline, a millisecond
 
 
 def to_chrome(timeline: Timeline) -> dict[str, Any]:
-    """The trace of `timeline`, whose unit of time is a millisecond."""
+    """Convert `timeline`, whose unit of time is a millisecond, to a trace."""
     process = {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "pipeline"}}
     events: list[dict[str, Any]] = [process]
     for rank in range(len(timeline.ranks)):
@@ -49,8 +49,7 @@ def to_chrome(timeline: Timeline) -> dict[str, Any]:
 
 
 def merge_chrome(pipelines: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """One trace of several pipelines that run beside each other: a process for each, with its
-    name."""
+    """Merge the traces of several parallel pipelines into one, with a named process for each."""
     events = []
     for pid, (name, trace) in enumerate(pipelines):
         for event in trace["traceEvents"]:
@@ -60,8 +59,12 @@ def merge_chrome(pipelines: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, A
 
 
 def from_chrome(trace: Any, name: str = "trace", pipeline: int = 0) -> Timeline:
-    """The timeline of a trace as `to_chrome` makes it, in milliseconds; `name` is what messages
-    call it. Of a merged trace, that of pipeline number `pipeline`.
+    """Convert a trace that `to_chrome` has made to a timeline in milliseconds.
+
+    Args:
+        trace: the parsed JSON.
+        name: what error messages call the trace.
+        pipeline: the number of the pipeline to read from a merged trace.
 
     Raises:
         UserError: it is not such a trace.
@@ -74,8 +77,8 @@ def from_chrome(trace: Any, name: str = "trace", pipeline: int = 0) -> Timeline:
     for i, event in enumerate(events):
         at = f"{name}: traceEvents[{i}]"
         if not isinstance(event, dict):
-            raise UserError(at, _short(event), "is no event", "remove it")
-        # names of lanes, and whatever a viewer added
+            raise UserError(at, _short(event), "is not an event", "remove it")
+        # skip names of lanes, and anything that a viewer added
         if event.get("ph") != "X" or event.get("pid", 0) != pipeline:
             continue
         rank = _field(event, "tid", at, "the rank, 0 or more", _is_count)
@@ -94,7 +97,7 @@ def from_chrome(trace: Any, name: str = "trace", pipeline: int = 0) -> Timeline:
         )
         if action in seen:
             raise UserError(
-                at, str(action), "is there more than once", "keep the events of a single step"
+                at, str(action), "occurs more than once", "keep the events of a single step"
             )
         seen.add(action)
         lanes[rank].append(Event(action, start, start + duration))
@@ -103,8 +106,8 @@ def from_chrome(trace: Any, name: str = "trace", pipeline: int = 0) -> Timeline:
         raise UserError(
             f"{name}: tid",
             sorted(lanes),
-            f"no event is of rank {min(missing)}",
-            "join the events of all ranks",
+            f"there is no event of rank {min(missing)}",
+            "merge the events of all ranks",
         )
     timeline = Timeline(
         [sorted(lanes[rank], key=lambda event: event.start) for rank in range(len(lanes))]
@@ -115,11 +118,11 @@ def from_chrome(trace: Any, name: str = "trace", pipeline: int = 0) -> Timeline:
 
 
 def measured_costs(timeline: Timeline, communication: float = 0.0) -> Costs:
-    """What each kind of action on each stage took on average; a message is taken to need
-    `communication`.
+    """Average the measured time of each kind of action on each stage. `communication`: the time to
+    assume for a message.
 
-    Half of a whole backward counts as an input gradient and half as a weight gradient; a stage that
-    has both keeps its sum.
+    A whole backward counts half as an input gradient and half as a weight gradient, which keeps the
+    mean of a stage's total backward time.
     """
     durations: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     stages = set()
@@ -151,7 +154,7 @@ def _field(
 
 
 def _is_number(value: Any) -> bool:
-    # nan is not
+    # false for nan and infinity
     return (
         isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
     )

@@ -16,11 +16,11 @@ from training.step import TrainStep
 
 
 class Evaluation(Listener):
-    """Its loss joins the step's record.
+    """Evaluates at the configured interval and adds the loss to the step's record.
 
     Args:
-        heldout: None: there is no evaluation.
-        unigram: nats per token of a model that knows only how frequent each token is, if known.
+        heldout: the held-out split; None if there is no evaluation.
+        unigram: loss, in nats per token, of a model that knows only token frequencies, if known.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class Evaluation(Listener):
             log(compare_to_unigram(self.loss, self.unigram), sys.stdout)
 
     def _evaluate(self, train: TrainStep) -> float | None:
-        """Mean loss in nats per target token over the first train.eval_samples held-out sequences:
-        the same on every layout. None if a stop is agreed on before the end."""
+        """Compute the mean loss in nats per target token over the first train.eval_samples held-out
+        sequences, the same ones for every layout. None if a stop is agreed on before the end."""
         assert self.heldout is not None
         config, mesh = train.config.train, train.mesh
         size, samples, dp = config.micro_batch_size, config.eval_samples, mesh.dp_size
         microbatches = min(train.config.num_microbatches(dp), -(-samples // (dp * size)))
-        # loss, target tokens
+        # summed loss, number of target tokens
         total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
         for tokens, targets in heldout_batches(
             self.heldout,
@@ -74,8 +74,8 @@ class Evaluation(Listener):
 
 
 def compare_to_unigram(loss: float, unigram: float) -> str:
-    """A held-out loss in words; worse than a unigram model's early in training, or on text of
-    another kind."""
+    """Compare a held-out loss with a unigram model's, in words. The loss is above it early in
+    training, or if the held-out text is of another kind than the training text."""
     side, difference = "below" if loss <= unigram else "above", abs(unigram - loss)
     model = f"a unigram model's {unigram:.3f}"
     return f"held-out loss {loss:.3f} nats per token, {difference:.3f} {side} {model}"

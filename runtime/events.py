@@ -1,16 +1,15 @@
-"""events.jsonl: what happened to a run, one JSON object a line, over all its starts. Lines are
+"""events.jsonl: what happened to a run, one JSON object per line, over all its starts. Lines are
 added, never changed.
 
-    start       a process began       step it starts from, world size, when the process was begun
-    system      after each start      versions, device, layout
-    memory      a rank's peak grew    step, the peaks of all ranks in bytes (metrics.py)
-    spent       every logged step     seconds since the line before, by cause (ledger.py)
-    checkpoint  a save ended          step, bytes, seconds; `failed` says why where it did
-    rollback    the run went back     from_step, step, the samples it leaves out
-    hang        a rank waited too long
-    end         the process is done   state, reason
-
-Each has `event` and `time` (seconds since 1970).
+    event       written when              content besides `event` and `time` (seconds since 1970)
+    start       a start begins            step it starts from, world size, when rank 0 was started
+    system      a start begins            versions, device, layout
+    memory      a rank's peak has grown   step, the peaks of all ranks in bytes (metrics.py)
+    spent       a step is logged          step, seconds since the line before, by cause (ledger.py)
+    checkpoint  a save ends               step, bytes, seconds; or, if it failed, why (`failed`)
+    rollback    the run goes back         from_step, step, the samples that it leaves out
+    hang        a step takes too long     step, where rank 0 waits
+    end         a start ends              state, step, reason
 """
 
 import json
@@ -20,7 +19,8 @@ from typing import Any
 
 
 def append_event(folder: str | Path, event: str, **about: Any) -> None:
-    """Add a line, from one rank. If it cannot be written (a full disk), the run goes on."""
+    """Add a line; called by only one rank. If it cannot be written (a full disk), the run
+    continues."""
     line = json.dumps({"event": event, "time": time.time(), **about}) + "\n"
     try:
         with open(Path(folder) / "events.jsonl", "ab+") as file:
@@ -34,7 +34,7 @@ def append_event(folder: str | Path, event: str, **about: Any) -> None:
 
 
 def read_events(folder: str | Path) -> list[dict[str, Any]]:
-    """All lines, in order, but for those that a killed process left unfinished."""
+    """Read all events in order, without lines that a killed process left unfinished."""
     events = []
     for line in (
         (Path(folder) / "events.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()

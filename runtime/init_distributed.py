@@ -1,14 +1,13 @@
-"""Joining the world that a launcher describes: the first thing a rank does.
+"""Join the world that a launcher describes: the first thing a rank does.
 
-torchrun keeps one store for all starts of a run, in which processes find each other, and what the
-ranks of the start before left there stays. So who comes after a failure reads addresses of the
-dead, and waits for them (torch 2.13; a prefix made from TORCHELASTIC_RESTART_COUNT would not do,
-for each node's agent counts for itself). Here the ranks of a start agree on a prefix that no other
-start has:
+torchrun uses one rendezvous store for all starts of a run and never clears it. After a restart, a
+rank would read the addresses of dead processes there and wait for them (torch 2.13). A prefix made
+from TORCHELASTIC_RESTART_COUNT does not help, because each node's agent counts separately. So the
+ranks of each start agree on a prefix that no other start has:
 
-    rank r  asks under a name that only it knows    →  join/3 = 9f2c…
-    rank 0  answers who asks with its own new name  →  9f2c…  = 41d8…     (the dead read no answers)
-    rank r  has joined 41d8…                        →  41d8…/joined += 1  (all have: rank 0 goes on)
+    rank r  posts a random name of its own       →  join/3 = 9f2c…
+    rank 0  answers each name with the prefix    →  9f2c…  = 41d8…      (dead ranks never read it)
+    rank r  confirms that it has joined          →  41d8…/joined += 1   (rank 0 waits for all)
 """
 
 import ctypes
@@ -28,25 +27,24 @@ import torch.distributed as dist
 from runtime import signals
 from runtime.signals import Signals
 
-WAIT_SECONDS = 1.0  # at a time, for another rank
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+WAIT_SECONDS = 1.0  # timeout of one wait for another rank; waits are repeated
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 
 
 def init_distributed(signals: Signals | None = None, store: dist.Store | None = None) -> str:
-    """Join the world that the launcher describes, or be a world of one; returns the device type,
-    "cuda" or "cpu".
+    """Join the world that the launcher describes, or form a world of one process. Returns the
+    device type, "cuda" or "cpu".
 
     Args:
-        signals: what this process has heard; with one in hand it does not wait forever for the
-            others.
-        store: where the ranks find each other; torchrun's, or one of this process, where none is
-            given.
+        signals: the signals received so far; after one, the wait for other ranks is limited.
+        store: where the ranks find each other; None: torchrun's store, or a local one if there is
+            no launcher.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     backend = "gloo"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        # gloo for what lives on the host: offloaded tensors, the planning of checkpoints
+        # gloo for tensors and objects on the host: CPU offload, checkpoint planning
         backend = "cpu:gloo,cuda:nccl"
     else:
         share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1))))
@@ -63,7 +61,8 @@ def init_distributed(signals: Signals | None = None, store: dist.Store | None = 
 
 
 def stay_on_this_machine() -> None:
-    """All ranks are here: gloo and NCCL listen on the loopback interface, closed to outsiders."""
+    """Let gloo and NCCL listen only on the loopback interface, which other machines cannot reach.
+    For runs on a single machine."""
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     for library in ("GLOO", "NCCL"):
         if loopback is not None:
@@ -71,26 +70,30 @@ def stay_on_this_machine() -> None:
 
 
 def share_cores(processes: int) -> None:
-    """Settings for `processes` of this machine that compute on its cores. They cost nothing where
-    one has them to itself."""
+    """Apply settings for `processes` processes that compute on the cores of this machine; they do
+    no harm to a single process."""
     if processes > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # the processes share the cores already
-    # glibc gives the memory of activations back to the kernel, and every step pays for fresh pages:
-    # a tenth of its CPU time.
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not on macOS, not with musl
+        torch.set_num_threads(1)  # one process per core is enough
+    # By default glibc returns the memory of activations to the kernel, and mapping fresh pages in
+    # every step costs a tenth of its CPU time.
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # absent on macOS and with musl
     if mallopt is not None and not any(name.startswith("MALLOC_") for name in os.environ):
         mallopt(M_MMAP_THRESHOLD, 32 << 20)
         mallopt(M_TRIM_THRESHOLD, 1 << 30)
-    # A rank that gets a message does not interrupt one that computes; warm caches: 5 % (Linux).
+    # Linux: a rank that receives a message does not preempt one that computes, so caches stay warm;
+    # saves 5 %.
     if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
-        # threads that are begun later have it too
+        # inherited by threads that are started later
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def fresh_store(
     store: dist.Store, rank: int, world_size: int, heard: Mapping[int, float] = MappingProxyType({})
 ) -> dist.Store:
-    """The part of `store` that belongs to this start of all ranks, whatever earlier ones left."""
+    """Return a view of `store` that only this start's ranks use; see the module docstring.
+
+    heard: signals received so far, as in `Signals.heard`.
+    """
     mine = uuid4().hex
     patience = _Patience(heard)
     if rank > 0:
@@ -112,17 +115,18 @@ def fresh_store(
 
 
 def _comes(store: dist.Store, name: str) -> bool:
-    """Whether somebody sets `name` within WAIT_SECONDS; the waiting is done by the store."""
+    """Whether `name` is set within WAIT_SECONDS; blocks in the store, without polling."""
     try:
         store.wait([name], timedelta(seconds=WAIT_SECONDS))
-    except RuntimeError:  # a TCPStore's is a DistStoreError, a FileStore's is not
-        # Of a store that is lost, `check` says so.
+    except RuntimeError:  # a timeout; a FileStore raises no more specific error
+        # If the store itself is lost, `check` raises.
         return bool(store.check([name]))
     return True
 
 
 class _Patience:
-    """Waits for others, not forever with a signal in hand: torchrun sends SIGTERM if one died."""
+    """Limits the wait for other ranks once a signal was received: torchrun sends SIGTERM when a
+    rank has died."""
 
     def __init__(self, heard: Mapping[int, float]) -> None:
         self.heard, self.began = heard, time.monotonic()
@@ -134,5 +138,5 @@ class _Patience:
         if time.monotonic() - since > signals.PATIENCE_SECONDS:
             names = ", ".join(signal.Signals(number).name for number in self.heard)
             sys.exit(
-                f"{names} was received, and not all ranks came within {signals.PATIENCE_SECONDS} s"
+                f"{names} was received, and not all ranks joined in {signals.PATIENCE_SECONDS} s"
             )

@@ -1,34 +1,36 @@
-"""One writer per run folder: a lease says who it is; a fence stops even a writer that was paused.
+"""Allow one writer per run folder: a lease names it, and fencing stops even a writer that was
+paused.
 
-    RUN/lease/00000007.json                     the highest number is the holder: host, process,
-                                                job; renewed by its time
-    RUN/checkpoints/partial-00000007-3f2a9c1b/  the holder's work folder: what is being written, or
-                                                is on its way out
+    RUN/lease/00000007.json                     the highest number is the holder's: its host,
+                                                process and job; renewed by setting the file's time
+    RUN/checkpoints/partial-00000007-3f2a9c1b/  the holder's work folder: what it is writing or
+                                                deleting
 
-Taking. Numbers are created exclusively, so one start gets each. A newcomer takes the next number at
-once where the holder has released it, is a process of this host that has died, or is an earlier
-start of the same Slurm job. It also does where the holder was silent for EXPIRE_SECONDS (its node
-died); until then it watches, and where the holder renews the lease it is refused. Times are
-compared only with times of the same file server, or with this process's own clock.
+Taking the lease. Numbers are created exclusively, so only one start gets each. A newcomer takes the
+next number at once if the holder has released its lease, is a process of this host that has died,
+or is an earlier start of the same Slurm job. It also does so if the holder has not renewed its
+lease for EXPIRE_SECONDS (its node died). Until then it waits, and if the holder renews the lease,
+the newcomer is refused. Times are compared only with times of the same file server, or with this
+process's own clock.
 
-Fencing. Whoever checks that it is the holder can be paused right after the check. So all that a run
-changes among checkpoints is a rename into or out of its own work folder, made in this order: make
-the work folder, check, rename. A newcomer first takes the lease, then moves every other work folder
-into its own, and only then looks at what is there.
+Fencing. A process that has checked that it is the holder can be paused right after the check. So
+every change that a run makes to the set of checkpoints is a rename into or out of its own work
+folder, in this order: create the work folder, check the lease, rename. A newcomer first takes the
+lease, then moves every other work folder into its own, and only then reads the checkpoints.
 
     the displaced run was paused    what stops it
-    before its check                the check: a higher number is there
-    between check and rename        its work folder is gone, and with it the source or the target:
-                                    the rename fails
-    after its rename                nothing: it was made before the newcomer looked, who finds a
-                                    whole checkpoint
+    before its check                the check finds a higher number
+    between check and rename        the rename fails: its work folder, and with it the source or the
+                                    target, is gone
+    after its rename                nothing; the rename came before the newcomer read the folder, so
+                                    the newcomer finds a whole checkpoint
 
-A newcomer that was itself paused and displaced is stopped in the same way, for moving another's
+A newcomer that is itself paused and displaced is stopped in the same way, because moving another
 work folder is such a rename.
 
-Other files of the run folder are only appended to or replaced as a whole. Before it writes them, a
-holder whose last check is older than TRUST_SECONDS checks again. A displaced run says so, and its
-process ends with status 2 on the spot.
+Other files of the run folder are only appended to or replaced as a whole. Before writing them, a
+holder whose last check is older than TRUST_SECONDS checks again. A displaced run reports it, and
+its process exits immediately with status 2.
 """
 
 import contextlib
@@ -48,32 +50,33 @@ from runtime.messages import from_rank_0, log, refuse
 
 RENEW_SECONDS = 5.0
 EXPIRE_SECONDS = 60.0
-# well below EXPIRE_SECONDS: in so short a time nobody can find the lease expired
+# well below EXPIRE_SECONDS: the lease cannot have expired for another run in this time
 TRUST_SECONDS = 20.0
-KEPT = (".damaged", ".abandoned")  # suffixes of checkpoints that are put aside, not deleted
+KEPT = (".damaged", ".abandoned")  # suffixes of checkpoints that are put aside instead of deleted
 
 
 class Lease:
-    """The right to write to a run folder, while entered, by all ranks; rank 0 takes it, and moves.
+    """The right to write to a run folder, as a context manager that all ranks enter. Rank 0 takes
+    the lease and makes the renames.
 
-    Raises AgreedError, on every rank, where another run holds it.
+    Entering raises AgreedError, on every rank, if another run holds the lease.
     """
 
     def __init__(self, run_dir: str | Path, device: str) -> None:
         self.run_dir, self.device = Path(run_dir), device
         self.folder = self.run_dir / "lease"
         self.checkpoints = self.run_dir / "checkpoints"
-        self._made: list[Path] = []  # folders that were not there before
+        self._made: list[Path] = []  # folders that did not exist before
         self._path = self.folder
         self._token = ""
-        self._looked = 0.0  # when this run was last seen to be the holder
+        self._looked = 0.0  # when a check last found that this run is the holder
         self._ends = threading.Lock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     @property
     def work(self) -> Path:
-        """The work folder. `make_work` makes it when it is needed."""
+        """The path of the work folder; `make_work` creates the folder when it is needed."""
         return self.checkpoints / f"partial-{self._token}"
 
     def make_work(self) -> Path:
@@ -83,17 +86,19 @@ class Lease:
         return self.work
 
     def check(self) -> None:
-        """Before anything else is written: ends the process if another run has taken over. Rarely
-        looks; see the top. Other ranks than 0, which have no token, may call it too."""
+        """End the process if another run has taken over; called before files other than checkpoints
+        are written. Reads the lease only if the last check is older than TRUST_SECONDS. Does
+        nothing on ranks other than 0, which have no token."""
         if self._token and time.monotonic() - self._looked > TRUST_SECONDS:
-            with contextlib.suppress(OSError):  # what cannot be read now can hardly be written
+            with contextlib.suppress(OSError):  # if reading fails, writing will hardly succeed
                 self._require()
 
     def move(self, source: Path, target: Path) -> None:
-        """Rename into or out of the work folder; ends the process if another run has taken over."""
+        """Rename into or out of the work folder; end the process if another run has taken over."""
         assert self.work in (*source.parents, *target.parents)
         self.make_work()
-        # After the work folder is made: one made after a newcomer's sweep would be no fence.
+        # Check after creating the work folder: a folder created after a newcomer has moved all work
+        # folders away would not make the rename fail.
         self._require()
         try:
             os.replace(source, target)
@@ -114,9 +119,9 @@ class Lease:
         if self._thread.is_alive():
             self._thread.join()
         shutil.rmtree(self.work, ignore_errors=True)
-        # else a newcomer finds that this process is gone, or the lease expired
+        # if this fails, a newcomer finds that this process has ended or the lease has expired
         with contextlib.suppress(OSError):
-            # refused: nothing was written
+            # the run was refused before it wrote anything
             if self._made and {path.name for path in self.run_dir.iterdir()} == {"lease"}:
                 self._path.unlink(missing_ok=True)
                 for folder in self._made:
@@ -135,7 +140,7 @@ class Lease:
             self._clear()
         except OSError as error:
             self._release()
-            remedy = "make room, choose another, or its permissions"
+            remedy = "free some space, choose another folder, or change its permissions"
             why = f"cannot be written: {error}"
             raise UserError("run.dir", str(self.run_dir), why, remedy) from None
 
@@ -155,10 +160,10 @@ class Lease:
                 file.write(Holder.this_process(self._token).model_dump_json(indent=1) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
-        # another newcomer was faster; or left, and took the folder along
+        # another newcomer was faster, or left and removed the folder
         except (FileExistsError, FileNotFoundError):
             return False
-        if not self._is_mine():  # what was judged above is long over, and a higher number is there
+        if not self._is_mine():  # this process was paused meanwhile: there is a higher number
             self._path.unlink(missing_ok=True)
             return False
         for older in self.folder.glob("*.json"):
@@ -167,8 +172,8 @@ class Lease:
         return True
 
     def _is_free(self, found: Found) -> bool:
-        """Whether the next number may be taken now. False: look again. Raises UserError where the
-        holder is alive."""
+        """Whether the next number may be taken now. False: the lease has changed, try again. Raises
+        UserError if the holder is alive."""
         holder, me = found.holder, Holder.this_process("")
         if found.is_released or (holder is not None and holder.was_requeued_as(me.job, me.restart)):
             return True
@@ -181,8 +186,8 @@ class Lease:
         if age < EXPIRE_SECONDS:
             left = f"{EXPIRE_SECONDS - age:.0f} s"
             log(
-                f"{self.run_dir} is held by {found}; this run waits until that renews its lease, "
-                f"or for {left}"
+                f"{self.run_dir} is held by {found}; this run waits up to {left} "
+                "to see whether that process is alive and renews its lease"
             )
         expires = time.monotonic() + EXPIRE_SECONDS - age
         while time.monotonic() < expires:
@@ -195,16 +200,17 @@ class Lease:
         return True
 
     def _refuse(self, found: Found, age: float) -> NoReturn:
-        why = f"{found} writes there, and renewed its lease ({found.path}) {age:.0f} s ago"
+        why = f"{found} is writing there and renewed its lease ({found.path}) {age:.0f} s ago"
         stop = (
             f"stop that run first (touch {self.run_dir / 'STOP'}; "
-            f"a dead one's lease expires after {EXPIRE_SECONDS:.0f} s)"
+            f"the lease of a dead run expires after {EXPIRE_SECONDS:.0f} s)"
         )
-        remedy = f"choose another run.dir, or {stop}; or displace it, and end it: delete the lease"
+        remedy = f"choose another run.dir, or {stop}, or end that run by deleting its lease"
         raise UserError("run.dir", str(self.run_dir), why, remedy)
 
     def _seconds_since(self, time_ns: int) -> float:
-        """By the clock of the machine that holds the files, as it stamped `time_ns`."""
+        """Seconds since `time_ns`, a file's time, by the clock of the machine that holds the files
+        and set that time."""
         probe = self.folder / f"probe-{secrets.token_hex(4)}"
         try:
             probe.touch()
@@ -213,7 +219,8 @@ class Lease:
             probe.unlink(missing_ok=True)
 
     def _clear(self) -> None:
-        """Take away what others were writing or deleting; what they put aside gets its name."""
+        """Delete the work folders of other starts; checkpoints that they were putting aside are
+        kept and get their names."""
         others = [path for path in self.checkpoints.glob("partial-*") if path != self.work]
         for path in others:
             self.move(path, self.work / path.name)
@@ -226,7 +233,10 @@ class Lease:
     # --- keeping it -------------------------------------------------------------------------------
 
     def put_aside(self, path: Path, suffix: str) -> Path:
-        """Give a checkpoint a name that does not count as one; the new name. Suffixes: KEPT."""
+        """Rename a checkpoint so that it no longer counts as one; return the new path.
+
+        suffix: one of KEPT.
+        """
         names = [suffix, *(f"{suffix}-{number}" for number in range(2, 1000))]
         places = (self.checkpoints / (path.stem + name) for name in names)
         free = next(place for place in places if not place.exists())
@@ -237,9 +247,9 @@ class Lease:
         return free
 
     def _renew(self) -> None:
-        """In a thread, until it is closed."""
+        """Renew the lease periodically, in a thread, until it is released."""
         while not self._closed.wait(RENEW_SECONDS):
-            # perhaps the file server is away; the next time will do
+            # the file server may be unavailable for a while; try again the next time
             with contextlib.suppress(OSError):
                 with contextlib.suppress(FileNotFoundError):
                     os.utime(self._path)
@@ -257,7 +267,7 @@ class Lease:
         )
 
     def _end(self) -> NoReturn:
-        self._ends.acquire()  # never released: one thread speaks, and nothing survives it
+        self._ends.acquire()  # never released: only one thread reports, and it ends the process
         newest = None
         with contextlib.suppress(OSError):
             newest = newest_lease(self.folder)
@@ -265,7 +275,7 @@ class Lease:
             f"this run was displaced by {newest}" if newest else "the lease of this run was deleted"
         )
         remedy = (
-            "let the other run go on, or stop it and start this one again; "
-            "this one has written nothing since"
+            "let the other run continue, or stop it and restart this one; "
+            "this one has committed no checkpoint since it was displaced"
         )
         refuse(UserError("run.dir", str(self.run_dir), why, remedy))

@@ -1,5 +1,5 @@
-"""Who holds a run folder, as its lease says, and whether that process is still there. (lease.py:
-what follows from it.)"""
+"""Read who holds a run folder from its lease, and find out whether that process is alive. (lease.py
+decides what follows.)"""
 
 import os
 import socket
@@ -12,26 +12,26 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-RELEASED = 0  # a lease's time, in seconds since 1970, once it is released
+RELEASED = 0  # the time of a released lease file, in seconds since 1970
 
-# a lease may have been written by anybody
+# restricted, because any program may have written the lease
 Word = Annotated[str, Field(pattern=r"^[\w.:\[\]-]{0,200}$")]
 
 
 class Holder(BaseModel):
-    """What a lease says of its holder."""
+    """The holder of a lease, as recorded in the file."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
-    token: Word  # of this lease and no other, whatever its number
+    token: Word  # unique to this lease, whatever its number
     host: Word
-    machine: Word  # one boot of one kernel, and the process numbers that count there
+    machine: Word  # identifies the boot and the PID namespace, see `_machine`
     pid: Annotated[int, Field(gt=0, lt=1 << 31)]
-    # a process number is used again
+    # needed because process numbers are reused
     process_began: Annotated[str, Field(pattern=r"^[\w :]{0,100}$")]
-    job: Word  # Slurm's, or ""
+    job: Word  # Slurm's job number, or ""
     restart: int  # how often Slurm has requeued the job
-    since: Word  # universal time, to be read by people
+    since: Word  # in UTC, for people to read
 
     @classmethod
     def this_process(cls, token: str) -> "Holder":
@@ -47,7 +47,7 @@ class Holder(BaseModel):
         )
 
     def runs(self) -> bool | None:
-        """Whether the process is alive; None where that cannot be told from here."""
+        """Whether the process is alive; None if that cannot be determined from here."""
         if self.machine != _machine():
             return None
         began = _process_began(self.pid)
@@ -63,11 +63,11 @@ class Holder(BaseModel):
 
 @dataclass(frozen=True)
 class Found:
-    """A lease as it was read."""
+    """A lease file that was read."""
 
     path: Path
-    holder: Holder | None  # None: it cannot be read, perhaps because it is being written
-    time_ns: int
+    holder: Holder | None  # None: unreadable, perhaps because it is being written
+    time_ns: int  # the file's modification time
 
     @property
     def number(self) -> int:
@@ -78,11 +78,11 @@ class Found:
         return self.time_ns == RELEASED
 
     def __str__(self) -> str:
-        return str(self.holder or "a process that cannot be named yet")
+        return str(self.holder or "an unknown process (its lease cannot be read yet)")
 
 
 def newest_lease(folder: Path) -> Found | None:
-    """The lease with the highest number."""
+    """Return the lease with the highest number, or None."""
     while True:
         paths = sorted(path for path in folder.glob("*.json") if path.stem.isdecimal())
         if not paths:
@@ -100,8 +100,8 @@ def newest_lease(folder: Path) -> Found | None:
 
 
 def _machine() -> str:
-    """Where process numbers mean the same: one boot of one kernel, and one of its namespaces
-    (containers have others)."""
+    """Identify the scope in which process numbers are comparable: one boot of one kernel, and one
+    of its PID namespaces (containers have others)."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}:{os.readlink('/proc/self/ns/pid')}"
@@ -110,12 +110,13 @@ def _machine() -> str:
 
 
 def _process_began(pid: int) -> str | None:
-    """What tells a process from others that had its number; None: it is dead; "": nobody knows."""
+    """Return the start time of a process, which tells it from others that had its number; None if
+    it is dead, "" if that is unknown."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return None
-    except (PermissionError, OverflowError):  # another user's
+    except (PermissionError, OverflowError):  # another user's process
         pass
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,18 +1,18 @@
-"""Where a run's time goes. Every second from its first start to its last line has one cause.
+"""Account for a run's time: every second from its first start to its last line has one cause.
 
-    steps       training
-    lost        of it: steps made again after a failure or a rollback; waiting in a failed step
+    steps       training that is part of the final result
+    lost        steps made again after a failure or a rollback; waiting in a failed step
     data        waiting for the next batch
-    evaluation  on held-out text
-    saving      until what is saved was copied, and what is checked before
-    rollback    finding and loading a checkpoint, in the middle of a run
+    evaluation  the loss on held-out text
+    saving      the checks before a save, and waiting until the state has been copied
+    rollback    finding and loading a checkpoint in the middle of a run
     start       from the process's first line to its first step: imports, data, weights, checkpoint
     end         from the last step to the process's end: the last save
-    down        from a start's last line to the next start: the steps since that line, noticing,
-                starting processes
+    down        from a start's last line to the next start: the steps since that line, noticing the
+                failure, starting processes
 
-Rank 0 writes `spent` lines to events.jsonl as the run goes (Ledger); `account` sums them up. A
-process that is killed takes the seconds since its last line with it, and they are found in `down`.
+Rank 0 writes `spent` lines to events.jsonl during the run (Ledger); `account` sums them up. When a
+process is killed, the seconds since its last line are not recorded and count as `down`.
 """
 
 import time
@@ -28,10 +28,12 @@ CAUSES = ("steps", "lost", "data", "evaluation", "saving", "rollback", "start", 
 
 
 class Ledger:
-    """Rank 0's account of this process, from its first line on. Causes as above.
+    """Rank 0's account of this process, from its first line on, by the causes above.
 
     Args:
-        folder: the run's. step: that the run starts from. world_size: for the record.
+        folder: the run folder.
+        step: the step that this start begins from.
+        world_size: recorded in the start event.
     """
 
     def __init__(self, folder: Path, step: int, world_size: int) -> None:
@@ -41,24 +43,25 @@ class Ledger:
         append_event(folder, "start", began=began, step=step, world_size=world_size)
 
     def spent(self, cause: str, data_seconds: float = 0.0) -> None:
-        """What passed since the last call belongs to `cause`, but for `data_seconds` of it."""
+        """Attribute the time since the last call to `cause`, except for `data_seconds` of it."""
         now = time.monotonic()
         self.seconds[cause] += now - self.counted_until - data_seconds
         self.seconds["data"] += data_seconds
         self.counted_until = now
 
     def write(self, step: int) -> None:
-        """A line of what was spent, up to the last call of `spent`; `step` steps are made."""
+        """Write a line with the times up to the last call of `spent`; `step` steps are done."""
         seconds = {cause: value for cause, value in self.seconds.items() if value}
         append_event(self.folder, "spent", step=step, seconds=seconds)
         self.seconds.clear()
 
 
 def account(events: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Seconds by cause, of all starts of a run; `steps`: those whose work is in its last state.
+    """Sum the seconds by cause over all starts of a run; `steps` counts only steps whose work is
+    part of the last state.
 
-    A line says what steps (from, to] cost. A later start, or a rollback, at step s makes those
-    beyond s lost: of a line that s cuts, in proportion.
+    Each line has the cost of the steps (from, to]. A later start or a rollback at step s makes the
+    steps after s lost; a line that spans s is divided in proportion.
     """
     seconds = dict.fromkeys(CAUSES, 0.0)
     kept: list[tuple[int, int, float]] = []  # steps (from, to], seconds
@@ -86,7 +89,7 @@ def account(events: Iterable[dict[str, Any]]) -> dict[str, float]:
 def _cut(
     kept: list[tuple[int, int, float]], step: int
 ) -> tuple[list[tuple[int, int, float]], float]:
-    """What of `kept` lies before `step`, and the seconds of what does not."""
+    """Return the part of `kept` up to `step`, and the seconds of the rest."""
     before, lost = [], 0.0
     for begin, end, made in kept:
         share = (

@@ -1,4 +1,4 @@
-"""What a run does beside its steps: a list of listeners, which hear of each step in turn.
+"""What a run does around its steps: a list of listeners, called in order at each step.
 
     run = Run(config, train, loader, start)
     with Listeners(run, [...]) as listeners:
@@ -6,23 +6,24 @@
             tokens, targets = run.next_batch()
             listeners.before_step()
             run.result = train(run.step, tokens, targets)
-            listeners.after_step()  # counts the step, and tells the listeners
+            listeners.after_step()  # counts the step, then calls the listeners
         listeners.end()
 
-| called        | when                                              | in the order of the list |
+| method        | called when                                       | order in the list        |
 |---------------|---------------------------------------------------|--------------------------|
 | `__enter__`   | the run begins                                    | first to last            |
-| `begins`      | all have entered                                  | first to last            |
-| `before_step` | the batch is there                                | first to last            |
-| `after_step`  | the step is made: `run.step` counts it            | first to last            |
+| `begins`      | all listeners have entered                        | first to last            |
+| `before_step` | the batch has been read                           | first to last            |
+| `after_step`  | the step is done, and `run.step` includes it      | first to last            |
 | `went_back`   | a listener has sent the run back to `start`       | first to last            |
-| `ends`        | the last step is made, or an end was asked for    | last to first            |
-| `__exit__`    | at last, whatever happened: with the exception of | last to first            |
-|               | a failure, which stays one                        |                          |
+| `ends`        | the last step is done, or the run was ended early | last to first            |
+| `__exit__`    | finally, in every case; if the run failed, with   | last to first            |
+|               | its exception, which is not suppressed            |                          |
 
 All ranks make the same calls in the same order, so a listener may communicate. In `after_step` a
-listener may end the run after this step (`run.end`), or send it back to an earlier one
-(`run.go_back`): then the listeners after it do not hear of this step, and all hear `went_back`.
+listener may end the run after this step (`run.end`) or send it back to an earlier step
+(`run.go_back`). If it sends the run back, the listeners after it are not called for this step, and
+then `went_back` is called on all.
 """
 
 import time
@@ -38,19 +39,20 @@ from training.step import StepResult, TrainStep
 
 
 class Run:
-    """Where a run is, and what listeners know of its last step from those before them."""
+    """How far a run is, and what earlier listeners found out about the last step."""
 
-    result: StepResult  # of the last step; reading it waits for the device
+    result: StepResult  # of the last step; reading its tensors waits for the device
 
     def __init__(self, config: Config, train: TrainStep, loader: BatchLoader, start: Start) -> None:
         self.config, self.train, self.loader = config, train, loader
-        self.start = start  # or, if it was sent back, what it was sent back to
-        self.first_step = self.step = start.step  # steps made
-        self.tokens = start.tokens  # that were trained on
-        self.end_reason = ""  # why it ends before its last step; "": it does not
+        self.start = start  # after a rollback: the checkpoint that was loaded
+        self.first_step = self.step = start.step  # steps done so far
+        self.tokens = start.tokens  # trained on so far
+        self.end_reason = ""  # why the run ends before its last step; "": it does not
         self.waited_seconds = 0.0  # for the batch of this step
-        self.step_seconds: float | None = None  # of a step, where this one was measured
-        self.logged_bad_in_a_row = 0  # steps without an update, up to the last that was logged
+        self.step_seconds: float | None = None  # measured after a logged step; else None
+        # consecutive steps whose update was skipped, up to the last logged step
+        self.logged_bad_in_a_row = 0
 
     @property
     def goes_on(self) -> bool:
@@ -61,18 +63,19 @@ class Run:
         return self.step == self.config.train.steps
 
     def is_due(self, interval: int) -> bool:
-        """After every `interval` steps and after the last one; never if `interval` is 0."""
+        """Whether `step` is a multiple of `interval` or the last; never if `interval` is 0."""
         return interval > 0 and (self.step % interval == 0 or self.is_last)
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
-        """This data-parallel rank's rows of the next global batch: tokens and targets [rows, S]."""
+        """Return this data-parallel rank's rows of the next global batch: tokens and targets,
+        [rows, S] each."""
         began = time.perf_counter()
         batch = next(self.loader)
         self.waited_seconds = time.perf_counter() - began
         return batch
 
     def end(self, reason: str) -> None:
-        """No other step is begun."""
+        """Begin no further step."""
         self.end_reason = reason
 
     def count_step(self) -> None:
@@ -81,13 +84,13 @@ class Run:
         self.tokens += train.global_batch_size * train.seq_len
 
     def go_back(self, start: Start) -> None:
-        """The next step is the one after `start`, which has been loaded."""
+        """Continue with the step after `start`, which has been loaded."""
         self.start = start
         self.step, self.tokens, self.logged_bad_in_a_row = start.step, start.tokens, 0
 
 
 class Listener:
-    """Hears of what it overrides."""
+    """Base class of listeners; a subclass overrides the methods that it needs."""
 
     def __enter__(self) -> "Listener":
         return self
@@ -112,7 +115,7 @@ class Listener:
 
 
 class Listeners:
-    """All of a run's."""
+    """All listeners of a run."""
 
     def __init__(self, run: Run, listeners: Sequence[Listener]) -> None:
         self.run, self.each = run, listeners

@@ -1,15 +1,15 @@
-"""What a checkpoint consists of, so that nothing of it can be missing, exchanged or damaged unseen.
+"""The manifest of a checkpoint, which detects missing, exchanged and damaged parts.
 
     manifest.json   format, version
-                    files     every other file: its bytes and its sha256
+                    files     every other file: its size in bytes and its sha256
                     tensors   every global tensor: its dtype and its shape
-                    sha256    of all that, in this file
+                    sha256    of all of the above
 
-Files hold pieces of tensors, under the tensor's name with the piece's place in it. A reader that
-takes shapes from what it finds would not miss a lost piece; here the pieces of a tensor must tile
-its shape, each number in exactly one (tiling.py). Nothing is unpickled: tensors are in the
-safetensors format, everything else is JSON that must fit a schema (schema.py), and names of files
-are names, never paths.
+Files hold pieces of tensors, each under the tensor's name with the piece's offsets. A reader that
+derives shapes from the pieces it finds would not notice a lost piece; here the pieces of a tensor
+must tile its shape, with every number in exactly one piece (tiling.py). Nothing is unpickled:
+tensors are in the safetensors format, everything else is JSON that is validated against a schema
+(schema.py), and file names must be plain names, never paths.
 """
 
 import hashlib
@@ -32,13 +32,13 @@ from runtime.tiling import FIELD, MAX_DIMS, MAX_NUMBERS, Point, random_point, va
 FORMAT, VERSION = "lattice-checkpoint", 2
 MANIFEST = "manifest.json"
 TENSORS = ".safetensors"
-# where DCP's safetensors writer keeps the places of a file's pieces, in the file's metadata
+# the metadata entry in which DCP's safetensors writer stores the offsets of a file's pieces
 PLACES = "DCP_SHARDING_INFO"
 HASHED_AT_ONCE = 1 << 20
 
 
 class Damaged(Exception):
-    """A checkpoint that is not what was saved; says what is wrong with it."""
+    """A checkpoint differs from what was saved; the message says how."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class Manifest:
 def fingerprint(
     path: Path, advance: Callable[[int], object] = lambda size: None
 ) -> tuple[int, str]:
-    """A file's size in bytes and its sha256. `advance` gets the bytes of each block read."""
+    """Return a file's size in bytes and its sha256. `advance` is called with the number of bytes of
+    each block read."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(HASHED_AT_ONCE):
@@ -65,7 +66,7 @@ def fingerprint(
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Last of a checkpoint's files, durably."""
+    """Write the manifest durably; it must be the last file of a checkpoint."""
     content: dict[str, Any] = {"format": FORMAT, "version": VERSION}
     content["files"] = {
         name: {"bytes": size, "sha256": sha} for name, (size, sha) in sorted(manifest.files.items())
@@ -96,8 +97,9 @@ class _Content(Strict):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises Damaged where it is missing, changed, of another format, or names something that is
-    not a file of this folder."""
+    """Read and validate the manifest of a checkpoint. Raises Damaged if it is missing, changed or
+    of another format, if it names something that is not a file of this folder, or if the folder has
+    other tensor files."""
     try:
         if (folder / MANIFEST).stat().st_size > MAX_JSON_BYTES:
             raise ValueError
@@ -106,30 +108,30 @@ def read_manifest(folder: Path) -> Manifest:
         format_and_version = content["format"], content["version"]
         digest = _digest(content)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise Damaged(f"no readable {MANIFEST}") from None
+        raise Damaged(f"its {MANIFEST} is missing or unreadable") from None
     if format_and_version != (FORMAT, VERSION):
         raise Damaged(
-            f"saved as {ascii(format_and_version)[:100]}, and this version reads "
+            f"it was saved as {ascii(format_and_version)[:100]}, but this program reads only "
             f"{(FORMAT, VERSION)}"
         )
     if said != digest:
-        raise Damaged(f"{MANIFEST} was changed (its sha256 differs)")
+        raise Damaged(f"its {MANIFEST} was changed (its sha256 differs)")
     try:
         checked = _Content.model_validate(content)
     except ValidationError as error:
-        raise Damaged(f"{MANIFEST} does not say what it should ({first_problem(error)})") from None
+        raise Damaged(f"its {MANIFEST} has invalid content ({first_problem(error)})") from None
     for name in checked.files:
         if Path(name).name != name or name in (".", "..", MANIFEST):
-            raise Damaged(f"{MANIFEST} names {name!r}, which is no file of this folder")
+            raise Damaged(f"its {MANIFEST} names {name!r}, which is not a file of this folder")
     for name, tensor in checked.tensors.items():
         if math.prod(tensor.shape) >= MAX_NUMBERS:
-            raise Damaged(f"{MANIFEST} gives {name!r} the shape {tensor.shape}")
-    # The reader of tensors takes every such file that it finds.
+            raise Damaged(f"its {MANIFEST} gives {name!r} the impossible shape {tensor.shape}")
+    # The tensor reader would read every such file that it finds.
     strangers = {
         path.name for path in folder.iterdir() if path.name.endswith(TENSORS)
     } - checked.files.keys()
     if strangers:
-        raise Damaged(f"{sorted(strangers)[0]!r} does not belong to it")
+        raise Damaged(f"the file {sorted(strangers)[0]!r} does not belong to it")
     files = {name: (file.bytes, file.sha256) for name, file in checked.files.items()}
     return Manifest(
         files,
@@ -138,12 +140,12 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Raises Damaged where a file is missing or has another length. Cheap: reads no file."""
+    """Raise Damaged if a file is missing or has another length. Cheap: reads no file."""
     for name, (size, _) in manifest.files.items():
         file = folder / name
         try:
             good = file.is_file() and file.stat().st_size == size
-        except OSError:  # a name too long, a disk that cannot be read
+        except OSError:  # for example, the name is too long or the disk cannot be read
             good = False
         if not good:
             raise Damaged(f"its file {name!r} is missing or truncated")
@@ -156,8 +158,8 @@ def check_file(
     point: Point,
     advance: Callable[[int], object] = lambda size: None,
 ) -> Counter[str]:
-    """Read a file whole. Raises Damaged where it is not what was saved; else what it holds of which
-    tensors. `advance` as for `fingerprint`."""
+    """Read a whole file and raise Damaged if it differs from what was saved; otherwise return what
+    it covers of which tensors (see `cover`). `advance`: as for `fingerprint`."""
     try:
         found = fingerprint(folder / name, advance)
     except OSError as error:
@@ -168,7 +170,7 @@ def check_file(
 
 
 class Piece(NamedTuple):
-    """A part of a tensor, in some file."""
+    """A part of a tensor that a file holds."""
 
     name: str  # of the tensor
     offsets: tuple[int, ...]
@@ -176,7 +178,8 @@ class Piece(NamedTuple):
 
 
 def read_pieces(path: Path, manifest: Manifest) -> list[Piece]:
-    """What a safetensors file holds, each piece inside its tensor; else Damaged. Header only."""
+    """Return the pieces in a safetensors file, reading only its header. Raises Damaged if a piece
+    does not lie inside its tensor or has another dtype."""
     try:
         with safe_open(path, framework="pt") as file:
             places = load_json((file.metadata() or {}).get(PLACES, "{}"))
@@ -192,7 +195,7 @@ def read_pieces(path: Path, manifest: Manifest) -> list[Piece]:
                 )
                 if not inside or piece.get_dtype() != dtype:
                     raise Damaged(
-                        f"its file {path.name!r} has a piece of {name!r} that does not fit it"
+                        f"its file {path.name!r} has a piece that does not fit the tensor {name!r}"
                     )
                 pieces.append(Piece(name, tuple(offsets), sizes))
             return pieces
@@ -206,13 +209,13 @@ def read_pieces(path: Path, manifest: Manifest) -> list[Piece]:
         RecursionError,
     ) as error:
         raise Damaged(
-            f"its file {path.name!r} is no file of tensors of this checkpoint: {ascii(error)[:200]}"
+            f"its file {path.name!r} is not a tensor file of this checkpoint: {ascii(error)[:200]}"
         ) from None
 
 
 def cover(path: Path, manifest: Manifest, point: Point) -> Counter[str]:
-    """Tensor → the sum of its pieces' polynomials at `point` (tiling.py), for a safetensors file;
-    Damaged as `read_pieces`. What several files cover is the sum of what each does."""
+    """Map each tensor to the sum of the polynomials at `point` (tiling.py) of its pieces in a
+    safetensors file. The results of several files are added. Raises Damaged like `read_pieces`."""
     covered: Counter[str] = Counter()
     for piece in read_pieces(path, manifest):
         covered[piece.name] += value_at(point, piece.offsets, piece.sizes)
@@ -220,17 +223,17 @@ def cover(path: Path, manifest: Manifest, point: Point) -> Counter[str]:
 
 
 def check_whole(manifest: Manifest, covered: Counter[str], point: Point) -> None:
-    """Raises Damaged unless the pieces in all files tile every tensor."""
+    """Raise Damaged unless the pieces in all files together tile every tensor."""
     for name, (_, shape) in manifest.tensors.items():
         if (covered[name] - value_at(point, [0] * len(shape), shape)) % FIELD:
             raise Damaged(
                 f"the pieces of {name!r} in its files do not make up its shape {shape}: "
-                "some overlap, or are missing"
+                "some overlap or are missing"
             )
 
 
 def verify(folder: Path) -> Manifest:
-    """Everything above, in one process. Raises Damaged."""
+    """Make all the checks above in one process. Raises Damaged."""
     manifest = read_manifest(folder)
     check_sizes(folder, manifest)
     covered: Counter[str] = Counter()

@@ -1,21 +1,21 @@
-"""What a process holds in memory, by category: when memory runs out, and on request.
+"""Report what a process holds in memory, by category, when memory runs out and on request.
 
     RUN/memory/step-00000012-rank-00003.txt  the table, and torch's own account of the GPU
                                       .json  the same numbers; `python -m tools.plan
-                                             RUN/config.yaml --beside FILE` puts the plan beside
+                                             RUN/config.yaml --beside FILE` adds the plan
                                     .pickle  GPUs: torch's snapshot, for
                                              https://pytorch.org/memory_viz
 
-    at torch.OutOfMemoryError  each rank that meets it, in the step under way; then the error takes
-                               its course
-    file SNAPSHOT in run.dir   the ranks of run.profile_ranks, within a second and a step; touched
-                               again, they write again
+    on torch.OutOfMemoryError  each rank that raises it writes a report of the current step; then
+                               the error ends the run as usual
+    file SNAPSHOT in run.dir   the ranks of run.profile_ranks write a report, within a second and a
+                               step; again whenever the file is touched again
 
-Weights, gradients and moments are counted where model, FSDP and optimizer keep them. The rest,
-activations most of all, is what the allocator has given out besides; on a CPU, what else the
-process has in memory, interpreter and libraries included. The snapshot is a pickle because torch's
-viewer reads nothing else; nothing of ours reads it. With run.memory_history it also has the last
-allocations, each with the place in the source that asked.
+Weights, gradients and moments are counted where the model, FSDP and the optimizer keep them.
+Everything else that the allocator has given out, mostly activations, is reported as one number; on
+a CPU, that is the rest of the process's memory, including the interpreter and libraries. The
+snapshot is a pickle because torch's viewer reads nothing else; this program never reads it. With
+run.memory_history it also has the last allocations, each with the source line that requested it.
 """
 
 import json
@@ -39,16 +39,16 @@ from runtime.messages import log
 from runtime.stop import LOOK_SECONDS
 from training.step import TrainStep
 
-RECORDED = 100_000  # allocations
+RECORDED = 100_000  # allocations in the memory history
 MB = 1e6
 
 
 class MemoryReports(Listener):
-    """Enter it around the loop, on every rank.
+    """Writes memory reports; every rank has one.
 
     Args:
-        train: whose memory it is.
-        step: steps made so far.
+        train: holds the tensors to be counted.
+        step: steps done so far.
     """
 
     def __init__(self, train: TrainStep, step: int) -> None:
@@ -57,7 +57,7 @@ class MemoryReports(Listener):
         self.folder, self.request = Path(run.dir) / "memory", Path(run.dir) / "SNAPSHOT"
         self.records = run.memory_history and train.mesh.device == "cuda"
         self.answers = dist.get_rank() in run.profile_ranks
-        # one that is there already was not meant for this start
+        # a request from before this start is ignored
         self._answered = _touched(self.request)
         self._looks_next = 0.0
 
@@ -67,7 +67,7 @@ class MemoryReports(Listener):
             self._looks_next = time.monotonic() + LOOK_SECONDS
             asked = _touched(self.request)
             if asked not in (None, self._answered):
-                self.write(step, f"asked for after step {step}")
+                self.write(step, f"requested after step {step}")
             self._answered = asked
 
     def __enter__(self) -> "MemoryReports":
@@ -84,7 +84,8 @@ class MemoryReports(Listener):
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def write(self, step: int, why: str) -> None:
-        """A report. Whatever goes wrong with it, the run, or the error it is about, comes first."""
+        """Write a report; a failure to do so is only logged, so that it neither ends the run nor
+        hides the error that the report is about."""
         rank = dist.get_rank()
         path = self.folder / f"step-{step:08d}-rank-{rank:05d}.txt"
         try:
@@ -96,7 +97,7 @@ class MemoryReports(Listener):
             )
             if self.train.mesh.device == "cuda":
                 torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
-            said = f"what it holds is in {path}"
+            said = f"memory report: {path}"
         except Exception as failure:
             said = f"{path} cannot be written: {type(failure).__name__}: {failure}"
         log(f"rank {rank}: {why.partition(chr(10))[0]}; {said}")
@@ -126,14 +127,14 @@ class MemoryReports(Listener):
         config = self.folder.parent / "config.yaml"
         lines += [
             "",
-            f"What was planned for it: python -m tools.plan {config} --beside, "
-            "and this file's name with .json",
+            f"To compare with the plan: python -m tools.plan {config} --beside FILE, "
+            "where FILE is this file's name with .json",
         ]
         if report["device"] == "cuda":
             free, size = (number / MB for number in torch.cuda.mem_get_info())
             reserved = torch.cuda.memory_reserved() / MB
             lines.append(
-                f"The device has {size:,.0f} MB: {free:,.0f} MB are free, "
+                f"The device has {size:,.0f} MB, of which {free:,.0f} MB are free; "
                 f"torch has reserved {reserved:,.0f} MB."
             )
             lines += ["", torch.cuda.memory_summary()]
@@ -142,27 +143,27 @@ class MemoryReports(Listener):
 
 @torch.no_grad()
 def held_bytes(train: TrainStep) -> dict[str, int]:
-    """Bytes of what model, FSDP and optimizer hold on the device, by category."""
+    """Count the bytes that the model, FSDP and the optimizer hold on the device, by category."""
     device, seen = train.mesh.device, set[int]()
 
     def count(tensors: list[Tensor]) -> int:
-        """Of storages that were not counted yet."""
+        """Bytes of the storages that were not counted yet."""
         total = 0
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if tensor.device.type == device and storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
-                total += storage.nbytes()  # 0 where FSDP has freed it
+                total += storage.nbytes()  # 0 if FSDP has freed it
         return total
 
     return {category: count(tensors) for category, tensors in held_tensors(train).items()}
 
 
 def held_tensors(train: TrainStep) -> dict[str, list[Tensor]]:
-    """This rank's tensors that model, FSDP and optimizer hold, by category; what is of two is of
-    the first."""
+    """List this rank's tensors in the model, FSDP and the optimizer, by category. A tensor may be
+    in two categories; it is counted in the first."""
     sharded = [weight.parameter for weight in train.weights]
-    # gathered or sharded
+    # gathered or sharded, depending on the moment
     present = [parameter for stage in train.stages.values() for parameter in stage.parameters()]
     whole, reduced = _summed(train.stages.values())
     moments = [moment for moments in train.optimizer.state.values() for moment in moments]
@@ -180,8 +181,8 @@ def held_tensors(train: TrainStep) -> dict[str, list[Tensor]]:
 
 
 def _summed(stages: Iterable[nn.Module]) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Gradients that FSDP sums over micro-batches: whole, in a wider dtype; and reduced over
-    dp_shard. Only its own books have them, in 2.11 as in 2.13."""
+    """Return the gradients that FSDP sums over micro-batches: whole ones, in a wider dtype, and
+    those reduced over dp_shard. In torch 2.11 and 2.13 only private attributes give access."""
     states = [module._get_fsdp_state() for stage in stages for module in fsdp_modules(stage)]
     groups = [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
     whole = [weight.unsharded_accumulated_grad for group in groups for weight in group.fsdp_params]
@@ -189,12 +190,12 @@ def _summed(stages: Iterable[nn.Module]) -> tuple[list[Tensor | None], list[Tens
 
 
 def total_bytes(device: str) -> int:
-    """What the allocator has given out on a GPU; what the process has in memory on a CPU."""
+    """Bytes allocated on a GPU; on a CPU, the resident memory of the process."""
     if device == "cuda":
         return torch.cuda.memory_allocated()
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # not Linux: the most it ever had
+    except OSError:  # not Linux: use the peak instead
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
 
@@ -202,8 +203,8 @@ def total_bytes(device: str) -> int:
 def table(
     held: Mapping[str, int], total: int, planned: Mapping[str, int] | None = None
 ) -> list[str]:
-    """Lines: what is held, by category; the rest of `total`; and beside it what was `planned`,
-    whose other categories are of the rest. All in bytes."""
+    """Format lines with the memory held by category, the rest of `total`, and next to them the
+    `planned` memory, whose other categories are part of the rest. All sizes are in bytes."""
     plan = planned or {}
 
     others = {name: size for name, size in plan.items() if name not in held and size}
@@ -227,7 +228,7 @@ def table(
 
 
 def _touched(path: Path) -> int | None:
-    """When, in nanoseconds; None where it is not there."""
+    """The modification time of a file, in nanoseconds; None if it does not exist."""
     try:
         return path.stat().st_mtime_ns
     except OSError:

@@ -1,9 +1,9 @@
-"""Messages: one message for an error, from one rank, and the exit status that goes with it.
+"""Report each error once, from one rank, and exit with the matching status.
 
-A UserError on any rank becomes one message, from rank 0, on standard error, and exit status 2 on
-every rank: all ranks wait for each other at each `on_all_ranks`, so that no rank continues by
-itself, and messages do not interleave. What ends a run that had begun (`fail`) is one message too,
-as far as a rank can know what the others say.
+A UserError on any rank becomes one message from rank 0 on standard error, and exit status 2 on
+every rank: the ranks synchronize at each `on_all_ranks`, so that no rank continues without the
+others, and messages do not interleave. An error that ends a running run (`fail`) is reported once
+too, as far as a rank can know what the others report.
 """
 
 import contextlib
@@ -23,30 +23,30 @@ import torch.distributed as dist
 from errors import RunFailed, UserError
 from runtime.signals import Signals
 
-# its source file and line, before what it says
+# the source file and line that gloo puts before its messages
 GLOO = re.compile(r"\[[^\]]*gloo/transport/[^\]]*\] ")
 LOST = "lost connection to another rank"
-LAUNCHER_SECONDS = 3.0  # in which a launcher notices that a rank has died, and tells the others
+LAUNCHER_SECONDS = 3.0  # within which a launcher notices a dead rank and signals the others
 
 
 def log(text: str, file: TextIO | None = None) -> None:
-    """A line on standard error, or on `file`. Where even that cannot be written (a log may lie on
-    the disk that is full), the run goes on without."""
+    """Print a line to standard error, or to `file`. If that fails (the log may be on a full disk),
+    the run continues without it."""
     with contextlib.suppress(OSError):
         print(text, file=file or sys.stderr, flush=True)
 
 
 class AgreedError(UserError):
-    """A UserError that every rank raises alike, so that all of them meet in `refuse`."""
+    """A UserError that every rank raises, so that all ranks call `refuse` together."""
 
 
 T = TypeVar("T")
 
 
 def on_all_ranks(action: Callable[[], T], device: str) -> T:
-    """Run `action` on every rank and return each rank's result; if any rank raises UserError, every
-    rank raises that of the lowest such rank, as an AgreedError. One all-reduce of one number when
-    all is well."""
+    """Run `action` on every rank and return this rank's result. If any rank raises UserError, every
+    rank raises the error of the lowest such rank, as an AgreedError. Without an error, this costs
+    one all-reduce of one number."""
     error: UserError | None = None
     result = None
     try:
@@ -65,7 +65,7 @@ def on_all_ranks(action: Callable[[], T], device: str) -> T:
 
 
 def from_rank_0(action: Callable[[], T], device: str) -> T:
-    """Run `action` on rank 0 alone and give its result to every rank: what is read from a shared
+    """Run `action` only on rank 0 and return its result on every rank, for example so that a shared
     folder is read once."""
     results = [on_all_ranks(lambda: action() if dist.get_rank() == 0 else None, device)]
     dist.broadcast_object_list(results, src=0)
@@ -73,37 +73,37 @@ def from_rank_0(action: Callable[[], T], device: str) -> T:
 
 
 def refuse(error: UserError) -> NoReturn:
-    """Say it and leave with status 2: what all ranks agreed on, once, and nobody leaves before it
-    is said; what one rank met alone, in the middle of the run, at once, so that the launcher ends
-    the others instead of letting them wait for it."""
+    """Report the error and exit with status 2. An AgreedError is reported by rank 0, and no rank
+    exits before that. Any other error is this rank's own: it exits immediately, so that the
+    launcher ends the other ranks instead of letting them wait."""
     if not isinstance(error, AgreedError):
         log(f"error on rank {dist.get_rank()}: {error}")
         os._exit(2)  # not sys.exit: its clean-up would wait for the other ranks
     if dist.get_rank() == 0:
         log(f"error: {error}")
-    dist.barrier()  # a rank that left early would make torchrun end rank 0 in mid-sentence
+    dist.barrier()  # if a rank exits first, torchrun may end rank 0 before it has reported
     sys.exit(2)
 
 
 class LostConnection(RuntimeError):
-    """Another rank is dead, or no longer answers."""
+    """Another rank is dead or does not respond."""
 
 
 def lost_connection(error: BaseException) -> bool:
-    """Whether a rank failed only because another one did. gloo says so in its own words, behind its
-    own file's name."""
+    """Whether a rank failed only because another one did. Gloo's own errors are recognized by the
+    name of its source file in front."""
     return isinstance(error, LostConnection | dist.DistNetworkError) or bool(
         GLOO.search(str(error))
     )
 
 
 def describe(error: BaseException) -> str:
-    """Why a run failed, in one line. How far it came is in the error's note (metrics.py)."""
+    """Describe in one line why a run failed. The error's note has how far it came (metrics.py)."""
     when = getattr(error, "__notes__", ["while the run started"])[0]
     said = GLOO.sub("", " ".join(str(error).partition("\n")[0].split()))
     if lost_connection(error):
         return (
-            f"{LOST} {when}; the log of the first rank that failed says why "
+            f"{LOST} {when}; for the cause see the log of the rank that failed first "
             f"({said.partition('. ')[0]})"
         )
     if isinstance(error, RunFailed | UserError):
@@ -112,9 +112,12 @@ def describe(error: BaseException) -> str:
 
 
 def fail(error: Exception, signals: Signals) -> NoReturn:
-    """End this process after an error in the run, with status 1. Of what all ranks know, rank 0
-    speaks; a rank that only lost another gives the launcher time to end it, and is silent then; any
-    other error is this rank's own, with its traceback."""
+    """End this process with status 1 after an error in the run.
+
+    An error that all ranks raise (RunFailed) is reported by rank 0. A rank that only lost its
+    connection to another gives the launcher time to end it, and then reports nothing. Any other
+    error is this rank's own and is reported with its traceback.
+    """
     rank = dist.get_rank()
     said = describe(error)
     asked = bool(signals.heard)
@@ -124,14 +127,14 @@ def fail(error: Exception, signals: Signals) -> NoReturn:
         while not (signals.heard or signals.abandoned) and time.monotonic() < patience:
             time.sleep(0.05)
         if asked and rank == 0:
-            log(f"rank 0 leaves after {signals.names()}, and nothing is saved: {said}")
+            log(f"rank 0 exits after {signals.names()} without saving: {said}")
         elif not (signals.heard or signals.abandoned):
             _last_words(f"rank {rank}: {said}")
     elif isinstance(error, RunFailed):
         if rank == 0:
             _last_words(f"error: {said}")
         with contextlib.suppress(RuntimeError):
-            dist.barrier()  # a rank that left early would make torchrun end rank 0 in mid-sentence
+            dist.barrier()  # if a rank exits first, torchrun may end rank 0 before it has reported
     else:
         traceback.print_exception(error)
         _last_words(f"rank {rank} failed: {said}")
@@ -141,7 +144,7 @@ def fail(error: Exception, signals: Signals) -> NoReturn:
 
 
 def _last_words(text: str) -> None:
-    """Say them; torchrun repeats at the end of its report what it finds in this file."""
+    """Log a final message, also to the file that torchrun repeats at the end of its report."""
     log(text)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         about = {"py_callstack": text, "timestamp": str(int(time.time()))}

@@ -1,4 +1,4 @@
-"""What a run measures of itself: a record per logged step (to: trackers.py), and how it ended."""
+"""The measurements of a run: one record per logged step (written by trackers.py), and its end."""
 
 import os
 import platform
@@ -29,17 +29,17 @@ from runtime.trackers import Trackers
 from training.config import Config
 from training.load_config import dump_config
 
-MEMORY_GROWTH = 1.01  # of any rank's peak, after which the peaks of all are written down again
+MEMORY_GROWTH = 1.01  # if any rank's peak grows by more than this factor, all are recorded again
 
 
 class Metrics(Listener):
-    """Collects a run's measurements; every rank calls it, rank 0 writes.
+    """Collects the measurements of a run; every rank calls it, rank 0 writes.
 
     Args:
-        config: of the run.
-        mesh: the mesh.
-        start: where the run begins. Lines after its step, left by a start that went beyond its last
-            checkpoint, are dropped.
+        config: the configuration of the run.
+        mesh: the device mesh.
+        start: where the run begins. Metrics lines after its step, left by an earlier start that
+            went beyond its last checkpoint, are dropped.
     """
 
     def __init__(self, config: Config, mesh: Mesh, start: Start) -> None:
@@ -48,12 +48,12 @@ class Metrics(Listener):
         self.folder = Path(config.run.dir)
         self.writes = dist.get_rank() == 0
         self.mesh, self.peak_flops = mesh, _peak_flops(mesh.device)
-        self.flops: float | None = None  # of a token
+        self.flops: float | None = None  # per token
         self.timed_steps, self.data_seconds, self.started = 0, 0.0, time.perf_counter()
         self.record: dict[str, Any] | None = None
         self.stop_reason = ""
         self.skipped_updates = start.step - start.updates
-        self.noted_peaks = [0] * dist.get_world_size()  # bytes, by rank: what events.jsonl has
+        self.noted_peaks = [0] * dist.get_world_size()  # bytes, by rank, as last in events.jsonl
         self.ledger: Ledger | None = None
         self.trackers: Trackers | None = None
         if self.writes:
@@ -76,14 +76,14 @@ class Metrics(Listener):
         self._count("start")
 
     def _mfu(self, tokens_per_second: float) -> float | None:
-        """Of one device; None where its peak or the model's operations are not known."""
+        """The MFU of one device; None if its peak or the model's operations are not known."""
         if self.flops is None or not self.peak_flops:
             return None
         return tokens_per_second * self.flops / self.peak_flops
 
     def _describe_costs(self, ranks_per_node: int) -> list[str]:
-        """What the layers' costs say of this layout. A layer that cannot be recorded trains all the
-        same, without MFU."""
+        """Describe the layout and its costs, for the log. If the costs of a layer cannot be
+        recorded, the run trains without MFU."""
         config = self.config
         try:
             self.flops = flops_per_token(config.model, config.train.seq_len)
@@ -94,21 +94,22 @@ class Metrics(Listener):
 
     @contextmanager
     def spending(self, cause: str) -> Iterator[None]:
-        """Around what is no step: its time is that of `cause` (ledger.py)."""
+        """Attribute the time of the enclosed work, which is not part of a step, to `cause`
+        (ledger.py)."""
         if self.device == "cuda":
-            torch.cuda.synchronize()  # what was launched before belongs to the steps
+            torch.cuda.synchronize()  # work launched before belongs to the steps
         self._count("steps")
         yield
         self._count(cause)
 
     def _count(self, cause: str) -> None:
-        """What passed since the last call was spent on `cause`; the clock of steps begins anew."""
+        """Attribute the time since the last call to `cause`, and restart the clock of steps."""
         if self.ledger is not None:
             self.ledger.spent(cause, self.data_seconds)
         self.timed_steps, self.data_seconds, self.started = 0, 0.0, time.perf_counter()
 
     def after_step(self, run: Run) -> None:
-        """Only every `run.log_interval` steps does anything wait for the device."""
+        """Measure a step; waits for the device only every `run.log_interval` steps."""
         self.step = step = run.step
         run.step_seconds = None
         self.timed_steps += 1
@@ -143,12 +144,13 @@ class Metrics(Listener):
         self._count("steps")
 
     def _gather_peak_memory(self, step: int) -> list[int]:
-        """Bytes, by rank. A record has the largest alone: with a thousand ranks, all would be most
-        of metrics.jsonl. Peaks only grow, and soon hardly do, so events.jsonl has all of them
-        whenever one has grown by more than a hundredth."""
+        """Gather the peak memory of all ranks, in bytes. A record contains only the largest: with a
+        thousand ranks, all of them would be most of metrics.jsonl. Peaks only grow, and after a few
+        steps hardly at all, so all are written to events.jsonl whenever one has grown by more than
+        1 %."""
         everyone = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=self.device)
         everyone[dist.get_rank()] = _peak_memory_bytes(self.device)
-        # [ranks], the world: as good as free, like the single number that would give the largest
+        # [ranks], over the world: costs about as little as an all-reduce of only the maximum
         dist.all_reduce(everyone)
         peaks: list[int] = everyone.tolist()
         if self.writes and any(
@@ -162,20 +164,20 @@ class Metrics(Listener):
         more, self.skipped_updates = skipped_updates - self.skipped_updates, skipped_updates
         if more and self.writes:
             why = (
-                f"loss or gradient were not finite, or the loss a spike; now loss {loss:.4f}, "
-                f"grad_norm {grad_norm:.3f}"
+                "the loss or the gradient was not finite, or the loss spiked; "
+                f"now loss {loss:.4f}, grad_norm {grad_norm:.3f}"
             )
             said = (
-                f"warning: the updates of {more} of the steps up to {self.step} were skipped: {why}"
+                f"warning: {more} of the updates up to step {self.step} were skipped because {why}"
             )
             log(said)
 
     def evaluated(self, step: int, loss: float) -> None:
-        """A held-out loss after update `step`; it joins that step's line."""
+        """Add the held-out loss after update `step` to that step's record."""
         self.record = {**(self.record or {"step": step}), "eval_loss": loss}
 
     def went_back(self, run: Run, start: Start) -> None:
-        """Lines after `start` will be written again."""
+        """Let the trackers drop the lines after `start`: those steps come again."""
         reached = self.step
         self.step = start.step
         self.skipped_updates = start.step - start.updates
@@ -183,7 +185,7 @@ class Metrics(Listener):
             self.trackers.went_back(start.step, reached)
 
     def flush(self) -> None:
-        """Write the line of the current step, if it has one."""
+        """Write the record of the current step, if it has one."""
         record, self.record = self.record, None
         if record is None or self.ledger is None or self.trackers is None:
             return
@@ -191,11 +193,11 @@ class Metrics(Listener):
         self.trackers.log(record)
 
     def ends(self, run: Run) -> None:
-        """On request, unless this happens to be its last step."""
+        """Note why the run ends early; ignored later if this is also its last step."""
         self.stop_reason = run.end_reason
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Say how the run ended, in status.json. Finished means that every rank is."""
+        """Record in status.json how the run ended. It is `finished` only when every rank is."""
         if error is None:
             dist.barrier()
         else:
@@ -208,22 +210,22 @@ class Metrics(Listener):
             state, reason = "requeue", self.stop_reason
             where = f"after step {self.step}/{self.config.train.steps}"
             log(
-                f"stopped {where}: {reason}; started again, it goes on; run folder {self.folder}",
+                f"stopped {where}: {reason}; restart it to continue; run folder {self.folder}",
                 sys.stdout,
             )
         else:
             state, reason = "finished", "all steps done"
             log(f"finished after {self.step} steps; run folder {self.folder}", sys.stdout)
-        # of a step that failed, nobody knows how far it came
+        # after a failure, the time belongs to the step that failed
         self._count("end" if error is None else "steps")
         self.ledger.write(self.step)
-        if not (self.folder / "status.json").exists():  # else the watchdog was first
+        if not (self.folder / "status.json").exists():  # else the watchdog has written it
             write_status(self.folder, state, self.step, reason)
         self.trackers.close(failed=error is not None)  # last: wandb may wait for its server
 
 
 class RecordWriter(Listener):
-    """Writes each step's record when what belongs to it is there."""
+    """Writes each step's record once the listeners before it have completed it."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
@@ -233,8 +235,8 @@ class RecordWriter(Listener):
 
 
 def describe_system(config: Config, mesh: Mesh) -> dict[str, Any]:
-    """What the run runs on and with; for events.jsonl and wandb. Of rank 0's process: the others
-    are taken to be alike."""
+    """Describe the hardware, versions and layout for events.jsonl and wandb, as seen by rank 0; the
+    other ranks are assumed to be alike."""
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -248,14 +250,14 @@ def describe_system(config: Config, mesh: Mesh) -> dict[str, Any]:
 
 
 def _peak_memory_bytes(device: str) -> int:
-    """Largest memory this process has used: allocated on the GPU, resident on a CPU."""
+    """The peak memory of this process, in bytes: allocated on the GPU, or resident on a CPU."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # kilobytes on Linux
+    return peak if sys.platform == "darwin" else peak * 1024  # in KiB on Linux
 
 
 def _peak_flops(device: str) -> float | None:
-    """Dense, in bfloat16; None where no data sheet is known, and then mfu is null."""
+    """Dense bfloat16 peak, in FLOP/s; None if no data sheet is known, and then mfu is null."""
     sheet = data_sheet_of(torch.cuda.get_device_name()) if device == "cuda" else None
     return sheet.peak_flops if sheet is not None else None

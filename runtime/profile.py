@@ -1,15 +1,14 @@
-"""`run.profile=start:stop`: some steps under torch's profiler, on the ranks of `run.profile_ranks`.
+"""`run.profile=start:stop`: run some steps under torch's profiler, on `run.profile_ranks`.
 
     RUN/profile/step-00000010-rank-00000.json.gz  the trace; https://ui.perfetto.dev opens it
     RUN/profile/summary-rank-00000.txt, .json     compute, exposed communication by axis, idle
 
-The step before the first is a warm-up: the profiler is there, and what it sees is thrown away.
-Between `start` and `stop` the trace also has what lies between steps. Other steps, and other ranks,
-cost nothing.
+The step before `start` is a warm-up, whose events are discarded. The trace also covers the time
+between the recorded steps. Other steps and other ranks have no overhead.
 
-A GPU's trace says what each collective's process group is. gloo's says neither that nor how long
-anybody waited, so on a CPU, and only while the trace is recorded, every call of a collective and
-every wait for one is marked.
+A GPU trace contains the process group of each collective. With gloo, a trace contains neither that
+nor the time spent waiting, so on a CPU every call of a collective and every wait for one is marked
+while the trace is recorded.
 """
 
 import itertools
@@ -35,7 +34,7 @@ from runtime.profile_summary import describe, mark_name, read_trace, summarise
 from runtime.watchdog import Watchdog
 from training.config import Config
 
-# ProcessGroup's methods that hand something over; 2.11 has the old names, 2.13 both.
+# The communicating methods of ProcessGroup. torch 2.11 has the old names, 2.13 has both.
 _NAMES = (
     "allreduce allreduce_coalesced broadcast reduce barrier send recv recv_anysource gather "
     "scatter allgather _allgather_base all_gather_single reduce_scatter _reduce_scatter_base "
@@ -45,26 +44,26 @@ COLLECTIVES = tuple(_NAMES.split())
 
 
 class StepProfile(Listener):
-    """Every rank has one."""
+    """Profiles the configured steps; every rank has one, also those that are not profiled."""
 
     def __init__(self, config: Config, mesh: Mesh, watchdog: Watchdog) -> None:
         self.folder, self.mesh, self.watchdog = Path(config.run.dir) / "profile", mesh, watchdog
         self.steps = config.run.profiled_steps
-        # What is there to do: with the warm-up, while it lasts.
+        # the steps in which there is something to do, with the warm-up; empty once it is done
         self.window = (
             range(max(1, self.steps.start - 1), self.steps.stop) if self.steps else range(0)
         )
         self.is_chosen = bool(self.steps) and dist.get_rank() in config.run.profile_ranks
-        self.profiler: torch.profiler.profile | None = None  # of a chosen rank, from the warm-up on
-        self.since = 0  # the step from which on steps are recorded; 0: they are not
+        self.profiler: torch.profiler.profile | None = None  # on chosen ranks, from the warm-up on
+        self.since = 0  # the first recorded step; 0: recording is off
         self._marks = ExitStack()
-        self._range: record_function | None = None  # of the step under way
+        self._range: record_function | None = None  # of the current step
 
     def before_step(self, run: Run) -> None:
         number = run.step + 1
         if number not in self.window:
             if self.since:
-                self._finish()  # the run went back
+                self._finish()  # the run was rolled back
             return
         if self.is_chosen and self.profiler is None:
             self._prepare()
@@ -77,14 +76,14 @@ class StepProfile(Listener):
         if self._range is None:
             return
         if run.step == self.steps[-1]:
-            self._synchronize()  # what the steps launched belongs to them
+            self._synchronize()  # include the work that the steps have launched
         self._range.__exit__(None, None, None)
         self._range = None
         if run.step == self.steps[-1]:
             self._finish()
 
     def ends(self, run: Run) -> None:
-        if self.since:  # a planned stop came first
+        if self.since:  # stopped before the last profiled step
             self._finish()
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -112,8 +111,8 @@ class StepProfile(Listener):
                 self._marks.enter_context(marked_collectives(axes_of_groups(self.mesh)))
 
     def _finish(self) -> None:
-        """Write what was recorded. All ranks wait for those that do: so that nobody takes it for a
-        step without end."""
+        """Write the trace and its summary. The other ranks wait, with the watchdog paused, so that
+        the writing is not mistaken for a hang."""
         profiler, first = self.profiler, self.since
         self.window, self.since, self.profiler = range(0), 0, None
         self._marks.close()
@@ -122,7 +121,7 @@ class StepProfile(Listener):
                 try:
                     profiler.stop_trace()
                     log(self._write(profiler, first), sys.stdout)
-                # whatever it is, the run is more important, and the others wait below
+                # no failure here may end the run or keep the other ranks waiting below
                 except Exception as error:
                     log(f"warning: the profile cannot be written: {type(error).__name__}: {error}")
             dist.barrier()
@@ -146,14 +145,15 @@ class StepProfile(Listener):
 
 
 def axes_of_groups(mesh: Mesh) -> dict[str, str]:
-    """Name of a process group → the axis it is of, `loss` (both data-parallel axes), or `world`. An
-    axis as large as the world has the world's group, and gives it its name."""
+    """Map the name of each process group to its axis, to `loss` (both data-parallel axes) or to
+    `world`. An axis as large as the world shares the world's group, which is then listed under the
+    axis."""
     assert dist.group.WORLD is not None
     world = dist.group.WORLD.group_name
     axes: dict[str, str] = {}
     for axis, view in [(axis, mesh.root[axis]) for axis in reversed(AXES)] + [("loss", mesh.loss)]:
         group = view.get_group().group_name
-        if group != world or view.size() > 1:  # one process's axes all have the world's
+        if group != world or view.size() > 1:  # in a world of one, all axes share its group
             axes.setdefault(group, axis)
     axes.setdefault(world, "world")
     return axes
@@ -161,9 +161,9 @@ def axes_of_groups(mesh: Mesh) -> dict[str, str]:
 
 @contextmanager
 def marked_collectives(axes: dict[str, str]) -> Iterator[None]:
-    """Inside, every collective of this process, and every wait for it, is named in the trace."""
+    """Mark every collective of this process, and every wait for one, in the trace."""
     numbers = itertools.count()
-    # → what its wait is called
+    # collective → the name that marks the wait for it
     waiting: weakref.WeakKeyDictionary[Work, str] = weakref.WeakKeyDictionary()
 
     def marked(kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -190,7 +190,7 @@ def marked_collectives(axes: dict[str, str]) -> Iterator[None]:
     changed += [(ProcessGroup, name, marked(name, getattr(ProcessGroup, name))) for name in there]
     with ExitStack() as stack:
         for owner, name, method in changed:
-            # getattr would give it without what binds it to an object
+            # vars, because getattr would return the bound or unwrapped attribute
             stack.callback(setattr, owner, name, vars(owner)[name])
             setattr(owner, name, method)
         yield

@@ -1,24 +1,24 @@
-"""What a torch profiler trace says about a step, in seconds: compute, communication by axis, idle.
+"""Summarise a torch profiler trace: seconds of compute, communication by axis and idle per step.
 
-    GPU   compute        time in which a kernel runs that is not NCCL's
-          communication  time in which an NCCL kernel runs; exposed: and no other kernel does. A
-                         kernel that waits for another rank runs: the exposed part of pp is the
-                         pipeline's bubble, too
-          copies         to, from and inside the device, beside no kernel
+    GPU   compute        time in which a kernel other than NCCL's runs
+          communication  time in which an NCCL kernel runs; exposed: while no other kernel runs. A
+                         kernel that waits for another rank counts as running, so the exposed part
+                         of pp includes the pipeline bubble
+          copies         to, from and inside the device, while no kernel runs
           idle           nothing runs: the host is too slow, waits for data, or writes a log line
-    CPU   communication  from the moment at which a collective is handed to gloo until the thread
-                         that trains has waited for it; exposed: what of that the thread spends on
-                         handing over and waiting
+    CPU   communication  from the start of a collective (the call to gloo) until the training thread
+                         has waited for it; exposed: the part in which the thread is in that call or
+                         in the wait
           compute        time in which that thread is in an operator, and not in such a wait
           idle           the rest: Python between operators, waiting for data, a log line
 
 So compute + copies + exposed communication + idle = the step. Everything here is a pure function of
-the trace: no torch.
+the trace and needs no torch.
 
-Whose a collective is: a GPU's kernel names its process group, and the run wrote down beside the
-events which axis has which group (`lattice` in the file). Sends and receives of a batch name none
-(https://github.com/pytorch/pytorch/issues/194693); only the pipeline makes batches. On a CPU
-runtime/profile.py marked them.
+The axis of a collective: on a GPU, the kernel names its process group, and the trace file has the
+axis of each group under `lattice`. Batched sends and receives name no group
+(https://github.com/pytorch/pytorch/issues/194693), but only the pipeline uses them. On a CPU,
+runtime/profile.py marks each collective with its axis.
 """
 
 import gzip
@@ -31,19 +31,19 @@ from typing import Any, NamedTuple
 
 from errors import UserError
 
-Interval = tuple[float, float]  # begin, end; empty where they are equal
+Interval = tuple[float, float]  # begin, end; empty if they are equal
 STEP = re.compile(r"step (\d+)")
 MARK = re.compile(r"(\w+): (wait )?(\w+) #(\d+)")  # as `mark_name` writes it
-TOP = 10  # rows
-# they hold other operators, or hand over a collective
+TOP = 10  # rows in the table of operators or kernels
+# these contain other operators, or start a collective
 NOT_COMPUTE = ("autograd::", "torch::", "c10d::", "_c10d_functional::")
-MICROSECONDS = 1e6  # in a second
-REMEDY = "give the folder of a run that had run.profile, or a file of its profile/"
+MICROSECONDS = 1e6  # per second
+REMEDY = "give the folder of a run that had run.profile set, or a file in its profile/ folder"
 
 
 def mark_name(axis: str, kind: str, number: int, waiting: bool) -> str:
-    """What stands in a CPU's trace around the call of a collective, or around waiting for it: `tp:
-    wait allreduce #17`."""
+    """Return the name that marks the call of a collective, or the wait for it, in a CPU trace, such
+    as `tp: wait allreduce #17`."""
     return f"{axis}: {'wait ' if waiting else ''}{kind} #{number}"
 
 
@@ -51,7 +51,7 @@ def mark_name(axis: str, kind: str, number: int, waiting: bool) -> str:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points as disjoint intervals in order; empty ones are dropped."""
+    """Merge intervals into disjoint ones, in order; empty ones are dropped."""
     found: list[Interval] = []
     for begin, end in sorted(intervals):
         if begin >= end:
@@ -64,10 +64,10 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def subtract(intervals: Iterable[Interval], without: Iterable[Interval]) -> list[Interval]:
-    """What of `intervals` lies in none of `without`; disjoint, in order."""
+    """Return the parts of `intervals` outside all of `without`; disjoint, in order."""
     left = []
     holes = union(without)
-    first = 0  # hole that may still matter
+    first = 0  # index of the first hole that may still matter
     for begin, end in union(intervals):
         while first < len(holes) and holes[first][1] <= begin:
             first += 1
@@ -83,7 +83,7 @@ def subtract(intervals: Iterable[Interval], without: Iterable[Interval]) -> list
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Of the points in any of them."""
+    """The total length covered by the intervals; overlaps count once."""
     return sum(end - begin for begin, end in union(intervals))
 
 
@@ -104,7 +104,7 @@ class Event(NamedTuple):
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """A trace file, compressed or not. Raises UserError where it is none."""
+    """Read a trace file, compressed or not. Raises UserError if it is not a trace."""
     try:
         raw = path.read_bytes()
         trace = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
@@ -116,7 +116,7 @@ def read_trace(path: Path) -> dict[str, Any]:
 
 
 def events_of(trace: dict[str, Any]) -> Iterator[Event]:
-    """What has a begin and a length."""
+    """Yield the events that have a begin and a duration."""
     for event in trace["traceEvents"]:
         if isinstance(event, dict) and event.get("ph") == "X":
             begin, duration, arguments = event.get("ts"), event.get("dur"), event.get("args")
@@ -132,12 +132,12 @@ def events_of(trace: dict[str, Any]) -> Iterator[Event]:
 
 
 def axis_of_kernel(kernel: Event, axes: dict[str, str]) -> str:
-    """Whose an NCCL kernel is. axes: process group's name → axis."""
+    """Return the axis of an NCCL kernel. axes: name of a process group → axis."""
     group = kernel.arguments.get("Process Group Name")
     if isinstance(group, str) and group in axes:
         return axes[group]
     description = str(kernel.arguments.get("Process Group Description", ""))
-    # a trace that says nothing of axes: DeviceMesh describes its groups so
+    # for a trace without the table of axes: the description that DeviceMesh gives its groups
     if description.startswith("mesh_"):
         return description.removeprefix("mesh_")
     return "pp" if "SendRecv" in kernel.name and group is None else "other"
@@ -147,15 +147,15 @@ def axis_of_kernel(kernel: Event, axes: dict[str, str]) -> str:
 
 
 def summarise(trace: dict[str, Any], name: str = "") -> dict[str, Any]:
-    """Seconds of one step, the mean of those in the trace, which messages call `name`:
+    """Summarise a trace as seconds per step, averaged over its steps.
 
-    `steps` (numbers), `step_seconds`, `compute`, `copies`, `exposed`, `idle`; `communication`: axis
-    → `seconds`, `exposed`, `calls`; `top`: the operators or kernels that took most by themselves,
-    each `name`, `seconds`, `calls`. Exposed time of two axes at once is in both of theirs and in
-    `exposed` once.
+    The keys are `steps` (their numbers), `step_seconds`, `compute`, `copies`, `exposed`, `idle`;
+    `communication`: axis → `seconds`, `exposed`, `calls`; `top`: the operators or kernels with the
+    most self time, each with `name`, `seconds`, `calls`. Time in which two axes are exposed at once
+    counts for both axes, but only once in `exposed`. `name`: what error messages call the trace.
 
     Raises:
-        UserError: no step is in it.
+        UserError: the trace contains no step.
     """
     about = trace.get("lattice")
     about = about if isinstance(about, dict) else {}
@@ -215,7 +215,7 @@ def summarise(trace: dict[str, Any], name: str = "") -> dict[str, Any]:
 
 
 class Parts:
-    """Intervals by what they are, of one device or of one thread."""
+    """The intervals of one device or one thread, by category."""
 
     def __init__(self) -> None:
         self.compute: list[Interval] = []
@@ -223,7 +223,7 @@ class Parts:
         self.communication: defaultdict[str, list[Interval]] = defaultdict(list)  # by axis
         self.exposed: dict[str, list[Interval]] = {}
         self.calls: defaultdict[str, int] = defaultdict(int)
-        # microseconds of each kernel, or operator by itself
+        # microseconds of each call of a kernel, or self time of each call of an operator
         self.by_name: defaultdict[str, list[float]] = defaultdict(list)
 
 
@@ -279,8 +279,8 @@ def _of_host(events: list[Event], thread: Any) -> Parts:
 
 
 def self_times(events: Iterable[Event]) -> list[tuple[Event, float]]:
-    """Of one thread's events, ordered by begin and the longer first: each with its length without
-    those inside it."""
+    """Return each event with its self time, which excludes the events inside it. The events must be
+    of one thread, ordered by begin, the longer first."""
     alone: list[list[Any]] = []
     open_events: list[int] = []  # indices into `alone`, the innermost last
     for event in events:
@@ -294,7 +294,7 @@ def self_times(events: Iterable[Event]) -> list[tuple[Event, float]]:
 
 
 def describe(summary: dict[str, Any]) -> str:
-    """The summary as tables."""
+    """Format the summary as tables."""
     whole, steps = summary["step_seconds"], summary["steps"]
     coordinates = ", ".join(
         f"{axis} {index}" for axis, index in (summary["coordinates"] or {}).items()
@@ -318,8 +318,7 @@ def describe(summary: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        f"{'kernels' if summary['device'] == 'cuda' else 'operators'}, "
-        "by the time they take themselves",
+        f"{'kernels' if summary['device'] == 'cuda' else 'operators'}, by self time",
     ]
     for row in summary["top"]:
         name = row["name"] if len(row["name"]) <= 72 else row["name"][:71] + "…"

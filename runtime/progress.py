@@ -1,20 +1,21 @@
-"""Bars for work that takes minutes: on a terminal's standard error, by one rank; never in a log.
+"""Progress bars for work that takes minutes: shown by one rank on a terminal, never in a log.
 
-Reading a checkpoint has them: comparing its files with their checksums, then loading its tensors;
-`tools.verify` has the first. Preparing data has its own, over tokens (data/prepare.py). A save has
-none: it goes on beside the steps, whose lines a bar would tear apart, and says one line when it is
-done.
+They are used while a checkpoint's files are compared with their checksums (also by `tools.verify`)
+and while its tensors are loaded. Preparing data has its own bar, over tokens (data/prepare.py). A
+save has none: it runs during the steps, whose log lines a bar would break up, and logs one line
+when it is done.
 """
 
 from tqdm import tqdm
 
 
 def byte_bar(doing: str, total: int, shown: bool = True) -> "tqdm[None]":
-    """To be used as `with byte_bar(…) as bar: … bar.update(bytes)`; it is wiped away at the end.
+    """Return a progress bar over bytes, which disappears at the end; use it as `with byte_bar(…) as
+    bar: … bar.update(bytes)`.
 
-    total: bytes. shown: false on all ranks but one.
+    total: the number of bytes. shown: false on all ranks but one.
     """
-    disable = None if shown else True  # None: where standard error is no terminal
+    disable = None if shown else True  # None: disabled if standard error is not a terminal
     return tqdm(
         desc=doing,
         total=total,

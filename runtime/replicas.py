@@ -1,13 +1,13 @@
-"""Copies that must be equal are compared: weights and moments, bit for bit, between ranks that hold
+"""Compare copies that must be equal: weights and moments, bit for bit, between the ranks that hold
 the same numbers.
 
-    copies over dp_replicate       all that a rank holds, under every zero_stage
+    copies over dp_replicate       everything that a rank holds, at every zero_stage
     copies over tp                 norm weights, and key/value heads that tp ranks share
 
-Nothing makes them equal again once they differ: a bit that flipped in one rank's memory, or an
-update made on one rank alone, stays, and training goes on with two models. Each rank hashes what it
-holds, on its device, and the hashes (8 bytes each) are gathered within each group of copies. Of
-three or more the odd one out is named; of two, both.
+Once copies differ, nothing makes them equal again: after a bit flip in one rank's memory, or an
+update made on only one rank, training would continue with two models. Each rank hashes its copies
+on its device, and the hashes (8 bytes each) are gathered within each group of copies. The ranks
+that differ from the most common hash are named; if all hashes differ, as with two copies, all are.
 """
 
 from collections import Counter, defaultdict
@@ -32,12 +32,13 @@ ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 class ReplicasDiffer(RunFailed):
-    """Says which ranks hold other numbers than their copies."""
+    """Copies differ; the message names the ranks."""
 
 
 @torch.no_grad()
 def check_replicas(train: TrainStep) -> None:
-    """Between steps, on every rank. Raises ReplicasDiffer. Waits for the device once."""
+    """Compare all copies; every rank calls it between steps. Waits for the device once. Raises
+    ReplicasDiffer."""
     mesh = train.mesh
     copied_over: dict[str, list[DTensor]] = defaultdict(list)
     for held in held_tensors(train):
@@ -48,12 +49,12 @@ def check_replicas(train: TrainStep) -> None:
     dist.all_gather_object(everyone, odd)
     found = sorted({line for lines in everyone if lines for line in lines})
     if found:
-        remedy = "Start again from the last checkpoint, without the machine of that rank"
+        remedy = "Restart from the last checkpoint, without the machine of that rank"
         raise ReplicasDiffer("; ".join(found) + f". {remedy}")
 
 
 def _odd_ones(axis: str, tensors: list[DTensor], mesh: Mesh) -> list[str]:
-    """Which ranks of this rank's group on `axis` hold other numbers than the rest."""
+    """Describe the ranks of this rank's group on `axis` that differ from the others."""
     group = mesh.root[axis].get_group()
     if group.size() == 1 or not tensors:
         return []
@@ -68,17 +69,17 @@ def _odd_ones(axis: str, tensors: list[DTensor], mesh: Mesh) -> list[str]:
     if count > 1:
         others = [rank for rank, value in zip(ranks, values, strict=True) if value != common]
         return [
-            f"rank {rank} holds other numbers than its copies over {axis} ({_listed(ranks)})"
+            f"rank {rank} differs from its copies over {axis} (ranks {_listed(ranks)})"
             for rank in others
         ]
     return [f"ranks {_listed(ranks)}, copies over {axis}, hold different numbers"]
 
 
 def hash_of(tensors: Iterable[Tensor]) -> Tensor:
-    """An int64 scalar that depends on every bit of the tensors and on its place: Σ bits · odd
-    number of the place, mod 2⁶⁴.
+    """Return an int64 scalar that depends on every bit of the tensors and on its position: the sum
+    of (bits · an odd number derived from the position), mod 2⁶⁴.
 
-    A change of one number always changes it, since an odd factor can be undone.
+    A change of a single number always changes the result, since odd factors are invertible.
     """
     total = torch.zeros((), dtype=torch.int64)
     for number, tensor in enumerate(tensors):

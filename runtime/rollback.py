@@ -1,13 +1,13 @@
-"""Going back: when updates were skipped for many steps in a row, the run returns to its last
-checkpoint and leaves out the batches at which they were.
+"""Rollback: when updates were skipped for many steps in a row, the run returns to its last good
+checkpoint and leaves out the batches of those steps.
 
     step        40 (saved)   41   42   43   44   45  bad: 43, 44, 45
     samples          … 320   328  336  344  352  360
     then        40           41   42   43   44 …     43 begins at 360: [336, 360) is never read
 
-What is left out is part of the loader's state, so every later checkpoint knows it. (Of bad steps of
-the start before, nobody knows the samples any more.) A run that comes back to the same checkpoint
-again and again does not have bad batches but another trouble, and ends.
+The ranges left out are part of the loader's state, so every later checkpoint has them. (The samples
+of bad steps in an earlier start are no longer known.) A run that keeps returning to the same
+checkpoint has a problem other than bad batches, and ends.
 """
 
 from collections import Counter, deque
@@ -27,18 +27,18 @@ from runtime.save import Saver
 from runtime.watchdog import Watchdog
 from training.guard import check_not_in_vain
 
-MOST_TO_THE_SAME = 3  # rollbacks
+MOST_TO_THE_SAME = 3  # rollbacks to the same checkpoint
 
 
 class Diverged(RunFailed):
-    """Steps stay bad, and going back does not help, or cannot be done."""
+    """Steps stay bad, and a rollback does not help or is not possible."""
 
 
 class Rollback(Listener):
-    """Every rank decides alike.
+    """Rolls the run back after too many bad steps; every rank makes the same decision.
 
     Args:
-        start: where this run began: what it goes back to while it has no checkpoint of its own.
+        start: where this run began, and what it goes back to as long as it has saved no checkpoint.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class Rollback(Listener):
     ) -> None:
         self.data, self.start, self.lease = data, start, lease
         self.saver, self.metrics, self.watchdog = saver, metrics, watchdog
-        self.first_samples: deque[int] = deque()  # of the last steps, and of the next one
+        self.first_samples: deque[int] = deque()  # of each recent step, and of the next one
         self.times: Counter[int] = Counter()  # how often the run went back to each step
 
     def begins(self, run: Run) -> None:
-        # The host hears of bad steps every run.log_interval steps.
+        # The host learns of bad steps only every run.log_interval steps.
         most = run.config.guard.max_bad_steps + run.config.run.log_interval + 1
         self.first_samples = deque([run.loader.next_sample], maxlen=most)
 
@@ -69,27 +69,27 @@ class Rollback(Listener):
             check_not_in_vain(run.step, run.step - run.first_step, run.logged_bad_in_a_row)
 
     def _go_back(self, run: Run) -> None:
-        """Load the newest good checkpoint from before, and let the loader go on behind it without
-        the bad steps' samples.
+        """Load the newest good checkpoint from before the bad steps, and continue from there
+        without their samples.
 
-        Raises Diverged where there is none, or where the run has come back to it MOST_TO_THE_SAME
+        Raises Diverged if there is none, or if the run has already gone back to it MOST_TO_THE_SAME
         times.
         """
         self.saver.wait()
         config, loader, bad, step = run.config, run.loader, run.logged_bad_in_a_row, run.step
-        why = f"the updates of {bad} steps up to {step} were skipped (guard.max_bad_steps)"
-        # What was saved while steps were bad (on request) is no better than what there is now.
+        why = f"the last {bad} updates, up to step {step}, were skipped (guard.max_bad_steps)"
+        # A checkpoint saved on request while steps were bad is no better than the current state.
         start = checkpoint.find_before(step - bad, config, self.data, self.start, self.lease)
         if start.path is None or start.weights_only:
-            remedy = "set checkpoint.interval, or another lr"
+            remedy = "set checkpoint.interval, or change optimizer.lr"
             raise Diverged(f"{why}, and there is no checkpoint to go back to; {remedy}")
         self.times[start.step] += 1
         if self.times[start.step] > MOST_TO_THE_SAME:
-            remedy = "begin from an earlier one in another run.dir (checkpoint.resume=PATH), "
-            remedy += "with another lr or other data"
-            often = f"the run was {MOST_TO_THE_SAME} times back at {start.path} already"
-            raise Diverged(f"{why}; {often}: {remedy}")
-        # The row may have begun before this start.
+            remedy = "resume from an earlier checkpoint in another run.dir "
+            remedy += "(checkpoint.resume=PATH), with another optimizer.lr or other data"
+            often = f"the run has already gone back {MOST_TO_THE_SAME} times to {start.path}"
+            raise Diverged(f"{why}; {often}; {remedy}")
+        # The bad steps may have begun in an earlier start, whose samples are not known.
         begun = self.first_samples[-1 - min(bad, len(self.first_samples) - 1)]
         left_out = (begun, loader.next_sample)
         checkpoint.load(run.train, start)
@@ -97,7 +97,7 @@ class Rollback(Listener):
         self.first_samples = deque([loader.next_sample], maxlen=self.first_samples.maxlen)
         if dist.get_rank() == 0:
             samples = f"leaving out samples {begun} to {left_out[1] - 1}"
-            log(f"warning: {why}: back to {start.path}, {samples}")
+            log(f"warning: {why}; going back to {start.path}, {samples}")
             event = {"from_step": step, "step": start.step, "left_out": list(left_out)}
             append_event(config.run.dir, "rollback", **event)
         run.go_back(start)

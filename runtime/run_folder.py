@@ -1,14 +1,15 @@
-"""The checkpoints of a run folder: which there are, and the file `latest`, which names the newest.
+"""List the checkpoints of a run folder, put some aside, and write `latest`, which names the newest.
 
 Only the holder of the folder's lease may change them (lease.py).
 
-    checkpoints/step-00000100            complete, and agreed on by all ranks: a name without a
-                                         suffix, and a manifest
-    checkpoints/step-00000080.damaged    put aside: it was not what was saved, or not complete
-    checkpoints/step-00000120.abandoned  put aside: the run went back behind it, or saved it anew
-    checkpoints/latest                   step-00000100
+    checkpoints/step-00000100            complete and agreed on by all ranks: no suffix in the name,
+                                         and a manifest
+    checkpoints/step-00000080.damaged    put aside: damaged or incomplete
+    checkpoints/step-00000120.abandoned  put aside: the run rolled back to an earlier step, or saved
+                                         this step again
+    checkpoints/latest                   contains "step-00000100"
 
-What is put aside stays until a person deletes it.
+A checkpoint that was put aside stays until a person deletes it.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ def checkpoint_folder(config: Config) -> Path:
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints that were committed, oldest first."""
+    """Return the committed checkpoints of a folder, oldest first."""
     return sorted(
         path
         for path in folder.glob("step-*")
@@ -40,11 +41,11 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def checkpoints_of(folder: Path, key: str) -> list[Path]:
-    """`folder` itself if it is a checkpoint, else the complete ones in it, or in its
+    """Return `folder` itself if it is a checkpoint, else the complete checkpoints in it or in its
     `checkpoints/`, oldest first.
 
     Raises:
-        UserError: there are none; `key` is what the user gave the folder as.
+        UserError: there are none; `key` is the key or option that named the folder.
     """
     if (folder / MANIFEST).is_file():
         return [folder]
@@ -56,32 +57,32 @@ def checkpoints_of(folder: Path, key: str) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """After how many steps it was saved, by its name."""
+    """Return the step in a checkpoint's name."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def put_incomplete_aside(lease: Lease) -> None:
-    """At a start, on rank 0: what has the name of a checkpoint and no manifest (somebody deleted or
-    copied a part of it)."""
+    """Put aside folders that have a checkpoint's name but no manifest, because someone copied or
+    deleted a part of them. Called on rank 0, at a start."""
     for path in sorted(lease.checkpoints.glob("step-*")):
         if NAME.fullmatch(path.name) and not (path / MANIFEST).is_file():
             log(
                 f"warning: {path} has no {MANIFEST}: it is put aside as "
-                f"{lease.put_aside(path, '.damaged').name}, and not used"
+                f"{lease.put_aside(path, '.damaged').name} and not used"
             )
     name_latest(lease)
 
 
 def put_aside(lease: Lease, path: Path, suffix: str) -> Path:
-    """On rank 0: give a checkpoint a name that does not count as one, when `latest` no longer names
-    it; the new name."""
+    """Rename a checkpoint so that it no longer counts as one, after taking it out of `latest`;
+    return the new path. Called on rank 0."""
     name_latest(lease, but=path)
     return lease.put_aside(path, suffix)
 
 
 def name_latest(lease: Lease, but: Path | None = None) -> None:
-    """On rank 0: let `latest` name the newest complete checkpoint other than `but`; without one
-    there is no such file."""
+    """Let `latest` name the newest complete checkpoint other than `but`, or remove the file if
+    there is none. Called on rank 0."""
     complete = [path.name for path in complete_checkpoints(lease.checkpoints) if path != but]
     latest, named = lease.checkpoints / LATEST, None
     with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -95,7 +96,7 @@ def name_latest(lease: Lease, but: Path | None = None) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Names, too, are durable only when their folder is."""
+    """Flush a folder to disk: only then are the names in it durable."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

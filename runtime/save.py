@@ -1,19 +1,19 @@
-"""Saving while training goes on.
+"""Save checkpoints while training continues.
 
     training     step 40 ─ copy ─ step 41 ─ step 42 ─ step 43 …    training waits only for the copy
     a thread of each rank     └─ write ─ hash ─ agree ─ commit     (only rank 0 commits)
 
     partial-…/step-00000040  ──rename──►  step-00000040    no suffix: complete, and all ranks agreed
-    step-00000020            ──rename──►  partial-…/step-00000020  ──►  gone
+    step-00000020            ──rename──►  partial-…/step-00000020  ──►  deleted
 
-Each rename goes into or out of the work folder of this run's lease, so a run that was displaced
-commits and deletes nothing (lease.py). "saved" is said of what was found again under its name, with
-the manifest that all ranks agreed on.
+Each rename goes into or out of the work folder of this run's lease, so a displaced run commits and
+deletes nothing (lease.py). "saved" is logged only after the checkpoint has been found under its
+final name with the manifest that all ranks agreed on.
 
-The threads talk over a process group of their own, for two collectives of one group that meet in
-another order on another rank wait forever. What fails on one rank (a full disk, a folder that
-became read-only) is known to all before anything is committed: then the run goes on, the
-checkpoints that were there stay, and the next save tries again. A save waits for the one before.
+The threads have their own process group: ranks that issue the collectives of one group in different
+orders wait for each other forever. If anything fails on one rank (a full disk, a folder that became
+read-only), all ranks know before anything is committed. Training then continues, existing
+checkpoints stay, and the next save tries again. A save first waits for the previous one to end.
 """
 
 import json
@@ -65,21 +65,21 @@ from runtime.tiling import random_point
 from runtime.trainer_state import FILE, model_entries
 from training.step import TrainStep
 
-# as safetensors calls them
+# the names that safetensors uses
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float64: "F64"}
 
 
 class SaveFailed(RunFailed):
-    """A save that some rank could not finish; every rank raises it alike."""
+    """A save that some rank could not finish; raised on every rank."""
 
 
 class Saver:
-    """Saves checkpoints of a run; every rank calls it.
+    """Saves the checkpoints of a run; every rank calls it.
 
     Args:
-        train: whose weights and moments are saved.
-        tokenizer: the file of a tokenizer, which a checkpoint takes along with what belongs to it.
-        lease: of the run folder.
+        train: holds the weights and moments to be saved.
+        tokenizer: the tokenizer's file; checkpoints include a copy, with its companion files.
+        lease: the lease of the run folder.
     """
 
     def __init__(self, train: TrainStep, tokenizer: Path, lease: Lease) -> None:
@@ -87,20 +87,20 @@ class Saver:
         self.folder = checkpoint_folder(train.config)
         self.group = dist.new_group(backend="gloo")
         self.tensors = {held.name: held.tensor for held in held_tensors(train) if not held.is_copy}
-        # of the local tensors, on the host; made at the first save
+        # host copies of the local tensors; allocated at the first save
         self.copies: dict[str, Tensor] = {}
         self.thread: threading.Thread | None = None
-        self.failed: str | None = None  # why the last save did
+        self.failed: str | None = None  # why the last save failed
 
     def save(self, step: int, tokens: int, data_state: dict[str, Any]) -> None:
-        """Save what there is after `step` steps. Returns when it is copied, or, with
-        checkpoint.async_save=false, written."""
+        """Save the state after `step` steps. Returns when it has been copied or, with
+        checkpoint.async_save=false, when it has been written."""
         began = time.perf_counter()
         self.wait()
         config = self.train.config
         trainer = {
             "step": step,
-            # fewer than steps where some were skipped
+            # fewer than steps if some were skipped
             "updates": int(self.train.optimizer.updates.item()),
             "tokens": tokens,
             "seed": config.train.seed,
@@ -111,7 +111,7 @@ class Saver:
             "model": model_entries(config.model),
             "data": data_state,
         }
-        copied = self._copy()  # last: what is above waits for the device
+        copied = self._copy()  # last: the reads above wait for the device
         stall = time.perf_counter() - began
         self.thread = threading.Thread(
             target=self._write, args=(step, trainer, copied, stall), name="save", daemon=True
@@ -121,20 +121,21 @@ class Saver:
             self.wait()
 
     def wait(self) -> None:
-        """Until nothing is being saved."""
+        """Wait until no save is in progress."""
         if self.thread is not None:
             self.thread.join()
             self.thread = None
 
     def close(self) -> None:
-        """At the end of a run. Raises SaveFailed if what was to be saved last is not."""
+        """Wait for the last save, at the end of a run. Raises SaveFailed if it failed."""
         self.wait()
         if self.failed is not None:
             raise SaveFailed(self.failed)
 
     def _copy(self) -> Callable[[], None]:
-        """Copy this rank's tensors to the host, behind what the device does and before what it
-        will; returns what waits for it. From a CPU that is a plain copy, done on return."""
+        """Copy this rank's tensors to the host, in stream order: after the work already launched on
+        the device and before later work. Returns a function that waits for the copy. On a CPU this
+        is a plain copy, complete on return."""
         for name, tensor in self.tensors.items():
             local = tensor.to_local()
             if name not in self.copies:
@@ -151,7 +152,7 @@ class Saver:
     def _write(
         self, step: int, trainer: dict[str, Any], copied: Callable[[], None], stall: float
     ) -> None:
-        """In the thread: everything after the copy. Says how it went, on rank 0."""
+        """Do everything after the copy, in the thread. Rank 0 logs the outcome."""
         began = time.perf_counter()
         final = self.folder / f"step-{step:08d}"
         partial: Path | None = None
@@ -161,7 +162,7 @@ class Saver:
             self._agree(self._require_finite)
             partial = self._agree(lambda: self._prepare(final.name) if self._is_first else None)[0]
             manifest = self._write_partial(partial, trainer)
-            good = trainer["bad_in_a_row"] == 0  # else it may be worse than those before it
+            good = trainer["bad_in_a_row"] == 0  # else it must not replace older checkpoints
             self._agree(
                 lambda: (
                     self._commit(partial, final, manifest, deletes=good) if self._is_first else None
@@ -175,7 +176,7 @@ class Saver:
                 f"training waited {stall:.3f} s"
             )
             self.failed = None
-        except Exception as error:  # whatever it is, training goes on
+        except Exception as error:  # training continues after any failure
             self.failed = f"the checkpoint of step {step} was not saved: {error}"
             record["failed"] = str(error)
             there = complete_checkpoints(self.folder) if self.folder.is_dir() else []
@@ -192,14 +193,15 @@ class Saver:
             append_event(self.folder.parent, "checkpoint", **record)
 
     def _require_finite(self) -> None:
-        """What is not finite must not push good checkpoints out."""
+        """Raise if a tensor is not finite: such a checkpoint must not replace good ones."""
         for name, copy in self.copies.items():
-            # nan stays nan
+            # the maximum norm propagates nan
             if copy.numel() and not torch.linalg.vector_norm(copy, math.inf).isfinite():
                 raise FloatingPointError(f"{name} is not finite")
 
     def _write_partial(self, partial: Path, trainer: dict[str, Any]) -> Manifest:
-        """All files but the manifest, in the work folder. Collective over the threads."""
+        """Write all files but the manifest into the work folder. Collective over the threads of all
+        ranks."""
         tensors = {
             name: as_dtensor_like(copy, self.tensors[name]) for name, copy in self.copies.items()
         }
@@ -210,7 +212,7 @@ class Saver:
         point = self._agree(random_point)[0]
 
         def describe() -> tuple[dict[str, tuple[int, str]], Counter[str]]:
-            """The files that this rank wrote, and what they hold."""
+            """Return the fingerprints of the files that this rank wrote, and what they cover."""
             paths = list(partial.glob(f"shard-{dist.get_rank() + 1:05d}-*{TENSORS}"))
             covered: Counter[str] = Counter()
             for path in paths:
@@ -230,7 +232,7 @@ class Saver:
         check_whole(manifest, covered, point)
 
         def add_small_files() -> None:
-            """Rank 0: the tokenizer, and how far training has come."""
+            """On rank 0, add the tokenizer and the trainer state."""
             tokenizer = tokenizer_files(self.tokenizer)
             for name, path in tokenizer.items():
                 shutil.copyfile(path, partial / name)
@@ -243,21 +245,24 @@ class Saver:
         return manifest
 
     def _prepare(self, name: str) -> Path:
-        """Rank 0: an empty folder of that name in the work folder, which has nothing else."""
+        """On rank 0, empty the work folder and make a folder `name` in it."""
         shutil.rmtree(self.lease.work, ignore_errors=True)
         partial = self.lease.make_work() / name
         partial.mkdir()
         return partial
 
     def _commit(self, partial: Path, final: Path, manifest: Manifest, deletes: bool) -> None:
-        """Rank 0: from here on it is a checkpoint. deletes: it takes the place of the oldest."""
+        """On rank 0, turn the partial folder into a checkpoint.
+
+        deletes: whether older checkpoints beyond checkpoint.keep_last are then deleted.
+        """
         write_manifest(partial, manifest)
         sync_folder(partial)
-        # only what somebody else put there: a start takes incomplete and later ones away
+        # Someone else put it there: no start leaves incomplete or later checkpoints in place.
         if final.exists():
             suffix = ".abandoned" if (final / MANIFEST).exists() else ".damaged"
             log(
-                f"warning: {final} was in the way; it is put aside as "
+                f"warning: {final} already existed; it is put aside as "
                 f"{put_aside(self.lease, final, suffix).name}"
             )
         self.lease.move(partial, final)
@@ -266,7 +271,7 @@ class Saver:
             found = read_manifest(final)
             check_sizes(final, found)
             if found != manifest:
-                raise Damaged("it is not what was written")
+                raise Damaged("its manifest is not the one that was written")
         except Damaged:
             put_aside(self.lease, final, ".damaged")
             raise
@@ -274,7 +279,7 @@ class Saver:
         if not deletes:
             return
         keep = self.train.config.checkpoint
-        # none is newer than this one (`find_start`)
+        # this one is the newest (see `find_start`)
         for old in complete_checkpoints(self.folder)[: -keep.keep_last]:
             if not keep.keep_every or step_of(old) % keep.keep_every:
                 going = self.lease.work / old.name
@@ -286,11 +291,12 @@ class Saver:
         return dist.get_rank() == 0
 
     def _agree(self, action: Callable[[], Any]) -> list[Any]:
-        """Run `action`; every rank's result, on all; or SaveFailed on all if it raised on one."""
+        """Run `action` and return the results of all ranks. If it raises on any rank, SaveFailed is
+        raised on all."""
         result, problem = None, None
         try:
             result = action()
-        # of every rank's plan or write, known to all; it is no Exception
+        # raised by DCP on all ranks, with the failures of each; not a subclass of Exception
         except dcp.CheckpointException as error:
             problem = "; ".join(
                 f"on rank {rank} {_said(failure[0])}" for rank, failure in error.failures.items()

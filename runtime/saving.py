@@ -1,4 +1,4 @@
-"""When a run saves, and what is checked before it writes. (save.py: how it saves.)"""
+"""Decides when a run saves, and checks its state first. (save.py does the saving.)"""
 
 from errors import RunFailed
 from runtime.checkpoint import Start
@@ -12,14 +12,18 @@ from runtime.watchdog import Watchdog
 
 
 class Saving(Listener):
-    """Every checkpoint.interval steps, after the last, and where somebody asks; never, unless asked
-    or at the end, while steps are bad: it may be an update before them that ruined the weights."""
+    """Saves every checkpoint.interval steps, after the last step, and on request.
+
+    While updates are being skipped, a save that is due waits until steps are good again, because an
+    update before the bad steps may have ruined the weights. A save on request or after the last
+    step does not wait.
+    """
 
     def __init__(
         self, saver: Saver, metrics: Metrics, watchdog: Watchdog, stop: StopRequests
     ) -> None:
         self.saver, self.metrics, self.watchdog, self.stop = saver, metrics, watchdog, stop
-        self.is_due = False  # stays while steps are bad
+        self.is_due = False  # stays set while steps are bad
 
     def after_step(self, run: Run) -> None:
         config, stop = run.config, self.stop
@@ -33,7 +37,7 @@ class Saving(Listener):
                 self.saver.save(run.step, run.tokens, run.loader.state())
                 self.is_due = False
                 stop.saved()
-                if stop.agree():  # what was asked during the save is known to all from here on
+                if stop.agree():  # includes requests that arrived during the save
                     run.end(stop.reason)
 
     def went_back(self, run: Run, start: Start) -> None:
@@ -44,7 +48,7 @@ class Saving(Listener):
             self.saver.close()
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, RunFailed):  # on all ranks alike: what is being written is finished
+        if isinstance(error, RunFailed):  # raised on all ranks: finish the save in progress
             with self.watchdog.resting():
                 self.saver.wait()
 

@@ -1,5 +1,5 @@
-"""What JSON from outside is held against: the words that its models are made of, and one line that
-says what is wrong."""
+"""Building blocks for pydantic models that validate JSON from outside, and a one-line description
+of what is invalid."""
 
 import json
 from typing import Annotated, Any, NoReturn
@@ -14,24 +14,26 @@ Name = Annotated[str, Field(min_length=1, max_length=1000, pattern=r"^[^\x00-\x1
 
 
 class Strict(BaseModel):
-    """Nothing is converted (no number from a string, none from true), no key unknown or missing."""
+    """Base model without conversions (no number from a string or from true) or unknown keys."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def load_json(text: str) -> Any:
-    """Raises ValueError or RecursionError. NaN and Infinity, which are no JSON, are refused."""
+    """Parse JSON; NaN and Infinity, which are not JSON, are refused. Raises ValueError or
+    RecursionError."""
     if len(text) > MAX_JSON_BYTES:
         raise ValueError("is too long")
     return json.loads(text, parse_constant=_refuse)
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number of JSON")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 def first_problem(error: ValidationError) -> str:
-    """Where the first one is, and what. What was found is not repeated: it may be very long."""
+    """Return the place and the kind of the first problem. The invalid value is left out, as it may
+    be very long."""
     problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = ".".join(str(part)[:100] for part in problem["loc"])
     return ascii(f"{place}: {problem['msg']}" if place else problem["msg"])[1:-1]

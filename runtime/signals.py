@@ -1,13 +1,14 @@
-"""Signals that ask a run to stop: noted from a process's first line to its last (then: stop.py).
+"""Record the signals that request a stop, from a process's first line to its last. (stop.py acts on
+them.)
 
-    SIGTERM, SIGUSR1  Slurm, a launcher, `kill`
-    SIGINT            Ctrl-C   ┐ not where they were ignored at the start, as for a shell's
-    SIGHUP            hang-up  ┘ background job or under nohup
+    SIGTERM, SIGUSR1  from Slurm, a launcher, `kill`
+    SIGINT            Ctrl-C   ┐ unless ignored when the process started, as in a background job
+    SIGHUP            hang-up  ┘ of a shell or under nohup
 
-Our launcher also tells the ranks that are left when another has failed (ABANDON): that is no
-request, for nothing can be saved without the one that is gone.
+When a rank has failed, tools/launch.py sends ABANDON to the others. That is not a stop request,
+because nothing can be saved without the failed rank.
 
-train.py imports this before anything else; so nothing is imported here that takes time.
+train.py imports this module before anything else, so it imports nothing that takes time.
 """
 
 import os
@@ -15,21 +16,21 @@ import signal
 import threading
 import time
 
-STARTED = time.monotonic()  # this process, as good as
-# One request reaches a process several times: from Slurm, which signals every process of a job, and
-# from torchrun, which passes its own on. What comes later than this is a second request.
+STARTED = time.monotonic()  # approximately when this process started
+# One request can reach a process several times: from Slurm, which signals every process of a job,
+# and from torchrun, which forwards signals. A signal after this time is a second request.
 SAME_REQUEST_SECONDS = 1.0
-PATIENCE_SECONDS = 20  # for other ranks, with a signal in hand: torchrun and Slurm kill after 30
-WHAT_HAPPENS = "all ranks stop after the step under way and at most one more, save, and leave"
+PATIENCE_SECONDS = 20  # to wait for other ranks after a signal: torchrun and Slurm kill after 30
+WHAT_HAPPENS = "all ranks stop after the current step and at most one more, save, and exit"
 ABANDON = signal.SIGUSR2
-# then, until this process ends: rank 0 may be writing down how far the run came
+# from ABANDON until this process exits: rank 0 may still be recording how far the run came
 ABANDON_SECONDS = 5.0
-AGAIN = "again: leaving now, without saving"
+AGAIN = "again: exiting now, without saving"
 
 
 def requests() -> tuple[signal.Signals, ...]:
-    """The signals that ask this process to stop."""
-    # the Slurm script ignores SIGUSR1 for torchrun, not for its ranks
+    """Return the signals that request this process to stop."""
+    # always, although the Slurm script ignores SIGUSR1: that is for torchrun, not for its ranks
     always = (signal.SIGTERM, signal.SIGUSR1)
     unless_ignored = (signal.SIGINT, signal.SIGHUP)
     return (
@@ -39,11 +40,11 @@ def requests() -> tuple[signal.Signals, ...]:
 
 
 def leave_on_request() -> None:
-    """Before there is anything to save: one line and status 128 + the number, where Python would
-    raise KeyboardInterrupt."""
+    """Exit on a signal while there is nothing to save: with one line and status 128 + the signal's
+    number, instead of Python's KeyboardInterrupt."""
 
     def leave(number: int, _: object) -> None:
-        _write(f"{signal.Signals(number).name} was received: nothing was started")
+        _write(f"{signal.Signals(number).name} was received before the run was started")
         os._exit(128 + number)
 
     for number in requests():
@@ -51,21 +52,22 @@ def leave_on_request() -> None:
 
 
 class Signals:
-    """Between `listen` and `close`, notes which signals came; the same one as a second request ends
-    the process at once, with status 128 + its number. Only the main thread may call them; as a
-    context manager it calls both.
+    """Records signals between `listen` and `close`. A second request by the same signal ends the
+    process immediately, with status 128 + its number. Only the main thread may call the two
+    methods; as a context manager, the object calls both.
 
-    A thread of its own listens: the main one may wait in a collective that will never end, where
-    Python runs no handler.
+    A separate thread listens, because the main thread may be blocked in a collective that never
+    ends, where Python runs no signal handlers.
 
     Args:
-        speaks: whether this process says what was received, and what happens now: rank 0 does.
+        speaks: whether this process reports which signal was received and what happens next; only
+            rank 0 does.
     """
 
     def __init__(self, speaks: bool) -> None:
         self.speaks = speaks
-        self.heard: dict[int, float] = {}  # signal → when it came first
-        self.abandoned = False  # by the launcher, for another rank has failed
+        self.heard: dict[int, float] = {}  # signal → when it was first received
+        self.abandoned = False  # whether the launcher sent ABANDON: another rank has failed
         self._said = threading.Lock()
 
     def listen(self) -> "Signals":
@@ -74,21 +76,21 @@ class Signals:
         os.set_blocking(self._mouth, False)
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
-        # The system's side of a signal writes its number here at once, whatever Python is doing; a
-        # handler need do nothing.
+        # The C-level handler writes the signal's number to this pipe immediately, whatever Python
+        # is doing, so the Python handlers below do nothing.
         self._old_mouth = signal.set_wakeup_fd(self._mouth, warn_on_full_buffer=False)
         self._old_handlers = {
             number: signal.signal(number, lambda *_: None) for number in (*self._requests, ABANDON)
         }
         for number in self._old_handlers:
-            # native code that waits in the system is not disturbed
+            # do not interrupt system calls in native code
             signal.siginterrupt(number, False)
-        # tools/launch.py forks with them blocked
+        # tools/launch.py forks the ranks with these signals blocked
         self._old_mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._requests)
         return self
 
     def close(self) -> None:
-        """As it was before."""
+        """Restore the previous signal handling."""
         signal.pthread_sigmask(signal.SIG_SETMASK, self._old_mask)
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)
@@ -104,16 +106,16 @@ class Signals:
         self.close()
 
     def names(self) -> str:
-        # copied: it may grow
+        # a copy, because another thread may add to it
         return " and ".join(signal.Signals(number).name for number in list(self.heard))
 
     def announce(self, why: str) -> None:
-        """Say why the run stops and what happens now: once, whoever learns of it first."""
+        """Report, once, why the run stops and what happens next."""
         if self._said.acquire(blocking=False) and self.speaks:
             _write(f"{why}: {WHAT_HAPPENS}")
 
     def hush(self) -> None:
-        """Announce nothing from now on: the run has failed, and the launcher is ending it."""
+        """Report nothing from now on: the run has failed, and the launcher is ending it."""
         self._said.acquire(blocking=False)
 
     def _listen(self) -> None:
@@ -131,9 +133,9 @@ class Signals:
                 if self.speaks:
                     _write(f"{name} {AGAIN}")
                 os._exit(128 + number[0])
-            self.announce(f"{name} was received (once more: leave now, without saving)")
+            self.announce(f"{name} was received (send it again to exit at once, without saving)")
 
 
 def _write(line: str) -> None:
-    """Past Python's buffers: another thread may hold their lock."""
+    """Write to standard error directly: another thread may hold the lock of Python's buffer."""
     os.write(2, f"{line}\n".encode())

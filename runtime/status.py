@@ -1,14 +1,14 @@
-"""How the last start of a run ended: status.json.
+"""status.json: how the last start of a run ended.
 
     {"state": "finished" | "requeue" | "failed", "step": …, "reason": …}
 
-    the run ends, or fails                        rank 0 writes it (metrics.py)
-    it hangs                                      rank 0's watchdog
-    rank 0 is killed, or another rank is          the launcher, where it is ours (tools/launch.py)
-    rank 0 is killed, and nobody of ours is left  none is there; the next start records in
-                                                  events.jsonl that it is missing
+    the run ends or fails                  rank 0 writes it (metrics.py)
+    a step hangs                           rank 0's watchdog writes it
+    a rank is killed                       the launcher writes it, if it is tools/launch.py
+    rank 0 is killed, and the launcher     the file is missing; the next start records that in
+    too, or the launcher is torchrun       events.jsonl
 
-It is removed when a start begins to train, so what is there belongs to the last one.
+The file is removed when a start begins to train, so it always describes the last start.
 """
 
 import json
@@ -23,7 +23,7 @@ from runtime.messages import LOST, log
 
 
 def write_status(folder: Path, state: str, step: int, reason: str) -> None:
-    """How this start ended, in status.json and as an event. From one process."""
+    """Record how this start ended, in status.json and as an event; called by only one process."""
     append_event(folder, "end", state=state, step=step, reason=reason)
     write_whole(
         folder / "status.json", json.dumps({"state": state, "step": step, "reason": reason}) + "\n"
@@ -31,7 +31,7 @@ def write_status(folder: Path, state: str, step: int, reason: str) -> None:
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """What status.json says; nothing where it is missing."""
+    """Return the content of status.json; empty if it is missing or unreadable."""
     try:
         status = json.loads((folder / "status.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -40,13 +40,12 @@ def read_status(folder: Path) -> dict[str, Any]:
 
 
 def record_failure(folder: Path, reason: str) -> str:
-    """The launcher's word on the start that it began, of which a rank has ended badly. What rank 0
-    has written is better, unless it is only that it lost that rank. Returns the reason that
-    stands."""
+    """Record the launcher's reason for a failed start, and return the reason that is recorded in
+    the end. A reason that rank 0 has written is kept, unless it is only a lost connection."""
     last = _last_start(folder)
     launched = time.time() - (time.monotonic() - signals.STARTED)
     if last is None or last["began"] < launched - 1:
-        return reason  # it ended before it wrote anything
+        return reason  # this start failed before it wrote anything
     status = read_status(folder)
     theirs = str(status.get("reason", ""))
     if status and LOST not in theirs:
@@ -56,21 +55,20 @@ def record_failure(folder: Path, reason: str) -> str:
 
 
 def record_missing_end(folder: Path) -> list[str]:
-    """At the next start: whether the one before left word of its end. If not, an event says so, and
-    a line, returned."""
+    """If the previous start recorded no end, record that as an event; called at the next start.
+    Returns at most one line for the log."""
     last = _last_start(folder)
     if last is None or last["ended"]:
         return []
-    reason = "it left no word of its end: killed, or its machine died (noted by the next start)"
+    reason = "it recorded no end, so it was killed or its machine died (noted by the next start)"
     append_event(folder, "end", state="failed", step=last["step"], reason=reason)
     return [
-        f"the start before was last heard of at step {last['step']}, "
-        f"and {reason.partition(' (')[0]}"
+        f"the previous start was last recorded at step {last['step']}: {reason.partition(' (')[0]}"
     ]
 
 
 def write_whole(path: Path, text: str) -> None:
-    """All of a file or nothing of it; a warning where that cannot be."""
+    """Replace a file atomically; log a warning if that fails."""
     try:
         path.with_suffix(".partial").write_text(text, encoding="utf-8")
         os.replace(path.with_suffix(".partial"), path)
@@ -79,7 +77,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _last_start(folder: Path) -> dict[str, Any] | None:
-    """When the last start began, how far its lines say it came, whether it told of its end."""
+    """Return from events.jsonl when the last start began, its last recorded step and whether it
+    recorded its end; None if there is no start."""
     try:
         events = read_events(folder)
     except OSError:

@@ -1,35 +1,37 @@
-"""Planned stops: whoever asks, all ranks stop after the same step, save and leave with status 0.
-Started again, a run goes on.
+"""Planned stops: on request, all ranks stop after the same step, save and exit with status 0. A
+restarted run continues.
 
-    asked by               seen by              obeyed
-    SIGTERM, SIGUSR1       any rank             save, leave
-    SIGINT, SIGHUP         any rank             save, leave
-    train.max_minutes      rank 0's clock       save, leave
-    file STOP in run.dir   rank 0, each second  save, leave; the file is removed
-    file SAVE in run.dir   rank 0, each second  save, go on; the file is removed
+    request                seen by                    effect
+    SIGTERM, SIGUSR1       any rank                   save, exit
+    SIGINT, SIGHUP         any rank                   save, exit
+    train.max_minutes      rank 0's clock             save, exit
+    file STOP in run.dir   rank 0, once per second    save, exit; the file is removed
+    file SAVE in run.dir   rank 0, once per second    save, continue; the file is removed
 
-A rank that stopped by itself would leave the others waiting, so they agree. At each boundary
-between steps every rank posts what it was asked, in an all-reduce that runs while the next step
-does, and reads what was posted at the boundary before. Nothing waits for a device, and for another
-rank's host only where that is a whole step behind. Rank 2 is signalled in step 5:
+If a rank stopped without the others, they would wait for it, so all ranks agree first. At each
+boundary between steps, every rank posts its requests in an all-reduce that runs during the next
+step, and reads the result of the all-reduce from the boundary before. No rank waits for a device,
+or for another rank's host unless that is a whole step behind. Example: rank 2 gets a signal in
+step 5.
 
-    rank 0   step 5 ─┬─ step 6 ─┬─ save, leave
-    rank 1   step 5 ─┼─ step 6 ─┼─ save, leave
-    rank 2   ste↯ 5 ─┴─ step 6 ─┴─ save, leave
+    rank 0   step 5 ─┬─ step 6 ─┬─ save, exit
+    rank 1   step 5 ─┼─ step 6 ─┼─ save, exit
+    rank 2   ste↯ 5 ─┴─ step 6 ─┴─ save, exit
                     post       read
 
-    asked                   agreed
-    while the run starts    before its first step: no step is made, nothing is saved
-    in a step               after the step that follows
-    in a save               after the step that follows
-    in an evaluation        after the batch that follows; the evaluation is abandoned
+    a request               takes effect
+    while the run starts    before the first step: no step is done, nothing is saved
+    during a step           after the next step
+    during a save           after the next step
+    during an evaluation    after the next batch; the evaluation is abandoned
 
-The process group is one of its own, over gloo: collectives of a save in the background, or of a
-step, that met these in another order on another rank would wait forever.
+These all-reduces have their own gloo process group, because steps and background saves issue their
+collectives at other times, and ranks that issue the collectives of one group in different orders
+wait for each other forever.
 
-Where a peer is dead, or does not post while this rank holds a signal, the rank saves nothing and
-leaves with status 1 (messages.py's `fail`): torchrun sends SIGTERM to the survivors of a rank that
-died.
+If another rank is dead, or does not post although this rank has received a signal, this rank exits
+with status 1 and saves nothing (`fail` in messages.py): when a rank has died, torchrun sends
+SIGTERM to the others.
 """
 
 import signal
@@ -46,40 +48,40 @@ from runtime.messages import LostConnection
 from runtime.signals import Signals
 from training.config import Config
 
-# Who may ask for a stop, the most urgent last: ranks that were asked differently agree on that one.
-# → status.json's reason
+# Sources of a stop request → the reason for status.json. If ranks have different requests, the last
+# one in this order wins.
 REASONS = {
     "": "",
-    "time": "train.max_minutes are over",
+    "time": "train.max_minutes was reached",
     "STOP": "the file STOP was found",
     "SIGUSR1": "SIGUSR1 was received",
     "SIGHUP": "SIGHUP was received",
     "SIGINT": "SIGINT was received",
     "SIGTERM": "SIGTERM was received",
 }
-LOOK_SECONDS = 1.0  # between two looks for files
+LOOK_SECONDS = 1.0  # between two checks for files
 
 
 class StopRequests(Listener):
-    """What is asked of this run, agreed on by all ranks. Every rank enters, and calls `agree` at
+    """The stop and save requests that all ranks agree on. Every rank enters it and calls `agree` at
     the same boundaries.
 
     Args:
-        config: of the run.
-        signals: that this process has heard, from its first line on.
+        config: the configuration of the run.
+        signals: the signals that this process has received since it started.
     """
 
     def __init__(self, config: Config, signals: Signals) -> None:
         self.folder, self.max_seconds = Path(config.run.dir), config.train.max_minutes * 60
         self.reason = ""  # why the run stops, once agreed
-        self.save_agreed = False  # and not done yet
+        self.save_agreed = False  # a save without a stop is agreed on and not done yet
         self.signals = signals
         self._group = dist.new_group(backend="gloo")
         self._looks_next = 0.0
 
     @property
     def agreed(self) -> bool:
-        """Whether the run stops: the same on every rank."""
+        """Whether all ranks have agreed to stop."""
         return bool(self.reason)
 
     @property
@@ -87,19 +89,19 @@ class StopRequests(Listener):
         return self.agreed or self.save_agreed
 
     def agree(self) -> bool:
-        """At a boundary: read what all ranks posted at the one before, and post what was asked
-        since. Is a stop agreed?"""
+        """Read what all ranks posted at the boundary before, and post the requests of this rank.
+        Returns whether a stop is agreed on. Called at a boundary between steps."""
         self._wait()
         reason, save = self._posted.tolist()
         self.reason = self.reason or list(REASONS.values())[reason]
         self.save_agreed = self.save_agreed or bool(save)
         self._post()
-        if self.agreed:  # perhaps only another rank was asked
+        if self.agreed:  # the request may have reached only another rank
             self.signals.announce(self.reason)
         return self.agreed
 
     def begins(self, run: Run) -> None:
-        if self.agreed:  # while it started
+        if self.agreed:  # requested while the run started
             run.end(self.reason)
 
     def after_step(self, run: Run) -> None:
@@ -107,7 +109,7 @@ class StopRequests(Listener):
             run.end(self.reason)
 
     def saved(self) -> None:
-        """What asked for a save has it."""
+        """Clear a save request that has been fulfilled."""
         if self.save_agreed and dist.get_rank() == 0:
             (self.folder / "SAVE").unlink(missing_ok=True)
         self.save_agreed = False
@@ -119,13 +121,13 @@ class StopRequests(Listener):
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
-            self._wait()  # for what was posted last
+            self._wait()  # for the last all-reduce
             if dist.get_rank() == 0:
-                # else the next start would stop at once
+                # otherwise the next start would stop immediately
                 (self.folder / "STOP").unlink(missing_ok=True)
 
     def _post(self) -> None:
-        # copied: it may grow
+        # a copy, because another thread may add to it
         asked = [signal.Signals(number).name for number in list(self.signals.heard)]
         save = False
         now = time.monotonic()
@@ -139,14 +141,14 @@ class StopRequests(Listener):
         self._posted = torch.tensor(
             [max(map(list(REASONS).index, asked), default=0), save], dtype=torch.int32
         )
-        # Maximum of two int32 over the world, on the hosts; read at the next boundary.
+        # Element-wise maximum of two int32 over all ranks, on the hosts; read at the next boundary.
         self._work = dist.all_reduce(
             self._posted, op=dist.ReduceOp.MAX, group=self._group, async_op=True
         )
 
     def _wait(self) -> None:
-        """Until every rank has posted: as long as that takes (one may be compiling), but with a
-        signal in hand not forever."""
+        """Wait until every rank has posted: without limit (a rank may be compiling), but only for
+        PATIENCE_SECONDS once this rank has received a signal."""
         patience = signals.PATIENCE_SECONDS
         while not self._work.is_completed():
             try:
@@ -155,6 +157,6 @@ class StopRequests(Listener):
                 patience -= bool(self.signals.heard)
                 if not patience:
                     raise LostConnection(
-                        f"nothing was heard of the other ranks for {signals.PATIENCE_SECONDS} s"
+                        f"the other ranks did not respond for {signals.PATIENCE_SECONDS} s"
                     ) from None
-        self._work.wait()  # raises what went wrong
+        self._work.wait()  # raises if the all-reduce failed

@@ -1,7 +1,7 @@
-"""Which axes of the mesh lie inside a node, and what it costs where tensor parallelism does not.
+"""Which mesh axes lie inside a node, and what tensor parallelism across nodes costs.
 
-torchrun gives a node consecutive ranks, so a node of N ranks holds N neighbours of the mesh's order
-(axes.py). With tp 8, pp 4, dp_shard 8 and 8 ranks per node:
+torchrun gives each node consecutive ranks, so a node of N ranks holds N consecutive positions in
+the order of the mesh (axes.py). For example, tp 8, pp 4, dp_shard 8 with 8 ranks per node:
 
     inside a node of 8 ranks: tp 8; between nodes: pp 4, dp_shard 8
 """
@@ -15,12 +15,12 @@ from training.config import Config
 
 
 def describe_nodes(sizes: MeshSizes, ranks_per_node: int) -> str:
-    """One line: how much of each axis is inside a node and how much between nodes; axes of size 1
-    are left out.
+    """Describe in one line how much of each axis is inside a node and how much between nodes; axes
+    of size 1 are left out.
 
     Args:
-        sizes: of the mesh.
-        ranks_per_node: processes of every node (torchrun's LOCAL_WORLD_SIZE).
+        sizes: the sizes of the mesh axes.
+        ranks_per_node: processes on each node (torchrun's LOCAL_WORLD_SIZE).
     """
     inside, between, room = [], [], ranks_per_node
     for name, size in reversed(sizes.by_axis().items()):  # innermost first
@@ -29,7 +29,7 @@ def describe_nodes(sizes: MeshSizes, ranks_per_node: int) -> str:
         if room % size == 0:
             here = size
         else:
-            here = room if size % room == 0 else 1  # whole nodes side by side; or it straddles them
+            here = room if size % room == 0 else 1  # 1: a group would straddle nodes unevenly
         room = room // here if here == size else 1
         inside += [f"{name} {here}"] if here > 1 else []
         between += [f"{name} {size // here}"] if here < size else []
@@ -45,33 +45,33 @@ def tp_spans_nodes(tp: int, ranks_per_node: int) -> bool:
 
 
 def tp_between_nodes(tp: int, ranks_per_node: int, bytes_per_step: float) -> str:
-    """A warning that names the cost of tensor-parallel groups with ranks in two nodes.
+    """Return a warning that states the cost of tensor-parallel groups with ranks on two nodes.
 
     Args:
-        tp: size of the axis; its groups are consecutive ranks.
-        ranks_per_node: processes of every node.
-        bytes_per_step: what tp_bytes_per_step says.
+        tp: size of the tensor-parallel axis; its groups are consecutive ranks.
+        ranks_per_node: processes on each node.
+        bytes_per_step: the result of tp_bytes_per_step.
     """
     network = H100.network_bytes_per_second
     slow, fast = bytes_per_step / network, bytes_per_step / H100.node_bytes_per_second
     fits = [size for size in range(1, ranks_per_node + 1) if ranks_per_node % size == 0]
     sent = f"{bytes_per_step / 1e9:,.1f} GB"
     return (
-        f"warning: parallel.tp={tp} reaches over nodes of {ranks_per_node} ranks: each rank sends"
-        f" {sent} for it in a step, and computing waits for most of that: {slow:.2g} s at"
+        f"warning: parallel.tp={tp} spans nodes of {ranks_per_node} ranks: each rank sends {sent}"
+        f" for it per step, and computation waits for most of that: {slow:.2g} s at"
         f" {network / 1e9:g} GB/s between nodes, {fast:.2g} s over NVLink; choose parallel.tp from"
         f" {fits}"
     )
 
 
 def tp_bytes_per_step(config: Config, dp_size: int) -> float:
-    """What one rank sends for the blocks' tensor parallelism in a step, forward and backward, as
-    their code is recorded to (costs/units.py); the embedding and the head, which come once, are
-    left out.
+    """Bytes that one rank sends per step for the tensor parallelism of its blocks, forward and
+    backward, as recorded from their code (costs/units.py). The embedding and the head, which occur
+    once, are left out.
 
     Args:
-        config: of the job.
-        dp_size: data-parallel ranks.
+        config: the configuration of the run.
+        dp_size: number of data-parallel ranks.
     """
     layers = -(-config.model.num_layers // config.parallel.pp)
     each = mean_of_blocks(config.setting(), lambda block: block.whole.bytes_sent)
@@ -79,8 +79,8 @@ def tp_bytes_per_step(config: Config, dp_size: int) -> float:
 
 
 def describe_places(config: Config, mesh: Mesh, ranks_per_node: int) -> str:
-    """What of the mesh lies inside a node, and what it costs if tensor parallelism does not: one
-    line, or two."""
+    """Describe which axes lie inside a node, with a second line that warns if tensor parallelism
+    does not."""
     lines, tp = [describe_nodes(mesh.sizes, ranks_per_node)], config.parallel.tp
     if tp_spans_nodes(tp, ranks_per_node):
         lines.append(tp_between_nodes(tp, ranks_per_node, tp_bytes_per_step(config, mesh.dp_size)))
@@ -88,8 +88,8 @@ def describe_places(config: Config, mesh: Mesh, ranks_per_node: int) -> str:
 
 
 def describe_stages(config: Config) -> str:
-    """How the blocks are split, for the log: `4 stages of 8, 9, 9, 6 blocks: the slowest rank
-    computes 5% more than the mean (even split: 19%)`."""
+    """Describe how the blocks are split into stages, for the log: `4 stages of 8, 9, 9, 6 blocks:
+    the slowest rank computes 5% more than the mean (even split: 19%)`."""
     costs = config.layer_costs()
     split = [len(layers) for layers in config.split_layers()]
     even = even_split(config.model.num_layers, len(split))

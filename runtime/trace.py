@@ -1,7 +1,8 @@
-"""`run.trace=true`: what every rank did when, in one step, as RUN/trace.json.
+"""`run.trace=true`: record when each rank executed each pipeline action of one step, in
+RUN/trace.json.
 
-It is a Chrome trace: https://ui.perfetto.dev opens it, and `python -m tools.timeline --trace RUN`
-draws it."""
+The file is a Chrome trace: https://ui.perfetto.dev opens it, and `python -m tools.timeline --trace
+RUN` draws it."""
 
 import json
 import statistics
@@ -22,17 +23,17 @@ from runtime.chrome import merge_chrome, to_chrome
 from runtime.listener import Listener, Run
 from training.config import Config
 
-AFTER = 2  # steps are not traced at a start: they allocate memory, connect and compile
+AFTER = 2  # first steps that are not traced, because they allocate, connect and compile
 
 
 class StepTrace(Listener):
-    """Traces one step of a start, the third, or the last where there are fewer."""
+    """Traces one step of a start: the third, or the last if there are fewer."""
 
     def __init__(self, config: Config, mesh: Mesh, first_step: int) -> None:
         self.mesh, self.path = mesh, Path(config.run.dir) / "trace.json"
         self.step = min(first_step + AFTER, config.train.steps - 1) if config.run.trace else None
         self._offset = 0.0
-        self._recorder: ActionRecorder | None = None  # of the step under way
+        self._recorder: ActionRecorder | None = None  # of the current step
 
     def before_step(self, run: Run) -> None:
         if run.step == self.step:
@@ -46,8 +47,8 @@ class StepTrace(Listener):
             self._recorder = None
 
     def _write(self, events: list[Event]) -> None:
-        """Rank 0 puts all ranks' events in one file: a process for each pipeline (one position on
-        the other axes), in it a thread for each of its ranks."""
+        """Gather the events of all ranks on rank 0 and write one file: a process for each pipeline
+        (a position on the axes other than pp), with a thread for each of its ranks."""
         mine = (self.mesh.coordinates(), events)
         world = dist.get_world_size()
         everyone: list[Any] | None = [None] * world if dist.get_rank() == 0 else None
@@ -55,7 +56,7 @@ class StepTrace(Listener):
         if everyone is None:
             return
         pipelines: dict[str, list[list[Event]]] = {}
-        # in the order of ranks: for each pipeline, in that of its stages
+        # in the order of ranks, and so in the order of stages within each pipeline
         for coordinates, lane in everyone:
             name = " ".join(
                 f"{axis} {index}" for axis, index in coordinates.items() if axis != "pp"
@@ -77,10 +78,11 @@ class StepTrace(Listener):
 
 
 class ActionRecorder:
-    """Hand it to the runner as `record`. Waiting for a message is before the action and not in it.
+    """Records when actions begin and end; pass it to the runner as `record`. An action does not
+    include the wait for its message.
 
-    On a GPU the times are those at which the device reached the action's begin and end in its
-    stream: nothing waits for it.
+    On a GPU, the times are those at which the device reached the action's begin and end in its
+    stream; recording does not wait for the device.
     """
 
     def __init__(self, device: str) -> None:
@@ -99,8 +101,8 @@ class ActionRecorder:
         self._marks.append((action, begin, self._mark()))
 
     def events(self, offset: float) -> list[Event]:
-        """What was recorded, in milliseconds, `offset` seconds taken from this process's clock.
-        Waits for the device."""
+        """Return the recorded events in milliseconds, by this process's clock less `offset`
+        seconds. Waits for the device."""
         if self.device == "cuda":
             torch.cuda.synchronize()
         return [
@@ -122,10 +124,11 @@ class ActionRecorder:
 
 
 def clock_offset(device: str, rounds: int = 16) -> float:
-    """How far this process's clock is ahead of rank 0's, in seconds; every rank must call it.
+    """Measure by how many seconds this process's clock is ahead of rank 0's; a collective call.
 
-    All ranks leave a barrier at nearly the same moment, so the difference of what their clocks say
-    then is their offset; the median over several barriers is good to about the time of one.
+    All ranks leave a barrier at nearly the same moment, so the difference between their clocks at
+    that moment is their offset. The median over several barriers is accurate to about the duration
+    of one.
     """
     mine = []
     for _ in range(rounds):

@@ -1,13 +1,13 @@
-"""Where a run's numbers go. Each place is a small class with one interface; only rank 0 has them.
+"""Write a run's numbers to several places, each a small class with the same interface, on rank 0.
 
     JsonLines      RUN/metrics.jsonl                   always
     Console        a line on standard output           always
     WandB          wandb's server, or RUN/wandb        run.wandb=online, offline
     TensorBoard    RUN/tensorboard                     run.tensorboard=true
 
-Numbers are no reason to end a run: a tracker that raises is left out from then on, and it is said,
-once. JsonLines is the one that the others could be made from again, so it never gives up: what it
-cannot write waits in memory.
+A tracker never ends a run: one that raises is disabled, with one warning. Only JsonLines never
+gives up, because the others could be rebuilt from its file: lines that it cannot write wait in
+memory.
 """
 
 import contextlib
@@ -26,15 +26,15 @@ from runtime.messages import log
 from training.config import Config
 from training.load_config import dump_config
 
-# of a logged step: "step" and what was measured; None where something is not known
+# one logged step: "step" and the measurements; None for those that are not known
 Record = dict[str, Any]
-START_SECONDS = 30.0  # for wandb's server to answer, in which all ranks wait
-# for wandb's last uploads: a server that does not answer must not keep a job from its queue
+START_SECONDS = 30.0  # for wandb's server to respond; all ranks wait meanwhile
+# for wandb's last uploads: a server that does not respond must not keep a job from being requeued
 FINISH_SECONDS = 60.0
 
 
 class Tracker:
-    """One place. `log` gets each logged step's record, in step order but for `went_back`."""
+    """Interface: `log` gets each logged step's record, in step order except after `went_back`."""
 
     name = ""
 
@@ -42,18 +42,18 @@ class Tracker:
         raise NotImplementedError
 
     def went_back(self, step: int, reached: int) -> None:
-        """The run has come to step `reached` and goes on from `step`; steps between come again."""
+        """The run was at step `reached` and continues from `step`; the steps between come again."""
 
     def close(self, failed: bool) -> None:
         """The process ends."""
 
 
 class Trackers:
-    """All that `config.run` asks for.
+    """All trackers that `config.run` selects.
 
     Args:
-        step: that this start begins from.
-        system: what the run runs on and with, by name; see `Metrics`.
+        step: the step from which this start begins.
+        system: the result of `describe_system` (metrics.py).
     """
 
     def __init__(self, config: Config, step: int, system: dict[str, Any]) -> None:
@@ -85,21 +85,21 @@ class Trackers:
     def _guarded(self, name: str, action: Callable[[], None]) -> bool:
         try:
             action()
-        except Exception as error:  # whatever it is, the run is more important
+        except Exception as error:  # no failure of a tracker may end the run
             why = f"{type(error).__name__}: {error}"
-            log(f"warning: {name} failed, and is left out from now on: {why}")
+            log(f"warning: {name} failed and is disabled from now on: {why}")
             return False
         return True
 
 
 class JsonLines(Tracker):
-    """metrics.jsonl: one JSON object a line, in full precision; over all starts, no step twice.
+    """metrics.jsonl: one JSON object per line, in full precision; over all starts, no step twice.
 
-    A start that begins at step 0 puts the lines of the run before it aside (metrics-1.jsonl, …).
-    Any other drops those after its step, left by a start that went beyond its last checkpoint.
+    A start at step 0 renames the file of a previous run (metrics-1.jsonl, …). Any other start drops
+    the lines after its step, left by a start that went beyond its last checkpoint.
 
-    begins_anew: there are no lines to continue. reached: the last step that lines were there of,
-        before any were dropped.
+    begins_anew: the file of a previous run was renamed. reached: the last step in the file before
+        lines were dropped.
     """
 
     name = "metrics.jsonl"
@@ -130,12 +130,12 @@ class JsonLines(Tracker):
                 if file.write(lines) != len(lines):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError:
-                file.truncate(end)  # a line is there whole or not at all
+                file.truncate(end)  # leave no partial line
                 raise
         self.unwritten = []
 
     def _drop_after(self, step: int) -> int:
-        """Keep the lines up to `step`, and none incomplete; the last step that was there."""
+        """Drop incomplete lines and those after `step`; return the last step before dropping."""
         lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         steps = [_step_of(line) for line in lines]
         kept = [
@@ -146,18 +146,18 @@ class JsonLines(Tracker):
         return max([step, *(at for at in steps if at is not None)])
 
     def _try(self, action: Callable[[], Any]) -> None:
-        """A full disk is no reason to stop, nor to give up: lines wait."""
+        """Run `action`; if it cannot write (a full disk), warn once and keep lines in memory."""
         try:
             action()
             self._warned = False
         except OSError as error:
             if not self._warned:
-                log(f"warning: {self.path} cannot be written, and lines wait: {error}")
+                log(f"warning: {self.path} cannot be written; lines wait in memory: {error}")
             self._warned = True
 
 
 class Console(Tracker):
-    """One aligned line: `step   20/300  loss 5.1234  grad_norm 0.812  41,234 tok/s …`."""
+    """Prints one aligned line per record: `step  20/300  loss  5.1234  grad_norm   0.812 …`."""
 
     name = "the console"
 
@@ -180,24 +180,24 @@ class Console(Tracker):
 
 
 class WandB(Tracker):
-    """One run of wandb over all starts: its id is kept in RUN/wandb-run.json. Lines that were put
-    aside have another.
+    """Logs to one wandb run for all starts, whose id is kept in RUN/wandb-run.json. A run that
+    begins anew gets a new id.
 
-    wandb takes steps upwards only, and a run may come back to one it has made, after a failure or a
-    rollback. So wandb counts on: our step, and on top the `repeated` ones, all that were made in
-    vain so far. Our own step is the axis of every plot, where what was made again shows as a second
-    line, and nothing is missing. The folders of an offline run have no count in common either, so
-    `wandb sync RUN/wandb/offline-run-*` makes one run of them.
+    wandb accepts only increasing steps, but after a failure or a rollback a run makes some steps
+    again. So the step sent to wandb is our step plus `repeated`, the number of steps lost so far.
+    The axis of every plot is our own step; repeated steps show as a second line, and none is
+    missing. The step counts of an offline run's folders do not overlap, so that
+    `wandb sync RUN/wandb/offline-run-*` merges them into one run.
 
-    Checkpoints become artifacts that refer to their folders; nothing of them is read or sent. That
-    one was committed is found in events.jsonl at the next logged step, by the main thread: the
-    thread that saves must not wait for wandb.
+    Checkpoints become artifacts that refer to their folders; nothing of them is read or sent. The
+    main thread finds new checkpoints in events.jsonl at each logged step, because the thread that
+    saves must not wait for wandb.
     """
 
     name = "wandb"
 
     def __init__(self, config: Config, step: int, system: dict[str, Any], lines: JsonLines) -> None:
-        import wandb  # only where it is asked for: the import takes a second
+        import wandb  # only if configured: the import takes a second
 
         self.wandb, self.folder = wandb, Path(config.run.dir).absolute()
         known = {} if lines.begins_anew else _read_object(self.folder / "wandb-run.json")
@@ -238,8 +238,8 @@ class WandB(Tracker):
             if config.run.wandb == "offline":
                 raise
             log(
-                f"warning: wandb cannot go online, and writes to {self.folder / 'wandb'} for "
-                f"`wandb sync`: {error}"
+                f"warning: wandb cannot go online; it writes to {self.folder / 'wandb'} for "
+                f"`wandb sync` later: {error}"
             )
             return start("offline")
 
@@ -247,11 +247,11 @@ class WandB(Tracker):
         known = {name: value for name, value in record.items() if value is not None}
         step = record["step"] + self.repeated
         try:
-            self.run.log(known, step=step, commit=True)  # commit: not only when the next is there
-        # wandb's own process is gone: whoever stops a job signals all processes of it
+            self.run.log(known, step=step, commit=True)  # commit: without waiting for the next step
+        # wandb's process is gone: stopping a job signals all of its processes
         except ConnectionError:
             if self.restarted:
-                raise  # once is enough: a start takes time, and the other ranks wait
+                raise  # restart only once: it takes time, and the other ranks wait
             self.restarted = True
             with contextlib.suppress(Exception):
                 self.wandb.teardown()
@@ -268,8 +268,8 @@ class WandB(Tracker):
             os.replace(path.with_suffix(".partial"), path)
         except OSError as error:
             log(
-                f"warning: {path} cannot be written, and the next start may not continue this run "
-                f"of wandb: {error}"
+                f"warning: {path} cannot be written, so the next start may not continue this wandb "
+                f"run: {error}"
             )
 
     def close(self, failed: bool) -> None:
@@ -277,7 +277,7 @@ class WandB(Tracker):
         self.run.finish(exit_code=int(failed))
 
     def _refer_to_checkpoints(self) -> None:
-        """Those that were committed since the last call."""
+        """Log an artifact for each checkpoint that was committed since the last call."""
         events = self.folder / "events.jsonl"
         if not events.exists():
             return
@@ -285,7 +285,7 @@ class WandB(Tracker):
             file.seek(self.events_read)
             lines = file.read().splitlines(keepends=True)
         for line in lines:
-            if not line.endswith(b"\n"):  # its end comes later
+            if not line.endswith(b"\n"):  # still being written
                 break
             self.events_read += len(line)
             event = _object(line)
@@ -296,14 +296,14 @@ class WandB(Tracker):
                 about = {name: event[name] for name in ("step", "bytes", "write_seconds")}
                 name = f"checkpoint-{self.id}"
                 artifact = self.wandb.Artifact(name, type="checkpoint", metadata=about)
-                # a checksum would read it all
+                # a checksum would read the whole checkpoint
                 artifact.add_reference(path.as_uri(), checksum=False)
                 self.run.log_artifact(artifact, aliases=["latest", path.name])
 
 
 class TensorBoard(Tracker):
-    """A scalar for every number of a record. What is logged again after a failure or a rollback
-    takes the place of what was."""
+    """Writes a scalar for every number of a record. Steps that are made again after a failure or a
+    rollback replace the old ones."""
 
     name = "TensorBoard"
 
@@ -314,7 +314,7 @@ class TensorBoard(Tracker):
         self.writer.add_text("config", verbatim, step)
 
     def _open(self, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # only where it is asked for
+        from torch.utils.tensorboard import SummaryWriter  # only if configured
 
         self.writer = SummaryWriter(str(self.folder), purge_step=step + 1, flush_secs=10)
 
@@ -336,7 +336,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _object(text: str | bytes) -> dict[str, Any]:
-    """The JSON object that `text` is; empty where it is none."""
+    """Parse `text` as a JSON object; empty if it is not one."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -345,6 +345,6 @@ def _object(text: str | bytes) -> dict[str, Any]:
 
 
 def _step_of(line: str) -> int | None:
-    """A line's step; None where a process died while it wrote the line."""
+    """The step of a line; None if the line is incomplete because a process died."""
     step = _object(line).get("step") if line.endswith("\n") else None
     return step if isinstance(step, int) else None

@@ -1,4 +1,4 @@
-"""trainer.json: how far training had come when a checkpoint was saved, and what of."""
+"""trainer.json: the state of training in a checkpoint, other than tensors."""
 
 import dataclasses
 import json
@@ -15,14 +15,14 @@ from runtime.schema import MAX_INT, Count, Name, Strict, first_problem, load_jso
 
 FILE = "trainer.json"
 MAX_DIMENSION = 10**8  # of a model
-# Only dimensions decide whether weights fit; how they began, loss and kernels do not.
+# Not stored: initialization, the loss and kernels do not decide whether weights fit a model.
 FREE_MODEL_KEYS = {"init_std", "z_loss", "kernels"}
 
 Dimension = Annotated[int, Field(le=MAX_DIMENSION)]
 
 
 class DataState(Strict):
-    """Of the loader (data/loader.py)."""
+    """The state of the data loader (data/loader.py)."""
 
     checksum: Name  # of the data
     next_sample: Count
@@ -30,27 +30,28 @@ class DataState(Strict):
 
 
 class TrainerState(Strict):
-    step: Count  # steps made
-    updates: Count  # of the weights: fewer where some were skipped
+    step: Count  # steps done
+    updates: Count  # of the weights: fewer than steps if some were skipped
     tokens: Count
     seed: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)]
     seq_len: Annotated[int, Field(ge=1, le=MAX_INT)]
-    # for the guard; None: it was not finite
+    # for the guard; None: the loss was not finite
     recent_losses: Annotated[list[float | None], Field(max_length=1000)]
     bad_in_a_row: Count
-    optimizer: Name = "adamw"  # older versions had no other, and did not say so
-    model: dict[Name, bool | Dimension | float | str | list[Name] | None]  # a list: kinds in turn
+    optimizer: Name = "adamw"  # older versions had only this one and did not record it
+    # a list: kinds of layers, repeated in turn
+    model: dict[Name, bool | Dimension | float | str | list[Name] | None]
     data: DataState
 
     @property
     def model_config_saved(self) -> ModelConfig:
-        """Raises UserError or ValidationError where it is no model's."""
+        """The saved model configuration. Raises UserError or ValidationError if it is invalid."""
         return TypeAdapter(ModelConfig).validate_json(json.dumps(self.model), strict=True)
 
 
 def read_trainer(path: Path, key: str) -> TrainerState:
-    """A checkpoint's trainer.json, once its files have the sizes that they should. `key`, for the
-    message, chose it.
+    """Read a checkpoint's trainer.json after checking the sizes of all its files. `key` is the
+    configuration key or option that selected the checkpoint, for the message.
 
     Raises UserError.
     """
@@ -58,16 +59,16 @@ def read_trainer(path: Path, key: str) -> TrainerState:
         check_sizes(path, read_manifest(path))
         return parse_trainer(path)
     except Damaged as damaged:
-        why = f"is no good checkpoint: {damaged}"
+        why = f"is not a valid checkpoint: {damaged}"
         raise UserError(key, str(path), why, "give another folder step-…") from None
 
 
 def parse_trainer(path: Path) -> TrainerState:
-    """Raises Damaged."""
+    """Read and validate trainer.json. Raises Damaged."""
     try:
         content: Any = load_json((path / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        raise Damaged(f"it has no readable {FILE}") from None
+        raise Damaged(f"its {FILE} is missing or unreadable") from None
     problem = None
     try:
         trainer = TrainerState.model_validate_json(json.dumps(content))
@@ -78,27 +79,28 @@ def parse_trainer(path: Path) -> TrainerState:
         problem = f"{error.key} {error.why}"
     else:
         if trainer.updates > trainer.step or trainer.bad_in_a_row > trainer.step:
-            problem = "it counts more updates, or more skipped ones, than steps"
+            problem = "it counts more updates, or more skipped updates, than steps"
         elif any(begin > end for begin, end in trainer.data.skipped):
             problem = "a range of skipped samples ends before it begins"
         elif NAME.fullmatch(path.name) and step_of(path) != trainer.step:
             problem = (
-                f"it was saved after {trainer.step} steps, and its folder says {step_of(path)}"
+                f"it was saved after {trainer.step} steps, but its folder name says {step_of(path)}"
             )
         else:
             return trainer
-    raise Damaged(f"its {FILE} does not say what it should ({problem})")
+    raise Damaged(f"its {FILE} has invalid content ({problem})")
 
 
 def verify_checkpoint(path: Path) -> Manifest:
-    """Everything that a start checks before it uses a checkpoint, in one process; else Damaged."""
+    """Run every check that a start makes before it uses a checkpoint, in one process. Raises
+    Damaged."""
     manifest = verify(path)
     parse_trainer(path)
     return manifest
 
 
 def model_entries(model: ModelConfig) -> dict[str, Any]:
-    """What a checkpoint keeps of the model's configuration."""
+    """Return the part of the model configuration that a checkpoint stores."""
     return {
         key: value for key, value in dataclasses.asdict(model).items() if key not in FREE_MODEL_KEYS
     }

@@ -1,18 +1,18 @@
-"""A rank that takes far too long for a step writes down where it is, and exits.
+"""Detect a hung step: a rank that takes far too long writes down where it is, and exits.
 
-One rank that stands still (a broken driver, a file system that does not answer, a collective that
-others never enter) makes all ranks wait in their next collective. All run this clock, and all are
-in the same step; so all of them write their stacks within a moment, the one that is the cause and
-those that wait for it, then exit, and the launcher starts the run again from its last checkpoint
-(torchrun --max-restarts, or Slurm).
+One rank that hangs (a broken driver, a file system that does not respond, a collective that others
+never enter) makes all ranks wait in their next collective. All ranks run this watchdog and are in
+the same step, so all of them write their stacks at about the same time, both the rank that causes
+the hang and those that wait for it. Then they exit, and the launcher restarts the run from its last
+checkpoint (torchrun --max-restarts, or Slurm).
 
-    RUN/hang/step-00000041-rank-00003.txt  what the rank waits in, every thread's stack, its last
-                                           collectives
+    RUN/hang/step-00000041-rank-00003.txt  the collectives in which the rank waits, its last
+                                           collectives, and the stack of every thread
 
-Too long is guard.hang_factor times the median step, and at least guard.hang_seconds. The clock runs
-over steps and over batches of an evaluation; it rests before the first logged step (compilation and
-connecting take what they take) and while something is saved or loaded, where the process groups'
-own timeouts hold.
+The limit is guard.hang_factor times the median step time, and at least guard.hang_seconds. The
+clock runs during steps and during batches of an evaluation. It is paused before the first logged
+step (compilation and connection setup may take any time) and while something is saved or loaded,
+where the timeouts of the process groups apply.
 """
 
 import faulthandler
@@ -37,27 +37,28 @@ from runtime.messages import log
 from runtime.status import write_status
 from training.config import Config
 
-LOOK_SECONDS = 1.0  # between two looks at the clock
-GRACE_SECONDS = 10.0  # for the other ranks to write too: the launcher ends all when one exits
-RECORDED = 16  # collectives
-STDERR = 2  # the process's own, whatever Python's sys.stderr was made to be
+LOOK_SECONDS = 1.0  # between two checks of the clock
+GRACE_SECONDS = 10.0  # so that the other ranks can write too: the launcher ends all when one exits
+RECORDED = 16  # collectives in a report
+STDERR = 2  # the file descriptor, in case Python's sys.stderr was replaced
 
 
 class Watchdog(Listener):
-    """Told of every boundary between steps; every rank has its own."""
+    """Ends this process if a step takes too long; every rank has one."""
 
     def __init__(self, config: Config) -> None:
         self.folder = Path(config.run.dir)
         self.factor, self.least = config.guard.hang_factor, config.guard.hang_seconds
-        self.measured: deque[float] = deque(maxlen=64)  # seconds of a step
+        self.measured: deque[float] = deque(maxlen=64)  # recent step times, in seconds
         self._step = 0
-        self._limit = self._due = float("inf")  # seconds of a step; when, by the monotonic clock
+        # the longest allowed step, in seconds; the deadline, by the monotonic clock
+        self._limit = self._due = float("inf")
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def step_done(self, step: int, step_seconds: float | None) -> None:
-        """`step` steps are made, and the next thing begins. step_seconds: of one of them, where it
-        was just measured."""
+        """Note that `step` steps are done, update the limit and restart the clock. step_seconds:
+        the time of one step if it was just measured."""
         self._step = step
         if step_seconds is not None:
             self.measured.append(step_seconds)
@@ -69,20 +70,20 @@ class Watchdog(Listener):
         self.step_done(run.step, run.step_seconds)
 
     def beat(self) -> None:
-        """Something as long as a step begins."""
+        """Restart the clock: something that takes at most as long as a step begins."""
         if self._closed.is_set():
             return
         self._due = time.monotonic() + self._limit
         if self._limit < float("inf"):
-            # Where native code keeps Python's lock no thread of ours runs: this one, of the
-            # interpreter's own, does.
+            # If native code holds Python's lock (the GIL), the watchdog thread cannot run;
+            # faulthandler's thread does not need the lock.
             faulthandler.dump_traceback_later(
                 self._limit + 2 * GRACE_SECONDS, exit=True, file=STDERR
             )
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """For what may take any time."""
+        """Pause the clock around work that may take any time."""
         self._due = float("inf")
         faulthandler.cancel_dump_traceback_later()
         yield
@@ -108,7 +109,7 @@ class Watchdog(Listener):
         rank = dist.get_rank()
         path = self.folder / "hang" / f"step-{self._step + 1:08d}-rank-{rank:05d}.txt"
         said = (
-            f"rank {rank} is not done with step {self._step + 1} after {self._limit:.0f} s: {where}"
+            f"rank {rank} has not finished step {self._step + 1} after {self._limit:.0f} s: {where}"
         )
         try:
             path.parent.mkdir(exist_ok=True)
@@ -116,14 +117,14 @@ class Watchdog(Listener):
                 print(said, *last_collectives(), "", sep="\n", file=file, flush=True)
                 faulthandler.dump_traceback(file, all_threads=True)
             said += f"; see {path}"
-        except OSError as error:  # perhaps it is the file system that hangs
+        except OSError as error:  # the file system may be the cause of the hang
             said += f"; {path} cannot be written: {error}"
         log(said)
         if rank == 0:
             append_event(self.folder, "hang", step=self._step, where=where)
             hung = (
-                f"step {self._step + 1} was not done after {self._limit:.0f} s: rank 0 {where}; "
-                "hang/ has every rank"
+                f"step {self._step + 1} hung: not finished after {self._limit:.0f} s; rank 0 is "
+                f"{where}; for the other ranks see the folder hang/"
             )
             write_status(self.folder, "failed", self._step, hung)
         time.sleep(GRACE_SECONDS)
@@ -131,8 +132,8 @@ class Watchdog(Listener):
 
 
 def where_it_waits(thread: threading.Thread) -> str:
-    """The innermost line of our own that a thread is at, and the collectives that this process
-    entered and did not leave."""
+    """Describe the innermost line of this repository that a thread is executing, and the
+    collectives that this process has entered and not left."""
     frame = sys._current_frames().get(thread.ident or 0)
     root = str(Path(__file__).parent.parent) + os.sep
     place = "nowhere"
@@ -148,7 +149,7 @@ def where_it_waits(thread: threading.Thread) -> str:
 
 
 def last_collectives() -> list[str]:
-    """The last ones of this process, oldest first."""
+    """List the last collectives of this process, oldest first."""
     lines = [
         describe(e) + (" (done)" if e["retired"] else " (not done)")
         for e in recorded_collectives()[-RECORDED:]
@@ -157,7 +158,7 @@ def last_collectives() -> list[str]:
 
 
 def describe(entry: dict[str, Any]) -> str:
-    """`gloo:all_reduce number 12 of mesh_tp, [[32, 16]] Float`."""
+    """Format a recorded collective: `gloo:all_reduce number 12 of mesh_tp, [[32, 16]] Float`."""
     name, group = entry["profiling_name"], entry["process_group"][-1]
     return (
         f"{name} number {entry['collective_seq_id']} of {group}, "
@@ -166,8 +167,8 @@ def describe(entry: dict[str, Any]) -> str:
 
 
 def recorded_collectives() -> list[dict[str, Any]]:
-    """What torch's flight recorders hold of this process, NCCL's and the one that gloo writes, each
-    oldest first. Gloo's sends and receives are in neither."""
+    """Return the entries of torch's flight recorders, NCCL's and then gloo's, each oldest first.
+    Neither contains gloo's sends and receives."""
     recorders = [
         getattr(torch._C._distributed_c10d, f"_dump_{name}_trace_json", None)
         for name in ("nccl", "fr")

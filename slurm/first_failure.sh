@@ -2,17 +2,17 @@
 #
 #   first_failure.sh LOGS JOB_LOG
 #
-# Which rank failed first, in each try of a start; said at the top of JOB_LOG.
+# Finds the rank that failed first, in each try of a start, and writes it at the top of JOB_LOG.
 #
-# When a rank dies, all others fail too, of its silence. LOGS holds a NODE.log of each node, where
-# torchrun says, with the time:
+# When a rank dies, all other ranks fail too, because it no longer answers. LOGS holds a NODE.log for
+# each node, to which torchrun writes, with the time:
 #
-#   restart_count=1 … global_ranks=[8, 9, …      its ranks meet, for try 1
-#   Sending process 123 closing signal SIGTERM   one of them has ended badly: it ends the others,
-#   failed (exitcode: -9) local_rank: 3          up to 30 s later all are gone; it was the first here
+#   restart_count=1 … global_ranks=[8, 9, …      the rendezvous of its ranks, for try 1
+#   Sending process 123 closing signal SIGTERM   a rank has failed: torchrun ends the others
+#   failed (exitcode: -9) local_rank: 3          up to 30 s later all have ended; this one failed first
 #
-# So each node's first failure came at the first of the latter two, and the job's is the earliest of
-# the nodes'.
+# So the first of the latter two lines has the time of a node's first failure, and the earliest of
+# all nodes is the job's first failure.
 set -euo pipefail
 logs=$1
 job_log=$(readlink --canonicalize "$2")
@@ -43,13 +43,13 @@ say() {
     if [ "$code" -lt 0 ]; then how="by SIG$(kill -l "${code#-}")"; fi
     words=$(compgen -G "$logs/$node/*/attempt_$try/$local_rank/stderr.log" ||
       echo "$logs/$node.log")
-    first="rank $rank on $node ended $how, $day $time; its last words: $words"
+    first="rank $rank on $node ended $how, $day $time; see $words"
     echo "FIRST FAILURE of ${logs##*/}, try $try: $first"
   done <<<"$failures"
 }
 
 say
-if [ -f "$job_log" ]; then # in place: Slurm has the file open, and goes on at its end
+if [ -f "$job_log" ]; then # in place: Slurm has the file open, and continues to append to it
   { say && cat "$job_log"; } >"$logs/job.log.partial"
   cat "$logs/job.log.partial" >"$job_log"
   rm "$logs/job.log.partial"

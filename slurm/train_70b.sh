@@ -2,23 +2,23 @@
 #
 #   sbatch slurm/train_70b.sh                                        70B on 32 nodes of 8 GPUs
 #   sbatch --nodes 8 slurm/train_70b.sh configs/llama3_70b.yaml parallel.dp_shard=2     on 8 nodes
-#   sbatch --nodes 8 slurm/train_70b.sh configs/llama3_8b.yaml parallel.pp=1            another one
+#   sbatch --nodes 8 slurm/train_70b.sh configs/llama3_8b.yaml parallel.pp=1            another model
 #   sbatch --nodes 34 --export ALL,SPARE_NODES=2 slurm/train_70b.sh  the best 32 of 34 nodes
-#   sbatch --array 1-3%1 slurm/train_70b.sh                          three links, one after another
+#   sbatch --array 1-3%1 slurm/train_70b.sh                          a chain of three jobs
 #
-# Submit it from the root of the repository, which every node must see. Arguments: a configuration
-# file, then section.key=value overrides; what sbatch is given wins over the #SBATCH lines below.
+# Submit it from the root of the repository, which every node must be able to read. Arguments: a
+# configuration file, then section.key=value overrides. Options of sbatch override the #SBATCH lines
+# below.
 #
-# The job starts again by itself until the run is finished: before its time is up, after a failure,
-# after a node's death. Each start goes on from the newest checkpoint (checkpoint.resume is `auto`).
-# docs/slurm.md tells what happens when.
+# The job requeues itself until the run is finished: before its time is up, after a failure, and after
+# a node has died. Each start resumes from the newest checkpoint (checkpoint.resume is `auto`).
+# docs/slurm.md explains what happens when.
 
-# One task per node: torchrun starts the node's processes itself, one per GPU, and shares the node
-# with nobody.
+# One task per node: torchrun starts the node's processes, one per GPU. No other job shares the node.
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
 #SBATCH --mem=0
-# A node that dies puts the job back in the queue; its output goes on in the same file.
+# If a node dies, Slurm requeues the job. The next start appends its output to the same file.
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%j.out
@@ -31,24 +31,24 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=96
 #SBATCH --time=48:00:00
-# So many seconds before its time is up the job is told to save. Give it two steps, a save and a
-# minute; 70B writes 0.85 TB.
+# This many seconds before its time is up, the job receives a signal to save. Allow for two steps, a
+# save and a minute; 70B writes 0.85 TB.
 #SBATCH --signal=B:USR1@300
 
 python=${PYTHON:-}                   # empty: .venv/bin/python, or a container's python3
-container_image=${CONTAINER_IMAGE:-} # empty: none; else for pyxis (where srun has it) or Apptainer
-# what it sees, HERE:THERE,…: add data and runs that are elsewhere
+container_image=${CONTAINER_IMAGE:-} # empty: none; otherwise for pyxis (if srun has it) or Apptainer
+# folders that it sees, HERE:THERE,…: add data and runs that are elsewhere
 container_mounts=$SLURM_SUBMIT_DIR:$SLURM_SUBMIT_DIR
 device=${DEVICE:-cuda}               # cpu: a rehearsal on a machine without GPUs
-spare_nodes=${SPARE_NODES:-0}        # left out of training: the worst, says the preflight
-# it may take no longer; on a machine where importing torch takes minutes, more
+spare_nodes=${SPARE_NODES:-0}        # this many nodes, the worst in the preflight, do not train
+# time limit of the preflight; increase it if importing torch takes minutes
 preflight_seconds=${PREFLIGHT_SECONDS:-55}
-# whatever your site needs before Python starts; the network is in slurm/environment.sh
+# commands that your site needs before Python starts; network settings: slurm/environment.sh
 # module load cuda
 # └─────────────────────────────────────────────────────────────────────────────────────────────────
 
-max_restarts=3  # of all ranks, in place, when one fails: seconds, where a requeue is minutes
-max_fruitless=3 # starts in a row without a new checkpoint; then the job no longer requeues itself
+max_restarts=3  # of all ranks, in place, when one fails: takes seconds, a requeue takes minutes
+max_fruitless=3 # after this many starts in a row without a new checkpoint, no more requeueing
 
 set -euo pipefail
 cd "$SLURM_SUBMIT_DIR" # $0 is a copy in Slurm's spool folder
@@ -64,13 +64,14 @@ say() { echo "[$(date '+%F %T') job $SLURM_JOB_ID.$restart] $*"; }
 
 # --- signals --------------------------------------------------------------------------------------
 #
-#   USR1  from Slurm, to this shell only (--signal=B:…), before the time is up. It is passed to
-#         every rank: they agree, save and leave with status 0, and the job requeues itself.
-#   TERM  scancel, `scontrol requeue`, preemption, or the end of the time: to this shell and to
-#         every rank. They save if they can within Slurm's KillWait (30 s). Who sent it decides
+#   USR1  from Slurm, to this shell only (--signal=B:…), before the time is up. The script passes it
+#         to every rank. The ranks agree on a step, save and exit with status 0, and the job requeues
+#         itself.
+#   TERM  from scancel, `scontrol requeue`, preemption, or at the end of the time: to this shell and
+#         to every rank. The ranks save if they can within Slurm's KillWait (30 s). The sender decides
 #         whether the job runs again.
 #
-# CONT comes with both, and must not be trapped: bash then loses the other.
+# CONT comes with both and must not be trapped, because bash would then lose the other signal.
 
 stopping=''   # by USR1
 terminated='' # by TERM
@@ -83,13 +84,13 @@ trap 'terminated=yes' TERM
 stop_in_time() {
   if [ -n "$stopping" ]; then return; fi # a second signal would end the ranks at once
   stopping=yes
-  say "USR1: all ranks save, then the job goes back to the queue"
+  say "USR1: all ranks save, then the job requeues itself"
   if [ -z "$run_dir" ]; then return; fi # training has not begun
-  # The signal is lost where ranks are just being started again, so the file says it too; the ranks
-  # remove it.
+  # The signal is lost if the ranks are being restarted at this moment, so also create the file STOP;
+  # the ranks remove it.
   touch "$run_dir/STOP"
-  # By the step's name: for a link of an array, scancel by the job's repeats the signal, and a
-  # second one would end the ranks.
+  # Signal each job step by its id: for a job of an array, scancel with the job's id sends the signal
+  # twice, and a second signal would end the ranks.
   for step in $(squeue --noheader --steps --jobs "$SLURM_JOB_ID" --format %i | grep '\.[0-9]*$'); do
     scancel --signal=USR1 "$step"
   done
@@ -99,7 +100,8 @@ stop_in_time() {
   timer=$!
 }
 
-# Not saved half a minute before the end: better requeued, from the checkpoint before, than ended.
+# If the ranks have not saved half a minute before the end, requeue the job anyway: it resumes from the
+# checkpoint before.
 # shellcheck disable=SC2317 # stop_in_time calls it
 last_resort() {
   trap 'exit' TERM
@@ -110,7 +112,7 @@ last_resort() {
 
 # --- on each node ---------------------------------------------------------------------------------
 
-inside=() # what a command runs in
+inside=() # the container command
 if [ -z "$container_image" ]; then
   python=${python:-.venv/bin/python}
 elif srun --help | grep -q -- --container-image; then
@@ -121,12 +123,12 @@ else
 fi
 python=${python:-python3}
 
-# `on_nodes SRUN_OPTION… -- COMMAND…`: one task on each node. The shell becomes srun, so it must be
-# a subshell. --cpus-per-task again: since Slurm 22.05, srun does not take it over from sbatch.
-# torchrun would die of USR1, so it is ignored; ranks inherit that, and then listen themselves
-# (runtime/signals.py). Where NODE_LOGS names a folder, each node writes to NODE.log in it, and
-# torchrun below NODE/ (PET_LOG_DIR is its --log-dir). The node opens these files itself: in a name
-# that srun is given it would expand every %, also those of the run folder's name.
+# `on_nodes SRUN_OPTION… -- COMMAND…` runs one task on each node. The shell becomes srun (exec), so call
+# it in a subshell. --cpus-per-task is repeated because, since Slurm 22.05, srun does not inherit it
+# from sbatch. USR1 would kill torchrun, so it is ignored; the ranks inherit this, and then install
+# their own handler (runtime/signals.py). If NODE_LOGS names a folder, each node writes to NODE.log in
+# it, and torchrun writes below NODE/ (PET_LOG_DIR is its --log-dir). The node opens these files
+# itself, because srun would expand every % in a file name, including those in the run folder's name.
 on_nodes() {
   local options=()
   while [ "$1" != -- ]; do options+=("$1") && shift; done
@@ -141,12 +143,11 @@ on_nodes() {
     exec "$@"' "$@"
 }
 
-# The processes meet at a port of the first node. Whoever can reach it can run code as you: torchrun
-# listens on all interfaces, and unpickles what it finds there. Run only where the nodes' network is
-# private; docs/slurm.md, "Who can reach the ports", has a line for the firewall, and the preflight
-# warns of addresses that are reachable from outside. A restart must not meet what may be left of
-# the start before it, nor another job on that node: the port follows from the job and from how
-# often it was restarted.
+# The rendezvous uses a port of the first node. Anyone who can reach it can run code as you: torchrun
+# listens on all interfaces, and unpickles what it reads there. Use it only if the nodes' network is
+# private. docs/ports.md has a rule for the firewall, and the preflight warns of addresses that are
+# reachable from outside. The port depends on the job and on its restart count, so that a start does
+# not reach processes left over from an earlier start, or another job.
 port=$((20000 + (SLURM_JOB_ID * 10 + restart) % 10000))
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste --serial --delimiters=,)
 first_node=${nodes%%,*}
@@ -154,9 +155,9 @@ say "$SLURM_JOB_NUM_NODES nodes × $gpus_per_node: $SLURM_JOB_NODELIST: $*"
 
 # --- preflight ------------------------------------------------------------------------------------
 
-# Is every node fit, and does the configuration fit? Under a minute; the report goes to this log,
-# the answer to standard output: the nodes to train on and the run folder. 1: too few nodes are fit;
-# 2: the configuration is refused. Neither would be better the next time, so neither is requeued.
+# Check every node and the configuration, in less than a minute. The report goes to this log, and the
+# answer to standard output: the nodes to train on and the run folder. Status 1: too few nodes passed;
+# status 2: the configuration is refused. A new try would not help, so neither is requeued.
 status=0
 answer=$(on_nodes --time=$((preflight_seconds / 60 + 3)) -- \
   "$python" -m tools.preflight --meet "$first_node:$((port - 10000))" --node-names "$nodes" \
@@ -164,7 +165,7 @@ answer=$(on_nodes --time=$((preflight_seconds / 60 + 3)) -- \
   --seconds "$preflight_seconds" "$@") || status=$?
 if [ -n "$terminated" ]; then exit 143; fi
 if [ -z "$answer" ]; then
-  say "the preflight failed (status $status): no training"
+  say "the preflight failed (status $status): training does not start"
   exit $((status > 0 ? status : 1))
 fi
 read -r nodes run_dir <<<"$answer"
@@ -174,18 +175,18 @@ num_nodes=$((SLURM_JOB_NUM_NODES - spare_nodes))
 logs=$run_dir/logs/$SLURM_JOB_ID.$restart
 mkdir -p "$logs"
 
-# --- again ----------------------------------------------------------------------------------------
+# --- requeueing -----------------------------------------------------------------------------------
 
 newest_checkpoint() { cat "$run_dir/checkpoints/latest" 2>/dev/null || true; }
 newest_at_start=$(newest_checkpoint)
 fruitless=$run_dir/logs/$SLURM_JOB_ID.fruitless
 if [ "$restart" = 0 ]; then echo 0 >"$fruitless"; fi
 
-# Back to the queue, where more steps are to do. A link of an array that is not the last leaves them
-# to the next one.
+# Requeue the job, because the run has steps left. In an array, only the last job requeues itself; the
+# others leave the steps to the next one.
 go_on() {
   if [ "${SLURM_ARRAY_TASK_ID:-}" != "${SLURM_ARRAY_TASK_MAX:-}" ]; then
-    say "the next link of the array goes on"
+    say "the next job of the array continues the run"
     return
   fi
   local count=0
@@ -196,20 +197,20 @@ go_on() {
     status=1
     return
   fi
-  say "goes back to the queue"
+  say "requeues itself"
   scontrol requeue "$SLURM_JOB_ID" || say "not requeued, unless Slurm has done so already"
 }
 
 # --- training -------------------------------------------------------------------------------------
 
-if [ -n "$stopping" ]; then go_on && exit "$status"; fi # told to stop during the preflight
+if [ -n "$stopping" ]; then go_on && exit "$status"; fi # USR1 came during the preflight
 
 # shellcheck source=slurm/environment.sh
 source slurm/environment.sh
 
-# Each node writes its torchrun's words to NODE.log, and each rank its own to
-# NODE/…/attempt_N/LOCAL_RANK/{stdout,stderr}.log. This log follows the former, without what
-# torchrun says for slurm/first_failure.sh alone (LOGLEVEL).
+# The output of each node's torchrun goes to NODE.log, and that of each rank to
+# NODE/…/attempt_N/LOCAL_RANK/{stdout,stderr}.log. This log follows the NODE.log files, without the
+# INFO lines that only slurm/first_failure.sh needs (LOGLEVEL).
 export LOGLEVEL=INFO
 # shellcheck disable=SC2016 # torchrun expands it
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='${rank}: '
@@ -237,7 +238,7 @@ if [ -n "$timer" ]; then kill "$timer" 2>/dev/null || true; fi
 while kill -0 "$follower" 2>/dev/null; do wait "$follower" || true; done
 
 bash slurm/first_failure.sh "$logs" "/proc/$$/fd/1" || true
-state='' # of the run, as rank 0 left it; after a failure it may be that of an earlier start
+state='' # of the run, as rank 0 wrote it; after a failure the file may be from an earlier start
 if [ "$status" = 0 ]; then
   state=$(sed -n 's/.*"state": "\([a-z]*\)".*/\1/p' "$run_dir/status.json")
 fi
@@ -247,16 +248,16 @@ if [ -n "$stopping" ]; then rm -f "$run_dir/STOP"; fi
 if [ -n "$terminated" ]; then
   status=143
 elif [ "$status" != 0 ]; then
-  if grep -q 'failed (exitcode: 2)' "$logs"/*.log; then # a refusal would be repeated
+  if grep -q 'failed (exitcode: 2)' "$logs"/*.log; then # the next start would be refused too
     status=2
   else
     go_on
   fi
 elif [ "$state" = requeue ]; then
-  # Where a person made the file STOP, the run stays stopped until it is submitted again.
+  # If a user created the file STOP, the run stays stopped until it is submitted again.
   if [ -z "$stopping" ] && grep -q 'file STOP' "$run_dir/status.json"; then exit 0; fi
   go_on
 elif [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
-  scancel --state=PENDING "$SLURM_ARRAY_JOB_ID" # finished: nothing is left for the other links
+  scancel --state=PENDING "$SLURM_ARRAY_JOB_ID" # finished: cancel the remaining jobs of the array
 fi
 exit "$status"

@@ -1,5 +1,5 @@
-"""Sees every collective and every tensor of a computation, below autograd and FSDP, where
-operations are dispatched."""
+"""Record every collective and the largest tensor of a computation, where operations are
+dispatched, below autograd and FSDP."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from parallel.axes import AXES
 from parallel.mesh import Mesh
 
-KINDS = {  # c10d's operator → what it is; the whole tensor of each is its largest
+KINDS = {  # c10d's operator → kind; the largest tensor of each call is the whole tensor
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
     "allreduce_": "all_reduce",
@@ -24,8 +24,8 @@ KINDS = {  # c10d's operator → what it is; the whole tensor of each is its lar
 
 @dataclass(frozen=True)
 class Seen:
-    """One collective: over which axis of the mesh, which kind, and the bytes of the whole
-    (gathered, unscattered) tensor."""
+    """One collective: its mesh axis, its kind, and the bytes of the whole tensor (after a gather,
+    before a scatter)."""
 
     axis: str
     kind: str
@@ -33,11 +33,11 @@ class Seen:
 
 
 class Listener(TorchDispatchMode):
-    """Collectives over groups of more than one rank, operations by name, and the largest tensor
-    made.
+    """Records collectives over more than one rank, counts of operations by name, and the number of
+    elements of the largest tensor.
 
-    A collective over one rank moves nothing and is not listed. Where an axis is the whole world,
-    one group may serve both, and the axis is named.
+    A collective over one rank moves nothing and is not recorded. Where an axis spans the whole
+    world, one group may serve both; it is then recorded under the axis.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -64,7 +64,7 @@ class Listener(TorchDispatchMode):
                 if isinstance(a, torch.ScriptObject) and is_group(a)
             )
             self._saw(name, group.group_name, group.size(), tensors)
-        # DTensor's reduction of partial sums
+        # how DTensor reduces partial sums
         elif namespace == "_c10d_functional" and name == "all_reduce":
             group = _resolve_process_group(args[2])
             self._saw(name, group.group_name, group.size(), tensors)
@@ -80,7 +80,7 @@ class Listener(TorchDispatchMode):
             )
 
     def count(self, axis: str | None = None) -> dict[str, tuple[int, int]]:
-        """Of each kind over `axis` (or over all): how many, and how many bytes together."""
+        """Kind → (number of collectives, their total bytes), over `axis` or over all axes."""
         table: dict[str, tuple[int, int]] = {}
         for seen in self.collectives:
             if axis in (None, seen.axis):

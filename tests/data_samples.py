@@ -1,5 +1,5 @@
-"""Real data for the tests of data/: a tokenizer trained on this Python's own source, and a prepared
-folder made from it."""
+"""Real data for tests: a tokenizer trained on source of the Python standard library, and data sets
+prepared from it."""
 
 import sysconfig
 from functools import cache
@@ -10,8 +10,8 @@ from data.sources import documents
 from data.tokenizer import Tokenizer
 
 STDLIB_FOLDER = Path(sysconfig.get_paths()["stdlib"])
-SOURCE = str(STDLIB_FOLDER / "json")  # a handful of documents of real text, and `email` about forty
-MANY = str(STDLIB_FOLDER / "email")
+SOURCE = str(STDLIB_FOLDER / "json")  # a handful of documents
+MANY = str(STDLIB_FOLDER / "email")  # about thirty
 
 
 @cache
@@ -20,8 +20,8 @@ def tokenizer() -> Tokenizer:
 
 
 def prepared(out: Path, source: str = MANY, **options) -> Path:
-    """`out`, with `source` prepared in several small shards and a third of the documents held
-    out."""
+    """Prepare `source` in `out`, in several small shards and with 30% of the documents held out;
+    return `out`."""
     options = {"heldout_fraction": 0.3, "shard_tokens": 20_000} | options
     prepare(source, tokenizer(), out, **options)
     return out

@@ -1,4 +1,4 @@
-"""An answer to each exercise of docs/exercises, under its name. Read them after you have tried."""
+"""Answers to the exercises in docs/exercises, under the exercises' names. Try them first."""
 
 import math
 
@@ -19,18 +19,42 @@ def ranks_that_share(axis: str, rank: int, shape: tuple[int, int, int, int]) -> 
     return [rank + (other - mine) * stride for other in range(shape[dim])]
 
 
+def shard_of_rows(weight: Tensor, tp_rank: int, tp: int) -> Tensor:
+    return weight.chunk(tp)[tp_rank]
+
+
+def gathered(x: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+    if not sequence_parallel:
+        return x
+    whole = x.new_empty(group.size() * x.shape[0], x.shape[1])
+    dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
+    return whole
+
+
+def column_parallel_forward(
+    x: Tensor, weight: Tensor, group: ProcessGroup, sequence_parallel: bool
+) -> Tensor:
+    return gathered(x, group, sequence_parallel) @ weight.T
+
+
 def column_parallel_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, group: ProcessGroup
+    dy: Tensor, x: Tensor, weight: Tensor, group: ProcessGroup, sequence_parallel: bool
 ) -> tuple[Tensor, Tensor]:
-    dx = dy @ weight  # of this rank's outputs alone: a partial sum
-    dist.all_reduce(dx, group=group)
-    return dx, dy.T @ x  # this rank's rows have no other gradient
+    partial = dy @ weight  # only from this rank's outputs: a partial sum
+    dx = torch.empty_like(x)
+    if sequence_parallel:
+        dist.reduce_scatter_tensor(dx, partial, group=group)
+    else:
+        dist.all_reduce(partial, group=group)
+        dx = partial
+    # complete: no other rank contributes to this rank's rows
+    return dx, dy.T @ gathered(x, group, sequence_parallel)
 
 
 def leave_backward(dy: Tensor, group: ProcessGroup) -> Tensor:
     parts = [torch.empty_like(dy) for _ in range(group.size())]
     dist.all_gather(parts, dy, group=group)
-    return torch.cat(parts)  # each number of x went into one number of y, with factor 1
+    return torch.cat(parts)  # each element of x went into one element of y, with factor 1
 
 
 def norm_weight_gradient(
@@ -69,7 +93,7 @@ def bytes_per_parameter(zero_stage: int, ranks: int) -> float:
 
 
 def rows_of(step: int, dp_rank: int, dp_size: int, batches: list[tuple[int, int]]) -> range:
-    first = 0  # the state of the loader: one number
+    first = 0  # the loader's whole state
     for steps, size in batches:
         if step < steps:
             rows = size // dp_size
@@ -95,7 +119,7 @@ def merge(a: Block, b: Block) -> Block:
 
 
 def moved_bytes(elements: int, fused: bool) -> int:
-    # g, u and y; or one input and one output, then twice two inputs and one output
+    # fused: g, u and y; otherwise one input and one output, then twice two inputs and one output
     numbers = 3 if fused else 2 + 3 + 3
     return 2 * numbers * elements
 
@@ -124,7 +148,7 @@ def best_interval(save: float, mean_between_failures: float) -> float:
 
 def trust_ratio(weight: Tensor, update: Tensor, group: ProcessGroup) -> Tensor:
     squares = torch.stack([weight.double().square().sum(), update.double().square().sum()])
-    # two numbers a matrix; those of all matrices can travel together
+    # two numbers per matrix; one all-reduce could serve all matrices
     dist.all_reduce(squares, group=group)
     whole, step = squares.sqrt()
     return torch.where((whole > 0) & (step > 0), whole / step, torch.ones_like(whole)).to(
@@ -135,6 +159,6 @@ def trust_ratio(weight: Tensor, update: Tensor, group: ProcessGroup) -> Tensor:
 def break_it(schedule: list[list[Action]]) -> list[list[Action]]:
     first = schedule[0]
     backward = first.pop(next(i for i, action in enumerate(first) if action.kind is BACKWARD))
-    # rank 0 waits for a gradient; rank 1 first wants another forward, which comes after it
+    # rank 0 waits for a gradient; rank 1 first waits for a forward that rank 0 runs only after it
     first.insert(1, backward)
     return schedule

@@ -1,8 +1,7 @@
-"""torch's attention over packed sequences, on the CPU: its operation is there, its kernels are the
-GPU's. Plain ones stand in.
+"""Plain CPU kernels for torch's attention over packed sequences, which has kernels only for GPUs.
 
-What is under test is on both sides of them: what we tell the operation, and what autograd,
-checkpoints and the compiler make of it.
+Under test is the code around the kernels: the arguments that we pass to the operation, and how
+autograd, activation checkpointing and the compiler treat it.
 """
 
 import contextlib
@@ -18,8 +17,8 @@ CALLS: Counter[str] = Counter()
 
 
 def segment_weights(q, k, scale, behind):
-    """Softmax weights [H, L, L] of one document's q and k [L, H, E]; `behind`: keys that a query
-    sees before its own, -1: all."""
+    """Softmax weights [H, L, L] for one document's q and k [L, H, E]. `behind` is the number of
+    keys before its own that a query sees; -1 means all."""
     scores = torch.einsum("ihe,jhe->hij", q, k) * scale
     ones = torch.ones(scores.shape[-2:])
     hidden = ones.triu(1) + (ones.tril(-behind - 1) if behind >= 0 else 0)
@@ -27,7 +26,7 @@ def segment_weights(q, k, scale, behind):
 
 
 def segments(q, k, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, window_size):
-    """The documents, one after another, as slices of T; and how many query heads share a key/value
+    """The documents as consecutive slices of T, and the number of query heads per key/value
     head."""
     behind, ahead = window_size
     assert ahead == 0
@@ -94,8 +93,8 @@ def plain_backward(
 
 @contextlib.contextmanager
 def flash_attention_stands_in():
-    """torch's own kernel for packed sequences needs a GPU; its operation, on the CPU, computes
-    plainly. Counts its calls."""
+    """Run torch's attention over packed sequences on the CPU with the plain kernels; yield counts
+    of its calls."""
     varlen._varlen_attn.register_kernel("cpu")(plain_forward)
     varlen._varlen_attn_backward.register_kernel("cpu")(plain_backward)
     CALLS.clear()

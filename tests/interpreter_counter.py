@@ -1,13 +1,13 @@
-"""What kernels read and write, counted byte by byte in Triton's CPU interpreter.
+"""Count the bytes that kernels read and write, in Triton's CPU interpreter.
 
     with counted() as launches:
         rms_norm(x, weight, 1e-5, "triton")
-    launches[0].loaded + launches[0].stored     # what moves if a launch fetches every byte once
+    launches[0].loaded + launches[0].stored     # the traffic if a launch fetches every byte once
 
 The interpreter knows the address of every element that a program loads or stores. A byte counts
-once a launch, however many programs need it: that is the memory's traffic where caches hold what is
-needed again. What one program loads again is counted apart: a row that is read twice is found even
-so.
+once per launch, however many programs access it: that is the memory traffic if caches serve every
+repeated access. Bytes that one program loads again are counted separately, so that a row read twice
+is still found.
 """
 
 from collections.abc import Iterator
@@ -21,14 +21,14 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Launch:
-    """In bytes."""
+    """The traffic of one kernel launch, in bytes."""
 
     kernel: str
     programs: int
     loaded: int  # from different addresses
     stored: int
     loaded_again: int  # by the same program from the same address
-    stored_again: int  # to the same address, by whichever program
+    stored_again: int  # to the same address, by any program
 
 
 @dataclass
@@ -57,7 +57,7 @@ def _sum_up(kernel: str, programs: list[_Program]) -> Launch:
 
 
 def _bytes(pointers: Any, mask: Any) -> np.ndarray:
-    """The address of every byte that is accessed."""
+    """The addresses of all bytes accessed."""
     addresses = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)].astype(
         np.uint64
     )
@@ -67,7 +67,7 @@ def _bytes(pointers: Any, mask: Any) -> np.ndarray:
 
 @contextmanager
 def counted() -> Iterator[list[Launch]]:
-    """The launches of this block, each added when it is over."""
+    """Yield a list to which every launch in this block is appended when it ends."""
     from triton.runtime import interpreter
 
     builder = interpreter.InterpreterBuilder

@@ -1,4 +1,4 @@
-"""Whole training runs, small, on ranks of the tests' pool."""
+"""Small but complete training runs on the ranks of the tests' pool."""
 
 import json
 import shutil
@@ -21,12 +21,12 @@ from training.build import build_stages
 from training.load_config import load_config
 from training.step import TrainStep
 
-LAYOUT_3D = {"tp": 2, "pp": 2}  # and dp_shard 2, on 8 ranks
+LAYOUT_3D = {"tp": 2, "pp": 2}  # and, on 8 ranks, dp_shard 2
 
 
 def write_config(folder: Path, data: Path, **sections: dict[str, Any]) -> str:
-    """A small run's configuration file in `folder`: 4 layers, batches of 8 sequences of 32 tokens,
-    micro-batches of 2; its run folder is `folder`/run."""
+    """Write the configuration of a small run to `folder` and return its path: 4 layers, batches of
+    8 sequences of 32 tokens, micro-batches of 2 sequences, run folder `folder`/run."""
     raw: dict[str, dict[str, Any]] = {
         "model": {"dim": 32, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 64,
                   "vocab_size": tokenizer().vocab_size},
@@ -46,8 +46,8 @@ def write_config(folder: Path, data: Path, **sections: dict[str, Any]) -> str:
 
 
 def train_run(arguments: list[str]) -> str:
-    """What `train.py` does, inside a process group that is there already; the message of a
-    UserError, or the empty string."""
+    """Do what `train.py` does, in the existing process group. Return the message of a UserError, or
+    the empty string."""
     warnings.simplefilter("ignore")
     try:
         config = on_all_ranks(lambda: train.read_config(arguments, "cpu"), "cpu")
@@ -59,7 +59,7 @@ def train_run(arguments: list[str]) -> str:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """Step → loss of the run in `folder`/run, from its metrics.jsonl."""
+    """Step → loss, from the metrics.jsonl of the run in `folder`/run."""
     lines = [
         json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
     ]
@@ -69,8 +69,8 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 def global_state(arguments: list[str], path: str) -> dict[str, torch.Tensor]:
-    """Rank 0: every global tensor, weights and moments, as this layout holds it after loading the
-    checkpoint `path`."""
+    """Load the checkpoint `path` in this layout and return every global tensor (weights and
+    optimizer moments), gathered from all ranks."""
     warnings.simplefilter("ignore")
     config = load_config(arguments[0], arguments[1:])
     mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
@@ -89,8 +89,8 @@ def fresh(folder: Path) -> None:
 
 
 def copy_of(saved: Path, folder: Path) -> tuple[str, Path]:
-    """A copy of a run that `write_config` described in `saved`: its configuration file and its
-    checkpoints, in `folder`."""
+    """Copy the run in `saved` (configured by `write_config`) to `folder`; return the copy's
+    configuration file and its checkpoint folder."""
     shutil.copytree(saved / "run", folder / "run")
     config = (saved / "config.yaml").read_text().replace(str(saved / "run"), str(folder / "run"))
     (folder / "config.yaml").write_text(config)

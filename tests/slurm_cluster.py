@@ -1,14 +1,14 @@
-"""A real Slurm on this machine: one controller and some nodes, for tests/slurm_scenarios.py. Needs
-Linux and root.
+"""Run a real Slurm on this machine, with one controller and several nodes, for
+tests/slurm_scenarios.py. Needs Linux and root.
 
     with Cluster(folder, nodes=32) as cluster:
         job = cluster.sbatch("--nodes", "2", "slurm/train_70b.sh", "config.yaml")
         wait_for(lambda: cluster.job(job)["JobState"] == "COMPLETED", "the job's end")
 
-A node is a slurmd with a host name, a hosts file and a loopback address of its own (namespaces of
-names and mounts, no container). Its GPUs are device nodes that are /dev/null: Slurm counts them out
-as if they were GPUs. There is no systemd and no cgroup, nothing outside `folder` is written, and
-every process is ended by its id, whatever happened.
+A node is a slurmd with its own host name, hosts file and loopback address (UTS and mount
+namespaces, no container). Its GPUs are device nodes equivalent to /dev/null, which Slurm allocates
+as if they were GPUs. There is no systemd and no cgroup, nothing is written outside `folder`, and
+every process is killed by its id, even after an error.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "shellcheck")
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "shellcheck")
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")  # states of a job
-PARTITION = "YOUR_PARTITION"  # what slurm/*.sh ask for until they are edited
+PARTITION = "YOUR_PARTITION"  # the placeholder in slurm/*.sh, which users replace
 
 CONFIGURATION = """
 ClusterName=test
@@ -77,7 +77,7 @@ NODE = (
 
 
 def install() -> None:
-    """Slurm and shellcheck from Debian's packages, where they are missing."""
+    """Install Slurm and shellcheck from Debian's packages if they are missing."""
     if all(shutil.which(program) for program in PROGRAMS):
         return
     assert os.geteuid() == 0, f"not root, and {', '.join(PROGRAMS)} are needed"
@@ -88,25 +88,26 @@ def install() -> None:
 
 
 def wait_for(condition: Callable[[], object], what: str, seconds: float = 600) -> None:
-    """Until `condition()` holds; an AssertionError that names `what` if it does not in time."""
+    """Wait until `condition()` holds; after `seconds`, raise an AssertionError that names
+    `what`."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, f"{what} did not come within {seconds:.0f} s"
+        assert time.monotonic() < end, f"timed out after {seconds:.0f} s: {what}"
         time.sleep(0.1)
 
 
 class Cluster:
-    """Nodes n1 …
+    """A Slurm cluster with nodes n1, n2, …
 
     Args:
-        folder: an empty folder of this cluster's own.
-        nodes: how many; one that has no job costs nothing.
+        folder: an empty folder for this cluster only.
+        nodes: the number of nodes; an idle node costs nothing.
     """
 
     def __init__(self, folder: Path, nodes: int) -> None:
         self.folder, self.nodes = folder, [f"n{i}" for i in range(1, nodes + 1)]
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
-        self.namespaces: dict[str, str] = {}  # node → its namespace of names
+        self.namespaces: dict[str, str] = {}  # node → its UTS namespace
         for number in range(8):
             os.mknod(folder / f"gpu{number}", 0o20666, os.makedev(1, 3))
         for name in ("state", *(f"spool-{node}" for node in self.nodes)):
@@ -123,8 +124,8 @@ class Cluster:
             f"NodeName=n[1-{nodes}] Name=gpu Type=h100 File={folder}/gpu[0-7]\n"
         )
         controller_port, *ports = free_ports(1 + nodes)
-        # The scripts' ports follow from the job's id: another such cluster on this machine must
-        # have others.
+        # The scripts derive their ports from the job id, so that job ids start at a random number:
+        # another such cluster on this machine must get other ports.
         text = CONFIGURATION.format(
             host=socket.gethostname(),
             controller_port=controller_port,
@@ -138,7 +139,7 @@ class Cluster:
         (folder / "slurm.conf").write_text(text)
 
     def __enter__(self) -> "Cluster":
-        # so that `close` is called then too
+        # so that SIGTERM leads to `close` too
         signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
         try:
             munged = [
@@ -165,8 +166,8 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        """End everything: the jobs, then what is left on the nodes, then the daemons; by their
-        ids."""
+        """End everything, by process id: first the jobs, then what is left on the nodes, then the
+        daemons."""
         if self.namespaces:
             with contextlib.suppress(subprocess.SubprocessError, AssertionError):
                 self.run("scancel", "--user", "root")
@@ -188,13 +189,13 @@ class Cluster:
     # --- commands ---------------------------------------------------------------------------------
 
     def run(self, *command: str, **environment: str) -> str:
-        """A command's standard output; it must succeed."""
+        """Run a command, which must succeed, and return its standard output."""
         variables = {**self.environment, **environment}
         for _ in range(3):
             done = subprocess.run(
                 command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=120
             )
-            if done.returncode != -signal.SIGPIPE:  # the busy controller hung up: ask again
+            if done.returncode != -signal.SIGPIPE:  # else the busy controller hung up: try again
                 break
         if done.returncode:
             raise subprocess.SubprocessError(
@@ -203,12 +204,12 @@ class Cluster:
         return done.stdout
 
     def sbatch(self, *arguments: str, **environment: str) -> str:
-        """The id of the job."""
+        """Submit a job and return its id."""
         output = f"--output={self.folder}/slurm-%j.out"
         return self.run("sbatch", "--parsable", output, *arguments, **environment).strip()
 
     def job(self, job: str) -> dict[str, str]:
-        """What `scontrol show job` says: JobState, Restarts, ExitCode …"""
+        """The output of `scontrol show job`: JobState, Restarts, ExitCode, …"""
         words = self.run("scontrol", "--oneliner", "show", "job", job).splitlines()[0].split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
@@ -219,7 +220,7 @@ class Cluster:
     def wait_for_job(
         self, job: str, condition: Callable[[dict[str, str]], object], what: str
     ) -> None:
-        """Until `condition(self.job(job))` holds; the job must not be over before."""
+        """Wait until `condition(self.job(job))` holds; fail if the job ends before."""
 
         def holds() -> object:
             seen = self.job(job)
@@ -231,15 +232,15 @@ class Cluster:
         wait_for(holds, what)
 
     def wait_until_ended(self, job: str, state: str) -> None:
-        """Until the job is over, and it must be in `state`."""
+        """Wait until the job is in `state`; fail if it ends in another."""
         self.wait_for_job(job, lambda seen: seen["JobState"] == state, f"{state} of job {job}")
 
     def start_now(self, job: str, restarts: int) -> None:
-        """Wait until the job is in the queue again, and do not let it wait the two minutes that
-        Slurm gives it there.
+        """Wait until the job is in the queue again, and shorten the two minutes that Slurm would
+        keep it there to three seconds.
 
-        Three seconds are needed: a start within the second of the requeue is refused as a forged
-        one.
+        Three seconds are needed, because Slurm rejects a start within the second of the requeue as
+        forged.
         """
         again = {"Restarts": str(restarts), "JobState": "PENDING"}
         self.wait_for_job(
@@ -276,7 +277,7 @@ class Cluster:
         )
 
     def kill_node(self, node: str) -> None:
-        """Its daemon and every process on it, by SIGKILL, as when a machine dies."""
+        """Kill the node's daemon and every process on it with SIGKILL, as when a machine dies."""
         end = time.monotonic() + 60
         while pids := list(self.processes(node)):
             assert time.monotonic() < end, f"processes of {node} do not end: {pids}"
@@ -287,15 +288,15 @@ class Cluster:
         (self.folder / f"slurmd-{node}.pid").unlink(missing_ok=True)
 
     def processes(self, node: str) -> Iterator[int]:
-        """Ids of all processes of a node that have not ended."""
+        """The ids of all processes of a node that have not ended."""
         for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it is gone
+            with contextlib.suppress(OSError):  # the process has ended
                 here = os.readlink(folder / "ns/uts") == self.namespaces[node]
                 if here and (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
                     yield int(folder.name)
 
     def ranks(self, node: str) -> dict[int, int]:
-        """Rank → process id, of the training processes of a node."""
+        """Rank → process id of the training processes on a node."""
         found = {}
         for pid in self.processes(node):
             with contextlib.suppress(OSError, KeyError):
@@ -309,19 +310,19 @@ class Cluster:
         return found
 
     def batch_shell(self, node: str) -> int:
-        """The process id of the job script on its first node."""
+        """The process id of the job script, which runs on the job's first node."""
         for pid in self.processes(node):
             with contextlib.suppress(OSError):
                 parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
-                # not a subshell of it
+                # Its parent distinguishes the script from its subshells.
                 if b"/slurm_script\0" in _command(pid) and b"slurmstepd" in _command(parent):
                     return pid
         raise AssertionError(f"no job script runs on {node}")
 
     @contextlib.contextmanager
     def held(self, node: str) -> Iterator[None]:
-        """One rank of the node stands still, and all others soon wait for it: a run that does not
-        end before Slurm's clock, which looks twice a minute, has struck."""
+        """Stop one rank of the node, so that all others soon wait for it. The run then cannot end
+        before Slurm, which checks time limits twice a minute, has acted."""
         pid = min(self.ranks(node).items())[1]
         os.kill(pid, signal.SIGSTOP)
         try:

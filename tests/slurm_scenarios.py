@@ -1,9 +1,9 @@
-"""slurm/train_70b.sh, as it is, on a real Slurm with a tiny model: `make test-slurm`. (`make test`
-does not collect this file.)
+"""Run slurm/train_70b.sh unmodified on a real Slurm, with a tiny model: `make test-slurm`. (`make
+test` does not collect this file.)
 
-Two nodes × four processes over gloo. What a test wants otherwise than the script says, it gives to
-sbatch or in the variables that the script's block at the top reads. Nothing waits for a fixed time:
-tests look for what should happen, up to ten minutes.
+Two nodes × four processes over gloo. Where a test needs other settings than the script's, it passes
+options to sbatch, or sets the variables that the block at the top of the script reads. No test
+waits for a fixed time: each polls for the expected event, for up to ten minutes.
 """
 
 import json
@@ -22,7 +22,7 @@ from tests.runs import LAYOUT_3D, losses, write_config
 from tests.slurm_cluster import ROOT, Cluster, install, wait_for
 
 SCRIPT = "slurm/train_70b.sh"
-# enough that the run is still going when the last of its disturbances comes, on a fast machine too
+# enough that the run is still going at the last failure, on a fast machine too
 STEPS = 160
 SECRET = "not-to-be-seen-0123456789"
 VARIABLES = {
@@ -36,7 +36,7 @@ VARIABLES = {
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     install()
-    # Not pytest's folder: munge wants its socket where everyone may go.
+    # Not pytest's folder: munge requires its socket in a folder that everyone may enter.
     with (
         tempfile.TemporaryDirectory(prefix="slurm-") as folder,
         Cluster(Path(folder), nodes=32) as cluster,
@@ -45,7 +45,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 class Run:
-    """A configuration, and the job that trains it."""
+    """A configuration and the Slurm job that trains it."""
 
     def __init__(self, cluster: Cluster, folder: Path, data: Path, **sections: dict) -> None:
         self.cluster, self.folder = cluster, folder
@@ -80,7 +80,7 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The last step that was written down."""
+        """The last step in metrics.jsonl; 0 if there is none."""
         metrics = self.folder / "run" / "metrics.jsonl"
         lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
         return max((json.loads(line)["step"] for line in lines if line.endswith("\n")), default=0)
@@ -116,7 +116,8 @@ def test_slurm_accepts_every_script_as_it_is(cluster: Cluster) -> None:
     cluster.run(
         "sbatch", "--test-only", "--nodes", "8", SCRIPT, "configs/llama3_8b.yaml", "parallel.pp=1"
     )
-    with pytest.raises(subprocess.SubprocessError, match="not available"):  # the control
+    # control: a job of more nodes than the cluster has is refused
+    with pytest.raises(subprocess.SubprocessError, match="not available"):
         cluster.run("sbatch", "--test-only", "--nodes", "33", SCRIPT)
 
 
@@ -124,7 +125,7 @@ def test_shellcheck_is_clean() -> None:
     subprocess.run(["shellcheck", *sorted(map(str, (ROOT / "slurm").glob("*.sh")))], check=True)
 
 
-# --- one run left alone, and the same run through everything that can befall it -------------------
+# --- an undisturbed run, and the same run through a series of failures ----------------------------
 
 
 @pytest.fixture(scope="module")
@@ -157,11 +158,12 @@ def disturbed(cluster: Cluster, data: Path, tmp_path_factory: pytest.TempPathFac
 
 
 def test_the_time_limit(cluster: Cluster, disturbed: Run) -> None:
-    """USR1 to the batch shell → every rank saves → the job requeues itself → it goes on in the same
-    folder."""
+    """Slurm sends USR1 to the batch shell, every rank saves, the job requeues itself, and it
+    resumes in the same folder without losing a step."""
     disturbed.wait_for_step(7)
     with cluster.held("n2"):
-        # More than a minute is left, fewer than the 120 s before which Slurm sends USR1.
+        # Leave more than a minute, but less than the 120 s before the end at which Slurm sends
+        # USR1.
         used = cluster.run("squeue", "-h", "-j", disturbed.job, "-o", "%M").strip()
         hours, minutes, _ = (["0", "0", *used.split(":")])[-3:]
         cluster.run(
@@ -178,11 +180,11 @@ def test_the_time_limit(cluster: Cluster, disturbed: Run) -> None:
     assert 7 <= saved < STEPS
     cluster.run("scontrol", "update", f"jobid={disturbed.job}", "timelimit=60")
     disturbed.wait_for_step(saved + 1)
-    assert f"at step {saved};" in disturbed.log  # no step is lost
+    assert f"at step {saved};" in disturbed.log  # no step was lost
 
 
 def test_a_rank_is_killed(cluster: Cluster, disturbed: Run) -> None:
-    """torchrun starts all ranks again in place."""
+    """torchrun restarts all ranks within the same job."""
     step = disturbed.step
     disturbed.wait_for_step(step + 1)
     rank, pid = max(cluster.ranks("n2").items())
@@ -197,7 +199,7 @@ def test_a_rank_is_killed(cluster: Cluster, disturbed: Run) -> None:
 def test_scontrol_requeue(cluster: Cluster, disturbed: Run) -> None:
     cluster.run("scontrol", "requeue", disturbed.job)
     cluster.start_now(disturbed.job, restarts=2)
-    # What was the first failure stands at the top, though the run went on after it.
+    # The first failure is on the log's first line, although the run continued after it.
     first_line = disturbed.log.splitlines()[0]
     rank = disturbed.killed_rank
     assert first_line.startswith(
@@ -210,8 +212,8 @@ def test_scontrol_requeue(cluster: Cluster, disturbed: Run) -> None:
 
 
 def test_a_node_dies(cluster: Cluster, disturbed: Run, undisturbed: Run) -> None:
-    """Its daemon and all its processes at once. Slurm notices, requeues by itself, and the run ends
-    as if nothing had been."""
+    """A node's daemon and processes are killed at once. Slurm notices and requeues the job, and
+    the losses of the finished run equal those of an undisturbed run, bit for bit."""
     logs = disturbed.folder / "run" / "logs" / f"{disturbed.job}.2"
     wait_for(
         lambda: "starting from" in "".join(path.read_text() for path in logs.glob("*.log")),
@@ -234,9 +236,9 @@ def test_a_node_dies(cluster: Cluster, disturbed: Run, undisturbed: Run) -> None
 
 
 def test_an_array_of_three_links(cluster: Cluster, data: Path, tmp_path: Path) -> None:
-    """Each stops before its time is up and leaves the rest to the next; a fourth is not needed.
-    They run in a container, of which there is the command line alone: a stand-in for Apptainer that
-    runs what it is given."""
+    """Each job of an array saves before its time limit, and the next one continues; the fourth is
+    cancelled because the third finishes the run. The jobs run under a fake Apptainer, which checks
+    its options and runs the command without a container."""
     stand_in = tmp_path / "bin" / "apptainer"
     stand_in.parent.mkdir()
     stand_in.write_text(
@@ -261,20 +263,20 @@ def test_an_array_of_three_links(cluster: Cluster, data: Path, tmp_path: Path) -
         if link < 3:
             run.wait_for_step(starts[-1] + 3)
             with cluster.held("n1"):
-                # what Slurm does before the time is up
+                # as Slurm does before the time limit
                 os.kill(cluster.batch_shell("n1"), signal.SIGUSR1)
                 run.wait_for_log("USR1: all ranks save")
         cluster.wait_until_ended(run.job, "COMPLETED")
         assert run.status["state"] == ("requeue" if link < 3 else "finished")
     assert 0 == starts[0] < starts[1] < starts[2]
-    cluster.wait_until_ended(f"{array}_4", "CANCELLED")  # nothing was left for it
+    cluster.wait_until_ended(f"{array}_4", "CANCELLED")  # no steps were left for it
     assert sorted(losses(run.folder)) == list(range(1, STEPS + 1))
 
 
 @pytest.fixture
 def other_code_on_n2(cluster: Cluster, tmp_path: Path) -> Iterator[None]:
-    """One file of the repository reads otherwise on n2, and only there: a mount that its namespace
-    alone has."""
+    """One file of the repository has other content on n2, by a mount that exists only in the
+    namespace of n2."""
     changed = tmp_path / "errors.py"
     changed.write_text((ROOT / "errors.py").read_text() + "\n# another version\n")
     enter = [
@@ -297,7 +299,7 @@ def test_a_preflight_that_fails_on_one_node(
     assert "FAILED   n2: other code than most nodes: errors.py" in run.log
     assert "sbatch --exclude=n2" in run.log
     assert not (run.folder / "run").exists()
-    # With a spare node asked for, it is left out.
+    # If a spare node is requested, the failing node is left out.
     run.submit(SPARE_NODES="1")
     cluster.wait_until_ended(run.job, "COMPLETED")
     assert "preflight passed: 1 nodes, without n2" in run.log
@@ -315,8 +317,8 @@ def test_what_training_would_refuse(cluster: Cluster, data: Path, tmp_path: Path
 def test_two_jobs_do_not_write_to_one_run_folder(
     cluster: Cluster, data: Path, tmp_path: Path
 ) -> None:
-    """The second is refused, once, and the first goes on. In the folder's name and in an override
-    is what srun would expand."""
+    """The second job is refused, and the first continues. The folder's name and an override contain
+    % patterns that srun would expand, and must be taken literally."""
     odd = str(tmp_path / "100%N and %j")
     first = Run(
         cluster,
@@ -348,12 +350,12 @@ def test_two_jobs_do_not_write_to_one_run_folder(
     cluster.wait_until_ended(first.job, "CANCELLED")
 
 
-# --- what is the script's alone, with a stand-in for Python: no rank is ever started --------------
+# --- the job script only, with a fake Python: no rank is ever started -----------------------------
 
 
 def stand_in_for_python(folder: Path, torchrun: str) -> str:
-    """A program that passes every preflight on n3, and carries out the shell command `torchrun`
-    instead of training."""
+    """Write a program that passes every preflight on n3 and runs the shell command `torchrun`
+    instead of training; return its path."""
     (folder / "run" / "checkpoints").mkdir(parents=True)
     program = folder / "python"
     program.write_text(
@@ -365,8 +367,8 @@ def stand_in_for_python(folder: Path, torchrun: str) -> str:
 
 
 def test_a_job_does_not_requeue_itself_for_ever(cluster: Cluster, tmp_path: Path) -> None:
-    """Five starts fail, of which the second alone has made a checkpoint: three in a row without
-    one, and it gives up."""
+    """Five starts fail, and only the second has made a checkpoint. After three starts in a row
+    without a checkpoint, the job stops requeueing itself."""
     fail = (
         '[ "$SLURM_RESTART_COUNT" != 1 ] || echo step-00000005 > '
         f"{tmp_path}/run/checkpoints/latest; exit 1"

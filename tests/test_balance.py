@@ -1,5 +1,5 @@
-"""`parallel.layers_per_stage=auto`: the split whose slowest stage is fastest, and no worse than an
-even one."""
+"""`parallel.layers_per_stage=auto` finds the split with the fastest slowest rank, and the simulated
+step is shorter than with an even split."""
 
 import random
 from itertools import combinations, pairwise
@@ -21,7 +21,7 @@ from training.load_config import load_config
 
 
 def every_split(layers, stages):
-    """All splits with a layer at least for every stage in between."""
+    """All splits with at least one layer in every stage except the first and the last."""
     for cuts in combinations(range(layers + stages - 1), stages - 1):
         edges = [-1, *cuts, layers + stages - 1]
         counts = [b - a - 1 for a, b in pairwise(edges)]
@@ -55,7 +55,8 @@ def test_layers_alone_are_split_evenly():
 
 
 def test_layers_that_differ_are_dealt_by_their_own_costs():
-    """Against every split: of layers of two kinds side by side, and in turn."""
+    """With layers of two costs, grouped or alternating, the split is within 10% of the best of all
+    splits, and no worse than one made from the mean cost."""
     for blocks in ((1.0,) * 6 + (3.0,) * 6, (1.0, 3.0) * 6, (5.0,) + (1.0,) * 11):
         costs = LayerCosts(0.5, blocks, 1.5)
         for where in ([0, 1, 2], [0, 1, 2, 3], [0, 1, 1, 0]):
@@ -81,8 +82,8 @@ def test_costs_are_of_the_layers_that_there_are():
 
 @pytest.mark.parametrize("pp", [4, 8])
 def test_the_simulated_step_is_shorter(pp):
-    """Llama 3 8B, 4 micro-batches a rank: the head is worth two and a half blocks, and an even
-    split waits for it."""
+    """For Llama 3 8B with 4 micro-batches per rank, the automatic split shortens the step by over
+    5%: the head costs about 2.5 blocks, and with an even split all ranks wait for it."""
     config = load_config(
         "configs/llama3_8b.yaml", [f"parallel.pp={pp}", "parallel.layers_per_stage=auto"]
     )
@@ -101,8 +102,8 @@ def test_the_simulated_step_is_shorter(pp):
 
 
 def test_interleaved_stages_are_balanced_by_rank():
-    """80 layers on 8 ranks with two stages each: the head's rank gets fewer layers in both of its
-    stages."""
+    """Two stages per rank are balanced together: with 80 layers on 8 ranks, the simulated step is
+    at least 3% shorter than with an even split."""
     costs, where = LayerCosts(0.0, (1.0,) * 80, 2.0), [s % 8 for s in range(16)]
     times = []
     for split in (even_split(80, 16), balanced_split(costs, where)):

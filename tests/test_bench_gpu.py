@@ -1,5 +1,5 @@
-"""The GPU benchmarks, tiny: every row is there, a wrong kernel is found, and what one row suffers
-the others do not."""
+"""The GPU benchmarks at tiny sizes: every row is present, a wrong kernel is found, and a failure in
+one row does not affect the others."""
 
 import json
 import math
@@ -39,7 +39,7 @@ OPTIONAL = {"liger": "liger_kernel", "hugging face": "transformers"}
 
 
 def run(program: Any, folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-    """Exit status and results."""
+    """Run a benchmark at tiny size; return its exit status and its results."""
     status = program.main(["--tiny", "--out", str(folder), *arguments])
     text = (folder / f"{program.__name__.split('.')[-1]}.json").read_text()
     return status, json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
@@ -90,8 +90,8 @@ def test_every_kernel_is_checked_and_timed(
 
 
 def test_bytes_are_those_of_the_kernels_tables() -> None:
-    """Of T = 6 rows, D = 64, in bfloat16: the table in rms_norm.py counts 4 and 6 bytes an element;
-    and so on."""
+    """The benchmarks' byte counts equal those of the tables in the kernels' files: in bfloat16,
+    rms_norm.py has 4 and 6 bytes per element, and so on."""
     elements = 6 * 64
     assert gpu_operations.norm_case(6, 64).passes == {
         "forward": 4 * elements,
@@ -111,8 +111,8 @@ def test_bytes_are_those_of_the_kernels_tables() -> None:
 
 
 def test_aims_are_held_against_what_was_measured() -> None:
-    """1 MB in a microsecond is 1 TB/s. Memory counts without the weight's gradient: 4 · D · V
-    bytes, half that in eager."""
+    """Speed and memory are compared with their aims correctly. 1 MB in 1 µs is 1 TB/s. Memory
+    excludes the weight's gradient, which takes 4 · D · V bytes, and half of that in eager."""
     for bandwidth, fraction, met in ((1.25e12, 0.8, False), (1.0e12, 1.0, True)):
         row = gpu_kernels.speed(1e-3, 1e6, bandwidth)
         assert row["bytes_per_second"] == pytest.approx(1e12)
@@ -143,8 +143,8 @@ def wrong_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: str) 
 
 
 def forgetful_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: str) -> torch.Tensor:
-    """Right, but for one row that is never written; memory that is used again may hold the right
-    numbers by chance."""
+    """Correct except for one row that is never written. Reused memory could by chance hold the
+    right numbers there."""
     y = torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
     never_written = torch.empty_like(y[:1])
     return torch.cat((never_written + 0 * y[:1], y[1:]))
@@ -223,8 +223,8 @@ def test_a_wrong_gradient_of_the_head_is_found(
     monkeypatch: pytest.MonkeyPatch,
     planted: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
-    """Planted over what is right, scale · (p − onehot): a head that learns from its targets alone
-    is a wrong one too."""
+    """Each planted gradient replaces the right one, scale · (p − onehot). Even a head that still
+    learns, but only from its targets, is found to be wrong."""
     right = linear_cross_entropy.gradient_over_logits_
 
     def gradient_over_logits_(
@@ -256,7 +256,8 @@ def wrong_of_the_head(tmp_path: Path) -> list[str]:
 def test_without_time_every_row_says_so(
     program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a tiny run leaves the results of real ones alone."""
+    """With no time left, every row has the status that says so. A tiny run does not overwrite the
+    results of real runs."""
     status, results = run(program, tmp_path / "asked", "--budget-seconds", "0")
     assert status == 0
     assert {row["status"] for row in results["rows"]} == {NO_TIME}
@@ -286,7 +287,7 @@ def test_every_program_trains(tmp_path: Path) -> None:
         assert_measured(row, row["variant"], *numbers)
         if row["status"] == MEASURED:
             assert row["first_loss"] == pytest.approx(math.log(96), rel=0.05), (
-                "random weights know nothing of 96 tokens"
+                "random weights have the loss log 96"
             )
             tokens = results["settings"]["flops_per_token"][row["model"]] * row["tokens_per_second"]
             assert row["flops_per_second"] == pytest.approx(tokens)
@@ -296,7 +297,8 @@ def test_every_program_trains(tmp_path: Path) -> None:
 def test_trouble_of_one_program_is_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: str
 ) -> None:
-    """One runs out of memory, another one of ours loses the way, a third is as before."""
+    """One program runs out of memory, a second computes a wrong value and is reported, and the
+    others are measured as usual."""
     build = gpu_model.lattice
 
     def lattice(size: gpu_model.Size, variant: Variant) -> gpu_model.Step:
@@ -329,14 +331,15 @@ def test_trouble_of_one_program_is_its_own(
         in capsys.readouterr().out
     )
     monkeypatch.setattr(gpu_model, "ROWS", [(WIDE, modes[0]), (WIDE, plain)])
-    assert run(gpu_model, tmp_path)[0] == 0, "too little memory is no mistake"
+    assert run(gpu_model, tmp_path)[0] == 0, "running out of memory is not an error"
 
 
 @pytest.mark.parametrize(("mfu", "met"), [(0.62, True), (0.61, False)])
 def test_the_best_of_ours_is_held_against_the_aim(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], mfu: float, met: bool
 ) -> None:
-    """Not the small model's, and not another program's."""
+    """The aim is compared with our best result on the wide model, not with the small model's and
+    not with another program's."""
     found = {
         "a": (WIDE, "lattice", mfu - 0.1),
         "b": (WIDE, "lattice", mfu),
@@ -356,7 +359,7 @@ def test_the_best_of_ours_is_held_against_the_aim(
     assert ("MISSED" in capsys.readouterr().out) is not met
 
 
-# --- what both share ------------------------------------------------------------------------------
+# --- shared by both -------------------------------------------------------------------------------
 
 
 def test_an_error_that_is_no_number_is_no_small_error() -> None:

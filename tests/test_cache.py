@@ -1,5 +1,5 @@
-"""Generation: what the cache keeps is what would be computed again, whoever else is in the batch
-and on however many ranks."""
+"""Generation with the key/value cache writes the same tokens as without, in any batch and on any
+number of ranks."""
 
 import contextlib
 from dataclasses import replace
@@ -19,8 +19,8 @@ from tools.generate.sampling import Sampling, draw
 
 GREEDY = Sampling(temperature=0)
 LONG = 200  # tokens
-# Weights so large that a greedy text goes on without repeating itself, and a vocabulary that no tp
-# divides.
+# The weights are large enough that greedy text does not repeat itself, and no tp divides the
+# vocabulary.
 SMALL = ModelConfig(
     dim=32,
     num_layers=2,
@@ -50,7 +50,7 @@ def build(config, dtype=torch.float64):
 
 
 def rows_of(model, prompts, count, sampling=GREEDY, stop=(), first_row=0):
-    """The new tokens of each prompt."""
+    """The new tokens for each prompt."""
     rows = [[] for _ in prompts]
     for new in loop.generate(model, prompts, count, sampling, stop, first_row):
         for row, token in zip(rows, new, strict=True):
@@ -63,8 +63,8 @@ def rows_of(model, prompts, count, sampling=GREEDY, stop=(), first_row=0):
 
 @torch.no_grad()
 def recompute(model, prompt, count):
-    """Greedy tokens without a cache, the whole sequence again for each; and the logits [count, V]
-    that they were taken from."""
+    """Greedy tokens without a cache, by recomputing the whole sequence for each token; and the
+    logits [count, V] that they were taken from."""
     tokens, logits = list(prompt), []
     for _ in range(count):
         column = torch.tensor(tokens).unsqueeze(1)
@@ -77,7 +77,8 @@ def recompute(model, prompt, count):
 
 @torch.no_grad()
 def cached_logits(model, prompt, following):
-    """Logits [1 + following, V] after the prompt and after each of the tokens that follow on it."""
+    """Logits [1 + len(following), V] after the prompt and after each token of `following`, with the
+    cache."""
     dtype, device = model.norm.weight.dtype, torch.device("cpu")
     cache = KeyValueCache([len(prompt)], len(following), dtype, device)
     steps = [torch.tensor(prompt).unsqueeze(1), *torch.tensor(following).view(-1, 1, 1)]
@@ -86,7 +87,7 @@ def cached_logits(model, prompt, following):
 
 @contextlib.contextmanager
 def turned_by_the_next_position():
-    """Every token after the prompt is turned as if it stood one further."""
+    """Plant: rotate every token after the prompt by the angle of the next position."""
     honest = KeyValueCache.angles
 
     def angles(self, rotary):
@@ -101,7 +102,7 @@ def turned_by_the_next_position():
 
 @contextlib.contextmanager
 def last_slot_forgotten():
-    """A token does not see the one before it: its keys are written over that one's."""
+    """Plant: each token's keys overwrite those of the token before, which becomes invisible."""
     honest = LayerCache.append
 
     def append(self, k, v):
@@ -114,6 +115,7 @@ def last_slot_forgotten():
 
 @contextlib.contextmanager
 def keys_without_values():
+    # Plant: from position 20 on, the cached values are zero.
     honest = LayerCache.append
 
     def append(self, k, v):
@@ -124,8 +126,8 @@ def keys_without_values():
 
 
 def cache_error(config, dtype, sabotage=contextlib.nullcontext):
-    """How many of 200 greedy tokens differ with the cache from those without, and how much the
-    logits, relatively."""
+    """Compare 200 greedy tokens with and without the cache. Returns the number of tokens that
+    differ, the largest relative error of the logits, and the number of distinct tokens."""
     model = build(config, dtype)
     prompt = PROMPTS[1]
     expected, without = recompute(model, prompt, LONG)
@@ -168,6 +170,7 @@ def test_a_planted_error_of_the_cache_is_found(ranks, sabotage):
 
 @contextlib.contextmanager
 def padding_seen():
+    # Plant: shorter prompts of a batch attend to their padding.
     build_cache = KeyValueCache.__init__
 
     def without_mask(self, *arguments):
@@ -198,7 +201,7 @@ def test_a_row_is_what_it_is_alone(ranks, sampling):
 
 def test_padding_that_is_seen_is_found(ranks):
     ((together, alone),) = ranks.run(batch_against_alone, 1, GREEDY, padding_seen)
-    # 1 has none
+    # row 1, the longest prompt, has no padding
     assert [row != other for row, other in zip(together, alone, strict=True)] == [
         True,
         False,
@@ -228,6 +231,7 @@ def test_a_row_ends_before_its_stop_token_and_the_others_go_on(ranks):
 
 @contextlib.contextmanager
 def each_draws_from_its_own_part():
+    # Plant: each tp rank draws from its own part of the vocabulary.
     def alone(logits, vocab_size, sampling, numbers, group):
         return draw(logits, sampling, numbers)
 

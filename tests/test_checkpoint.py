@@ -1,5 +1,5 @@
-"""Checkpoints that are damaged, hostile, half written or late: what is lost is found, and what is
-good is kept."""
+"""Checkpoints that are damaged, incomplete or written late: damage is found, and good checkpoints
+are kept and used."""
 
 import contextlib
 import errno
@@ -50,7 +50,7 @@ def test_a_good_checkpoint_is_good(saved: Path, capsys: pytest.CaptureFixture[st
     newest = saved / "run" / "checkpoints" / "step-00000006"
     tensors = [name for file in newest.glob("*.safetensors") for name in load_file(file)]
     assert {name.split(".")[0] for name in tensors} == {"model", "optimizer"}, (
-        "another reader of safetensors reads it"
+        "the safetensors library can read it"
     )
     trainer = json.loads((newest / "trainer.json").read_text())
     assert (trainer["step"], trainer["updates"]) == (6, 6)
@@ -63,7 +63,8 @@ def test_a_good_checkpoint_is_good(saved: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_flipped_bit_in_any_file_is_found(saved: Path, tmp_path: Path) -> None:
-    """In the first, the middle and the last byte of each of its files."""
+    """Verification finds a flipped bit in the first, the middle or the last byte of any file of a
+    checkpoint."""
     good = saved / "run" / "checkpoints" / "step-00000006"
     for name in names(good):
         for at in (0.0, 0.5, 1.0):
@@ -85,8 +86,8 @@ def test_a_flipped_bit_in_any_file_is_found(saved: Path, tmp_path: Path) -> None
 def test_the_newest_good_one_is_used_and_it_is_said_once(
     ranks: Ranks, saved: Path, tmp_path: Path, kinds: tuple[str, str]
 ) -> None:
-    """The two newest are damaged: the run goes on from the third, on another layout, to the same
-    losses."""
+    """If the two newest checkpoints are damaged, the run resumes from the third, here in another
+    layout, and reaches the same losses; one message for each damaged checkpoint is printed."""
     config, checkpoints = copy_of(saved, tmp_path)
     for step, what in zip(("step-00000006", "step-00000004"), kinds, strict=True):
         file = checkpoints / step / what
@@ -124,7 +125,8 @@ def test_a_named_checkpoint_must_be_good(ranks: Ranks, saved: Path, tmp_path: Pa
 def test_a_run_folder_stands_for_its_newest_checkpoint(
     ranks: Ranks, saved: Path, tmp_path: Path
 ) -> None:
-    """As it does for the tools."""
+    """A run folder given as a checkpoint means its newest checkpoint, in the configuration as in
+    the tools."""
     config, checkpoints = copy_of(saved, tmp_path)
     for number, (named, steps) in enumerate(
         (
@@ -155,7 +157,8 @@ def test_manifests_that_are_none(tmp_path: Path) -> None:
 
 
 def test_keeping(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    """The last two, every fourth step's, and nothing that a killed run left half done."""
+    """Kept are the last two checkpoints and that of every fourth step. Partial checkpoints of a
+    killed run are removed."""
     config = write_config(
         tmp_path, data, checkpoint={"interval": 1, "keep_last": 2, "keep_every": 4}
     )
@@ -168,7 +171,8 @@ def test_keeping(ranks: Ranks, data: Path, tmp_path: Path) -> None:
 
 
 def heard(arguments: list[str]) -> tuple[str, str]:
-    """The refusal of a run, if any, and what this rank said on standard error."""
+    """Train; return the message of a refused run (else the empty string) and this rank's standard
+    error."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         refusal = train_run(arguments)
@@ -176,7 +180,7 @@ def heard(arguments: list[str]) -> tuple[str, str]:
 
 
 def train_with_a_fault(config: str, rank: int, step: int, where: str, kind: int) -> tuple[str, str]:
-    """A run in which one rank cannot write one checkpoint."""
+    """Train with a planted error: `where` fails on one rank, for the checkpoint of one step."""
     honest = getattr(runtime.save, where)
 
     def faulty(*arguments: object, **options: object) -> object:
@@ -201,7 +205,8 @@ def train_with_a_fault(config: str, rank: int, step: int, where: str, kind: int)
 def test_a_save_that_one_rank_cannot_finish(
     ranks: Ranks, data: Path, tmp_path: Path, where: str, kind: int, rank: int
 ) -> None:
-    """Nothing is committed, all go on, the next save works."""
+    """If one rank cannot write its part, no checkpoint is committed, all ranks continue training
+    after one warning, and the next save works."""
     config = write_config(
         tmp_path, data, parallel={"tp": 2}, checkpoint={"interval": 2, "keep_last": 3}
     )
@@ -224,7 +229,8 @@ def test_a_last_save_that_fails_is_no_success(ranks: Ranks, data: Path, tmp_path
 
 
 def test_a_full_disk(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    """A file system with room for one checkpoint."""
+    """On a file system with room for one checkpoint only, the first checkpoint stays good and the
+    run reports that the last one was not saved."""
     small = tmp_path / "small"
     small.mkdir()
     mounted = subprocess.run(
@@ -239,7 +245,7 @@ def test_a_full_disk(ranks: Ranks, data: Path, tmp_path: Path) -> None:
             checkpoint={"interval": 2, "keep_last": 3},
             run={"dir": str(small / "run")},
         )
-        with pytest.raises(RankError, match="was not saved"):  # the last one fails too
+        with pytest.raises(RankError, match="was not saved"):  # the last save fails too
             ranks.run(train_run, 2, [config])
         good = [path for path in (small / "run" / "checkpoints").iterdir() if path.is_dir()]
         assert [path.name for path in good] == ["step-00000002"]
@@ -249,7 +255,8 @@ def test_a_full_disk(ranks: Ranks, data: Path, tmp_path: Path) -> None:
 
 
 def saved_while_training(config_path: str) -> tuple[bool, float]:
-    """Save, make a step while nothing is written yet, then let it be written."""
+    """Save, train one step before anything is written, then let the writing proceed. Returns
+    whether the saved copies are those from before the step, and how far the weights moved."""
     config = load_config(config_path, [])
     mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     train = TrainStep(config, mesh, build_stages(config, mesh))
@@ -285,19 +292,19 @@ def test_what_is_saved_is_what_was_there_and_training_goes_on(
     config = write_config(tmp_path, data, parallel=LAYOUT_3D)
     for same, moved in ranks.run(saved_while_training, 8, config):
         assert same
-        assert moved > 0, "a step was made in between"
+        assert moved > 0, "a step was trained in between"
     path = tmp_path / "run" / "checkpoints" / "step-00000001"
     manifest.verify(path)
     one_step = {**ranks.run(global_state, 8, [config], str(path))[0]}
     assert all(torch.isfinite(tensor).all() for tensor in one_step.values())
 
 
-@pytest.mark.thorough  # without it test_twice_to_another_layout saves at once
+@pytest.mark.thorough  # test_twice_to_another_layout saves synchronously too
 def test_saving_at_once_leaves_the_same(
     ranks: Ranks, saved: Path, data: Path, tmp_path: Path
 ) -> None:
-    """checkpoint.async_save=false: the same pieces, bit for bit. (Their order within a file is
-    free.)"""
+    """`checkpoint.async_save=false` writes the same pieces, bit for bit. (Their order within a file
+    may differ.)"""
     sections = {
         "parallel": LAYOUT_3D,
         "checkpoint": {"interval": 2, "keep_last": 3, "async_save": False},
@@ -317,9 +324,10 @@ def test_saving_at_once_leaves_the_same(
 
 @pytest.mark.thorough
 def test_twice_to_another_layout(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    """(2, 2, 2) → one rank → (1, 4, 2), in the middle of the data: the same tensors at each load,
-    nearly the same losses."""
-    saves = {"interval": 2, "keep_last": 3, "async_save": False}  # it is there when the run dies
+    """A run moves from layout (2, 2, 2) to one rank and then to (1, 4, 2), in the middle of the
+    data: each load restores equal tensors, and losses match an undisturbed run's to 1e-4."""
+    # synchronous, so that the checkpoint is complete when the run dies
+    saves = {"interval": 2, "keep_last": 3, "async_save": False}
     whole = write_config(tmp_path, data, parallel=LAYOUT_3D, checkpoint=saves)
     assert ranks.run(train_run, 8, [whole]) == [""] * 8
     undisturbed = losses(tmp_path)
@@ -347,7 +355,8 @@ def test_twice_to_another_layout(ranks: Ranks, data: Path, tmp_path: Path) -> No
 
 
 class _train_until:
-    """A run that dies after the save of `step`: its learning-rate schedule is that of the whole."""
+    """A run that dies after the save of `step`, with the learning-rate schedule of the whole
+    run."""
 
     def __init__(self, step: int) -> None:
         self.step = step

@@ -1,5 +1,5 @@
-"""What a run calls saved is there: whatever is in the way of a checkpoint, and whatever happens to
-it."""
+"""A checkpoint that a run reports as saved exists and is good, even if another folder had its name
+or its files disappeared."""
 
 import json
 import shutil
@@ -16,8 +16,8 @@ from tools.ranks import Ranks
 
 
 def test_what_is_in_the_way_is_put_aside(ranks: Ranks, saved: Path, tmp_path: Path) -> None:
-    """The newest has lost its manifest: the run goes back to the one before, and what it then calls
-    saved is there."""
+    """The newest checkpoint has lost its manifest. The run resumes from the one before, renames
+    the incomplete one, and saves a good checkpoint under the same name."""
     config, checkpoints = copy_of(saved, tmp_path)
     (checkpoints / "step-00000006" / MANIFEST).unlink()
     (refusal, said), *_ = ranks.run(heard, 4, [config, "parallel.pp=1"])
@@ -37,14 +37,14 @@ def test_what_is_in_the_way_is_put_aside(ranks: Ranks, saved: Path, tmp_path: Pa
 def test_what_comes_in_the_way_meanwhile_is_put_aside(
     ranks: Ranks, saved: Path, tmp_path: Path
 ) -> None:
-    """Somebody copies folders into a run: one without a manifest, and a whole one. Neither is what
-    the run says it saved."""
+    """Someone copies two checkpoint folders into a running run, one without a manifest and one
+    complete. The run renames both, and saves its own checkpoints."""
     config, checkpoints = copy_of(saved, tmp_path)
     shutil.move(checkpoints, tmp_path / "others")
     shutil.rmtree(tmp_path / "run")
     (tmp_path / "others" / "step-00000002" / MANIFEST).unlink()
     (refusal, said), *_ = ranks.run(train_with_strangers, 1, config, tmp_path / "others")
-    assert (refusal, said.count("was in the way; it is put aside")) == ("", 2)
+    assert (refusal, said.count("already existed; it is put aside")) == ("", 2)
     assert names(checkpoints)[1:] == [
         *[
             "step-00000002",
@@ -55,11 +55,12 @@ def test_what_comes_in_the_way_meanwhile_is_put_aside(
         ]
     ]
     assert len(list((checkpoints / "step-00000004").glob("*.safetensors"))) == 1, (
-        "of one rank, and not of eight"
+        "the file of this run's one rank, not those of eight ranks"
     )
 
 
 def train_with_strangers(config: str, others: Path) -> tuple[str, str]:
+    # Train while folders from `others` appear under the names of checkpoints about to be committed.
     honest = runtime.save.write_manifest
 
     def after_a_copy(folder: Path, about: Manifest) -> None:
@@ -83,7 +84,7 @@ def test_a_checkpoint_that_is_not_found_again_is_not_called_saved(
 
 
 def train_with_a_thief(config: str) -> tuple[str, str]:
-    """A file of step 4 vanishes as soon as it is committed."""
+    """Train while a file of step 4's checkpoint is deleted as soon as it is committed."""
     honest = runtime.save.sync_folder
 
     def steal(folder: Path) -> None:

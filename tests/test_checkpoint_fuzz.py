@@ -1,9 +1,9 @@
-"""Checkpoints that are changed at random, with checksums made right again: refused in one message,
-or what was saved.
+"""Randomly changed checkpoints with recomputed checksums: each is refused with one message, or
+loads as what was saved.
 
-A real small checkpoint is changed in its manifest, in its trainer.json or in the header of one of
-its files, and everything that reads checkpoints looks at it: what a start checks, `tools.verify`,
-and the reader of `tools.export`.
+A small real checkpoint is changed in its manifest, its trainer.json or the header of one of its
+files. Then everything that reads checkpoints reads it: the check at the start of a run,
+`tools.verify`, and the reader of `tools.export`.
 """
 
 import copy
@@ -41,7 +41,7 @@ ODD = [*ODD_NUMBERS, *ODD_WORDS, None, [], {}, [[]], [1, 2], {"a": 1}, [0, float
 
 @pytest.fixture(scope="module")
 def good(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of two ranks, so that tensors are in pieces."""
+    """A good checkpoint, saved by two ranks so that tensors are split into pieces."""
     folder = tmp_path_factory.mktemp("good")
     sizes = {"dim": 8, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "ffn_dim": 8}
     config = write_config(
@@ -57,7 +57,7 @@ def good(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def places(value: Any, path: tuple = ()) -> list[tuple]:
-    """The paths to everything in a JSON document."""
+    """The path to every value in a JSON document."""
     inner = (
         value.items()
         if isinstance(value, dict)
@@ -69,8 +69,8 @@ def places(value: Any, path: tuple = ()) -> list[tuple]:
 
 
 def mutate(document: Any, data: DataObject) -> Any:
-    """One or two places are removed, copied elsewhere, exchanged for something odd, or moved by a
-    little."""
+    """A copy of `document` with one or two values removed, renamed, shifted by a little, or
+    replaced by an odd value or by a copy of another."""
     document = copy.deepcopy(document)
     for _ in range(data.draw(st.integers(1, 2))):
         *path, last = data.draw(st.sampled_from(places(document)[1:] or [(None,)]))
@@ -98,8 +98,8 @@ def mutate(document: Any, data: DataObject) -> Any:
 
 
 def mutate_file(path: Path, data: DataObject) -> None:
-    """The header of a safetensors file: 8 bytes of its length, and JSON with the places of pieces
-    as JSON in it."""
+    """Change the header of a safetensors file: its length in 8 bytes, then JSON, which contains the
+    places of the pieces as nested JSON."""
     content = path.read_bytes()
     size = int.from_bytes(content[:8], "little")
     header, rest = json.loads(content[8 : 8 + size]), content[8 + size :]
@@ -126,7 +126,7 @@ def mutate_file(path: Path, data: DataObject) -> None:
 
 
 def change(folder: Path, data: DataObject) -> str:
-    """Change something, and make the checksums right; what was changed."""
+    """Change something, recompute the checksums, and return what was changed."""
     what = data.draw(st.sampled_from(["manifest", "trainer", "file", "text"]))
     shards = sorted(path.name for path in folder.glob("*.safetensors"))
     content = json.loads((folder / MANIFEST).read_text())
@@ -158,7 +158,7 @@ def change(folder: Path, data: DataObject) -> str:
 
 
 def global_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """By the places in the files, not by the code under test."""
+    """The global tensors of a checkpoint, assembled without the code under test."""
     whole: dict[str, torch.Tensor] = {}
     shapes = {
         name: entry["shape"]
@@ -180,7 +180,7 @@ def global_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 class Fuzz:
-    """Counts cases, and what became of them."""
+    """Tries changed checkpoints, and counts the cases and those accepted."""
 
     def __init__(self, good: Path, folder: Path) -> None:
         self.good, self.folder, self.cases, self.accepted = good, folder, 0, 0
@@ -210,7 +210,7 @@ class Fuzz:
         if problems["verify"]:
             return
         self.accepted += 1
-        assert not problems["reader"], "what is called good can be read"
+        assert not problems["reader"], "a checkpoint that passes verification must be readable"
         assert not problems["trainer"]
         reader = CheckpointReader(bad)
         kept = {name for name in self.tensors if name.startswith("model.")} & {
@@ -218,7 +218,7 @@ class Fuzz:
         }
         loaded = {name: torch.empty_like(self.tensors[name]) for name in kept}
         dcp.load(loaded, storage_reader=HuggingFaceStorageReader(str(bad)), no_dist=True)
-        # else bytes may have got another meaning that fits, with their checksum
+        # A changed file may give its bytes another meaning that is still valid.
         for name in kept if what != "file" else ():
             assert torch.equal(reader.weight(name.removeprefix("model.")), self.tensors[name])
             assert torch.equal(loaded[name], self.tensors[name])

@@ -1,5 +1,5 @@
-"""Checkpoints that somebody meant harm with: whoever writes a manifest can make its checksums
-right."""
+"""Malicious checkpoints are refused. Checksums do not help here, because an attacker who writes the
+manifest also writes matching checksums."""
 
 import contextlib
 import io
@@ -28,7 +28,7 @@ HOSTILE = ["pickle for tensors", "a path for a name", "an absurd shape", "a nega
            "a piece outside of its tensor", "a piece twice and another not at all",
            "an endless shape", "a header that is too long", "too many steps",
            "a step of another kind", "a sample that is no number", "no model"]  # fmt: skip
-TRAINERS = {  # what is put where
+TRAINERS = {  # case → (key of trainer.json, value planted there)
     "too many steps": ("step", 10**15),
     "a step of another kind": ("step", True),
     "a sample that is no number": ("data", {"checksum": "x", "next_sample": "x", "skipped": []}),
@@ -37,7 +37,7 @@ TRAINERS = {  # what is put where
 
 
 class Exploding:
-    """Unpickled, it would write a file."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -47,7 +47,7 @@ class Exploding:
 
 
 def hostile(folder: Path, manifest_of: Manifest, how: str, harm: Path) -> None:
-    """Make a checkpoint hostile, with a manifest whose own checksums are right."""
+    """Make a checkpoint hostile in the way `how`, with a manifest whose checksum is right."""
     files, tensors = dict(manifest_of.files), dict(manifest_of.tensors)
     shards = sorted(name for name in files if name.endswith(".safetensors"))
     victim = folder / shards[0]
@@ -79,8 +79,8 @@ def hostile(folder: Path, manifest_of: Manifest, how: str, harm: Path) -> None:
     elif how == "truncated":
         victim.write_bytes(victim.read_bytes()[:-8])
         files[victim.name] = manifest.fingerprint(victim)
-    elif how == "a piece twice and another not at all":  # their numbers add up
-        victim = folder / shards[-1]  # the first one's are first
+    elif how == "a piece twice and another not at all":  # the total size is still right
+        victim = folder / shards[-1]  # not the first shard, whose pieces are at the beginning
         place_everything_first(victim)
         files[victim.name] = manifest.fingerprint(victim)
     elif how == "an endless shape":
@@ -102,7 +102,7 @@ def hostile(folder: Path, manifest_of: Manifest, how: str, harm: Path) -> None:
 
 
 def refused_by_tools(checkpoint: Path, out: Path) -> list[str]:
-    """What `tools.verify` and `tools.export` say."""
+    """The output of `tools.verify` and `tools.export`, which must refuse the checkpoint."""
     said = []
     for main, arguments, status in (
         (verify.main, [str(checkpoint)], 1),
@@ -126,7 +126,7 @@ def refused_by_generate(checkpoint: Path) -> str:
 
 
 def place_everything_first(file: Path) -> None:
-    """The pieces of a file say that they begin where their tensors begin."""
+    """Change a file so that its pieces claim to be the first of their tensors."""
     with safe_open(file, framework="pt") as opened:
         places = json.loads(opened.metadata()[manifest.PLACES])
     moved = {
@@ -140,7 +140,8 @@ def place_everything_first(file: Path) -> None:
 def test_a_hostile_checkpoint_is_refused(
     ranks: Ranks, saved: Path, tmp_path: Path, how: str
 ) -> None:
-    """What the manifest describes must make sense, and nothing is run."""
+    """Training and every tool refuse a hostile checkpoint with one message, execute nothing from
+    it, and write nothing."""
     config, checkpoints = copy_of(saved, tmp_path)
     bad = checkpoints / "step-00000006"
     hostile(bad, read_manifest(bad), how, tmp_path / "harm")
@@ -149,7 +150,7 @@ def test_a_hostile_checkpoint_is_refused(
     said = [*refused_by_tools(bad, tmp_path / "out"), *ranks.run(refused_by_generate, 1, bad)]
     for text in said:
         assert "Traceback" not in text
-        assert text.count("is no good checkpoint: ") + text.count("damaged: ") == 1, text
+        assert text.count("is not a valid checkpoint: ") + text.count("damaged: ") == 1, text
     other = f"run.dir={tmp_path / 'other'}"
     messages = ranks.run(train_run, 2, [config, f"checkpoint.resume={bad}", other, "parallel.pp=1"])
     assert all(message.startswith("checkpoint.resume = ") for message in messages), messages

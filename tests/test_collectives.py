@@ -1,5 +1,5 @@
-"""Communication is part of the specification: how many collectives of how many bytes, over which
-axis, in each pass."""
+"""Communication is part of the specification: for each pass and mesh axis, the number of
+collectives and their bytes."""
 
 import math
 
@@ -25,7 +25,7 @@ S, B, DOUBLE = 8, 2, 8  # sequence, micro-batch, bytes of a float64
 
 
 def one_block(case):
-    """Collectives of one block's forward and backward, without data parallelism around it."""
+    """The collectives of one block's forward and backward, without data parallelism."""
     config = case.config()
     mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     torch.manual_seed(0)
@@ -50,8 +50,8 @@ def one_block(case):
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_block_with_sequence_parallelism(ranks, tp):
-    """Attention and feed-forward each: all-gather in, reduce-scatter out; backward the mirror
-    image, and x gathered again."""
+    """Attention and feed-forward each all-gather their input and reduce-scatter their output.
+    Backward does the reverse, and all-gathers x again."""
     size = S * B * 32 * DOUBLE
     for forward, backward in ranks.run(one_block, tp, Case(MeshSizes(tp=tp))):
         assert forward == {"all_gather": (2, 2 * size), "reduce_scatter": (2, 2 * size)}
@@ -60,7 +60,8 @@ def test_block_with_sequence_parallelism(ranks, tp):
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_block_without_sequence_parallelism(ranks, tp):
-    """One all-reduce out of attention and of feed-forward; one of each one's input gradient."""
+    """Attention and feed-forward each all-reduce their output, and in backward their input
+    gradient."""
     size = S * B * 32 * DOUBLE
     for forward, backward in ranks.run(
         one_block, tp, Case(MeshSizes(tp=tp), sequence_parallel=False)
@@ -77,7 +78,8 @@ def test_block_on_one_rank_is_silent(ranks, sequence_parallel):
 
 
 def loss_of(vocab):
-    """Collectives and largest tensor of the loss over `vocab` columns, both passes."""
+    """The collectives and the largest tensor in forward and backward of the loss over `vocab`
+    columns, and the loss."""
     mesh = build_mesh(MeshSizes(tp=dist.get_world_size()), "cpu")
     columns = chunk_range(vocab, mesh.tp.size(), mesh.tp.get_local_rank())
     torch.manual_seed(0)
@@ -98,8 +100,8 @@ def loss_of(vocab):
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_loss_talks_about_tokens_not_logits(ranks, tp):
-    """Each rank's maximum, sum and target logit per token, [3, T], to all; nothing in backward. No
-    rank ever makes a tensor of [T, V]."""
+    """The loss all-gathers three numbers per token and rank (maximum, sum and target logit,
+    [3, T]) and communicates nothing in backward. No rank ever creates a tensor of shape [T, V]."""
     vocab, tokens = 1001, S * B
     results = ranks.run(loss_of, tp, vocab)
     for collectives, largest, loss in results:
@@ -114,8 +116,8 @@ def test_loss_talks_about_tokens_not_logits(ranks, tp):
 
 
 def one_step(case):
-    """One training step after a first: what each axis carried, and the bytes of this rank's
-    unsharded weights by unit."""
+    """The collectives of the second training step by axis, and the bytes of this rank's unsharded
+    weights by FSDP unit."""
     config = case.config()
     mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     stages = build_stages(config, mesh)
@@ -149,9 +151,9 @@ M = 4  # micro-batches
 )
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_zero_stage_is_what_the_table_says(ranks, schedule, zero_stage, gathers, scatters):
-    """The table of parallel/data.py: how often a unit's weights are gathered and its gradients
-    reduce-scattered in a step. A backward in two parts gathers and reduces as often as a whole
-    one."""
+    """A unit's weights are all-gathered and its gradients reduce-scattered as often per step as the
+    table in parallel/data.py says. A backward split in two parts gathers and reduces as often as a
+    whole one."""
     case = Case(
         MeshSizes(dp_replicate=2, dp_shard=2),
         schedule=schedule,
@@ -166,7 +168,7 @@ def test_zero_stage_is_what_the_table_says(ranks, schedule, zero_stage, gathers,
             "all_gather": (gathers * count, gathers * size),
             "reduce_scatter": (scatters * count, scatters * size),
         }
-        # of the sharded gradients, once per step
+        # the sharded gradients, once per step
         assert axes["dp_replicate"] == {"all_reduce": (count, size // 2)}
         assert axes["tp"] == axes["pp"] == axes["other"] == {}
 
@@ -194,7 +196,7 @@ def test_a_stage_as_one_unit_moves_the_same_bytes_at_once(
 
 
 def test_zero_stage_0_only_reduces_gradients(ranks):
-    """Whole replicas: no weight is gathered, and gradients are all-reduced once per step."""
+    """With whole replicas no weight is gathered, and gradients are all-reduced once per step."""
     case = Case(MeshSizes(pp=2, dp_replicate=2), zero_stage=0, num_microbatches=M)
     for axes, units in ranks.run(one_step, 4, case):
         assert axes["dp_shard"] == {}
@@ -203,21 +205,21 @@ def test_zero_stage_0_only_reduces_gradients(ranks):
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_pipeline_sends_one_message_per_boundary_and_microbatch(ranks, sequence_parallel):
-    """Down: hidden states [S/tp, B, D]; up: their gradients. The first and the last rank have one
-    neighbour, the others two."""
+    """Hidden states [S/tp, B, D] are sent downstream and their gradients upstream, one message
+    each. The first and the last rank have one neighbour, the others two."""
     case = Case(MeshSizes(pp=4, tp=2), sequence_parallel=sequence_parallel, num_microbatches=M)
     message = SEQ_LEN // (2 if sequence_parallel else 1) * (BATCH // M) * 32 * DOUBLE
     for rank, (axes, _) in enumerate(ranks.run(one_step, 8, case)):
         neighbours = 1 if rank // 2 in (0, 3) else 2
         once = (neighbours * M, neighbours * M * message)
-        assert axes["pp"].pop("all_reduce") == (1, DOUBLE)  # the last stage's loss, to all
+        assert axes["pp"].pop("all_reduce") == (1, DOUBLE)  # distributes the last stage's loss
         assert axes["pp"] == {"send": once, "recv": once}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_whole_step_over_tp(ranks, schedule):
-    """Beside the blocks': embedding and head, the loss, and once per step the partial gradients of
-    the norms."""
+    """Over tp a step has the collectives of the blocks, the embedding, the head and the loss, and
+    one all-reduce of the partial gradients of the norms."""
     case = Case(MeshSizes(dp_replicate=2, tp=2), schedule=schedule, num_microbatches=M)
     hidden = SEQ_LEN * BATCH // 2 // M * 32 * DOUBLE
     tokens = SEQ_LEN * BATCH // 2 // M * DOUBLE
@@ -225,9 +227,9 @@ def test_whole_step_over_tp(ranks, schedule):
     gathers = 6 * blocks + 2 + (2 * blocks if schedule == "zb_h1" else 0)
     for axes, _ in ranks.run(one_step, 4, case):
         assert axes["tp"] == {
-            # forward 2 a block, the head's, and the loss's three numbers per token and rank;
-            # backward 4 a block and the embedding's gradient; deferred weight gradients gather the
-            # output gradients of a block's row-parallel layers again
+            # forward: 2 per block, the head's, and the loss's three numbers per token and rank;
+            # backward: 4 per block and the embedding's gradient; deferred weight gradients gather
+            # the output gradients of a block's row-parallel layers again
             "all_gather": (M * (gathers + 1), M * (gathers * hidden + 2 * 3 * tokens)),
             "reduce_scatter": (M * (4 * blocks + 2), M * (4 * blocks + 2) * hidden),
             "all_reduce": (1, norms * 32 * DOUBLE),
@@ -238,9 +240,8 @@ def test_whole_step_over_tp(ranks, schedule):
     ("schedule", "stages_per_rank"), [("interleaved_1f1b", 2), ("zb_h1", 1), ("zb_v", 2)]
 )
 def test_other_schedules_send_one_message_too(ranks, schedule, stages_per_rank):
-    """Two ranks: interleaved stages are on ranks 0, 1, 0, 1, with three boundaries between ranks;
-    those of a V, on 0, 1, 1, 0, have two, for what is between two stages of one rank does not
-    travel."""
+    """Interleaved stages on ranks 0, 1, 0, 1 have three boundaries between ranks. The stages of a
+    V, on ranks 0, 1, 1, 0, have two, because nothing is sent between two stages of one rank."""
     case = Case(
         MeshSizes(pp=2), schedule=schedule, stages_per_rank=stages_per_rank, num_microbatches=M
     )
@@ -252,12 +253,12 @@ def test_other_schedules_send_one_message_too(ranks, schedule, stages_per_rank):
         assert size == count * message
         assert axes["pp"]["recv"] == axes["pp"]["send"]
         sends += count
-    assert sends == 2 * boundaries * M  # down, and up
+    assert sends == 2 * boundaries * M  # hidden states and gradients
 
 
 def test_tied_embedding_is_summed_over_the_pair_once(ranks):
-    """[V / (tp · dp_shard), D] between the first and the last stage; the ranks between have nothing
-    to do with it."""
+    """The gradient of a tied embedding, [V / (tp · dp_shard), D] per rank, is all-reduced once
+    between the first and the last stage; other stages take no part."""
     case = Case(
         MeshSizes(pp=4, dp_shard=2), tie_embeddings=True, vocab_size=256, num_microbatches=M
     )

@@ -1,5 +1,5 @@
-"""What a configuration may hold, key by key: bounds, text that is no YAML, keys that do not exist;
-and its JSON schema."""
+"""Validation of the configuration key by key (bounds, invalid YAML, unknown keys), and its JSON
+schema."""
 
 import dataclasses
 import json
@@ -63,8 +63,8 @@ def test_every_number_has_bounds(key: str) -> None:
 
 
 def test_a_number_without_bounds_would_be_found() -> None:
-    """The schema, from which the numbers of all depths are read, has a least and a most for
-    each."""
+    """Every number in the schema, at any depth, has a minimum and a maximum. Control: one without a
+    maximum is found."""
 
     def unbounded(node: Any, path: str) -> list[str]:
         if isinstance(node, list):
@@ -128,15 +128,15 @@ WRONG = [
     ("train.steps='3'", "has the type str"),
     ("train.steps=", "has no value"),
     ("run.dir=''", "is empty"),
-    ('run.dir="a\\nb"', "has a line break"),
-    ('run.dir="a\\0b"', "has a line break or another control character"),
+    ('run.dir="a\\nb"', "contains a line break"),
+    ('run.dir="a\\0b"', "contains a line break or another control character"),
     ("run.dir=a\0b", "is not a YAML value"),
     ('run.dir="\\ud800"', "cannot be written in UTF-8"),
     ("run.dir=\udcff", "is not a YAML value"),
     (f"run.dir={'x' * 5000}", "longer than 4096 characters"),
     (f"run.dir={'[' * 3000}", "nested too deeply"),
     (f"train.steps={'9' * 5000}", "cannot be read"),
-    ("train.steps={a: 1, a: 2}", "'a' stands here twice"),
+    ("train.steps={a: 1, a: 2}", "'a' is given twice"),
     ("train.steps=!!python/object/apply:os.getcwd []", "is not a YAML value"),
     ("train.steps={[1]: 2}", "unhashable"),
     ("train.steps={a: &x [1], b: *x}", "an alias of a list or mapping"),
@@ -191,7 +191,7 @@ def test_nothing_of_a_senseless_length_is_built(
         "parallel.config.build_schedule", lambda *_: pytest.fail("a schedule was built")
     )
     message = refusal(overrides)
-    # tp: the layout is not the world's
+    # parallel.tp: the layout does not fit the world size
     assert message.split(" = ")[0] in (key, "parallel.tp"), message
     assert len(message) < 2000
 
@@ -212,12 +212,12 @@ def test_tokens_taken_for_sequences() -> None:
     [
         ("", "must be a mapping"),
         ("- 1", "must be a mapping"),
-        ("1: {}", "is no section"),
-        ("train: 3", "is no section"),
-        ("train:", "is no section"),
+        ("1: {}", "is not a section"),
+        ("train: 3", "is not a section"),
+        ("train:", "is not a section"),
         ("? [a]\n: {}", "unhashable"),
-        ("train: {steps: 1}\ntrain: {steps: 2}", "'train' stands here twice"),
-        ("train: {steps: 1, 'steps': 2}", "'steps' stands here twice"),
+        ("train: {steps: 1}\ntrain: {steps: 2}", "'train' is given twice"),
+        ("train: {steps: 1, 'steps': 2}", "'steps' is given twice"),
         ("train: {1: 2}", "there is no such key"),
         ("a: &a [x, x]\nb: &b [*a, *a]", "an alias of a list or mapping"),
         ("a: {<<: {b: 1}}", "there is no such section"),
@@ -287,7 +287,7 @@ def test_dumped_configuration_is_read_back_to_the_same(tmp_path: Path) -> None:
     text = dump_config(config)
     assert load_config(written(tmp_path, text), []) == config
     assert yaml.safe_load(text)["run"]["dir"] == "1e5", (
-        "for those who read it with another YAML reader, it is text too"
+        "other YAML readers must read it as text too"
     )
 
 
@@ -296,9 +296,7 @@ def test_dumped_configuration_is_read_back_to_the_same(tmp_path: Path) -> None:
 
 def test_the_schema_is_the_one_in_the_repository() -> None:
     stored = (ROOT / "configs" / "schema.json").read_text(encoding="utf-8")
-    assert stored == schema.text(), (
-        "write it again: python -m tools.schema --out configs/schema.json"
-    )
+    assert stored == schema.text(), "update it: python -m tools.schema --out configs/schema.json"
 
 
 def test_the_schema_knows_every_key_and_its_comment() -> None:

@@ -1,7 +1,8 @@
-"""Whatever a configuration says, it ends in one message or is one that can run: thousands of them,
-drawn from the JSON schema, from what is known to go wrong, and from noise.
+"""Every configuration is refused with one message or can run: tried on thousands, drawn from the
+JSON schema, from values that are known to cause trouble, and from noise.
 
-`make test` tries some of them, `make test-slow` many. Each prints a row: cases, refused, seconds.
+`make test` tries a few of them, `make test-slow` many. Each test prints the number of cases and of
+refusals, and the seconds.
 """
 
 import json
@@ -28,7 +29,7 @@ from yaml_text import dump
 
 ROOT = Path(__file__).parent.parent
 LAPTOP = ROOT / "configs" / "laptop.yaml"
-MOST_SECONDS = 20  # of the processor, on one case: a quiet machine needs a tenth of one
+MOST_SECONDS = 20  # of CPU time per case; an idle machine needs 0.1 s
 SCHEMA = schema()
 PROPERTIES: dict[str, dict[str, Any]] = {
     section: SCHEMA["$defs"][SCHEMA["properties"][section]["$ref"].split("/")[-1]]["properties"]
@@ -44,11 +45,11 @@ short = settings(
 long = settings(short, max_examples=4000, derandomize=False, phases=[Phase.generate])
 
 
-# --- what is drawn --------------------------------------------------------------------------------
+# --- cases ----------------------------------------------------------------------------------------
 
 
 def fitting(node: dict[str, Any]) -> st.SearchStrategy[Any]:
-    """Values that a part of the schema allows: small ones mostly, and the bounds."""
+    """Values that a part of the schema allows, mostly small ones and the bounds."""
     if "anyOf" in node:
         return st.one_of([fitting(option) for option in node["anyOf"]])
     if "enum" in node:
@@ -117,7 +118,7 @@ NAMES = [(section, key) for section, keys in KEYS.items() for key in keys]
 
 @st.composite
 def override(draw: st.DrawFn) -> str:
-    """`section.key=value`: often a value that the key allows."""
+    """`section.key=value`, usually with a value that the key allows."""
     section, key = draw(st.sampled_from(NAMES))
     value = draw(fitting(PROPERTIES[section][key])) if draw(st.integers(0, 3)) else draw(JUNK)
     return f"{section}.{key}={dump(value).removesuffix(chr(10)).removesuffix('...')}"
@@ -132,7 +133,7 @@ SPLICES += [b"\n---\n", b"train:", b"steps: 1\n", b"\n\n\n"]
 
 @st.composite
 def damaged_file(draw: st.DrawFn) -> bytes:
-    """configs/laptop.yaml with pieces cut out, doubled, or put in."""
+    """configs/laptop.yaml with pieces removed, repeated or inserted."""
     text = LAPTOP.read_bytes()
     for _ in range(draw(st.integers(1, 4))):
         start = draw(st.integers(0, len(text)))
@@ -143,12 +144,11 @@ def damaged_file(draw: st.DrawFn) -> bytes:
     return text
 
 
-# --- what must come of it -------------------------------------------------------------------------
+# --- expected outcomes ----------------------------------------------------------------------------
 
 
 def outcome(path: Path, overrides: list[str], world: int) -> Config | None:
-    """The configuration, or None where it was refused as it should be: with one message that can be
-    read."""
+    """The configuration, or None if it was refused correctly, with one complete message."""
     began = time.process_time()
     error, config = None, None
     try:
@@ -168,7 +168,7 @@ def outcome(path: Path, overrides: list[str], world: int) -> Config | None:
 
 
 def check_valid(config: Config, path: Path, world: int) -> None:
-    """What a run and the tools make of a configuration before anything is computed."""
+    """Check what a run and the tools derive from a configuration before they compute anything."""
     written = path.with_name("dumped.yaml")
     written.write_text(dump_config(config), encoding="utf-8")
     assert repr(load_config(str(written), [])) == repr(config)
@@ -181,7 +181,7 @@ def check_valid(config: Config, path: Path, world: int) -> None:
 
 
 class Row:
-    """Counts what a test tried; printed at its end."""
+    """Counts the cases that a test tried, and prints them at its end."""
 
     def __init__(self, name: str) -> None:
         self.name, self.count, self.began = name, Counter[str](), time.perf_counter()
@@ -264,8 +264,8 @@ def test_one_message_or_a_configuration_thousands_of_times(kind: Any, tmp_path: 
 
 @pytest.mark.thorough
 def test_the_fuzz_would_find_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: a check that divides by what nobody has checked; about one case in ten draws one
-    of these keys."""
+    """Control: a planted validation step that divides by unchecked values is found. About one case
+    in ten draws one of these keys."""
     (tmp_path / "laptop.yaml").write_bytes(LAPTOP.read_bytes())
     validate = Config.validate
 
@@ -283,10 +283,10 @@ def test_the_fuzz_would_find_a_traceback(tmp_path: Path, monkeypatch: pytest.Mon
         drawn_overrides(tmp_path / "laptop.yaml", effort)
 
 
-# --- and a run ------------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------
 
-# Not drawn for a run: what ends the process where it is tiny (hang_*), what needs a server, a GPU,
-# a compiler or much memory, and sizes, for which any small model is as good as another.
+# Keys not drawn for a run: those that end the process if tiny (hang_*), those that need a server, a
+# GPU, a compiler or much memory, and sizes, where one small model is as good as another.
 NOT_RUN = {
     "guard": ["hang_factor", "hang_seconds"],
     "run": ["dir", "wandb", "wandb_project", "memory_history", "tensorboard"],
@@ -312,8 +312,8 @@ def run_overrides(draw: st.DrawFn) -> list[str]:
 
 
 def some_runs(ranks: Ranks, folder: Path, count: int) -> None:
-    """Each ends as a run that reaches its last step, in a message, or in the one error of a run
-    that diverges."""
+    """Run `count` configurations. Each must reach its last step, be refused with a message, or end
+    with the error of a diverging run."""
     data = prepared(folder / "data")
     ends: Counter[str] = Counter()
     began = time.perf_counter()

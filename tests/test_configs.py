@@ -1,8 +1,8 @@
-"""Every file in configs/ must be what it says: it loads, fits the world in its first line, holds
-the model it names, builds on every kind of rank, and fits an 80 GB GPU.
+"""Every file in configs/ is right: it loads, fits the world size in its first line, has the model
+it names, builds on every kind of rank, and fits an 80 GB GPU.
 
-Ranks are built alone, on the meta device, in a process of their own that believes in a world of `#
-world:` ranks (torch's fake process group answers every collective without talking to anyone).
+Each rank is built on the meta device, in a separate process with a fake process group of `# world:`
+ranks, in which collectives return without any communication.
 """
 
 import multiprocessing
@@ -43,7 +43,7 @@ ROOM = H100.memory_bytes - H100.reserved_bytes
 
 
 def read(path: Path) -> tuple[Config, int]:
-    """The configuration and the world it is made for."""
+    """The configuration and the world size that it is made for."""
     first_line = re.match(r"# world: (\d+)\n", path.read_text(encoding="utf-8"))
     assert first_line, f"{path.name} must begin with '# world: N'"
     return load_config(str(path), []), int(first_line[1])
@@ -56,9 +56,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Callable]:
-    """Calls a function in a fresh process: a process can be one rank of one world only. They are
-    forked from a server that has no threads: a fork of this process may find a lock held forever
-    by a thread that it does not have."""
+    """A function that runs another in a fresh process, because a process can be one rank of one
+    world only. The processes are forked from a server without threads: a fork of this process
+    could inherit a lock held by a thread that does not exist in the fork."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     with context.Pool(2, maxtasksperchild=1) as pool:
@@ -66,17 +66,17 @@ def alone() -> Iterator[Callable]:
 
 
 def _result(pool: Pool, function: Callable, arguments: tuple) -> object:
-    # raises here what was raised there
+    # re-raises an exception of the other process
     return pool.apply_async(function, arguments).get(timeout=120)
 
 
-# --- what the file says ---------------------------------------------------------------------------
+# --- the file -------------------------------------------------------------------------------------
 
 
 def test_fits_its_world_and_no_other(path: Path) -> None:
     config, world = read(path)
     config.validate(world)
-    with pytest.raises(UserError):  # the control: validate can refuse
+    with pytest.raises(UserError):  # control: validate can refuse
         config.validate(world - 1)
 
 
@@ -101,7 +101,7 @@ def test_paths_are_relative(path: Path) -> None:
     assert not any(Path(p).is_absolute() for p in paths)
 
 
-# --- what a rank holds ----------------------------------------------------------------------------
+# --- parameters of a rank -------------------------------------------------------------------------
 
 
 def transformer(config: Config, stage: int, mesh: Mesh) -> Transformer:
@@ -112,7 +112,7 @@ def transformer(config: Config, stage: int, mesh: Mesh) -> Transformer:
 
 
 def parameters_by_name(path: Path) -> dict[str, int]:
-    """Global sizes of all stages' parameters, as rank 0 of the world builds them."""
+    """Name → global number of elements, of all stages' parameters as rank 0 builds them."""
     config, world = read(path)
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     mesh = build_mesh(config.parallel.mesh_sizes(world), "cpu")
@@ -126,7 +126,7 @@ def parameters_by_name(path: Path) -> dict[str, int]:
 
 
 def local_parameters(path: Path, rank: int) -> int:
-    """Numbers that `rank` of the world keeps of its stages once tp and FSDP have cut them."""
+    """The number of elements that `rank` keeps of its stages after sharding by tp and FSDP."""
     config, world = read(path)
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     mesh = build_mesh(config.parallel.mesh_sizes(world), "cpu")
@@ -150,28 +150,28 @@ def local_parameters(path: Path, rank: int) -> int:
 def test_stages_add_up_to_the_model(path: Path, alone: Callable) -> None:
     config, _ = read(path)
     sizes = alone(parameters_by_name, path)
-    # a copy, not another parameter
+    # A tied head is a copy, not another parameter.
     copies = sizes["head.weight"] if config.model.tie_embeddings else 0
     assert sum(sizes.values()) - copies == num_parameters(config.model)
 
 
 def test_every_kind_of_rank_builds_its_share(path: Path, alone: Callable) -> None:
-    """The first rank, one of a middle stage, the first of the last stage and the last of the world
-    (the last tp rank)."""
+    """Four kinds of rank build and hold the expected number of elements: the first rank, one of a
+    middle stage, the first of the last stage, and the last of all (the last tp rank)."""
     config, world = read(path)
     stage = world // config.parallel.pp  # ranks
     for rank in sorted({0, config.parallel.pp // 2 * stage, world - stage, world - 1}):
         share = local_parameters_expected(config, world, rank // stage)
-        # Norm weights are whole on every tp rank, and FSDP pads uneven cuts: the share is met
-        # within a thousandth.
+        # Norm weights are whole on every tp rank, and FSDP pads uneven shards, hence the tolerance
+        # of 0.1%.
         assert alone(local_parameters, path, rank) == pytest.approx(share, rel=1e-3)
 
 
-# --- what fits a GPU ------------------------------------------------------------------------------
+# --- memory of a GPU ------------------------------------------------------------------------------
 
 
 def stage_parameters(config: Config, pp_rank: int) -> int:
-    """Parameters of the stages of `pp_rank`, before tp and FSDP cut them."""
+    """The number of parameters in the stages of `pp_rank`, before sharding by tp and FSDP."""
     model, layers = config.model, config.split_layers()
     attention = 2 * model.dim * model.head_dim * (model.num_heads + model.num_kv_heads)
     block = attention + 3 * model.dim * model.ffn_dim + 2 * model.dim
@@ -191,7 +191,7 @@ def local_parameters_expected(config: Config, world: int, pp_rank: int) -> float
 
 
 def peak(config: Config, world: int) -> int:
-    """Bytes on the pipeline rank that needs most, as planned."""
+    """The planned peak memory, in bytes, of the pipeline rank that needs most."""
     return max(peaks(Layout(config, world, 0)))
 
 
@@ -202,8 +202,8 @@ def test_fits_80_gb(path: Path) -> None:
 
 @pytest.mark.parametrize("override", ["parallel.zero_stage=1", "train.micro_batch_size=2"])
 def test_the_plan_can_refuse(override: str) -> None:
-    """The control: 8B on 8 GPUs has no room for whole gradients, nor for two sequences at a
-    time."""
+    """Control: the plan finds that 8B on 8 GPUs does not fit with unsharded gradients, nor with
+    micro-batches of two sequences."""
     assert peak(load_config(str(CONFIGS[0].parent / "llama3_8b.yaml"), [override]), 8) > ROOM
 
 
@@ -212,11 +212,12 @@ def test_the_8b_file_is_what_the_search_ranks_first() -> None:
     assert search(config, world, H100).best[0].config == config
 
 
-# --- what files and the manual state --------------------------------------------------------------
+# --- figures in the manual and in comments --------------------------------------------------------
 
 
 def test_the_manual_states_what_is_planned(path: Path) -> None:
-    """Its table: name, parameters, GPUs, layout, peak."""
+    """The manual's table (name, parameters, GPUs, layout, peak memory) agrees with each file and
+    its plan."""
     page = (path.parent.parent / "docs" / "running.md").read_text(encoding="utf-8")
     link = rf"\[{path.stem}\]\(\.\./configs/{path.name}\)"
     row = re.search(rf"^\| {link} \|(.*)\|$", page, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Text of tokens as they come: never a broken character, never a lost space."""
+"""Text decoded token by token never has a broken character or a lost space."""
 
 import io
 
@@ -12,8 +12,8 @@ TEXT = "naïve €5 日本語  \tdef f(self): 😀\n\n the end"
 
 
 def with_dummy_prefix():
-    """A SentencePiece model as Llama 2's: a space before every text, bytes for what it does not
-    know."""
+    """A SentencePiece model like Llama 2's: it adds a space before every text, and encodes unknown
+    characters as bytes."""
     out = io.BytesIO()
     lines = ["the end of the text is here and there", "self reads the other end of it"] * 20
     options = {"model_type": "bpe", "vocab_size": 300, "byte_fallback": True, "minloglevel": 2}
@@ -26,8 +26,8 @@ def with_dummy_prefix():
 @pytest.mark.parametrize("which", [tokenizer, with_dummy_prefix])
 @pytest.mark.parametrize("text", [TEXT, "the end of it there"])
 def test_text_comes_whole_however_it_is_cut(which, text):
-    """After any of its tokens as a prompt, the rest comes in pieces that are the text, without a
-    broken character."""
+    """With the first tokens of a text as the prompt, however many, the rest decodes to pieces that
+    join to the text and contain no broken character."""
     coder = which()
     tokens = coder.encode(text)
     whole = coder.decode(tokens)
@@ -35,14 +35,14 @@ def test_text_comes_whole_however_it_is_cut(which, text):
     for cut in range(len(tokens)):
         prompt = coder.decode(tokens[:cut])
         if prompt.endswith(UNFINISHED):
-            continue  # no text ends in the middle of a character
+            continue  # a prompt cannot end in the middle of a character
         following = Continuation(coder, tokens[:cut])
         pieces = [following.add(token) for token in tokens[cut:]]
         assert following.end() == ""
         assert prompt + "".join(pieces) == whole
         assert not any(UNFINISHED in piece for piece in pieces)
         held_back += pieces.count("")
-    assert held_back > 0 or text != TEXT, "every character is one token here"
+    assert held_back > 0 or text != TEXT, "some characters must consist of several tokens"
 
 
 def test_bytes_that_become_no_character_are_shown_at_the_end():
@@ -61,7 +61,7 @@ def test_bytes_that_become_no_character_are_shown_at_the_end():
 
 
 def test_a_silent_token_does_not_begin_a_text():
-    """Behind a bos in the middle the next word keeps its space."""
+    """A word keeps its space after a bos in the middle of the text."""
     coder = with_dummy_prefix()
     the, end = coder.encode("the"), coder.encode("end")
     following = Continuation(coder, the)

@@ -1,8 +1,8 @@
-"""The parity comparison catches the classic bugs: each is planted in the ranks, and must be found
-where it shows.
+"""Controls for the parity comparison: each test plants a classic bug in the ranks, and the
+comparison must report it in the quantities that the bug affects.
 
-A comparison that never fails proves nothing. These are the bugs that training hides: the loss still
-falls with all of them.
+A comparison that never fails proves nothing. A training run would hide these bugs, because the loss
+still falls with each of them.
 """
 
 import contextlib
@@ -38,16 +38,16 @@ DP = Case(MeshSizes(dp_shard=2))
 
 @contextlib.contextmanager
 def partial_gradients_not_summed():
-    """Each tp rank's part of a norm's gradient, or of shared key/value heads', is taken for the
-    whole."""
+    """Plant: each tp rank takes its partial gradient of a norm, or of shared key/value heads, for
+    the whole gradient."""
     with patch.object(PartialGradients, "sum_over_tp", lambda self: None):
         yield
 
 
 @contextlib.contextmanager
 def norm_gradients_summed_in_vain():
-    """Without sequence parallelism every tp rank has the whole gradient of a norm: a sum counts it
-    tp times."""
+    """Plant: sum norm gradients over tp without sequence parallelism, where every tp rank already
+    has the whole gradient, so that it counts tp times."""
     build = RMSNorm.__init__
 
     def all_partial(self, config, width, tp, gradient_is_partial):
@@ -59,8 +59,8 @@ def norm_gradients_summed_in_vain():
 
 @contextlib.contextmanager
 def head_norm_gradients_not_summed():
-    """Each tp rank's gradient of q's and k's norms, which covers its own heads, is taken for the
-    whole."""
+    """Plant: each tp rank takes its gradient of q's and k's norms, which covers only its own heads,
+    for the whole gradient."""
     build = RMSNorm.__init__
 
     def of_stream_alone(self, config, width, tp, gradient_is_partial):
@@ -72,7 +72,7 @@ def head_norm_gradients_not_summed():
 
 @contextlib.contextmanager
 def gradients_averaged():
-    """FSDP's mean over ranks where a sum is due."""
+    """Plant: FSDP averages gradients over ranks instead of summing them."""
     divide = FSDPModule.set_gradient_divide_factor
     with patch.object(
         FSDPModule, "set_gradient_divide_factor", lambda self, factor: divide(self, 2.0)
@@ -82,7 +82,7 @@ def gradients_averaged():
 
 @contextlib.contextmanager
 def mean_per_rank():
-    """Each data-parallel rank's mean loss, then the mean of those."""
+    """Plant: average the loss per data-parallel rank first, then over ranks."""
     step = PipelineRunner.step
 
     def biased(self, program, microbatches, record):
@@ -96,7 +96,7 @@ def mean_per_rank():
 
 @contextlib.contextmanager
 def mean_per_microbatch():
-    """Each micro-batch's mean loss, then the mean of those."""
+    """Plant: average the loss per micro-batch first, then over micro-batches."""
     step = PipelineRunner.step
 
     def biased(self, program, microbatches, record):
@@ -115,12 +115,14 @@ def mean_per_microbatch():
 
 @contextlib.contextmanager
 def last_backward_forgotten():
+    # Plant: no backward is completed as the last one, so that FSDP reduces no gradients.
     with patch.object(FSDPSwitches, "_complete", lambda self, module: None):
         yield
 
 
 @contextlib.contextmanager
 def last_backward_forgotten_and_unchecked():
+    # Plant: the same, with the check that would report it removed.
     with (
         last_backward_forgotten(),
         patch.object(training.step, "check_reduced", lambda parameters: None),
@@ -130,14 +132,14 @@ def last_backward_forgotten_and_unchecked():
 
 @contextlib.contextmanager
 def weight_gradients_not_reduced():
-    """Weight gradients formed after backward, and nobody tells FSDP."""
+    """Plant: form weight gradients after backward without notifying FSDP."""
     with patch.object(FSDPSwitches, "after_weight_gradients", lambda self, module, last: None):
         yield
 
 
 @contextlib.contextmanager
 def weight_gradients_overwrite():
-    """Each micro-batch's deferred weight gradient takes the place of the sum so far."""
+    """Plant: each micro-batch's deferred weight gradient replaces the sum so far."""
 
     def overwrite(self, dw):
         self.weight.grad = as_dtensor_like(dw, self.weight)
@@ -148,7 +150,8 @@ def weight_gradients_overwrite():
 
 @contextlib.contextmanager
 def weight_gradients_of_another_microbatch():
-    """The queue hands out its newest jobs first."""
+    """Plant: run only the deferred jobs of the fourth and then the first micro-batch; those of the
+    second and third are lost."""
     honest = parallel.pipeline.runner.run_jobs
     held = []
 
@@ -165,7 +168,8 @@ def weight_gradients_of_another_microbatch():
 
 @contextlib.contextmanager
 def replicas_counted_in_the_norm():
-    """Every rank's square sums added up, replicated parameters as often as there are replicas."""
+    """Plant: add the square sums of all ranks, so that replicated parameters count once per
+    replica."""
 
     def gradient_norm(gradients, mesh, kernels):
         total = sum(g.to_local().double().square().sum() for g in gradients)
@@ -178,7 +182,7 @@ def replicas_counted_in_the_norm():
 
 @contextlib.contextmanager
 def norm_of_one_stage():
-    """The norm summed over the ranks of a stage only."""
+    """Plant: sum the gradient norm over the ranks of one pipeline stage only."""
     honest = training.step.gradient_norm
 
     def gradient_norm(gradients, mesh, kernels):
@@ -197,20 +201,22 @@ def norm_of_one_stage():
 
 @contextlib.contextmanager
 def tied_gradients_not_combined():
+    # Plant: do not add the gradients of embedding and head when they are tied.
     with patch.object(TiedEmbedding, "sum_gradients", lambda self: None):
         yield
 
 
 @contextlib.contextmanager
 def tied_embedding_counted_twice():
+    # Plant: count both copies of a tied embedding in the gradient norm.
     with patch.object(NamedWeight, "is_copy", False):
         yield
 
 
 @contextlib.contextmanager
 def softmax_over_own_columns():
-    """The sum of exponentials not summed over tp: every probability tp times too large, the loss
-    log(tp) too small."""
+    """Plant: do not sum the softmax's denominator over tp, so that probabilities are about tp times
+    too large and the loss about log(tp) too small."""
     honest = model.kernels.linear_cross_entropy.normaliser
 
     def normaliser(logits, *arguments):
@@ -227,7 +233,7 @@ def nothing_wrong():
 
 
 def name_of(value: object) -> str:
-    """The same in every process, as the order of a set is not."""
+    """A test id that is the same in every process; a set is sorted, because its order is not."""
     return getattr(value, "__name__", str(sorted(value) if isinstance(value, set) else value))
 
 
@@ -265,6 +271,8 @@ def name_of(value: object) -> str:
     ids=name_of,
 )  # fmt: skip
 def test_planted_bug_is_found(ranks, bug, case, where, parameter):
+    # The comparison fails in the quantities that the bug affects, and the worst gradient is that of
+    # an affected parameter.
     row = check(ranks, case, sabotage=bug)
     assert where <= set(row.failures()), row.crash
     assert parameter in row.worst
@@ -281,6 +289,7 @@ def test_planted_bug_is_found(ranks, bug, case, where, parameter):
     ids=name_of,
 )
 def test_planted_bug_in_the_norm_is_found_there_alone(ranks, bug, case):
+    # A bug in the computation of the norm is found in the norm and nowhere else.
     row = check(ranks, case, sabotage=bug)
     assert row.failures() == ["norm"], row.crash
 
@@ -293,30 +302,33 @@ def test_norm_of_one_stage_is_found(ranks):
 
 
 def test_wrong_norm_shows_in_the_steps_too(ranks):
-    """Through clipping: what the norm is wrong about, the weights are wrong about."""
+    """A wrong norm leads to wrong clipping, so that the losses of later steps are wrong too."""
     row = check(ranks, TP, steps=8, sabotage=replicas_counted_in_the_norm)
     assert "loss_steps" in row.failures()
 
 
 def test_forgotten_last_backward_is_named(ranks):
-    """Nothing would be updated, and nothing would say so: the code checks, and says what was
-    forgotten."""
-    assert "no backward was its last" in check(ranks, DP, sabotage=last_backward_forgotten).crash
+    """Without a last backward no weight would be updated, silently. The training step checks for
+    this and raises an error that names the cause."""
+    found = check(ranks, DP, sabotage=last_backward_forgotten).crash
+    assert "no backward was marked as the step's last" in found
 
 
 def test_forgotten_last_backward_without_the_check_is_found(ranks):
+    # Without that check the comparison still finds the bug.
     assert check(ranks, DP, sabotage=last_backward_forgotten_and_unchecked).failures()
 
 
 def test_loss_off_by_log_tp_is_off_by_log_tp(ranks):
-    """The planted bug is the one meant: the mean loss is near log V, and misses about log(tp) of
-    it."""
+    """The planted bug is the intended one: the mean loss, which should be near log V, is too small
+    by about log(tp)."""
     row = check(ranks, TP, sabotage=softmax_over_own_columns)
     assert row.loss == pytest.approx(math.log(2) / math.log(251), rel=0.2)
 
 
 def test_without_a_bug_nothing_is_found(ranks):
-    """The planting itself does no harm, and the pool has recovered from the failures before."""
+    """Control: with nothing planted the comparison passes, so the planting itself has no effect and
+    the pool has recovered from the failures before."""
     assert (
         check(
             ranks, Case(MeshSizes(pp=2, tp=2), tie_embeddings=True), steps=2, sabotage=nothing_wrong

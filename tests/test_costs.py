@@ -1,4 +1,5 @@
-"""What the model costs is recorded from the code that trains it: costs/."""
+"""costs/ records the model's costs from the code that trains it: operations, memory and
+collectives."""
 
 from dataclasses import replace
 
@@ -54,7 +55,7 @@ def units(setting: Setting) -> list[Unit]:
 
 
 def matrices(model: ModelConfig) -> int:
-    """Parameters that are multiplied: all but the embedding and the norms."""
+    """The number of parameters in matrix products: all but the embedding and the norms."""
     attention = model.dim * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
     block = attention + 3 * model.dim * model.ffn_dim
     return model.num_layers * block + model.vocab_size * model.dim
@@ -62,7 +63,8 @@ def matrices(model: ModelConfig) -> int:
 
 @pytest.mark.parametrize("model", [SMALL, KINDS["normed heads"], KINDS["tied"]], ids=str)
 def test_flops_of_a_token(model: ModelConfig) -> None:
-    """6 for each number of a matrix, and of S × S scores half (PaLM, appendix B)."""
+    """A token takes 6 operations per matrix element (PaLM, appendix B), plus those of attention,
+    of whose S × S scores half are counted."""
     attention = 6 * model.num_layers * LONG * model.attention_width
     assert flops_per_token(model, LONG) == 6 * matrices(model) + attention
     assert flops_per_token(model, LONG, whole_attention=True) == 6 * matrices(model) + 2 * attention
@@ -101,7 +103,8 @@ def test_recomputation_is_recorded_and_not_counted() -> None:
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_all_that_stays_are_gradients(setting: Setting, split: bool) -> None:
-    """A unit takes its input and leaves its output; in backward the same of their gradients."""
+    """After all phases of a unit, only the gradients of its weights stay in memory, apart from the
+    hidden states and their gradients that it exchanges with its neighbours."""
     for one in units(setting):
         record = one.split if split else one.whole
         assert all(phase.effect.height >= 0 for phase in record.phases.values())
@@ -112,7 +115,7 @@ def test_all_that_stays_are_gradients(setting: Setting, split: bool) -> None:
         left = {category: size for category, size in sums.items() if size}
         numbers = sum(weight.numel for weight in one.weights) * setting.dtype.itemsize
         assert left.pop(GRADIENTS) == pytest.approx(numbers, abs=512 * len(one.weights))
-        # the ends of the model have an output, or an input, only
+        # The embedding has no hidden input and the head no hidden output.
         if one.name == EMBEDDING:
             assert left == {HIDDEN: one.hidden_bytes, TEMPORARY: -one.hidden_bytes}
         elif one.name == HEAD:
@@ -170,7 +173,7 @@ def test_what_runs_between_a_start_and_its_wait() -> None:
 
 
 def record_in_a_job(rank: int) -> float:
-    """One rank records and the other does not; then they talk."""
+    """One rank records and the other does not; then they communicate."""
     found = flops_per_token.__wrapped__(SMALL, LONG) if rank == 0 else 0.0
     with torch.no_grad():
         found += flops_per_token.__wrapped__(SMALL, 2 * LONG) if rank == 0 else 0.0
@@ -207,7 +210,8 @@ def test_a_layer_that_asks_for_numbers_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_torch_s_own_attention_is_recorded() -> None:
-    """However it is called; with values narrower than keys too."""
+    """torch's own attention is recorded with every kind of mask, and also where values are narrower
+    than keys."""
     q, k = (torch.empty(2, heads, 16, 8, device=DEVICE) for heads in (4, 2))
     narrow = torch.empty(2, 2, 16, 4, device=DEVICE)
     attend = torch.nn.functional.scaled_dot_product_attention

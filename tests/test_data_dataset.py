@@ -1,5 +1,5 @@
-"""A prepared folder reads as one sequence, and one that is damaged is refused with the file's
-name."""
+"""A prepared folder reads as one sequence of tokens, and a damaged one is refused with the name of
+the file."""
 
 import json
 import os
@@ -77,7 +77,8 @@ def test_document_starts_are_where_bos_is(folder: Path) -> None:
 
 
 def test_opening_reads_no_tokens(folder: Path) -> None:
-    """Same sizes, other content: opening does not notice, verify does, and names the file."""
+    """Opening reads no tokens, so it does not notice changed content of the same size. `verify`
+    does, and names the file."""
     shard = folder / "train-00001.safetensors"
     TokenDataset.open(folder, "train").verify()
     content = bytearray(shard.read_bytes())
@@ -166,7 +167,7 @@ def test_hostile_headers_are_refused(tmp_path, header: bytes, length: int | None
 )
 def test_tensor_that_is_not_what_the_index_says_is_refused(tmp_path, changes: dict) -> None:
     path = header_file(tmp_path / "x.safetensors", entry(**changes))
-    with pytest.raises(UserError, match="the index says"):
+    with pytest.raises(UserError, match="but the index lists"):
         map_tensor(path, "tokens", np.dtype("uint16"), 32)
     assert (
         len(
@@ -229,7 +230,7 @@ def test_another_tokenizer_is_refused(folder: Path, tmp_path) -> None:
 
 def test_mixture_of_different_vocabularies_is_refused(folder: Path, tmp_path) -> None:
     prepare(SOURCE, Tokenizer.train(["some other text to learn from"], 280), tmp_path / "other")
-    with pytest.raises(UserError, match="another tokenizer"):
+    with pytest.raises(UserError, match="different tokenizers"):
         open_data(DataConfig(path={str(folder): 1.0, str(tmp_path / "other"): 1.0}), "train")
 
 
@@ -263,7 +264,7 @@ def test_more_shards_than_file_descriptors(tmp_path, monkeypatch) -> None:
         assert data.num_shards > 80
         assert np.array_equal(data.gather(starts, 65), expected)
         del data
-        # the control: as many maps as there are shards
+        # control: without the limit, one memory map per shard is too many
         monkeypatch.setattr("data.dataset.OPEN_SHARDS", None)
         data = TokenDataset.open(folder, "train")
         with pytest.raises((OSError, UserError), match="open files"):

@@ -1,5 +1,5 @@
-"""What is held out is a pure function of ids, or of texts where there are few; one file trains;
-evaluation can be off."""
+"""The held-out text is a pure function of document ids, or of texts if there are few documents. A
+single file can be prepared and trained on, and evaluation can be switched off."""
 
 import json
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_a_document_is_cut_near_its_share_and_at_a_line(text: str, fraction: flo
 
 
 def test_few_documents_are_cut_and_many_are_held_out_whole() -> None:
-    names = [f"document {i}" for i in range(60)]  # the hash holds out number 40
+    names = [f"document {i}" for i in range(60)]  # the hash holds out document 40
     few, cuts = parts(names[: FEW - 1], 0.05)
     assert cuts
     assert [part.held_out for part in few] == [False, True] * (FEW - 1)
@@ -99,7 +99,8 @@ def test_one_file_is_prepared_and_trains(
 
 
 def test_the_index_of_many_documents_says_nothing_new(tmp_path: Path) -> None:
-    """So a folder of many documents is, byte for byte, what older versions wrote."""
+    """With many documents the index has no new keys, so that the prepared folder is, byte for byte,
+    what older versions wrote."""
     keys = set(json.loads((prepared(tmp_path / "out") / "index.json").read_text()))
     assert keys == {
         *("format", "version", "source", "dtype", "vocab_size", "tokenizer_sha256", "bos_id",
@@ -109,7 +110,8 @@ def test_the_index_of_many_documents_says_nothing_new(tmp_path: Path) -> None:
 
 
 def test_without_evaluation_no_held_out_split_is_needed(ranks: Ranks, tmp_path: Path) -> None:
-    """Of a folder as older versions prepared it, of one document."""
+    """A folder without held-out text, as older versions prepared it from one document, trains with
+    `train.eval_interval=0` and is refused otherwise."""
     (tmp_path / "tiny.txt").write_text(LINES)
     prepare(str(tmp_path / "tiny.txt"), tokenizer(), tmp_path / "out", heldout_fraction=0.0)
     config = write_config(tmp_path, tmp_path / "out", train={"steps": 1, "eval_interval": 1})
@@ -124,7 +126,7 @@ def test_a_held_out_split_that_is_too_short_says_what_helps(tmp_path: Path) -> N
     prepare(str(tmp_path / "tiny.txt"), tokenizer(), tmp_path / "out")
     assert TokenDataset.open(tmp_path / "out", "heldout").num_tokens < 200
     config = write_config(tmp_path, tmp_path / "out", train={"seq_len": 200, "eval_interval": 1})
-    with pytest.raises(UserError, match="a sample needs 201") as raised:
+    with pytest.raises(UserError, match="and a sample needs 201") as raised:
         open_train_and_heldout(load_config(config, []))
     assert "--heldout-fraction" in raised.value.remedy
     assert open_train_and_heldout(load_config(config, ["train.eval_interval=0"]))[1] is None

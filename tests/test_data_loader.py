@@ -1,4 +1,5 @@
-"""The same global batches for every layout, across every resume; nothing lost, nothing hidden."""
+"""The loader yields the same global batches in every layout and after every resume, loses no
+sample, and reports errors of its reading thread."""
 
 import json
 import threading
@@ -38,8 +39,8 @@ def single(paths) -> TokenDataset:
 def take(
     data, count: int, *, dp_size: int = 1, batch: int = 8, **options
 ) -> tuple[torch.Tensor, list[dict]]:
-    """`count` global batches [count, B, 2, S], gathered from the loaders of every rank, and the
-    ranks' states after them."""
+    """`count` global batches [count, B, 2, S], concatenated from the loaders of all ranks, and the
+    loaders' states after them."""
     ranks, states = [], []
     for rank in range(dp_size):
         loader = BatchLoader(
@@ -120,7 +121,7 @@ def test_state_counts_what_was_handed_out_not_what_was_read_ahead(single: TokenD
         deadline = time.monotonic() + 5
         while loader._ready.qsize() < 4 and time.monotonic() < deadline:
             time.sleep(0.001)
-        assert loader._ready.qsize() == 4  # ahead it is
+        assert loader._ready.qsize() == 4  # it has read ahead
         assert loader.state() == {"next_sample": 8 * n, "skipped": [], "checksum": single.checksum}
         next(loader)
     loader.close()
@@ -154,7 +155,7 @@ def test_bad_arguments_are_refused(single: TokenDataset) -> None:
         with pytest.raises(UserError) as raised:
             take(single, 1, **options)
         assert raised.value.key == key
-    # exactly one window: every sample is it
+    # With exactly one window, every sample is that window.
     batches, _ = take(single, 2, seq_len=single.num_tokens - 1, batch=1)
     assert torch.equal(batches[0], batches[1])
 
@@ -175,10 +176,10 @@ def test_error_of_the_reading_thread_reaches_the_caller(
         shuffle=False,
     )
     next(loader)
-    (folder / "train-00001.safetensors").unlink()  # reached later: maps are opened when needed
+    (folder / "train-00001.safetensors").unlink()  # not read yet: shards are opened when needed
     with pytest.raises(UserError, match=r"train-00001\.safetensors"):
         list(zip(loader, range(data.num_tokens // S), strict=False))
-    # and again: no hang, no later batch
+    # Calling again neither hangs nor yields a later batch.
     with pytest.raises(UserError, match=r"train-00001\.safetensors"):
         next(loader)
     before = loader.state()["next_sample"]
@@ -246,4 +247,4 @@ def test_heldout_mixture_repeats_nothing(paths) -> None:
 
 
 def test_the_loader_ignores_what_the_loss_ignores():
-    """data/ and model/ may not import each other, so the number stands twice."""
+    """True by construction: data/ and model/ both import IGNORE from tokens.py."""

@@ -1,4 +1,4 @@
-"""Sources are read exactly and in order; what is prepared is what was there, whatever the number of
+"""Sources are read exactly and in order, and the prepared data is the same for any number of
 workers."""
 
 import gzip
@@ -31,7 +31,7 @@ def texts_of(source: str, **options) -> list[str]:
 
 
 def split_texts(folder: Path, split: str) -> list[str]:
-    """The documents of a prepared split, read back with the safetensors library and decoded."""
+    """The documents of a prepared split, read with the safetensors library and decoded."""
     texts = []
     for shard in json.loads((folder / "index.json").read_text())["splits"][split]["shards"]:
         tensors = safetensors.numpy.load_file(folder / shard["file"])
@@ -111,7 +111,7 @@ def test_tables(tmp_path, form: str) -> None:
 
 
 def test_folder_of_tables_is_a_data_set_with_splits(tmp_path) -> None:
-    """The same call as for a name on the hub."""
+    """A local folder of tables has splits, as a data set on the Hugging Face hub has."""
     for split, texts in (("train", TEXTS), ("test", ["only here"])):
         (tmp_path / f"{split}.jsonl").write_text(
             "".join(json.dumps({"text": text}) + "\n" for text in texts)
@@ -253,15 +253,15 @@ def test_existing_folder_is_only_replaced_when_told(tmp_path) -> None:
 
 
 def test_only_what_prepare_wrote_is_deleted(tmp_path) -> None:
-    """And never the text that it was to read."""
+    """`overwrite` deletes only what `prepare` wrote, and never the source."""
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "one.txt").write_text("mine alone")
-    with pytest.raises(UserError, match="no prepared one"):
+    with pytest.raises(UserError, match="nor a prepared one"):
         prepared(tmp_path / "texts", str(tmp_path / "texts"), overwrite=True)
     out = prepared(tmp_path / "out", SOURCE, heldout_fraction=0.0)
     (out / "two.txt").write_text("mine alone")
     for source in (out, out / "two.txt", out / "*.txt"):
-        with pytest.raises(UserError, match="holds the source"):
+        with pytest.raises(UserError, match="contains the source"):
             prepared(out, str(source), overwrite=True)
     assert {path.name for path in tmp_path.rglob("*.txt")} == {"one.txt", "two.txt"}
 
@@ -332,7 +332,7 @@ def test_commands(tmp_path) -> None:
     done = run(
         "tools.prepare", "--source", MANY, "--tokenizer", model, "--out", out, "--workers", "2"
     )
-    assert (done.returncode, done.stderr) == (0, "")  # no progress bar where nobody watches
+    assert (done.returncode, done.stderr) == (0, "")  # no progress bar without a terminal
     assert "tokens/s" in done.stdout
     again = run("tools.prepare", "--source", MANY, "--tokenizer", model, "--out", out)
     assert again.returncode == 2

@@ -1,5 +1,5 @@
-"""Sample i of a run is a pure function of (seed, i): a bijection per epoch, exact quotas per
-mixture."""
+"""Sample i of a run is a pure function of (seed, i): each epoch is a permutation of the windows,
+and mixtures keep exact quotas."""
 
 from collections import Counter
 
@@ -35,7 +35,7 @@ def test_permutation_depends_on_the_key_only() -> None:
     )
     assert np.array_equal(one, again)
     assert np.mean(one == other) < 0.02
-    # point by point, in any order
+    # The image of a point does not depend on the other points.
     assert np.array_equal(one[[7, 3, 3]], Permutation(1000, "k")(np.array([7, 3, 3])))
 
 
@@ -45,14 +45,14 @@ def test_permutation_of_huge_ranges_stays_inside_and_does_not_collide(n: int) ->
     images = Permutation(n, "huge")(points)
     assert len(np.unique(images)) == len(points)
     assert images.max() < n
-    # Spread over the whole range: each tenth gets a tenth of the images (binomial: sigma 95 of
-    # 10000).
+    # The images spread over the whole range: each tenth gets a tenth of them (binomial: 10,000 with
+    # sigma 95).
     tenths = np.bincount((images // np.uint64(-(-n // 10))).astype(int), minlength=10)
     assert np.all(np.abs(tenths - 10_000) < 600)
 
 
 def test_permutation_looks_random() -> None:
-    """Over many keys every point goes to every image equally often; neighbours do not stay
+    """Over many keys every point is mapped to every image equally often, and neighbours do not stay
     neighbours."""
     counts = np.zeros((6, 6))
     for key in range(6000):
@@ -80,10 +80,10 @@ def test_mixture_quotas_are_exact_and_even(weights: list[float]) -> None:
     positions = np.arange(1, MIXTURE_PERIOD + 1)
     for s in range(len(weights)):
         mine = source_of == s
-        # its samples, in order, none left out
+        # its samples are in order and complete
         assert np.array_equal(rank_of[mine], np.arange(quota[s]))
         drift = np.cumsum(mine) - positions * quota[s] / MIXTURE_PERIOD
-        # at every moment the mixture holds, to a few samples
+        # at every position the mixture has its shares, within a few samples
         assert np.abs(drift).max() <= len(weights)
 
 

@@ -1,5 +1,5 @@
-"""Every file of a source is read, or named with the reason; what is wrong with one is said with its
-name, line and remedy."""
+"""Every file of a source is read, or reported with the reason why not. An error in a file is
+reported with the file's name, the line and a remedy."""
 
 import bz2
 import gzip
@@ -37,7 +37,7 @@ def write(folder: Path, files: dict[str, str | bytes]) -> Path:
 
 
 def read(source: Path | str, **options) -> tuple[list[str], dict[str, list[str]]]:
-    """The texts, and what was left out."""
+    """The texts, and the files left out by reason."""
     report = Report()
     return [
         document.text for document in documents(str(source), report=report, **options)
@@ -73,13 +73,13 @@ def test_a_folder_of_mixed_kinds_is_read_whole_and_the_rest_is_named(tmp_path: P
     assert texts == ["json", "text", "compressed", "csv", "in a folder named like a file"]
     assert {reason: sorted(names) for reason, names in left_out.items()} == {
         "hidden": [".hidden/", "d/.also_hidden.txt"],
-        "a link to what is read anyway": ["d/loop", "link.txt"],
-        "a link that leads nowhere": ["broken.txt"],
+        "a link to something that is read anyway": ["d/loop", "link.txt"],
+        "a broken link": ["broken.txt"],
         "an archive (.zip): unpack it": ["all.zip"],
-        "no known kind of file (.png)": ["image.png"],
-        "no known kind of file (no ending)": ["README"],
+        "unknown file type (.png)": ["image.png"],
+        "unknown file type (no extension)": ["README"],
         "empty": ["empty.txt"],
-        "JSON, but no rows with a column 'text'": ["package.json"],
+        "JSON, but has no rows with column 'text'": ["package.json"],
     }
 
 
@@ -89,7 +89,7 @@ def test_links_to_what_is_elsewhere_are_followed_once(tmp_path: Path) -> None:
         os.symlink(tmp_path / "elsewhere", tmp_path / "corpus" / name)
     texts, left_out = read(tmp_path / "corpus")
     assert texts == ["c", "a", "b"]
-    assert left_out == {"a link to what is read anyway": ["second"]}
+    assert left_out == {"a link to something that is read anyway": ["second"]}
 
 
 def test_the_report_for_a_person(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_the_report_for_a_person(tmp_path: Path) -> None:
     assert [document.text for document in documents(str(tmp_path), report=report)] == ["words"]
     assert report.lines() == [
         "1 file read, 9 left out:",
-        "  no known kind of file (.bin): 0.bin, 1.bin, 2.bin, 3.bin, 4.bin and 4 more",
+        "  unknown file type (.bin): 0.bin, 1.bin, 2.bin, 3.bin, 4.bin and 4 more",
         "the text is in the column 'body' of a.csv",
     ]
 
@@ -109,8 +109,8 @@ def test_the_report_for_a_person(tmp_path: Path) -> None:
         ({}, "the folder is empty"),
         ({".git/a.txt": "x"}, "nothing in it can be read (hidden: .git/)"),
         ({"c.xyz": "text", "d.xyz": "text", "b.png": "", "b.zip": "PK"},
-         "none of its files is of a known kind"),
-        ({"a.txt": "", "b.jsonl": ""}, "there is no text in it"),
+         "none of its files is of a known type"),
+        ({"a.txt": "", "b.jsonl": ""}, "it contains no text"),
     ],
     ids=["empty folder", "hidden", "unknown endings", "empty files"],
 )  # fmt: skip
@@ -130,7 +130,7 @@ def test_an_empty_file_is_called_empty_and_an_archive_an_archive(tmp_path: Path)
     write(tmp_path, {"a.txt": "", "b.tar.gz": b"", "c.jsonl": "\n \n"})
     assert refusal(tmp_path / "a.txt").why == "the file is empty"
     assert refusal(tmp_path / "b.tar.gz").why == "it is an archive (.tar)"
-    assert refusal(tmp_path / "c.jsonl").why == "there is no text in it"
+    assert refusal(tmp_path / "c.jsonl").why == "it contains no text"
 
 
 def test_a_glob_reads_each_file_once_and_names_folders(tmp_path: Path) -> None:
@@ -153,11 +153,11 @@ def test_tables_of_a_folder_have_splits_by_their_names(tmp_path: Path) -> None:
     )
     assert read(tmp_path) == (
         ["a", "c"],
-        {"of the split 'test' (--split test)": ["data/test-0.jsonl"]},
+        {"belongs to split 'test' (--split test)": ["data/test-0.jsonl"]},
     )
     assert read(tmp_path, split="test")[0] == ["b"]
     error = refusal(tmp_path, split="validation")
-    assert (error.key, error.remedy.split(";")[0]) == ("--split", "one of: test, train")
+    assert (error.key, error.remedy.split(";")[0]) == ("--split", "give one of: test, train")
     assert [split_of(name) for name in ("dev/x.csv", "eval.csv", "valid2.csv", "contest.csv")] == [
         "validation", "test", "validation", "train",
     ]  # fmt: skip
@@ -181,7 +181,7 @@ def test_several_sources_say_that_the_shell_expanded_a_pattern() -> None:
         one_source(["a.txt", "b.txt"])
 
 
-# --- what is in them ------------------------------------------------------------------------------
+# --- content of files -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ending", COMPRESS)
@@ -212,15 +212,15 @@ def test_a_python_without_a_compression_says_so(
 
     file = write(tmp_path, {"a.txt.xz": lzma.compress(b"x")}) / "a.txt.xz"
     monkeypatch.setattr(importlib, "import_module", missing)
-    assert refusal(file).why == "this Python was built without xz"
+    assert refusal(file).why == "this Python was built without xz support"
 
 
 BAD_LINES = {
     "malformed": (b'{"text": \n', "line 3: it is not JSON"),
     "Latin-1": ('{"text": "naïve"}\n'.encode("latin-1"), "line 3: it is not UTF-8"),
     "lone surrogate": (b'{"text": "\\ud83d alone"}\n',
-                       r"line 3: 'text' has the lone surrogate \ud83d"),
-    "list": (b"[1]\n", "line 3: a row is an object"),
+                       r"line 3: 'text' contains a lone surrogate, \ud83d"),
+    "list": (b"[1]\n", "line 3: a row must be an object"),
     "nested": (b"[" * 100_000 + b"\n", "line 3: it is nested too deeply"),
 }  # fmt: skip
 
@@ -295,7 +295,7 @@ def test_the_column_of_the_text_is_found_or_asked_for(tmp_path: Path) -> None:
     error = refusal(tmp_path / "two.csv")
     assert (error.key, error.remedy) == (
         "--text-field",
-        "give --text-field one of: title, body; or leave that file out",
+        "set --text-field to one of: title, body; or leave that file out",
     )
     assert read(tmp_path / "two.csv", text_field="body")[0] == ["words"]
     assert "line 2 has a column 'text'" in refusal(tmp_path / "late.jsonl").why
@@ -337,4 +337,4 @@ def test_text_in_another_encoding_is_refused_and_the_remedy_works(
     subprocess.run(error.remedy.split("`")[1], shell=True, check=True)
     assert read(tmp_path)[0] == [text]
     file.write_bytes(b"\xef\xbb\xbf" + text.encode())
-    assert read(file)[0] == [text]  # without the mark
+    assert read(file)[0] == [text]  # without the byte order mark

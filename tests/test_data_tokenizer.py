@@ -1,4 +1,4 @@
-"""The tokenizer gives back every text exactly."""
+"""Encoding and decoding with the tokenizer reproduces every text exactly."""
 
 import random
 import re
@@ -66,8 +66,8 @@ def test_random_unicode_round_trips() -> None:
 
 
 def test_control_plain_sentencepiece_does_not_round_trip(tmp_path) -> None:
-    """The hostile strings do find a tokenizer that alters text: SentencePiece as it comes, trained
-    on the same lines."""
+    """Control: the hostile strings find a tokenizer that alters text, here SentencePiece with its
+    default settings, trained on the same library."""
     lines = [line for document in documents(STDLIB) for line in document.text.split("\n")][:3000]
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines),
@@ -102,7 +102,7 @@ def test_bos_and_eos_are_silent_and_broken_bytes_do_not_raise() -> None:
         tokenizer().decode([tokenizer().bos_id, *ids, tokenizer().eos_id]) == "def f():\n    pass\n"
     )
     snake = tokenizer().encode("🐍")
-    assert len(snake) == 4  # not in the vocabulary: its four bytes
+    assert len(snake) == 4  # four bytes, because it is not in the vocabulary
     assert "\ufffd" in tokenizer().decode(snake[:2])
 
 
@@ -132,13 +132,15 @@ def test_training_refuses(texts: list[str], size: int, key: str) -> None:
     with pytest.raises(UserError) as raised:
         Tokenizer.train(texts, size)
     assert raised.value.key == key
-    assert "character_coverage" not in str(raised.value)  # SentencePiece's options are not ours
+    # The message does not name options of SentencePiece, which our command does not have.
+    assert "character_coverage" not in str(raised.value)
     if found := re.search(r"at (?:least|most) (\d+)", raised.value.remedy):  # the remedy works
         assert Tokenizer.train(texts, int(found[1])).vocab_size == int(found[1])
 
 
 def test_what_the_source_refuses_is_said_as_it_is() -> None:
-    """Also when SentencePiece has begun to read: it wraps what its iterator raises."""
+    """An error of the source arrives unchanged, although SentencePiece wraps what its iterator
+    raises."""
 
     def texts():
         yield "some text"

@@ -1,8 +1,8 @@
-"""The guided tour holds: every command of every page runs and prints what the page shows; every
-picture is what its code draws.
+"""The documentation is true: every command of every page runs and prints what the page shows, and
+every picture is what its code draws.
 
-What is not run is listed here, by page and reason, and the page says so too. tests/transcripts.py
-says how pages are written.
+Commands that are not run are listed here by page and reason, and marked on the page.
+tests/transcripts.py describes how pages are written.
 """
 
 import importlib
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from docs.recipes import PAGES as RECIPES
 from tests.transcripts import (
     COMMENT,
     ROOT,
@@ -28,9 +29,16 @@ PAGES = sorted(DOCS.glob("*.md"))
 TOUR = ["mesh", "tensor", "sequence", "pipeline", "data", "memory", "kernels", "checkpoints",
         "slurm", "extending"]  # fmt: skip
 MANUAL = ["one_step", "install", "your_data", "running", "operating", "configuration", "proofs"]
-# the others by matplotlib
+# Pages of one subject each, to which the tour leads.
+REFERENCE = [
+    "fused_head", "new_kernel", "recovery", "one_writer", "preflight", "slurm_logs", "ports",
+    "schedules", "choosing_a_schedule", "running_a_schedule", "planning", "plan_model",
+    "plan_accuracy", "rules_of_thumb",
+    *(Path(page).stem for page in RECIPES),
+]  # fmt: skip
+# Pages with pictures that can be compared exactly; matplotlib draws the others.
 DRAWN = ["mesh", "tensor", "sequence", "data", "memory", "checkpoints", "slurm", "extending"]
-# Commands that are parsed and not run, by page: how many, for which reasons.
+# Commands that are parsed but not run: page → number of commands by reason.
 EXERCISE = "an exercise"  # tests/test_exercises.py runs them with answers
 FIGURE = re.compile(r"\d\s?(%|[kMGT]i?B\b|bytes\b|m?s\b|seconds\b)")
 NOT_RUN = {name: Counter({EXERCISE: 1}) for name in map("{}.md".format, TOUR)}
@@ -38,25 +46,23 @@ NOT_RUN["README.md"] = Counter(
     {
         "they fail until they are done": 1,
         "it draws the pictures again": 1,
-        "documentation of every module, from docstrings, to docs/api/index.html": 1,
+        "these pages, docstrings and source as one site with search, site/index.html": 1,
     }
 )
-NOT_RUN["pipeline.md"] += {"trains for minutes": 1, "needs that run": 1}
+NOT_RUN["running_a_schedule.md"] = Counter({"trains for minutes": 1, "needs that run": 1})
 NOT_RUN["kernels.md"] += {"needs `make data`, and minutes": 1, "needs a GPU": 1}
-NOT_RUN["checkpoints.md"] += {
-    "needs `make train`": 1,
-    "trains for minutes": 1,
-    "takes ten minutes": 1,
-}
-NOT_RUN["slurm.md"] += {"needs Slurm": 4}
-NOT_RUN["extending.md"] += {"needs Slurm": 1}
+NOT_RUN["checkpoints.md"] += {"needs `make train`": 1}
+NOT_RUN["recovery.md"] = Counter({"trains for minutes": 1})
+NOT_RUN["one_writer.md"] = Counter({"takes ten minutes": 1})
+NOT_RUN["slurm.md"] += {"needs Slurm": 3}
+NOT_RUN["preflight.md"] = Counter({"needs Slurm": 1})
+NOT_RUN["new_cluster.md"] = Counter({"needs Slurm": 1})
 NOT_RUN["huggingface.md"] = Counter(
     {"needs `make train`": 1, "needs that run": 1, "needs those weights": 2, "needs them too": 2}
 )
 NOT_RUN["profiling.md"] = Counter({"trains for a minute": 1, "needs that run": 3})
-NOT_RUN["planning.md"] = Counter(
-    {"takes a while": 4, "takes half a minute": 1, "takes a minute": 1}
-)
+NOT_RUN["planning.md"] = Counter({"takes a while": 3, "takes half a minute": 1})
+NOT_RUN["plan_accuracy.md"] = Counter({"takes a while": 1, "takes a minute": 1})
 NOT_RUN["install.md"] = Counter({"trains for minutes": 1, "needs `make train`": 1})
 NOT_RUN["your_data.md"] = Counter(
     {"needs your text": 3, "needs those weights": 1, "needs that run": 1}
@@ -66,15 +72,13 @@ NOT_RUN["running.md"] = Counter(
      "needs Slurm": 2, "takes a while": 1, "takes half a minute": 1}
 )  # fmt: skip
 NOT_RUN["configuration.md"] = Counter({"needs that run": 1, "takes a minute": 1, "needs a GPU": 1})
-WORDS, README_LINES = 1200, 120  # of a page that is read in ten minutes; of the front page
+# limits for a page of the manual, to be read in ten minutes, and for the front page
+WORDS, README_LINES = 1200, 120
 
 ALL = {page.name: commands(page) for page in PAGES}
-# tests/test_recipes.py runs those of the recipes, each in a copy that it has changed first.
+# tests/test_recipes.py runs the commands of the recipes, in a copy that has their edits.
 RUN = {
-    str(c): c
-    for name, found in ALL.items()
-    for c in found
-    if not c.not_run and name != "extending.md"
+    str(c): c for name, found in ALL.items() for c in found if not c.not_run and name not in RECIPES
 }
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 RUN |= {str(c): c for file in CONFIGS for c in commands_in_comments(file)}
@@ -85,7 +89,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy_tree(tmp_path_factory.mktemp("docs"))
 
 
-printed: dict[str, str] = {}  # command → what it printed
+printed: dict[str, str] = {}  # command → its output
 
 
 @pytest.mark.parametrize("command", RUN.values(), ids=RUN)
@@ -102,8 +106,9 @@ def test_a_command_prints_what_the_page_shows(command: Command, copy: Path) -> N
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_a_configuration_states_no_figure_that_nothing_prints(file: Path) -> None:
-    """Bytes, seconds and shares stand in what a command prints, above. The label of a GPU and what
-    is saved are other figures: tests/test_configs.py."""
+    """In comments of a configuration, bytes, seconds and percentages occur only in the output of
+    commands, which the test above checks. GPU names and bytes per parameter are excepted
+    (tests/test_configs.py checks the latter)."""
     assert file.stem == "laptop" or commands_in_comments(file)
     for line in file.read_text(encoding="utf-8").splitlines():
         prose = line.partition("#")[2].replace("GPUs of 80 GB", "")
@@ -112,7 +117,7 @@ def test_a_configuration_states_no_figure_that_nothing_prints(file: Path) -> Non
 
 
 def test_a_figure_is_found() -> None:
-    """The control."""
+    """Control: the pattern finds figures of all these forms."""
     for text in (
         "would be 48 GB",
         "10.5% of a step",
@@ -140,7 +145,7 @@ def test_the_front_page_is_short() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", MANUAL)
+@pytest.mark.parametrize("name", MANUAL + REFERENCE)
 def test_a_page_of_the_manual_is_read_in_ten_minutes(name: str) -> None:
     text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
     assert len(text.split()) <= WORDS
@@ -149,11 +154,13 @@ def test_a_page_of_the_manual_is_read_in_ten_minutes(name: str) -> None:
 
 @pytest.mark.parametrize("name", TOUR)
 def test_a_page_of_the_tour_is_whole(name: str) -> None:
-    """A picture that code draws, numbers that a command prints, exercises; and the index has it."""
+    """Every page of the tour has a picture, a command with output, and exercises; it is short and
+    listed in the index."""
     text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
     pictures = re.findall(r"!\[[^]]+\]\(images/(\w+)\.svg\)", text)
     assert pictures
     assert all((DOCS / "images" / f"{picture}.svg").exists() for picture in pictures)
+    assert len(text.split()) <= WORDS
     assert any(c.output for c in ALL[f"{name}.md"])
     assert f"exercises/test_{name}.py" in text
     assert f"({name}.md)" in (DOCS / "README.md").read_text(encoding="utf-8")
@@ -163,7 +170,8 @@ def test_a_page_of_the_tour_is_whole(name: str) -> None:
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_a_picture_is_what_its_code_draws(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If this fails: `make docs`, and look at it."""
+    """The stored picture equals what its code draws. If this fails, run `make docs` and inspect the
+    picture."""
     monkeypatch.chdir(ROOT)
     drawn = importlib.import_module(f"docs.draw_{name}").draw()
     assert drawn == (DOCS / "images" / f"{name}.svg").read_text(encoding="utf-8")
@@ -177,7 +185,7 @@ def test_make_docs_draws_every_picture() -> None:
 
 
 def test_an_output_that_is_no_longer_true_is_found() -> None:
-    """The control."""
+    """Control: output that differs from what a page shows is found."""
     shown = "step 1 of 3\n…\nloss … nats\n"
     assert matches(shown, "step 1 of 3\nloss 4.2 nats\n")
     assert matches(shown, "step 1 of 3\nstep 2 of 3\n\nstep 3 of 3\nloss 4.2 nats\n")

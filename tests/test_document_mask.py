@@ -1,8 +1,9 @@
-"""data.document_mask: a window of packed documents is computed as each of its documents alone.
+"""data.document_mask: a window of packed documents gives the same result as its documents computed
+separately.
 
-On a GPU, flash attention takes the packed documents (test_gpu.py). Here plain kernels stand in for
-its own (flash.py), so that what we tell it, and what autograd, checkpoints and the compiler make of
-it, is tested without one.
+On a GPU, flash attention processes the packed documents (test_gpu.py). Here plain kernels
+(flash.py) replace its kernels, so that its arguments, and its use with autograd, activation
+checkpointing and the compiler, are tested without a GPU.
 """
 
 import contextlib
@@ -38,7 +39,7 @@ from tools.parity.run import check
 from training.step import TrainStep
 
 S = 12
-T = 7  # some token that is not bos
+T = 7  # a token that is not bos
 WINDOWS = {
     "no bos": [[T] * S],
     "bos first": [[BOS] + [T] * (S - 1)],
@@ -53,19 +54,19 @@ WINDOWS = {
 
 
 def window(name):
-    """Tokens [B, S] with bos where WINDOWS says, and no two others alike."""
+    """Tokens [B, S] with bos where WINDOWS has it, all other tokens distinct."""
     tokens = torch.tensor(WINDOWS[name])
     return torch.where(tokens == BOS, BOS, torch.arange(10, 10 + tokens.numel()).view_as(tokens))
 
 
 def documents_of(row):
-    """Where each document of a row of tokens begins and ends: the definition, one token at a
-    time."""
+    """(begin, end) of each document in a row of tokens, found one token at a time by the
+    definition."""
     begins = [0] + [i for i, token in enumerate(row.tolist()) if token == BOS and i > 0]
     return list(zip(begins, [*begins[1:], len(row)], strict=True))
 
 
-# --- finding them ---------------------------------------------------------------------------------
+# --- finding documents ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", WINDOWS)
@@ -98,8 +99,8 @@ def test_a_mask_is_made_where_flash_attention_does_not_take_documents():
 
 
 def small_model(case, checkpointing="none", compile=False):
-    """The unsharded Transformer of a case, in this process; compiled blocks are traced, and run as
-    traced."""
+    """The unsharded Transformer of a case, in this process. With `compile`, blocks are traced and
+    run in eager mode as traced."""
     config = case.config().model
     tp = TensorParallel.of(build_mesh(MeshSizes(), "cpu").tp, sequence_parallel=False)
     model = Transformer(config, range(config.num_layers), True, True, tp).to(torch.float64)
@@ -120,7 +121,7 @@ def plain(tokens):
 
 
 def gradients(model, outputs):
-    """Of a weighted sum of all logits, parameter by parameter."""
+    """Parameter name → gradient of a weighted sum of all logits."""
     model.zero_grad()
     torch.manual_seed(1)
     (outputs * torch.randn(outputs.shape, dtype=outputs.dtype)).sum().backward()
@@ -128,8 +129,8 @@ def gradients(model, outputs):
 
 
 def packed_alone_and_plain(name):
-    """Logits [S, B, V] and gradients of a window: packed, of each document alone, and with every
-    sequence as one document."""
+    """Logits [S, B, V] and gradients for a window, computed three ways: packed, each document
+    separately, and with every sequence as one document."""
     model, tokens = small_model(Case(MeshSizes(), num_kv_heads=2)), window(name)
     alone = [
         torch.cat([model(None, plain(row[a:b].unsqueeze(0))) for a, b in documents_of(row)])
@@ -156,14 +157,14 @@ def test_a_packed_window_is_its_documents_alone(ranks, name):
 
     assert far(logits, expected) < 1e-12
     for parameter, gradient in expected_grads.items():
-        # documents of one token each: no gradient reaches queries and keys
+        # With documents of one token each, queries and keys have no gradient.
         if gradient.norm() > 1e-12:
             assert far(grads[parameter], gradient) < 1e-12, parameter
         else:
             assert name == "nothing but bos"
             assert grads[parameter].norm() < 1e-12, parameter
-    # The control: where there are several documents, a causal mask alone computes something else.
-    # (Equal tokens hide it: any weighted mean of equal values is the same.)
+    # Control: with several documents, a causal mask without documents gives another result. (Not if
+    # all tokens are equal, as any weighted mean of equal values is the same.)
     distances = [
         far(unmasked, expected),
         far(unmasked_grads["embedding.weight"], expected_grads["embedding.weight"]),
@@ -181,8 +182,8 @@ def logits_of(tokens):
 
 @pytest.mark.parametrize(("row", "column"), [(0, 1), (0, 5), (1, 3), (1, 9)])
 def test_a_token_matters_in_its_own_document_alone(ranks, row, column):
-    """Every bit outside of the document stays, every position from the token to the document's end
-    changes."""
+    """Changing a token changes the logits from its position to the end of its document, and no
+    others, bit for bit."""
     tokens = window("two sequences")
     changed = tokens.clone()
     changed[row, column] += 100
@@ -198,6 +199,7 @@ def test_a_token_matters_in_its_own_document_alone(ranks, row, column):
 
 @contextlib.contextmanager
 def documents_forgotten():
+    # Plant: the training step treats every sequence as one document.
     with patch.object(
         training.step,
         "find_documents",
@@ -221,8 +223,8 @@ def documents_forgotten():
     ids=str,
 )
 def test_layouts_agree(ranks, case):
-    """Against the reference, which runs each document alone. The covering array (test_parity.py)
-    meets every other option."""
+    """Two layouts agree with the reference, which runs each document separately. The covering array
+    (test_parity.py) combines document_mask with every other option."""
     row = check(ranks, case, 2)
     assert not row.failures(), line(row, 2)
 
@@ -241,8 +243,8 @@ def test_forgotten_documents_are_found(ranks):
 @pytest.mark.parametrize("name", WINDOWS)
 @pytest.mark.parametrize("seen", [None, 3, 1], ids="window {}".format)
 def test_flash_attention_is_told_the_documents(name, kv_heads, seen):
-    """Outputs and gradients by boundaries and by bias are the same, for one sequence and for two,
-    with a window and without."""
+    """Outputs and gradients from document boundaries equal those from an additive mask, for one and
+    two sequences, with and without an attention window."""
     tokens = window(name)
     torch.manual_seed(0)
     q, k, v = (
@@ -266,7 +268,8 @@ def test_flash_attention_is_told_the_documents(name, kv_heads, seen):
 
 
 def by_boundaries(name, checkpointing, compile):
-    """As `packed_alone_and_plain`: by mask and by boundaries, and the stand-in's calls."""
+    """Logits and gradients by mask and by boundaries, the calls of the plain kernels, and the
+    number of blocks."""
     model, tokens = (
         small_model(Case(MeshSizes(), num_kv_heads=2), checkpointing, compile),
         window(name),
@@ -284,8 +287,8 @@ def by_boundaries(name, checkpointing, compile):
     ("checkpointing", "forwards"), [("none", 1), ("selective", 1), ("full", 2)]
 )
 def test_model_by_boundaries_is_the_model_by_mask(ranks, checkpointing, forwards, compile):
-    """Selective checkpointing keeps attention's output, and full checkpointing computes it
-    again."""
+    """The model computes the same by boundaries as by mask. Selective checkpointing keeps
+    attention's output, and full checkpointing recomputes it."""
     ((by_mask, by_boundary), calls, blocks) = ranks.run(
         by_boundaries, 1, "two sequences", checkpointing, compile
     )[0]
@@ -326,7 +329,7 @@ def test_data_without_bos_is_refused(tmp_path: Path):
             open_data(config, "train")
         assert str(refusal.value).startswith("data.document_mask = True")
         assert "data.document_mask=false" in str(refusal.value)
-        open_data(DataConfig(str(data)), "train")  # where nothing asks for it, nothing is missing
+        open_data(DataConfig(str(data)), "train")  # without the mask no bos is needed
 
 
 def step_without_bos():
@@ -341,8 +344,8 @@ def test_a_step_does_not_forget_the_mask_for_want_of_a_bos(ranks):
 
 @pytest.mark.thorough
 def test_a_run_masks_in_training_and_evaluation(ranks, tmp_path: Path):
-    """Lines of code as documents, through all of train.py: on two ranks as on one, and unlike a run
-    without the mask."""
+    """Complete runs on single lines of code as documents have the same training and evaluation
+    losses on two ranks as on one, and other losses than a run without the mask."""
     lines = [
         text
         for file in sorted(Path(SOURCE).glob("*.py"))
@@ -354,7 +357,7 @@ def test_a_run_masks_in_training_and_evaluation(ranks, tmp_path: Path):
     )
     data = prepared(tmp_path / "data", str(tmp_path / "short.jsonl"))
     train = {"steps": 2, "eval_interval": 2}
-    # large: attention is far from uniform
+    # large, so that attention is far from uniform
     config = write_config(tmp_path, data, train=train, model={"init_std": 0.2})
     found = []
     for world, overrides in (

@@ -1,5 +1,4 @@
-"""Ranks that are killed at any moment, and what is left: the short form of
-benchmarks/kill_drill.py."""
+"""Runs survive ranks killed in any phase: the short form of benchmarks/kill_drill.py."""
 
 import time
 from pathlib import Path
@@ -31,7 +30,7 @@ from tools.report import __main__ as report
 
 
 def drilled(arguments: list[str], kill: Kill | None) -> str:
-    # this start's, not that of the server that this process was forked from
+    # the time of this start, not that of the server from which this process was forked
     signals.STARTED = time.monotonic()
     if kill is not None and kill.rank == dist.get_rank():
         with planted(kill):
@@ -60,8 +59,9 @@ KILLS = {
 @pytest.mark.thorough
 @pytest.mark.parametrize("world", [4, 8])
 def test_killed_again_and_again(ranks: Ranks, data: Path, tmp_path: Path, world: int) -> None:
-    """In every phase: the same numbers as undisturbed, every checkpoint good, and the ledger adds
-    up. In 3D thoroughly."""
+    """A run killed several times, in all phases, has the same losses and final state as an
+    undisturbed one; every checkpoint is good, and the seconds in the ledger add up. On 8 ranks with
+    the 3D layout too."""
     runs = {}
     for name, kills in (("alone", []), ("drilled", KILLS[world])):
         folder = tmp_path / name
@@ -103,8 +103,8 @@ def test_killed_again_and_again(ranks: Ranks, data: Path, tmp_path: Path, world:
 
 @pytest.mark.thorough
 def test_torchrun_restarts_by_itself(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    """A killed rank, `torchrun --max-restarts`: nobody does anything, and the run ends as one that
-    was left alone."""
+    """After a rank is killed, `torchrun --max-restarts` restarts the run without intervention, and
+    it ends exactly as an undisturbed run."""
     raw = small(Path(write_config(tmp_path, data)), 4, steps=6)
     (tmp_path / "alone.yaml").write_text(yaml.safe_dump(raw))
     assert ranks.run(train_run, 4, [str(tmp_path / "alone.yaml")]) == [""] * 4
@@ -141,8 +141,8 @@ def test_a_plan_has_every_phase(tmp_path: Path) -> None:
 
 
 def test_the_ledger_of_a_told_story() -> None:
-    """Killed in step 7 after a checkpoint at 4; then back from 9 to 8 in the second start; each
-    figure by hand."""
+    """The ledger of a known sequence of events equals figures computed by hand: the run is killed
+    in step 7 after a checkpoint at 4, and its second start rolls back from step 9 to 8."""
 
     def spent(step: int, **seconds: float) -> dict:
         return {"event": "spent", "time": 0.0, "step": step, "seconds": seconds}
@@ -150,9 +150,9 @@ def test_the_ledger_of_a_told_story() -> None:
     events = [
         {"event": "start", "time": 0.0, "began": 100.0, "step": 0},
         spent(2, start=5.0, steps=2.0, data=0.5),
-        spent(6, steps=4.0, saving=1.0),  # until 112.5; steps 5 and 6, half of 4.0, are made again
+        spent(6, steps=4.0, saving=1.0),  # until 112.5; steps 5 and 6, half of 4.0, are repeated
         {"event": "start", "time": 0.0, "began": 120.0, "step": 4},
-        # until 132; step 9, a fifth of 5.0, is made again
+        # until 132; step 9, a fifth of 5.0, is repeated
         spent(9, start=5.0, steps=5.0, evaluation=2.0),
         {"event": "rollback", "time": 0.0, "from_step": 9, "step": 8},
         spent(10, rollback=3.0, steps=2.0, end=1.0),

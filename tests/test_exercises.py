@@ -1,5 +1,5 @@
-"""Every exercise of docs/exercises can be solved, its tests fail until it is, and every page that
-should has some."""
+"""Every exercise in docs/exercises can be solved, its tests fail until it is solved, and its page
+links to it."""
 
 import importlib
 import inspect
@@ -35,7 +35,7 @@ def to_complete(module: ModuleType) -> list[str]:
 
 
 def calls(module: ModuleType, ranks: Ranks) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Each test with each of its arguments, as pytest would call it."""
+    """Each test of a module with each set of its arguments, as pytest would call it."""
     for name, test in functions(module).items():
         if not name.startswith("test_"):
             continue
@@ -63,7 +63,7 @@ def test_an_exercise_fails_until_it_is_done_and_can_be_done(
     assert exercises
     seen = set()
     for test, call in calls(module, ranks):
-        if test not in seen:  # one set of arguments of each is enough
+        if test not in seen:  # one set of arguments per test is enough
             seen.add(test)
             with pytest.raises((NotImplementedError, RankError), match="yours to write"):
                 call()
@@ -80,7 +80,7 @@ def test_a_page_names_its_exercises(name: str) -> None:
 
 
 def test_a_wrong_answer_is_not_accepted(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: the communication left out of two answers."""
+    """Control: the exercises' tests reject two answers that lack the communication."""
     for name, exercise in (
         ("test_tensor", "column_parallel_backward"),
         ("test_sequence", "norm_weight_gradient"),
@@ -89,13 +89,15 @@ def test_a_wrong_answer_is_not_accepted(ranks: Ranks, monkeypatch: pytest.Monkey
         monkeypatch.setattr(
             module, "leave_backward", exercise_answers.leave_backward, raising=False
         )
+        for name in to_complete(module):
+            monkeypatch.setattr(module, name, getattr(exercise_answers, name))
         monkeypatch.setattr(module, exercise, WRONG[exercise])
         with pytest.raises(AssertionError):
             assert [call() for _, call in calls(module, ranks)]
 
 
-def without_all_reduce(dy: Any, x: Any, weight: Any, group: Any) -> Any:
-    return dy @ weight, dy.T @ x
+def without_all_reduce(dy: Any, x: Any, weight: Any, group: Any, sequence_parallel: bool) -> Any:
+    return (dy @ weight)[: len(x)], dy.T @ exercise_answers.gathered(x, group, sequence_parallel)
 
 
 def without_the_other_rows(dy: Any, normed: Any, group: Any, sequence_parallel: bool) -> Any:

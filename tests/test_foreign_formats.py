@@ -1,5 +1,5 @@
-"""Tokenizers and models in formats that are not read are called what they are; a tokenizer may lie
-beside a model's folder."""
+"""Errors about tokenizers and models in unsupported formats name the format; a model's tokenizer
+may be given separately from its folder."""
 
 import base64
 import json
@@ -25,10 +25,10 @@ FILES = {
     "model.gguf": ("GGUF\x03\0\0\0", "a GGUF model, which is not supported"),
     "vocab.json": (json.dumps({"a": 0, "b": 1}), "a vocabulary without its merges"),
     "tokenizer_config.json": (json.dumps({"tokenizer_class": "LlamaTokenizer"}),
-                              "describes a tokenizer"),
+                              "a description of a tokenizer"),
     "tokenizer.json": ("version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
-                       "a pointer of Git LFS"),
-    "broken.json": ("{", "this is not a tokenizer.json that can be read"),
+                       "a Git LFS pointer"),
+    "broken.json": ("{", "this is not a readable tokenizer.json"),
     "broken.model": ("junk", "this is not a SentencePiece model"),
 }  # fmt: skip
 
@@ -47,7 +47,7 @@ FOLDERS = {
     "tekken.json": "it has only a tekken.json",
     "vocab.json merges.txt": "it has vocab.json and merges.txt",
     "tokenizer.model.v3": "its tokenizer has another name (tokenizer.model.v3)",
-    "config.json": "there is neither tokenizer.model nor tokenizer.json",
+    "config.json": "it contains neither tokenizer.model nor tokenizer.json",
 }
 
 
@@ -67,8 +67,8 @@ MODELS = {
     "nowhere": ("./nowhere", "there is no such folder"),
     "GGUF file": ("model.gguf", "it is a GGUF file, a format that is not supported"),
     "other file": ("model.bin", "it is a file, not a folder"),
-    "GGUF folder": ("gguf", "the format GGUF, which is not supported"),
-    "Meta's folder": ("meta", "in its makers' own format"),
+    "GGUF folder": ("gguf", "in GGUF format, which is not supported"),
+    "Meta's folder": ("meta", "in its publisher's own format"),
 }
 
 

@@ -1,5 +1,5 @@
-"""tools/generate from folder to text: what transformers writes, whatever the layout; and what it
-refuses."""
+"""tools/generate from model folder to text: it writes the same tokens as transformers on any number
+of ranks, and refuses bad input with a message."""
 
 import contextlib
 import functools
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def written(arguments):
-    """What the command writes on this rank, or the message of its UserError."""
+    """The output of the command on this rank, or the message of its UserError."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         try:
@@ -37,7 +37,7 @@ def written(arguments):
 
 
 def tokens_after(arguments, prompt):
-    """The tokens of a prompt, and those that the model writes after it."""
+    """The tokens of a prompt, and those that the model generates after it."""
     options = program.parse(arguments)
     loaded = load_model(options.checkpoint, torch.float32, "cpu")
     tokens = loaded.encode(prompt)
@@ -49,8 +49,7 @@ def tokens_after(arguments, prompt):
 
 @functools.cache
 def by_transformers(folder, prompt, count):
-    """The tokens of a prompt by the folder's own tokenizer, and those that `transformers` writes
-    greedily after them."""
+    """The tokens of a prompt, and those that `transformers` generates greedily after it."""
     from transformers import LlamaForCausalLM
 
     coder = Tokenizer.load(folder)
@@ -70,7 +69,7 @@ def by_transformers(folder, prompt, count):
 
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory):
-    """A folder as transformers writes it, in several files: a random Llama with the tests'
+    """A folder written by transformers, in several files: a random Llama with the tests'
     tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -87,7 +86,8 @@ def foreign(tmp_path_factory):
 
 @pytest.mark.parametrize("tp", [1, 4])
 def test_a_hugging_face_folder_writes_what_transformers_writes(ranks, foreign, tp):
-    """On 4 ranks with fewer key/value heads than ranks, and no even share of the vocabulary."""
+    """The tokens are those of transformers on 1 and 4 ranks; with 4 there are fewer key/value heads
+    than ranks, and the vocabulary does not divide evenly."""
     arguments = ["--checkpoint", str(foreign), "--max-new-tokens", "100"]
     assert (
         ranks.run(tokens_after, tp, arguments, "import")
@@ -108,8 +108,8 @@ def test_transformers_writes_from_our_export_what_the_checkpoint_writes(ranks, s
 
 
 def test_any_ranks_write_what_a_checkpoint_of_any_layout_would(ranks, saved):
-    """Of a run with tp 2 and pp 2: the whole text, from one process or two, alone or among
-    others."""
+    """A checkpoint of a run with tp 2 and pp 2 generates the same text from one process or two,
+    from one prompt or several."""
     folder = ["--checkpoint", str(saved / "run"), "--max-new-tokens", "30", "--temperature", "0"]
     (alone,) = ranks.run(written, 1, [*folder, "--prompt", "import email"])
     assert alone.startswith("import email")
@@ -152,8 +152,8 @@ def test_a_damaged_hugging_face_folder_is_refused(ranks, foreign, tmp_path, dama
 
 
 def test_nothing_is_generated_from_a_damaged_checkpoint(ranks, saved, tmp_path):
-    """A byte of a weight's: what tools.verify finds, after which no token comes; on every rank
-    alike."""
+    """If one byte of a weight has changed, every rank refuses to generate, with the same message as
+    tools.verify."""
     folder = tmp_path / "run"
     shutil.copytree(newest(saved / "run"), folder)
     arguments = ["--checkpoint", str(folder), "--prompt", "x", "--max-new-tokens", "1"]

@@ -1,4 +1,5 @@
-"""On a GPU: the program of the laptop, one process, bfloat16, against the same on the CPU."""
+"""One process on a GPU, in bfloat16: losses agree with the CPU's, packed documents agree with
+masks, and a step never waits for the device."""
 
 import json
 import os
@@ -47,8 +48,8 @@ def test_first_losses_agree_with_the_cpu(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_split_backward_and_trace(tmp_path: Path) -> None:
-    """Two stages on one GPU in the shape of a V: deferred weight gradients in bfloat16, and the
-    times of a step's actions."""
+    """With the schedule zb_v and two stages on one GPU, deferred weight gradients in bfloat16 give
+    the losses of 1f1b, and the trace has the times of every action, in order."""
     data = prepared(tmp_path / "data")
     found = {}
     for schedule, stages in (("1f1b", 1), ("zb_v", 2)):
@@ -72,11 +73,11 @@ def test_split_backward_and_trace(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kv_heads", [8, 2])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_packed_documents_by_flash_attention(batch: int, kv_heads: int) -> None:
-    """Flash attention, told the boundaries, computes in bfloat16 what a mask gives in float32,
-    outputs and gradients, and not what causal attention gives."""
+    """Flash attention with document boundaries in bfloat16 has the outputs and gradients of masked
+    attention in float32, and not those of causal attention."""
     length, heads, head_dim = 512, 8, 64
     generator = torch.Generator().manual_seed(0)
-    # a document begins at each 1: about every hundredth
+    # a document begins at each 1, which is about every hundredth token
     tokens = torch.randint(0, 100, (batch, length), generator=generator)
     positions, boundaries = find_documents(tokens, 1, "cuda")
     flash = make_mask(positions, boundaries, None, torch.bfloat16, head_dim)
@@ -96,7 +97,7 @@ def test_packed_documents_by_flash_attention(batch: int, kv_heads: int) -> None:
     causal = outputs(torch.float32, Mask())
     for ours, theirs, others in zip(packed, masked, causal, strict=True):
         assert ours.shape == theirs.shape
-        # bfloat16 rounds at 2**-9, in the inputs' products, the weights and the sums.
+        # bfloat16 has rounding errors of 2**-9 in the inputs' products, the weights and the sums.
         assert (ours.float() - theirs).norm() < 0.02 * theirs.norm()
         assert (others - theirs).norm() > 0.1 * theirs.norm()
 
@@ -128,8 +129,8 @@ torch.cuda.set_sync_debug_mode("default")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("document_mask", [False, True])
 def test_a_step_never_waits_for_the_device(tmp_path: Path, document_mask: bool) -> None:
-    """Forward, backward, norm, clipping, update: the host runs ahead. Only who reads a number
-    waits."""
+    """No part of a step (forward, backward, norm, clipping, update) synchronizes with the device,
+    so that the host runs ahead."""
     config = write_config(tmp_path, prepared(tmp_path / "data"), train={"dtype": "bfloat16"})
     command = [
         sys.executable,

@@ -1,5 +1,5 @@
-"""Steps that must not update do not, on every rank alike; a run with many of them goes back, and
-past what they were given."""
+"""Bad steps do not update the weights, on any rank. A run with many of them rolls back to a
+checkpoint and skips the samples of the bad steps."""
 
 import contextlib
 import json
@@ -25,18 +25,19 @@ from training.step import TrainStep
 LAYOUTS = {4: {"tp": 2, "dp_shard": 2}, 8: {"tp": 2, "pp": 2, "dp_shard": 2}}  # world → 2D, 3D
 
 
-# --- what the guard decides -----------------------------------------------------------------------
+# --- decisions of the guard -----------------------------------------------------------------------
 
 
 def judged(guard: UpdateGuard, loss: float, norm: float = 1.0) -> bool:
-    """Whether the guard lets this step update; the norm that it then gives is the step's own."""
+    """Whether the guard lets this step update. It then returns the step's norm unchanged, otherwise
+    infinity."""
     given = guard(torch.tensor(loss), torch.tensor(norm)).item()
     assert given in (norm, math.inf)
     return given == norm
 
 
 def quiet(guard: UpdateGuard, steps: int) -> None:
-    """Losses of mean 4 and standard deviation 0.1."""
+    """Feed the guard losses with mean 4 and standard deviation 0.1."""
     for step in range(steps):
         assert judged(guard, 4 + (0.1 if step % 2 else -0.1))
 
@@ -61,7 +62,7 @@ def test_a_spike_does_not_update() -> None:
     guard = UpdateGuard(6.0, "cpu")
     quiet(guard, WINDOW)
     assert not judged(guard, 4.61)
-    assert judged(guard, 3.0), "a low loss is none"
+    assert judged(guard, 3.0), "a low loss is not a spike"
 
 
 def test_a_guard_that_knows_little_lets_all_pass() -> None:
@@ -70,7 +71,7 @@ def test_a_guard_that_knows_little_lets_all_pass() -> None:
     assert judged(guard, 100.0)
     guard = UpdateGuard(0.0, "cpu")
     quiet(guard, WINDOW)
-    assert judged(guard, 100.0), "spike_sigmas 0: off"
+    assert judged(guard, 100.0), "spike_sigmas 0 switches the check off"
 
 
 def test_a_lasting_change_is_got_used_to() -> None:
@@ -100,8 +101,8 @@ def test_a_restored_guard_decides_as_before() -> None:
 
 @contextlib.contextmanager
 def poisoned(is_bad: Callable[[int, torch.Tensor], bool], rank: int) -> Iterator[None]:
-    """One number of one gradient of `rank` becomes NaN in steps that are bad (number of the call,
-    tokens of this rank)."""
+    """Plant: one element of one gradient on `rank` is NaN in every step for which `is_bad(number of
+    the call, tokens of this rank)` holds."""
     forward_backward, calls = TrainStep.forward_backward, []
 
     def planted(self: TrainStep, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
@@ -131,8 +132,8 @@ def run_with_bad_steps(arguments: list[str], rank: int, bad: set[int]) -> str:
 def test_a_nan_in_one_ranks_gradient_skips_one_update(
     ranks: Ranks, data: Path, tmp_path: Path, world: int
 ) -> None:
-    """On all ranks: what they hold in common is compared before the save. It is counted, and the
-    run resumes bitwise."""
+    """A NaN in one rank's gradient skips one update on all ranks (each save compares what ranks
+    hold in common). The skip is counted, and the run resumes bitwise."""
     config = write_config(
         tmp_path, data, parallel=LAYOUTS[world], checkpoint={"interval": 3, "keep_last": 9}
     )
@@ -158,7 +159,8 @@ def test_a_nan_in_one_ranks_gradient_skips_one_update(
 
 
 def batches_of(arguments: list[str]) -> list[list[int]]:
-    """A run; what marks this rank's batch of each step."""
+    """Train; return the sums of each row of tokens, which identify this rank's batch of each
+    step."""
     marks, call = [], TrainStep.__call__
 
     def noted(self: TrainStep, step: int, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
@@ -171,13 +173,13 @@ def batches_of(arguments: list[str]) -> list[list[int]]:
 
 
 def run_with_bad_batches(arguments: list[str], marks: list[list[int]], rank: int) -> str:
-    """A run in which `rank` has a NaN whenever it is given one of these batches."""
+    """Train with a NaN on `rank` whenever it gets one of these batches."""
     with poisoned(lambda call, tokens: tokens.sum(1).tolist() in marks, rank):
         return train_run(arguments)
 
 
 def run_without(arguments: list[str], samples: tuple[int, int]) -> str:
-    """A run whose loader never hands out these samples."""
+    """Train with a loader that never yields these samples."""
     honest = train.BatchLoader.__init__
 
     def without(self: Any, *positional: Any, **named: Any) -> None:
@@ -193,8 +195,8 @@ def run_without(arguments: list[str], samples: tuple[int, int]) -> str:
 def test_bad_batches_are_left_out(
     ranks: Ranks, data: Path, tmp_path: Path, world: int, log_interval: int
 ) -> None:
-    """Steps 6 and 7 of 10 have bad batches; the run was saved after 4: it goes back there, and on
-    as if they had never been."""
+    """Steps 6 and 7 of 10 have bad batches. The run returns to the checkpoint of step 4 and then
+    has the losses of a run whose data never contained these batches."""
     kept = {"interval": 4, "keep_last": 9}
     sections = {"parallel": LAYOUTS[world], "train": {"steps": 10}, "guard": {"max_bad_steps": 2}}
     sections["run"] = {"log_interval": log_interval}
@@ -202,7 +204,8 @@ def test_bad_batches_are_left_out(
     marks = ranks.run(batches_of, world, [config])[0]
     fresh(tmp_path)
 
-    # Logged every second step, bad steps 7 and 8 are heard of together; logged each, 6 and 7 are.
+    # The run learns of bad steps when it logs: two at once, here 7 and 8, if it logs every second
+    # step.
     first = 6 if log_interval == 1 else 7
     said = ranks.run(run_with_bad_batches, world, [config], marks[first - 1 : first + 1], 0)
     assert said == [""] * world
@@ -232,13 +235,13 @@ def test_a_run_that_stays_bad_ends(ranks: Ranks, data: Path, tmp_path: Path) -> 
     config = write_config(
         tmp_path, data, train={"steps": 90}, guard={"max_bad_steps": 2}, checkpoint={"interval": 2}
     )
-    with pytest.raises(RankError, match=r"3 times back at .*step-00000002 already"):
+    with pytest.raises(RankError, match=r"gone back 3 times to .*step-00000002"):
         ranks.run(run_with_bad_steps, 2, [config], 0, set(range(3, 90)))
     assert [event["event"] for event in read_events(tmp_path / "run")].count("rollback") == 3
 
 
 def run_with_a_spike(arguments: list[str]) -> str:
-    """The last step's loss is far above the others'."""
+    """Train with a last step whose loss is far above the others'."""
     forward_backward, calls = TrainStep.forward_backward, []
 
     def spiking(self: TrainStep, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
@@ -265,7 +268,8 @@ def test_a_spike_is_skipped_in_a_run(ranks: Ranks, data: Path, tmp_path: Path) -
 
 
 def run_with_bad_weights(arguments: list[str], rank: int) -> str:
-    """From step 3 on, one weight of one rank is NaN, and no step's loss or gradient says so."""
+    """Train with a NaN planted in one rank's optimizer state after step 3, which affects no loss or
+    gradient."""
     call = TrainStep.__call__
 
     def planted(self: TrainStep, step: int, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
@@ -294,8 +298,8 @@ def test_what_is_not_finite_is_not_saved(ranks: Ranks, data: Path, tmp_path: Pat
 def test_what_was_saved_among_bad_steps_is_not_gone_back_to(
     ranks: Ranks, data: Path, tmp_path: Path
 ) -> None:
-    """A run ends with two bad steps, and is saved; it goes on with a third: back to before the
-    first."""
+    """A run ends with two bad steps and is saved. When it resumes with a third, it goes back to the
+    checkpoint before the first."""
     bounds = {"guard": {"max_bad_steps": 3}, "checkpoint": {"interval": 2, "keep_last": 1}}
     config = write_config(tmp_path, data, parallel=LAYOUTS[4], **bounds)
     checkpoints = tmp_path / "run" / "checkpoints"
@@ -324,13 +328,14 @@ def test_a_save_waits_for_a_good_step(ranks: Ranks, data: Path, tmp_path: Path) 
     config = write_config(tmp_path, data, checkpoint={"interval": 2, "keep_last": 9})
     assert ranks.run(run_with_bad_steps, 2, [config], 1, {2, 6}) == ["", ""]
     found = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
-    assert found == ["step-00000003", "step-00000004", "step-00000006"], "2 is late, 6 is the last"
+    assert found == ["step-00000003", "step-00000004", "step-00000006"], "3 in place of 2; 6 ends"
 
 
 def test_a_save_that_was_due_before_a_rollback_is_not_made_after_it(
     ranks: Ranks, data: Path, tmp_path: Path
 ) -> None:
-    """Steps 3 to 5 are bad, 4 was to be saved: back at 2, the next save is at 4 again."""
+    """Steps 3 to 5 are bad, so that the save due at step 4 is postponed. After the rollback to step
+    2, the next save is again at step 4."""
     bounds = {"guard": {"max_bad_steps": 3}, "checkpoint": {"interval": 2, "keep_last": 9}}
     config = write_config(tmp_path, data, **bounds)
     assert ranks.run(run_with_bad_steps, 2, [config], 1, {3, 4, 5}) == ["", ""]
@@ -357,7 +362,8 @@ def test_without_a_good_checkpoint_the_bad_one_stays(
 def test_a_run_that_learnt_nothing_is_not_finished(
     ranks: Ranks, data: Path, tmp_path: Path, bad: set[int], said: str
 ) -> None:
-    """Too short for guard.max_bad_steps to end it."""
+    """A run whose last steps were all bad ends as failed, even if it is too short for
+    guard.max_bad_steps to end it."""
     config = write_config(tmp_path, data, train={"steps": 3}, checkpoint={"interval": 3})
     with pytest.raises(RankError, match=said):
         ranks.run(run_with_bad_steps, 2, [config], 1, bad)

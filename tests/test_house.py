@@ -1,7 +1,7 @@
-"""The house keeps its own rules: who may import whom, no option that nothing reads, no file too
-long to read, no dead link.
+"""The repository keeps its own rules: which package may import which, no unused configuration
+keys, no overlong files, no dead links.
 
-The rules are stated in each folder's `__init__.py`; here they are held against the source, which is
+Each package's `__init__.py` states its rules; these tests check them against the source, which is
 parsed, not run.
 """
 
@@ -22,11 +22,12 @@ ROOMS = ("benchmarks", "costs", "data", "docs", "model", "parallel", "runtime", 
          "training")  # fmt: skip
 MAX_LINES, MAX_TEST_LINES = 350, 420
 
-# Files of the root may be imported everywhere, and import nothing of the house but each other.
+# Modules at the root may be imported everywhere; of this repository they import only each other.
 ROOT_FILES = {
     "errors", "hardware", "kinds", "settings", "tokens", "triton_interpreter", "yaml_text",
 }  # fmt: skip
-# Which rooms a room may import beside itself and these. tools/, tests/, benchmarks/: all.
+# Which other packages ("rooms") each one may import, apart from itself and the root files. tools/,
+# tests/ and benchmarks/ may import everything.
 MAY_IMPORT = {
     "model": {"parallel"},
     "parallel": set(),
@@ -51,14 +52,14 @@ MODULES = {module_name(file): ast.parse(file.read_text(encoding="utf-8")) for fi
 
 
 def imports(tree: ast.AST) -> set[str]:
-    """Every module that `tree` imports, wherever it does so. `from a import b` imports a, and a.b
-    where that is a module."""
+    """Every module that `tree` imports, at any level of nesting. `from a import b` imports a, and
+    also a.b if that is a module."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "the house imports by absolute names"
+            assert node.level == 0, "imports in this repository are absolute"
             assert node.module
             found |= {node.module} | {
                 f"{node.module}.{a.name}"
@@ -69,7 +70,7 @@ def imports(tree: ast.AST) -> set[str]:
 
 
 def forbidden(module: str, imported: set[str]) -> set[str]:
-    """What of `imported` the room of `module` may not know."""
+    """The modules in `imported` that the package of `module` may not import."""
     room = module.split(".")[0]
     if room not in MAY_IMPORT and room not in ROOT_FILES:
         return set()
@@ -78,7 +79,7 @@ def forbidden(module: str, imported: set[str]) -> set[str]:
     return {name for name in imported if name.split(".")[0] in house - allowed}
 
 
-# --- who may know whom ----------------------------------------------------------------------------
+# --- imports --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -87,6 +88,7 @@ def test_imports_only_what_its_room_may_know(module: str) -> None:
 
 
 def test_the_import_rule_can_fail() -> None:
+    # Control: an import of training inside a function of parallel/ is found.
     tree = ast.parse(
         "def late():\n    from training.config import Config\nimport torch\nimport errors"
     )
@@ -100,7 +102,7 @@ def test_parallel_needs_torch_alone(module: str) -> None:
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
-    """Some circle of the graph, or an empty list."""
+    """One cycle of the graph, or an empty list if it has none."""
     done: set[str] = set()
 
     def visit(node: str, path: list[str]) -> list[str]:
@@ -119,7 +121,7 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 
 def names_in(tree: ast.AST) -> set[str]:
-    """Names, attributes, arguments, keywords, and texts that are a single word."""
+    """All names, attributes, arguments, keywords and string constants in `tree`."""
     found = set()
     for node in ast.walk(tree):
         for field in ("id", "attr", "arg", "value"):
@@ -129,8 +131,8 @@ def names_in(tree: ast.AST) -> set[str]:
 
 
 def test_only_the_model_knows_its_dimensions() -> None:
-    """A kind of layer is its own file: neither the planner nor the step derives anything of it. (In
-    parallel/ `dim` is a tensor's dimension.)"""
+    """Only model/ uses the dimensions of the model, so that a new kind of layer needs no change in
+    the planner or the training step. (In parallel/, `dim` is a dimension of a tensor.)"""
     keys = {"dim", "ffn_dim", "num_kv_heads", "num_heads", "vocab_size", "attention_dim",
             "attention_width", "qk_norm", "head_dim"}  # fmt: skip
     assert keys - {"attention_width", "head_dim"} <= {
@@ -148,7 +150,7 @@ def test_only_the_model_knows_its_dimensions() -> None:
 
 def test_no_module_imports_itself_through_others() -> None:
     assert circle({name: imports(tree) for name, tree in MODULES.items()}) == []
-    # the control
+    # control: a planted cycle is found
     assert circle({"a": {"b"}, "b": {"c", "torch"}, "c": {"a"}}) == ["a", "b", "c", "a"]
 
 
@@ -161,7 +163,8 @@ SECTIONS = {
 
 
 def attributes_read(tree: ast.AST) -> set[str]:
-    """Names read as attributes, but not where a configuration checks itself: a check is no use."""
+    """Names read as attributes, except where a configuration validates itself: a key that is only
+    validated is not used."""
     found: set[str] = set()
     checks = ("__post_init__", "validate")
     waiting: list[ast.AST] = [tree]
@@ -178,7 +181,7 @@ def attributes_read(tree: ast.AST) -> set[str]:
 RUNNING = [
     tree for name, tree in MODULES.items() if name.split(".")[0] in {"train", *MAY_IMPORT["train"]}
 ]
-# The sizes of axes are read all alike, by name (parallel/config.py).
+# The axis sizes are read by name, in a loop (parallel/config.py).
 READ = set(AXES).union(*(attributes_read(tree) for tree in RUNNING))
 
 
@@ -190,12 +193,13 @@ def test_every_configuration_key_is_read(key: str) -> None:
 
 
 def test_an_option_that_nothing_reads_is_found() -> None:
+    # Control: a key that only `__post_init__` reads does not count as read.
     checks = "class C:\n    def __post_init__(self):\n        assert self.unused > 0\n"
     uses = "    def use(self):\n        return self.used"
     assert attributes_read(ast.parse(checks + uses)) == {"used"}
 
 
-# --- what a reader meets --------------------------------------------------------------------------
+# --- length of files, links and commands in documents ---------------------------------------------
 
 
 @pytest.mark.parametrize("file", SOURCES, ids=module_name)

@@ -1,5 +1,5 @@
-"""Hugging Face folders in and out: the same model in transformers' code and in ours, and the same
-bits after a run of ours."""
+"""Import and export of Hugging Face folders: our model computes the logits of transformers', and
+tensors survive a round trip bit for bit."""
 
 import json
 import shutil
@@ -32,8 +32,8 @@ VOCAB = tokenizer().vocab_size
 SMALL = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
          "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": VOCAB,
          "max_position_embeddings": 128, "rms_norm_eps": 1e-5}  # fmt: skip
-# Frequencies of all three kinds, kept, slowed and between, within the 64 positions that are
-# compared.
+# With these values, the 64 positions compared have frequencies of all three kinds: kept, slowed and
+# interpolated.
 SCALED = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -41,8 +41,7 @@ SCALED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-# class of transformers, its configuration beside SMALL, the size of its files, the dtype of its
-# tensors
+# case → (class of transformers, its configuration in addition to SMALL, largest file, dtype)
 CASES: dict[str, tuple[str, dict[str, Any], str, torch.dtype]] = {
     "Llama 3, sharded": ("Llama", {"rope_theta": 500_000.0}, "100KB", torch.float32),
     "Llama 3.2: scaled rope, tied": (
@@ -65,7 +64,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, torch.dtype]] = {
         torch.float32,
     ),
 }  # fmt: skip
-# What of each case's model must matter to its logits, for the comparison to prove anything.
+# Controls: for each case, a change of the model that must change its logits.
 CONTROLS = {
     "Llama 3, sharded": {"rope_theta": 10_000.0},
     "Llama 3.2: scaled rope, tied": {"rope_scaling_factor": 1.0},
@@ -75,7 +74,7 @@ CONTROLS = {
 
 
 def make_model(case: str) -> Any:
-    """A model of transformers, with random weights of which no two are alike."""
+    """A model of transformers with random weights."""
     import transformers
 
     family, changes, _, dtype = CASES[case]
@@ -110,7 +109,7 @@ def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def our_logits(checkpoint: str, tokens: Tensor, changes: dict[str, Any]) -> Tensor:
-    """On one rank: logits [B, S, V] of tokens [B, S] by the checkpoint's weights, in float32."""
+    """Logits [B, S, V] for tokens [B, S] with the checkpoint's weights, in float32 on one rank."""
     reader = CheckpointReader(Path(checkpoint))
     config = ModelConfig(**(reader.trainer.model | changes))
     mesh = build_mesh(MeshSizes(), "cpu")
@@ -125,8 +124,8 @@ def our_logits(checkpoint: str, tokens: Tensor, changes: dict[str, Any]) -> Tens
 
 @pytest.mark.parametrize("case", CASES)
 def test_round_trip(ranks: Ranks, data: Path, tmp_path: Path, case: str) -> None:
-    """Imported, its logits are transformers'; after a run of ours that changes nothing, exported,
-    it is what it was."""
+    """An imported model has the logits of transformers'. Exported again, directly or after a run
+    with a learning rate of zero, it has the same bits."""
     from transformers import AutoModelForCausalLM
 
     hf = save(make_model(case), tmp_path / "hf", CASES[case][2])
@@ -144,9 +143,9 @@ def test_round_trip(ranks: Ranks, data: Path, tmp_path: Path, case: str) -> None
     assert (ours - theirs).abs().max() < 1e-5
     assert theirs.std() > 0.1, "logits worth comparing"
     wrong = ranks.run(our_logits, 1, str(checkpoint), tokens, CONTROLS[case])[0]
-    assert (wrong - theirs).abs().max() > 1e-2, "the control: this switch would be seen"
+    assert (wrong - theirs).abs().max() > 1e-2, "control: a wrong setting must show"
 
-    # A real run on (2, 2, 2), whose one step has a learning rate of zero.
+    # a real run on (2, 2, 2) with one step and a learning rate of zero
     sections = {
         "model": import_hf.said(HuggingFaceConfig(hf).model),
         "parallel": LAYOUT_3D,
@@ -165,12 +164,12 @@ def test_round_trip(ranks: Ranks, data: Path, tmp_path: Path, case: str) -> None
     with torch.no_grad():
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "trained", dtype=torch.float32)
         assert torch.equal(again(tokens).logits, theirs)
-    assert again.config.max_position_embeddings == 32  # what our run trained on
+    assert again.config.max_position_embeddings == 32  # the sequence length of our run
 
 
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as version 4 of transformers wrote it, without transformers."""
+    """A folder in the format of transformers 4, written without transformers."""
     folder = tmp_path_factory.mktemp("hf") / "llama"
     folder.mkdir()
     content = {
@@ -201,7 +200,8 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def change_tensors(
     folder: Path, name: str, tensor: Tensor | None, index: str | None = None
 ) -> None:
-    """Another tensor of that name in the first file, or none; and what the index says of it."""
+    """Replace or remove the tensor `name` in the first file, and in the index set its file to
+    `index`, or remove its entry."""
     file = folder / "model-00001-of-00002.safetensors"
     tensors = load_file(file)
     tensors.pop(name, None)
@@ -224,22 +224,23 @@ DAMAGE = {
     "missing tensor": (lambda f: change_tensors(f, EMBEDDING, None), f"{EMBEDDING} is missing"),
     "extra tensor": (
         lambda f: change_tensors(f, "model.layers.0.self_attn.q_proj.bias", torch.zeros(64), FIRST),
-        "q_proj.bias is no",
+        "q_proj.bias is not a tensor",
     ),
     "extra tensor the index does not name": (lambda f: change_tensors(f, "x", torch.zeros(1)),
-                                             "x is no tensor"),
+                                             "x is not a tensor"),
     "other shape": (lambda f: change_tensors(f, EMBEDDING, torch.zeros(VOCAB, 32), FIRST),
-                    f"(800, 32), and by config.json ({VOCAB}"),
+                    f"(800, 32), but by config.json it has ({VOCAB}"),
     "codes": (
         lambda f: change_tensors(f, EMBEDDING, torch.zeros(VOCAB, 64, dtype=torch.int8), FIRST),
-        "of the type I8",
+        "has dtype I8",
     ),
-    "index that lies": (lambda f: change_tensors(f, EMBEDDING, None, FIRST), f"has no {EMBEDDING}"),
+    "index that lies": (lambda f: change_tensors(f, EMBEDDING, None, FIRST),
+                        f"has no tensor {EMBEDDING}"),
     "index that leaves": (lambda f: change_tensors(f, EMBEDDING, None, "../secret.safetensors"),
                           "has no weight_map"),
     "truncated": (lambda f: (f / FIRST).write_bytes((f / FIRST).read_bytes()[:-1]),
-                  "is no file of tensors"),
-    "missing file": (lambda f: (f / FIRST).unlink(), "is no file of tensors"),
+                  "is not a readable safetensors file"),
+    "missing file": (lambda f: (f / FIRST).unlink(), "is not a readable safetensors file"),
     "pickles": (only_pickles, "pytorch_model.bin would have to be unpickled"),
     "no config": (lambda f: (f / "config.json").unlink(), "cannot be read"),
     "config that is no JSON": (lambda f: (f / "config.json").write_text("{"), "is not JSON"),
@@ -264,14 +265,14 @@ def test_a_folder_that_is_not_whole_is_refused(
 
 
 def test_what_older_folders_have_beside_is_left_out(hf: Path, tmp_path: Path) -> None:
-    """Rotary frequencies as tensors, and a tied head written out; a head that is another is not
-    left out."""
+    """Import ignores the rotary frequencies and the copy of a tied head that older folders store as
+    tensors. A head that differs from the embedding is refused."""
     folder = tmp_path / "copy"
     shutil.copytree(hf, folder)
     change_tensors(folder, "model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(8), FIRST)
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(content | {"tie_word_embeddings": True}))
-    with pytest.raises(UserError, match=r"lm_head\.weight is no tensor of this model"):
+    with pytest.raises(UserError, match=r"lm_head\.weight is not a tensor of this model"):
         import_hf.import_hf(folder, tmp_path / "out")
     change_tensors(folder, EMBEDDING, FolderTensors(folder).tensor("lm_head.weight").clone(), FIRST)
     assert import_hf.import_hf(folder, tmp_path / "out").tie_embeddings
@@ -279,8 +280,8 @@ def test_what_older_folders_have_beside_is_left_out(hf: Path, tmp_path: Path) ->
 
 
 def test_commands(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """In and out by the commands, which overwrite nothing and leave nothing half done; both say
-    what they did."""
+    """The commands import and export, print what they did, overwrite nothing and leave nothing
+    incomplete."""
     imported, out = tmp_path / "imported", tmp_path / "out"
     assert import_hf.main(["--hf", str(hf), "--out", str(imported)]) == 0
     said = capsys.readouterr()
@@ -314,8 +315,8 @@ def test_commands(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> No
 def test_the_model_is_never_whole_in_memory(
     hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At no time is more alive than the tensors of one file and one more; the control: with one
-    file, all are."""
+    """Conversion never holds more than the tensors of one file and one more. Control: with a single
+    file it holds all of them."""
     alive: dict[int, tuple[weakref.ref, int]] = {}
     most = 0
 

@@ -1,4 +1,5 @@
-"""config.json: what is read of published ones, what is written, what is refused."""
+"""config.json: published ones are read correctly, written ones read back, and unsupported models
+refused."""
 
 import json
 from pathlib import Path
@@ -14,7 +15,7 @@ from tools.huggingface.config import HuggingFaceConfig, config_json, parameters
 SMALL = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 4,
          "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
          "vocab_size": 800, "max_position_embeddings": 128}  # fmt: skip
-# As published, and how many parameters the models have.
+# model → (published configuration, number of parameters)
 LLAMA31 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "Llama 2 7B": (
@@ -44,7 +45,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
             "num_key_value_heads": 8,
             "rms_norm_eps": 1e-05,
             "rope_parameters": LLAMA31
-            # as version 5 writes it
+            # as version 5 of transformers writes it
             | {"factor": 32.0, "original_max_position_embeddings": 8192, "rope_theta": 500000.0},
             "tie_word_embeddings": True,
             "vocab_size": 128256,
@@ -72,8 +73,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configurations(tmp_path: Path, name: str) -> None:
-    """Their number of parameters, by our formula and by the table of tensors; and what we write of
-    them says the same."""
+    """Published configurations give the right number of parameters, by formula and by the table of
+    tensors. The config.json that we write for them reads back the same."""
     content, count = PUBLISHED[name]
     (tmp_path / "config.json").write_text(json.dumps(content))
     read = HuggingFaceConfig(tmp_path)

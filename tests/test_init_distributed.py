@@ -1,4 +1,4 @@
-"""The ranks of one start find each other, whatever earlier starts left in the store."""
+"""The ranks of one start find each other, whatever keys earlier starts left in the store."""
 
 import signal
 import threading
@@ -19,13 +19,13 @@ WORLD = 4
 
 
 def join_as(store: dist.TCPStore, rank: int, world: int, heard: Sequence[int] = ()) -> dist.Store:
-    """`join` over a connection of the rank's own, with these signals in hand."""
+    """`fresh_store` over the rank's own connection, with the signals `heard` already received."""
     own = dist.TCPStore("127.0.0.1", store.port, timeout=timedelta(seconds=60))
     return fresh_store(own, rank, world, dict.fromkeys(heard, time.monotonic()))
 
 
 def joined(store: dist.TCPStore) -> list[dist.Store]:
-    """What each rank of a start gets; they come in any order."""
+    """The store that each rank of a start gets; the ranks join in reverse order."""
     with ThreadPoolExecutor(WORLD) as pool:
         return list(pool.map(lambda rank: join_as(store, rank, WORLD), reversed(range(WORLD))))
 
@@ -40,18 +40,18 @@ def store() -> dist.TCPStore:
 def test_a_start_sees_nothing_of_the_one_before(store: dist.TCPStore) -> None:
     for start in range(3):
         stores = joined(store)
-        assert all(not each.check(["address"]) for each in stores), "a key of the start before"
+        assert all(not each.check(["address"]) for each in stores), "a key of the previous start"
         stores[0].set("address", f"of start {start}")
         assert all(each.get("address") == f"of start {start}".encode() for each in stores)
 
 
 def test_a_start_that_was_not_complete(store: dist.TCPStore) -> None:
-    """Rank 0 and rank 1 died while they waited for the others, rank 3 never asked: the next start
-    is complete all the same."""
+    """Ranks 0 and 1 died while they waited for the others, which never joined. The next start
+    nevertheless completes."""
     with patch.object(signals, "PATIENCE_SECONDS", 0.3), ThreadPoolExecutor(2) as pool:
         dead = [pool.submit(join_as, store, rank, WORLD, [signal.SIGTERM]) for rank in (0, 1)]
         assert isinstance(dead[0].exception(), SystemExit)
-        assert "not all ranks came" in str(dead[0].exception())
+        assert "not all ranks joined" in str(dead[0].exception())
     stores = joined(store)
     stores[0].set("address", "new")
     assert {each.get("address") for each in stores} == {b"new"}
@@ -69,8 +69,8 @@ def test_patience_without_a_signal_has_no_end(store: dist.TCPStore) -> None:
 
 
 def test_who_is_late_is_waited_for_in_a_file_too(tmp_path: Path) -> None:
-    """tools.launch's ranks meet in a file, whose store has an exception of its own for what did not
-    come in time."""
+    """Ranks also wait for each other in a file store, which tools.launch uses and which raises its
+    own exception on a timeout."""
     found: list[dist.Store] = []
 
     def join(rank: int) -> None:

@@ -1,5 +1,5 @@
-"""The optimizer's kernels: one update of many tensors against float64 and torch's AdamW, skipped
-steps, rounding, the norm."""
+"""The optimizer's kernels: an update of many tensors is compared with torch's AdamW in float64;
+skipped steps, stochastic rounding and the gradient norm."""
 
 import math
 
@@ -26,18 +26,18 @@ BFLOAT16_LOCATIONS = [
 
 @pytest.fixture(autouse=True)
 def on_device():
-    """What a test makes, it makes where the kernels run."""
+    """Tests create their tensors on the device on which the kernels run."""
     with torch.device(DEVICE):
         yield
 
 
 def randn(n, generator, dtype=torch.float64):
-    """The same numbers on every device."""
+    """Random numbers that are the same on every device."""
     return torch.randn(n, generator=generator, dtype=dtype, device="cpu").to(DEVICE)
 
 
 class State:
-    """Weights, moments and update count of tensors of SIZES."""
+    """Weights, moments and update count for tensors of SIZES."""
 
     def __init__(self, dtype):
         self.generator = torch.Generator().manual_seed(0)
@@ -72,15 +72,15 @@ def norm_of(gradients):
 
 
 def worst(ours, theirs):
-    """The largest error, relative to the largest number: sums of gradients of both signs come out
-    small here and there."""
+    """The largest error relative to the largest number, because sums of gradients of both signs may
+    cancel to small numbers."""
     a, b = (torch.cat(list(tensors)).double() for tensors in (ours, theirs))
     return ((a - b).abs().max() / b.abs().max()).item()
 
 
 def torch_adamw(weights, steps, max_norm, fused):
-    """What torch's own optimizer makes of clipped gradients: weights and moments after the last of
-    `steps`."""
+    """Weights and moments after torch's own optimizer has applied all `steps` of gradients, each
+    clipped."""
     parameters = [torch.nn.Parameter(w.clone()) for w in weights]
     groups = [{"params": parameters[i::2], "weight_decay": DECAYS[i]} for i in range(2)]
     optimizer = torch.optim.AdamW(
@@ -122,7 +122,7 @@ def test_three_steps_are_torchs_in_float64(kernels, dtype, bound, max_norm):
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_the_comparison_sees_a_wrong_bias_correction(kernels):
     state = State(torch.float32)
-    state.step += 1  # the first update is taken for the second
+    state.step += 1  # plant: the first update is taken for the second
     gradients = gradients_of(0, torch.float32)
     expected = torch_adamw(
         [p.double() for p in state.p], [[g.double() for g in gradients]], 1.0, fused=False
@@ -144,8 +144,8 @@ def test_the_reference_is_torchs_fused_adamw_to_the_bit(dtype):
 
 @triton
 def test_bias_corrections_lose_no_digits():
-    """1 − βᵗ of β = 0.999999 at t = 1: as a difference in float32 it would have no correct digit
-    after the first."""
+    """1 − βᵗ is exact for β = 0.999999 and t = 1. As a difference in float32 it would have only one
+    correct digit."""
     state = State(torch.float32)
     gradients = [torch.full_like(p, 0.5) for p in state.p]
     before = [p.clone() for p in state.p]
@@ -175,7 +175,8 @@ def test_gradients_may_start_anywhere_and_have_any_strides(dtype):
 
 @triton
 def test_a_table_of_unlike_tensors_is_refused():
-    """The kernel reads whatever the table says."""
+    """Tables of tensors with other sizes, dtypes or strides are refused, because the kernel trusts
+    its table."""
     a, b = torch.zeros(4), torch.zeros(4, dtype=torch.float64)
     for lists in ([[a, b]], [[a], [torch.zeros(5)]], [[torch.zeros(4, 2)[:, 0]]]):
         with pytest.raises(AssertionError):
@@ -188,8 +189,8 @@ def test_a_table_of_unlike_tensors_is_refused():
 )
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_a_step_without_a_finite_norm_never_was(kernels, bad, dtype):
-    """Not for the weights, not for the moments, and not for the bias correction or the random bits
-    of the next."""
+    """A step with a norm that is not finite changes neither weights nor moments, nor the bias
+    correction and random bits of the next step."""
     state, undisturbed = State(dtype), State(dtype)
     first, second = gradients_of(0, dtype), gradients_of(1, dtype)
     for either in (state, undisturbed):
@@ -209,7 +210,7 @@ def test_a_step_without_a_finite_norm_never_was(kernels, bad, dtype):
 
 
 def plain_lowbias32(x):
-    """Wellons's, on Python's integers."""
+    """Wellons's lowbias32 on Python integers."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = (x ^ x >> shift) * factor % 2**32
     return x ^ x >> 16
@@ -221,8 +222,8 @@ def test_the_hash_is_lowbias32():
 
 
 def test_every_input_bit_turns_every_output_bit_half_of_the_time():
-    """What tells a hash from a counter. A wrong constant or shift leaves some pair of bits far from
-    one half."""
+    """Each input bit flips each output bit with probability one half, as in a good hash. With a
+    wrong constant or shift, some pair of bits is far from that."""
     x = torch.randint(
         0, 2**32, (1 << 13,), generator=torch.Generator().manual_seed(0), device="cpu"
     ).to(DEVICE)
@@ -242,7 +243,7 @@ def test_rounding_is_to_a_neighbour_and_right_on_average():
         ulp = 2.0 ** (math.floor(math.log2(abs(value))) - 7)
         assert above - below <= ulp
         assert below <= x[0].item() <= above
-        # of standard deviations, four
+        # within four standard deviations
         assert abs(rounded.mean().item() - x[0].item()) < 4 * 0.5 * ulp / math.sqrt(count)
 
 
@@ -250,15 +251,15 @@ def test_rounding_leaves_what_is_exact_and_what_is_no_number():
     exact = torch.tensor([0.0, -0.0, 1.0, -1.5, 2.0**-130, 3.0e38, math.inf, -math.inf]).bfloat16()
     bits = torch.full(exact.shape, 0xFFFF)
     assert torch.equal(stochastic(exact.float(), bits).view(torch.int16), exact.view(torch.int16))
-    # NVIDIA's: one more bit would make it −0
+    # NVIDIA's NaN: one more bit would make it −0
     worst_nan = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
     assert stochastic(worst_nan, bits[:1]).isnan().all()
 
 
 @triton
 def test_kernel_and_reference_round_with_the_same_bits():
-    """The interpreter multiplies and adds as PyTorch does on the CPU, so here whole updates agree;
-    a GPU fuses the two."""
+    """In the interpreter, whole updates by the kernel and the reference agree bit for bit, because
+    it multiplies and adds separately, as PyTorch on the CPU. (A GPU fuses the two.)"""
     if not INTERPRETED:
         pytest.skip("kernels are compiled here")
     states = State(torch.bfloat16), State(torch.bfloat16)
@@ -278,8 +279,8 @@ def one_bfloat16_update(p, v, location, kernels, rates=RATES, step=0.0):
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_small_changes_are_not_lost(kernels):
-    """0.95 lies a fifth of the way between two bfloat16: rounded to nearest, all would be a fifth
-    of a unit too small."""
+    """Stochastic rounding keeps small changes on average. 0.95 lies a fifth of the way between two
+    bfloat16 numbers: rounded to nearest, every result would be too small by a fifth of a unit."""
     count = 4 * BLOCK
     p, v = torch.ones(count).bfloat16(), torch.ones(count).bfloat16()
     one_bfloat16_update(p, v, Location(1, 0, count, count), kernels)
@@ -287,7 +288,8 @@ def test_small_changes_are_not_lost(kernels):
     bound = 5 * 0.4 * ulp / math.sqrt(count)  # five standard deviations
     nearest = torch.tensor(0.95).bfloat16().item()
     assert abs(v.double().mean().item() - 0.95) < bound < abs(nearest - 0.95) / 5
-    decayed = 1 - RATES.lr * 0.1  # 2⁻⁸·0.077 below one: to nearest, no weight would ever decay
+    # 2⁻⁸·0.077 below one: rounded to nearest, no weight would ever decay
+    decayed = 1 - RATES.lr * 0.1
     assert abs(p.double().mean().item() - decayed) < bound < (1 - decayed) / 3
 
 
@@ -305,7 +307,8 @@ ROWS, COLUMNS = 9, 701
 )
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_a_part_rounds_as_the_whole_does(kernels, cuts):
-    """Cut by rows, by columns, by both. The global index has more than 31 bits."""
+    """A shard (by rows, columns or both) rounds as the same part of the whole tensor. Global
+    indices here need more than 31 bits."""
     rows, columns = cuts
     first = 3_000_000_000
     whole = torch.linspace(0.5, 1.5, ROWS * COLUMNS).view(ROWS, COLUMNS).bfloat16()
@@ -317,7 +320,7 @@ def test_a_part_rounds_as_the_whole_does(kernels, cuts):
     one_bfloat16_update(my_p, my_v, location, kernels)
     assert torch.equal(my_p, p[region])
     assert torch.equal(my_v, v[region])
-    if len(columns) > 1:  # the control: without its location, a part rounds differently
+    if len(columns) > 1:  # control: with a wrong location, a shard rounds differently
         lost_p, lost_v = whole[region].clone(), whole[region].clone()
         lost = Location(5, first + 1, len(columns), len(columns))
         one_bfloat16_update(lost_p, lost_v, lost, kernels)
@@ -331,7 +334,7 @@ def test_bits_differ_from_step_to_step_and_from_tensor_to_tensor():
         for key in (1, 2)
         for t in (1, 2)
     ]
-    draws += [draws[0] >> 16, lowbias32(draws[0])]  # what m and v take
+    draws += [draws[0] >> 16, lowbias32(draws[0])]  # the bits for m and v
     low = torch.stack([(draw & 0xFFFF).double() for draw in draws])
     # five standard deviations
     assert (torch.corrcoef(low) - torch.eye(len(draws))).abs().max() < 0.08
@@ -346,7 +349,7 @@ def test_squares_are_summed_in_float64_and_divided_by_the_copies(kernels, dtype)
     sizes = (1, 0, 13, NORM_BLOCK, NORM_BLOCK + 1, 2 * NORM_BLOCK + 77)
     generator = torch.Generator().manual_seed(0)
     gradients = [randn(n, generator, torch.float32).to(dtype) for n in sizes]
-    # starts at no multiple of 16 bytes
+    # starts at an address that is not a multiple of 16 bytes
     gradients.append(randn(99, generator, torch.float32).to(dtype)[1:])
     copies = [1, 2, 8, 4, 1, 2, 3]
     expected = math.fsum(
@@ -356,14 +359,15 @@ def test_squares_are_summed_in_float64_and_divided_by_the_copies(kernels, dtype)
     assert total.dtype == torch.float64
     assert total.item() == pytest.approx(expected, rel=1e-14)
     assert total.item() == square_sum(gradients, copies, kernels).item()
-    # the control
+    # control: without division by the copies the sum is different
     assert square_sum(gradients, [1] * 7, kernels).item() != pytest.approx(expected, rel=0.1)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("value", [1e-30, 1e30])
 def test_no_square_leaves_the_range(kernels, value):
-    """Each is a float32, and its square is none."""
+    """Squares do not overflow or underflow: each value here is a float32, but its square is outside
+    the range of float32."""
     gradients = [torch.full((100,), value)]
     expected = pytest.approx(100 * value * value, rel=1e-6)
     assert square_sum(gradients, [1], kernels).item() == expected

@@ -1,7 +1,7 @@
-"""Every kernel moves as many bytes as its file says, to the byte, small terms included.
+"""Every kernel moves exactly as many bytes as its file states, including the small terms.
 
-T rows of D elements in bfloat16, if nothing else is said. What a program loads a second time comes
-from a cache; it is counted apart and named where it happens.
+Tensors have T rows of D elements in bfloat16 unless stated otherwise. A program's repeated loads
+are served by a cache; they are counted separately, and explained where they occur.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,7 @@ def moved(launch: Launch) -> int:
     return launch.loaded + launch.stored
 
 
-# D of 96: a block that is not full, and rows that do not fill the last tile
+# D = 96 has a block that is not full, and rows that do not fill the last tile.
 @pytest.mark.parametrize(("rows", "width"), [(16, 1024), (9, 4096), (50, 96)])
 @pytest.mark.parametrize("add", [False, True])
 def test_norm(rows: int, width: int, add: bool) -> None:
@@ -73,7 +73,7 @@ def test_norm(rows: int, width: int, add: bool) -> None:
     )
     assert forward.loaded_again == 0
     tiles = backend.cdiv(rows, backend.rows_at_once(backend.next_power_of_2(width)))
-    # the weight, for each tile after a program's first
+    # the weight, once for each tile of a program after the first
     assert backward.loaded_again == weights * (tiles - backward.programs)
 
 
@@ -112,7 +112,7 @@ def test_cross_entropy(tokens: int, width: int) -> None:
     (found,) = launches_of(
         lambda: gradient_over_logits_(logits, targets, row, torch.ones(()), 0, 1e-4, "triton")
     )
-    # a target, two statistics; the scale
+    # per token a target and two statistics; and the scale
     assert moved(found) == 4 * logits.numel() + 16 * tokens + 4
     assert found.loaded_again == 0
 
@@ -148,14 +148,15 @@ def test_gradient_norm(dtype: torch.dtype, per_element: int) -> None:
     assert squares.loaded_again == total.loaded_again == 0
 
 
-# --- the controls ---------------------------------------------------------------------------------
+# --- controls -------------------------------------------------------------------------------------
 
 
 def test_wasteful_kernels_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Control: the counter finds additional loads, repeated loads and repeated stores.
     import triton
     import triton.language as tl
 
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # looked up when a kernel is defined
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when a kernel is defined
 
     @triton.jit
     def copy(

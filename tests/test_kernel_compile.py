@@ -1,8 +1,8 @@
-"""Every Triton kernel, compiled for GPUs that are not here: no spills, accesses of 16 bytes, and
-limits kept.
+"""Every Triton kernel, compiled for GPUs that this machine need not have, spills no registers,
+accesses memory 16 bytes at a time, and keeps the devices' limits.
 
-tools/compile_kernels is run as a user runs it, in a process of its own: this one's kernels are
-interpreted.
+tools/compile_kernels runs in a separate process, as for a user, because the kernels in this process
+are interpreted.
 """
 
 import ast
@@ -78,7 +78,7 @@ SPECIMENS = [
 
 
 def compiled(folder: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
-    """Exit status and table of the tool."""
+    """Run the tool; return its exit status and its table."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {
         "TRITON_CACHE_DIR": str(folder / "cache"),
@@ -136,6 +136,7 @@ def test_every_kernel_has_a_specimen(target: str) -> None:
 
 
 def test_faults_are_found(tmp_path: Path) -> None:
+    # Control: the tool finds each fault planted in BROKEN, and none in the sound kernel.
     (tmp_path / "broken.py").write_text(BROKEN)
     status, reports = compiled(
         tmp_path, "--specimens", str(tmp_path / "broken.py"), "--target", "sm_90", "gfx942"
@@ -170,8 +171,8 @@ def test_faults_are_found(tmp_path: Path) -> None:
 
 
 def test_help_and_refusals_need_no_triton(tmp_path: Path) -> None:
-    """As on a machine without it: `import triton` fails there, and the command explains itself all
-    the same."""
+    """Without Triton, where `import triton` fails, the command still prints its help and refuses to
+    run with a remedy."""
     code = "import sys; sys.modules['triton'] = None\n"
     code += "from tools.compile_kernels.__main__ import main; sys.exit(main(sys.argv[1:]))"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

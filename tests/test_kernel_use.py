@@ -1,5 +1,5 @@
-"""Kernels in company: the compiler, activation checkpointing, tensors without data; and which
-implementation a run gets."""
+"""Kernels work with the compiler, with activation checkpointing and with tensors without data; and
+each run gets the right implementation."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ S, B = 8, 2
 
 
 def block_gradients(case, mode, compile):
-    """Output and gradients of a block, and how often each of our operations ran."""
+    """Output and gradients of a block, and the number of calls of each of our operations."""
     config = case.config()
     mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     torch.manual_seed(0)
@@ -49,7 +49,7 @@ def block_gradients(case, mode, compile):
     inputs = block.attention.inputs(positions)
     wrap_blocks([block], mode, compile, config.model.dim, mesh.tp.size())
     listener = Listener(mesh)
-    # the compiler does not look at operations that somebody watches
+    # no Listener when compiling, because the compiler skips code under a dispatch mode
     with nullcontext() if compile else listener:
         y = block(x, *inputs)
         y.cos().sum().backward()
@@ -78,8 +78,8 @@ def test_a_compiled_block_has_them_as_operations(ranks):
 
 @needs_triton
 def test_what_runs_again_under_activation_checkpointing(ranks):
-    """Forward kernels once; again where their outputs were not kept. The backward ones once in any
-    case."""
+    """Without activation checkpointing every kernel runs once; with it, forward kernels run a
+    second time, backward kernels do not."""
     forward = {"rms_norm": 1, "add_rms_norm": 1, "swiglu": 1}
     backward = {"rms_norm_backward": 2, "swiglu_backward": 1}
     expected, once = run_alone(ranks, Case(MeshSizes(), kernels="triton"), "none", False)
@@ -91,7 +91,7 @@ def test_what_runs_again_under_activation_checkpointing(ranks):
 
 
 def through_all(device):
-    """Each operation forward and backward on tensors of `device`."""
+    """Run each operation forward and backward on tensors of `device`."""
 
     def empty(*shape):
         return torch.empty(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -118,8 +118,8 @@ def through_all(device):
 
 
 def test_tensors_without_data():
-    """The shapes of a run that does not fit this machine; no kernel is launched, and none need
-    exist."""
+    """Operations return the right shapes for tensors without data, as used to plan runs that do not
+    fit this machine. No kernel is launched, so none needs to exist."""
     assert all(y.device.type == "meta" for y in through_all("meta"))
     with FakeTensorMode():
         assert {y.shape for y in through_all("cpu")} == {(S, B, 32), (S, B, 4, 16), (S, B, 2, 16)}
@@ -147,7 +147,7 @@ def test_a_run_that_cannot_have_triton_is_refused(monkeypatch):
 
 
 def test_nothing_needs_triton_to_be_installed():
-    """A CPU build of torch brings none."""
+    """train.py can be imported without Triton, which CPU builds of torch do not include."""
     code = (
         "import sys; sys.modules['triton'] = None; import train; from model.kernels import backend"
     )

@@ -1,9 +1,9 @@
-"""Every kernel against float64, on a GPU or in Triton's interpreter: forward and each gradient,
-both implementations of each operation.
+"""Outputs and gradients of every operation, in both implementations, are compared with float64, on
+a GPU or in Triton's interpreter.
 
-float32: within 2e-6 of the largest value. bfloat16: at most 1.1 times as far from the exact result
-as the exact result rounded to bfloat16 is (1.9 times where a residual sum, itself rounded, feeds a
-norm).
+The bound for float32 is 2e-6 of the largest value. For bfloat16 it is 1.1 times the error of
+rounding the exact result to bfloat16 (1.9 times where a residual sum, which is itself rounded, is
+the input of a norm).
 """
 
 from itertools import pairwise
@@ -35,13 +35,13 @@ KERNELS = ["triton", "torch"]
 
 @pytest.fixture(autouse=True)
 def on_device():
-    """What a test makes, it makes where the kernels run."""
+    """Tests create their tensors on the device on which the kernels run."""
     with torch.device(DEVICE):
         yield
 
 
 def randn(*shape, dtype, seed=0):
-    """The same numbers on every device."""
+    """Random numbers that are the same on every device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(
         DEVICE, dtype
@@ -49,8 +49,8 @@ def randn(*shape, dtype, seed=0):
 
 
 def assert_close(found, exact, *, rounded_input=False, terms=0.0):
-    """`found` against `exact`, float64, to the bound of its dtype (top of this file). `terms`: the
-    size of what cancels."""
+    """Assert that `found` equals `exact`, in float64, within the bound of its dtype (see the top of
+    this file). `terms` is the size of terms that cancel."""
     assert found.shape == exact.shape
     if not exact.numel():
         return
@@ -66,7 +66,7 @@ def assert_close(found, exact, *, rounded_input=False, terms=0.0):
 
 
 def compare(function, exact_function, inputs, **bound):
-    """Outputs and gradients of `function` on inputs against those of `exact_function` on the same
+    """Compare outputs and gradients of `function` with those of `exact_function` on the same inputs
     in float64."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     exact_leaves = [x.detach().double().requires_grad_() for x in inputs]
@@ -91,7 +91,7 @@ def exact_rms_norm(x, w):
 )
 def test_rms_norm(shape, dtype):
     inputs = randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype, seed=1)
-    # of one number only the sign is left, and its gradient is eps
+    # The norm of one number is its sign, and its gradient is as small as eps.
     cancels = 1.0 if shape[-1] == 1 else 0.0
     compare(lambda x, w: (rms_norm(x, w, EPS, "triton"),), exact_rms_norm, inputs, terms=cancels)
 
@@ -177,7 +177,7 @@ def test_swiglu(shape, kernels, dtype):
 
 
 def test_swiglu_far_out():
-    """exp(±1e4) overflows; silu does not."""
+    """SwiGLU is exact for gates of ±1e4, although exp(1e4) overflows."""
     gate = torch.tensor([-1e4, -100.0, 0.0, 100.0, 1e4]).requires_grad_()
     y = swiglu(gate, torch.ones(5), "triton")
     y.sum().backward()
@@ -187,7 +187,8 @@ def test_swiglu_far_out():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_inputs_of_any_strides(dtype):
-    """Every other row; every other column; transposed; a gradient that is one number expanded."""
+    """Operations accept any strides: every other row, every other column, transposed, expanded, and
+    a gradient that is one expanded number."""
     wide = randn(10, 64, dtype=dtype)
     w = randn(32, dtype=dtype, seed=1)
     for x in (
@@ -208,7 +209,7 @@ def test_inputs_of_any_strides(dtype):
         exact = x.detach().double().requires_grad_()
         swiglu(exact, other.double(), "torch").sum().backward()
         assert_close(found.grad, exact.grad)
-    # [S, B, H, E], as attention's backward returns gradients
+    # [S, B, H, E] with the strides of the gradients that attention's backward returns
     q = randn(2, 3, 5, 8, dtype=dtype).permute(2, 0, 1, 3)
     cos, sin = rotary_angles(torch.arange(5).unsqueeze(1), Rotary(8, 10000.0), dtype)
     for back in (False, True):
@@ -218,15 +219,15 @@ def test_inputs_of_any_strides(dtype):
 
 
 def exact_loss(z, targets, z_loss):
-    """Sum over target tokens, independently of ours."""
+    """The loss summed over target tokens, computed by PyTorch."""
     counted = targets != IGNORE
     ce = F.cross_entropy(z, targets, ignore_index=IGNORE, reduction="sum")
     return ce + z_loss * (z.logsumexp(-1).square() * counted).sum()
 
 
 def whole_loss(z, targets, first_rows, z_loss, scale, kernels):
-    """Loss and gradient of logits cut into columns at `first_rows`, as so many ranks compute
-    them."""
+    """Loss and gradient for logits whose columns are split at `first_rows`, computed as by one rank
+    per part."""
     cuts = [*first_rows, z.shape[1]]
     shards = [z[:, a:b].clone() for a, b in pairwise(cuts)]
     row = merge(
@@ -276,8 +277,8 @@ def test_cross_entropy(tokens, vocab, first_rows, z_loss, kernels, dtype):
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_cross_entropy_far_out(kernels):
-    """Logits of ±1e4, columns that are masked out, a row of them on one rank, and where there is no
-    target no finite logit."""
+    """Loss and gradient are right for logits of ±1e4, for a row with all columns of one rank masked
+    out, and for a row without a target and without a finite logit."""
     z = randn(6, 40, dtype=torch.float32)
     z[0] *= 1e4
     z[1], z[1, 7] = -1e4, 1e4
@@ -298,8 +299,8 @@ def test_cross_entropy_far_out(kernels):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_operations_keep_the_library_contract(dtype):
-    """Schema, fake tensors, autograd registration, ahead-of-time autograd: what compiler and
-    checkpointing rely on."""
+    """Every operation passes torch's checks of its schema, fake tensors, autograd registration and
+    ahead-of-time autograd, on which the compiler and checkpointing rely."""
     x, r = (randn(4, 2, 16, dtype=dtype, seed=i).requires_grad_() for i in (0, 1))
     w = randn(16, dtype=dtype, seed=2).requires_grad_()
     q, k = (randn(3, 2, h, 8, dtype=dtype, seed=h).requires_grad_() for h in (4, 2))
@@ -323,8 +324,8 @@ def test_operations_keep_the_library_contract(dtype):
 
 
 def test_a_planted_error_is_caught():
-    """eps forgotten, a gradient without its mean term, a target one column off: each is far outside
-    the bounds."""
+    """Control: an omitted eps, targets one column off, and gradients truncated instead of rounded
+    to bfloat16 are all outside the bounds."""
     x, w = randn(5, 64, dtype=torch.float32) * 1e-2, torch.ones(64)
     with pytest.raises(AssertionError):
         compare(lambda x, w: (rms_norm(x, w, 0.0, "triton"),), exact_rms_norm, (x, w))
@@ -342,8 +343,8 @@ def test_a_planted_error_is_caught():
 
 
 def test_the_interpreter_rounds_as_a_gpu_does():
-    """Every bfloat16 comes back from float32; what lies between rounds to the nearest, ties to
-    even; NaN stays."""
+    """The interpreter's conversions equal torch's: every bfloat16 number survives a round trip
+    through float32, other numbers round to nearest, ties to even, and NaN stays NaN."""
     if not INTERPRETED:
         pytest.skip("kernels are compiled here")
     from triton_interpreter import to_bfloat16, to_float32

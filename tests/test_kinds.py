@@ -1,4 +1,5 @@
-"""Layers of several kinds in one model: each is what its reference is, however the model is cut."""
+"""Models with layers of several kinds agree with the reference in every layout, and their runs
+resume."""
 
 import json
 from dataclasses import replace
@@ -24,7 +25,7 @@ from tools.parity.row import line
 from tools.parity.run import check
 from training.load_config import load_config
 
-# Every second layer sees 5 tokens of 16, as Gemma's do.
+# Every second layer has a window of 5 tokens, in sequences of 16; Gemma alternates like this.
 WINDOWS = {"attention": ("sliding_window", "causal"), "attention_window": 5}
 
 
@@ -38,7 +39,7 @@ def test_every_kind_has_its_reference() -> None:
     [
         Case(MeshSizes(), **WINDOWS),
         Case(MeshSizes(tp=2, dp_shard=2), zero_stage=3, num_kv_heads=1, **WINDOWS),
-        # A stage of two layers and one: the layers, not the stages, take the kinds in turn.
+        # Stages of two layers and of one: kinds alternate by layer, not within a stage.
         Case(MeshSizes(pp=2, tp=2), schedule="zb_h1", layers="uneven", **WINDOWS),
         Case(MeshSizes(dp_shard=2), document_mask=True, activation_checkpointing="full", **WINDOWS),
     ],
@@ -50,6 +51,7 @@ def test_a_window_in_every_second_layer(ranks, case):
 
 
 def window_forgotten():
+    # Plant: every layer attends to all earlier tokens.
     return patch(
         "model.positions.make_mask", lambda p, b, window, *rest: make_mask(p, b, None, *rest)
     )
@@ -61,7 +63,8 @@ def test_a_forgotten_window_is_found(ranks):
 
 
 def test_the_bias_of_a_window() -> None:
-    """Position by position, with documents and without."""
+    """The additive mask of a window is right for each query, also where documents begin inside the
+    window."""
     positions = torch.tensor([[0, 1, 2, 3, 0, 1], [0, 1, 0, 1, 2, 3]]).T
     bias = scores_bias(positions, torch.float64, window=2)
     for row, starts in enumerate([[0, 4], [0, 2]]):
@@ -105,7 +108,8 @@ def test_a_file_that_begins_with_an_underscore_is_no_kind(tmp_path: Path) -> Non
 
 
 def test_a_run_with_kinds_resumes(ranks, data, tmp_path: Path) -> None:
-    """trainer.json keeps lists of kinds: saved, verified, resumed from; other kinds are refused."""
+    """A run with several kinds of layers saves them in trainer.json and resumes bit for bit.
+    Resuming with other kinds is refused."""
     model = {"attention": ["sliding_window", "causal"], "attention_window": 5}
     config = write_config(tmp_path, data, model=model, checkpoint={"interval": 2, "keep_last": 9})
     assert ranks.run(train_run, 2, [config, "train.steps=2"]) == ["", ""]
@@ -130,5 +134,5 @@ def test_another_optimizer_s_states_are_refused(ranks, data, tmp_path: Path) -> 
     assert trainer["optimizer"] == "adamw"
     with patch("training.sections.OPTIMIZERS", ["adamw", "lion"]):
         other = replace(load_config(config, []).optimizer, name="lion")
-    with pytest.raises(UserError, match=r"states of optimizer\.name=adamw"):
+    with pytest.raises(UserError, match=r"state of optimizer\.name=adamw"):
         _start_from(checkpoint, None, replace(load_config(config, []), optimizer=other), None)

@@ -1,8 +1,8 @@
-"""`python -m tools.launch`, which `make train` calls: nobody outside can reach it, a stop loses
-nothing, and it leaves nothing.
+"""`python -m tools.launch`, which `make train` calls, is not reachable from other machines, loses
+no step when stopped, and leaves no files or processes.
 
-The whole matrix of requests to stop, `python -m benchmarks.stop_matrix`, takes minutes: a part of
-it is tried here.
+The complete matrix of requests to stop, `python -m benchmarks.stop_matrix`, takes minutes; `make
+test` runs a part of it.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ def run_launcher(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @contextlib.contextmanager
 def running(folder: Path, *arguments: str) -> Iterator[subprocess.Popen]:
-    """A launcher whose ranks are in their steps; what it says is in `folder`/log, and temporary
+    """Run a launcher whose ranks are training, with its output in `folder`/log and its temporary
     files in `folder`/tmp."""
     (folder / "tmp").mkdir(exist_ok=True)
     with open(folder / "log", "w") as log:
@@ -137,7 +137,8 @@ ALL = [(number, target, phase) for target in TARGETS for phase in PHASES for num
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc says when ranks listen")
 @pytest.mark.parametrize("case", [pytest.param(c, id="-".join(c), marks=tier(c)) for c in ALL])
 def test_a_request_to_stop(data: Path, tmp_path: Path, case: tuple[str, str, str]) -> None:
-    """All was saved, it was said once, and what would come after a finished run does not come."""
+    """After a request to stop, every step is saved, the request is announced once, and the exit
+    status keeps commands that follow a finished run from running."""
     number, target, phase = case
     found = stop(number, target, phase, write_config(tmp_path, data), tmp_path)
     log = (tmp_path / "log").read_text()
@@ -152,7 +153,7 @@ def test_a_request_to_stop(data: Path, tmp_path: Path, case: tuple[str, str, str
 
 
 def test_a_second_request_ends_it_at_once(data: Path, tmp_path: Path) -> None:
-    """Ranks that stand still cannot hold it up."""
+    """A second request ends the launcher at once, even if its ranks are suspended."""
     with running(tmp_path, "--nproc-per-node", "2", write_config(tmp_path, data)) as launcher:
         ranks = psutil.Process(launcher.pid).children()
         for rank in ranks:
@@ -162,7 +163,7 @@ def test_a_second_request_ends_it_at_once(data: Path, tmp_path: Path) -> None:
         launcher.send_signal(signal.SIGINT)
         assert launcher.wait(60) == 128 + signal.SIGINT
         assert not any(rank.is_running() for rank in ranks)
-    assert (tmp_path / "log").read_text().count("SIGINT again: leaving now, without saving") == 1
+    assert (tmp_path / "log").read_text().count("SIGINT again: exiting now, without saving") == 1
     assert status(tmp_path)["reason"] == "SIGINT was received twice"
 
 
@@ -174,7 +175,8 @@ def test_it_hears_no_hang_up_under_nohup(data: Path, tmp_path: Path) -> None:
 
 
 def test_during_its_imports_it_leaves_with_one_line() -> None:
-    """At any moment from its first line on: Python's own start is all that comes before."""
+    """A signal during the imports, as soon as the launcher's first line has run, ends it with one
+    line of output."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tools.launch", "missing.yaml"],
         cwd=ROOT,
@@ -191,7 +193,7 @@ def test_during_its_imports_it_leaves_with_one_line() -> None:
     finally:
         process.kill()
         process.wait()
-    expected = "SIGINT was received: nothing was started\n"
+    expected = "SIGINT was received before the run was started\n"
     assert (process.returncode, said, out) == (130, expected, "")
 
 
@@ -218,14 +220,15 @@ def test_a_killed_rank_is_named_once_and_last(data: Path, tmp_path: Path, victim
     why = f"rank {victim} was killed by signal 9 (SIGKILL)"
     lines = (tmp_path / "log").read_text().splitlines()
     assert lines[-1] == f"{why}; the others were stopped"
-    assert all(line.startswith("step ") for line in lines[5:-1]), "nobody else says anything"
+    assert all(line.startswith("step ") for line in lines[5:-1]), "there are no other messages"
     assert (status(tmp_path)["state"], status(tmp_path)["reason"]) == ("failed", why)
     assert status(tmp_path)["step"] > 0
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
 def test_a_rank_that_waits_for_a_dead_one_is_silent_and_leaves() -> None:
-    """While they start; it does not say that all ranks will save."""
+    """If a rank is killed during start-up, the other, which waits for it, leaves without a message
+    (such as that all ranks will save)."""
     script = """
 import os, signal
 import tools.launch as launch
@@ -245,7 +248,8 @@ print(launch.start_processes(2, rank).why())
 
 
 def test_the_next_start_notes_that_an_end_is_missing(data: Path, tmp_path: Path) -> None:
-    """Where the launcher was killed too, or was torchrun, and rank 0 with it."""
+    """If the launcher and all ranks are killed, nobody records the end. The next start records it
+    as failed, and removes the temporary files."""
     config = write_config(tmp_path, data)
     with running(tmp_path, "--nproc-per-node", "2", config) as launcher:
         ranks = psutil.Process(launcher.pid).children()
@@ -253,12 +257,12 @@ def test_the_next_start_notes_that_an_end_is_missing(data: Path, tmp_path: Path)
             process.kill()
         psutil.wait_procs(ranks, timeout=60)
     assert not (tmp_path / "run" / "status.json").exists()
-    assert len(list((tmp_path / "tmp").iterdir())) == 1, "what was killed cannot tidy up"
+    assert len(list((tmp_path / "tmp").iterdir())) == 1, "a killed launcher cannot remove its files"
     with running(tmp_path, "--nproc-per-node", "2", config):
-        assert len(list((tmp_path / "tmp").iterdir())) == 1, "the next one of ours does"
-    assert "the start before was last heard of at step" in (tmp_path / "log").read_text()
+        assert len(list((tmp_path / "tmp").iterdir())) == 1, "the next launcher removes them"
+    assert "the previous start was last recorded at step" in (tmp_path / "log").read_text()
     (end,) = (event for event in read_events(tmp_path / "run") if event["event"] == "end")
-    assert (end["state"], "left no word of its end" in end["reason"]) == ("failed", True)
+    assert (end["state"], "it recorded no end" in end["reason"]) == ("failed", True)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux's prctl")
@@ -311,14 +315,15 @@ def test_nothing_is_started_of_what_is_refused(
     "program", ["tools.launch", pytest.param("torch.distributed.run", marks=pytest.mark.thorough)]
 )
 def test_ranks_share_the_cores(tmp_path: Path, program: str) -> None:
-    """However they are started: each sets it for itself."""
+    """Each rank sets scheduling, threads and network interface itself, so that they are right under
+    tools.launch and torchrun."""
     script = tmp_path / "say.py"
     script.write_text(
         "import os, sys, torch\n"
         "from runtime.init_distributed import init_distributed\n"
         "def say(store=None, *_):\n"
         "    init_distributed(store=store)\n"
-        # who leaves before the other has its connections breaks them
+        # a rank that leaves before the other has connected would break the connections
         "    torch.distributed.barrier()\n"
         "    line = (os.sched_getscheduler(0), torch.get_num_threads(), "
         "os.environ['GLOO_SOCKET_IFNAME'])\n"
@@ -348,7 +353,8 @@ def test_ranks_share_the_cores(tmp_path: Path, program: str) -> None:
     sys.platform != "linux" or platform.libc_ver()[0] != "glibc", reason="glibc's allocator"
 )
 def test_memory_is_kept_by_the_allocator() -> None:
-    """Page faults where the memory of activations is given back, out of order, and taken again."""
+    """`share_cores` makes the allocator keep freed memory: when activations are freed out of order
+    and allocated again, less than half of the page faults remain."""
     program = (
         "import resource, sys, torch\n"
         "from runtime.init_distributed import share_cores\n"
@@ -371,5 +377,5 @@ def test_memory_is_kept_by_the_allocator() -> None:
         for how in ("given back", "kept")
     ]
     given_back, kept = map(int, said)
-    # what is in the way of the heap by chance moves it up once: a tenth
+    # Memory that happens to be in the way of the heap moves it once, which costs about a tenth.
     assert kept < given_back / 2

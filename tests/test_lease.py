@@ -1,4 +1,4 @@
-"""One writer per run folder, whoever is paused, killed or started twice."""
+"""A run folder has one writer at a time, whichever runs are paused, killed or started twice."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def world_of_one() -> Iterator[None]:
 
 
 def hold(run: Path, age: float = 0.0, **about: object) -> Path:
-    """A lease of somebody else, renewed `age` seconds ago; where it is."""
+    """Write a lease of another run, renewed `age` seconds ago; return its path."""
     holder = Holder.this_process("00000003-0000").model_copy(update={"host": "n17", **about})
     path = run / "lease" / "00000003.json"
     path.parent.mkdir(parents=True)
@@ -48,7 +48,7 @@ class Ended(Exception):
 
 @contextmanager
 def quick(seconds: float) -> Iterator[None]:
-    """Leases expire after so long, and a run that ends raises Ended."""
+    """Let leases expire after `seconds`, and let a displaced run raise Ended instead of exiting."""
 
     def refuse(error: UserError) -> None:
         raise Ended(str(error))
@@ -57,7 +57,7 @@ def quick(seconds: float) -> Iterator[None]:
         yield
 
 
-# --- taking it ------------------------------------------------------------------------------------
+# --- taking the lease -----------------------------------------------------------------------------
 
 
 def test_it_is_taken_renewed_and_released(tmp_path: Path) -> None:
@@ -124,7 +124,8 @@ def test_another_job_is_not_the_same(tmp_path: Path, environment: dict) -> None:
 
 
 def test_a_holder_elsewhere_is_watched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It may be dead: who renews within the time is not, and who does not is displaced."""
+    """A holder on another machine may be dead. If it renews its lease within the time it is alive
+    and stays; otherwise it is displaced."""
     with quick(1.0):
         silent = hold(tmp_path / "silent", age=0.5, **ELSEWHERE)
         with Lease(tmp_path / "silent", "cpu"):
@@ -135,7 +136,7 @@ def test_a_holder_elsewhere_is_watched(tmp_path: Path, capsys: pytest.CaptureFix
             pytest.raises(UserError, match="host n17"),
         ):
             Lease(tmp_path / "renewed", "cpu")._try_to_take()
-    assert "this run waits until that renews its lease" in capsys.readouterr().err
+    assert "to see whether that process is alive and renews its lease" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,7 @@ def test_a_lease_that_cannot_be_read_is_one_too(tmp_path: Path, content: str) ->
     path = hold(tmp_path / "run")
     path.write_text(content)
     renewed = patch.object(time, "sleep", lambda _: os.utime(path))
-    with quick(0.5), renewed, pytest.raises(UserError, match="cannot be named yet"):
+    with quick(0.5), renewed, pytest.raises(UserError, match="its lease cannot be read yet"):
         Lease(tmp_path / "run", "cpu")._try_to_take()
     with quick(0.5), Lease(tmp_path / "run", "cpu"):
         assert newest_lease(tmp_path / "run" / "lease").number == 4
@@ -155,7 +156,7 @@ def test_a_lease_that_cannot_be_read_is_one_too(tmp_path: Path, content: str) ->
 
 
 def paused(run: Path) -> Lease:
-    """A run with something to commit and something to delete, that has been silent for long."""
+    """A run with one checkpoint to commit and one to delete, whose lease has long expired."""
     first = Lease(run, "cpu").__enter__()
     first._closed.set()
     first._thread.join()
@@ -188,7 +189,7 @@ def test_a_displaced_run_changes_nothing(tmp_path: Path, what: str, when: str) -
                 first.move(source, target)
         else:
             require = first._require
-            checks = iter([take_over, require])  # the check is over when the other takes the lease
+            checks = iter([take_over, require])  # the other run takes the lease after the check
             with (
                 patch.object(first, "_require", lambda: next(checks)()),
                 pytest.raises(Ended, match="was displaced by"),
@@ -198,7 +199,8 @@ def test_a_displaced_run_changes_nothing(tmp_path: Path, what: str, when: str) -
 
 
 def test_the_fence_test_can_fail(tmp_path: Path) -> None:
-    """Without the newcomer's sweep the same rename succeeds."""
+    """Control: if the new run does not clear the displaced run's work folder, that run's rename
+    succeeds."""
     with quick(60.0), patch.object(Lease, "_clear", lambda self: None):
         first = paused(tmp_path / "run")
         with Lease(tmp_path / "run", "cpu"), patch.object(first, "_require", lambda: None):
@@ -227,7 +229,8 @@ def test_what_was_being_put_aside_is_not_swept_away(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("most", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_starts_that_are_paused_and_killed(data: Path, tmp_path: Path, most: int) -> None:
-    """The short form of benchmarks/lease_drill.py."""
+    """Several starts that are paused and killed at random keep the run folder consistent: the short
+    form of benchmarks/lease_drill.py."""
     counts, wrong = one_round(
         tmp_path,
         tiny(tmp_path / "config.yaml", data, tokenizer().vocab_size),
@@ -265,8 +268,8 @@ def test_a_run_that_is_displaced_ends_with_status_2(
 
 
 def train_until_displaced(arguments: list[str]) -> str:
-    """Another start takes the folder over in step 4, unnoticed until the line of that step is
-    written."""
+    """Train while another start takes over the folder in step 4, which this run notices when it
+    writes that step's line."""
     import training.step
 
     honest = training.step.learning_rate

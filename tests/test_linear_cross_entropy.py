@@ -1,5 +1,5 @@
-"""The head's projection and loss in pieces, against whole logits on one rank: the loss, and the
-gradient of each operand."""
+"""The head's projection and loss, computed in pieces over tp, have the loss and gradients of whole
+logits on one rank."""
 
 from unittest.mock import patch
 
@@ -39,7 +39,7 @@ def operands(vocab, dtype):
 
 
 def expected(vocab, dtype, z_loss):
-    """Loss, dx and dw in float64, from whole logits."""
+    """Loss, dx and dw in float64, computed from whole logits."""
     x, weight, targets = operands(vocab, dtype)
     x, weight = (t.double().requires_grad_() for t in (x, weight))
     z = (x @ weight.T).flatten(0, 1)
@@ -50,8 +50,8 @@ def expected(vocab, dtype, z_loss):
 
 
 def in_pieces(vocab, dtype, sequence_parallel, z_loss, kernels, sizes):
-    """For each size of a piece's logits in bytes: this rank's loss, dx and dw, heights of the
-    pieces, and what travelled."""
+    """For each size of a piece's logits in bytes: this rank's loss, dx and dw, the rows of each
+    piece, the collectives of forward and backward, and the largest tensor."""
     mesh = build_mesh(MeshSizes(tp=dist.get_world_size()), "cpu")
     tp, rank = mesh.tp.size(), mesh.tp.get_local_rank()
     x, weight, targets = operands(vocab, dtype)
@@ -107,9 +107,9 @@ def relative(found, exact):
     ids=str,
 )
 def test_is_what_whole_logits_give(ranks, tp, sequence_parallel, dtype, bounds, kernels):
-    """In three pieces of unequal size; in float64 also in one, and (interpreted that takes long)
-    one row at a time; with the normaliser's loss and a vocabulary tp does not divide. The gradient
-    that arrives is not 1."""
+    """The loss and gradients in three pieces of unequal size equal those of whole logits; in
+    float64 also in one piece, and in pieces of one row (not in the slow interpreter). Tested with
+    z_loss, a vocabulary that tp does not divide, and an incoming gradient other than 1."""
     vocab, z_loss = 51, 1e-2
     loss, dx, dw = expected(vocab, dtype, z_loss)
     rows = S // tp if sequence_parallel else S
@@ -133,7 +133,8 @@ def test_is_what_whole_logits_give(ranks, tp, sequence_parallel, dtype, bounds, 
 
 
 def test_more_ranks_than_rows_of_the_vocabulary(ranks):
-    """A rank without columns takes part all the same."""
+    """With fewer rows of the vocabulary than ranks, a rank without columns takes part in the
+    collectives and the result is right."""
     loss, dx, dw = expected(3, torch.float64, 0.0)
     results = [
         found
@@ -146,8 +147,9 @@ def test_more_ranks_than_rows_of_the_vocabulary(ranks):
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_what_travels_and_what_is_held(ranks, sequence_parallel):
-    """In any number of pieces the same bytes; nothing in backward; and no tensor larger than a
-    piece's logits, a weight or the input. (With whole logits, 40 · 512 numbers, there is one.)"""
+    """Any number of pieces communicates the same bytes, and nothing in backward. No tensor is
+    larger than a piece's logits, a weight or the input. (Whole logits would be: 40 · 512
+    elements.)"""
     tp, vocab, hidden, tokens = 2, 1024, S * B * D * 8, S * B
     sizes = {1: 1 << 20, 5: vocab // tp * 8 * tokens // 5}
     for of_rank in ranks.run(
@@ -166,7 +168,7 @@ def test_what_travels_and_what_is_held(ranks, sequence_parallel):
 
 
 def whole_logits(vocab, kernels):
-    """Loss and gradients through VocabParallelCrossEntropy, of logits that exist."""
+    """Loss and weight gradient through vocab_parallel_cross_entropy, from materialized logits."""
     mesh = build_mesh(MeshSizes(tp=dist.get_world_size()), "cpu")
     rows = chunk_range(vocab, mesh.tp.size(), mesh.tp.get_local_rank())
     x, weight, targets = operands(vocab, torch.float64)
@@ -191,7 +193,8 @@ def test_loss_of_logits_that_exist(ranks, tp, kernels):
 
 
 def test_backward_twice_is_refused():
-    """The gradients are handed on, not kept."""
+    """A second backward is refused, because the first passes the gradients on without keeping
+    them."""
 
     class Alone:
         def size(self):
@@ -211,14 +214,14 @@ def test_backward_twice_is_refused():
         vocab_size=51,
     )
     loss.backward(retain_graph=True)
-    with pytest.raises(AssertionError, match="handed on already"):
+    with pytest.raises(AssertionError, match="called a second time"):
         loss.backward()
 
 
 def test_the_weight_gradient_is_summed_in_float32():
-    """Sixty-four pieces of bfloat16: rounded once, where a sum in bfloat16 would be rounded at
-    every piece. On a GPU, where there is one: its product takes bfloat16 and returns float32; a
-    CPU's has its operands copied."""
+    """Over 64 pieces in bfloat16, the weight gradient is summed in float32; a sum in bfloat16 would
+    be rounded at every piece. Runs on a GPU if there is one, whose product takes bfloat16 and
+    returns float32; on a CPU the operands are converted first."""
     dy, x = (
         torch.randn(64 * 16, n, generator=torch.Generator().manual_seed(n)).bfloat16().to(DEVICE)
         for n in (8, 12)

@@ -1,4 +1,4 @@
-"""Memory reports: where there is none left, and on request; and beside what was planned."""
+"""Memory reports: written when memory runs out and on request, and compared with the plan."""
 
 import contextlib
 import json
@@ -24,8 +24,8 @@ from training.load_config import load_config
 
 
 def run_out_of_memory(arguments: list[str], actions: int) -> bool:
-    """A run that has no memory left after so many actions of its second step. Whether it ended
-    so."""
+    """Train with memory that runs out after `actions` actions of the second step. Returns whether
+    the run ended with an out-of-memory error."""
     give, done = PipelineRunner._give, [0]
 
     def give_until_it_is_full(*given: Any) -> None:
@@ -43,7 +43,7 @@ def run_out_of_memory(arguments: list[str], actions: int) -> bool:
 
 
 def cells(report: str) -> dict[str, list[str]]:
-    """Category → what stands beside it."""
+    """Category → the cells in its row of a report."""
     rows = [line.split("  ") for line in report.splitlines() if line.endswith("MB")]
     return {
         row[0].strip() or row[1].strip(): [cell.strip() for cell in row[1:] if cell.endswith("MB")]
@@ -54,8 +54,8 @@ def cells(report: str) -> dict[str, list[str]]:
 def test_out_of_memory(
     ranks: Ranks, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """bfloat16, ZeRO-1, two micro-batches done: weights are whole, and gradients whole in float32,
-    known to FSDP alone."""
+    """With bfloat16 and ZeRO-1, out of memory after two micro-batches, the report counts gathered
+    weights and also whole gradients in float32, which only FSDP holds; the plan agrees."""
     overrides = [
         "train.dtype=bfloat16",
         "model.num_layers=2",
@@ -73,7 +73,7 @@ def test_out_of_memory(
             "out of memory in step 2: "
         )
         assert "Tried to allocate 2.00 GiB." in report
-        assert "planned" not in report.partition("What was planned")[0]
+        assert "planned" not in report.partition("To compare with the plan")[0]
         capsys.readouterr()
         assert (
             tools.plan.__main__.main(
@@ -98,7 +98,7 @@ def test_out_of_memory(
 
 
 def train_with_requests(arguments: list[str]) -> str:
-    """SNAPSHOT is there from the start, and is touched in the third step."""
+    """Train with a file SNAPSHOT that exists at the start and is touched in the third step."""
     request = Path(load_config(arguments[0], []).run.dir) / "SNAPSHOT"
     request.parent.mkdir()
     request.touch()
@@ -128,7 +128,7 @@ def test_on_request(ranks: Ranks, data: Path, tmp_path: Path) -> None:
         "step-00000003-rank-00000.json",
         "step-00000003-rank-00000.txt",
     )
-    assert "asked for after step 3" in report.read_text()
+    assert "requested after step 3" in report.read_text()
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
 
 
@@ -164,8 +164,8 @@ class PretendedMesh:
 
 
 def report_of_a_gpu(folder: str) -> None:
-    """The parts of a report that ask torch.cuda, with its answers made up; out of memory in step
-    8."""
+    """Write the report of a GPU that runs out of memory in step 8, with made-up answers from
+    torch.cuda."""
     run = SimpleNamespace(dir=folder, memory_history=True, profile_ranks=[0])
     pretended: Any = SimpleNamespace(
         mesh=PretendedMesh,
@@ -199,10 +199,10 @@ def report_of_a_gpu(folder: str) -> None:
 def test_a_gpus_report(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(report_of_a_gpu, 1, str(tmp_path))
     report = (tmp_path / "memory" / "step-00000008-rank-00000.txt").read_text()
-    assert "The device has 80 MB: 1 MB are free, torch has reserved 9 MB." in report
+    assert "The device has 80 MB, of which 1 MB are free; torch has reserved 9 MB." in report
     assert "torch's own table" in report
     assert cells(report)["together"] == ["8.000 MB"]
-    assert cells(report)["optimizer state"] == ["0.000 MB"], "what is on the host does not count"
+    assert cells(report)["optimizer state"] == ["0.000 MB"], "host memory does not count"
     assert (tmp_path / "memory" / "step-00000008-rank-00000.pickle").read_bytes() == b"snapshot"
 
 
@@ -216,8 +216,8 @@ REPORT = {"why": "asked for", "rank": 0, "world": 1, "coordinates": {"tp": 0}, "
         ("", "is no memory report"),
         ("[" * 100_000, "is no memory report"),
         (json.dumps(REPORT | {"rank": -1}), "rank: Input should be greater than or equal to 0"),
-        (json.dumps(REPORT | {"held_bytes": {"x": float("nan")}}), "NaN is no number of JSON"),
-        (json.dumps(REPORT | {"rank": 1}), "is no rank of a world of 1"),
+        (json.dumps(REPORT | {"held_bytes": {"x": float("nan")}}), "NaN is not a JSON number"),
+        (json.dumps(REPORT | {"rank": 1}), "is not a rank of a world of 1"),
         (json.dumps(REPORT | {"world": 3, "rank": 1}), "must be a multiple"),
     ],
 )

@@ -1,5 +1,5 @@
-"""The model: its size, its first weights, what may see what, and how exactly positions are told
-apart."""
+"""The model: its number of parameters, its initial weights, causality, and the precision of its
+positions."""
 
 import math
 import re
@@ -71,8 +71,8 @@ def first_weights(case):
     ],
 )
 def test_every_layout_starts_from_the_same_bits(ranks, layout):
-    """Global weights assembled from a layout's parts, against one process that draws each whole
-    tensor."""
+    """The initial weights assembled from any layout's parts equal, bit for bit, those of one
+    process that draws each whole tensor."""
     case = Case(layout, dtype="float32")
     reference = reference_model(case.config().model, torch.float32, seed=0)
     expected = {name: p.detach() for name, p in reference.named_parameters()}
@@ -86,8 +86,8 @@ def test_every_layout_starts_from_the_same_bits(ranks, layout):
 
 
 def test_rows_are_the_same_whoever_draws_them():
-    """Any cut of the rows gives the same numbers, also across the blocks that are drawn at a time,
-    and never the same twice."""
+    """Rows have the same numbers however they are split, also across the blocks in which they are
+    drawn. All rows differ, as do names and seeds."""
     shape = torch.Size((300, 700))  # several blocks
     whole = draw_rows("x", shape, range(300), 1.0, seed=1)
     cuts = [0, 1, 92, 93, 94, 187, 299, 300]
@@ -126,7 +126,7 @@ def test_draws_have_their_standard_deviation_and_no_mean():
 
 
 def logits_of(case, tokens):
-    """Logits [S, B, V/tp] of whole sequences [B, S] on this tp rank."""
+    """Logits [S, B, V/tp] for whole sequences [B, S] on this tp rank."""
     config = case.config()
     mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     (stage,) = build_stages(config, mesh).values()
@@ -149,7 +149,7 @@ def test_logits_are_the_references(ranks, layout):
 
 @pytest.mark.parametrize("layout", [MeshSizes(), MeshSizes(tp=2)], ids=str)
 def test_no_position_sees_the_future(ranks, layout):
-    """A change of token 9 changes logits from position 9 on, and no bit of those before."""
+    """Changing token 9 changes the logits from position 9 on, and no bit of those before."""
     case = Case(layout)
     tokens, _ = global_batch(case.vocab_size, 0)
     changed = tokens.clone()
@@ -164,8 +164,8 @@ def turn(x, angles):
 
 
 def test_rotation_knows_only_distance():
-    """The product of a rotated query and key depends on how far apart they are, not on where (the
-    point of the paper)."""
+    """The product of a rotated query and key depends only on their distance, not on their positions
+    (the purpose of rotary embeddings)."""
     torch.manual_seed(0)
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
 
@@ -197,7 +197,8 @@ def test_rotation_is_the_references(scaling):
 
 
 def test_scaled_frequencies_are_those_of_hugging_face():
-    """Llama 3.1's own numbers: some frequencies stay, some are mixed, some are an eighth."""
+    """With Llama 3.1's scaling, our frequencies are those of transformers: some are unchanged, some
+    interpolated, some divided by eight."""
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import _compute_llama3_parameters
 
@@ -217,7 +218,7 @@ def test_scaled_frequencies_are_those_of_hugging_face():
     position = torch.ones(1, 1, dtype=torch.int64)
     for scaling, same in ((LLAMA_3_1, True), (LLAMA_3_1._replace(high_freq_factor=5.0), False)):
         cos, sin = rotary_angles(position, Rotary(128, 500000.0, scaling), torch.float64)
-        # the angle at position 1 is the frequency, which is at most 1
+        # The angle at position 1 is the frequency, which is at most 1.
         found = torch.atan2(sin, cos).flatten()
         assert torch.allclose(found, expected.double(), rtol=1e-6, atol=0) is same
     plain = 500_000.0 ** (-torch.arange(64, dtype=torch.float64) / 64)
@@ -234,8 +235,9 @@ def test_rotation_gradient_is_right():
 
 
 def test_angles_are_exact_enough_to_tell_positions_apart():
-    """bfloat16 angles would be the same at positions 256 and 257. Float32 ones are off by a
-    hundredth of a radian at 128k, and a float64 model's by nothing that matters to a proof."""
+    """Angles are float32 even for bfloat16 models, because bfloat16 angles would be equal at
+    positions 256 and 257. Float32 angles are off by about 0.01 rad at position 128k; models in
+    float64 have float64 angles, so that proofs are exact."""
     positions = torch.tensor([[256], [257], [131_071]])
     for dtype, exact in (
         (torch.bfloat16, torch.float32),
@@ -256,8 +258,8 @@ def test_angles_are_exact_enough_to_tell_positions_apart():
 
 
 def test_attention_follows_the_key_value_head_of_its_group(ranks):
-    """Grouped-query attention on more tp ranks than key/value heads: each rank slices the head that
-    its queries belong to."""
+    """Grouped-query attention is right on more tp ranks than key/value heads, where each rank uses
+    the head of its queries."""
     for kv, tp in ((2, 4), (2, 8), (1, 8)):
         case = Case(MeshSizes(tp=tp), num_kv_heads=kv)
         tokens, _ = global_batch(case.vocab_size, 1)

@@ -1,5 +1,5 @@
-"""A checkpoint that an earlier version wrote (fixtures/step-00000002: pp 2 × tp 2, two steps) still
-means the same numbers, on any layout."""
+"""A checkpoint of an earlier version (fixtures/step-00000002: pp 2 × tp 2, two steps) still loads
+the same numbers, in any layout."""
 
 import hashlib
 import json

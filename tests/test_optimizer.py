@@ -1,5 +1,5 @@
-"""The update: learning rate, decay, clipping, and a step in which the host never waits for the
-device."""
+"""The optimizer step: learning rate, weight decay, clipping, rounding, and no waiting of the host
+for the device."""
 
 import math
 from dataclasses import replace
@@ -53,8 +53,8 @@ def test_wsd_is_flat_then_falls_linearly():
 
 
 def updated_without_gradient(case):
-    """Weights without a gradient move by decay alone: the ratio of each after one update to before
-    it."""
+    """Parameter name → ratio of its weights after to before one update with zero gradients, in
+    which weights change only by weight decay."""
     config = case.config()
     mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     stages = build_stages(config, mesh)
@@ -84,7 +84,8 @@ def test_decay_is_of_matrices_only(ranks):
     [(5.0, 1.0, 1.0), (5.0, 0.0, 5.0), (0.5, 1.0, 0.5), (0.0, 1.0, 0.0)],
 )
 def test_clipping_limits_the_norm_and_never_enlarges(size, limit, expected, kernels):
-    """The first moment after one update from zero is (1 − β₁) times the gradient that was used."""
+    """Clipping limits the norm of the gradients and never enlarges it. The gradient used is read
+    off the first moment, which after one update from zero is (1 − β₁) times it."""
     gradients = [torch.tensor([0.6, 0.0]) * size, torch.tensor([[0.8]]) * size]
     p, m, v = ([torch.zeros_like(g) for g in gradients] for _ in range(3))
     norm = torch.tensor(size, dtype=torch.float64)
@@ -94,8 +95,8 @@ def test_clipping_limits_the_norm_and_never_enlarges(size, limit, expected, kern
 
 
 def weights_with_a_bad_step(case, kernels, bad_steps):
-    """Weights after two updates; `bad_steps` between them have a gradient that is not a number, on
-    one rank alone."""
+    """Norms of all steps, and weights after two updates with `bad_steps` steps between them in
+    which only one rank has a NaN in a gradient."""
     config = case.config()
     mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     step = TrainStep(config, mesh, build_stages(config, mesh))
@@ -132,7 +133,7 @@ def test_every_rank_skips_a_step_whose_norm_is_no_number(ranks, kernels):
 
 
 def reported(case):
-    """Loss and norm of two steps as this rank reports them, exactly."""
+    """Loss and gradient norm of two steps as this rank reports them, as exact hexadecimal text."""
     config = case.config()
     mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     step = TrainStep(config, mesh, build_stages(config, mesh))
@@ -146,7 +147,8 @@ def reported(case):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_rank_reports_the_same_bits(ranks, dtype):
-    """Else ranks clip differently, and replicas drift apart."""
+    """Every rank reports bitwise the same loss and norm; otherwise ranks would clip differently,
+    and replicas would drift apart."""
     results = ranks.run(reported, 8, Case(MeshSizes(pp=2, dp_shard=2, tp=2), dtype=dtype))
     assert all(result == results[0] for result in results)
 
@@ -170,8 +172,8 @@ WAITS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_the_host_waits_for_nothing_in_a_step(ranks, zero_stage):
-    """No operation reads a number back from the device: loss and norm stay there until the logger
-    asks."""
+    """No operation of a step copies a number from the device to the host: loss and norm stay on the
+    device until they are logged."""
     case = Case(MeshSizes(pp=2, dp_shard=2, tp=2), zero_stage=zero_stage, tie_embeddings=True)
     for step, control in ranks.run(operations_of_a_step, 8, case):
         assert not [name for name in WAITS if name in step]
@@ -194,7 +196,7 @@ def weights_after(case, steps):
 
 
 def test_a_step_is_repeatable_bit_for_bit(ranks):
-    """Resuming bitwise rests on this: the same run twice is the same run."""
+    """The same steps twice give bitwise the same weights, which bitwise resuming relies on."""
     case = Case(MeshSizes(pp=2, tp=2), dtype="float32")
     first, second = (ranks.run(weights_after, 4, case, 3) for _ in range(2))
     for mine, again in zip(first, second, strict=True):
@@ -202,8 +204,8 @@ def test_a_step_is_repeatable_bit_for_bit(ranks):
 
 
 def rounded_updates(case, resume):
-    """bfloat16 weights and moments after three updates with given gradients; with `resume`, the
-    third by a new optimizer."""
+    """bfloat16 weights and moments after three updates with given gradients; with `resume`, a new
+    optimizer makes the third update."""
     config = case.config()
     config = replace(config, optimizer=replace(config.optimizer, pure_bfloat16=True))
     config.validate(dist.get_world_size())
@@ -228,8 +230,8 @@ def rounded_updates(case, resume):
 
 
 def test_stochastic_rounding_depends_on_no_layout(ranks):
-    """The same gradients, given; then every layout has the same weights and moments to the bit,
-    every copy of a number too, and so has a run that was resumed."""
+    """From the same given gradients, every layout and a resumed run get bitwise the same weights
+    and moments, in every replica."""
     found = []
     for layout, resume in (
         (MeshSizes(pp=2), False),

@@ -1,9 +1,10 @@
-"""Every split of the model computes what the unsharded model computes: the quick part of `python -m
-tools.parity`.
+"""Every layout of the model computes what the unsharded model computes: the quick part of `python
+-m tools.parity`.
 
-`make test` takes from it cases in which every value of every option occurs; `make test-rest` all
-others, so that every two values meet; the whole matrix, all layouts of 1 to 8 ranks, is `make
-test-slow`. test_controls.py shows that this comparison can fail.
+`make test` runs a few of the quick cases, in which every value of every option occurs. `make
+test-rest` runs the other quick cases; together they cover every pair of values. `make test-slow`
+runs the whole matrix, all layouts of 1 to 8 ranks. test_controls.py shows that this comparison can
+fail.
 """
 
 import math
@@ -44,8 +45,8 @@ def values_of(case):
 
 
 def each_value_once():
-    """A few of the quick cases, in which every value of every option occurs: greedily the one with
-    the most new values."""
+    """A few of the quick cases, in which every value of every option occurs. They are chosen
+    greedily: the next is the case with the most new values."""
     left = set().union(*map(values_of, PAIRS))
     chosen = []
     while left:
@@ -55,7 +56,7 @@ def each_value_once():
 
 
 def thorough_but(kept, cases):
-    """`cases` as parameters; what is not among `kept` is thorough."""
+    """`cases` as test parameters, with all that are not in `kept` marked thorough."""
     return [
         case if case in kept else pytest.param(case, marks=pytest.mark.thorough) for case in cases
     ]
@@ -79,8 +80,8 @@ def test_every_pair_of_options(ranks, case):
     ],
 )
 def test_twenty_steps(ranks, layout, dtype):
-    """Loss and norm stay together over 20 optimizer steps with warmup, decay and clipping; copies
-    stay bitwise the same."""
+    """Losses and gradient norms agree with the unsharded model's over 20 optimizer steps with
+    warmup, decay and clipping, and replicated weights stay bitwise equal."""
     row = check(ranks, Case(layout, dtype=dtype, num_microbatches=2), STEPS)
     assert not row.failures(), line(row, STEPS)
 
@@ -100,7 +101,7 @@ def test_clipping_is_active_in_some_of_the_steps(stages):
 
 
 def test_covering_array_covers():
-    """Every pair of values meets in a case, but for the pairs that contradict each other."""
+    """Every pair of option values occurs in a case, except for pairs that contradict each other."""
     met = set().union(*PAIRS.values())
     layouts = {case.layout for case, _ in QUICK}
     values = {"layout": layouts, **option_values()}
@@ -129,8 +130,8 @@ def test_every_value_is_in_make_test():
 
 
 def test_schedules_at_every_depth():
-    """pp 2, 4 and 8, one, two and four stages per rank, fewer micro-batches than ranks and four
-    times as many."""
+    """Every schedule is checked with pp 2, 4 and 8, with one, two and four stages per rank where it
+    allows a choice, and with fewer and up to four times as many micro-batches as ranks."""
     cases = schedule_cases(parity.WORLDS)
     assert {case.schedule for case in cases} == set(SCHEDULES)
     for schedule in SCHEDULES:
@@ -143,9 +144,9 @@ def test_schedules_at_every_depth():
         assert {case.stages_per_rank for case in cases if case.schedule == schedule} == {1, 2, 4}
 
 
-# Every schedule on four ranks in a row, over tp: in `make test` with up to two stages per rank and
-# twice as many micro-batches as ranks; thoroughly with every number of stages and four times as
-# many. The others are in the whole matrix.
+# Every schedule with pp 4 and tp 2: in `make test` with up to two stages per rank and twice as many
+# micro-batches as ranks; in the thorough tests with every number of stages and four times as many.
+# The whole matrix has the rest.
 ROWS = [case for case in schedule_cases((8,)) if case.layout == MeshSizes(pp=4, tp=2)]
 DEEP = {
     case.schedule: case for case in ROWS if case.stages_per_rank <= 2 and case.num_microbatches == 8
@@ -163,8 +164,8 @@ def test_every_schedule(ranks, case):
     assert not row.failures(), line(row, 0)
 
 
-# Each kernel forward and backward, over tp and without, kept whole, recomputed and split: the
-# cheapest that do.
+# A cheap selection of the kernel cases (those without tp, or with tp but without sequence
+# parallelism), in which each kernel runs forward and backward, with and without tp.
 KERNELS_ONCE = [
     case
     for case in kernel_cases(parity.WORLDS)
@@ -180,8 +181,8 @@ def test_triton_kernels(ranks, case):
 
 
 def test_heads_narrower_than_dp_shard(ranks):
-    """Their norms' two numbers are cut over four ranks: two of them, and their tp groups, have
-    none."""
+    """With heads two elements wide, q's and k's norm weights are sharded over four ranks: two of
+    these, with their tp groups, hold none, and the result is still right."""
     case = Case(
         MeshSizes(dp_shard=4, tp=2), attention_dim=16, qk_norm=True, sequence_parallel=False
     )
@@ -202,8 +203,7 @@ def test_every_option_of_the_code_is_combined():
 
 
 def test_all_layouts_of_a_world():
-    # The number of ordered ways to write 2^k as a product of n factors, one for each axis, is C(k +
-    # n − 1, n − 1).
+    # 2^k has C(k + n − 1, n − 1) ordered factorizations into n factors, one per axis.
     n = len(AXES)
     assert [len(MeshSizes.all_of(2**k)) for k in range(4)] == [
         math.comb(k + n - 1, n - 1) for k in range(4)
@@ -211,7 +211,7 @@ def test_all_layouts_of_a_world():
 
 
 def full_tensors(case):
-    """Gradients gathered by DTensor itself, and this rank's parts of them."""
+    """The gradients as `DTensor.full_tensor` gathers them, and this rank's parts of them."""
     config = case.config()
     mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     stages = build_stages(config, mesh)
@@ -227,8 +227,8 @@ def full_tensors(case):
 
 @pytest.mark.thorough
 def test_full_tensor_gathers_uneven_shards_too(ranks):
-    """`DTensor.full_tensor` is what tools use; 251 rows over tp 2 and then dp_shard 4 leave uneven
-    parts everywhere."""
+    """`DTensor.full_tensor`, which tools use, also gathers shards of different sizes: 251 rows over
+    tp 2 and then dp_shard 4 divide evenly nowhere."""
     results = ranks.run(full_tensors, 8, Case(MeshSizes(dp_shard=4, tp=2)))
     gathered = results[0][0]
     whole, spread = assemble(
@@ -241,6 +241,7 @@ def test_full_tensor_gathers_uneven_shards_too(ranks):
 
 
 def test_missing_parts_are_found(ranks):
+    # Control: if one rank's parts are missing, the assembled tensor has NaN in their place.
     case = Case(MeshSizes(tp=2))
     runs = ranks.run(run_on_ranks, 2, case, 0)
     whole, _ = assemble(

@@ -1,5 +1,5 @@
-"""The real runner takes as long as the simulator says: actions that wait instead of computing, four
-ranks over gloo."""
+"""The pipeline runner takes as long as the simulator predicts: on four ranks over gloo, with
+actions that wait instead of computing."""
 
 import pytest
 
@@ -8,13 +8,13 @@ from benchmarks.pipeline_schedules import PAIRS, measure
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_no_step_is_shorter_than_simulated(ranks, name):
-    """True on any machine, however slow: nothing is skipped, and nothing is counted twice in the
-    simulation."""
+    """A real step is never shorter than simulated, on any machine, so the runner skips nothing and
+    the simulation counts nothing twice."""
     measured, simulated, _ = measure(ranks, name, PAIRS[name][0], 8, seconds=0.004)
     assert measured > 0.999 * simulated
 
 
-@pytest.mark.slow  # it needs a quiet machine
+@pytest.mark.slow  # needs an otherwise idle machine
 def test_steps_are_as_long_as_simulated_and_bubbles_in_order(ranks):
     bubbles = {}
     for name in PAIRS:

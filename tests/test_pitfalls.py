@@ -1,7 +1,8 @@
-"""What goes wrong in other codebases, from their issue threads: one test for each mistake that
-touches the mathematics.
+"""Known mistakes of other training codebases, collected from their issue threads: one test for each
+mistake that affects the mathematics.
 
-Most hide from a loss curve. (Loader state, signals and background saves have their own test files.)
+Most do not show in a loss curve. (Loader state, signals and background saves have their own test
+files.)
 """
 
 import math
@@ -38,7 +39,8 @@ def rows_of(mesh, batch):
 
 
 def one_pass(case, batch=None):
-    """Loss, norm and this rank's parts of the gradients of one forward and backward."""
+    """One forward and backward: the loss, the gradient norm, and this rank's parts of the
+    gradients."""
     mesh, step, named = prepare(case)
     loss, norm = step.forward_backward(*rows_of(mesh, batch or global_batch(case.vocab_size, 0)))
     return loss.item(), norm.item(), parts((name, p.grad) for name, p in named)
@@ -54,8 +56,8 @@ def gradients(results, case):
 
 
 def test_loss_scaled_per_rank_or_per_microbatch(ranks):
-    """One target in the first half of the batch, all in the second: all targets weigh the same,
-    however rows are dealt."""
+    """With one target in the first half of the batch and all in the second, every target has the
+    same weight, whatever the layout and the number of micro-batches."""
     tokens, _ = global_batch(251, 3)
     targets = tokens.roll(-1, dims=1)
     targets[: BATCH // 2] = IGNORE
@@ -78,7 +80,8 @@ def test_loss_scaled_per_rank_or_per_microbatch(ranks):
 
 
 def test_rank_without_a_target(ranks):
-    """A whole data-parallel rank of padding: no division by its zero, and the others' loss."""
+    """A data-parallel rank whose rows are all padding causes no division by zero, and does not
+    change the loss or the norm."""
     tokens, targets = global_batch(251, 3)
     targets[: BATCH // 2] = IGNORE
     alone, split = (
@@ -90,8 +93,8 @@ def test_rank_without_a_target(ranks):
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_sequence_parallel_norm_gradients_averaged_or_never_reduced(ranks, sequence_parallel):
-    """Each norm's gradient is the whole one on every tp rank: neither 1/tp of it, nor one rank's
-    part, nor tp times it."""
+    """Every tp rank has the whole gradient of each norm: neither 1/tp of it, nor one rank's part of
+    it, nor tp times it."""
     for tp in (2, 4):
         case = Case(MeshSizes(tp=tp), sequence_parallel=sequence_parallel)
         whole = gradients(ranks.run(one_pass, tp, case), case)
@@ -112,8 +115,8 @@ def test_sequence_parallel_norm_gradients_averaged_or_never_reduced(ranks, seque
     ids=str,
 )
 def test_replicated_weights_counted_tp_times_in_the_norm(ranks, layout):
-    """Norm weights, and here key and value weights with fewer heads than tp, are on every tp rank
-    and count once."""
+    """Weights that several tp ranks hold count once in the gradient norm: norm weights, and key and
+    value weights where tp exceeds the number of key/value heads."""
     case = Case(layout, num_kv_heads=1 if layout.tp == 8 else 4)
     for _, norm, _ in ranks.run(one_pass, case.world, case):
         assert norm == pytest.approx(expected(case, 0).norm, rel=1e-13)
@@ -121,7 +124,8 @@ def test_replicated_weights_counted_tp_times_in_the_norm(ranks, layout):
 
 @pytest.mark.parametrize("pp", [2, 4])
 def test_norm_local_to_a_stage(ranks, pp):
-    """Every stage has the whole model's norm, to the bit: else stages would clip differently."""
+    """Every stage computes the whole model's norm, bitwise the same; otherwise stages would clip
+    differently."""
     case = Case(MeshSizes(pp=pp))
     norms = {norm for _, norm, _ in ranks.run(one_pass, pp, case)}
     assert len(norms) == 1
@@ -129,8 +133,8 @@ def test_norm_local_to_a_stage(ranks, pp):
 
 
 def norm_of_the_same(dtype):
-    """The norm of one set of fixed numbers, cut over all ranks in turn by rows, by columns, and not
-    at all."""
+    """The norms of the same fixed numbers sharded by rows, sharded by columns and replicated; and
+    the expected norm, computed in float64."""
     mesh = build_mesh(MeshSizes(tp=dist.get_world_size()), "cpu")
     generator = torch.Generator().manual_seed(0)
     numbers = (torch.randn(1024, 512, generator=generator) * torch.logspace(-3, 3, 512)).to(dtype)
@@ -149,8 +153,8 @@ def norm_of_the_same(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norm_that_depends_on_the_partition(ranks, dtype):
-    """Summed in the gradients' own dtype, half a million bfloat16 numbers round differently for
-    every cut."""
+    """The norm does not depend on how gradients are sharded. If it were summed in the gradients'
+    dtype, half a million bfloat16 numbers would round differently for every sharding."""
     for world in (1, 2, 8):
         for norms, truth in ranks.run(norm_of_the_same, world, dtype):
             assert norms == pytest.approx([truth] * 3, rel=1e-12)
@@ -162,8 +166,8 @@ def test_norm_that_depends_on_the_partition(ranks, dtype):
     ids=str,
 )
 def test_tied_embeddings_counted_twice_or_never_combined(ranks, layout):
-    """The gradient of the one tensor is the sum of its two uses; both copies have it; the norm
-    counts it once."""
+    """The gradient of a tied embedding is the sum over its two uses; both copies have it, and the
+    norm counts it once."""
     case = Case(layout, tie_embeddings=True)
     results = ranks.run(one_pass, case.world, case)
     whole = gradients(results, case)
@@ -182,7 +186,8 @@ def tied_copies_after(case, steps):
 
 @pytest.mark.parametrize("layout", [MeshSizes(), MeshSizes(pp=2, dp_shard=2, tp=2)], ids=str)
 def test_tied_copies_drift_apart(ranks, layout):
-    """After updates, decay and clipping they are still equal bit for bit."""
+    """After updates with weight decay and clipping, both copies of a tied embedding are still
+    bitwise equal."""
     case = Case(layout, tie_embeddings=True, dtype="float32")
     whole = gradients(ranks.run(tied_copies_after, case.world, case, 4), case)
     assert torch.equal(whole["head.weight"], whole["embedding.weight"])
@@ -190,7 +195,7 @@ def test_tied_copies_drift_apart(ranks, layout):
 
 
 def probabilities(case):
-    """This rank's logits, and the global and local shapes of head and embedding."""
+    """This rank's logits, and the global shapes of head and embedding."""
     _, step, named = prepare(case)
     (stage,) = step.stages.values()
     tokens, _ = global_batch(case.vocab_size, 0)
@@ -202,8 +207,8 @@ def probabilities(case):
 
 
 def test_padded_vocabulary_rows_win_probability(ranks):
-    """251 rows on 4 ranks: nobody pads, so there is no column beyond the vocabulary for softmax to
-    give anything to."""
+    """A vocabulary of 251 rows on 4 ranks is not padded, so softmax cannot give probability to a
+    column beyond the vocabulary."""
     case = Case(MeshSizes(tp=4), vocab_size=251)
     results = ranks.run(probabilities, 4, case)
     assert [logits.shape[-1] for logits, _, _ in results] == [63, 63, 63, 62]
@@ -220,7 +225,7 @@ def loss_of_equal_logits(vocab):
 
 @pytest.mark.parametrize("vocab", [251, 256])
 def test_loss_off_by_log_tp(ranks, vocab):
-    """With all logits equal each of the five targets costs exactly log V, on every number of
+    """With all logits equal, each of the five targets has the loss log V, on any number of
     ranks."""
     for tp in (1, 2, 4, 8):
         for loss in ranks.run(loss_of_equal_logits, tp, vocab):
@@ -228,8 +233,8 @@ def test_loss_off_by_log_tp(ranks, vocab):
 
 
 def gradients_around_an_evaluation(case):
-    """Gradients right after backward, and after an evaluation on the same stages; then those of a
-    second step."""
+    """For each parameter, whether three gradients are equal: right after backward, after a
+    subsequent evaluation, and of a second step that follows an evaluation."""
     mesh, step, named = prepare(case)
     rows = rows_of(mesh, global_batch(case.vocab_size, 0))
     step.forward_backward(*rows)
@@ -249,8 +254,8 @@ def gradients_around_an_evaluation(case):
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_accumulated_gradients_wiped_when_a_stage_is_used_again(ranks, zero_stage):
-    """Setting a stage up for something else, here an evaluation, neither loses gradients nor leaves
-    anything in them."""
+    """An evaluation on the same stages neither erases accumulated gradients nor adds to later
+    ones."""
     for same in ranks.run(
         gradients_around_an_evaluation, 4, Case(MeshSizes(pp=2, dp_shard=2), zero_stage=zero_stage)
     ):
@@ -266,8 +271,8 @@ def trained(case, steps):
 
 @pytest.mark.thorough
 def test_gate_and_up_permuted_by_resharding(ranks):
-    """The trained global gate and up are the same tensors whether one rank or eight held them, row
-    for row. A fused [gate; up] cut naively would come back interleaved."""
+    """The trained global gate and up matrices are the same, row by row, on one rank and on several.
+    A fused [gate; up] matrix that was sharded naively would be reassembled interleaved."""
     names = [
         f"blocks.{layer}.feed_forward.{matrix}.weight"
         for layer in range(2)

@@ -1,5 +1,5 @@
-"""docs/planning.md states no figure that the planner, or a file that a benchmark wrote, does
-not."""
+"""Every figure on the pages about the planner is a result of the planner, or in a file written by a
+benchmark."""
 
 import json
 import re
@@ -18,7 +18,8 @@ from training.config import Config
 from training.load_config import load_config
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+PAGES = ("planning", "plan_model", "plan_accuracy", "rules_of_thumb")
+PAGE = "".join((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in PAGES)
 TEXT = " ".join(PAGE.split())
 
 
@@ -34,13 +35,13 @@ def recorded(name: str) -> dict[str, Any]:
 
 
 def row(label: str) -> list[str]:
-    """The cells after `label` in one of the page's tables."""
+    """The cells after `label` in one of the pages' tables."""
     found = re.search(rf"^\| {re.escape(label)} \|(.*)\|$", PAGE, re.MULTILINE)
     assert found, label
     return [cell.strip() for cell in found[1].split("|")]
 
 
-# --- what benchmarks recorded ---------------------------------------------------------------------
+# --- figures recorded by benchmarks ---------------------------------------------------------------
 
 
 def test_how_far_it_is_off() -> None:
@@ -95,7 +96,7 @@ PUBLISHED = {  # label and column of GPUs → the rows of the file
 def test_published_rows(label: str, gpus: str) -> None:
     rows: dict[tuple[str, str, int], dict[str, Any]] = {}
     for one in recorded("plan_published")["rows"]:
-        # the first of several with other settings
+        # the first of several rows that differ in other settings
         rows.setdefault((one["system"], one["model"], one["gpus"]), one)
     found = [rows[key] for key in PUBLISHED[label, gpus]]
     cells = [
@@ -116,7 +117,7 @@ def test_how_far_comparable_rows_are() -> None:
 
 
 def test_what_follows() -> None:
-    """Points between published and planned, in the list below the table."""
+    """The differences between published and planned MFU, in points, in the list below the table."""
     of: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for one in recorded("plan_published")["rows"]:
         of.setdefault((one["system"], one["model"]), []).append(one)
@@ -133,7 +134,7 @@ def test_what_follows() -> None:
     assert f"(Megatron's 530B and 1T, {large[0]:.0f} and {large[1]:.0f} points)" in TEXT
 
 
-# --- what guides say of 8 A100 --------------------------------------------------------------------
+# --- rules of thumb for 8 A100 --------------------------------------------------------------------
 
 A100 = (
     "train.seq_len=4096 train.global_batch_size=64 train.micro_batch_size=1 "
@@ -192,7 +193,7 @@ def test_what_rows_say_besides() -> None:
     assert row("7B, FSDP")[1].endswith(f"{three / two - 1:.0%} slower than ZeRO-2")
 
 
-# --- what the search prefers ----------------------------------------------------------------------
+# --- results of the search ------------------------------------------------------------------------
 
 
 def mfu(found: Found) -> str:
@@ -232,10 +233,11 @@ def test_the_search_on_more() -> None:
 
 
 def test_the_largest_configurations_layout_and_the_fastest() -> None:
-    """Of the search the benchmark's file has the seconds."""
+    """The page has the step times of the 70B configuration and of the fastest layout that the
+    search found; the latter is recorded in the benchmark's file."""
     found = next(
         one for one in recorded("plan_search")["rows"] if (one["name"], one["gpus"]) == ("70B", 256)
     )
     own = StepTime(Layout(configuration("llama3_70b"), 256, 0), find_device("h100")).step_seconds
-    assert f"interleaved 1F1B ({found['best_step_seconds']:.1f} s a step)" in TEXT
+    assert f"interleaved 1F1B ({found['best_step_seconds']:.1f} s per step)" in TEXT
     assert f"({own:.1f} s), because tp costs more" in TEXT

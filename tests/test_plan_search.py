@@ -1,5 +1,5 @@
-"""The planner's search looks at few layouts, and at few micro-batches of each: that neither changes
-what it finds."""
+"""The planner's search counts few layouts exactly, with few micro-batches each; neither changes its
+result."""
 
 import itertools
 import re
@@ -41,8 +41,8 @@ GPT3 = (
 
 
 def job(schedule: str, pp: int, v: int, m: int, *keys: str) -> Layout:
-    """`m` micro-batches of two sequences on `pp` ranks, each sharded over two; the last stage has a
-    layer less than others."""
+    """A layout with `m` micro-batches of two sequences on `pp` stages, each sharded over two ranks.
+    The last stage has one layer less than the others."""
     sizes = {"model.num_layers": 2 * pp * v - 1, "parallel.tp": 1, "parallel.pp": pp,
              "parallel.dp_shard": 2, "parallel.schedule": schedule, "parallel.stages_per_rank": v,
              "train.micro_batch_size": 2, "train.global_batch_size": 4 * m}  # fmt: skip
@@ -54,7 +54,7 @@ def in_full(layout: Layout) -> list[int]:
     return [Memory(layout.at(rank)).peak for rank in range(layout.config.parallel.pp)]
 
 
-# Recomputation and FSDP's unit vary with the ZeRO stage, so that each schedule meets each of them.
+# (zero_stage, recomputation, FSDP unit, dtype): every schedule is tested with each of these.
 MODES = [
     (1, "full", "block", "float32"),
     (2, "none", "stage", "bfloat16"),
@@ -83,7 +83,8 @@ def test_a_shortened_step_peaks_where_the_whole_one_does(
 
 @pytest.mark.parametrize("schedule", ["dualpipe_v", "interleaved_1f1b", *GROWING])
 def test_a_step_can_be_too_short(schedule: str) -> None:
-    """The control: with 2 · pp micro-batches these peak lower, and not by the batch alone."""
+    """Control: a step shortened to 2 · pp micro-batches has another peak for these schedules, even
+    after correcting for the smaller batch."""
     layout = job(schedule, 4, STAGES[schedule][-1], 36, "parallel.zero_stage=2")
     short = shortened(layout, CHECKED)
     batch = batch_bytes(layout) - batch_bytes(short)
@@ -102,7 +103,7 @@ def test_a_shortened_step_is_refused_where_the_whole_one_is(schedule: str) -> No
         "parallel.reduce_dtype=bfloat16",
         "parallel.zero_stage=1",
     )
-    for one in (refused, shortened(refused, CHECKED)):  # it sums micro-batches, in bfloat16
+    for one in (refused, shortened(refused, CHECKED)):  # would sum micro-batches in bfloat16
         with pytest.raises(UserError, match=r"parallel\.reduce_dtype"):
             one.config.validate(one.world)
 
@@ -126,11 +127,12 @@ def test_bounds_are_bounds_and_near_where_schedules_repeat_themselves() -> None:
     assert median(ratios) > 0.9
 
 
-# --- searches in which hardly anything fits -------------------------------------------------------
+# --- searches in which few layouts fit ------------------------------------------------------------
 
 
 def test_of_a_hard_case_few_layouts_are_counted() -> None:
-    """175 billion parameters on 40 A100, up to 320 micro-batches a step."""
+    """For 175 billion parameters on 40 A100, with up to 320 micro-batches per step, fewer than 40
+    of over 20,000 layouts are counted exactly."""
     config, device = (
         load_config(
             str(CONFIGS / "llama3_70b.yaml"), [*GPT3.split(), "train.global_batch_size=320"]
@@ -141,15 +143,16 @@ def test_of_a_hard_case_few_layouts_are_counted() -> None:
     assert result.best
     assert result.layouts > 20_000
     assert result.counted < 40
-    # What the backward needs besides makes the difference: without it, these would be counted
-    # before it is known.
+    # The reason is that the bound includes the memory of backward. Without it, more than twice as
+    # many layouts would have to be counted.
     room = device.memory_bytes - device.reserved_bytes
     every = list(candidates(config, 40, device))
     assert sum(one.bound <= room for one in every) < 0.5 * sum(one.kept <= room for one in every)
 
 
 def test_a_hopeless_search_says_what_is_nearest() -> None:
-    """Rows of a million tokens."""
+    """If nothing fits, here with sequences of a million tokens, the error states the layout that
+    comes nearest and what it needs."""
     config = load_config(str(CONFIGS / "llama3_8b.yaml"), ["train.seq_len=1048576"])
     device = find_device("h100")
     with pytest.raises(
@@ -169,8 +172,8 @@ def test_a_hopeless_search_says_what_is_nearest() -> None:
     assert nearest.peak / 1e9 == pytest.approx(float(stated[1]), abs=0.05)
     assert nearest.peak > device.memory_bytes - device.reserved_bytes
     assert nearest.describe() in e.value.why
-    # And nearly so: no other layout needs less than the bound that it is chosen by, which is close
-    # to what it needs.
+    # It is chosen by its bound, which is close to its real peak, and no other layout has a smaller
+    # one.
     assert (
         0.8 * nearest.peak < min(one.bound for one in candidates(config, 8, device)) <= nearest.peak
     )
@@ -179,7 +182,8 @@ def test_a_hopeless_search_says_what_is_nearest() -> None:
 def test_where_states_alone_do_not_fit_no_layout_is_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """405 billion parameters on 8 GPUs; on 86 their states fit, and nothing else."""
+    """For 405 billion parameters on 8 GPUs the search refuses at once, because even the states do
+    not fit. On 86 GPUs they do, but no layout fits, and the search looks at layouts."""
     config, device = load_config(str(CONFIGS / "llama3_405b.yaml"), []), find_device("h100")
     looked = []
     monkeypatch.setattr("tools.plan.search.candidates", lambda *_: looked.append(1) or [])
@@ -192,7 +196,7 @@ def test_where_states_alone_do_not_fit_no_layout_is_looked_at(
     assert looked
 
 
-# --- what is shown --------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------
 
 TEN = """
 15.104  74.19  tp 1 pp 1 dp_shard 8 · 1f1b · micro-batch 1 · zero 2
@@ -205,18 +209,18 @@ TEN = """
 15.388  74.28  tp 1 pp 2 dp_shard 4 · interleaved_1f1b×4, balanced · micro-batch 1 · zero 2
 15.396  74.54  tp 1 pp 2 dp_shard 4 · interleaved_1f1b×3, balanced · micro-batch 1 · zero 2
 15.497  64.17  tp 2 pp 1 dp_shard 4 · 1f1b · micro-batch 2 · zero 2
-"""  # and of each: dp_replicate 1, none checkpointing
+"""  # all with dp_replicate 1 and without activation checkpointing
 
 
 @pytest.fixture(scope="module")
 def eight() -> Result:
-    """8B on 8 H100."""
+    """The search for 8B on 8 H100."""
     return search(load_config(str(CONFIGS / "llama3_8b.yaml"), []), 8, find_device("h100"))
 
 
 def test_the_ten_fastest(eight: Result) -> None:
-    """As they were when these rates were fitted: a change of the search itself does not change what
-    it finds."""
+    """The ten fastest layouts are those found when the hardware's rates were fitted, so a change of
+    the search itself does not change its result."""
     same = " dp_replicate 1", " · none checkpointing"
     assert all(word in one.describe() for one in eight.best for word in same)
     assert TEN.strip().splitlines() == [
@@ -229,7 +233,7 @@ def test_the_ten_fastest(eight: Result) -> None:
 def test_layouts_that_hardly_differ_are_one_row(eight: Result) -> None:
     shown = rows([*eight.best, *eight.also])
     assert [one for row in shown for one in row if one in eight.best[:2]] == eight.best[:2]
-    # each once
+    # each layout is in one row
     assert sorted(map(id, itertools.chain(*shown))) == sorted(map(id, [*eight.best, *eight.also]))
     assert [row[0].seconds for row in shown] == sorted(row[0].seconds for row in shown)
     for row in shown:
@@ -253,7 +257,7 @@ def test_layouts_that_hardly_differ_are_one_row(eight: Result) -> None:
 
 
 def test_what_differs_more_is_another_row(eight: Result) -> None:
-    """The control: the fastest beside itself with other checkpointing, or twice as slow."""
+    """Control: layouts with other checkpointing, or twice as slow, get their own rows."""
     first = eight.best[0]
     other = Found(
         replace(first.config, train=replace(first.config.train, activation_checkpointing="full")),

@@ -1,7 +1,7 @@
-"""What the preflight concludes from what nodes report, and two nodes that really meet: on this
-machine, over gloo.
+"""The preflight draws the right conclusions from the nodes' reports; and two nodes run it for real,
+on this machine over gloo.
 
-On a real Slurm: tests/slurm_scenarios.py.
+tests/slurm_scenarios.py tests it on a real Slurm.
 """
 
 import os
@@ -19,7 +19,7 @@ from tools.preflight.node import addresses, judge_addresses, judge_gpus
 from tools.preflight.verdict import choose, odd_ones, slow_ones
 
 ROOT = Path(__file__).parent.parent
-# one row of nvidia-smi, but for the index
+# one row of nvidia-smi, without the index
 GOOD = ["NVIDIA H100 80GB HBM3", "550.54.15", "4", "345", "1980", "Enabled", "0"]
 
 
@@ -84,7 +84,7 @@ def test_missing_gpus_foreign_processes_and_unlike_settings() -> None:
     ]
     rows[1][6] = "Disabled"
     assert judge_gpus(rows, [], 7)["warnings"] == [
-        "several settings of ECC: {'Enabled': 6, 'Disabled': 1}"
+        "different ECC settings: {'Enabled': 6, 'Disabled': 1}"
     ]
     assert judge_gpus([], [], 8)["problems"] == ["0 of 8 GPUs are visible"]
 
@@ -106,7 +106,7 @@ def test_an_address_that_is_reachable_from_outside() -> None:
 def test_this_machines_addresses_are_found() -> None:
     found = addresses()
     assert ("lo", "127.0.0.1") in found
-    try:  # the one that it would send from
+    try:  # the address that this machine would send from
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
             asking.connect(("192.0.2.1", 9))  # sends nothing
             assert asking.getsockname()[0] in [address for _, address in found]
@@ -117,7 +117,8 @@ def test_this_machines_addresses_are_found() -> None:
 def preflight(
     folder: Path, data: Path, nodes: tuple[int, ...], *options: str, **sections: dict
 ) -> list[tuple[int, str, str]]:
-    """Status, standard output and error of these of two nodes."""
+    """Run the preflight on `nodes` out of two nodes; return the status, standard output and
+    standard error of each."""
     config = write_config(folder, data, **sections)
     meet = f"127.0.0.1:{free_ports(1)[0]}"
     command = [sys.executable, "-m", "tools.preflight", "--meet", meet, "--device", "cpu",
@@ -159,7 +160,7 @@ def test_a_node_that_does_not_come_is_named(data: Path, tmp_path: Path) -> None:
         tmp_path, data, (0,), "--seconds", "30", "--node-names", "node0,far"
     )
     assert (status, answer) == (1, "")
-    assert "FAILED   far: it did not come" in report
+    assert "FAILED   far: it sent no report in time" in report
     assert "--exclude=far" in report
     [(status, answer, report)] = preflight(
         tmp_path, data, (0,), "--seconds", "30", "--spare-nodes", "1"
@@ -167,7 +168,7 @@ def test_a_node_that_does_not_come_is_named(data: Path, tmp_path: Path) -> None:
     assert (status, answer) == (0, f"node0 {tmp_path}/run\n"), report
 
 
-@pytest.mark.thorough  # what is refused, and how it is told: tests/test_refusals.py
+@pytest.mark.thorough  # tests/test_refusals.py tests the errors themselves
 def test_data_that_training_would_refuse(tmp_path: Path) -> None:
     (status, answer, report), other = preflight(
         tmp_path, tmp_path / "none", (0, 1), "--seconds", "300"

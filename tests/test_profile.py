@@ -1,4 +1,4 @@
-"""Profiles: intervals, summaries of told traces, and of a real run."""
+"""Profiles: arithmetic of intervals, summaries of made-up traces, and of a real run."""
 
 import gzip
 import json
@@ -30,7 +30,7 @@ from training.load_config import dump_config, load_config
 
 
 def points(intervals: list[tuple[int, int]]) -> set[int]:
-    """The unit cells that intervals between whole numbers cover: the specification."""
+    """The unit cells covered by intervals between whole numbers; serves as the specification."""
     return {cell for begin, end in intervals for cell in range(begin, end)}
 
 
@@ -71,13 +71,13 @@ def test_the_time_an_operator_takes_by_itself() -> None:
     ]
 
 
-# --- told traces ----------------------------------------------------------------------------------
+# --- made-up traces -------------------------------------------------------------------------------
 
 
 def told(
     name: str, category: str, begin: float, end: float, thread: int = 7, **arguments: Any
 ) -> dict[str, Any]:
-    """An event, in milliseconds."""
+    """A trace event, from `begin` to `end` in milliseconds."""
     where = {"pid": 0, "tid": thread, "ts": begin * 1e3, "dur": (end - begin) * 1e3}
     return {"ph": "X", "name": name, "cat": category, **where, "args": arguments}
 
@@ -89,14 +89,14 @@ GATHER, SENDRECV = (
 
 
 def test_a_gpus_trace() -> None:
-    """Two steps of 50 ms. Each letter is 5 ms:
+    """A GPU's trace is summarised right. It has two steps of 50 ms; each character is 5 ms:
 
     step      1111111111 2222222222
     matmul    ██··██···· ██··██····
     gather tp ·███······ ·███······     10 ms of 15 exposed
     pp        ····███··· ····███···     5 ms of 15 exposed
-    shard     ······██·· ······██··     10 ms of 10 exposed; 5 ms of them while pp is exposed, too
-    copy      ████████·█ ████████·█     beside all of these 5 ms
+    shard     ······██·· ······██··     10 ms of 10 exposed; 5 ms of them while pp is exposed too
+    copy      ████████·█ ████████·█     5 ms not overlapped with any of these
     """
     events = [{"ph": "M", "name": "process_name"}, told("step 6", "gpu_user_annotation", 0, 500)]
     for i in range(2):
@@ -159,7 +159,7 @@ def test_a_gpus_trace() -> None:
     assert "rank 3 (pp 1, tp 0), on its cuda, mean of steps 4 to 5" in text
     assert "exposed communication       0.0200 s   40.0%" in text
 
-    del about["axes"]  # a trace of somebody else's: what DeviceMesh calls its groups
+    del about["axes"]  # a foreign trace has only the names that DeviceMesh gives its groups
     assert set(summarise({"traceEvents": events, "lattice": about})["communication"]) == {
         "tp",
         "pp",
@@ -168,7 +168,8 @@ def test_a_gpus_trace() -> None:
 
 
 def test_a_cpus_trace() -> None:
-    """One step of 100 ms: a gather is handed over, runs beside a product, and is waited for."""
+    """A CPU's trace is summarised right. In one step of 100 ms an all-reduce is started, overlaps
+    with a product, and is waited for."""
     events = [
         told("step 2", "user_annotation", 0, 100),
         told("tp: allreduce #0", "user_annotation", 10, 12),
@@ -177,7 +178,7 @@ def test_a_cpus_trace() -> None:
         told("autograd::engine::evaluate_function: MmBackward0", "cpu_op", 12, 60),
         told("aten::mm", "cpu_op", 20, 50),
         told("tp: wait allreduce #0", "user_annotation", 52, 58),
-        told("pp: wait recv #1", "user_annotation", 70, 80),  # handed over before the trace began
+        told("pp: wait recv #1", "user_annotation", 70, 80),  # started before the trace began
         told("aten::mm", "cpu_op", 0, 100, thread=8),  # another thread
         told("gloo:all_reduce", "user_annotation", 12, 57, thread=9),
     ]
@@ -246,7 +247,7 @@ def test_nonsense_is_refused(tmp_path: Path, override: str, key: str) -> None:
 
 
 def test_nobody_to_profile_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nobody would profile"):
+    with pytest.raises(UserError, match="no rank would profile"):
         resolved(tmp_path, "run.profile=3:5", "run.profile_ranks=[]")
 
 
@@ -264,7 +265,8 @@ PROFILED = [0, 5]
 
 
 def train_profiled(arguments: list[str]) -> tuple[str, bool]:
-    """And whether collectives are as they were before."""
+    """Train; return the message of a UserError, and whether the profiler has restored torch's
+    collectives."""
     before = {**vars(ProcessGroup)}, {**vars(Work)}
     message = train_run(arguments)
     return message, before == ({**vars(ProcessGroup)}, {**vars(Work)})
@@ -272,7 +274,7 @@ def train_profiled(arguments: list[str]) -> tuple[str, bool]:
 
 @pytest.fixture(scope="module")
 def profiled(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The second of two steps."""
+    """The folder of a run on 8 ranks whose second and last step is profiled."""
     folder = tmp_path_factory.mktemp("profiled")
     arguments = [
         write_config(folder, data, parallel=LAYOUT_3D, train={"steps": 2}),
@@ -306,7 +308,8 @@ def test_what_a_run_leaves(profiled: Path) -> None:
 
 
 def test_collectives_are_those_that_the_planner_counts(profiled: Path) -> None:
-    """Its dp_shard has what is `loss` here, too: they are the same ranks."""
+    """The profile has as many collectives per axis as the planner counts. The planner's dp_shard
+    includes those of `loss` here, which has the same ranks."""
     config = load_config(str(profiled / "config.yaml"), [])
     for rank in PROFILED:
         summary = profiled / "profile" / f"summary-rank-{rank:05d}.json"
@@ -329,7 +332,7 @@ def test_the_tool_says_it_again(profiled: Path, capsys: pytest.CaptureFixture[st
 
 
 def profile_a_loop(config: str, visited: list[int]) -> None:
-    """Only the loop, on steps `visited`."""
+    """Run only the profiler's loop, over the steps `visited`."""
     run = SimpleNamespace(step=0)
     resolved = load_config(config, ["run.profile=2:5"])
     with (

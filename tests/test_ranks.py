@@ -1,5 +1,5 @@
-"""The pool of ranks (tools/ranks.py): fresh process groups, honest failures, and no trace of one
-task in the next."""
+"""The pool of ranks (tools/ranks.py) gives each task a fresh process group, reports failures, and
+leaves no state of one task to the next."""
 
 import os
 import time
@@ -64,7 +64,8 @@ def test_timeout_kills():
 
 
 def empty_like_on_a_mesh(extra_groups):
-    """A DTensor made from another goes through torch's caches, which know meshes by their shape."""
+    """Whether a DTensor made from another has the right mesh (it goes through torch's caches, which
+    identify meshes by shape), and its content."""
     for _ in range(extra_groups):
         dist.new_group([0])
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))

@@ -1,8 +1,10 @@
-"""How much a reader reads to follow one step of 3D training, from the loop to the updated weights.
+"""Measure how much code a reader must read to follow one step of 3D training, from the loop to the
+updated weights.
 
-A step runs on 8 ranks, pp 2 × dp_shard 2 × tp 2, and every function of ours that some rank enters
-is noted. To read are these functions, the heads of their classes and the docstrings of their files.
-The fused kernels are left out: a reader takes `rms_norm(x)` at its word.
+The test runs a step on 8 ranks (pp 2 × dp_shard 2 × tp 2) and records every function of this
+repository that a rank enters. To be read are these functions, the beginnings of their classes and
+the docstrings of their files. The fused kernels are left out, because `rms_norm(x)` can be
+understood without its code.
 """
 
 import ast
@@ -28,8 +30,7 @@ ROW = re.compile(r"^\| (\d+) \| \[(\S+\.py)\]", re.MULTILINE)  # of docs/one_ste
 
 
 def entered(case: Case) -> set[tuple[str, int]]:
-    """(file, first line) of each function that this rank enters in its stages' making and in a
-    step."""
+    """(file, first line) of each function that this rank enters in a step."""
     seen: set[tuple[str, int]] = set()
 
     def note(frame: FrameType, event: str, _: object) -> None:
@@ -50,8 +51,8 @@ def entered(case: Case) -> set[tuple[str, int]]:
 
 
 def to_read(file: Path, first_lines: set[int]) -> set[int]:
-    """Lines of a file: the functions that begin at `first_lines`, what their classes say before
-    their methods, and the file's docstring."""
+    """The numbers of the lines to read in a file: the functions that begin at `first_lines`, their
+    classes up to the first method, and the file's docstring."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     lines = set(docstring_lines(tree))
 

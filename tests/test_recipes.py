@@ -1,8 +1,8 @@
-"""The recipes of docs/extending.md: in a copy of the repository, exactly the edits that the page
-shows, then its commands.
+"""The recipes in docs/ work: make the edits that the pages show in a copy of the repository, then
+run the pages' commands.
 
-Each recipe must fit the repository as it is; the commands run in one copy that has all of them. A
-failure of `apply` means that the code has moved on under a recipe: change the page.
+Each recipe must apply to the repository as it is. The commands run in one copy that has the edits
+of all recipes. If `apply` fails, the code that a recipe changes has changed: update the page too.
 """
 
 import shutil
@@ -14,18 +14,16 @@ import pytest
 from docs.recipes import Edit, Recipe, recipes
 from tests.transcripts import ROOT, Command, commands, copy_tree, matches, run_in_copy
 
-PAGE = ROOT / "docs" / "extending.md"
-RECIPES = list(recipes(PAGE))
+RECIPES = list(recipes(ROOT / "docs"))
 
 
 def commands_of(recipe: Recipe) -> list[Command]:
-    last = recipe.line + recipe.text.count("\n")
-    return [c for c in commands(PAGE) if recipe.line < c.line <= last and not c.not_run]
+    return [command for command in commands(recipe.page) if not command.not_run]
 
 
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy with all recipes."""
+    """A copy of the repository with the edits of all recipes."""
     copy = copy_tree(tmp_path_factory.mktemp("recipes"))
     for recipe in RECIPES:
         for edit in recipe.edits:
@@ -35,7 +33,7 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def printed(changed: Path) -> dict[str, tuple[int, str, str]]:
-    """Command → status, output, errors: of all recipes, in the page's order."""
+    """Command → status, output, errors, for all recipes."""
     wanted = [command.text for recipe in RECIPES for command in commands_of(recipe)]
     return dict(zip(wanted, run_in_copy(wanted, changed), strict=True))
 
@@ -56,7 +54,7 @@ def test_a_recipe_proves_what_the_page_says(
     recipe: Recipe, printed: dict[str, tuple[int, str, str]]
 ) -> None:
     mine = commands_of(recipe)
-    assert any(command.output for command in mine), "a recipe ends with a proof"
+    assert any(command.output for command in mine), "a recipe must end with a proof"
     for command in mine:
         status, output, errors = printed[command.text]
         assert status == 0, f"{command}: status {status}\n{output}{errors}"
@@ -87,7 +85,7 @@ def test_there_is_a_recipe_for_each_kind_of_change() -> None:
 
 
 def test_an_edit_that_no_longer_fits_is_refused(tmp_path: Path) -> None:
-    """The control: nothing to replace, or two places."""
+    """Control: an edit is refused if the lines to replace occur nowhere, or twice."""
     file = tmp_path / "a.py"
     file.write_text("x = 1\ny = 2\nx = 1\n")
     for block in ("-z = 3\n+z = 4\n", "-x = 1\n+x = 2\n"):

@@ -1,5 +1,5 @@
-"""What the user can get wrong: one message naming key, value and remedy; the same on every rank;
-nothing written."""
+"""User errors give one message that names key, value and remedy, the same on every rank, and
+nothing is written."""
 
 import os
 import shutil
@@ -102,7 +102,7 @@ def test_a_schedule_that_would_wait_for_ever_is_refused(
 ) -> None:
     message = ranks.run(train_with_a_broken_schedule, 2, write_config(tmp_path, data))[0]
     assert message.startswith(
-        "parallel.schedule = 'backward_first': these cannot go on: rank 0 at B0.0"
+        "parallel.schedule = 'backward_first': ranks cannot continue: rank 0 at B0.0"
     )
     assert not (tmp_path / "run").exists()
 
@@ -151,7 +151,7 @@ def test_resume_refuses_another_model_data_or_sequence_length(
     assert ranks.run(train_run, 1, [config]) == [""]
 
     def times() -> list[int]:
-        """Of all but the lease, which says who was here last."""
+        """Modification times of all files except the lease, which every start changes."""
         return sorted(
             path.stat().st_mtime_ns
             for path in (tmp_path / "run").rglob("*")
@@ -174,7 +174,8 @@ def test_resume_refuses_another_model_data_or_sequence_length(
 
 
 def test_an_error_of_one_rank_is_everyones(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    """A node that does not see the data: the ranks that do must not wait for it forever."""
+    """If one node does not see the data, all ranks fail with its message, and none waits
+    forever."""
     messages = ranks.run(_blind_rank_1, 2, write_config(tmp_path, data))
     assert messages[0] == messages[1]
     assert messages[0].startswith("data.path = ")
@@ -198,8 +199,8 @@ def _blind_rank_1(config: str) -> str:
 
 @pytest.mark.thorough  # test_exit_status_and_one_message starts torchrun in `make test`
 def test_an_error_in_the_middle_of_a_run_ends_it(data: Path, tmp_path: Path) -> None:
-    """A shard whose header is broken is found when it is first read: by some ranks, while others
-    wait for them."""
+    """A shard with a broken header is found only when it is first read, by some ranks while others
+    wait for them. The run still ends, with the error of such a rank."""
     copy = tmp_path / "data"
     shutil.copytree(data, copy)
     for shard in sorted(copy.glob("train-*.safetensors"))[1:]:  # the right size, but no header
@@ -212,7 +213,7 @@ def test_an_error_in_the_middle_of_a_run_ends_it(data: Path, tmp_path: Path) -> 
 
 
 def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """`train.py` under torchrun, as 2 processes on this machine."""
+    """Run `train.py` under torchrun with 2 processes on this machine."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -227,8 +228,8 @@ def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_exit_status_and_one_message(data: Path, tmp_path: Path) -> None:
-    """The real program under the real launcher: each process ends with 2, one message, no traceback
-    of ours."""
+    """train.py under torchrun, and without it, exits with status 2 and one message, without a
+    traceback of our code."""
     config = write_config(tmp_path, data)
     done = launch(config, "model.num_heads=5")
     assert done.stderr.count("model.num_heads = 5") == 1

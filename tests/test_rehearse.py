@@ -1,4 +1,5 @@
-"""One rank of a large job runs alone on a fake GPU: the training code itself, counted."""
+"""A rehearsal runs the training code of one rank of a large job on a fake GPU, and counts its bytes
+and collectives."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,8 @@ TINY = ["model.dim=64", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_
     [(n, s) for n in ("llama3_70b", "llama3_405b") for s in ("first", "middle", "last")],
 )
 def test_every_kind_of_stage_goes_forward_and_backward(name: str, stage: str) -> None:
-    """One micro-batch on each pipeline; full recomputation is the most code."""
+    """Every kind of stage runs forward and backward with the expected memory and collectives; with
+    one micro-batch per pipeline, and full recomputation, which runs the most code."""
     path = str(CONFIGS / f"{name}.yaml")
     config = load_config(path, ["train.global_batch_size=8", "train.activation_checkpointing=full"])
     world, pp = world_of(path, config, None), config.parallel.pp
@@ -43,12 +45,12 @@ def test_every_kind_of_stage_goes_forward_and_backward(name: str, stage: str) ->
     numel = (
         blocks * block_parameters(model) + (pp_rank in (0, pp - 1)) * model.vocab_size * model.dim
     )
-    # Norm weights, which are whole on every tp rank, are a ten-thousandth.
+    # Norm weights, which are whole on every tp rank, add about 0.01%.
     assert report["memory"]["sharded weights"] == pytest.approx(4 * numel / 64, rel=1e-3)
     assert report["memory"]["optimizer state"] == pytest.approx(8 * numel / 64, rel=1e-3)
     assert report["peak_memory_bytes"] == sum(report["memory"].values())
     tp = report["collectives"]["tp"]["kinds"]
-    assert tp["all_gather"]["count"] >= 8 * blocks  # forward 2, backward 4, again 2
+    assert tp["all_gather"]["count"] >= 8 * blocks  # forward 2, backward 4, recomputation 2
     assert report["collectives"]["pp"]["kinds"]["send"]["count"] == 1 + (0 < pp_rank < pp - 1)
 
 
@@ -73,7 +75,8 @@ def test_a_second_step_needs_no_more_and_talks_as_much() -> None:
     ids=["documents", "windows"],
 )
 def test_on_a_gpu_no_mask_is_in_memory(keys: list[str]) -> None:
-    """Flash attention is told the documents and the window: S² scores are kept nowhere."""
+    """Documents and windows on a GPU need no mask of S² elements, because flash attention takes
+    them as arguments."""
     path, long = str(CONFIGS / "llama3_70b.yaml"), [*TINY, "train.seq_len=512"]
     causal, masked = load_config(path, long), load_config(path, [*long, *keys])
     peaks = [alone(rehearse, c, 8, 0)["peak_memory_bytes"] for c in (causal, masked)]
@@ -81,7 +84,7 @@ def test_on_a_gpu_no_mask_is_in_memory(keys: list[str]) -> None:
 
 
 def tape_of_tensors() -> dict[str, object]:
-    """What a tape counts of a few tensors, in an order that is known."""
+    """The bytes that a tape counts for a few tensors with known lifetimes."""
     with one_rank(MeshSizes(), 0, "meta") as mesh, Tape(mesh) as tape:
         with tape.record(Action(FORWARD, 0, 0)):
             kept = torch.empty(1024, device="meta")

@@ -1,10 +1,10 @@
-"""The runner on a network that buffers nothing: a send completes only when its receive is posted,
-as with NCCL.
+"""The pipeline runner does not deadlock on a network without buffers, where, as with NCCL, a send
+completes only when its receive is posted.
 
-The transport stands in for `torch.distributed.batch_isend_irecv`. A thread works off the batches
-one after the other, as NCCL's stream does: the receiver of a message first says that it is ready,
-and only then does the sender send. A batch has one answer for all its operations. Programs that
-rely on a buffer hang on it, and a control shows that they do.
+The network replaces `torch.distributed.batch_isend_irecv`. A thread processes batches in order, as
+NCCL's stream does: the receiver of a message first reports that it is ready, and only then does the
+sender send. A batch has one work object for all its operations. Programs that rely on buffers hang
+on this network, and a control shows that they do.
 """
 
 import contextlib
@@ -23,17 +23,17 @@ from tools.parity.row import line
 from tools.parity.run import check
 from tools.ranks import RankError, Ranks
 
-READY, DATA = 1, 2  # tags of the two messages that one message is
+READY, DATA = 1, 2  # tags: each message is sent as two
 
 
 class Work:
-    """The one answer to a batch."""
+    """The work object of one batch."""
 
     def __init__(self, operations):
         self.operations, self.done, self.error = operations, threading.Event(), None
 
     def wait(self):
-        assert self.done.wait(60), "the network stands still"
+        assert self.done.wait(60), "the network hangs"
         if self.error is not None:
             raise self.error
 
@@ -42,7 +42,7 @@ class Work:
 
 
 class Network(threading.Thread):
-    """This rank's side of it."""
+    """This rank's end of the network."""
 
     def __init__(self):
         super().__init__(daemon=True)
@@ -53,7 +53,7 @@ class Network(threading.Thread):
         work = Work(operations)
         for operation in operations:
             if operation.op is dist.irecv:
-                operation.tensor.fill_(math.nan)  # whoever reads it without waiting shows
+                operation.tensor.fill_(math.nan)  # exposes a read that does not wait
         self.batches.put(work)
         return [work]
 
@@ -74,7 +74,7 @@ class Network(threading.Thread):
                 waiting.append(dist.irecv(o.tensor, o.peer, group=o.group, tag=DATA))
         for o in operations:
             if o.op is dist.isend:
-                # nothing leaves before
+                # nothing is sent before the receiver is ready
                 dist.irecv(torch.zeros(1), o.peer, group=o.group, tag=READY).wait()
                 waiting.append(dist.isend(o.tensor, o.peer, group=o.group, tag=DATA))
         for work in waiting:
@@ -87,8 +87,8 @@ def no_buffers():
         yield
 
 
-# In `make test` one of each kind: straight through the ranks, around them in a circle, and there
-# and back. All are checked for programs that wait for each other in test_schedule.py.
+# `make test` runs one schedule of each kind: stages in the order of ranks, around the ranks in a
+# circle, and forth and back. test_schedule.py checks all schedules for deadlocks.
 KINDS = [DEEP["1f1b"], DEEP["interleaved_1f1b"], DEEP["dualpipe_v"]]
 
 
@@ -103,8 +103,8 @@ def test_every_schedule_is_tried():
 
 
 def exchange_opposite_ways(together):
-    """Two ranks send to each other and receive from each other: in one batch, or each first its
-    send."""
+    """Two ranks send to each other and receive from each other: `together` in one batch, otherwise
+    each first sends."""
     with no_buffers():
         peer = 1 - dist.get_rank()
         sent, received = torch.full((4,), float(dist.get_rank())), torch.zeros(4)
@@ -121,7 +121,8 @@ def exchange_opposite_ways(together):
 
 @pytest.mark.thorough
 def test_the_network_can_stand_still():
-    """The control: what a network with buffers forgives, this one does not."""
+    """Control: two ranks that both send first would succeed on a network with buffers, and hang on
+    this one."""
     with Ranks(2) as pool:
         assert pool.run(exchange_opposite_ways, 2, True) == [1.0, 0.0]
         pool.timeout = 10  # it would wait forever

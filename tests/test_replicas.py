@@ -1,4 +1,4 @@
-"""Copies that stopped being equal are found, and the rank is named."""
+"""Replicas that are no longer equal are found, and the rank that differs is named."""
 
 import json
 import time
@@ -26,13 +26,13 @@ from training.step import TrainStep
 
 
 def flip(tensor: torch.Tensor) -> None:
-    """One bit of the last number that is there."""
+    """Flip one bit of the tensor's last number."""
     tensor.view(torch.int64 if tensor.dtype == torch.float64 else torch.int32).view(-1)[-1] ^= 1
 
 
 def differing(case: Case, rank: int, name: str) -> str:
-    """After a step: what is said when the tensor `name` of `rank` has one bit wrong; nothing is,
-    before."""
+    """Train one step, check the replicas, flip one bit of the tensor `name` on `rank`, and return
+    the message of the next check (empty if it finds nothing)."""
     config = case.config()
     mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     step = TrainStep(config, mesh, build_stages(config, mesh))
@@ -65,15 +65,15 @@ thorough = partial(pytest.param, marks=pytest.mark.thorough)
         (Case(MeshSizes(tp=2)), 1, "norm.weight",
          "ranks 0, 1, copies over tp, hold different numbers"),
         thorough(Case(MeshSizes(tp=4)), 2, "norm.weight",
-                 "rank 2 holds other numbers than its copies over tp (0, 1, 2, 3)"),
+                 "rank 2 differs from its copies over tp (ranks 0, 1, 2, 3)"),
         thorough(Case(MeshSizes(tp=8), num_kv_heads=4), 5, "attention.key.weight",
-                 "rank 5 holds other numbers"),
+                 "rank 5 differs from its copies"),
         (Case(MeshSizes(dp_replicate=2)), 0, "down.weight",
          "ranks 0, 1, copies over dp_replicate, hold different numbers"),
         thorough(Case(MeshSizes(dp_replicate=4), zero_stage=0), 3, "embedding.weight.exp_avg_sq",
-                 "rank 3 holds other numbers"),
+                 "rank 3 differs from its copies"),
         thorough(Case(MeshSizes(dp_replicate=4, dp_shard=2), zero_stage=3), 4,
-                 "query.weight.exp_avg", "over dp_replicate (0, 2, 4, 6)"),
+                 "query.weight.exp_avg", "over dp_replicate (ranks 0, 2, 4, 6)"),
         (Case(MeshSizes(pp=2, dp_replicate=2, tp=2), zero_stage=2), 6, "up.weight",
          "ranks 4, 6, copies over dp_replicate, hold different numbers"),
     ],
@@ -91,7 +91,7 @@ def test_a_flipped_bit_names_its_rank(
     "case", [Case(MeshSizes(dp_shard=2)), Case(MeshSizes(pp=2), tie_embeddings=True)], ids=str
 )
 def test_what_is_no_copy_is_not_compared(ranks: Ranks, case: Case) -> None:
-    """Control: shards differ, and a bit wrong in one has no copy to differ from."""
+    """Control: a wrong bit in a shard is not reported, because a shard has no replica."""
     assert set(ranks.run(differing, case.world, case, 1, "down.weight")) == {""}
 
 
@@ -130,7 +130,7 @@ def run_with_a_bit_flipped(config: str) -> str:
     write = Saver._write
 
     def slow(*arguments: Any) -> None:
-        time.sleep(3)  # still going on when the run ends
+        time.sleep(3)  # still writing when the run ends
         write(*arguments)
 
     with patch.object(saving, "check_replicas", check), patch.object(Saver, "_write", slow):

@@ -1,5 +1,5 @@
-"""The report page: what is on it, that it needs nothing else, and that nothing in a run's files can
-harm it."""
+"""The report page: it has the right content, loads nothing from elsewhere, and is safe whatever a
+run's files contain."""
 
 import json
 import random
@@ -47,7 +47,7 @@ class Parsed(HTMLParser):
         return sum(name == tag for name, _ in self.tags)
 
     def references(self) -> list[str]:
-        """Whatever a browser would fetch or follow."""
+        """All addresses that a browser would fetch or follow."""
         keys = ("src", "href", "xlink:href", "srcset", "data", "action", "poster")
         found = [
             value or ""
@@ -58,7 +58,7 @@ class Parsed(HTMLParser):
         return [value for value in found if value != "data:,"]
 
     def charts(self) -> dict[str, dict]:
-        """What can be read off each chart, by the name of its first line."""
+        """Name of its first line → data of each chart."""
         data = [
             json.loads(attributes["data-chart"] or "")
             for _, attributes in self.tags
@@ -69,8 +69,8 @@ class Parsed(HTMLParser):
 
 @pytest.fixture(scope="module")
 def finished(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of 6 steps in two starts, on 4 ranks in two stages, traced; its
-    configuration holds PLANTED."""
+    """The folder of a traced run of 6 steps in two starts, on 4 ranks with pp 2; its configuration
+    contains PLANTED."""
     folder = tmp_path_factory.mktemp("report")
     config = write_config(
         folder,
@@ -109,7 +109,7 @@ def test_the_page_has_everything_and_needs_nothing(
     (_, _, steps, losses), (_, _, at, heldout) = charts["training"]["series"]
     assert steps == [1, 2, 3, 4, 5, 6]
     assert losses == pytest.approx([line["loss"] for line in lines], rel=1e-5)
-    assert at == [2, 3, 4, 6], "the first start ended with step 3, and evaluated"
+    assert at == [2, 3, 4, 6], "the first start ended with step 3 and an evaluation"
     assert heldout == pytest.approx(
         [line["eval_loss"] for line in lines if "eval_loss" in line], rel=1e-5
     )
@@ -132,7 +132,8 @@ def test_the_page_has_everything_and_needs_nothing(
 
 
 def test_a_run_that_goes_on_or_was_killed(finished: Path, tmp_path: Path) -> None:
-    """No status, half a last line, a line of nonsense: the page has all that is whole."""
+    """Without a status, and with an incomplete last line and a line of nonsense, the page shows
+    everything that is complete."""
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     (run / "status.json").unlink()
@@ -159,7 +160,7 @@ def test_a_run_that_has_hardly_begun(tmp_path: Path, capsys: pytest.CaptureFixtu
     append_event(run, "spent", step="?")
     report.write_page(run, tmp_path / "page.html")
     assert report.main([str(run)]) == 2
-    assert "lines that no run writes" in capsys.readouterr().err
+    assert "lines that were not written by a run" in capsys.readouterr().err
 
 
 def test_what_went_wrong_is_told(tmp_path: Path) -> None:
@@ -177,13 +178,13 @@ def test_what_went_wrong_is_told(tmp_path: Path) -> None:
     found = written(run, tmp_path / "page.html")
     for words in (
         "No space left on device <b>",
-        "back from step 9, leaving out samples 32 to 71",
+        "back from step 9, skipping samples 32 to 71",
         f"stacks {PLANTED}",
     ):
         assert words in found.text
-    assert "The updates of 3 steps were skipped; it was logged at step 7, 8, 9." in found.text
+    assert "The updates of 3 steps were skipped; this was logged at step 7, 8, 9." in found.text
     assert found.text.count(PLANTED) == 2
-    assert (found.count("b"), found.count("img")) == (1, 0), "one chart's title is all that is bold"
+    assert (found.count("b"), found.count("img")) == (1, 0), "only one chart's title is bold"
 
 
 def test_a_long_run_is_thinned_and_loses_no_spike(tmp_path: Path) -> None:
@@ -199,7 +200,7 @@ def test_a_long_run_is_thinned_and_loses_no_spike(tmp_path: Path) -> None:
             )
     out = tmp_path / "page.html"
     found = written(run, out)
-    assert out.stat().st_size < 200_000, "of eight charts, less than a megabyte"
+    assert out.stat().st_size < 200_000, "so that eight charts take less than a megabyte"
     assert len(found.charts()["norm"]["series"][0][2]) == BINS
     bins = thin(norms)
     assert max(bins, key=lambda one: one.high).high == 1e4
@@ -233,11 +234,11 @@ def test_what_cannot_be_done_is_refused(
 
 
 def opened(page: Path, folder: Path) -> tuple[Path, list[str], list[str]]:
-    """`page` in a headless Chromium: its picture, the addresses that it asked for, and what its
-    console said.
+    """Open `page` in a headless Chromium; return a screenshot, the addresses that the page
+    requested, and the messages in its console.
 
-    Some that the browser asks for of its own accord no flag can stop; they have no page as
-    initiator, and no name is resolved.
+    No flag stops all requests that the browser makes itself. They do not have a page as initiator,
+    which excludes them here, and no host name is resolved.
     """
     assert BROWSER is not None
     folder.mkdir()
@@ -283,7 +284,7 @@ def test_a_browser_shows_it_and_asks_for_nothing(finished: Path, tmp_path: Path)
     assert console == []
     assert picture.stat().st_size > 50_000, "something is drawn"
 
-    # the control: the same, were PLANTED not escaped and the policy not there
+    # control: the same page with PLANTED unescaped and without its security policy
     bad = tmp_path / "bad.html"
     bad.write_text(
         re.sub("<meta http-equiv[^>]*>", "", page.read_text()).replace("<footer>", PLANTED)

@@ -1,4 +1,4 @@
-"""What a run says of itself at its start and end, word for word."""
+"""The lines that a run prints at its start and end, word for word."""
 
 import signal
 import subprocess
@@ -53,14 +53,16 @@ def test_the_loss_beside_a_unigram_models() -> None:
 
 
 def test_a_world_that_the_axes_do_not_make() -> None:
-    """The remedies are the key that takes what is left, and the planner's search."""
+    """If the layout does not fit the world size, the remedies are the key that takes all remaining
+    ranks and the planner's search."""
     config = load_config("configs/llama3_8b.yaml", [])
     with pytest.raises(UserError) as refused:
         config.validate(64)
     assert refused.value.key == "parallel.dp_shard"
     assert "parallel.dp_shard=-1, which takes the 64 that are left" in refused.value.remedy
     assert "python -m tools.plan CONFIG --gpus 64 --search" in refused.value.remedy
-    load_config("configs/llama3_8b.yaml", ["parallel.dp_shard=-1"]).validate(64)  # it is one
+    # the remedy works
+    load_config("configs/llama3_8b.yaml", ["parallel.dp_shard=-1"]).validate(64)
     with pytest.raises(UserError) as refused:
         load_config("configs/llama3_70b.yaml", []).validate(12)
     assert refused.value.key == "parallel.tp"
@@ -68,7 +70,7 @@ def test_a_world_that_the_axes_do_not_make() -> None:
     assert "--gpus 12 --search" in refused.value.remedy
 
 
-# --- commands that are left before their end ------------------------------------------------------
+# --- interrupted commands -------------------------------------------------------------------------
 
 LEFT = "from tools.command import run_command\nimport os, sys, time\n"
 

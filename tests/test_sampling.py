@@ -1,4 +1,4 @@
-"""Drawing tokens: as often as their probabilities say, and every row with numbers of its own."""
+"""Tokens are drawn with their probabilities, and every row has its own random numbers."""
 
 import math
 
@@ -9,7 +9,7 @@ from tools.generate.sampling import Sampling, draw, row_numbers
 
 
 def probabilities(logits, temperature, top_k, top_p):
-    """By definition, token by token."""
+    """The probabilities after temperature, top_k and top_p, computed by their definition."""
     order = sorted(range(len(logits)), key=lambda token: -logits[token])[: top_k or None]
     weights = {token: math.exp((logits[token] - logits[order[0]]) / temperature) for token in order}
     kept, before = [], 0.0
@@ -27,8 +27,8 @@ def probabilities(logits, temperature, top_k, top_p):
     [(0, 1.0), (3, 1.0), (0, 0.5), (0, 0.95), (5, 0.8), (1, 1.0), (0, 1e-9), (99, 0.9)],
 )
 def test_tokens_are_as_frequent_as_they_are_probable(temperature, top_k, top_p):
-    """Numbers evenly spread over [0, 1) must meet each token as often as its probability says, give
-    or take one."""
+    """Numbers spread evenly over [0, 1) draw each token in proportion to its probability, within
+    one."""
     logits = torch.tensor([0.5, -1.0, 2.0, 1.9, -30.0, 0.0, 1.0], dtype=torch.float32)
     n = 4000
     numbers = (torch.arange(n, dtype=torch.float64) + 0.5) / n
@@ -42,8 +42,8 @@ def test_tokens_are_as_frequent_as_they_are_probable(temperature, top_k, top_p):
 
 
 def test_the_ends_of_the_numbers_meet_tokens_that_may_be_drawn():
-    """0 draws no token of probability 0 before the first, the largest number below 1 none behind
-    the last."""
+    """Tokens of probability 0 are never drawn: not at the beginning of the vocabulary by the number
+    0, and not at its end by the largest number below 1."""
     logits = torch.tensor([[-math.inf, 0.0, -math.inf, 1.0, -math.inf]] * 2)
     numbers = torch.tensor([0.0, math.nextafter(1.0, 0.0)], dtype=torch.float64)
     assert draw(logits, Sampling(1.0), numbers).tolist() == [1, 3]

@@ -1,5 +1,5 @@
-"""Schedules as data: complete, in order, free of deadlock, and as long and as large as their papers
-say."""
+"""Schedules are complete, in order and free of deadlock, and have the step time and memory that
+their papers state. The checker finds broken ones."""
 
 import random
 import subprocess
@@ -29,14 +29,14 @@ from tools.timeline.text import ascii_timeline
 
 
 def built(name, p, v, m):
-    """The schedule, or None where it does not take these sizes."""
+    """The schedule, or None if it does not support these sizes."""
     try:
         return build_schedule(name, p, v, m)
     except UserError:
         return None
 
 
-# --- right ----------------------------------------------------------------------------------------
+# --- correctness ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -67,7 +67,8 @@ def test_random_sizes():
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_evaluation_is_free_of_deadlock_too(name):
-    """Forwards alone, on the placement of every schedule, for any number of micro-batches."""
+    """Evaluation, which runs only forwards, is free of deadlock with every schedule's placement of
+    stages and any number of micro-batches."""
     for p in (1, 2, 4, 8):
         for v in (1, 2, 4):
             schedule = built(name, p, v, 4 * p)
@@ -97,7 +98,7 @@ def test_steady_state_of_1f1b_pairs_a_send_with_a_receive():
     )
 
 
-# --- as the papers say ----------------------------------------------------------------------------
+# --- step time and memory, as in the papers -------------------------------------------------------
 
 DEPTHS = (2, 3, 4, 8, 16, 32, 64)
 
@@ -105,7 +106,8 @@ DEPTHS = (2, 3, 4, 8, 16, 32, 64)
 @pytest.mark.parametrize("p", DEPTHS)
 @pytest.mark.parametrize("costs", [(1, 1, 1), (1.0, 1.25, 0.5), (2, 1, 1.5)])
 def test_gpipe_and_1f1b(p, costs):
-    """Bubble (p − 1)(F + B) for any costs; live micro-batches m, and min(m, p − r)."""
+    """Both have the bubble (p − 1)(F + B) for any costs. Rank r holds at most m micro-batches in
+    GPipe, and min(m, p − r) in 1F1B."""
     f, i, w = costs
     for m in sorted({1, p - 1, p, 2 * p, 4 * p}):
         for name in ("gpipe", "1f1b"):
@@ -120,8 +122,8 @@ def test_gpipe_and_1f1b(p, costs):
 @pytest.mark.parametrize("p", [*DEPTHS[:-1], pytest.param(DEPTHS[-1], marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("v", [1, 2, 3, 4, 8])
 def test_interleaved_1f1b_and_breadth_first(p, v):
-    """Bubble (p − 1)(F + B) of stages a v-th of the size: a fraction (p − 1) / (v m) of the work
-    (Narayanan et al., 2.2)."""
+    """Both have the bubble (p − 1)(F + B) with stages of 1/v of the size, which is a fraction
+    (p − 1) / (v m) of the work (Narayanan et al., 2.2)."""
     for m in [p, 2 * p, 8 * p] if p < 64 else [p, 4 * p]:
         work = 3.0 * m * v
         for name in ("interleaved_1f1b", "breadth_first"):
@@ -136,15 +138,15 @@ def test_interleaved_1f1b_and_breadth_first(p, v):
 
 @pytest.mark.parametrize("p", DEPTHS)
 def test_zb_h1(p):
-    """Bubble (p − 1)(F + I − W), a third of 1F1B's if all are equal, for 1F1B's largest memory (Qi
-    et al. 2023, table 2)."""
+    """ZB-H1 has the bubble (p − 1)(F + I − W), a third of 1F1B's if all costs are equal, and on
+    every rank the memory of 1F1B's first rank (Qi et al. 2023, table 2)."""
     for m in (p, 2 * p, 4 * p, 8 * p) if p < 64 else (p, 4 * p):
         timeline = simulate(build_schedule("zb_h1", p, 1, m), Costs.equal(p))
         assert timeline.bubble == pytest.approx(p - 1)
         assert timeline.step_time == pytest.approx(3 * m + p - 1)
         assert [timeline.peak_live(r) for r in range(p)] == [p] * p
-        # Other costs: the formula holds as long as the weight gradients are no longer than what
-        # they fill.
+        # The formula holds for other costs too, if weight gradients are no longer than the gaps
+        # that they fill.
         assert simulate(
             build_schedule("zb_h1", p, 1, m), Costs.equal(p, 1, 1.25, 0.75)
         ).bubble == pytest.approx((p - 1) * 1.5)
@@ -152,8 +154,8 @@ def test_zb_h1(p):
 
 @pytest.mark.parametrize("p", DEPTHS)
 def test_zb_v(p):
-    """No bubble where F = I = W, in the memory of 1F1B's first rank: 2 p stages of half the size
-    (Qi et al. 2024, table 1)."""
+    """ZB-V has no bubble if F = I = W, with the memory of 1F1B's first rank: 2 p micro-batches of
+    stages of half the size (Qi et al. 2024, table 1)."""
     for m in (2 * p - 1, 2 * p, 4 * p, 8 * p) if p < 64 else (2 * p,):
         timeline = simulate(build_schedule("zb_v", p, 2, m), Costs.equal(2 * p))
         assert timeline.bubble == pytest.approx(0)
@@ -182,15 +184,16 @@ def test_smaller_bubble_in_the_order_of_the_papers():
 
 
 def test_communication_delays_the_next_rank_only():
-    """Two ranks, one micro-batch: F, message, F, B, message, B. Between two stages of one rank
-    nothing is waited for."""
+    """On two ranks a step of one micro-batch takes F, message, F, B, message, B. Two stages on the
+    same rank do not wait for messages between them."""
     costs = Costs.equal(2, communication=0.5)
     assert simulate(build_schedule("1f1b", 2, 1, 1), costs).step_time == 1 + 0.5 + 1 + 2 + 0.5 + 2
     assert simulate(build_schedule("interleaved_1f1b", 1, 2, 1), costs).step_time == 6
 
 
 def test_costs_of_each_stage_count():
-    """A slow last stage makes the step: m times its time, and the way down and up."""
+    """With a slow last stage, the step takes m times that stage's time, plus one forward and one
+    backward of the other stages."""
     costs = Costs([1, 1, 1, 3], [1, 1, 1, 3], [1, 1, 1, 3])
     assert simulate(build_schedule("1f1b", 4, 1, 8), costs).step_time == 3 + 8 * 9 + 2 * 3
 
@@ -215,7 +218,7 @@ def test_sizes_that_a_schedule_does_not_take_are_refused(name, p, v, m, key, why
     assert refused.value.key == key
 
 
-# --- the checker finds what is wrong --------------------------------------------------------------
+# --- the checker finds broken schedules -----------------------------------------------------------
 
 
 def mutable(name="zb_h1", p=4, v=1, m=8):
@@ -251,7 +254,7 @@ def test_a_stage_on_two_ranks_is_found():
 def test_half_a_backward_is_found():
     broken = mutable()
     broken[0][broken[0].index(Action(BACKWARD_INPUT, 0, 3))] = Action(BACKWARD, 0, 3)
-    with pytest.raises(Fault, match="stage 0 does B, F, W to micro-batch 3"):
+    with pytest.raises(Fault, match="stage 0 runs B, F, W for micro-batch 3"):
         check_complete(broken)
 
 
@@ -262,7 +265,7 @@ def test_half_a_backward_is_found():
         (0, Action(FORWARD, 0, 5), Action(BACKWARD_INPUT, 0, 5)),
         # a weight gradient before its input gradient
         (2, Action(BACKWARD_INPUT, 2, 5), Action(BACKWARD_WEIGHT, 2, 5)),
-        # a micro-batch that is needed to go on, at the end
+        # a micro-batch that another rank needs first is run last
         (3, Action(FORWARD, 3, 0), Action(FORWARD, 3, 7)),
     ],
 )
@@ -284,8 +287,8 @@ def test_any_forward_and_its_backward_exchanged_are_found():
 
 
 def paired():
-    """1F1B on two ranks, and where rank 0 sends forward 1 and receives backward 0 in one batch;
-    rank 1's side of it."""
+    """1F1B on two ranks and its lowered programs, in which each rank exchanges a forward and a
+    backward in one batch."""
     schedule = build_schedule("1f1b", 2, 1, 4)
     return schedule, lower(schedule)
 
@@ -314,7 +317,7 @@ def test_two_messages_in_another_order_are_found():
     ]
     a, b = receives[:2]
     programs[1][a], programs[1][b] = programs[1][b], programs[1][a]
-    with pytest.raises(Fault, match="meets"):
+    with pytest.raises(Fault, match="is matched with"):
         check_exchanges(programs, schedule)
 
 
@@ -359,7 +362,7 @@ def test_which_schedules_split_backward():
     assert all(split[name] for name in ("zb_h1", "zb_v", "dualpipe_v"))
 
 
-# --- what the docstrings show ---------------------------------------------------------------------
+# --- docstrings and imports -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -376,7 +379,8 @@ def test_the_timeline_in_the_docstring_is_the_schedule(name, v, m):
 
 
 def test_pure_modules_need_no_torch():
-    """They run where torch is not installed: the import of torch is made to fail."""
+    """Modules without tensors can be imported where torch is not installed; here the import of
+    torch is made to fail."""
     modules = [
         f"parallel.pipeline.{m}"
         for m in ("actions", "schedules", "simulate", "lower", "check", "balance")

@@ -1,5 +1,5 @@
-"""Planned stops: asked in any way, at any moment, of any rank, all ranks stop after the same step,
-and nothing is lost."""
+"""Planned stops: however, whenever and on whichever rank a stop is requested, all ranks stop after
+the same step, and no step is lost."""
 
 import contextlib
 import json
@@ -37,7 +37,7 @@ LAYOUTS = {4: ["parallel.tp=2"], 8: ["parallel.tp=2", "parallel.pp=2", "train.mi
 def whole(
     ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[int, dict[int, float]]:
-    """World → losses of a run that nothing disturbs."""
+    """World size → losses of an undisturbed run."""
     found = {}
     for world in LAYOUTS:
         folder = tmp_path_factory.mktemp(f"whole{world}")
@@ -49,7 +49,7 @@ def whole(
 
 
 def config_of(folder: Path, data: Path) -> str:
-    """An evaluation is of 4 batches."""
+    """Write a configuration in which an evaluation has 4 batches; return its path."""
     sizes = {"steps": STEPS, "micro_batch_size": 4, "eval_samples": 32}
     return write_config(folder, data, train=sizes, checkpoint={"keep_last": STEPS})
 
@@ -66,11 +66,11 @@ def saved_steps(folder: Path) -> list[int]:
     )
 
 
-# --- on each rank ---------------------------------------------------------------------------------
+# --- helpers that run on each rank ----------------------------------------------------------------
 
 
 class Known(StopRequests):
-    """The last one made can be found."""
+    """StopRequests that keeps its most recent instance in `Known.last`."""
 
     last: StopRequests
 
@@ -80,14 +80,14 @@ class Known(StopRequests):
 
 
 def hear(number: int) -> None:
-    """Send this process a signal, and go on when it has been heard."""
+    """Send this process a signal, and return when it has been received."""
     os.kill(os.getpid(), number)
     while number not in Known.last.signals.heard:
         time.sleep(0.001)
 
 
 def ask(how: str) -> None:
-    if how == "SIGTERM twice":  # Slurm's own, and the one that torchrun passes on
+    if how == "SIGTERM twice":  # one from Slurm, one forwarded by torchrun
         hear(signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
     elif how.startswith("SIG"):
@@ -100,8 +100,8 @@ def ask(how: str) -> None:
 
 @contextlib.contextmanager
 def before(owner: type, method: str, call: int, action: Any):
-    """`action()` when `method` of `owner` is called for the `call`th time, from 0; yields a list
-    with one item a call."""
+    """Run `action()` before the `call`th call of `owner.method`, counted from 0. Yields a list that
+    gets one item per call."""
     original, calls = getattr(owner, method), []
 
     def wrapped(*arguments: Any) -> Any:
@@ -124,8 +124,8 @@ WHERE = {
 def train_and_ask(
     arguments: list[str], rank: int, how: str, where: str, call: int
 ) -> dict[str, Any]:
-    """A run in which `rank` is asked to stop when it is at `where` for the `call`th time; how often
-    this rank was where."""
+    """Train; `rank` gets a request to stop when it reaches `where` for the `call`th time. Returns
+    how often this rank reached each place in WHERE."""
     mine = dist.get_rank() == rank
     before_it = (
         [signal.getsignal(n) for n in signals.requests()],
@@ -152,17 +152,18 @@ def train_and_ask(
 
 # --- planned stops --------------------------------------------------------------------------------
 
-ASKED = [  # world, the rank that is asked, how, status.json's reason
+ASKED = [  # world size, rank that gets the request, kind of request, reason in status.json
     (4, 2, "SIGTERM", "SIGTERM was received"),
     (4, 1, "SIGUSR1", "SIGUSR1 was received"),
     (4, 3, "SIGTERM twice", "SIGTERM was received"),
     (4, 2, "SIGINT", "SIGINT was received"),
     (4, 1, "SIGHUP", "SIGHUP was received"),
     (4, 0, "STOP", "the file STOP was found"),
-    (4, 0, "time", "train.max_minutes are over"),
+    (4, 0, "time", "train.max_minutes was reached"),
     (8, 5, "SIGTERM", "SIGTERM was received"),
 ]
-# Rank and how: SIGTERM is tried on 8 ranks, SIGUSR1 during a save, SIGHUP as SIGINT.
+# (rank, kind) to leave out of `make test`, which tests SIGTERM on 8 ranks and SIGUSR1 during a
+# save; SIGHUP is handled like SIGINT.
 THOROUGH = [(2, "SIGTERM"), (1, "SIGUSR1"), (3, "SIGTERM twice"), (1, "SIGHUP")]
 
 
@@ -185,7 +186,8 @@ def test_all_stop_after_the_same_step_and_go_on(
     how: str,
     reason: str,
 ) -> None:
-    """Asked in the second step, agreed after the third."""
+    """A request in the second step stops all ranks after the third, with one checkpoint. The
+    resumed run has the losses of an undisturbed one."""
     arguments = [config_of(tmp_path, data), *LAYOUTS[world], "train.max_minutes=1e6"]
     counts = ranks.run(train_and_ask, world, arguments, rank, how, "step", 1)
     assert counts == [{"step": 3, "evaluation": 0, "save": 1}] * world
@@ -201,7 +203,7 @@ def test_an_evaluation_is_abandoned(ranks: Ranks, data: Path, tmp_path: Path, wh
     arguments = [config_of(tmp_path, data), *LAYOUTS[4], "train.eval_interval=2"]
     counts = ranks.run(train_and_ask, 4, arguments, 2, "SIGTERM", "evaluation", 0)
     assert counts == [{"step": 2, "evaluation": 2, "save": 1}] * 4, (
-        "of 4 batches the one that was begun, and one more"
+        "of 4 batches, the current one and one more"
     )
     assert saved_steps(tmp_path) == [2]
     assert status(tmp_path)["state"] == "requeue"
@@ -244,14 +246,14 @@ def test_a_run_that_makes_its_last_step_is_finished(
 
 
 def test_asked_before_the_first_step(ranks: Ranks, data: Path, tmp_path: Path, whole: dict) -> None:
-    """Nothing is trained and nothing is saved, not even what a run that goes on has started
-    from."""
+    """A run that is asked to stop before its first step trains and saves nothing, also if it has
+    resumed from a checkpoint."""
     arguments = [config_of(tmp_path, data), *LAYOUTS[4]]
     assert ranks.run(train_run, 4, [*arguments, "train.max_minutes=1e-9"]) == [""] * 4
     assert status(tmp_path) == {
         "state": "requeue",
         "step": 0,
-        "reason": "train.max_minutes are over",
+        "reason": "train.max_minutes was reached",
     }
     assert not saved_steps(tmp_path)
     ranks.run(train_and_ask, 4, arguments, 0, "STOP", "step", 0)
@@ -272,7 +274,7 @@ def test_a_refused_run_leaves_the_file(ranks: Ranks, data: Path, tmp_path: Path)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["STOP"]
 
 
-# --- while processes start ------------------------------------------------------------------------
+# --- signals during start-up ----------------------------------------------------------------------
 
 
 @pytest.mark.thorough
@@ -281,8 +283,8 @@ def test_a_refused_run_leaves_the_file(ranks: Ranks, data: Path, tmp_path: Path)
     reason="needs Linux's /proc to know when a process is ready",
 )
 def test_a_signal_during_the_imports(data: Path, tmp_path: Path) -> None:
-    """The real program: two processes, of which one is signalled long before torch is imported;
-    both end well."""
+    """Two processes run train.py, and one gets a signal long before it has imported torch. Both
+    exit with status 0, and the run is marked for requeueing."""
     config = config_of(tmp_path, data)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -321,11 +323,11 @@ def test_a_signal_during_the_imports(data: Path, tmp_path: Path) -> None:
     assert status(tmp_path) == {"state": "requeue", "step": 0, "reason": "SIGTERM was received"}
 
 
-# --- when it goes wrong ---------------------------------------------------------------------------
+# --- failures during a stop -----------------------------------------------------------------------
 
 
 def lose_a_peer(arguments: list[str], folder: str, where: str, call: int) -> None:
-    """Rank 0 is signalled in its third step; then, before `where`, rank 1 dies."""
+    """Train; rank 0 gets a signal in its third step, then rank 1 dies before `where`."""
     heard = Path(folder) / "heard"
     if dist.get_rank() == 0:
         with open(Path(folder) / "said", "w") as said:
@@ -356,8 +358,8 @@ def lose_a_peer(arguments: list[str], folder: str, where: str, call: int) -> Non
 
 @pytest.mark.parametrize(("where", "call"), [("step", 2), ("save", 1)])
 def test_a_dead_peer(data: Path, tmp_path: Path, where: str, call: int) -> None:
-    """Of two ranks, one is to stop and one dies: in the step of the signal, or where that led them
-    to save."""
+    """One of two ranks gets a request to stop and the other dies, in the same step or at the save
+    that follows. The first exits without saving, with one message, and the run has failed."""
     arguments = [config_of(tmp_path, data), "checkpoint.interval=2", "checkpoint.async_save=false"]
     with Ranks(2) as pool, pytest.raises(RankError) as error:
         pool.run(lose_a_peer, 2, arguments, str(tmp_path), where, call)
@@ -365,14 +367,15 @@ def test_a_dead_peer(data: Path, tmp_path: Path, where: str, call: int) -> None:
     assert "rank 1: died with exit code -9" in str(error.value)
     assert saved_steps(tmp_path) == [2]
     said = (tmp_path / "said").read_text()
-    assert said.count("rank 0 leaves after SIGTERM, and nothing is saved: ") == 1
+    assert said.count("rank 0 exits after SIGTERM without saving: ") == 1
     assert "Traceback" not in said
     assert status(tmp_path)["state"] == "failed"
     assert "lost connection to another rank after step" in status(tmp_path)["reason"]
 
 
 def meet_a_silent_peer(arguments: list[str]) -> None:
-    """Rank 1 posts no more once it has signalled rank 0, which waits for it."""
+    """Rank 1 sends rank 0 a signal and then takes part in no more collectives, for which rank 0
+    waits."""
     pids: list[Any] = [None, None]
     dist.all_gather_object(pids, os.getpid())
     with Signals(speaks=False) as heard, patch.object(signals, "PATIENCE_SECONDS", 1):
@@ -393,7 +396,7 @@ def test_a_silent_peer(data: Path, tmp_path: Path) -> None:
 
 
 def wait_for_ever(arguments: list[str]) -> None:
-    """Rank 0 is in a collective that rank 1 never enters."""
+    """Rank 0 waits in a collective that rank 1 never enters, and gets signals from rank 1."""
     pids: list[Any] = [None, None]
     dist.all_gather_object(pids, os.getpid())
     with patch.object(signals, "SAME_REQUEST_SECONDS", 0.1), Signals(speaks=False):

@@ -1,4 +1,4 @@
-"""No test is in no tier: each one belongs to exactly one of `make test`, `make test-rest` and `make
+"""Every test belongs to exactly one of the tiers `make test`, `make test-rest` and `make
 test-slow`."""
 
 import ast
@@ -20,14 +20,15 @@ TIERS = ("test", "test-rest", "test-slow")
 
 
 def commands(target: str) -> list[str]:
-    """The lines of a target of the Makefile."""
+    """The command lines of a target in the Makefile."""
     rule = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)
     assert rule, target
     return rule[1].splitlines()
 
 
 def expression(target: str) -> str:
-    """The marker expression by which a target chooses from all tests: it names no file."""
+    """The marker expression by which a target selects tests. The command must name no file, so that
+    it selects from all."""
     (command,) = (line for line in commands(target) if "-m pytest" in line)
     chosen = re.fullmatch(
         r"\tOMP_NUM_THREADS=1 \$\(PYTHON\) -m pytest (?:\$\(workers\) )?-m (\w+|\".+\")", command
@@ -37,7 +38,7 @@ def expression(target: str) -> str:
 
 
 def one_test_for_each(subsets: list[tuple[str, ...]]) -> str:
-    """A test file: a test for each set of markers, named by the set's number."""
+    """The text of a test file with one test per set of markers, named by the set's number."""
     lines = ["import pytest"]
     for number, markers in enumerate(subsets):
         lines += [*(f"@pytest.mark.{marker}" for marker in markers), f"def test_{number}(): pass"]
@@ -45,7 +46,7 @@ def one_test_for_each(subsets: list[tuple[str, ...]]) -> str:
 
 
 def chosen(file: Path, expression: str) -> set[int]:
-    """The numbers of the tests that pytest chooses by `expression`."""
+    """The numbers of the tests that pytest selects by `expression`."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider",
                "-m", expression, file.name]  # fmt: skip
     plain = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
@@ -59,7 +60,7 @@ def chosen(file: Path, expression: str) -> set[int]:
 
 
 def test_every_test_is_in_exactly_one_tier(tmp_path: Path) -> None:
-    """Whatever its markers: there is a test for each set of them, and pytest itself chooses."""
+    """Every set of markers is in exactly one tier, as pytest itself selects tests."""
     subsets = [
         markers for count in range(len(MARKERS) + 1) for markers in combinations(MARKERS, count)
     ]
@@ -70,7 +71,7 @@ def test_every_test_is_in_exactly_one_tier(tmp_path: Path) -> None:
         range(len(subsets))
     )
 
-    # The control: a tier that is forgotten leaves tests in none.
+    # Control: without `make test-slow`, tests remain that are in no tier.
     left = set(range(len(subsets))) - found["test"] - found["test-rest"]
     assert {subsets[number] for number in left} == {
         markers for markers in subsets if "slow" in markers
@@ -78,7 +79,7 @@ def test_every_test_is_in_exactly_one_tier(tmp_path: Path) -> None:
 
 
 def test_every_file_of_tests_is_collected() -> None:
-    """By its name, or because `make test-slurm` names it."""
+    """Every file with tests is collected, by its name or because `make test-slurm` names it."""
     assert PYTEST["testpaths"] == ["tests"]
     named = "".join(commands("test-slurm"))
     for file in (ROOT / "tests").rglob("*.py"):
@@ -89,8 +90,8 @@ def test_every_file_of_tests_is_collected() -> None:
 
 
 def test_every_marker_that_is_used_is_declared_and_says_where_it_runs() -> None:
-    """pytest itself refuses what is not declared (--strict-markers). `gpu` names no tier: such a
-    test skips without one."""
+    """Every declared marker selects a tier, except `gpu`, whose tests are skipped without a GPU.
+    pytest itself refuses undeclared markers (--strict-markers)."""
     assert "--strict-markers" in PYTEST["addopts"]
     named = set().union(*(re.findall(r"\w+", expression(tier)) for tier in TIERS)) - {
         "not",
@@ -101,7 +102,8 @@ def test_every_marker_that_is_used_is_declared_and_says_where_it_runs() -> None:
 
 
 def test_continuous_integration_runs_what_make_test_all_runs() -> None:
-    """`make test-all` is `make test` and the rest, and neither of them twice."""
+    """`make test-all` runs `make test` and `make test-rest` once each, and so does continuous
+    integration."""
     assert re.search(r"^test-all: test$", MAKEFILE, re.MULTILINE)
     assert commands("test-all") == ["\t$(MAKE) test-rest"]
     run = (ROOT / ".ci" / "run").read_text(encoding="utf-8")

@@ -1,5 +1,5 @@
-"""The timeline tool: what it prints, draws and refuses, and that a trace comes back as it was
-written."""
+"""The timeline tool prints and draws schedules, reads back the traces that it writes, and refuses
+bad input with a message."""
 
 import json
 import random
@@ -129,7 +129,7 @@ def test_a_simulation_from_measured_costs_is_the_measured_step(name, stages_per_
 
 
 def broken(change):
-    """A trace with one thing wrong."""
+    """A trace broken by one change."""
     trace = to_chrome(timeline("1f1b", 2, 1, 2))
     change(trace["traceEvents"])
     return trace
@@ -139,8 +139,8 @@ def broken(change):
     ("trace", "message"),
     [
         ([1, 2], r"trace = \[1, 2\]: has no list traceEvents"),
-        ({"traceEvents": [7]}, r"traceEvents\[0\] = 7: is no event"),
-        ({"traceEvents": []}, "no event is of rank 0"),
+        ({"traceEvents": [7]}, r"traceEvents\[0\] = 7: is not an event"),
+        ({"traceEvents": []}, "there is no event of rank 0"),
         (broken(lambda events: events[3].pop("ts")), r"traceEvents\[3\].ts = None: is missing"),
         (broken(lambda events: events[3].update(dur=-1)),
          r"traceEvents\[3\].dur = -1: must be microseconds, 0 or more"),
@@ -150,12 +150,12 @@ def broken(change):
          r"traceEvents\[3\].args.kind = 'X': must be one of"),
         (broken(lambda events: events[3]["args"].update(stage="0")),
          r"traceEvents\[3\].args.stage = '0': must be"),
-        (broken(lambda events: events.append(events[3])), "F0.0': is there more than once"),
+        (broken(lambda events: events.append(events[3])), "F0.0': occurs more than once"),
         (
             broken(
                 lambda events: [event.update(tid=2) for event in events if event.get("tid") == 1]
             ),
-            "no event is of rank 1",
+            "there is no event of rank 1",
         ),
         (broken(lambda events: [event.update(dur=0, ts=0) for event in events if "ts" in event]),
          "the events take no time"),
@@ -179,7 +179,8 @@ def test_pictures_are_the_same_bytes_each_time(tmp_path):
 
 
 def test_schedules_are_compared_on_the_same_model():
-    """With half as many stages per rank, each takes twice as long: every rank has the same work."""
+    """Schedules are drawn for the same model: with half as many stages per rank, each stage takes
+    twice as long, so that every rank has the same work."""
     panels = simulated_panels(["1f1b", "zb_v"], 2, 4, costs=(1, 2, 1))
     assert {panel.timeline.busy(rank) for panel in panels for rank in range(2)} == {4 * 2 * 4}
 
@@ -285,16 +286,16 @@ BACKWARD_FIRST = [Event(Action(BACKWARD, 0, 0), 0, 1), Event(Action(FORWARD, 0, 
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        ("{", [], "is no JSON"),
+        ("{", [], "is not valid JSON"),
         ("{}", [], "has no list traceEvents"),
         (json.dumps(broken(lambda events: events.pop())), ["--simulated"],
-         "is no whole step: stage 1 does F to micro-batch 1"),
+         "is not a complete step: stage 1 runs F for micro-batch 1"),
         (json.dumps(to_chrome(Timeline([[Event(Action(FORWARD, 1, 0), 0, 1)]]))), ["--simulated"],
          "no rank has stage 0"),
         (
             json.dumps(to_chrome(Timeline([BACKWARD_FIRST]))),
             ["--simulated"],
-            "these cannot go on: rank 0 at B0.0",
+            "ranks cannot continue: rank 0 at B0.0",
         ),
     ],
 )  # fmt: skip

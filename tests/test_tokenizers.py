@@ -1,5 +1,5 @@
-"""One interface for two libraries: `tokenizer.json` beside SentencePiece, chosen by the file,
-carried along whole."""
+"""One interface for two tokenizer libraries (`tokenizer.json` and SentencePiece), chosen by the
+file. Prepared data and checkpoints keep all of a tokenizer's files."""
 
 import hashlib
 import io
@@ -35,8 +35,8 @@ CONFIG = {"bos_token": BOS, "eos_token": EOS, "model_max_length": 128}
 
 @cache
 def llama3() -> bytes:
-    """A tokenizer.json of Llama 3's kind: BPE of bytes, special tokens after all others. The file
-    asks for truncation."""
+    """A tokenizer.json like Llama 3's: byte-level BPE with the special tokens after all others. The
+    file requests truncation."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -68,8 +68,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_bos_begins_a_prompt_as_the_tokenizer_s_configuration_says(tmp_path: Path) -> None:
-    """add_bos_token, else what the post-processor adds (transformers 5 looks only at the latter);
-    ours: as training did."""
+    """A prompt begins with bos if add_bos_token says so, or without that key if the post-processor
+    adds it (transformers 5 considers only the latter). With our own tokenizers it always does, as
+    in training, unless add_bos_token is false."""
     processed, plain = json.loads(llama3()), json.loads(llama3())
     plain["post_processor"] = None
     cases = {  # tokenizer.json, add_bos_token → whether bos begins
@@ -84,7 +85,7 @@ def test_bos_begins_a_prompt_as_the_tokenizer_s_configuration_says(tmp_path: Pat
         found = Tokenizer.load(folder)
         assert found.adds_bos == expected, name
         assert found.bos_id >= 0
-        assert found.encode("a") == Tokenizer({JSON: llama3()}).encode("a")  # never part of a text
+        assert found.encode("a") == Tokenizer({JSON: llama3()}).encode("a")  # without bos
     assert tokenizer().adds_bos
     told = (json.dumps({"add_bos_token": False})).encode()
     assert not Tokenizer({MODEL: tokenizer().model, "tokenizer_config.json": told}).adds_bos
@@ -106,10 +107,10 @@ def test_ids_and_roles(folder: Path) -> None:
     assert loaded.vocab_size == 504
     assert (loaded.bos_id, loaded.eos_id) == (500, 501)
     ids = loaded.encode("def f(x): return x\n" * 50)
-    assert len(ids) > 16, "what the file says of truncation is for others"
+    assert len(ids) > 16, "the file's truncation is not applied"
     assert loaded.decode([loaded.bos_id, *ids, loaded.eos_id]) == "def f(x): return x\n" * 50
     assert loaded.decode([*loaded.encode("x"), 504, 600]) == "x", (
-        "beyond the vocabulary: rows that pad a model's"
+        "ids beyond the vocabulary, from a model's padding rows, have no text"
     )
     assert tokenizer().decode([*tokenizer().encode("x"), tokenizer().vocab_size]) == "x"
     assert loaded.decode(loaded.encode("a\ud800b")) == "a\ufffdb"
@@ -122,7 +123,7 @@ def test_special_tokens_in_a_text_are_text(folder: Path) -> None:
     ids = loaded.encode(text)
     assert not {500, 501, 502} & set(ids)
     assert loaded.decode(ids) == text
-    raw = tokenizers.Tokenizer.from_str(llama3().decode())  # the control: the library as it comes
+    raw = tokenizers.Tokenizer.from_str(llama3().decode())  # control: the library by itself
     raw.no_truncation()
     assert {500, 501, 502} <= set(raw.encode(text, add_special_tokens=False).ids)
 
@@ -148,11 +149,11 @@ def test_who_says_what_begins_and_ends(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda f: write(f, {"eos_token": None}), "nothing says which token closes a document"),
-        (lambda f: write(f, CONFIG | {"eos_token": "<end>"}), "names '<end>' as eos_token"),
+        (lambda f: write(f, {"eos_token": None}), "no file names the token that ends documents"),
+        (lambda f: write(f, CONFIG | {"eos_token": "<end>"}), "no token '<end>'"),
         (lambda f: (f / "tokenizer_config.json").write_text("{"),
          "tokenizer_config.json beside it is not JSON"),
-        (lambda f: (f / JSON).write_text("{}"), "not a tokenizer.json that can be read"),
+        (lambda f: (f / JSON).write_text("{}"), "not a readable tokenizer.json"),
         (lambda f: (f / JSON).unlink(), "neither tokenizer.model nor tokenizer.json"),
         (lambda f: (f / MODEL).write_text("junk"), "this is not a SentencePiece model"),
     ],
@@ -171,22 +172,23 @@ def test_the_file_chooses_and_the_digest_covers_what_decides(folder: Path, tmp_p
     other_name = tmp_path / "any.bin"
     other_name.write_bytes(llama3())
     assert Tokenizer.load(other_name).files == {JSON: llama3()}, (
-        "by its content, and without what lies beside it"
+        "recognised by its content, and loaded without other files in its folder"
     )
     (folder / "chat_template.jinja").write_text("{{ messages }}")
-    assert Tokenizer.load(folder).sha256 == one.sha256, "a template decides no ids"
+    assert Tokenizer.load(folder).sha256 == one.sha256, "a template does not affect ids"
     write(folder, CONFIG | {"eos_token": "<|eot_id|>"})
-    assert Tokenizer.load(folder).sha256 != one.sha256, "which token closes a document does"
+    assert Tokenizer.load(folder).sha256 != one.sha256, "the token that ends documents does"
     (folder / MODEL).write_bytes(tokenizer().model)
     both = Tokenizer.load(folder)
     assert both.sha256 == tokenizer().sha256 == hashlib.sha256(tokenizer().model).hexdigest()
     assert list(both.files) == [MODEL, "tokenizer_config.json", "chat_template.jinja", JSON], (
-        "carried along"
+        "the other files are kept too"
     )
 
 
 def test_llama_2s_kind_of_sentencepiece() -> None:
-    """With a space before each text, which is not there again afterwards."""
+    """A SentencePiece model that adds a space before each text, as Llama 2's, reproduces texts
+    without that space, also after conversion to tokenizer.json."""
     out = io.BytesIO()
     texts = [line for document in documents(SOURCE) for line in document.text.split("\n")]
     options = {
@@ -211,14 +213,14 @@ def test_llama_2s_kind_of_sentencepiece() -> None:
     assert other.encode_batch(texts) == loaded.encode_batch(texts)
 
 
-# --- through the house ----------------------------------------------------------------------------
+# --- in data and checkpoints ----------------------------------------------------------------------
 
 
 def test_prepare_with_a_tokenizer_json(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """In several processes, by the command; the prepared folder has what it takes to read it
-    again."""
+    """The command prepares data with a tokenizer.json in several processes, and the prepared folder
+    contains all files of the tokenizer."""
     out = tmp_path / "out"
     arguments = ["--source", MANY, "--tokenizer", str(folder / JSON), "--out", str(out),
                  "--workers", "2"]  # fmt: skip
@@ -254,8 +256,8 @@ def test_documents_without_bos(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_takes_it_along(folder: Path, ranks: Ranks, tmp_path: Path) -> None:
-    """All of its files, each with its checksum; and a model may have a few rows more than the
-    tokenizer has tokens."""
+    """A checkpoint contains all files of the tokenizer with their checksums. The model may have a
+    few more rows than the tokenizer has tokens."""
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     data = tmp_path / "data"
     prepare(MANY, Tokenizer.load(folder), data)
@@ -285,7 +287,8 @@ def test_a_checkpoint_takes_it_along(folder: Path, ranks: Ranks, tmp_path: Path)
 
 
 def test_our_sentencepiece_as_tokenizer_json(tmp_path: Path) -> None:
-    """The same ids for real text in the library's hands, in transformers', and in ours."""
+    """Our SentencePiece model converted to tokenizer.json gives the same ids in the tokenizers
+    library, in transformers and here."""
     from transformers import AutoTokenizer
 
     files = huggingface_files(tokenizer(), 100_000)
@@ -303,7 +306,7 @@ def test_our_sentencepiece_as_tokenizer_json(tmp_path: Path) -> None:
     assert (other.bos_id, other.eos_id, other.vocab_size) == (1, 2, tokenizer().vocab_size)
     assert [other.decode(ids) for ids in expected] == texts
     theirs = AutoTokenizer.from_pretrained(tmp_path)
-    # which is a control token to transformers
+    # transformers reads </s> in a text as a control token
     plain = [index for index, text in enumerate(texts) if "</s>" not in text]
     assert [theirs.encode(texts[index]) for index in plain] == [
         [1, *expected[index]] for index in plain
@@ -312,7 +315,8 @@ def test_our_sentencepiece_as_tokenizer_json(tmp_path: Path) -> None:
 
 
 def test_a_model_that_no_tokenizer_json_can_be_is_left_as_it_is() -> None:
-    """A SentencePiece model that normalises: one made here would not, and a probe finds it."""
+    """A SentencePiece model that normalises text is not converted to tokenizer.json, because a
+    probe finds that the result would differ."""
     out = io.BytesIO()
     texts = (document.text for document in documents(SOURCE))
     sentencepiece.SentencePieceTrainer.train(

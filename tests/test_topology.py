@@ -1,5 +1,5 @@
-"""What is inside a node and what between nodes, and what a tensor-parallel group that reaches over
-nodes costs."""
+"""Which mesh axes lie inside a node and which between nodes, and the cost of a tensor-parallel
+group that spans nodes."""
 
 import pytest
 
@@ -36,7 +36,8 @@ def test_which_axes_a_node_holds(sizes: MeshSizes, ranks_per_node: int, text: st
     [(1, 8, False), (8, 8, False), (4, 8, False), (3, 8, True), (16, 8, True), (2, 1, True)],
 )
 def test_a_group_over_nodes_is_warned_of(tp: int, ranks_per_node: int, warns: bool) -> None:
-    """By the ranks themselves: does any group of consecutive ranks have two nodes?"""
+    """There is a warning exactly if a tp group (consecutive ranks) spans two nodes, as counted
+    here rank by rank."""
     groups = [range(first, first + tp) for first in range(0, tp * ranks_per_node, tp)]
     assert any(len({rank // ranks_per_node for rank in group}) > 1 for group in groups) == warns
     assert tp_spans_nodes(tp, ranks_per_node) == warns
@@ -45,7 +46,7 @@ def test_a_group_over_nodes_is_warned_of(tp: int, ranks_per_node: int, warns: bo
 def test_the_warning_names_the_cost() -> None:
     text = tp_between_nodes(16, 8, 3 * H100.network_bytes_per_second)
     assert "parallel.tp=16" in text
-    assert "150.0 GB for it in a step" in text
+    assert "150.0 GB for it per step" in text
     assert "3 s at 50 GB/s" in text
     assert "[1, 2, 4, 8]" in text
 

@@ -1,4 +1,4 @@
-"""`run.trace=true`: one real step, every action of every rank, on one clock."""
+"""`run.trace=true` records every action of every rank in one real step, on a common clock."""
 
 import json
 import time
@@ -38,7 +38,8 @@ def test_every_action_of_every_rank_is_there_in_order(ranks, tmp_path):
         assert [[event.action for event in lane] for lane in timeline.ranks] == schedule
         ended = {event.action: event.end for lane in timeline.ranks for event in lane}
         started = {event.action: event.start for lane in timeline.ranks for event in lane}
-        # milliseconds: the clocks are one here, but a barrier on two cores is left late
+        # Milliseconds. All ranks have the same clock here, but on two cores some leave the barrier
+        # that aligns the clocks late.
         slack = 50.0
         for (kind, stage, m), begin in started.items():
             below = Action(kind, stage - 1, m)
@@ -48,7 +49,8 @@ def test_every_action_of_every_rank_is_there_in_order(ranks, tmp_path):
 
 
 def offsets_of_skewed_clocks():
-    """Each rank's clock is an hour ahead of the rank before."""
+    """The clock offset of this rank, when each rank's clock is an hour ahead of the previous
+    rank's."""
     honest = time.perf_counter
     time.perf_counter = lambda: honest() + 3600.0 * dist.get_rank()
     try:

@@ -1,4 +1,5 @@
-"""Where a run's numbers go: read back with the readers of those who will read them."""
+"""A run's metrics reach metrics.jsonl, wandb and TensorBoard, as read by each format's own
+reader."""
 
 import functools
 import json
@@ -24,12 +25,12 @@ from tools import verify
 from tools.ranks import Ranks
 from training.load_config import load_config
 
-SECRET = "0123456789abcdef0123456789abcdef01234567"  # as long as a key of wandb's
+SECRET = "0123456789abcdef0123456789abcdef01234567"  # has the length of a wandb key
 
 
 def tracked(arguments: list[str], environment: dict[str, str]) -> str:
-    """`train_run` with these variables on top of the rank's, which wandb would read once in a
-    process."""
+    """`train_run` with additional environment variables. wandb, which would read them only once per
+    process, is shut down afterwards."""
     import wandb
 
     before = dict(os.environ)
@@ -44,8 +45,8 @@ def tracked(arguments: list[str], environment: dict[str, str]) -> str:
 
 @pytest.fixture(scope="module")
 def thrice(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 6 steps in three starts, on 2 ranks, with all trackers: 3 steps; 3 more; these
-    again, their checkpoint lost."""
+    """A run on 2 ranks with all trackers, in three starts: steps 1 to 3, steps 4 to 6, and again
+    steps 4 to 6 because their checkpoint was deleted."""
     folder = tmp_path_factory.mktemp("tracked")
     config = write_config(
         folder,
@@ -140,7 +141,8 @@ def test_without_a_server_wandb_writes_to_the_folder(
 def test_wandb_goes_on_when_its_process_is_stopped(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Slurm's SIGTERM reaches that process too, two steps before the run ends."""
+    """If wandb's own process is terminated, as by Slurm's SIGTERM two steps before the run ends,
+    later steps are still recorded."""
     import wandb
 
     config = load_config(write_config(tmp_path, data, run={"wandb": "offline"}), [])
@@ -178,7 +180,7 @@ def tensorboard_loss(folder: Path, purge: bool) -> list[tuple[int, float]]:
 def test_tensorboard_reads_every_step_once(thrice: Path) -> None:
     folder = thrice / "run" / "tensorboard"
     assert dict(tensorboard_loss(folder, purge=True)) == pytest.approx(losses(thrice), rel=1e-6), (
-        "it keeps float32"
+        "TensorBoard stores float32"
     )
     assert [step for step, _ in tensorboard_loss(folder, purge=True)] == [1, 2, 3, 4, 5, 6]
     assert len(tensorboard_loss(folder, purge=False)) == 9, (
@@ -186,11 +188,11 @@ def test_tensorboard_reads_every_step_once(thrice: Path) -> None:
     )
 
 
-# --- all of them ----------------------------------------------------------------------------------
+# --- all trackers ---------------------------------------------------------------------------------
 
 
 class Broken(Tracker):
-    """Works once."""
+    """A tracker that works only once."""
 
     name = "broken"
     calls = 0
@@ -217,13 +219,13 @@ def test_a_tracker_that_fails_is_left_out_and_it_is_said_once(
     assert broken.calls == 2
     assert (
         said.err.count(
-            "warning: broken failed, and is left out from now on: RuntimeError: no route to host"
+            "warning: broken failed and is disabled from now on: RuntimeError: no route to host"
         )
         == 1
     )
-    assert said.err.count("warning: TensorBoard failed, and is left out") == 1
+    assert said.err.count("warning: TensorBoard failed and is disabled") == 1
     assert said.err.count("warning") == 2
-    assert said.out.count("held-out 1.0000") == 4, "the others go on"
+    assert said.out.count("held-out 1.0000") == 4, "the other trackers continue"
     assert [
         json.loads(line)["step"]
         for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
@@ -249,10 +251,10 @@ def test_lines_wait_while_the_disk_is_full(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = JsonLines(tmp_path, 0)
-    lines.path = tmp_path / "gone" / "metrics.jsonl"  # cannot be written, whoever tries
+    lines.path = tmp_path / "gone" / "metrics.jsonl"  # cannot be written, not even by root
     for step in (1, 2):
         lines.log({"step": step})
-    assert capsys.readouterr().err.count("cannot be written, and lines wait") == 1
+    assert capsys.readouterr().err.count("cannot be written; lines wait in memory") == 1
     lines.path.parent.mkdir()
     lines.log({"step": 3})
     assert lines.path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
@@ -263,7 +265,7 @@ def test_a_line_that_the_disk_has_no_room_for_is_not_begun(tmp_path: Path) -> No
     lines = JsonLines(tmp_path / "run", 0)
     lines.log({"step": 1, "loss": 1.0})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # a write is cut short
+    # a limit on the file size cuts the write short
     resource.setrlimit(resource.RLIMIT_FSIZE, (lines.path.stat().st_size + 5, before[1]))
     try:
         lines.log({"step": 2, "loss": 2.0})
@@ -302,7 +304,7 @@ def test_memory_is_known_by_rank(thrice: Path) -> None:
 
 
 def on_a_terminal(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> str:
-    """What `action` writes to standard error while that is a terminal of 80 columns."""
+    """The text that `action` writes to standard error if that is a terminal of 80 columns."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 80))
     said = ""
@@ -326,7 +328,7 @@ def test_bars_are_for_terminals(
     capsys.readouterr()
     assert verify.main([checkpoint]) == 0
     said = capsys.readouterr()
-    assert said.err == "", "into a file"
+    assert said.err == "", "no bar if it is not a terminal"
     assert "good" in said.out
 
     def by_another_rank() -> None:

@@ -1,4 +1,4 @@
-"""Whole runs: what they leave behind, resume, other layouts, other arithmetic."""
+"""Complete runs: the files they write, resuming, other layouts, and other arithmetic."""
 
 import json
 import math
@@ -25,7 +25,7 @@ def run(ranks: Ranks, world: int, *arguments: str) -> None:
 
 
 def forget_step_6(folder: Path) -> None:
-    """As if the run had died before its last checkpoint."""
+    """Delete the last checkpoint, as if the run had died before it."""
     shutil.rmtree(folder / "run" / "checkpoints" / "step-00000006")
 
 
@@ -60,7 +60,8 @@ def test_a_run_leaves_what_it_promises(ranks: Ranks, data: Path, tmp_path: Path)
 
 
 def test_evaluation_is_the_same_on_every_layout(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    """5 held-out sequences, which no layout divides: the padding must not count."""
+    """The evaluation loss is the same in every layout. There are 5 held-out sequences, which no
+    layout divides, so that padding must not count."""
     values = []
     for world, layout in (
         (1, []),
@@ -82,8 +83,8 @@ def test_evaluation_is_the_same_on_every_layout(ranks: Ranks, data: Path, tmp_pa
 
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_resume_is_bitwise(ranks: Ranks, data: Path, tmp_path: Path, tied: bool) -> None:
-    """6 steps in one go, and 6 steps of which the last 3 were run again from the checkpoint: the
-    same bits."""
+    """A run of 6 steps and one whose last 3 steps were resumed from a checkpoint have bitwise equal
+    losses."""
     sections = {
         "parallel": {"tp": 2, "pp": 2},
         "model": {"tie_embeddings": tied},
@@ -104,14 +105,13 @@ def test_resume_is_bitwise(ranks: Ranks, data: Path, tmp_path: Path, tied: bool)
     other.mkdir()
     config = write_config(other, data, **sections)
     run(ranks, 8, config, f"checkpoint.load_weights_only={saved}", "train.steps=3")
-    assert losses(other)[1] != whole[4], "new data and no moments"
+    assert losses(other)[1] != whole[4], "other data, and no moments"
 
 
 @pytest.mark.thorough
 def test_any_layout_loads_what_another_saved(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    """Weights and moments of (pp 2, dp 2, tp 2), bit for bit, under other layouts; with a
-    vocabulary that tp does not divide, tied embeddings, an uneven split, and norms of heads that
-    are shorter than dp_shard."""
+    """Weights and moments saved with (pp 2, dp 2, tp 2) load bit for bit in other layouts, with
+    tied embeddings, an uneven split of layers, and head norms shorter than dp_shard."""
     model = {"tie_embeddings": True, "qk_norm": True, "attention_dim": 8}
     config = write_config(
         tmp_path, data, model=model, checkpoint={"interval": 2}, train={"steps": 2}
@@ -136,7 +136,7 @@ def test_any_layout_loads_what_another_saved(ranks: Ranks, data: Path, tmp_path:
     files = sorted(saved.glob("*.safetensors"))
     names = {key for file in files for key in safe_open(str(file), "pt").keys()}  # noqa: SIM118
     assert "model.blocks.3.attention.output.weight" in names, (
-        "global names, the last stage's layers among them"
+        "layers of the last stage too have global names"
     )
     assert "model.head.weight" not in names, "a tied weight is saved once"
 
@@ -145,7 +145,8 @@ def test_any_layout_loads_what_another_saved(ranks: Ranks, data: Path, tmp_path:
 def test_a_checkpoint_older_than_a_field_of_the_model(
     ranks: Ranks, saved: Path, tmp_path: Path
 ) -> None:
-    """The field is then what it was in effect: its default. Anything else is another model."""
+    """A checkpoint from before a field of the model existed has that field's default, which is how
+    the model behaved. Any other value is refused as another model."""
     config, checkpoints = copy_of(saved, tmp_path)
     newest = checkpoints / "step-00000006"
     trainer = json.loads((newest / "trainer.json").read_text())
@@ -213,8 +214,9 @@ def test_bfloat16_follows_float32(ranks: Ranks, data: Path, tmp_path: Path, step
 def test_bfloat16_with_split_backwards(
     ranks: Ranks, data: Path, tmp_path: Path, zero_stage: int
 ) -> None:
-    """Gradients in bfloat16 that are formed after backward reach the float32 sums as those formed
-    in it: losses and norms agree to the rounding that another split of the layers has too."""
+    """With bfloat16, weight gradients formed after backward reach the float32 sums like those
+    formed in backward: losses and norms of schedules with a split backward agree with 1F1B's,
+    within the rounding that any other split of the layers causes too."""
     config = write_config(
         tmp_path, data, train={"steps": 3, "dtype": "bfloat16", "micro_batch_size": 1}
     )
@@ -247,8 +249,8 @@ def test_bfloat16_with_split_backwards(
 
 
 def train_traced(arguments: list[str]) -> str:
-    """A run whose compiled blocks are captured, forward and backward, but not translated to C++,
-    which takes a minute."""
+    """Train with blocks that the compiler captures, forward and backward, but does not translate to
+    C++, which would take a minute."""
     with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
         return train_run(arguments)
 
@@ -267,7 +269,7 @@ def test_compiled_agrees(
     ranks: Ranks, data: Path, tmp_path: Path, mode: str, compiled_run: Callable[[list[str]], str]
 ) -> None:
     layout = ["parallel.tp=2", f"train.activation_checkpointing={mode}"]
-    # Each block is compiled; two are as good as four. Evaluation runs them too.
+    # Blocks are compiled one by one, so two suffice. Evaluation runs them too.
     config = write_config(
         tmp_path, data, train={"steps": 3, "eval_interval": 3}, model={"num_layers": 2}
     )
@@ -281,8 +283,8 @@ def test_compiled_agrees(
 
 @pytest.mark.thorough
 def test_weights_that_were_ruined_are_not_saved(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    """Each step multiplies them by a million: the fourth's loss is no number, and a save is due
-    after it."""
+    """Weights that are no longer finite are not saved: each step multiplies them by a million, so
+    that the loss of step 4, after which a save is due, is NaN."""
     ruinous = {"lr": 1e3, "weight_decay": 1e3, "warmup_steps": 0}
     config = write_config(
         tmp_path, data, checkpoint={"interval": 4}, optimizer=ruinous, guard={"max_bad_steps": 2}
@@ -309,7 +311,7 @@ def test_load_weights_only_starts_anew(ranks: Ranks, data: Path, tmp_path: Path)
     saved = tmp_path / "run" / "checkpoints" / "step-00000006"
     other = tmp_path / "other"
     other.mkdir()
-    config = write_config(other, data, train={"seq_len": 16})  # what a resume would refuse
+    config = write_config(other, data, train={"seq_len": 16})  # a resume would refuse this
     run(ranks, 2, config, f"checkpoint.load_weights_only={saved}", "parallel.pp=2")
     lines = losses(other)
     assert sorted(lines) == [1, 2, 3, 4, 5, 6]

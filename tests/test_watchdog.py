@@ -1,4 +1,4 @@
-"""A rank that stands still: all ranks say where they are, and exit."""
+"""If a rank hangs, every rank records where it is, and exits."""
 
 import os
 import re
@@ -28,7 +28,7 @@ LAYOUTS = {4: {"tp": 2, "dp_shard": 2}, 8: {"tp": 2, "pp": 2, "dp_shard": 2}}  #
 
 
 def run_with_a_sleeper(arguments: list[str], rank: int) -> str:
-    """In the third step, `rank` sleeps forever."""
+    """Train; in the third step, `rank` sleeps forever."""
     microbatches, calls = TrainStep.microbatches, []
 
     def sleeping(self: TrainStep, *batch: Any, **options: Any) -> Any:
@@ -57,14 +57,14 @@ def test_a_rank_that_sleeps_for_ever(ranks: Ranks, data: Path, tmp_path: Path, w
     for name, text in files.items():
         first, *rest = text.splitlines()
         assert re.match(
-            r"rank \d is not done with step 3 after \d+ s: at [a-z_/]+\.py:\d+ \w+, waiting in ",
+            r"rank \d has not finished step 3 after \d+ s: at [a-z_/]+\.py:\d+ \w+, waiting in ",
             first,
         )
         assert "last collectives:" in rest[0]
-        assert any("(done)" in line for line in rest), "those before it are told too"
+        assert any("(done)" in line for line in rest), "earlier collectives are listed too"
         assert "MainThread" in text or "most recent call first" in text
         assert (f"rank-{rank:05d}" in name) == ("at tests/test_watchdog.py" in first), (
-            "the culprit is where it sleeps"
+            "only the hanging rank is inside this test's code"
         )
     others = [
         text.splitlines()[0] for name, text in files.items() if f"rank-{rank:05d}" not in name
@@ -75,8 +75,8 @@ def test_a_rank_that_sleeps_for_ever(ranks: Ranks, data: Path, tmp_path: Path, w
 
 
 def test_the_clock_rests_and_is_patient(data: Path, tmp_path: Path) -> None:
-    """No alarm before a step was measured, while it rests, or where steps take that long; one where
-    they do not. The test moves the clock."""
+    """The watchdog raises no alarm before a step was measured, while it rests, or if steps
+    regularly take that long; otherwise it does. The test advances a fake clock."""
     config = load_config(
         write_config(tmp_path, data, guard={"hang_factor": 3.0, "hang_seconds": 20.0}), []
     )
@@ -88,7 +88,7 @@ def test_the_clock_rests_and_is_patient(data: Path, tmp_path: Path) -> None:
         return now[0]
 
     def pass_seconds(seconds: float) -> None:
-        """Later, when the watchdog has looked at the clock again, twice."""
+        """Advance the clock; return when the watchdog has read it twice."""
         now[0] += seconds
         while looks.acquire(blocking=False):
             pass
@@ -116,11 +116,11 @@ def test_the_clock_rests_and_is_patient(data: Path, tmp_path: Path) -> None:
             pass_seconds(1e6)
         assert alarms == [], "resting"
         pass_seconds(19.0)
-        assert alarms == [], "begun again after the rest"
+        assert alarms == [], "the time counts from the end of the rest"
         for step in range(3, 6):
             watchdog.step_done(step, 100.0)
         pass_seconds(290.0)
-        assert alarms == [], "steps of a hundred seconds"
+        assert alarms == [], "steps take a hundred seconds"
         pass_seconds(20.0)
         assert alarms == [5]
         for step in range(6, 16):
@@ -130,8 +130,8 @@ def test_the_clock_rests_and_is_patient(data: Path, tmp_path: Path) -> None:
 
 
 def test_native_code_that_never_returns(data: Path, tmp_path: Path) -> None:
-    """A C function that keeps Python's lock: no Python thread can look at a clock, and the process
-    ends all the same."""
+    """A C function that never returns and holds Python's global lock stops all Python threads; the
+    process is still ended."""
     config = write_config(tmp_path, data, guard={"hang_factor": 1.0, "hang_seconds": 0.1})
     program = f"""
 import ctypes, runtime.watchdog
@@ -184,5 +184,5 @@ def left_and_entered() -> str:
         "(done)" not in (line := runtime.watchdog.last_collectives()[-1])
         and time.monotonic() < deadline
     ):
-        time.sleep(0.01)  # gloo's thread may not have noted it yet
+        time.sleep(0.01)  # gloo's thread may not have recorded it yet
     return line

@@ -1,4 +1,5 @@
-"""Deferred weight gradients: the queue's jobs hold what they need, no longer than they need it."""
+"""Deferred weight gradients: jobs are queued only while deferring, and release their tensors when
+they finish."""
 
 import gc
 import weakref
@@ -11,7 +12,7 @@ from parallel.layer import Layer, TensorParallel, share_queue
 
 
 class Job:
-    """Notes how many jobs are alive when it ends."""
+    """A job that logs the number of live jobs when it starts and when it finishes."""
 
     def __init__(self, alive, log):
         self.held = torch.zeros(3)
@@ -26,8 +27,8 @@ class Job:
 
 
 def test_a_finished_job_is_let_go():
-    """Two are alive at a time, the one that computes and the one that gathers, and the list is
-    empty in the end."""
+    """Finished jobs are freed at once and the list is emptied. At any time at most two jobs have
+    started and not finished: one computes, and the next gathers."""
     alive, log = weakref.WeakSet(), []
     jobs = [Job(alive, log) for _ in range(5)]
     run_jobs(jobs)

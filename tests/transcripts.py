@@ -1,21 +1,21 @@
-"""The commands that pages show, with what they print, and how tests run them.
+"""Read the commands and their output from documentation pages, and run the commands.
 
     ```console
     $ .venv/bin/python -m tools.plan configs/llama3_8b.yaml
-    the output, in which … is anything within a line,
+    the output, in which … matches anything within a line, and
     …
-    and a line of it any number of lines
+    on a line by itself matches any number of lines
     $ sbatch slurm/train_70b.sh      # not run: needs Slurm
     ```
 
-A command goes on after a backslash, up to the end of its here-document, or after -c ' to a line
-with the other '. One that is not run is parsed; the page says why.
+A command continues after a backslash, up to the end of its here-document, or after -c ' up to a
+line with the closing '. A command marked `# not run: REASON` is only parsed.
 
-In ```bash blocks every line is a command, without `$ `, and nothing is said of what it prints.
+In ```bash blocks every line is a command, without `$ `, and the page shows no output.
 
-Commands run at the root of a copy of the repository. One that only runs Python does so in a process
-that has imported torch already (forked from multiprocessing's server, as tools/ranks.py does),
-which saves seconds; the others are given to bash.
+Commands run at the root of a copy of the repository. A command that only runs Python runs in a
+process that has already imported torch (forked from multiprocessing's fork server, as in
+tools/ranks.py), which saves seconds. All others run in bash.
 """
 
 import io
@@ -41,7 +41,7 @@ ROOT = Path(__file__).parent.parent
 LEFT_OUT = (".git", ".venv", "runs", "prepared", "wandb", "__pycache__", ".*_cache", "*.pyc",
             ".whl", "api")  # fmt: skip
 PYTHON = (".venv/bin/python", "python")
-SECONDS = 600  # for one command; far more than any takes
+SECONDS = 600  # timeout of one command; far more than any takes
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,17 @@ class Command:
 
     page: str
     line: int  # of the page, 1-based
-    text: str  # as written, without the prompt and without what says that it is not run
-    output: str | None  # what the page shows; None: nothing is said
-    not_run: str  # why; empty: it is run
+    text: str  # as written, without the prompt and the `# not run` mark
+    output: str | None  # as the page shows it; None if it shows none
+    not_run: str  # the reason; empty if the command is run
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}: {self.text.splitlines()[0]}"
 
 
 def blocks(text: str, *languages: str) -> Iterator[tuple[int, str, str]]:
-    """(line of its first line, language, content) of every fenced block in one of `languages`."""
+    """(line number of the first line, language, content) of every fenced block in one of
+    `languages`."""
     for match in re.finditer(
         rf"^```({'|'.join(languages)})\n(.*?)^```$", text, re.MULTILINE | re.DOTALL
     ):
@@ -105,12 +106,12 @@ def commands(page: Path) -> list[Command]:
     return found
 
 
-COMMENT = "#     "  # in a configuration's comments: a command after `$ `, or what it prints
+COMMENT = "#     "  # starts a line with a command or its output in a configuration's comments
 
 
 def commands_in_comments(file: Path) -> list[Command]:
-    """The same of a configuration: its comments show commands and what they print, indented by
-    four."""
+    """All commands in the comments of a configuration, where they and their output are indented by
+    four spaces."""
     found: list[Command] = []
     shown = [
         line.removeprefix(COMMENT) if line.startswith(COMMENT) else None
@@ -130,8 +131,8 @@ def commands_in_comments(file: Path) -> list[Command]:
 
 
 def matches(shown: str, printed: str) -> bool:
-    """Whether a command printed what the page shows. Blank lines and spaces at the ends of lines do
-    not count."""
+    """Whether a command printed what the page shows, ignoring blank lines and spaces at the ends of
+    lines."""
     pattern = ""
     for row in filter(None, map(str.rstrip, shown.splitlines())):
         pattern += (
@@ -142,8 +143,8 @@ def matches(shown: str, printed: str) -> bool:
 
 
 def copy_tree(folder: Path) -> Path:
-    """The repository's sources in `folder`, with a .venv/bin that has this interpreter under the
-    names that pages use."""
+    """Copy the repository's sources to `folder`, with a .venv/bin that provides this interpreter
+    under the names that pages use."""
     copy = folder / "lattice"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*LEFT_OUT))
     programs = copy / ".venv" / "bin"
@@ -185,8 +186,8 @@ def run(command: str, folder: Path) -> tuple[int, str, str]:
 
 
 def run_in_copy(wanted: list[str], folder: Path) -> list[tuple[int, str, str]]:
-    """The same of several commands in a copy that was changed, with its own modules: one process
-    for all of them."""
+    """The results of `run` for several commands in a modified copy, with the modules of that copy:
+    one process runs them all."""
     program = (
         "import json, sys; from pathlib import Path; from tests.transcripts import run; "
         "said = json.load(sys.stdin)\n"
@@ -209,8 +210,8 @@ def run_in_copy(wanted: list[str], folder: Path) -> list[tuple[int, str, str]]:
 
 
 def as_python(command: str) -> tuple[list[str], str] | None:
-    """(arguments, program) where a command does nothing but run Python: `-m MODULE …` (no program),
-    `-c PROGRAM …`, or a program in a here-document. None where it needs a shell."""
+    """(arguments, program) of a command that only runs Python: `-m MODULE …` (empty program), `-c
+    PROGRAM …`, or a program in a here-document. None if the command needs a shell."""
     first, _, rest = command.partition("\n")
     here = re.fullmatch(r"(\S+) - <<'(\w+)'", first)
     if here:
@@ -227,10 +228,10 @@ def as_python(command: str) -> tuple[list[str], str] | None:
 
 
 def run_python(arguments: list[str], program: str, folder: Path) -> tuple[int, str, str]:
-    """In a process that has imported torch already. It sees this repository's modules, and works in
-    `folder`."""
+    """Run Python in a process that has already imported torch, with this repository's modules and
+    the working directory `folder`; return as `run` does."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)  # of no effect where the server runs already
+    context.set_forkserver_preload(PRELOAD)  # no effect if the server is already running
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_run_python, args=(arguments, program, str(folder), theirs))
     process.start()

@@ -1,17 +1,18 @@
-"""Commands beside training, `python -m tools.NAME --help` each. A folder is a command and its
-parts, but for huggingface/, which import_hf and export share; ranks.py is the pool of processes
-that parity and the tests compute on, command.py how a command ends.
+"""Commands other than training; each has `python -m tools.NAME --help`.
+
+A folder is one command and its parts, except huggingface/, which import_hf and export share.
+ranks.py is the process pool used by parity and the tests; command.py ends a command cleanly.
 
 Before a run      tokenizer, prepare     text → tokens → token shards
-                  plan, rehearse         what a job will need; any rank of it, carried out here
-                  timeline               a schedule, drawn
-                  preflight              are the nodes fit?
-                  launch                 torchrun's launcher, with everything imported once
-For its editors   schema                 what a configuration file may hold: completion, checks
-While and after   report, plot, profile  a run as a page, as a picture; what a trace says
-                  verify                 is a checkpoint whole?
-                  generate               text from the model
-                  import_hf, export      Hugging Face, in and out
-To trust it       parity                 every layout against one device
-                  compile_kernels        the kernels, for every GPU, without one
+                  plan, rehearse         predict a job's needs; execute any rank of it here
+                  timeline               draw a schedule
+                  preflight              check that the nodes are fit
+                  launch                 start a run on one machine, importing everything once
+For editors       schema                 schema of configuration files, for completion and checks
+During and after  report, plot, profile  a run as a page, or as a picture; a trace's summary
+                  verify                 check that a checkpoint is intact
+                  generate               generate text from the model
+                  import_hf, export      convert from and to Hugging Face folders
+To trust it       parity                 compare every layout with one device
+                  compile_kernels        compile the kernels for every GPU, without having one
 """

@@ -1,4 +1,4 @@
-"""How a command of this folder ends when nobody wants the rest (`| head`, Ctrl-C): no traceback."""
+"""Ends a command without a traceback on Ctrl-C, or when its output is cut off (`| head`)."""
 
 import os
 import select
@@ -9,25 +9,25 @@ from typing import NoReturn
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:
-    """Exits with main's status; or as other programs do that die of SIGPIPE or SIGINT, after what
-    main has to clean up."""
+    """Runs `main` and exits with its status. After a closed output pipe or Ctrl-C, and main's own
+    cleanup, exits as other programs do on SIGPIPE or SIGINT."""
     try:
         status = main()
         sys.stdout.flush()
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)  # so that a script that called it stops too
+        os.kill(os.getpid(), signal.SIGINT)  # so that a calling script stops too
     except BrokenPipeError:
-        if not _reader_is_gone():  # it was a pipe to another process
+        if not _reader_is_gone():  # the broken pipe was not standard output
             raise
-        # the interpreter flushes once more
+        # the interpreter flushes standard output once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     sys.exit(status)
 
 
 def _reader_is_gone() -> bool:
-    """Whether nobody reads standard output any more."""
+    """Whether standard output is a pipe without a reader."""
     poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)  # errors are always told
+    poll.register(sys.stdout.fileno(), 0)  # error events are always reported
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

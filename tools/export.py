@@ -1,11 +1,12 @@
-"""A checkpoint to a Hugging Face folder: `python -m tools.export --checkpoint DIR --out DIR`
+"""Exports a checkpoint for Hugging Face: `python -m tools.export --checkpoint DIR --out DIR`
 
-DIR is a checkpoint of any layout, or a run folder: then its newest one. Written are config.json,
-generation_config.json, safetensors files of at most 5 GB with an index, and the tokenizer's files:
-what transformers, vLLM and their like load. The architecture is Llama; Qwen3 for a model with norms
-of queries and keys; Mistral where the heads do not divide the width, for transformers' Llama
-refuses that (huggingface/config.py). The checkpoint is compared with its checksums first. One
-file's tensors are in memory at a time. The exit status is 2 where something is refused.
+--checkpoint is a checkpoint of any layout, or a run folder, whose newest checkpoint is used. It
+writes config.json, generation_config.json, safetensors files of at most 5 GB with an index, and the
+tokenizer's files, which transformers, vLLM and similar programs load. The architecture is Llama, or
+Qwen3 for a model with norms of queries and keys, or Mistral if the number of heads does not divide
+the width, which transformers' Llama rejects (huggingface/config.py). The checkpoint's checksums are
+verified first. Only one file's tensors are in memory at a time. The exit status is 2 if the
+export is refused.
 """
 
 import argparse
@@ -41,29 +42,29 @@ def export(
 
     Args:
         dtype: `float32`, or `bfloat16`, to which weights are rounded.
-        file_bytes: of tensors in a file, unless one alone has more.
-        max_length: tokens of the longest sequence that the model is said to be for; None: as long
-            as those of its training.
+        file_bytes: the most bytes of tensors in a file, except for a single larger tensor.
+        max_length: the longest sequence, in tokens, to state in config.json; None: the sequence
+            length of its training.
 
     Raises UserError for what the user can fix.
     """
     refuse_existing(out)
     for key, value in (("--file-bytes", file_bytes), ("--max-length", max_length)):
         if value is not None and value < 1:
-            why = "must be at least 1"
+            why = "it must be at least 1"
             raise UserError(key, value, why, "leave it out, or give a larger number")
     try:
         verify_checkpoint(checkpoint)
     except Damaged as damaged:
-        why = f"is no good checkpoint: {damaged}"
-        remedy = "give another folder step-…"
+        why = f"is not a valid checkpoint: {damaged}"
+        remedy = "give another step-… folder"
         raise UserError("--checkpoint", str(checkpoint), why, remedy) from None
     reader = CheckpointReader(checkpoint)
     tokenizer = Tokenizer.load(checkpoint)
     wanted = parameters(reader.model)
     if {p.ours: p.shape for p in wanted} != reader.weights():
-        why = "its tensors are not those of the model in its trainer.json"
-        raise UserError("--checkpoint", str(checkpoint), why, "give another folder step-…")
+        why = "its tensors do not match the model in its trainer.json"
+        raise UserError("--checkpoint", str(checkpoint), why, "give another step-… folder")
     max_length = max_length or reader.trainer.seq_len
     bos_id = tokenizer.bos_id if tokenizer.bos_id >= 0 else None
     config = config_json(
@@ -115,20 +116,20 @@ def main(arguments: list[str] | None = None) -> int:
         required=True,
         type=Path,
         metavar="DIR",
-        help="the folder to write; it must not exist",
+        help="the folder to write, which must not exist yet",
     )
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
         default="float32",
-        help="of the weights (%(default)s)",
+        help="dtype of the weights (default: %(default)s)",
     )
     parser.add_argument(
         "--file-bytes",
         type=int,
         default=FILE_BYTES,
         metavar="N",
-        help="of tensors in one file (default: %(default)s)",
+        help="the most bytes of tensors in one file (default: %(default)s)",
     )
     parser.add_argument(
         "--max-length",
@@ -153,8 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     if not (options.out / JSON).exists():
         print(
-            "without tokenizer.json: this SentencePiece model does what no such file that we could "
-            "make does"
+            "no tokenizer.json was written: it could not reproduce this SentencePiece model exactly"
         )
     return 0
 

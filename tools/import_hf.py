@@ -1,13 +1,14 @@
-"""A Hugging Face folder to a checkpoint: `python -m tools.import_hf --hf DIR --out DIR`
+"""Converts a Hugging Face folder to a checkpoint: `python -m tools.import_hf --hf DIR --out DIR`
 
-DIR holds config.json, safetensors files (several: with their index) and a tokenizer (else:
---tokenizer), of Llama 2 to 3.2, of Mistral without a sliding window, or of a dense Qwen3. What
-would be another model here is refused, and named (huggingface/config.py). Weights keep their dtype,
-and pass through memory in files of at most 5 GB.
+The --hf folder contains config.json, safetensors files (with their index if there are several) and
+a tokenizer (else give --tokenizer). The model is a Llama 2 to 3.2, a Mistral without a sliding
+window, or a dense Qwen3. Settings that Lattice's model does not support are refused by name
+(huggingface/config.py). Weights keep their dtype, and are written in files of at most 5 GB, one of
+which is in memory at a time.
 
-OUT is a checkpoint for checkpoint.load_weights_only, tools.generate, tools.verify and tools.export,
-with a model.yaml: the section `model` of its configuration. The exit status is 2 where something is
-refused.
+--out becomes a checkpoint for checkpoint.load_weights_only, tools.generate, tools.verify and
+tools.export. Its model.yaml is the `model` section for a configuration. The exit status is 2 if the
+import is refused.
 """
 
 import argparse
@@ -41,14 +42,15 @@ from tools.huggingface.tensor_files import (
     write_files,
 )
 
-# in model.yaml, also where they are what they are by default
+# written to model.yaml even if they have their default values
 ALWAYS_SAID = ("norm_eps", "rope_theta", "tie_embeddings")
 
 
 def import_hf(
     hf: Path, out: Path, file_bytes: int = FILE_BYTES, tokenizer_path: Path | None = None
 ) -> ModelConfig:
-    """Writes the checkpoint `out`, whole or not at all. Raises UserError for what the user can fix.
+    """Writes the checkpoint `out`, completely or not at all. Raises UserError for what the user can
+    fix.
 
     tokenizer_path: a tokenizer's file or folder; None: the one in `hf`.
     """
@@ -60,7 +62,7 @@ def import_hf(
     tokenizer = load_tokenizer(hf, tokenizer_path)
     if tokenizer.vocab_size > config.model.vocab_size:
         why = f"the tokenizer has {tokenizer.vocab_size} tokens"
-        remedy = "give the two of one model"
+        remedy = "use config.json and tokenizer of the same model"
         raise UserError(f"{hf / CONFIG}: vocab_size", config.model.vocab_size, why, remedy)
 
     wanted = parameters(config.model)
@@ -82,24 +84,25 @@ def import_hf(
 
 
 def load_tokenizer(hf: Path, named: Path | None) -> Tokenizer:
-    """The model's tokenizer. Raises UserError, naming --tokenizer."""
+    """Loads the model's tokenizer. Raises UserError with the key --tokenizer."""
     try:
         return Tokenizer.load(named or hf)
     except UserError as error:
-        why = error.why if named else f"{hf} has none that can be read: {error.why}"
+        why = error.why if named else f"{hf} has no readable tokenizer: {error.why}"
         remedy = "give the model's tokenizer, its file or folder: --tokenizer PATH"
         remedy = error.remedy if named else remedy
         raise UserError("--tokenizer", named and str(named), why, remedy) from error
 
 
 def _places(tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Where in the global tensors those of a file are: each is whole, and begins at 0."""
+    """Metadata for a file: the position of its tensors in the global ones. Each is whole, so it
+    begins at 0."""
     places = {name: {"saved_offsets": [0] * tensor.ndim} for name, tensor in tensors.items()}
     return {PLACES: json.dumps(places)}
 
 
 def trainer(config: HuggingFaceConfig) -> dict[str, Any]:
-    """The trainer.json of a model that no run of ours trained: only weights can be resumed."""
+    """The trainer.json of a model not trained by Lattice: only its weights can be loaded."""
     return {
         "step": 0,
         "updates": 0,
@@ -114,7 +117,7 @@ def trainer(config: HuggingFaceConfig) -> dict[str, Any]:
 
 
 def said(model: ModelConfig) -> dict[str, Any]:
-    """The keys of the section `model` that make it this model."""
+    """The keys of the section `model` that define this model."""
     fields = [field for field in dataclasses.fields(model) if field.name not in FREE_MODEL_KEYS]
     values = {field.name: getattr(model, field.name) for field in fields}
     return {
@@ -138,14 +141,14 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--hf", required=True, type=Path, metavar="DIR", help="the folder of Hugging Face's format"
+        "--hf", required=True, type=Path, metavar="DIR", help="the folder in Hugging Face format"
     )
     parser.add_argument(
         "--out",
         required=True,
         type=Path,
         metavar="DIR",
-        help="the checkpoint to write; it must not exist",
+        help="the checkpoint to write, which must not exist yet",
     )
     parser.add_argument(
         "--tokenizer",
@@ -166,8 +169,8 @@ def main(arguments: list[str] | None = None) -> int:
         f"and {MANIFEST} with their checksums"
     )
     print(
-        f"to train on from it, put the section of {out / 'model.yaml'} into a configuration, "
-        "say configs/mine.yaml, and then"
+        f"to continue training it, copy the section in {out / 'model.yaml'} to a configuration, "
+        "such as configs/mine.yaml, and run"
     )
     print(
         f"  python -m tools.prepare --source 'corpus/*.jsonl' --tokenizer {out} --out prepared/mine"

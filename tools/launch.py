@@ -2,29 +2,29 @@
 
     python -m tools.launch [--nproc-per-node N] CONFIG [section.key=value …]
 
-With --nproc-per-node: N processes, laid out as the file and the overrides say, as torchrun would
-start them. Without it, on what there is. Without a GPU: 8 processes over gloo, one thread each,
-laid out as the file says. With GPUs: one process for each of as many as are a power of two, at most
-8, over NCCL, in bfloat16, with the axes as large as they allow; overrides that you give come last,
-so they win.
+With --nproc-per-node, it starts N processes, as torchrun would, with the layout of the file and the
+overrides. Without it, the number of processes depends on the machine. On a machine without GPUs: 8
+processes over gloo, one thread each, with the layout of the file. With GPUs: one process per GPU,
+rounded down to a power of two and at most 8, over NCCL, in bfloat16, in a layout that fits their
+number. Your own overrides are applied last, so they take precedence.
 
-    launcher  imports ─┬ fork … fork ─┬─ waits ──────┬─ removes the store, ends with the first
+    launcher  imports ─┬ fork … fork ─┬─ waits ──────┬─ removes the store, exits with the first
     rank r             └── joins, trains: train.main ┘  failure's status
 
-The ranks share the memory of what is imported, and the time that it took. They find each other in a
-file, in a folder that only this user may enter: no port is opened but those of gloo and NCCL, on
-the loopback interface. (Who reaches torchrun's port can run code as you: README, "More GPUs, more
-machines".)
+Modules are imported once, and the ranks share their memory. The ranks' rendezvous is a file in a
+folder that only this user may enter. The only ports opened are those of gloo and NCCL, on the
+loopback interface. (Anyone who can reach torchrun's port can run code as you: README, "More GPUs,
+more machines".)
 
-A signal that asks for a stop is passed to every rank, once; a second request ends all at once. The
-ranks are a process group of their own, so that Ctrl-C reaches them no other way. Exit status: 0;
-the first failure's; 2 where the configuration is refused; 128 + the signal's number where one ended
-the run.
+A signal that requests a stop is passed to every rank once; a second one ends the run at once. The
+ranks are in a separate process group, so that Ctrl-C reaches them only through the launcher. The
+exit status is 0; or that of the first failure; or 2 if the configuration is refused; or 128 + the
+signal's number if a signal ended the run.
 """
 
 from runtime import signals
 
-if __name__ == "__main__":  # first of all: the other imports take seconds
+if __name__ == "__main__":  # before the other imports, which take seconds
     signals.leave_on_request()
 
 import argparse
@@ -43,7 +43,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch._dynamo  # imported when the first DTensor is used; here once, for all ranks
+import torch._dynamo  # the first use of DTensor would import it in each rank; here it is shared
 import torch.distributed as dist
 
 import train
@@ -55,18 +55,18 @@ from training.load_config import load_config
 
 # the smallest world in which tensor, pipeline and data parallelism all have two ranks
 MAX_PROCESSES = 8
-PROCESSES_PER_CORE = 32  # at most, without GPUs: each takes 0.3 GB
-# after a failure, until the others are told to leave: they notice, and rank 0 writes it down
+PROCESSES_PER_CORE = 32  # the most without GPUs; each takes 0.3 GB
+# From a failure until the other ranks are sent ABANDON: they notice it, and rank 0 records it.
 NOTICE_SECONDS = 2.0
-KILL_SECONDS = 15.0  # after that, until they are killed
+KILL_SECONDS = 15.0  # from then until the remaining ranks are killed
 PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 
 
 def layout(num_gpus: int) -> tuple[int, list[str]]:
-    """How many processes to start, and the overrides that fit the configuration to them.
+    """The number of processes to start, and the overrides that fit the configuration to it.
 
-    GPUs are used in powers of two, which divide the batch and the heads; the doublings go to tp,
-    then pp, then dp_shard.
+    The number of GPUs used is a power of two, which divides the batch and the heads. Its factors
+    of two go first to tp, then to pp, then to dp_shard.
     """
     if num_gpus == 0:
         return MAX_PROCESSES, []
@@ -78,7 +78,7 @@ def layout(num_gpus: int) -> tuple[int, list[str]]:
 
 
 def count_gpus() -> int:
-    """Asked in a process of its own: one that has spoken to the driver cannot be forked."""
+    """The number of GPUs, counted in a child process: one that has initialized CUDA cannot fork."""
     pid = os.fork()
     if pid == 0:
         os._exit(torch.cuda.device_count())
@@ -86,7 +86,7 @@ def count_gpus() -> int:
 
 
 def check_processes(processes: int, gpus: int) -> None:
-    """Raises UserError for more than this machine has room for."""
+    """Raises UserError unless this machine can run that many processes."""
     most = gpus or PROCESSES_PER_CORE * (os.cpu_count() or 1)
     if not 1 <= processes <= most:
         why = (
@@ -99,7 +99,7 @@ def check_processes(processes: int, gpus: int) -> None:
 
 
 def run_rank(store: dist.Store, heard: Signals, arguments: list[str]) -> None:
-    """A rank's life, as train.py begins it."""
+    """Runs train.py's main function as one rank."""
     train.main(arguments, heard, store)
 
 
@@ -111,7 +111,7 @@ def _become_rank(
     function: Callable[..., None],
     arguments: tuple,
 ) -> None:
-    """In the forked process, which does not return from here."""
+    """Runs `function` in the forked process as a rank, and exits; never returns."""
     status = 1
     try:
         os.setpgid(0, group)
@@ -130,16 +130,19 @@ def _become_rank(
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)  # what is above on the stack is the launcher's
+        os._exit(status)  # returning would run the launcher's code
 
 
 def _end_with(launcher: int) -> None:
-    """Ask this process to stop when the launcher is killed (Linux only): by another signal than who
-    killed it may have sent before, for a second one of the same means at once."""
+    """Makes this process receive a stop request when the launcher is killed (Linux only).
+
+    It is SIGUSR1, because whoever killed the launcher may have sent SIGINT or SIGTERM before, and a
+    second signal of the same kind would end the rank at once.
+    """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(PR_SET_PDEATHSIG, signal.SIGUSR1)
-        if os.getppid() != launcher:  # it was killed before
+        if os.getppid() != launcher:  # the launcher was killed before the call
             os.kill(os.getpid(), signal.SIGUSR1)
 
 
@@ -150,9 +153,9 @@ def _end_with(launcher: int) -> None:
 class Ending:
     """How the ranks ended."""
 
-    failure: tuple[int, int] | None = None  # the first: rank, exit status, or -signal
-    received: list[int] = field(default_factory=list)  # signals that asked for a stop, in order
-    at_once: bool = False  # as the second of them demanded
+    failure: tuple[int, int] | None = None  # the first one: (rank, exit status or -signal)
+    received: list[int] = field(default_factory=list)  # the signal that requested a stop, if any
+    at_once: bool = False  # whether a second one requested that they be killed
 
     def why(self) -> str:
         if self.at_once:
@@ -170,26 +173,27 @@ class Ending:
 
 
 def start_processes(processes: int, function: Callable[..., None], *arguments: object) -> Ending:
-    """`function(store, signals, *arguments)` as ranks of one world here, until all have ended."""
+    """Runs `function(store, signals, *arguments)` in forked processes, the ranks of one world, and
+    waits until all have ended."""
     awaited = {*signals.requests(), signal.SIGCHLD, signal.SIGALRM}
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
-    # the default, to ignore it, would hide it from sigwait on macOS
+    # the default action, ignoring it, would hide it from sigwait on macOS
     signal.signal(signal.SIGCHLD, lambda *_: None)
     _sweep()
     folder = Path(tempfile.mkdtemp(prefix=f"lattice-{os.getpid()}-"))  # mode 0700
     try:
         gc.collect()
-        gc.freeze()  # what is imported stays shared: no collection in a rank writes to its pages
+        gc.freeze()  # keeps the pages of imported modules shared: collections do not write to them
         sys.stdout.flush()
         ranks: dict[int, int] = {}  # process → rank
         for rank in range(processes):
-            group = next(iter(ranks), 0)  # the first one's
+            group = next(iter(ranks), 0)  # the first rank's process id
             pid = os.fork()
             if pid == 0:
                 _become_rank(rank, processes, folder / "store", group, function, arguments)
             ranks[pid] = rank
             with contextlib.suppress(OSError):
-                os.setpgid(pid, group or pid)  # the rank does so too: whoever comes first
+                os.setpgid(pid, group or pid)  # the rank does so too; either may come first
         gc.unfreeze()
         return _wait(ranks, awaited)
     finally:
@@ -197,8 +201,8 @@ def start_processes(processes: int, function: Callable[..., None], *arguments: o
 
 
 def _wait(ranks: dict[int, int], awaited: set[signal.Signals]) -> Ending:
-    """Until all ranks have ended. Signals wait for this loop (they are blocked), so none is lost
-    and none interrupts it."""
+    """Waits until all ranks have ended. Signals are blocked and received only by sigwait, so none
+    is lost and none interrupts this loop."""
     ending, group = Ending(), next(iter(ranks))
     asked_at, told_to_leave = 0.0, False
     while ranks:
@@ -210,7 +214,7 @@ def _wait(ranks: dict[int, int], awaited: set[signal.Signals]) -> Ending:
                 if status is not None:
                     del ranks[pid]
             if failed and ending.failure is None:
-                # of several, one that was killed
+                # if several failed, prefer one that was killed (a negative status)
                 ending.failure = min(failed, key=lambda one: one[1])
                 signal.setitimer(signal.ITIMER_REAL, NOTICE_SECONDS)
         elif number == signal.SIGALRM and not told_to_leave:
@@ -235,18 +239,18 @@ def _wait(ranks: dict[int, int], awaited: set[signal.Signals]) -> Ending:
 
 
 def _exit_status(pid: int) -> int | None:
-    """None while it runs; -signal where one killed it."""
+    """The process's exit status; None while it runs; -signal if a signal killed it."""
     ended, status = os.waitpid(pid, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if ended else None
 
 
 def _send(ranks: dict[int, int], number: int) -> None:
-    for pid in ranks:  # none is reaped but by us, so the number is still its own
+    for pid in ranks:  # only this process reaps them, so no id has been reused
         os.kill(pid, number)
 
 
 def _sweep() -> None:
-    """Remove the folders of this user's launchers that were killed."""
+    """Removes folders that this user's launchers left behind when they were killed."""
     for folder in Path(tempfile.gettempdir()).glob("lattice-*-*"):
         pid = folder.name.split("-")[1]
         if (
@@ -259,7 +263,7 @@ def _sweep() -> None:
                 os.kill(int(pid), 0)
             except ProcessLookupError:
                 shutil.rmtree(folder, ignore_errors=True)
-            except OSError:  # alive, and another user's
+            except OSError:  # alive, and owned by another user
                 continue
 
 
@@ -267,7 +271,8 @@ def _sweep() -> None:
 
 
 def finish(ending: Ending, folder: Path) -> int:
-    """Say why the run failed, last, in its folder if nobody else could; the exit status."""
+    """Prints why the run failed, as the last line, and records it in the run folder unless a rank
+    has done so. Returns the exit status."""
     status = ending.status()
     if ending.at_once or (ending.failure is not None and status != 2):
         why = ending.why()
@@ -276,7 +281,8 @@ def finish(ending: Ending, folder: Path) -> int:
         if not ending.at_once:
             print(f"{why}{more}; the others were stopped", file=sys.stderr, flush=True)
     elif not status and (found := read_status(folder)).get("state") == "requeue":
-        # One rank was asked, and all agreed: what is run after a finished run must not be run now.
+        # One rank received the signal, and all stopped. A nonzero status keeps a calling script
+        # from continuing as after a finished run.
         name = str(found.get("reason", "")).partition(" ")[0]
         status = 128 + signal.Signals[name] if name in signal.Signals.__members__ else 0
     return status
@@ -289,7 +295,10 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--nproc-per-node", type=int, metavar="N", help="processes; the layout is then yours"
+        "--nproc-per-node",
+        type=int,
+        metavar="N",
+        help="number of processes; the layout is then that of the configuration",
     )
     parser.add_argument("config", metavar="CONFIG.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
@@ -302,7 +311,7 @@ def main() -> None:
     try:
         check_processes(processes, gpus)
         config = load_config(options.config, arguments[1:])
-        config.validate(processes)  # before a process of so many is started
+        config.validate(processes)  # before any process is started
     except UserError as error:
         log(f"error: {error}")
         sys.exit(2)

@@ -1,8 +1,8 @@
 """Draws a run's loss curve: `python -m tools.plot RUN --out FILE.png`.
 
-From RUN/metrics.jsonl: the training loss of every logged step, and the held-out loss where it was
-measured. The dashed line is what a model would reach that knows how frequent each token is and
-nothing more; it is kept in the prepared data, and left out where that is gone.
+Reads RUN/metrics.jsonl, and draws the training loss of every logged step and the held-out loss
+where it was measured. The dashed line is the loss of a unigram model, which knows only each token's
+frequency; its value is stored with the prepared data, and omitted if the data no longer exists.
 """
 
 import argparse
@@ -30,18 +30,18 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
         records = [json.loads(line) for line in lines if line.strip()]
     except OSError as error:
         why = f"metrics.jsonl cannot be read ({error.strerror})"
-        raise UserError("RUN", str(run), why, "give a run's folder: run.dir") from None
+        raise UserError("RUN", str(run), why, "give a run folder: run.dir") from None
     except ValueError as error:
-        why = f"is damaged: {error}"
+        why = f"it is damaged: {error}"
         raise UserError("RUN", str(path), why, "remove the broken line") from None
     if not any("loss" in record for record in records):
-        raise UserError("RUN", str(path), "has no logged step yet", "wait for the first")
+        raise UserError("RUN", str(path), "it has no logged step yet", "wait for the first one")
     return records
 
 
 def unigram_baseline(run: Path) -> float | None:
-    """The unigram model's held-out loss in nats per token, or None where configuration or data are
-    not there any more."""
+    """The unigram model's held-out loss in nats per token, or None if the configuration or the data
+    no longer exists."""
     try:
         return open_data(
             load_config(str(run / "config.yaml"), []).data, "heldout"
@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder (run.dir)")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run folder (run.dir)")
     parser.add_argument(
         "--out",
         required=True,
@@ -101,8 +101,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         records = read_metrics(options.run)
         if options.out.suffix not in (".png", ".svg", ".pdf"):
-            why = "is not a picture's name"
-            raise UserError("--out", str(options.out), why, "end it in .png, .svg or .pdf")
+            why = "its name does not end in a supported picture format"
+            raise UserError("--out", str(options.out), why, "use .png, .svg or .pdf")
         matplotlib.rcParams["svg.hashsalt"] = "lattice"  # the same run gives the same file
         title = f"{options.run.name}: loss over {records[-1]['step']:,} steps"
         figure = draw(records, unigram_baseline(options.run), title)

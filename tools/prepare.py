@@ -1,9 +1,9 @@
-"""Text to token shards: `python -m tools.prepare --source NAME_OR_PATH --tokenizer FILE --out DIR`.
+"""Tokenizes text: `python -m tools.prepare --source NAME_OR_PATH --tokenizer FILE --out DIR`.
 
 --source: `python-stdlib`, a file, a 'glob' or a folder of text (.txt, .md, .py, …) and tables
 (.jsonl, .csv, .parquet, …), also compressed (.gz, .bz2, .xz, .zst), or a data set of the Hugging
-Face hub; see data/sources.py. What is left out is said. Training reads DIR as `data.path`. See
-data/prepare.py for what is in it.
+Face hub; see data/sources.py. Files that are left out are reported. Training reads the token shards
+in DIR as `data.path`. data/prepare.py describes the folder's contents.
 """
 
 import argparse
@@ -39,32 +39,30 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--text-field",
         metavar="NAME",
-        help="the column of the text (default: text, or the only one of text)",
+        help="the column that holds the text (default: text, or the only text column)",
     )
     parser.add_argument(
         "--split",
         default="train",
-        help="which split of a Hugging Face data set (default: %(default)s)",
+        help="the split of a folder of tables or a Hugging Face data set (default: %(default)s)",
     )
     parser.add_argument(
         "--heldout-fraction",
         type=float,
         default=0.05,
-        help="not trained on: of the documents or, of a few, of each one's end (default: "
-        "%(default)s; 0: none)",
+        help="the fraction of documents (if there are few: of the end of each) held out of "
+        "training (default: %(default)s; 0: none)",
     )
     parser.add_argument(
-        "--shard-tokens", type=int, default=1 << 27, help="tokens in a file (default: %(default)s)"
+        "--shard-tokens", type=int, default=1 << 27, help="tokens per file (default: %(default)s)"
     )
     parser.add_argument(
         "--workers",
         type=int,
         default=os.cpu_count(),
-        help="processes (default: one per core, %(default)s)",
+        help="tokenizing processes (default: one per core, %(default)s)",
     )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace the folder if it is there"
-    )
+    parser.add_argument("--overwrite", action="store_true", help="replace the folder if it exists")
     options = parser.parse_args(arguments)
     started, report = time.monotonic(), Report()
     try:
@@ -93,11 +91,11 @@ def main(arguments: list[str] | None = None) -> int:
     if report.lines():
         print("\n".join(report.lines()))
     if index["empty_documents"]:
-        print(f"{index['empty_documents']:,} documents are empty, and were left out")
+        print(f"{index['empty_documents']:,} empty documents were left out")
     if "heldout" in index:
         share = f"the last {100 * index['heldout_fraction']:.3g}% of each document's text"
         print(
-            "there are too few documents to hold out whole ones: "
+            "there are too few documents to hold out whole ones, so "
             f"{share} is held out for evaluation"
         )
     tokens = sum(split["tokens"] for split in index["splits"].values())

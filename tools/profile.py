@@ -1,9 +1,9 @@
-"""Where the time of a profiled step went: `python -m tools.profile RUN`, after
+"""Shows where the time of a profiled step went: `python -m tools.profile RUN`, after
 run.profile=start:stop (docs/profiling.md).
 
-Prints, for each rank's trace in RUN/profile, or for one trace file: compute, communication by axis
-and how much of it is exposed, idle, and the operators or kernels that took most. It reads nothing
-but the trace.
+Prints for each trace in RUN/profile, or for one trace file: compute time, communication by axis and
+how much of it is exposed, idle time, and the operators or kernels that took the most time. It reads
+only the trace.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from tools.command import run_command
 
 
 def traces_of(run: Path) -> list[Path]:
-    """The file itself, or all that a run's folder has."""
+    """The trace files of `run`: itself if it is a file, else all in its folder `profile`."""
     if run.is_file():
         return [run]
     found = sorted((run / "profile").glob("step-*.json.gz"))
@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or a trace file")
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, or a trace file")
     options = parser.parse_args(arguments)
     try:
         tables = [

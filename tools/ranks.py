@@ -1,17 +1,17 @@
-"""A pool of ready processes that run a function as `world` ranks of a fresh process group.
+"""A pool of ready processes that run a function as `world` ranks of a new process group.
 
-Starting processes and importing torch costs seconds; a distributed computation on a small model
-costs a tenth of one. So a server process imports torch once, forks the ranks, and they serve one
-task after another, each in a process group of its own (gloo, bound to the loopback interface,
-meeting in a file). Hundreds of layouts are then checked in minutes.
+Starting processes and importing torch takes seconds; a distributed computation on a small model
+takes a tenth of a second. So a server process imports torch once and forks the ranks, which run one
+task after another, each in a new process group (gloo, bound to the loopback interface, with
+rendezvous through a file). Hundreds of layouts are then checked in minutes.
 
     with Ranks(8) as ranks:
         results = ranks.run(function, 4, *arguments)  # a list of what 4 ranks returned
 
-`function` must be importable by name (not a lambda), arguments and results must pickle. When a rank
-fails or a task takes too long, the others wait in a collective forever, so all ranks of the task
-are killed, and the next task that needs them forks new ones. Ranks that had no part in it stay:
-what they have imported and cached would cost each new one a second.
+`function` must be importable by name (not a lambda), and arguments and results must be picklable.
+When a rank fails or a task times out, the other ranks may wait in a collective forever, so all
+ranks of the task are killed, and the next task that needs them forks new ones. Ranks that had no
+part in the task are kept, because a new rank takes a second to import and cache what they have.
 """
 
 import atexit
@@ -32,7 +32,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-# The server imports these before it forks; what is missing here each rank imports, slowly.
+# The server imports these before it forks; each rank must import any other module itself.
 PRELOAD = [
     "torch",
     "torch.distributed.fsdp",
@@ -44,30 +44,30 @@ PRELOAD = [
 ]
 _CACHED = type(functools.cache(lambda: None))  # functools has no public name for it
 GRACE_SECONDS = 3.0  # for other ranks to report too, after one has failed
-REAP_SECONDS = 60.0  # for a process that has closed its pipe, and so is dying
+REAP_SECONDS = 60.0  # for a process to end after it has closed its pipe
 
 
 class RankError(RuntimeError):
-    """A task failed on some rank; the message holds every traceback that came back."""
+    """A task failed on some rank; the message contains every traceback received."""
 
 
 class Ranks:
-    """`size` processes in wait for `run`.
+    """A pool of up to `size` processes.
 
     Args:
-        size: the largest world.
-        timeout: seconds one task may take.
+        size: the largest world size.
+        timeout: seconds that one task may take.
         backend: "gloo"; or "strict" or "strict_shared", which order communication as NCCL does
             (tools/strict).
     """
 
     def __init__(self, size: int = 8, timeout: float = 600.0, backend: str = "gloo") -> None:
         self.size, self.timeout, self.backend = size, timeout, backend
-        # A fork server and not a fork of this process: autograd refuses to run in the fork of a
-        # process that has used it.
+        # Forked by a server, not by this process: autograd does not run in a fork of a process
+        # that has used it.
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
-        # rank → its process and our end of its pipe
+        # rank → its process, and this side's end of its pipe
         self._ranks: dict[int, tuple[Any, Connection]] = {}
         atexit.register(self.close)
 
@@ -78,7 +78,7 @@ class Ranks:
         self.close()
 
     def run(self, function: Callable[..., Any], world: int, *arguments: Any) -> list[Any]:
-        """function(*arguments) on `world` ranks in a process group of their own; their results.
+        """Runs function(*arguments) on `world` ranks in a new process group; returns their results.
 
         Raises:
             RankError: a rank raised, died or did not answer in time.
@@ -101,11 +101,11 @@ class Ranks:
         return [answers[rank] for rank in range(world)]
 
     def close(self) -> None:
-        """Kill this pool's processes; the next `run` forks new ones."""
+        """Kills this pool's processes; the next `run` forks new ones."""
         self._kill(self.size)
 
     def _kill(self, world: int) -> None:
-        """Kill ranks 0 to `world` - 1."""
+        """Kills ranks 0 to `world` - 1."""
         killed = [self._ranks.pop(rank) for rank in range(world) if rank in self._ranks]
         for process, _ in killed:
             process.kill()
@@ -114,7 +114,7 @@ class Ranks:
             pipe.close()
 
     def _fork(self, world: int) -> None:
-        """Start what is missing of ranks 0 to `world` - 1."""
+        """Starts those of ranks 0 to `world` - 1 that are not running."""
         for rank in set(range(world)) - self._ranks.keys():
             ours, theirs = self._context.Pipe()
             process = self._context.Process(
@@ -125,7 +125,7 @@ class Ranks:
             self._ranks[rank] = process, ours
 
     def _collect(self, world: int) -> tuple[dict[int, Any], dict[int, str]]:
-        """Every rank's answer, and every failed rank's reason."""
+        """Receives the answers: (rank → result, rank → reason of its failure)."""
         answers: dict[int, Any] = {}
         failures: dict[int, str] = {}
         waiting = {self._ranks[rank][1]: rank for rank in range(world)}
@@ -154,7 +154,7 @@ class Ranks:
 
 
 def _serve(rank: int, pipe: Connection) -> None:
-    """A rank's life: one task after another, until it is killed or its parent is gone."""
+    """Runs one task after another as this rank, until it is killed or its parent has exited."""
     import torch
     import torch.distributed as dist
 
@@ -164,7 +164,7 @@ def _serve(rank: int, pipe: Connection) -> None:
         name for _, name in socket.if_nameindex() if name.startswith("lo")
     )
     torch.set_num_threads(1)
-    gc.freeze()  # what is imported stays; collections below look at the rest alone
+    gc.freeze()  # imported modules are permanent, so later collections skip them
     while True:
         try:
             task = pipe.recv_bytes()
@@ -184,18 +184,18 @@ def _serve(rank: int, pipe: Connection) -> None:
             dist.destroy_process_group()
             strict.close()
             _forget_meshes()
-            # process groups are in cycles, and each keeps three threads until it is collected
+            # process groups are in reference cycles, and keep three threads each until collected
             gc.collect()
-        except BaseException:  # whatever it was, the parent must hear of it
+        except BaseException:  # of any kind: it is reported to the parent
             result = pickle.dumps((False, traceback.format_exc()))
         with contextlib.suppress(BrokenPipeError):
             pipe.send_bytes(result)
 
 
 def _forget_meshes() -> None:
-    """Clear torch's caches of what it knows about meshes. Meshes of one shape are equal to it, so a
-    cached answer would bring back a mesh whose process groups are gone, or, under the same name,
-    another's."""
+    """Clears torch's caches that are keyed by meshes. Meshes of the same shape compare equal, so a
+    cached result could contain a mesh whose process groups no longer exist, or belong to another
+    task under the same name."""
     from torch.distributed.tensor import debug
 
     debug._clear_sharding_prop_cache()

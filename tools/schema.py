@@ -1,10 +1,10 @@
-"""The configuration's JSON schema: editors complete and check configuration files by it.
+"""Writes the configuration's JSON schema, with which editors complete and check configurations.
 
     python -m tools.schema --out configs/schema.json
 
-A file's line `# yaml-language-server: $schema=schema.json` names it to them (VS Code, Neovim,
-JetBrains). Types, bounds and defaults are the sections' own; descriptions are the comments beside
-the fields.
+The line `# yaml-language-server: $schema=schema.json` in a configuration file points editors to it
+(VS Code, Neovim, JetBrains). Types, bounds and defaults come from the section classes; descriptions
+come from the docstrings of the classes and from the comments of the fields.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from training.config import Config
 
 
 def schema() -> dict[str, Any]:
-    """Of a whole file."""
+    """The schema of a whole configuration file."""
     whole = TypeAdapter(Config).json_schema()
     sections = {field.name: field.type for field in dataclasses.fields(Config)}
     for cls in sections.values():
@@ -29,7 +29,7 @@ def schema() -> dict[str, Any]:
         for key, comment in comments(cls).items():
             properties[key]["description"] = comment
         for described in properties.values():
-            del described["title"]  # the key again, with a capital
+            del described["title"]  # only repeats the key, capitalized
     whole["additionalProperties"] = False
     whole["required"] = [
         name for name, cls in sections.items() if whole["$defs"][cls.__name__].get("required")
@@ -38,7 +38,7 @@ def schema() -> dict[str, Any]:
 
 
 def comments(cls: Any) -> dict[str, str]:
-    """Key → the comment behind it, or the lines of comment above it."""
+    """Key → the comment on its line, or else the comment lines above it."""
     found, above = {}, ""
     keys = {field.name for field in dataclasses.fields(cls)}
     for line in inspect.getsource(cls).splitlines():
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def text() -> str:
-    """The file."""
+    """The content of configs/schema.json."""
     return json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
 
 

@@ -3,9 +3,9 @@
     python -m tools.tokenizer --source 'corpus/*.jsonl' --vocab-size 32000 --out
     prepared/corpus.model
 
-SentencePiece BPE that can spell every text exactly (data/sentencepiece_codec.py). It sees the
-training documents only, never the held-out ones, and at most --max-characters of them from the
-start of the source: give a source that is mixed, not sorted.
+The tokenizer is a SentencePiece BPE model that reproduces every text exactly
+(data/sentencepiece_codec.py). It is trained only on training documents, never on held-out ones, and
+on about --max-characters from the start of the source; so the source should be mixed, not sorted.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from tools.command import run_command
 def texts(
     source: str, text_field: str | None, split: str, heldout_fraction: float, max_characters: int
 ) -> Iterator[str]:
-    """What of `source` is trained on, until `max_characters` characters are reached."""
+    """Yields the training text of `source`, until `max_characters` characters are reached."""
     characters = 0
     not_empty = (document for document in documents(source, text_field, split) if document.text)
     for part in Splitter(not_empty, heldout_fraction):
@@ -37,22 +37,24 @@ def texts(
 
 
 def check(options: argparse.Namespace) -> None:
-    """Before anything is read. Raises UserError."""
+    """Checks the options before anything is read. Raises UserError."""
     if not 0 <= options.heldout_fraction < 1:
         why = "it is a fraction of the documents"
-        raise UserError("--heldout-fraction", options.heldout_fraction, why, "0 <= fraction < 1")
+        raise UserError(
+            "--heldout-fraction", options.heldout_fraction, why, "give 0 <= fraction < 1"
+        )
     if options.max_characters < 1:
-        why = "there is nothing to learn from"
-        raise UserError("--max-characters", options.max_characters, why, "at least 1")
+        why = "training needs text"
+        raise UserError("--max-characters", options.max_characters, why, "give at least 1")
     if options.out.is_dir():
-        remedy = f"name a file: {options.out / 'tokenizer.model'}"
+        remedy = f"give a file: {options.out / 'tokenizer.model'}"
         raise UserError("--out", str(options.out), "it is a folder", remedy)
     if options.out.exists():
         try:
             Tokenizer.load(options.out)
         except UserError:
-            why = "there is a file of that name, and it is no tokenizer"
-            remedy = "name another one; only a tokenizer is replaced"
+            why = "a file of that name exists and is not a tokenizer"
+            remedy = "give another name; only a tokenizer file is overwritten"
             raise UserError("--out", str(options.out), why, remedy) from None
 
 
@@ -63,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--source", required=True, nargs="+", help="where the text comes from, as for tools.prepare"
+        "--source", required=True, nargs="+", help="where the text comes from, as in tools.prepare"
     )
     parser.add_argument(
         "--vocab-size", required=True, type=int, help="the number of tokens, bytes included"
@@ -74,24 +76,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--text-field",
         metavar="NAME",
-        help="the column of the text (default: text, or the only one of text)",
+        help="the column that holds the text (default: text, or the only text column)",
     )
     parser.add_argument(
         "--split",
         default="train",
-        help="which split of a Hugging Face data set (default: %(default)s)",
+        help="the split of a folder of tables or a Hugging Face data set (default: %(default)s)",
     )
     parser.add_argument(
         "--heldout-fraction",
         type=float,
         default=0.05,
-        help="as will be given to tools.prepare (default: %(default)s)",
+        help="the value that tools.prepare will get (default: %(default)s)",
     )
     parser.add_argument(
         "--max-characters",
         type=int,
         default=100_000_000,
-        help="enough to learn from; held in memory (default: %(default)s)",
+        help="characters to train on, held in memory (default: %(default)s)",
     )
     options = parser.parse_args(arguments)
     partial = options.out.parent / f"{options.out.name}.partial"
@@ -108,12 +110,15 @@ def main(arguments: list[str] | None = None) -> int:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(tokenizer.model)
         partial.replace(options.out)
-    except OSError as error:  # what reading the source raises is a UserError
+    except OSError as error:  # an error of writing: errors of reading the source are UserErrors
         print(
             f"error: --out = {str(options.out)!r}: cannot be written ({error.strerror})",
             file=sys.stderr,
         )
-        print("  remedy: make room, or name a file where you may write", file=sys.stderr)
+        print(
+            "  remedy: free some space, or give a file where you have permission to write",
+            file=sys.stderr,
+        )
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
         return 2

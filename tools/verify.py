@@ -1,9 +1,9 @@
-"""Whether a checkpoint is what was saved: `python -m tools.verify CHECKPOINT`
+"""Verifies that a checkpoint is intact: `python -m tools.verify CHECKPOINT`
 
-Reads every file of it, compares each with the checksum in manifest.json, and looks whether the
-pieces of every tensor make it up, and whether trainer.json says what it should. CHECKPOINT is a
-folder step-…, or a run folder: then all its checkpoints. Nothing is unpickled, and no weights are
-loaded. The exit status is 1 if any is damaged.
+Reads every file of it, compares each with the checksum in manifest.json, and checks that the pieces
+of every tensor cover it, and that trainer.json has the expected entries. CHECKPOINT is a step-…
+folder, or a run folder, all of whose checkpoints are verified. Nothing is unpickled, and no weights
+are loaded. The exit status is 1 if any checkpoint is damaged.
 """
 
 import argparse

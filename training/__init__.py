@@ -1,14 +1,14 @@
-"""What computes a step, and no more.
+"""The computation of a training step.
 
-    sections.py       keys of a configuration file; config.py has all sections, and cross-checks
-    load_config.py    YAML + overrides → Config, or one clear error
-    build.py          model stages, sharded and initialised
-    step.py           one optimizer step, on one screen
-    precision.py      which numbers are in which dtype
+    sections.py       sections of a configuration file; config.py: all of them, and cross-checks
+    load_config.py    YAML + overrides → Config, or one error message
+    build.py          builds this rank's model stages, sharded and initialised
+    step.py           one optimizer step
+    precision.py      the dtypes of a run
     gradient.py       the norm of all gradients
-    guard.py          which updates are made
-    optimizers/       what updates weights; learning_rate.py: how fast
+    guard.py          decides which updates are made
+    optimizers/       update the weights; learning_rate.py: the learning rate of each step
 
-May import `model/`, `parallel/`, `data/` and `costs/`. What keeps a run alive and observed is in
-runtime/, and is not known here.
+May import `model/`, `parallel/`, `data/` and `costs/`. The code that starts, saves, stops and
+measures a run is in runtime/; this package does not import it.
 """

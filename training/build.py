@@ -1,5 +1,5 @@
-"""From a configuration and a mesh to this rank's model: meta device → checkpointing and compile →
-FSDP → memory → weights."""
+"""Build this rank's model from a configuration and a mesh: meta device → activation checkpointing
+and compile → FSDP → memory → initial weights."""
 
 import torch
 
@@ -26,7 +26,7 @@ def build_stages(config: Config, mesh: Mesh) -> dict[int, Transformer]:
 
 
 def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bool) -> Transformer:
-    """One stage, ready to train."""
+    """Build one stage, ready to train."""
     precision = Precision.of(config)
     tp = TensorParallel.of(mesh.tp, config.parallel.sequence_parallel)
     stage = Transformer(config.model, layers, first, last, tp).to(precision.master)
@@ -56,8 +56,8 @@ def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bo
 def build_tied_embedding(
     config: Config, mesh: Mesh, stages: dict[int, Transformer]
 ) -> TiedEmbedding:
-    """The tied weight's copies on this rank; no copies where embeddings are not tied. Every rank
-    must call it."""
+    """The copies of the tied weight on this rank; none if embeddings are not tied. Every rank must
+    call it."""
     if not config.model.tie_embeddings:
         return TiedEmbedding([], None)
     copies = []

@@ -1,6 +1,6 @@
-"""A whole configuration: one field per section, and the checks that involve several of them.
+"""A whole configuration: one field per section, and the checks that involve several sections.
 
-Validation raises, and never rewrites.
+Validation raises errors and never changes a value.
 """
 
 from collections.abc import Callable
@@ -28,12 +28,12 @@ from training.sections import (
     TrainConfig,
 )
 
-MAX_FORWARDS = 2**16  # of a step, over all stages; the largest runs known have some thousands
+MAX_FORWARDS = 2**16  # in a step, over all stages; the largest known runs have a few thousand
 
 
 @dataclass(frozen=True)
 class Config:
-    """A whole run."""
+    """The configuration of a run."""
 
     model: ModelConfig
     parallel: ParallelConfig
@@ -56,7 +56,7 @@ class Config:
         return layer_costs(self.setting())
 
     def setting(self, tp_rank: int = 0) -> Setting:
-        """What the records of this job's units depend on."""
+        """The settings on which the recorded costs of this run's units depend."""
         parallel, train, dtype = self.parallel, self.train, Precision.of(self).compute
         return Setting(self.model, train.seq_len, parallel.tp, tp_rank, parallel.sequence_parallel,
                        train.micro_batch_size, self.data.document_mask,
@@ -68,7 +68,7 @@ class Config:
         return build_schedule(p.schedule, p.pp, p.stages_per_rank, microbatches)
 
     def validate(self, world_size: int) -> None:
-        """Check everything that involves more than one section or the world's size; raises
+        """Check everything that involves more than one section or the world size; raises
         UserError."""
         sizes = self.parallel.mesh_sizes(world_size)
         for check_one in CHECKS:
@@ -76,25 +76,25 @@ class Config:
 
 
 def check_lengths(config: Config, sizes: MeshSizes) -> None:
-    """What would be as long as these products is not begun: a schedule has an action for each stage
-    and micro-batch."""
+    """Refuse sizes whose products are too large, before the other checks build something of that
+    length: a schedule has an action for each stage and micro-batch."""
     parallel, train, batch = config.parallel, config.train, config.train.global_batch_size
     stages, step = parallel.num_stages, sizes.dp * train.micro_batch_size
     if stages * max(2 * parallel.pp, 128) > MAX_FORWARDS:
         value, key = max((parallel.stages_per_rank, "stages_per_rank"), (parallel.pp, "pp"))
         why = f"makes {stages:,} stages in all: too many"
-        raise UserError(f"parallel.{key}", value, why, "use fewer")
+        raise UserError(f"parallel.{key}", value, why, "use a smaller number")
     tokens = train.micro_batch_size * train.seq_len
     if tokens > MAX_TOKENS:
-        why = f"is {tokens:,} tokens: it counts sequences, of train.seq_len={train.seq_len}"
-        remedy = "give fewer, often 1 to 16"
+        why = f"makes {tokens:,} tokens: it counts sequences of train.seq_len={train.seq_len}"
+        remedy = "give a smaller number, often 1 to 16"
         raise UserError("train.micro_batch_size", train.micro_batch_size, why, remedy)
     microbatches = config.num_microbatches(sizes.dp)
     if stages * microbatches > MAX_FORWARDS or batch * train.seq_len > sizes.dp * 4 * MAX_TOKENS:
         why = f"it counts sequences ({microbatches:,} micro-batches of each data-parallel rank): "
         why += f"are {batch:,} tokens meant?"
         meant = max(step, batch // train.seq_len // step * step)
-        remedy = f"for so many tokens of train.seq_len={train.seq_len} give {meant}; else raise "
+        remedy = f"for that many tokens of train.seq_len={train.seq_len} give {meant}; else raise "
         raise UserError("train.global_batch_size", batch, why, remedy + "train.micro_batch_size")
 
 
@@ -102,12 +102,12 @@ def check_profile(config: Config, sizes: MeshSizes) -> None:
     run, last = config.run, config.train.steps
     steps = run.profiled_steps
     if steps and not 1 <= steps[0] <= steps[-1] <= last:
-        why = f"the run's steps are 1 to {last}, and stop is not profiled"
+        why = f"the run's steps are 1 to {last}, and the step `stop` is not profiled"
         remedy = f"start at 1 or later, stop at {last + 1} or before"
         raise UserError("run.profile", run.profile, why, remedy)
     for rank in run.profile_ranks:
         if not 0 <= rank < sizes.world:
-            why = f"the world has ranks 0 to {sizes.world - 1}, and not {rank}"
+            why = f"the world has ranks 0 to {sizes.world - 1}, but not {rank}"
             raise UserError("run.profile_ranks", run.profile_ranks, why, "choose from these")
 
 
@@ -128,7 +128,7 @@ def check_reduce_dtype(config: Config, sizes: MeshSizes) -> None:
     if parallel.reduce_dtype == config.train.dtype == "bfloat16" and sums:
         why = "gradients of micro-batches would be summed in bfloat16 too, before they are reduced"
         remedy = "use float32, or parallel.zero_stage=2 (or 3) and parallel.dp_replicate=1, where "
-        remedy += "each is reduced by itself"
+        remedy += "each is reduced separately"
         raise UserError("parallel.reduce_dtype", "bfloat16", why, remedy)
 
 
@@ -153,7 +153,7 @@ def check_decay_steps(config: Config, sizes: MeshSizes) -> None:
     optimizer, steps = config.optimizer, config.train.steps
     if optimizer.schedule == "wsd" and not 0 < optimizer.decay_steps <= steps:
         why = f"schedule wsd decays over the last steps of train.steps={steps}"
-        remedy = "give a number between 1 and train.steps, often a tenth or fifth of it"
+        remedy = "give a number between 1 and train.steps, often a tenth or a fifth of it"
         raise UserError("optimizer.decay_steps", optimizer.decay_steps, why, remedy)
 
 
@@ -162,8 +162,8 @@ def check_schedule(config: Config, sizes: MeshSizes) -> None:
     name, schedule = config.parallel.schedule, config.schedule(sizes.dp)
     try:
         check(schedule)
-    except Fault as fault:  # of the user's own: better here than as a wait without end
-        remedy = "mend it: parallel/pipeline/check.py"
+    except Fault as fault:  # in a schedule that the user added; without this check it could hang
+        remedy = "correct the schedule; parallel/pipeline/check.py has the rules"
         raise UserError("parallel.schedule", name, str(fault), remedy) from fault
     if splits_backward(schedule) and config.train.compile:
         why = f"a compiled block forms its weight gradients in backward, and schedule {name} "
@@ -172,7 +172,7 @@ def check_schedule(config: Config, sizes: MeshSizes) -> None:
         raise UserError("train.compile", True, why + "defers them", remedy)
 
 
-# What crosses sections, in this order: the first one that finds something is reported.
+# The checks that involve several sections, in order: the first error is reported.
 CHECKS: list[Callable[[Config, MeshSizes], None]] = [
     check_lengths,
     check_profile,

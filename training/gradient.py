@@ -1,4 +1,4 @@
-"""The norm of all gradients of the model, wherever they are."""
+"""The norm of all gradients of the model, over all ranks."""
 
 import math
 from collections.abc import Sequence
@@ -18,16 +18,16 @@ def gradient_norm(gradients: Sequence[DTensor], mesh: Mesh, kernels: str = "auto
     """The L2 norm over the whole model, each parameter counted once: a float64 scalar, the same
     bits on every rank.
 
-    A shard that r ranks of the stage hold alike would be counted r times by a sum over the world,
-    so each square sum is divided by r: the product of the sizes of the axes over which the gradient
-    is replicated. One all-reduce of one number; the host waits for nothing (but, with cpu_offload,
-    for its own sums).
+    A sum over the world would count a shard r times if r ranks of the stage hold it, so each square
+    sum is divided by r: the product of the sizes of the axes over which the gradient is replicated.
+    One number is all-reduced once, and the host does not wait (except, with cpu_offload, for its
+    own sums).
 
     Args:
-        gradients: this rank's, reduced; a tied embedding must be listed on one stage only (see
-            `training/step.py`).
+        gradients: this rank's reduced gradients; a tied embedding must be listed on one stage only
+            (see `training/step.py`).
         mesh: the mesh.
-        kernels: auto, triton or torch; torch where gradients are offloaded to the CPU of a GPU.
+        kernels: auto, triton or torch; gradients that are offloaded to the CPU always use torch.
     """
     copies = []
     sizes = mesh.sizes.by_axis()

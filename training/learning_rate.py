@@ -6,7 +6,7 @@ from training.sections import OptimizerConfig
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
-    """The learning rate of update `step`, 0-based, of a run of `steps`.
+    """The learning rate of step `step`, 0-based, in a run of `steps` steps.
 
     Linear warmup to lr, then `cosine` to min_lr_ratio · lr at the end (Loshchilov and Hutter 2017,
     https://arxiv.org/abs/1608.03983), or `wsd`: constant, then linear over the last decay_steps (Hu

@@ -1,5 +1,5 @@
-"""A YAML file and `section.key=value` overrides → `Config`. Unknown keys and wrong types are
-errors; nothing is guessed."""
+"""Build a `Config` from a YAML file and `section.key=value` overrides. Unknown keys and wrong types
+are errors; nothing is guessed."""
 
 import dataclasses
 import difflib
@@ -19,8 +19,8 @@ def load_config(path: str, overrides: list[str]) -> Config:
     itself).
 
     Raises:
-        UserError: an unreadable file, an unknown section or key, a missing key, or a value that its
-            key does not take.
+        UserError: the file is unreadable, a section or key is unknown, a key is missing, or a value
+            is not allowed for its key.
     """
     raw = _read(path)
     for override in overrides:
@@ -41,8 +41,8 @@ def load_config(path: str, overrides: list[str]) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """The whole resolved configuration as YAML, defaults included; `load_config` reads it back to
-    the same."""
+    """The whole resolved configuration as YAML, defaults included. `load_config` reads the same
+    configuration back."""
     plain = dataclasses.asdict(config)
     plain["optimizer"]["betas"] = list(config.optimizer.betas)
     return dump(plain)
@@ -62,7 +62,7 @@ def _read(path: str) -> dict[str, dict[str, Any]]:
         raise UserError("configuration file", path, error.strerror or str(error), remedy) from None
     except NotYaml as error:
         raise UserError("configuration file", path, str(error), "correct the file") from None
-    except ValueError as error:  # no UTF-8 in it, or a path with NUL
+    except ValueError as error:  # the file is not UTF-8, or the path contains NUL
         raise UserError(
             "configuration file", path, f"is not a text file: {error}", "give a YAML file"
         ) from None
@@ -78,7 +78,7 @@ def _read(path: str) -> dict[str, dict[str, Any]]:
             raise UserError(
                 str(section),
                 keys,
-                "is no section with keys",
+                "is not a section with keys",
                 f"see configs/laptop.yaml; the file is {path}",
             )
     return raw

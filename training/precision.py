@@ -1,4 +1,4 @@
-"""Which numbers are in which dtype.
+"""The dtypes of a run.
 
 | train.dtype | compute  | master                         | reduce                | exact   |
 |-------------|----------|--------------------------------|-----------------------|---------|
@@ -19,7 +19,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch
 
 
 class Sections(Protocol):
-    """Of a configuration, those that say something of dtypes."""
+    """The sections of a configuration that determine dtypes."""
 
     @property
     def train(self) -> TrainConfig: ...
@@ -35,9 +35,9 @@ class Precision(NamedTuple):
     """The dtypes of a run."""
 
     compute: torch.dtype  # forward and backward
-    master: torch.dtype  # of weights, moments and reduced gradients between steps
+    master: torch.dtype  # weights, moments and reduced gradients between steps
     reduce: torch.dtype  # data-parallel reductions of gradients
-    exact: torch.dtype  # of statistics and losses
+    exact: torch.dtype  # statistics and losses
 
     @classmethod
     def of(cls, config: Sections) -> "Precision":

@@ -1,5 +1,4 @@
-"""One training step, on one screen: micro-batches through the schedule → norm → guard → clipped
-update."""
+"""One training step: micro-batches through the schedule → norm → guard → clipped update."""
 
 from dataclasses import dataclass
 
@@ -29,18 +28,19 @@ from training.precision import Precision
 
 @dataclass(frozen=True)
 class StepResult:
-    """All but lr are on the device: reading them waits for the step, so only the logger does."""
+    """The results of a step. All but lr are on the device; reading them waits for the step, so only
+    the logger does."""
 
     lr: float
     loss: Tensor  # mean over all target tokens of the global batch, the same on every rank
     grad_norm: Tensor  # before clipping
-    updates: Tensor  # made so far: steps without those that the guard skipped
-    bad_in_a_row: Tensor  # steps up to this one whose updates were skipped
+    updates: Tensor  # number of updates so far: steps minus those that the guard skipped
+    bad_in_a_row: Tensor  # number of consecutive skipped updates, up to this step
 
 
 class TrainStep:
-    """Holds what a step needs, and makes it: `TrainStep(config, mesh, stages, bos_id)(step, tokens,
-    targets)`.
+    """Holds all that a step needs, and runs it: `TrainStep(config, mesh, stages, bos_id)(step,
+    tokens, targets)`.
 
     bos_id: the token that begins a document, for data.document_mask.
     """
@@ -53,8 +53,8 @@ class TrainStep:
         self.bos_id = bos_id if config.data.document_mask else None
         self.precision = Precision.of(config)
         parallel, train = config.parallel, config.train
-        # Listed once, while they are sharded: while its weights are gathered, a module calls other
-        # objects its parameters.
+        # Listed once, while they are sharded: while its weights are gathered, a module has other
+        # objects as its parameters.
         self.weights = [weight for stage in stages.values() for weight in weights_of(stage)]
         self.partial = PartialGradients(self.weights, mesh.tp.get_group())
         self.tied = build_tied_embedding(config, mesh, stages)
@@ -75,8 +75,8 @@ class TrainStep:
         )
 
     def __call__(self, step: int, tokens: Tensor, targets: Tensor) -> StepResult:
-        """Train on this data-parallel rank's rows of the global batch, tokens and targets [rows,
-        S]; `step` is 0-based."""
+        """Run one step on this data-parallel rank's rows of the global batch, tokens and targets
+        [rows, S]; `step` is 0-based."""
         loss, norm = self.forward_backward(tokens, targets)
         lr = learning_rate(step, self.config.train.steps, self.config.optimizer)
         norm_or_inf = self.guard(loss, norm)  # inf: the optimizer changes nothing
@@ -84,10 +84,10 @@ class TrainStep:
         return StepResult(lr, loss, norm, self.optimizer.updates, self.guard.bad_in_a_row)
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of the mean loss over the global batch's target tokens, reduced, in the
-        parameters; loss and norm."""
-        # The only division of gradients: every later reduction is a plain sum. (A mean per rank,
-        # then a mean over ranks, is wrong as soon as token counts differ.)
+        """Compute the reduced gradients of the mean loss over the global batch's target tokens, in
+        the parameters; returns this loss and the gradient norm."""
+        # This is the only division of gradients: every later reduction is a plain sum. (A mean per
+        # rank, then a mean over ranks, would be wrong as soon as token counts differ.)
         microbatches = self.microbatches(
             tokens, targets, loss_scale=1 / self.count_targets(targets)
         )
@@ -95,7 +95,7 @@ class TrainStep:
         check_reduced(weight.parameter for weight in self.weights)
         self.partial.sum_over_tp()
         self.tied.sum_gradients()
-        # A tied embedding's second copy has the same gradient as the first, and does not count
+        # The second copy of a tied embedding has the same gradient as the first, and must not count
         # again in the norm.
         gradients = [weight.gradient for weight in self.weights if not weight.is_copy]
         norm = gradient_norm(gradients, self.mesh, self.config.model.kernels)
@@ -103,29 +103,29 @@ class TrainStep:
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Summed loss and number of target tokens over all data-parallel ranks' rows, each [rows,
-        S]."""
+        """The summed loss and the number of target tokens over the rows, [rows, S], of all
+        data-parallel ranks."""
         num_targets = self.count_targets(targets)
         microbatches = self.microbatches(tokens, targets, loss_scale=torch.ones_like(num_targets))
         loss = self.runner.evaluate(self.forward_program(len(microbatches)), microbatches)
         return self.sum_over_ranks(loss), num_targets
 
     def forward_program(self, num_microbatches: int) -> Program:
-        """This rank's, of an evaluation."""
+        """This rank's program of an evaluation."""
         if num_microbatches not in self.forward_programs:
             programs = lower(forward_only(self.ranks_of_stages, num_microbatches))
             self.forward_programs[num_microbatches] = programs[self.mesh.pp_rank]
         return self.forward_programs[num_microbatches]
 
     def count_targets(self, targets: Tensor) -> Tensor:
-        """Target tokens of the global batch, from this data-parallel rank's rows: a scalar in the
-        loss's dtype."""
+        """The number of target tokens in the global batch, summed over data-parallel ranks: a
+        scalar in the dtype of the loss."""
         num_targets = to_device((targets != IGNORE).sum(), self.mesh.device)
         dist.all_reduce(num_targets, group=self.mesh.loss.get_group())
         return num_targets.to(self.precision.exact)
 
     def microbatches(self, tokens: Tensor, targets: Tensor, loss_scale: Tensor) -> list[Batch]:
-        """Cut [rows, S] into micro-batches of [S, micro_batch_size] on the device."""
+        """Split [rows, S] into micro-batches of [S, micro_batch_size] on the device."""
         size = self.config.train.micro_batch_size
         # [S, 1]
         positions = torch.arange(self.config.train.seq_len, device=self.mesh.device).unsqueeze(1)
@@ -140,12 +140,12 @@ class TrainStep:
         ]
 
     def sum_over_ranks(self, loss: Tensor | None) -> Tensor:
-        """The last stages' losses, summed over data-parallel ranks, known to every rank."""
+        """The losses of the last stages, summed over data-parallel ranks, on every rank."""
         total = (
             torch.zeros((), dtype=self.precision.exact, device=self.mesh.device)
             if loss is None
             else loss
         )
-        for view in (self.mesh.loss, self.mesh.pp):  # all tp ranks have the same already
+        for view in (self.mesh.loss, self.mesh.pp):  # tp ranks already have the same loss
             dist.all_reduce(total, group=view.get_group())
         return total

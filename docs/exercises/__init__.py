@@ -1,10 +1,10 @@
-"""Exercises of the guided tour. Each file has one or two functions to complete, and the tests that
-say when they are right.
+"""Exercises of the guided tour. Each file has one or two functions to complete, and tests that pass
+when the functions are right.
 
-    make exercises                                    all of them
-    .venv/bin/python -m pytest docs/exercises/test_mesh.py
+    make exercises                                            all exercises
+    .venv/bin/python -m pytest docs/exercises/test_mesh.py    one file
 
-They fail until they are done: that is what they are for, and `make test` leaves them out.
-tests/exercise_answers.py has an answer to each, and tests/test_exercises.py shows that the answers
-pass and that the files as they are do not.
+The tests fail until you have written the functions, so `make test` does not run them.
+tests/exercise_answers.py has an answer to each exercise. tests/test_exercises.py checks that the
+tests pass with these answers and fail without them.
 """

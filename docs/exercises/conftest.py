@@ -1,4 +1,5 @@
-"""Ready ranks for the exercises that talk: `ranks.run(function, 2, …)`, see tools/ranks.py."""
+"""Four running ranks for the exercises that communicate: `ranks.run(function, 2, …)`, see
+tools/ranks.py."""
 
 from collections.abc import Iterator
 
@@ -9,5 +10,5 @@ from tools.ranks import Ranks
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as pool:
+    with Ranks(4) as pool:
         yield pool

@@ -1,5 +1,5 @@
-"""An exercise: complete the function, then `.venv/bin/python -m pytest
-docs/exercises/test_checkpoints.py`. Page: docs/checkpoints.md"""
+"""An exercise for docs/checkpoints.md: complete the function, then run `.venv/bin/python -m
+pytest docs/exercises/test_checkpoints.py`."""
 
 import itertools
 
@@ -10,12 +10,12 @@ from docs.draw_checkpoints import Region, regions
 
 
 def needed(saved: Region, wanted: Region) -> tuple[tuple[slice, slice], tuple[slice, slice]] | None:
-    """What a rank that wants the region `wanted` of a global matrix takes from a file with the
-    region `saved` of it.
+    """The part of a saved piece that a loading rank needs. The file has the region `saved` of a
+    global matrix, and the rank loads the region `wanted`.
 
-    A region is (rows, columns), two ranges. Returns where it is in the saved piece and where it
-    goes in the wanted one, each as (rows, columns), two slices that count from that piece's own
-    corner. None: nothing.
+    A region is (rows, columns), two ranges. Returns where the part is in the saved piece and where
+    it goes in the wanted one, each as (rows, columns), two slices that count from that piece's
+    first row and column; or None if the rank needs nothing of the piece.
     """
     raise NotImplementedError("yours to write")
 

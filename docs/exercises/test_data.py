@@ -1,5 +1,5 @@
-"""Two exercises: complete the functions, then `.venv/bin/python -m pytest
-docs/exercises/test_data.py`. Page: docs/data.md"""
+"""Two exercises for docs/data.md: complete the functions, then run `.venv/bin/python -m pytest
+docs/exercises/test_data.py`."""
 
 import pytest
 
@@ -9,22 +9,24 @@ from training.load_config import load_config
 
 
 def bytes_per_parameter(zero_stage: int, ranks: int) -> float:
-    """What one of `ranks` data-parallel ranks holds of a parameter between two micro-batches,
-    activations left out.
+    """Return the bytes per parameter that one of `ranks` data-parallel ranks holds between two
+    micro-batches, without activations.
 
-    Whole: weights 4 and two moments 4 each, in float32; weights to compute with 2, in bfloat16;
-    gradients 4. Which of them are cut over the ranks at which stage says the table in
-    parallel/data.py. (Stage 3 keeps no weights to compute with.)
+    Unsharded, a parameter takes 4 bytes for the master weight and 4 for each of two moments, in
+    float32; 2 for the weight to compute with, in bfloat16; and 4 for the gradient. The text of
+    parallel/data.py says which of them are sharded over the ranks at each ZeRO stage. (Stage 3
+    keeps no weights to compute with.)
     """
     raise NotImplementedError("yours to write")
 
 
 def rows_of(step: int, dp_rank: int, dp_size: int, batches: list[tuple[int, int]]) -> range:
-    """The indices of the samples that data-parallel rank `dp_rank` reads in `step`, 0-based.
+    """Return the indices of the samples that data-parallel rank `dp_rank` of `dp_size` reads in
+    `step`. Ranks and steps are 0-based.
 
-    batches: how the run went so far, and goes on: (how many steps, global batch size), one after
-    the other; the batch size may change in between, and the number of ranks, `dp_size` now, at any
-    time. No sample is left out and none is read twice.
+    batches: the global batch sizes of the whole run, as consecutive pairs (number of steps, global
+    batch size). The number of ranks may have been different in earlier steps. No sample is left out
+    and none is read twice.
     """
     raise NotImplementedError("yours to write")
 

@@ -1,5 +1,5 @@
-"""Two exercises: complete the functions, then `.venv/bin/python -m pytest
-docs/exercises/test_extending.py`. Page: docs/extending.md"""
+"""Two exercises for docs/extending.md: complete the functions, then run `.venv/bin/python -m
+pytest docs/exercises/test_extending.py`."""
 
 from typing import Any
 
@@ -15,21 +15,21 @@ from parallel.pipeline.schedules import build_schedule
 
 
 def trust_ratio(weight: Tensor, update: Tensor, group: ProcessGroup) -> Tensor:
-    """‖weight‖ / ‖update‖ of a whole matrix, of which each rank of `group` holds some rows: LAMB's
-    factor of a step (You et al. 2019, https://arxiv.org/abs/1904.00962). A scalar, the same on
-    every rank. 1 where either norm is 0.
+    """‖weight‖ / ‖update‖ of a whole matrix, by which LAMB scales its step (You et al. 2019,
+    https://arxiv.org/abs/1904.00962). Each rank of `group` holds some rows of both. Returns a
+    scalar, the same on every rank; 1 if either norm is 0.
 
-    AdamW is elementwise, so a rank can update its shard alone. This is not: what must travel, and
-    how often?
+    AdamW is elementwise, so each rank can update its shard without communication. This factor is
+    not: what must be communicated, and how often?
     """
     raise NotImplementedError("yours to write")
 
 
 def break_it(schedule: list[list[Action]]) -> list[list[Action]]:
-    """The same actions of the same ranks in another order, so that ranks wait for each other for
-    ever: `check` must say so.
+    """Return the same actions of each rank in another order, in which ranks wait for each other
+    forever, so that `check` raises Fault.
 
-    A checker that never complained would prove nothing.
+    A checker that accepts everything would prove nothing.
     """
     raise NotImplementedError("yours to write")
 
@@ -37,7 +37,7 @@ def break_it(schedule: list[list[Action]]) -> list[list[Action]]:
 def test_the_ratio_is_the_whole_matrixs(ranks: Any) -> None:
     numbers = torch.Generator().manual_seed(0)
     weight, update = (torch.randn((6, 4), generator=numbers, dtype=torch.float64) for _ in range(2))
-    update[:3] *= 10  # the ranks' own ratios differ
+    update[:3] *= 10  # so that the two ranks' local ratios differ
     ratio = weight.norm() / update.norm()
     for found in ranks.run(on_each_rank, 2, trust_ratio, weight, update):
         torch.testing.assert_close(found, ratio)

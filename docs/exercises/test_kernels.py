@@ -1,28 +1,28 @@
-"""Two exercises: complete the functions, then `.venv/bin/python -m pytest
-docs/exercises/test_kernels.py`. Page: docs/kernels.md"""
+"""Two exercises for docs/kernels.md: complete the functions, then run `.venv/bin/python -m
+pytest docs/exercises/test_kernels.py`."""
 
 import torch
 from torch import Tensor
 
-# of some of the keys: maximum [...], sum of exponentials [...], weighted values [..., E]
+# for some of the keys: maximum [...], sum of exponentials [...], weighted values [..., E]
 Block = tuple[Tensor, Tensor, Tensor]
 
 
 def merge(a: Block, b: Block) -> Block:
-    """Two blocks of an online softmax as one.
+    """Merge two blocks of an online softmax into one.
 
     A block of scores s [..., n] and values v [n, E] is m = max s, l = Σ exp(s − m) and o = Σ exp(s
-    − m) · v; the result of attention is o / l. Merged, nothing may overflow: all exponents are ≤ 0.
-    This is flash attention's inner loop, what ranks that share a vocabulary do with their logits,
-    and what context parallelism does around a ring.
+    − m) · v; the result of attention is o / l. The merge must not overflow: every exponent must be
+    ≤ 0. This is the inner loop of flash attention; ranks that share a vocabulary do the same with
+    their logits, and context parallelism does it around a ring.
     """
     raise NotImplementedError("yours to write")
 
 
 def moved_bytes(elements: int, fused: bool) -> int:
-    """Bytes that forward moves of y = silu(g) · u in bfloat16, for g and u of `elements` numbers:
-    written as three operations, s = sigmoid(g), t = g · s, y = t · u, or as one kernel. Each reads
-    its inputs from memory and writes its output there."""
+    """The bytes that the forward of y = silu(g) · u moves in bfloat16, for g and u of `elements`
+    numbers each: as three operations, s = sigmoid(g), t = g · s, y = t · u, or fused into one
+    kernel. Each operation or kernel reads its inputs from memory and writes its output to it."""
     raise NotImplementedError("yours to write")
 
 
@@ -34,7 +34,7 @@ def block(scores: Tensor, values: Tensor) -> Block:
 
 def test_merging_is_softmax_over_all() -> None:
     numbers = torch.Generator().manual_seed(0)
-    # exp alone would overflow
+    # exp without subtracting the maximum would overflow
     scores = torch.randn((3, 12), generator=numbers, dtype=torch.float64) * 400
     values = torch.randn((12, 5), generator=numbers, dtype=torch.float64)
     merged = block(scores[:, :4], values[:4])

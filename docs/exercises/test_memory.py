@@ -1,5 +1,5 @@
-"""Two exercises: complete the functions, then `.venv/bin/python -m pytest
-docs/exercises/test_memory.py`. Page: docs/memory.md"""
+"""Two exercises for docs/memory.md: complete the functions, then run `.venv/bin/python -m pytest
+docs/exercises/test_memory.py`."""
 
 from dataclasses import replace
 
@@ -12,19 +12,20 @@ from training.load_config import load_config
 
 
 def kept_per_token(dim: int, ffn_dim: int, num_heads: int, num_kv_heads: int, tp: int) -> float:
-    """How many numbers a block keeps per token between forward and backward, on one of `tp` ranks
-    with sequence parallelism and nothing recomputed; 0 for what is one number per row.
+    """Return how many numbers a block keeps per token between forward and backward, on one of `tp`
+    ranks with sequence parallelism, if nothing is recomputed. Leave out tensors with only one
+    number per token.
 
-    Two norms, a sum and the block's output, each D wide; query and attention's result, and keys and
-    values, by heads; gate, up and their product, F wide. Which of them does tp cut? (All: that is
-    what sequence parallelism is for.)
+    A block keeps two norms, a sum and its output, each D wide; queries and the result of attention,
+    and keys and values, by heads; gate, up and their product, each F wide. Which of them does tp
+    split? (All of them, because of sequence parallelism.)
     """
     raise NotImplementedError("yours to write")
 
 
 def micro_batches_alive(rank: int, p: int, m: int) -> int:
-    """The most micro-batches whose activations pipeline rank `rank` holds at once, of m, under 1F1B
-    with p ranks."""
+    """Return the largest number of micro-batches whose activations pipeline rank `rank` holds at
+    the same time, under 1F1B with p ranks and m micro-batches."""
     raise NotImplementedError("yours to write")
 
 
@@ -37,7 +38,7 @@ def test_what_a_block_keeps(name: str, tp: int) -> None:
     block = unit(setting, kind_of(model, 0))
     kept = sum(block.whole.phases["forward"].effect.changes.values())
     numbers = kept / setting.seq_len / setting.micro_batch_size / setting.dtype.itemsize
-    # what is one number per row is a thousandth or two of it
+    # tensors with one number per token are one or two thousandths of it
     yours = kept_per_token(model.dim, model.ffn_dim, model.num_heads, model.num_kv_heads, tp)
     assert yours == pytest.approx(numbers, rel=0.005)
 

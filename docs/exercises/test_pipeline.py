@@ -1,5 +1,5 @@
-"""Two exercises: complete the functions, then `.venv/bin/python -m pytest
-docs/exercises/test_pipeline.py`. Page: docs/pipeline.md"""
+"""Two exercises for docs/pipeline.md: complete the functions, then run `.venv/bin/python -m
+pytest docs/exercises/test_pipeline.py`."""
 
 import pytest
 
@@ -10,22 +10,22 @@ from parallel.pipeline.simulate import Costs, simulate
 
 
 def idle_fraction(schedule: str, p: int, m: int) -> float:
-    """The part of a step in which a rank of a pipeline of p ranks has nothing to do, averaged over
-    ranks, with m ≥ p micro-batches: of `gpipe`, `1f1b` and `zb_h1`, where a forward, an input
-    gradient and a weight gradient take 1 each.
+    """Compute the idle share of a step of a pipeline of p ranks, averaged over ranks.
 
-    By formula, not by simulation. What is the step's length, and how much of it is work?
+    `schedule` is `gpipe`, `1f1b` or `zb_h1`. There are m ≥ p micro-batches; a forward, an input
+    gradient and a weight gradient take 1 each. Use a formula, not a simulation. How long is the
+    step, and how much of it is work?
     """
     raise NotImplementedError("yours to write")
 
 
 def my_1f1b(p: int, m: int) -> list[list[Action]]:
-    """Each rank's list: warm up with forwards, then one forward and one backward in turn, then the
-    backwards that are left.
+    """Return each rank's list of actions: forwards as a warm-up, then one forward and one backward
+    in turn, then the remaining backwards.
 
-    Rank r may never hold more than p − r micro-batches. `Action(FORWARD, stage, microbatch)`, with
-    FORWARD and BACKWARD from parallel.pipeline.actions; rank r has stage r. Without looking into
-    schedules.py.
+    Rank r has stage r, and may never hold more than p − r micro-batches. An action is
+    `Action(FORWARD, stage, microbatch)`, with FORWARD and BACKWARD from parallel.pipeline.actions.
+    Do not look into schedules.py.
     """
     raise NotImplementedError("yours to write")
 

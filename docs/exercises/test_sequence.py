@@ -1,5 +1,5 @@
-"""Two exercises: complete the functions, then `.venv/bin/python -m pytest
-docs/exercises/test_sequence.py`. Page: docs/sequence.md"""
+"""Two exercises for docs/sequence.md: complete the functions, then run `.venv/bin/python -m pytest
+docs/exercises/test_sequence.py`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,11 +13,11 @@ S, D = 6, 4
 
 
 def leave_backward(dy: Tensor, group: ProcessGroup) -> Tensor:
-    """The backward of a reduce-scatter: partial sums x [S, D] on each of tp ranks became y [S/tp,
-    D], this rank's rows of Σ x.
+    """Compute the backward of a reduce-scatter. In forward, each of the tp ranks had a partial sum
+    x [S, D], and the reduce-scatter gave each rank y [S/tp, D], its rows of Σ x.
 
-    Given dy [S/tp, D], return dx [S, D]. The y of every rank depends on this rank's x: how often
-    does each number count?
+    Given dy [S/tp, D], return dx [S, D]. The y of every rank depends on this rank's x. How often is
+    each number of x used?
     """
     raise NotImplementedError("yours to write")
 
@@ -25,11 +25,11 @@ def leave_backward(dy: Tensor, group: ProcessGroup) -> Tensor:
 def norm_weight_gradient(
     dy: Tensor, normed: Tensor, group: ProcessGroup, sequence_parallel: bool
 ) -> Tensor:
-    """The gradient of a norm's weight w [D], where y = normed · w.
+    """Compute the gradient of a norm's weight w [D], where y = normed · w.
 
-    dy and normed are [S/tp, D], this rank's rows, with sequence parallelism; else both are whole,
-    [S, D], and the same on every rank. The result is the same on every rank: the gradient over all
-    S rows, each counted once.
+    With sequence parallelism, dy and normed are this rank's rows, [S/tp, D]. Without it, both have
+    all rows, [S, D], and are the same on every rank. In both cases every rank must return the same
+    gradient, over all S rows, each counted once.
     """
     raise NotImplementedError("yours to write")
 

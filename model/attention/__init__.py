@@ -1,11 +1,11 @@
-"""Kinds of attention, a file each: `model.attention` names one for every layer, or a list of them
-that the layers take in turn. Its class `Attention` is used.
+"""Kinds of attention, one file each. `model.attention` names one kind for all layers, or a list
+through which the layers cycle. The file's class `Attention` is used.
 
-    causal.py           every token sees all before it
-    sliding_window.py   the nearest model.attention_window of them
+    causal.py           every token sees all tokens before it
+    sliding_window.py   every token sees the nearest model.attention_window of these
 
-A kind is made with (config, tp), says what it wants to know of the tokens' positions (`inputs`),
-and maps x [S/tp, B, D] to the same; these inputs go to its `forward`.
+A kind is constructed with (config, tp). Its method `inputs` derives, from the tokens' positions,
+the inputs that `forward` takes besides x. `forward` maps x [S/tp, B, D] to the same shape.
 """
 
 from typing import Any

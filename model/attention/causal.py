@@ -1,5 +1,5 @@
-"""Causal grouped-query attention (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245), heads cut
-over tp."""
+"""Causal grouped-query attention (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245), with
+heads sharded over tp."""
 
 from torch import Tensor, nn
 
@@ -15,11 +15,11 @@ from parallel.tensor import ColumnParallelLinear, RowParallelLinear, column_para
 
 
 class Attention(nn.Module):
-    """x [S/tp, B, D] → [S/tp, B, D] (without sequence parallelism S instead of S/tp).
+    """Map x [S/tp, B, D] to [S/tp, B, D] (without sequence parallelism S instead of S/tp).
 
-    Each tp rank has H/tp query heads and the key/value heads they use: K/tp of them, or, where
-    K < tp, one that it shares with tp/K − 1 other ranks. Between the two communications everything
-    is local.
+    Each tp rank has H/tp query heads and the key/value heads that they use: K/tp of them or, if
+    K < tp, one that it shares with tp/K − 1 other ranks. Between the communication at the input and
+    that at the output, everything is local.
     """
 
     window: int | None = None  # keys that a query sees, itself included; None: all before it
@@ -39,12 +39,12 @@ class Attention(nn.Module):
         self.value = ColumnParallelLinear(dim, kv_dim, kv_heads, tp, Matmul(), std)
         self.output = RowParallelLinear(q_dim, dim, tp, Matmul(), last_std)
         self.query_norm = self.key_norm = None
-        if config.qk_norm:  # one weight for all heads, of which each tp rank has some
+        if config.qk_norm:  # one weight for all heads; each tp rank has some of the heads
             self.query_norm = RMSNorm(config, head_dim, tp, gradient_is_partial=True)
             self.key_norm = RMSNorm(config, head_dim, tp, gradient_is_partial=True)
 
     def inputs(self, positions: Positions) -> tuple[Angles, Attend]:
-        """What `forward` wants besides x."""
+        """The inputs of `forward` besides x."""
         return positions.angles(self.rotary), positions.mask(self.window, self.head_dim)
 
     def forward(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:

@@ -1,9 +1,9 @@
-"""Kinds of feed-forward, a file each: `model.feed_forward` names one for every layer, or a list of
-them that the layers take in turn. Its class `FeedForward` is used.
+"""Kinds of feed-forward, one file each. `model.feed_forward` names one kind for all layers, or a
+list through which the layers cycle. The file's class `FeedForward` is used.
 
-    swiglu.py   gated, as Llama has it
+    swiglu.py   gated, as in Llama
 
-A kind is made with (config, tp), and maps x [S/tp, B, D] to the same.
+A kind is constructed with (config, tp) and maps x [S/tp, B, D] to the same shape.
 """
 
 from torch import nn

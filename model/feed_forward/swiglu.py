@@ -1,5 +1,5 @@
-"""Gated feed-forward, SwiGLU (Shazeer 2020, https://arxiv.org/abs/2002.05202), inner width cut over
-tp."""
+"""Gated feed-forward, SwiGLU (Shazeer 2020, https://arxiv.org/abs/2002.05202), with the inner width
+sharded over tp."""
 
 from torch import Tensor, nn
 
@@ -12,10 +12,10 @@ from parallel.tensor import ColumnParallelLinear, RowParallelLinear, column_para
 
 
 class FeedForward(nn.Module):
-    """x [S/tp, B, D] → down(silu(gate(x)) · up(x)) [S/tp, B, D].
+    """Map x [S/tp, B, D] to down(silu(gate(x)) · up(x)) [S/tp, B, D].
 
-    gate and up stay two weights, so that a tp slice of each is a true slice of the global tensor (a
-    fused [gate; up] cut in two would put all of gate on one rank).
+    gate and up are separate weights, so that a tp slice of each is a true slice of the global
+    tensor (a fused [gate; up], split in two, would put all of gate on one rank).
     """
 
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:

@@ -1,24 +1,25 @@
-"""Fused operations: one file each, with its mathematics, its Triton kernels, and the same in plain
-PyTorch.
+"""Fused operations. Each has its own file, with its mathematics, its Triton kernels and a plain
+PyTorch implementation.
 
-    backend.py                which of the two runs; Triton only where it can
-    rms_norm.py               norm; residual sum and norm in one pass
-    rotary.py                 queries and keys turned in one launch
-    swiglu.py                 the gate of the feed-forward
-    cross_entropy.py          the loss over a vocabulary cut over tp
-    linear_cross_entropy.py   the head's projection and the loss, without the logits in memory
-    multi_tensor.py           many tensors in one launch: for the two that follow
+    backend.py                chooses between Triton and PyTorch
+    rms_norm.py               RMSNorm; residual addition and RMSNorm in one pass
+    rotary.py                 rotary embedding of queries and keys in one launch
+    swiglu.py                 the gate of the feed-forward layer
+    cross_entropy.py          the loss over a vocabulary that is sharded over tp
+    linear_cross_entropy.py   the head's projection and the loss, without all logits in memory
+    multi_tensor.py           one launch over many tensors, used by the next two files
     gradient_norm.py          the norm of all gradients
-    adamw.py                  clipping and the update
+    adamw.py                  clipping and the optimizer update
 
-The PyTorch version is the specification, and what runs where there is no GPU
-(`model.kernels=auto`). Kernels compute in float32 and round once, when they store; given float64
-they compute in float64, so that parity with an unsharded model can be proved with them. What they
-move is what is counted: they do a few operations per byte, and a GPU does hundreds in the time of
-one, so a kernel is as fast as the memory if every byte travels once. Each file says how many that
-is.
+The PyTorch implementation is the specification, and runs where there is no GPU
+(`model.kernels=auto`). Kernels compute in float32 and round once, when they store. Given float64
+they compute in float64, so that parity with an unsharded model can be proved with them.
 
-Each kernel is a `torch.library` operation (`torch.ops.lattice.…`) with a rule for tensors without
-data: the compiler, activation checkpointing and fake tensors see one operation and need not look
-inside. docs/kernels.md tells the story.
+The files count the bytes that each kernel moves, because the kernels are bound by memory: they do a
+few operations per byte, and a GPU does hundreds in the time that one byte takes. A kernel therefore
+runs at the speed of memory if it moves every byte only once.
+
+Each kernel is a `torch.library` operation (`torch.ops.lattice.…`) with a fake implementation, which
+gives the shapes of its results. The compiler, activation checkpointing and fake tensors see one
+operation and need not look inside. docs/kernels.md explains the kernels and how they are tested.
 """

@@ -1,34 +1,35 @@
 """AdamW with decoupled weight decay (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101,
-algorithm 2), over all parameters of a rank in one launch, with clipping on the way in.
+algorithm 2), over all parameters of a rank in one launch, with gradient clipping included.
 
     g ← g · min(1, max_norm / norm)
     m ← β₁ m + (1 − β₁) g
     v ← β₂ v + (1 − β₂) g²
     p ← p − lr · decay · p − lr / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + eps)
-    t: updates made, with this one
+    t: the number of updates, this one included
 
-A gradient norm that is not finite skips the step: p, m, v and t stay as they are. Norm, clip
-factor, t and the bias corrections are float64 scalars on the device; the host reads none of them.
+If the gradient norm is not finite, the step is skipped: p, m, v and t do not change. The norm, the
+clip factor, t and the bias corrections are float64 scalars on the device; the host reads none of
+them.
 
 | weights and moments | reads        | writes    | bytes per parameter                           |
 |---------------------|--------------|-----------|-----------------------------------------------|
-| float32             | p, m, v, g   | p, m, v   | 28 (clipping in a pass of its own: 8 more)    |
+| float32             | p, m, v, g   | p, m, v   | 28 (8 more if clipping were a separate pass)  |
 | bfloat16            | p, m, v, g   | p, m, v   | 14                                            |
 
 Weights and moments in bfloat16 are computed in float32 and rounded stochastically (Gupta et al.
-2015, https://arxiv.org/abs/1502.02551): up or down, with the probability that makes the mean exact.
-Rounded to nearest, an update below 2⁻⁹ of the weight would be lost every time, and with β₂ = 0.999
-v would never decay.
+2015, https://arxiv.org/abs/1502.02551): up or down, with probabilities that make the mean exact.
+With rounding to nearest, an update below 2⁻⁹ of the weight would be lost every time, and with
+β₂ = 0.999 v would never decay.
 
-A float32 is rounded by adding 16 random bits below what bfloat16 keeps, and cutting them off. The
-bits are no stream that a rank draws from, but a hash of what is rounded: of the seed and the
-parameter's name (`Location.key`), of t, and of the element's index in the global tensor. So every
-layout, every replica and the copies of a tied weight round alike, and a resumed run goes on with
-the same bits. p and m take the halves of one hash, v a half of the hash of that.
+A float32 is rounded by adding 16 random bits below those that bfloat16 keeps, and truncating. The
+bits do not come from a random stream of the rank. They are a hash of the seed and the parameter's
+name (`Location.key`), of t, and of the element's index in the global tensor. So every layout, every
+replica and every copy of a tied weight rounds alike, and a resumed run rounds with the same bits as
+an uninterrupted one. p and m each take one half of the hash; v takes one half of the hash's hash.
 
-The hash is lowbias32 (Wellons 2018, https://nullprogram.com/blog/2018/07/31/). Indices count modulo
-2³²: in a tensor of more elements, those 2³² apart round with the same bits, and each of them still
-without bias.
+The hash is lowbias32 (Wellons 2018, https://nullprogram.com/blog/2018/07/31/). Indices are taken
+modulo 2³²: in a larger tensor, elements that lie 2³² apart round with the same bits, still without
+bias.
 """
 
 import math
@@ -41,23 +42,23 @@ from torch import Tensor
 from model.kernels.backend import accumulator, jit, tl, use_triton, warps_for
 from model.kernels.multi_tensor import find, pointer, prepare, triton_type
 
-BLOCK = 2048  # 8 elements a thread: two 16-byte loads of float32 from each of p, g, m and v
+BLOCK = 2048  # 8 elements per thread: two 16-byte loads of float32 from each of p, g, m and v
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where a local matrix lies in its global one, in elements counted row by row; a vector is one
-    row."""
+    """The position of a local matrix in its global matrix, in elements counted row by row. A vector
+    is one row."""
 
-    key: int  # 32 bits: the random bits of this global tensor
-    first: int  # index of the local tensor's first element
+    key: int  # 32 bits, from which the random bits of this global tensor are derived
+    first: int  # the global index of the local tensor's first element
     width: int  # of a local row
     global_width: int
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What AdamW is configured with; `lr` is this step's."""
+    """AdamW's hyperparameters; `lr` is the learning rate of this step."""
 
     lr: float
     betas: tuple[float, float]
@@ -70,16 +71,17 @@ def adamw(
     p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor], decays: Sequence[float],
     locations: Sequence[Location], step: Tensor, norm: Tensor, rates: Rates, kernels: str,
 ) -> None:  # fmt: skip
-    """One update in place. Lists are of equal length, all of p, m, v and g have one dtype: float32,
-    bfloat16 or float64.
+    """Make one update in place. The lists have equal lengths, and all tensors of p, m, v and g have
+    one dtype: float32, bfloat16 or float64.
 
     Args:
         p, m, v: weights, first and second moments, contiguous.
-        g: gradients; their contents are lost.
-        decays: each tensor's weight decay.
-        locations: of bfloat16 tensors; not looked at for others.
-        step: updates made, a float32 scalar on the tensors' device; counted up.
-        norm: of all gradients of the model, a float64 scalar there.
+        g: gradients; their contents are overwritten.
+        decays: the weight decay of each tensor.
+        locations: of each tensor; used for bfloat16 only.
+        step: the number of updates so far, a float32 scalar on the tensors' device; incremented,
+            unless the step is skipped.
+        norm: the norm of all gradients of the model, a float64 scalar on the same device.
         kernels: auto, triton or torch.
     """
     applied = norm.isfinite()
@@ -112,10 +114,11 @@ def adamw(
 
 
 def _scalars(step: Tensor, norm: Tensor, applied: Tensor, rates: Rates) -> Tensor:
-    """float64 [5]: whether the step is applied, clip factor, lr / (1 − β₁ᵗ), 1 / √(1 − β₂ᵗ), t."""
+    """Return float64 [5]: 1 if the step is applied and else 0, the clip factor, lr / (1 − β₁ᵗ),
+    1 / √(1 − β₂ᵗ), t."""
     t = step.double()
     factor = (rates.max_norm / norm).clamp(max=1.0) if rates.max_norm else torch.ones_like(norm)
-    # 1 − βᵗ with no loss of digits where βᵗ is near 1. β − 1 is exact for β ≥ 1/2.
+    # 1 − βᵗ without cancellation where βᵗ is near 1. β − 1 is exact for β ≥ 1/2.
     one, two = (
         -torch.expm1(t * (math.log1p(beta - 1.0) if beta - 1.0 > -1.0 else -math.inf))
         for beta in rates.betas
@@ -137,7 +140,8 @@ def _lowbias32(x):
 
 @jit
 def _stochastic(x, bits):
-    """float32 → bfloat16 by 16 random bits. A NaN stays one: no carry out of its mantissa."""
+    """Round float32 to bfloat16 with 16 random bits. A NaN remains a NaN: no bits are added to it,
+    which could carry out of its mantissa."""
     exact = x.to(tl.uint32, bitcast=True)
     moved = tl.where(x == x, exact + bits, exact)
     return (moved >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -145,15 +149,15 @@ def _stochastic(x, bits):
 
 @jit
 def _random(row, start, offsets, t):
-    """The hash of this block's elements, uint32. Fields of the row from 6: those of a
-    `Location`."""
+    """The hash of each element of this block, uint32. From field 6 on, the row holds the fields of
+    a `Location`."""
     key = tl.load(row + 6).to(tl.uint32)
     first = tl.load(row + 7)
     width = tl.load(row + 8)
     global_width = tl.load(row + 9)
     if width == global_width:
         index = (first + start).to(tl.uint32) + offsets.to(tl.uint32)
-    else:  # rows of the global tensor are longer: the only case with divisions
+    else:  # the global tensor's rows are longer: only this case needs divisions
         rows = start // width
         column = (start - rows * width).to(tl.uint32) + offsets.to(tl.uint32)
         corner = (first + rows * global_width).to(tl.uint32)
@@ -164,7 +168,7 @@ def _random(row, start, offsets, t):
 
 
 def lowbias32(x: Tensor) -> Tensor:
-    """32-bit numbers in int64 → their hashes, likewise."""
+    """Hash 32-bit numbers that are stored as int64; the hashes are 32-bit numbers in int64 too."""
     low = 0xFFFFFFFF
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D & low
@@ -174,14 +178,14 @@ def lowbias32(x: Tensor) -> Tensor:
 
 
 def stochastic(x: Tensor, bits: Tensor) -> Tensor:
-    """float32 → bfloat16 by random bits in [0, 2¹⁶), int64 and shaped like x."""
+    """Round float32 x to bfloat16 with random `bits` in [0, 2¹⁶), int64 and shaped like x."""
     exact = x.view(torch.int32).long()
     moved = torch.where(x == x, exact + bits, exact)
     return (moved >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def random_bits(location: Location, shape: torch.Size, t: Tensor) -> Tensor:
-    """The hash of each element of a local tensor at update t (an integer scalar): int64 like
+    """The hash of each element of a local tensor at update t (an integer scalar): int64, shaped
     `shape`."""
     local = torch.arange(shape.numel(), device=t.device)
     index = (
@@ -204,7 +208,7 @@ def _step(
     g_at = pointer(row, 2, start, DTYPE, ALIGNED) + offsets
     m_at = pointer(row, 3, start, DTYPE, ALIGNED) + offsets
     v_at = pointer(row, 4, start, DTYPE, ALIGNED) + offsets
-    if WHOLE:  # no mask: one that may end anywhere would forbid accesses of 16 bytes
+    if WHOLE:  # no mask: a mask that may end anywhere would rule out 16-byte accesses
         inside = None
     else:
         inside = offsets < left
@@ -250,8 +254,8 @@ def _update_all(
     p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor], scalars: Tensor,
     shrink: list[float], beta1: float, beta2: float, eps: float, locations: list[int],
 ) -> None:  # fmt: skip
-    """`scalars`: see `_scalars`; `shrink`: lr · decay of each tensor; `locations`: four numbers a
-    tensor, or none."""
+    """Launch the kernel. `scalars`: see `_scalars`; `shrink`: lr · decay of each tensor;
+    `locations`: four numbers per tensor, or an empty list."""
     bits = torch.tensor(shrink, dtype=torch.float64).view(torch.int64).tolist()
     launch = prepare([p, g, m, v], [bits, *(locations[i::4] for i in range(4) if locations)], BLOCK)
     if launch.grid[0]:
@@ -281,7 +285,7 @@ def _update_and_round(
     scalars: Tensor,
     rates: Rates,
 ) -> None:
-    """What the kernel does with one tensor in bfloat16."""
+    """Do in PyTorch what the kernel does with one bfloat16 tensor."""
     factor, step_size, scale = scalars[1:4].float()
     (beta1, beta2), gradient = rates.betas, g.float() * factor
     first = beta1 * m.float() + (1 - beta1) * gradient

@@ -1,7 +1,7 @@
-"""Triton, where it is installed; and which implementation of an operation runs.
+"""Imports Triton where it is installed, and chooses which implementation of an operation runs.
 
-Where it is not (a CPU build of torch brings none), the kernels are plain functions that nobody
-calls.
+Without Triton (CPU builds of torch do not include it) the kernels are plain functions that are
+never called.
 """
 
 import os
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from errors import UserError
 
-# Triton's own switch; it looks once, when it is imported
+# Triton's own switch, which Triton reads once, when it is imported
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 try:
@@ -23,7 +23,7 @@ try:
 
     jit: Any = triton.jit
 except ImportError:
-    triton, tl = None, SimpleNamespace(constexpr=object)  # what the kernels' signatures name
+    triton, tl = None, SimpleNamespace(constexpr=object)  # used in the kernels' signatures
     jit = lambda function: function  # noqa: E731
 
 if INTERPRETED and triton is not None:
@@ -31,40 +31,41 @@ if INTERPRETED and triton is not None:
 
     triton_interpreter.mend()
 
-LANES = 64 if torch.version.hip else 32  # threads of a warp
-MAX_THREADS = 1024  # of a program, on every GPU
+LANES = 64 if torch.version.hip else 32  # threads per warp
+MAX_THREADS = 1024  # per program, on every GPU
 
 
 def use_triton(tensor: Tensor, mode: str) -> bool:
-    """Whether `model.kernels=mode` means the Triton kernel for this tensor: `auto` means a
-    GPU's."""
+    """Whether `model.kernels=mode` selects the Triton kernel for this tensor: with `auto`, if the
+    tensor is on a GPU."""
     return mode == "triton" or (mode == "auto" and tensor.is_cuda)
 
 
 def why_not_triton(device_type: str) -> str | None:
-    """Why Triton kernels cannot run on tensors of this device; None: they can."""
+    """The reason why Triton kernels cannot run on this device, or None if they can."""
     if triton is None:
         return "Triton is not installed"
     return None if INTERPRETED or device_type == "cuda" else "there is no GPU"
 
 
 def check_kernels(mode: str, device_type: str) -> None:
-    """Raises UserError where a run on this device cannot have `model.kernels=mode`."""
+    """Raise UserError if a run on this device cannot use `model.kernels=mode`."""
     why = why_not_triton(device_type)
     if mode == "triton" and why is not None:
-        how = "to see the kernels interpreted, slowly: TRITON_INTERPRET=1 before the command"
+        how = "or run the kernels in Triton's (slow) interpreter, with TRITON_INTERPRET=1"
         raise UserError("model.kernels", mode, why, f"set model.kernels=auto; {how}")
     if mode == "auto" and device_type == "cuda" and why is not None:
         raise UserError("model.kernels", mode, why, "install Triton, or set model.kernels=torch")
 
 
 def accumulator(dtype: torch.dtype) -> Any:
-    """What kernels compute in: float32, and float64 for float64 tensors (proofs of parity)."""
+    """The Triton dtype in which kernels compute: float64 for float64 tensors (proofs of parity),
+    else float32."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
 def exact(dtype: torch.dtype) -> torch.dtype:
-    """The same as a torch dtype, of statistics that are kept."""
+    """`accumulator` as a torch dtype, for statistics that kernels store."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -76,17 +77,17 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-TILE = 4096  # elements that a program handles at once, where rows are narrower than that
+TILE = 4096  # elements that a program handles at once, if rows are narrower than that
 
 
 def rows_at_once(block: int) -> int:
-    """Rows of `block` elements (a power of two) in one program's tile."""
+    """The number of rows of `block` elements (a power of two) in one program's tile."""
     return max(1, TILE // block)
 
 
 def warps_for(block: int) -> int:
-    """Warps for a program that handles `block` elements at once: 16 a thread, two 16-byte loads of
-    bfloat16."""
+    """The number of warps for a program that handles `block` elements at once: 16 elements per
+    thread, which are two 16-byte loads of bfloat16."""
     return max(1, min(block // 16, MAX_THREADS) // LANES)
 
 
@@ -100,14 +101,13 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def resident_programs(tensor: Tensor, num_warps: int) -> int:
-    """How many programs to launch where each works through many rows: about what the device runs at
-    once, 32 warps on each of its multiprocessors, which is what 64 registers a thread leave room
-    for."""
+    """How many programs to launch if each works through many rows: about as many as the device runs
+    at once, which is 32 warps per multiprocessor at 64 registers per thread."""
     return max(1, 32 // num_warps) * _multiprocessors(tensor.device)
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """x [..., D] as rows [T, D] with contiguous elements: a view where its strides allow one, else
-    a copy."""
+    """x [..., D] as rows [T, D] with contiguous elements: a view if the strides of x allow one,
+    else a copy."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()

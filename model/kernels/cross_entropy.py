@@ -1,22 +1,22 @@
-"""Cross-entropy over a vocabulary that is cut over tp: no rank ever holds the whole logits (Shoeybi
-et al. 2019, section 3).
+"""Cross-entropy over a vocabulary that is sharded over tp: no rank ever holds the whole logits
+(Shoeybi et al. 2019, section 3).
 
     loss = lse − z[y] (+ c · lse²)       summed over target tokens
     lse  = log Σ_j exp(z_j) = m + log s       m = max z,  s = Σ exp(z − m)
     dz_j = scale · ((1 + 2 c · lse) · exp(z_j − m) / s − [j = y])
 
-m and s are kept apart: at logits of 10⁴ float32 has three digits left for lse, and all of them for
-z − m.
+m and s are stored separately instead of as lse, for precision: where logits are about 10⁴, float32
+leaves three digits after the decimal point of lse, whereas z − m keeps full precision.
 
 The second term, with c = `z_loss`, keeps the normaliser near 1 (PaLM: Chowdhery et al. 2022,
-https://arxiv.org/abs/2204.02311, section 5). Each rank finds, in one pass over its columns and
-without writing to them, three numbers a token: its m, its s, and z[y] if the target is its own (an
-online softmax: Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867). One all-gather of
-these three makes those of the whole row known to all.
+https://arxiv.org/abs/2204.02311, section 5). In one read-only pass over its columns, each rank
+computes three numbers per token: m and s of its columns, and z[y] if it holds the target's column
+(an online softmax: Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867). One all-gather
+of these three gives every rank the numbers of the whole row.
 
 | pass       | reads  | writes                | bytes per bfloat16 logit | communication over tp |
 |------------|--------|-----------------------|--------------------------|-----------------------|
-| statistics | logits | 3 numbers a token     | 2 + 20 / columns         | all-gather of 3 · T   |
+| statistics | logits | 3 numbers per token   | 2 + 20 / columns         | all-gather of 3 · T   |
 | gradient   | logits | gradient, over logits | 4                        | none                  |
 """
 
@@ -44,7 +44,7 @@ MAX_BLOCK = 8192  # columns handled at once
 
 
 class Normaliser(NamedTuple):
-    """What is known of each token's row of logits, each [T] float32 (float64)."""
+    """Statistics of each token's row of logits, each [T] float32 (float64)."""
 
     peak: Tensor  # m
     total: Tensor  # s
@@ -56,7 +56,8 @@ class Normaliser(NamedTuple):
 
 
 def merge(shards: Tensor) -> Normaliser:
-    """Of whole rows, from the same three numbers of each shard of the vocabulary: [tp, 3, T]."""
+    """Combine the statistics of all shards of the vocabulary, [tp, 3, T], into those of whole
+    rows."""
     peaks, totals, target_logits = shards.unbind(1)
     peak = peaks.amax(0)
     return Normaliser(peak, (totals * (peaks - peak).exp()).sum(0), target_logits.sum(0))
@@ -65,7 +66,8 @@ def merge(shards: Tensor) -> Normaliser:
 def normaliser(
     logits: Tensor, targets: Tensor, first_row: int, group: ProcessGroup, kernels: str
 ) -> Normaliser:
-    """Of the whole vocabulary, from this rank's logits [T, V/tp]; one all-gather of [3, T]."""
+    """Compute the statistics over the whole vocabulary from this rank's logits [T, V/tp], with one
+    all-gather of [3, T]."""
     return merge(
         start_all_gather(statistics(logits, targets, first_row, kernels), group)
         .wait()
@@ -74,14 +76,14 @@ def normaliser(
 
 
 def statistics(logits: Tensor, targets: Tensor, first_row: int, kernels: str) -> Tensor:
-    """m, s and z[y] (0 where y is another rank's), [3, T], of logits [T, V/tp]."""
+    """Compute m, s and z[y] (0 where another rank holds column y) of logits [T, V/tp]: [3, T]."""
     if use_triton(logits, kernels):
         return torch.ops.lattice.cross_entropy_statistics(logits, targets, first_row)
     return _statistics_reference(logits, targets, first_row)
 
 
 def token_losses(row: Normaliser, targets: Tensor, z_loss: float) -> Tensor:
-    """[T]: each token's loss, 0 where there is no target."""
+    """The loss of each token, [T]; 0 where there is no target."""
     losses = (row.peak - row.target_logit) + row.total.log()
     if z_loss:
         losses += z_loss * row.lse.square()
@@ -97,7 +99,7 @@ def gradient_over_logits_(
     z_loss: float,
     kernels: str,
 ) -> None:
-    """Write the gradient of scale · Σ losses over the logits [T, V/tp]; `scale` is a scalar
+    """Overwrite the logits [T, V/tp] with the gradient of scale · Σ losses; `scale` is a scalar
     tensor."""
     if use_triton(logits, kernels):
         torch.ops.lattice.cross_entropy_gradient_(
@@ -108,10 +110,11 @@ def gradient_over_logits_(
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """[T, V/tp] logits on each of tp ranks → the same scalar loss on all; the gradient is written
-    over the logits.
+    """[T, V/tp] logits on each of tp ranks → the same scalar loss on all; the gradient overwrites
+    the logits.
 
-    For logits that exist anyway. The model's head forms them in pieces (linear_cross_entropy.py).
+    For logits that exist in whole. The model's head computes them in pieces instead
+    (linear_cross_entropy.py).
     """
 
     @staticmethod
@@ -147,11 +150,11 @@ def vocab_parallel_cross_entropy(
     z_loss: float = 0.0,
     kernels: str = "auto",
 ) -> Tensor:
-    """Sum of the losses of all target tokens, a scalar in float32 (float64).
+    """The sum of the losses of all target tokens, a scalar in float32 (float64).
 
     Args:
         logits: [..., V/tp], this tp rank's columns, of which the first is row `first_row` of the
-            vocabulary. They are consumed: backward overwrites them.
+            vocabulary. Backward overwrites them.
         targets: [...] token ids of the whole vocabulary, or `IGNORE`.
         group: the tp group.
         z_loss: c above.
@@ -164,7 +167,7 @@ def vocab_parallel_cross_entropy(
 
 def _statistics_reference(logits: Tensor, targets: Tensor, first_row: int) -> Tensor:
     z = logits.to(exact(logits.dtype))
-    if not z.shape[-1]:  # more ranks than rows of the vocabulary
+    if not z.shape[-1]:  # this rank has no rows of the vocabulary
         return torch.stack(
             (
                 z.new_full(targets.shape, -torch.inf),
@@ -173,7 +176,7 @@ def _statistics_reference(logits: Tensor, targets: Tensor, first_row: int) -> Te
             )
         )
     peak = z.amax(dim=-1)
-    # all columns masked: their exponentials are 0, not NaN
+    # if all columns are masked (−∞), their exponentials are 0, not NaN
     finite = peak.masked_fill(peak == -torch.inf, 0).unsqueeze(-1)
     index, mine = _columns(targets, first_row, z.shape[-1])
     target_logit = z.gather(-1, index).squeeze(-1).masked_fill(~mine, 0)
@@ -191,19 +194,21 @@ def _gradient_reference_(
     factors = (scales * (1 + 2 * z_loss * row.lse) / row.total).masked_fill(ignored, 0)
     same = logits.dtype == exact_dtype
     z = logits if same else logits.to(exact_dtype)
-    # Tokens without target get 0, whatever their logits are: exp(z − ∞) · 0.
+    # Tokens without a target get 0, whatever their logits are: exp(z − ∞) · 0.
     z.sub_(row.peak.masked_fill(ignored, torch.inf).unsqueeze(-1)).exp_().mul_(
         factors.unsqueeze(-1)
     )
     index, mine = _columns(targets, first_row, z.shape[-1])
     at_target = z.gather(-1, index) - torch.where(mine, scales, 0).unsqueeze(-1)  # [T, 1]
-    z.scatter_(-1, index, at_target)  # not scatter_add_, whose order of additions is free on a GPU
+    # not scatter_add_, which adds in no fixed order on a GPU
+    z.scatter_(-1, index, at_target)
     if not same:
         logits.copy_(z)
 
 
 def _columns(targets: Tensor, first_row: int, width: int) -> tuple[Tensor, Tensor]:
-    """Where in this rank's columns each target stands, [T, 1], and whether it does, [T]."""
+    """The index of each target among this rank's columns (0 if it is not among them), [T, 1], and
+    whether it is among them, [T]."""
     local = targets - first_row
     mine = (local >= 0) & (local < width)
     return local.masked_fill(~mine, 0).unsqueeze(-1), mine
@@ -220,14 +225,14 @@ def _statistics_kernel(
     target = tl.load(TARGETS + token, mask=there, other=0) - first_row
     columns = tl.arange(0, BLOCK)[None, :]
     peak = tl.full((ROWS, 1), float("-inf"), ACC)
-    total = tl.zeros((ROWS, BLOCK), ACC)  # of each lane: added up over the row once, at the end
+    total = tl.zeros((ROWS, BLOCK), ACC)  # one sum per lane; added up over the row at the end
     for start in range(0, width, BLOCK):
         z = tl.load(
             row + start + columns, mask=there & (start + columns < width), other=float("-inf")
         ).to(ACC)
         peak_before = peak
         peak = tl.maximum(peak, tl.max(z, 1, keep_dims=True))
-        # all columns so far masked: their exponentials are 0, not NaN
+        # if all columns so far are masked (−∞), their exponentials are 0, not NaN
         finite = tl.where(peak == float("-inf"), 0.0, peak)
         total = total * tl.exp(peak_before - finite) + tl.exp(z - finite)
     mine = there & (target >= 0) & (target < width)
@@ -254,7 +259,7 @@ def _gradient_kernel(
     z = tl.load(place, mask=inside, other=float("-inf")).to(ACC)
     p = tl.exp(z - peak) * ((1.0 + 2.0 * tl.full((), Z_LOSS, ACC) * (peak + tl.log(total))) / total)
     gradient = tl.load(SCALE).to(ACC) * tl.where(columns == target - first_row, p - 1.0, p)
-    gradient = tl.where(target == IGNORED, 0.0, gradient)  # whatever the logits of such a token are
+    gradient = tl.where(target == IGNORED, 0.0, gradient)  # even if a logit is infinite or NaN
     tl.store(place, gradient.to(LOGITS.dtype.element_ty), mask=inside)
 
 

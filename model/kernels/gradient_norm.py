@@ -1,18 +1,20 @@
-"""The sum of squares of many gradients, for the norm that they are clipped by.
+"""The sum of squares of many gradients, for the norm that gradient clipping uses.
 
-    Σ_i  Σ x_i² / copies_i        over all gradients i of a rank; copies: ranks that hold it alike
+    Σ_i  Σ x_i² / copies_i        over all gradients i of a rank; copies_i: how many ranks hold
+                                  the same gradient
 
 | launch                | reads             | writes            | bytes per element (float32) |
 |-----------------------|-------------------|-------------------|-----------------------------|
 | squares of each block | gradients         | 8 bytes per block | 4                           |
 | their sum             | 8 bytes per block | one number        | 0.001                       |
 
-All arithmetic is in float64. A square of a float32 is exact there, and no gradient is so large or
-so small that its square leaves the range. (Square sums in the gradients' own dtype depend on how
-tensors are cut.) This is free where float64 runs at half the rate of float32: at 4.8 TB/s, 132
-multiprocessors see 5 elements a cycle each, and can convert 16.
+All arithmetic is in float64, in which the square of a float32 is exact and cannot overflow or
+underflow. (Sums of squares in the gradients' own dtype would depend on how tensors are sharded.)
+Float64 costs no time on GPUs that run it at half the rate of float32: at 4.8 TB/s, each of 132
+multiprocessors receives 5 elements per cycle, and can convert 16.
 
-The order of additions is fixed, with no atomic additions: the same bits every time.
+The order of additions is fixed, without atomic additions, so the result is the same bit for bit
+every time.
 """
 
 from collections.abc import Sequence
@@ -23,17 +25,17 @@ from torch import Tensor
 from model.kernels.backend import jit, tl, use_triton
 from model.kernels.multi_tensor import find, pointer, prepare, triton_type
 
-BLOCK = 8192  # 32 elements a thread
+BLOCK = 8192  # 32 elements per thread
 
 
 @torch.no_grad()
 def square_sum(gradients: Sequence[Tensor], copies: Sequence[int], kernels: str) -> Tensor:
-    """Gradients of any shapes on one device, and a divisor for each → a float64 scalar there. The
-    host waits for nothing.
+    """Sum the squares of gradients of any shapes on one device, each gradient's sum divided by its
+    `copies`. Returns a float64 scalar on that device, without synchronizing the host.
 
     Args:
         gradients: at least one.
-        copies: how many ranks hold the same numbers.
+        copies: how many ranks hold the same gradient, for each.
         kernels: auto, triton or torch.
     """
     if use_triton(gradients[0], kernels):
@@ -53,7 +55,7 @@ def _squares(
     x = pointer(row, 1, start, DTYPE, ALIGNED)
     copies = tl.load(row + 2).to(tl.float64)
     offsets = tl.arange(0, BLOCK)
-    if left >= BLOCK:  # no mask: a mask that may end anywhere would forbid accesses of 16 bytes
+    if left >= BLOCK:  # no mask: a mask that may end anywhere would rule out 16-byte accesses
         part = tl.load(x + offsets).to(tl.float64)
     else:
         part = tl.load(x + offsets, mask=offsets < left, other=0.0).to(tl.float64)

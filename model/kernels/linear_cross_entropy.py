@@ -1,5 +1,5 @@
-"""Projection onto the vocabulary and cross-entropy in one operation, in pieces: the logits are
-never whole in memory.
+"""The head's projection onto the vocabulary and cross-entropy in one operation, piece by piece, so
+that the whole logits are never in memory.
 
     for each piece of the tokens:
         x      ◄─ all-gather over tp ─ this rank's slices of the sequence         [n·tp, B, D]
@@ -9,18 +9,20 @@ never whole in memory.
         dw    +=  zᵀ · x                         in float32
         dx     =  z · w ─ reduce-scatter over tp ─► this rank's slices             [n, B, D]
 
-The gradient of cross-entropy is known as soon as the normaliser is, so forward computes both
-gradients, and backward hands them on, times the gradient that arrives (1, unless something comes
-after the loss). The same three matrix products as with whole logits, at a fraction of the memory;
-without gradients (evaluation) only the first. (The idea, on one device and with the whole
-vocabulary: Liger-Kernel, Hsu et al. 2024, https://arxiv.org/abs/2410.10989, section 3.2; Wijmans et
-al. 2024, https://arxiv.org/abs/2411.09009.)
+The gradient of cross-entropy can be computed as soon as the normaliser is known. So forward
+computes both gradients, and backward returns them multiplied by the incoming gradient (1, unless
+something follows the loss). This takes the same three matrix products as with whole logits, at a
+fraction of the memory; without gradients (evaluation) it takes only the first. (The idea, on one
+device and with the whole vocabulary: Liger-Kernel, Hsu et al. 2024,
+https://arxiv.org/abs/2410.10989, section 3.2; Wijmans et al. 2024,
+https://arxiv.org/abs/2411.09009.)
 
-With sequence parallelism a piece is cut from every rank's part of the sequence at once, so that of
-many pieces the whole input is never gathered either; a piece's gather runs behind the products of
-the one before, its reduce-scatter behind those of the one after. (Cut over many ranks the logits
-may be one piece. More would hide more, but each reads and writes dw once again.) Without, every
-rank has the whole sequence, and dx is all-reduced.
+With sequence parallelism a piece is taken from every rank's part of the sequence at once, so that
+with several pieces the whole input is never gathered either. A piece's gather overlaps with the
+products of the previous piece, its reduce-scatter with those of the next. (If the logits are
+sharded over many ranks, one piece may hold them all. More pieces would hide more communication, but
+each reads and writes dw once more.) Without sequence parallelism every rank has the whole sequence,
+and dx is all-reduced.
 
 | pass     | local shapes                     | communication over tp, sequence parallel (else)    |
 |----------|----------------------------------|----------------------------------------------------|
@@ -28,12 +30,12 @@ rank has the whole sequence, and dx is all-reduced.
 |          |                                  | reduce-scatter (all-reduce) S·B·D                  |
 | backward | scalar → [S/tp, B, D], [V/tp, D] | none                                               |
 
-What it costs: between a micro-batch's forward and backward its head holds dw, in the weight's
-dtype, where whole logits would be held otherwise: V/tp · D numbers instead of V/tp · T. A schedule
-with many forwards in flight on the last stage (gpipe, breadth_first) holds as many. And where a
-schedule splits backward, the head's weight gradient is ready in forward: its part of W is empty
-(parallel/layer.py adds it there all the same, so that a micro-batch's gradients are complete at
-one moment), and its time belongs to F.
+The price: between a micro-batch's forward and backward the head holds dw, in the weight's dtype,
+instead of the whole logits: V/tp · D numbers instead of V/tp · T. A schedule with many forwards in
+flight on the last stage (gpipe, breadth_first) holds one dw for each. And where a schedule splits
+backward, the head's weight gradient is already computed in forward (F), so its weight phase (W) has
+nothing to compute and its time counts as F. (parallel/layer.py nevertheless adds the gradient in W,
+so that all gradients of a micro-batch are complete at the same time.)
 """
 
 from collections.abc import Iterator
@@ -48,14 +50,14 @@ from model.kernels.cross_entropy import gradient_over_logits_, normaliser, token
 from parallel.collectives import Pending, start_all_gather, start_all_reduce_, start_reduce_scatter
 from parallel.deferred import LinearProducts
 
-# Of one piece's logits. On a GPU it is what the float32 sum dw, read and written once per piece, is
-# small beside (at V = 128k and D = 4096 a piece is 4096 tokens); on a CPU it is what a core's cache
-# holds.
+# The size of one piece's logits. On a GPU it is large enough that reading and writing the float32
+# sum dw once per piece costs little in comparison (at V = 128k and D = 4096 a piece is 4096
+# tokens); on a CPU a piece fits into a core's cache.
 PIECE_BYTES = {"cuda": 1 << 30, "cpu": 1 << 22}
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """See the top of this file."""
+    """The operation that the top of this file describes."""
 
     @staticmethod
     def forward(
@@ -75,7 +77,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         loss = x.new_zeros((), dtype=exact(x.dtype))
         dxs: list[Tensor] = []
-        reducing: Pending | None = None  # the last piece's dx
+        reducing: Pending | None = None  # the previous piece's dx
         dw: Tensor | None = None
         pieces = _pieces(x, targets, group if sequence_parallel else None, piece_tokens)
         for piece, piece_targets in pieces:
@@ -89,7 +91,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             if wants_dx:
                 dx = matmul.input_gradient(z, weight).view_as(piece)
                 if reducing is not None:
-                    dxs.append(reducing.wait())  # lets go of that piece's whole dx
+                    dxs.append(reducing.wait())  # frees the unreduced dx of that piece
                 reducing = (
                     start_reduce_scatter(dx, group)
                     if sequence_parallel
@@ -97,7 +99,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 )
             if wants_dw:
                 dw = matmul.add_weight_gradient(z, rows, into=dw, dtype=exact(x.dtype))
-            del z  # before the next piece's
+            del z  # before the next piece's logits are allocated
         if reducing is not None:
             dxs.append(reducing.wait())
         ctx.dx = torch.cat(dxs) if wants_dx else None
@@ -108,22 +110,22 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         (dx, dw), ctx.dx, ctx.dw = (ctx.dx, ctx.dw), None, None
         assert dx is not None or dw is not None, (
-            "the gradients were handed on already: a second backward has none"
+            "backward was called a second time; the gradients were handed over in the first"
         )
         for gradient in (dx, dw):
             if gradient is not None:
-                gradient.mul_(dloss)  # ours alone until now
+                gradient.mul_(dloss)  # in place: nothing else refers to it yet
         return dx, dw, *[None] * 9
 
 
 def _pieces(
     x: Tensor, targets: Tensor, gather_over: ProcessGroup | None, piece_tokens: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pieces of the tokens and their targets, [n·tp, B, D] and [n·tp, B], each gathered while the
-    one before is worked on.
+    """Yield pieces of x and of the targets, [n·tp, B, D] and [n·tp, B], and gather each while the
+    caller works on the previous one.
 
-    x is [S/tp, B, D] where it is gathered over tp, else [S, B, D] and a piece [n, B, D]; targets
-    are [S, B] always.
+    x is [S/tp, B, D] if it is gathered over tp; else it is [S, B, D] and a piece [n, B, D]. targets
+    are always [S, B].
     """
     ranks = gather_over.size() if gather_over is not None else 1
     by_rank = targets.unflatten(0, (ranks, -1))  # [tp, S/tp, B]
@@ -158,20 +160,20 @@ def linear_cross_entropy(
     kernels: str = "auto",
     piece_bytes: int | None = None,
 ) -> Tensor:
-    """scale · Σ over target tokens of the cross-entropy of x · weightᵀ: a scalar in float32
-    (float64), on all tp ranks alike.
+    """Compute scale · Σ over target tokens of the cross-entropy of x · weightᵀ: a scalar in float32
+    (float64), the same on all tp ranks.
 
     Args:
         x: [S/tp, B, D] with sequence parallelism, else [S, B, D].
         weight: [V/tp, D], this rank's rows of the vocabulary, of which `first_row` is the first.
         targets: [S, B] int64 token ids of the whole vocabulary, or `IGNORE`.
-        scale: a scalar tensor, known before the gradient is: 1 / number of target tokens of the
-            global batch.
+        scale: a scalar tensor, 1 / number of target tokens of the global batch. Forward needs it
+            already, because it computes the gradients.
         group: the tp group.
-        matmul: the products.
-        vocab_size: V. All ranks cut the tokens alike, by the bytes of the widest rank's logits.
+        matmul: computes the matrix products.
+        vocab_size: V. All ranks divide the tokens alike, by the bytes of the widest rank's logits.
         z_loss, kernels: as in cross_entropy.py.
-        piece_bytes: of the logits that exist at one time; None: what suits the device.
+        piece_bytes: bytes of one piece's logits; None: the default for the device.
     """
     piece_bytes = piece_bytes or PIECE_BYTES.get(x.device.type, PIECE_BYTES["cuda"])
     piece_tokens = max(1, piece_bytes // (cdiv(vocab_size, group.size()) * x.element_size()))

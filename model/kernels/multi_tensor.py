@@ -1,25 +1,25 @@
-"""One launch over many tensors: a table tells each program of the grid what it works on.
+"""One launch over many tensors: a table maps each program of the grid to its part of a tensor.
 
-A model has hundreds of parameters, most of them small beside the GPU: a launch for each would leave
-it idle in between. So the tensors are cut into blocks of BLOCK elements (the last of each tensor is
-shorter), and the grid has a program for every block.
+A model has hundreds of parameters, most of them too small to keep a GPU busy, and with a launch for
+each it would be idle between launches. So the tensors are divided into blocks of BLOCK elements
+(the last block of a tensor may be shorter), and the grid has one program for every block.
 
     places [programs, 2]        int32: program → which tensor, and which block of it
-    table  [tensors, fields]    int64: number of elements, addresses, and what else differs between
-                                       tensors (a float64 as its bits)
+    table  [tensors, fields]    int64: number of elements, addresses, and other values that differ
+                                       between tensors (a float64 as its bits)
 
-The places follow from the tensors' sizes: they are made once and stay on the device. Addresses
-change, as gradients are allocated anew in every step. So the table is written for each launch, to
-pinned memory, and copied without a wait. PyTorch's allocator gives pinned memory out again only
-when every copy from it is over: each launch takes a new buffer, and none is overwritten while it is
-read.
+The places depend only on the tensors' sizes, so they are computed once and stay on the device. The
+addresses change, because gradients are allocated anew in every step. So the table is written for
+each launch, to pinned memory, and copied asynchronously. Each launch takes a new pinned buffer, and
+PyTorch's allocator reuses one only when all copies from it are complete, so no buffer is
+overwritten while it is read.
 
-    bytes moved beside the tensors: 8 per block, and 8 · fields per tensor
+    bytes moved in addition to the tensors: 8 per block, and 8 · fields per tensor
 
-An address has no type: the kernel gives it one. All tensors of one field share a dtype, and are
-contiguous. Where all of them start at a multiple of 16 bytes the kernel is told so (ALIGNED), and
-whole blocks move in accesses of 16 bytes a thread. FSDP cuts sharded gradients out of one buffer:
-where a local size is odd, the next one starts anywhere.
+An address has no type, so the kernel casts it to a typed pointer. All tensors of one field share a
+dtype and are contiguous. If all of them start at a multiple of 16 bytes, ALIGNED is set, and whole
+blocks move in 16-byte accesses per thread. Alignment is not guaranteed: FSDP's sharded gradients
+are slices of one buffer, and after one of odd size the next may start at any element.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ from model.kernels.backend import INTERPRETED, cdiv, jit, tl
 
 @dataclass(frozen=True)
 class Launch:
-    """What a kernel over many tensors is launched with."""
+    """The arguments of a kernel that is launched over many tensors."""
 
     table: Tensor  # int64 [tensors, fields]: number of elements, addresses, further fields
     places: Tensor  # int32 [programs, 2]: tensor, block
@@ -49,15 +49,15 @@ class Launch:
 def prepare(
     tensors: Sequence[Sequence[Tensor]], fields: Sequence[Sequence[int]], block: int
 ) -> Launch:
-    """`tensors` are lists of equal length, the i-th of each with the same number of elements;
-    likewise `fields`.
+    """Build the table and the places of a launch. `tensors` are lists of equal length, whose i-th
+    tensors have the same number of elements; `fields` are lists of the same length.
 
-    Row i of the table: number of elements, the address of the i-th tensor of each list, the i-th
-    number of each of `fields`.
+    Row i of the table holds the number of elements, the address of the i-th tensor of each list,
+    and the i-th number of each of `fields`.
     """
     for same_kind in tensors:
         for t in same_kind:
-            # The kernel believes the table: a wrong address would be read all the same.
+            # The kernel trusts the table, and would read a wrong address without an error.
             assert t.is_cuda or INTERPRETED, "Triton kernels need a GPU"
             assert t.is_contiguous()
             assert t.dtype == same_kind[0].dtype, "one launch, one dtype"
@@ -66,7 +66,7 @@ def prepare(
         t.numel() == size for same_kind in tensors for t, size in zip(same_kind, sizes, strict=True)
     )
     addresses = [[t.data_ptr() for t in same_kind] for same_kind in tensors]
-    # An empty tensor has no block: nobody looks at its address.
+    # An empty tensor has no block, so its address is never read.
     aligned = all(
         a % 16 == 0
         for same_kind in addresses
@@ -74,7 +74,7 @@ def prepare(
         if size
     )
     device = tensors[0][0].device
-    # strided: the copy below puts it in order
+    # a transposed view; the copy below makes it contiguous
     rows = torch.tensor([sizes, *addresses, *fields], dtype=torch.int64).T
     table = torch.empty(rows.shape, dtype=torch.int64, pin_memory=device.type == "cuda").copy_(rows)
     return Launch(table.to(device, non_blocking=True), _places(sizes, block, device), aligned)
@@ -92,8 +92,8 @@ def _places(sizes: tuple[int, ...], block: int, device: torch.device) -> Tensor:
 
 @jit
 def find(TABLE, PLACES, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
-    """This program's row of the table, where its block begins in the tensor, and how many elements
-    are left from there."""
+    """Return this program's row of the table, the index at which its block begins in the tensor,
+    and the number of elements from there to the tensor's end."""
     place = PLACES + 2 * tl.program_id(0)
     row = TABLE + tl.load(place) * FIELDS
     start = tl.load(place + 1).to(tl.int64) * BLOCK
@@ -102,7 +102,8 @@ def find(TABLE, PLACES, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
 
 @jit
 def pointer(row, field, start, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """A tensor's address as a pointer to its element `start`, which is a multiple of BLOCK."""
+    """Return a pointer to element `start`, a multiple of BLOCK, of the tensor whose address is in
+    `field` of the row."""
     first = tl.load(row + field).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         first = tl.multiple_of(first, 16)
@@ -110,7 +111,7 @@ def pointer(row, field, start, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 def triton_type(dtype: torch.dtype) -> Any:
-    """The name that kernels know a dtype by."""
+    """The Triton dtype of a torch dtype."""
     return {torch.float32: tl.float32, torch.float64: tl.float64, torch.bfloat16: tl.bfloat16}[
         dtype
     ]

@@ -1,28 +1,29 @@
-"""RMSNorm (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467), alone and with the residual
-added on the way in.
+"""RMSNorm (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467), with or without the addition
+of the residual in the same pass.
 
-    s = x + r        (the residual stream; `rms_norm` alone has s = x)
+    s = x + r        (the residual stream; in `rms_norm`, s = x)
     y = s · rstd · w         rstd = 1 / sqrt(mean(s²) + eps), one number per row
 
     dw = Σ_rows dy · s · rstd
     ds = rstd · (dy·w − s · rstd · mean(dy·w · s·rstd))
-       (+ the gradient that reaches s by other ways)
+       (+ the gradient of s from its other uses)
 
-The backward of the sum is free: x and r both have the gradient ds.
+The backward of the sum costs nothing: the gradients of x and r are both ds.
 
 | operation          | reads                | writes       | bytes per element of x in bfloat16 |
 |--------------------|----------------------|--------------|------------------------------------|
 | rms_norm           | x                    | y            | 4                                  |
 | its backward       | dy, x                | dx           | 6                                  |
-| add_rms_norm       | x, r                 | s, y         | 8 (a sum and a norm apart: 10)     |
-| its backward       | dy, ds, s            | dx           | 8 (apart: 12)                      |
+| add_rms_norm       | x, r                 | s, y         | 8 (unfused, sum then norm: 10)     |
+| its backward       | dy, ds, s            | dx           | 8 (unfused: 12)                    |
 
-The weight, rstd, and the weight gradient's partial sums (one row per program) are small beside
-these.
+The weight, rstd, and the weight gradient's partial sums (one row per program) are small in
+comparison.
 
-One program normalises one row, or as many narrow ones as make a tile of 4096 elements, held in
-registers whole. In backward a program works through many tiles, and keeps its part of the weight
-gradient in registers until the end: no atomic additions, so the same bits every time.
+One program normalises one row, or as many narrow rows as fill a tile of 4096 elements, and holds
+its tile in registers. In backward a program works through many tiles, and keeps its part of the
+weight gradient in registers until the end. This needs no atomic additions, so the result is the
+same bit for bit every time.
 """
 
 import torch
@@ -45,7 +46,8 @@ from model.kernels.backend import (
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, kernels: str) -> Tensor:
-    """x [..., D], weight [D] → y like x; `kernels` is auto, triton or torch."""
+    """Normalise x [..., D] with weight [D]; y has the shape of x. `kernels` is auto, triton or
+    torch."""
     if use_triton(x, kernels):
         return torch.ops.lattice.rms_norm(x, weight, eps)[0]
     return functional.rms_norm(x, (x.shape[-1],), weight, eps)
@@ -54,8 +56,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, kernels: str) -> Tensor:
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, kernels: str
 ) -> tuple[Tensor, Tensor]:
-    """x, residual [..., D], weight [D] → (y, s): the normalised sum, and the sum in x's dtype,
-    which is what is normalised."""
+    """x, residual [..., D], weight [D] → (y, s): the normalised sum, and the sum. The sum is
+    rounded to x's dtype before it is normalised."""
     if use_triton(x, kernels):
         y, s, _ = torch.ops.lattice.add_rms_norm(x, residual, weight, eps)
         return y, s
@@ -76,7 +78,7 @@ def _forward(
         s += tl.load(R + row * r_stride + columns, mask=inside, other=0.0).to(ACC)
         rounded = s.to(S.dtype.element_ty)
         tl.store(S + row * width + columns, rounded, mask=inside)
-        s = rounded.to(ACC)  # what backward will find is what is normalised
+        s = rounded.to(ACC)  # normalise the rounded sum, which is the one that backward reads
     w = tl.load(W + columns, mask=columns < width, other=0.0).to(ACC)
     rstd = 1.0 / tl.sqrt(tl.sum(s * s, 1, keep_dims=True) / width + tl.full((), EPS, ACC))
     tl.store(RSTD + row, rstd, mask=row < rows)
@@ -101,7 +103,7 @@ def _backward(
         dw += dy * normal
         w = tl.load(W + columns, mask=columns < width, other=0.0).to(
             ACC
-        )  # again each time: kept, it would crowd out rows of 16,384
+        )  # loaded each time: rows of 16,384 leave no registers to keep it in
         dy = dy * w * rstd
         dx = dy - normal * (tl.sum(dy * normal, 1, keep_dims=True) / width)
         if ADD:

@@ -1,20 +1,21 @@
-"""Rotary position embedding applied (Su et al. 2021, https://arxiv.org/abs/2104.09864): queries and
-keys in one launch.
+"""Rotary position embedding (Su et al. 2021, https://arxiv.org/abs/2104.09864), applied to queries
+and keys in one launch.
 
     (a, b) = (x[i], x[i + E/2])   →   (a · cos − b · sin,  b · cos + a · sin)
     angle  = position · theta^(−2i/E)
 
-Pairing the two halves is Hugging Face's convention; Meta's original files pair neighbours, a
-permutation of the rows of the query and key weights. Turning is orthogonal, so backward turns the
-gradient back by the same angles; nothing of x is kept.
+Pairing the two halves is Hugging Face's convention. Meta's original files pair neighbours, which
+differs by a permutation of the rows of the query and key weights. The rotation is orthogonal, so
+backward rotates the gradient back by the same angles, and x need not be saved.
 
-Bytes per element of q and k in bfloat16: 4, forward as backward, and 4 / (heads of q and k) for the
-float32 cosines and sines, which are read once per token for all heads: one program turns all heads
-of one token (or of several, where they are few).
+Bytes per element of q and k in bfloat16: 4, in forward and in backward, and 4 / (heads of q and k)
+for the float32 cosines and sines. These are read once per token for all heads, because one program
+rotates all heads of one token (or of several tokens, if the heads are few).
 
-In place where it is safe: without gradients (evaluation, generation) q and k are overwritten, since
-whoever calls has just computed them. With gradients they are not: selective checkpointing may keep
-the product that q is, and a gradient that arrives in backward may be shared with another branch.
+The rotation is done in place where that is safe. Without gradients (evaluation, generation) q and k
+are overwritten, because the caller has just computed them. With gradients they are not: selective
+checkpointing may keep q, the output of a matrix product, and an incoming gradient in backward may
+be shared with another branch.
 """
 
 from typing import Any
@@ -35,8 +36,8 @@ from model.kernels.backend import (
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kernels: str) -> tuple[Tensor, Tensor]:
-    """Turn q [S, B, H, E] and k [S, B, K, E] by cos, sin [S, B or 1, 1, E/2]; results in q's dtype.
-    Without gradients q and k are used up."""
+    """Rotate q [S, B, H, E] and k [S, B, K, E] by cos, sin [S, B or 1, 1, E/2]; results in q's
+    dtype. Without gradients q and k may be overwritten."""
     if not use_triton(q, kernels):
         return Rotate.apply(q, cos, sin), Rotate.apply(k, cos, sin)
     if torch.is_grad_enabled():
@@ -46,7 +47,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kernels: str) -> tupl
 
 
 class Rotate(torch.autograd.Function):
-    """The reference, one tensor at a time."""
+    """The PyTorch implementation, for one tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -71,8 +72,8 @@ def _turn_heads(
     X, OUT, there, cos, sin, x_stride_h, out_stride_h, num_heads,
     HEADS: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """All heads of the tokens whose first heads X and OUT [TOKENS, 1, 1] point to, where they are
-    `there`."""
+    """Rotate all heads of some tokens. X and OUT [TOKENS, 1, 1] point to the tokens' first heads;
+    `there` masks the tokens that exist."""
     heads, i = tl.arange(0, HEADS)[None, :, None], tl.arange(0, PADDED)[None, None, :]
     inside = there & (heads < num_heads) & (i < HALF)
     a = tl.load(X + heads * x_stride_h + i, mask=inside, other=0.0).to(ACC)
@@ -130,15 +131,15 @@ def _launch(
         *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3],
         BACK=back, TOKENS=at_once, Q_HEADS=q_padded, K_HEADS=k_padded, HALF=head_dim // 2,
         PADDED=padded,
-        # As many threads as the smaller tile, k's, has 16-byte accesses for; q's threads then do
-        # several heads.
+        # as many threads as there are 16-byte accesses in the smaller tile (usually that of k);
+        # for q each thread then handles several heads
         num_warps=warps_for(at_once * 2 * min(q_padded, k_padded) * padded),
         ACC=accumulator(q.dtype),
     )  # fmt: skip
 
 
 def _readable(x: Tensor) -> Tensor:
-    """The kernel takes any strides but the last."""
+    """Return x, or a copy if its last stride is not 1; the kernel accepts any other strides."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -169,7 +170,7 @@ _rotate.register_autograd(_differentiate, setup_context=_keep)
 
 @torch.library.custom_op("lattice::rotate_", mutates_args=("q", "k"))
 def _rotate_in_place(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    assert q.stride(-1) == k.stride(-1) == 1, "rotating in place needs heads that lie together"
+    assert q.stride(-1) == k.stride(-1) == 1, "rotating in place needs contiguous heads"
     _launch(q, k, q, k, cos.contiguous(), sin.contiguous(), False)
 
 

@@ -3,7 +3,7 @@
     dg = dy · u · (σ + silu · (1 − σ))          du = dy · silu
 
 Bytes per element in bfloat16: forward 6 (read g and u, write y), backward 10 (read dy, g, u; write
-dg, du). Only g and u are kept: σ is computed again.
+dg, du). Only g and u are saved; backward recomputes σ.
 """
 
 from typing import Any
@@ -18,14 +18,14 @@ BLOCK = 2048  # elements per program: two 16-byte loads of each tensor for each 
 
 
 def swiglu(gate: Tensor, up: Tensor, kernels: str) -> Tensor:
-    """gate, up [..., F] → silu(gate) · up."""
+    """Compute silu(gate) · up of gate, up [..., F]."""
     if use_triton(gate, kernels):
         return torch.ops.lattice.swiglu(gate, up)
     return SwiGLU.apply(gate, up)
 
 
 class SwiGLU(torch.autograd.Function):
-    """The reference. Left to autograd it would keep silu(g) too."""
+    """The PyTorch implementation. Plain autograd would save silu(g) too."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:

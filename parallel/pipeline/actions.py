@@ -1,17 +1,17 @@
 """The vocabulary of pipeline schedules: what one rank does to one micro-batch on one stage. No
 torch here.
 
-A schedule is data: for each rank the list of its actions, in order. Where a stage lives follows
-from whose list it is in. The checker, the simulator, the drawing and the runner all read these
-lists and nothing else.
+A schedule is data: for each rank, the ordered list of its actions. A stage is on the rank whose
+list contains its actions. The checker, the simulator, the drawings and the runner read only these
+lists.
 
-Code spells actions out; pictures, traces and messages have room for a letter, and print those of
-torch.distributed.pipelining. In formulas the letter is the time of the action, B = I + W.
+Code spells the kinds of actions out; pictures, traces and messages abbreviate them to the letters
+of torch.distributed.pipelining. In formulas a letter is the time of the action; B = I + W.
 
     F   FORWARD
     B   BACKWARD          both gradients at once
     I   BACKWARD_INPUT    the gradient of the stage's input
-    W   BACKWARD_WEIGHT   the gradient of its weights, some time after I
+    W   BACKWARD_WEIGHT   the gradients of its weights, at any time after I
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 
 class Kind(Enum):
-    """What is done; the value is its letter. A backward may be whole, or split in two: only its
-    first half is waited for by the stage before (Qi et al. 2023, https://arxiv.org/abs/2401.10241,
+    """The kind of an action; the value is its letter. A backward may be whole or split in two; the
+    stage before waits only for the first half (Qi et al. 2023, https://arxiv.org/abs/2401.10241,
     section 2, where I is called B)."""
 
     FORWARD = "F"
@@ -31,7 +31,7 @@ class Kind(Enum):
 
 
 class Action(NamedTuple):
-    """`kind` of micro-batch `microbatch` on global stage `stage` (0 holds the embedding)."""
+    """A `kind` of work on micro-batch `microbatch` by global stage `stage` (0: the first)."""
 
     kind: Kind
     stage: int
@@ -43,7 +43,7 @@ class Action(NamedTuple):
 
 FORWARD, BACKWARD = Kind.FORWARD, Kind.BACKWARD
 BACKWARD_INPUT, BACKWARD_WEIGHT = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
-Schedule = Sequence[Sequence[Action]]  # of each rank
+Schedule = Sequence[Sequence[Action]]  # one list per rank
 
 
 def stage_ranks(schedule: Schedule) -> list[int]:
@@ -73,8 +73,8 @@ def splits_backward(schedule: Schedule) -> bool:
 
 
 def forward_only(ranks_of_stages: Sequence[int], num_microbatches: int) -> list[list[Action]]:
-    """Evaluation: every micro-batch through every stage, each rank its stages in order (breadth
-    first), no backward."""
+    """The schedule of an evaluation, without backwards: each rank runs all micro-batches through
+    its first stage, then through the next (breadth first)."""
     ranks: list[list[Action]] = [[] for _ in range(max(ranks_of_stages) + 1)]
     for stage, rank in enumerate(ranks_of_stages):
         ranks[rank] += [Action(FORWARD, stage, m) for m in range(num_microbatches)]

@@ -1,7 +1,8 @@
-"""Which stage gets how many layers: the split in which the slowest is fastest. Pure, no torch.
+"""Choose how many layers each stage gets, so that the slowest rank is as fast as possible. Pure
+Python, no torch.
 
-A pipeline runs at the speed of its slowest rank, and an even number of layers is not an even amount
-of work: the first stage has the embedding besides, the last the head and the loss, which for a
+A pipeline runs at the speed of its slowest rank, and equal numbers of layers are not equal amounts
+of work: the first stage also has the embedding, and the last has the head and the loss, which for a
 large vocabulary cost as much as several layers.
 """
 
@@ -12,11 +13,11 @@ from typing import NamedTuple
 
 
 class LayerCosts(NamedTuple):
-    """Relative cost of what a stage may hold (forward and backward together)."""
+    """The relative costs of the parts of a model (forward and backward together)."""
 
     embedding: float
-    blocks: tuple[float, ...]  # of every layer
-    head: float  # with the final norm and the loss
+    blocks: tuple[float, ...]  # one for every layer
+    head: float  # including the final norm and the loss
 
 
 def stage_costs(layers_per_stage: Sequence[int], costs: LayerCosts) -> list[float]:
@@ -25,7 +26,7 @@ def stage_costs(layers_per_stage: Sequence[int], costs: LayerCosts) -> list[floa
 
 
 def _stages(layers: Sequence[int], costs: LayerCosts, before: Sequence[float]) -> list[float]:
-    """`before`: the cost of all layers before each one."""
+    """The cost of each stage; `before` has, for each layer, the cost of all layers before it."""
     ends = [0, *accumulate(layers)]
     stages = [before[end] - before[start] for start, end in pairwise(ends)]
     stages[0] += costs.embedding
@@ -34,26 +35,26 @@ def _stages(layers: Sequence[int], costs: LayerCosts, before: Sequence[float]) -
 
 
 def even_split(num_layers: int, num_stages: int) -> list[int]:
-    """As many layers for every stage; what is left goes to the earliest stages but the first, which
-    has the embedding."""
+    """Split the layers as evenly as possible. A surplus goes to the earliest stages after the
+    first, which has the embedding, and then to the first."""
     least, surplus = divmod(num_layers, num_stages)
     inner_first = sorted(range(num_stages), key=lambda s: (s == num_stages - 1, s == 0, s))
     return [least + (s in inner_first[:surplus]) for s in range(num_stages)]
 
 
 def balanced_split(costs: LayerCosts, ranks_of_stages: Sequence[int]) -> list[int]:
-    """The split whose slowest rank has least to do and, among those, whose slowest stage does.
+    """The split whose slowest rank has the least work and, of those, whose slowest stage has least.
 
-    Layers are dealt one at a time, as if all cost their mean, to the rank that then has least.
-    Where layers are alike that is optimal: in any other split a layer can be moved to where the
-    deal put it without making the slowest rank slower. Of a rank's stages the cheapest gets it; of
-    equals the later, which keeps fewer micro-batches' activations. Every stage between the first
-    and the last gets one at least.
+    Layers are dealt one at a time, as if each had the mean cost, to the rank with the least work so
+    far. If all layers have the same cost, this is optimal: in any other split a layer can be moved
+    to where the deal put it without making the slowest rank slower. Within that rank the cheapest
+    stage gets the layer, and of equally cheap stages the later one, which keeps the activations of
+    fewer micro-batches. Every stage between the first and the last gets at least one layer.
 
-    Where layers differ, the search starts from two splits: the deal, and stages that end where as
-    much work lies before them as the deal puts there. From each, it moves one layer at a time away
-    from the slowest rank as long as that helps, and the better of the two results is returned. It
-    is near the optimum, though not always the optimum.
+    If layers differ in cost, the search starts from two splits: the deal, and a split in which
+    about as much work precedes each stage's end as in the deal. From each it moves one layer at a
+    time away from the slowest rank until no move helps, and returns the better of the two results.
+    It is near the optimum, but not always optimal.
     """
     mean = sum(costs.blocks) / len(costs.blocks)
     dealt = _dealt(len(costs.blocks), mean, costs, ranks_of_stages)
@@ -66,8 +67,8 @@ def balanced_split(costs: LayerCosts, ranks_of_stages: Sequence[int]) -> list[in
         return rank_costs(_stages(split, costs, before), ranks_of_stages)
 
     def slowness(split: list[int]) -> list[float]:
-        """The slowest rank first, then the next: among splits whose slowest ranks are equal, the
-        one with the faster others is the better place to search on from."""
+        """The costs of the ranks, slowest first. Of two splits with equal slowest ranks, the one
+        whose other ranks are faster is the better one to continue the search from."""
         return sorted(ranks(split), reverse=True)
 
     def improved(split: list[int]) -> list[int]:
@@ -85,7 +86,7 @@ def balanced_split(costs: LayerCosts, ranks_of_stages: Sequence[int]) -> list[in
 def _dealt(
     number: int, cost: float, costs: LayerCosts, ranks_of_stages: Sequence[int]
 ) -> list[int]:
-    """Deal `number` layers of the same `cost` to the stages."""
+    """Deal `number` layers of the same `cost` to the stages; returns the layers of each."""
     stages = range(len(ranks_of_stages))
     layers = [_least(s, len(stages)) for s in stages]
     of_stage = [cost * n for n in layers]
@@ -101,25 +102,25 @@ def _dealt(
 
 
 def _cut(before: Sequence[float], targets: Sequence[float]) -> list[int]:
-    """Layers of each stage, when each stage ends as near as possible to its target of work."""
+    """The layers of each stage if each stage ends as near as possible to its target of work."""
     stages, number = len(targets), len(before) - 1
     ends = [0]
     for s, target in enumerate(targets[:-1]):
         first = ends[-1] + _least(s, stages)
         last = number - sum(_least(later, stages) for later in range(s + 1, stages))
-        end = min(max(bisect(before, target), first), last)  # the first beyond it
+        end = min(max(bisect(before, target), first), last)  # the first end beyond the target
         nearer = end > first and target - before[end - 1] <= before[end] - target
         ends.append(end - nearer)
     return [b - a for a, b in pairwise([*ends, number])]
 
 
 def _least(stage: int, stages: int) -> int:
-    """The fewest layers of a stage: one, but for the first and the last."""
+    """The fewest layers that a stage may have: none for the first and the last, else one."""
     return int(0 < stage < stages - 1)
 
 
 def _moves(layers: list[int], givers: Iterable[int]) -> Iterator[list[int]]:
-    """The splits with a layer less in one of the `givers` and one more in another stage."""
+    """All splits with one layer less in one of the `givers` and one more in another stage."""
     for giver, taker in product(givers, range(len(layers))):
         if giver != taker and layers[giver] > _least(giver, len(layers)):
             moved = list(layers)
@@ -129,7 +130,7 @@ def _moves(layers: list[int], givers: Iterable[int]) -> Iterator[list[int]]:
 
 
 def rank_costs(of_stages: Sequence[float], ranks_of_stages: Sequence[int]) -> list[float]:
-    """The sum over each rank's stages."""
+    """The cost of each rank: the sum over its stages."""
     ranks = [0.0] * (max(ranks_of_stages) + 1)
     for cost, rank in zip(of_stages, ranks_of_stages, strict=True):
         ranks[rank] += cost
@@ -139,7 +140,7 @@ def rank_costs(of_stages: Sequence[float], ranks_of_stages: Sequence[int]) -> li
 def imbalance(
     layers_per_stage: Sequence[int], costs: LayerCosts, ranks_of_stages: Sequence[int]
 ) -> float:
-    """The slowest rank's cost over the mean: 1 is perfect, and a long step takes that much
-    longer."""
+    """The slowest rank's cost divided by the mean: 1 is perfect, and a step of many micro-batches
+    takes longer by this factor."""
     ranks = rank_costs(stage_costs(layers_per_stage, costs), ranks_of_stages)
     return max(ranks) * len(ranks) / sum(ranks)

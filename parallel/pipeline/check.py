@@ -1,9 +1,9 @@
-"""Proves, without running it, that a schedule is complete, in order, and free of deadlock. Pure, no
-torch.
+"""Prove, without running it, that a schedule is complete, correctly ordered and free of deadlock.
+Pure Python, no torch.
 
-The network assumed is the strictest there is: it buffers nothing (a message moves only when both
-its sides are posted), knows messages only by their order, and a rank's later batch waits for all
-of its earlier one.
+The proof assumes the strictest network: it buffers nothing (a message is transferred only when both
+sides have posted it), it matches messages only by their order, and a batch that a rank posts waits
+until the rank's previous batch has completed.
 """
 
 from collections import deque
@@ -15,19 +15,19 @@ from parallel.pipeline.simulate import Costs, Stuck, simulate
 
 
 class Fault(ValueError):
-    """What is wrong with a schedule or with the programs made of it."""
+    """An error in a schedule or in the programs that it is lowered to."""
 
 
 def check(schedule: Schedule) -> None:
-    """Everything below, for a schedule and the programs it is lowered to; raises `Fault`."""
+    """Run all checks below on a schedule and the programs it is lowered to; raises `Fault`."""
     check_complete(schedule)
     check_order(schedule)
     check_exchanges(lower(schedule), schedule)
 
 
 def check_complete(schedule: Schedule) -> None:
-    """Each stage is on one rank and does to every micro-batch, once, a forward, and a backward
-    whole or in two parts."""
+    """Check that each stage is on one rank and runs, once for every micro-batch, a forward and a
+    backward (whole or split in two)."""
     try:
         stages = len(stage_ranks(schedule))
     except ValueError as error:
@@ -36,7 +36,7 @@ def check_complete(schedule: Schedule) -> None:
     seen = set(actions)
     if len(seen) < len(actions):
         twice = next(action for action in actions if actions.count(action) > 1)
-        raise Fault(f"{twice} is there more than once")
+        raise Fault(f"{twice} occurs more than once")
     microbatches = num_microbatches(schedule)
     whole = {Kind.FORWARD, Kind.BACKWARD}
     split = {Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
@@ -46,12 +46,11 @@ def check_complete(schedule: Schedule) -> None:
             if kinds not in (whole, split):
                 has = ", ".join(sorted(kind.value for kind in kinds)) or "nothing"
                 wanted = "F and B, or F, I and W"
-                raise Fault(f"stage {s} does {has} to micro-batch {m}, and not {wanted}")
+                raise Fault(f"stage {s} runs {has} for micro-batch {m}, but needs {wanted}")
 
 
 def check_order(schedule: Schedule) -> None:
-    """Whatever an action needs has been done before, if every rank runs its list from first to
-    last."""
+    """Check that every action gets its inputs if each rank runs its list from first to last."""
     try:
         simulate(schedule, Costs.equal(len(stage_ranks(schedule))))
     except Stuck as error:
@@ -62,25 +61,26 @@ def check_exchanges(programs: Sequence[Program], schedule: Schedule) -> None:
     """Run the programs on a network that buffers nothing.
 
     Raises:
-        Fault: ranks wait for each other, a receive meets another message than it expects, an
-            action's input was not received before it, or the actions are not those of the schedule.
+        Fault: ranks wait for each other or for an input that never arrives, a send is matched with
+            the receive of another message, a message is sent before its action has run, or the
+            actions are not those of the schedule.
     """
     where = stage_ranks(schedule)
     for rank, program in enumerate(programs):
         if [item for item in program if isinstance(item, Action)] != list(schedule[rank]):
             raise Fault(f"the program of rank {rank} has other actions than the schedule")
     position = [0] * len(programs)
-    # what is left of the batch on the wire, oldest first
+    # the remaining transfers of each rank's current batch, oldest first
     batch: list[list[Transfer]] = [[] for _ in programs]
-    posted: list[deque[Exchange]] = [deque() for _ in programs]  # that batch and those behind it
-    made: set[Message | None] = set()  # by an action
-    # in batches that are through: NCCL has one answer for a whole batch
+    posted: list[deque[Exchange]] = [deque() for _ in programs]  # that batch and all later ones
+    made: set[Message | None] = set()  # the results of actions that have run
+    # messages of completed batches: NCCL reports the completion of whole batches only
     received: set[Message] = set()
     awake = deque(range(len(programs)))
     while awake:
         rank = awake.popleft()
         moved = False
-        # Computing: go on until an action lacks its input. Posting a batch does not wait.
+        # Compute until an action lacks its input. Posting a batch does not wait.
         while position[rank] < len(programs[rank]):
             item = programs[rank][position[rank]]
             if isinstance(item, Exchange):
@@ -99,8 +99,8 @@ def check_exchanges(programs: Sequence[Program], schedule: Schedule) -> None:
                 made.add(result_of(item, len(where)))
             position[rank] += 1
             moved = True
-        # The wire: match the batch in front with those in front on other ranks; when it is through,
-        # the next one.
+        # Transfer: match this rank's current batch with the current batches of other ranks; when it
+        # has completed, take the next one.
         peers = _match(rank, batch)
         awake.extend(peers)
         while posted[rank] and not batch[rank]:
@@ -117,9 +117,9 @@ def check_exchanges(programs: Sequence[Program], schedule: Schedule) -> None:
 
 
 def _match(rank: int, batch: list[list[Transfer]]) -> list[int]:
-    """Let pass what `rank` and its peers have both posted; the peers that it passed to or from."""
+    """Complete the transfers that both `rank` and a peer have posted, and return these peers."""
     peers = []
-    seen = set()  # (direction, peer): only the oldest transfer of each may pass
+    seen = set()  # (direction, peer): only the oldest transfer of each may complete
     for mine in list(batch[rank]):
         if (mine.sends, mine.peer) in seen:
             continue
@@ -128,7 +128,7 @@ def _match(rank: int, batch: list[list[Transfer]]) -> list[int]:
             if theirs.peer == rank and theirs.sends != mine.sends:
                 if theirs.message != mine.message:
                     ranks = f"ranks {rank} and {mine.peer}"
-                    raise Fault(f"between {ranks}, {mine.message} meets {theirs.message}")
+                    raise Fault(f"{ranks}: {mine.message} is matched with {theirs.message}")
                 batch[rank].remove(mine)
                 batch[mine.peer].remove(theirs)
                 peers.append(mine.peer)

@@ -1,21 +1,21 @@
-"""From a schedule to programs: each rank's actions with the sends and receives between them. Pure,
-no torch.
+"""Turn a schedule into programs: each rank's actions, with the sends and receives between them.
+Pure Python, no torch.
 
-Between GPUs a message needs both sides at once: NCCL buffers nothing and matches messages only by
-their order, and what a rank posts later waits behind what it posted before. Ranks that post in
-different orders wait for each other forever. So all messages are put into *one* order, that of the
-time at which they would be ready if a forward, an input gradient and a weight gradient took one
-unit of time each, and every rank posts its own in that order. No deadlock is then possible: of all
-messages not yet through, take the first; whatever either of its ranks must do or exchange before it
-comes earlier in the same order, and has been done.
+Between GPUs a message is transferred only when both sides have posted it: NCCL buffers nothing and
+matches messages only by their order, and whatever a rank posts waits for what it posted before.
+Ranks that post in different orders wait for each other forever. So all messages are put into *one*
+order, by the time at which each would be ready if a forward, an input gradient and a weight
+gradient took one unit of time each, and every rank posts its own messages in that order. This rules
+out deadlock: consider the first message that has not been transferred. Everything that its two
+ranks must compute or exchange before it comes earlier in the same order, so it has been done.
 
     rank 0   F0 ─send F0▸─ F1 ─send F1▸─ …  ─{send F4▸, receive ◂B1}─ B1 …
     rank 1      ─receive▸─ F0 ─receive▸─ …  ─{receive F4▸, send ◂B1}─ F4 …
 
-What a rank sends and receives at one instant is one batch (`Exchange`). A receive is posted when
-its message is ready to leave, before the action that runs meanwhile, and waited for only by the
-action that needs it: communication overlaps computing. Between two stages of one rank nothing
-travels.
+All that a rank sends and receives at one instant is one batch (`Exchange`). A receive is posted at
+the instant at which its message is ready, before the action that runs during the transfer; only the
+action that needs the message waits for it. So communication overlaps computation. Between two
+stages of one rank nothing is sent.
 """
 
 from collections.abc import Sequence
@@ -28,18 +28,18 @@ from parallel.pipeline.simulate import Costs, Event, simulate
 
 
 class Message(NamedTuple):
-    """What one stage hands to the next (hidden states) or to the one before (their gradient), for
-    one micro-batch."""
+    """A tensor for another stage: the hidden states of a micro-batch for the next one, or their
+    gradient for the one before."""
 
     is_gradient: bool
-    stage: int  # that needs it
+    stage: int  # the stage that needs it
     microbatch: int
 
 
 class Transfer(NamedTuple):
     """One rank's side of a message."""
 
-    sends: bool  # or receives
+    sends: bool  # else it receives
     peer: int  # the other rank
     message: Message
 
@@ -54,8 +54,8 @@ Program = list[Action | Exchange]
 
 
 def result_of(action: Action, num_stages: int) -> Message | None:
-    """What an action makes for another stage: None for a weight gradient, the loss, and the
-    gradient of the first stage."""
+    """The message that an action produces for another stage; None for a weight gradient, the loss,
+    and the input gradient of the first stage."""
     if action.kind is BACKWARD_WEIGHT:
         return None
     forward = action.kind is FORWARD
@@ -64,7 +64,7 @@ def result_of(action: Action, num_stages: int) -> Message | None:
 
 
 def need_of(action: Action, num_stages: int) -> Message | None:
-    """What an action takes from another stage."""
+    """The message that an action needs from another stage, if any."""
     if action.kind is BACKWARD_WEIGHT:
         return None
     kind, stage, microbatch = action
@@ -73,7 +73,7 @@ def need_of(action: Action, num_stages: int) -> Message | None:
 
 
 def lower(schedule: Schedule) -> list[Program]:
-    """Each rank's program."""
+    """The program of each rank."""
     ranks_of_stages = stage_ranks(schedule)
     num_stages = len(ranks_of_stages)
     timeline = simulate(schedule, Costs.equal(num_stages))
@@ -93,8 +93,8 @@ def lower(schedule: Schedule) -> list[Program]:
 
 
 def _program(events: Sequence[Event], transfers: Sequence[tuple[float, Transfer]]) -> Program:
-    """A rank's actions, and what it exchanges at one instant after the actions that have ended by
-    then."""
+    """Merge a rank's actions and exchanges: an exchange comes after the actions that have ended by
+    its instant."""
     program: Program = []
     instants = groupby(transfers, key=itemgetter(0))
     exchanges = [(at, Exchange(tuple(t for _, t in together))) for at, together in instants]

@@ -1,7 +1,7 @@
-"""Carries a program out: one training step's forwards and backwards on this rank's stages.
+"""Execute a program: the forwards and backwards of a training step on this rank's stages.
 
-One rank without a pipeline runs the same code: a pipeline of one stage, where 1F1B is gradient
-accumulation.
+A run without pipeline parallelism uses the same code, as a pipeline of one stage, in which 1F1B is
+gradient accumulation.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from parallel.pipeline.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, 
 from parallel.pipeline.lower import Exchange, Message, Program, need_of, result_of
 from parallel.pipeline.transfer import Transfers
 
-# what is around an action is its time (runtime/trace.py)
+# its context is entered around an action, to time it (runtime/trace.py)
 Recorder = Callable[[Action], AbstractContextManager[object]]
 
 
@@ -28,16 +28,16 @@ def record_nothing(action: Action) -> AbstractContextManager[None]:
 
 
 class PipelineRunner:
-    """Runs programs on stages.
+    """Runs programs on this rank's stages.
 
     Args:
-        stages: this rank's modules by global stage index; called as `stage(hidden, batch)`, where
-            hidden is None on stage 0, and returning hidden states, or the loss (a scalar) on the
-            last stage.
-        num_stages: of the whole pipeline.
-        transfers: between stages.
-        zero: when FSDP gathers, reduces and reshards.
-        splits_backward: whether programs have input and weight gradients as actions of their own.
+        stages: this rank's modules by global stage index. They are called as `stage(hidden,
+            batch)`, where hidden is None on stage 0, and return hidden states, or on the last stage
+            the loss (a scalar).
+        num_stages: the number of stages of the whole pipeline.
+        transfers: passes tensors between stages.
+        zero: controls when FSDP gathers, reduces and reshards.
+        splits_backward: whether input and weight gradients are separate actions in the programs.
     """
 
     def __init__(
@@ -64,25 +64,25 @@ class PipelineRunner:
         microbatches: Sequence[object],
         record: Recorder = record_nothing,
     ) -> Tensor | None:
-        """Forward and backward of every micro-batch. Gradients are left, reduced, in the
-        parameters.
+        """Run forward and backward of every micro-batch. The parameters then have reduced
+        gradients.
 
         Args:
-            program: this rank's.
-            microbatches: the inputs, handed to every stage.
-            record: entered around each action.
+            program: this rank's program.
+            microbatches: the inputs, passed to every stage.
+            record: its context is entered around each action.
 
         Returns:
-            The losses' sum on the rank with the last stage, else None.
+            The sum of the losses on the rank with the last stage, else None.
         """
         for stage in self.stages.values():
             self.zero.begin_step(stage)
-        # micro-batches whose gradients are not complete
+        # stage → number of micro-batches whose gradients are not complete
         self._backwards_left = Counter({s: len(microbatches) for s in self.stages})
-        # (stage, micro-batch) → its input, and where its graph ends: only the next stage needs the
-        # output itself.
+        # (stage, micro-batch) → its input, and the end of its graph. The output itself is not kept,
+        # because only the next stage needs it.
         self._kept: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
-        # between the halves of a backward
+        # (stage, micro-batch) → its jobs between the two halves of a split backward
         self._deferred: dict[tuple[int, int], list[Job]] = {}
         total: Tensor | None = None
 
@@ -101,7 +101,7 @@ class PipelineRunner:
                 else:
                     result = self._backward(item, received)
             self._give(item, result)
-            del received, result  # held no longer than somebody needs them
+            del received, result  # free them as soon as nothing else needs them
         self.transfers.finish()
         assert not self._kept, "the schedule left forwards without their backward"
         assert not self._deferred, "the schedule left backwards without their weight gradients"
@@ -115,7 +115,7 @@ class PipelineRunner:
         return output
 
     def _backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
-        """From the gradient of the output to that of the input; None: there is none."""
+        """Run backward from the gradient of the output; returns that of the input, if any."""
         kind, s, m = action
         completes = kind is not BACKWARD_INPUT
         self._backwards_left[s] -= completes
@@ -136,8 +136,8 @@ class PipelineRunner:
 
     @torch.no_grad()
     def evaluate(self, program: Program, microbatches: Sequence[object]) -> Tensor | None:
-        """Forwards only; the summed loss of all micro-batches on the rank with the last stage, else
-        None."""
+        """Run forwards only. Returns the summed loss of all micro-batches on the rank with the last
+        stage, else None."""
         total: Tensor | None = None
         for item in program:
             if isinstance(item, Exchange):

@@ -1,12 +1,12 @@
-"""Every pipeline schedule: pure functions from sizes to each rank's list of actions. No torch here.
+"""The pipeline schedules: pure functions from sizes to each rank's list of actions. No torch here.
 
 To add one, write a function `(p ranks, v stages per rank, m micro-batches) → list of actions for
 each rank` under `@schedule("name")`. Nothing else changes: the tests, the parity matrix, the
-timeline tool and the runner take what is here.
+timeline tool and the runner take every schedule in this file.
 
-The timelines are of four ranks, as `python -m tools.timeline` prints them: a forward, an input
-gradient and a weight gradient take one column, a whole backward two; numbers are micro-batches;
-small letters are a rank's second stage.
+The timelines show four ranks, as printed by `python -m tools.timeline`. A forward, an input
+gradient and a weight gradient take one column each, a whole backward two. Numbers are
+micro-batches; lower-case letters mark a rank's second stage.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ SCHEDULES: dict[str, ScheduleFunction] = {}
 
 
 def schedule(name: str) -> Callable[[ScheduleFunction], ScheduleFunction]:
-    """Names a schedule for `parallel.schedule`."""
+    """Register a schedule under a name for `parallel.schedule`."""
 
     def register(function: ScheduleFunction) -> ScheduleFunction:
         SCHEDULES[name] = function
@@ -43,8 +43,8 @@ def build_schedule(
     """Each rank's actions under the schedule `name`.
 
     Raises:
-        UserError: there is none of that name (the message lists those there are), or it does not
-            take these sizes.
+        UserError: no schedule has this name (the message lists the names), or it does not support
+            these sizes.
     """
     if name not in SCHEDULES:
         choices = f"choose one of {sorted(SCHEDULES)}"
@@ -78,8 +78,8 @@ def one_forward_one_backward(p: int, v: int, m: int) -> list[list[Action]]:
         rank 2 ▏      F0 F1       B0─── F2 B1─── F3 B2─── F4 B3─── F5 B4───    B5───
         rank 3 ▏         F0 B0─── F1 B1─── F2 B2─── F3 B3─── F4 B4─── F5 B5───
 
-    The bubble is GPipe's, (p − 1)(F + B), but rank r never holds more than p − r micro-batches'
-    activations.
+    The bubble is that of GPipe, (p − 1)(F + B), but rank r never holds the activations of more than
+    p − r micro-batches.
     """
     _stages_per_rank("1f1b", v, 1)
     ranks = []
@@ -98,8 +98,8 @@ def one_forward_one_backward(p: int, v: int, m: int) -> list[list[Action]]:
 
 @schedule("interleaved_1f1b")
 def interleaved_one_forward_one_backward(p: int, v: int, m: int) -> list[list[Action]]:
-    """Interleaved 1F1B (Narayanan et al. 2021, section 2.2): rank r has the stages r, r + p, r +
-    2p, …; v = 2, m = 4.
+    """Interleaved 1F1B (Narayanan et al. 2021, section 2.2): rank r has stages r, r + p, r + 2p, ….
+    In the timeline v = 2, m = 4.
 
         rank 0 ▏F0 F1 F2 F3 f0 f1 f2 f3                   b0───    b1───    b2───    b3─── B0─── B1…
         rank 1 ▏   F0 F1 F2 F3 f0 f1 f2 f3          b0───    b1───    b2───    b3─── B0─── B1─── B2…
@@ -107,18 +107,18 @@ def interleaved_one_forward_one_backward(p: int, v: int, m: int) -> list[list[Ac
         rank 3 ▏         F0 F1 F2 F3 f0 b0─── f1 b1─── f2 b2─── f3 b3─── B0─── B1─── B2─── B3───
 
     Micro-batches go through a rank's v stages in groups of p: group 0 through the first stage, the
-    second, …, then group 1. A stage is 1/v of the work, so is the bubble: (p − 1)(F + B) / v, for v
-    times the communication. It needs the last group to be full, or all of the micro-batches to be
-    fewer than a group.
+    second, …, then group 1. A stage has 1/v of a rank's work, so the bubble is 1/v of that of 1F1B,
+    (p − 1)(F + B) / v, at v times the communication. The number of micro-batches must be a multiple
+    of p, or at most p.
     """
     if m > p and m % p:
         raise UserError(
             "parallel.schedule",
             "interleaved_1f1b",
-            f"runs micro-batches in groups of parallel.pp={p}, and {m} of them leave a part of a "
-            "group",
-            f"make them a multiple of {p} through train.global_batch_size or "
-            f"train.micro_batch_size (or at most {p})",
+            f"runs micro-batches in groups of parallel.pp={p}, and {m} micro-batches leave an "
+            "incomplete group",
+            f"make their number a multiple of {p} (or at most {p}) through "
+            "train.global_batch_size or train.micro_batch_size",
         )
     group = min(p, m)
     starts = range(0, m, group)
@@ -127,8 +127,8 @@ def interleaved_one_forward_one_backward(p: int, v: int, m: int) -> list[list[Ac
     for r in range(p):
         forwards = [Action(FORWARD, chunk * p + r, i) for chunk, i in order]
         backwards = [Action(BACKWARD, (v - 1 - chunk) * p + r, i) for chunk, i in order]
-        # The first backward comes when the group's first micro-batch has been through all stages
-        # and back to this one.
+        # The first backward comes when the group's first micro-batch has gone forward through all
+        # stages and its gradient has come back to this rank.
         ahead = (v - 1) * group + (p - 1 - r) * (2 if v > 1 else 1)
         ranks.append(_one_to_one(forwards, backwards, ahead))
     return ranks
@@ -136,18 +136,18 @@ def interleaved_one_forward_one_backward(p: int, v: int, m: int) -> list[list[Ac
 
 @schedule("breadth_first")
 def breadth_first(p: int, v: int, m: int) -> list[list[Action]]:
-    """Breadth-first pipeline (Lamy-Poirier 2022, https://arxiv.org/abs/2211.05953): stages dealt as
-    in interleaved 1F1B, all micro-batches through the first stage of a rank, then through its
-    second; v = 2, m = 4.
+    """Breadth-first pipeline (Lamy-Poirier 2022, https://arxiv.org/abs/2211.05953): stages are
+    placed as in interleaved 1F1B, and all micro-batches go through a rank's first stage, then
+    through its second, …. In the timeline v = 2, m = 4.
 
         rank 0 ▏F0 F1 F2 F3 f0 f1 f2 f3                            b0─── b1─── b2─── b3─── B0─── B1…
         rank 1 ▏   F0 F1 F2 F3 f0 f1 f2 f3                   b0─── b1─── b2─── b3─── B0─── B1─── B2…
         rank 2 ▏      F0 F1 F2 F3 f0 f1 f2 f3          b0─── b1─── b2─── b3─── B0─── B1─── B2─── B3…
         rank 3 ▏         F0 F1 F2 F3 f0 f1 f2 f3 b0─── b1─── b2─── b3─── B0─── B1─── B2─── B3───
 
-    GPipe with a bubble 1/v of its size, (p − 1)(F + B) / v, for any number of micro-batches from p
-    on. (Each stage's weights are needed in two stretches of time, so fully sharded weights could be
-    gathered twice a step; `zero_stage` 3 gathers them twice a micro-batch, under any schedule.)
+    The bubble is 1/v of that of GPipe, (p − 1)(F + B) / v, for any number of micro-batches m ≥ p.
+    (The weights of a stage are needed in only two intervals, so fully sharded weights could be
+    gathered twice per step; `zero_stage` 3 gathers them twice per micro-batch in every schedule.)
     """
     ranks = []
     for r in range(p):
@@ -168,9 +168,10 @@ def zero_bubble_h1(p: int, v: int, m: int) -> list[list[Action]]:
         rank 2 ▏      F0 F1    I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 I5 W3 W4 W5
         rank 3 ▏         F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5
 
-    Only input gradients make the stage before wait, so they run first; rank r puts its weight
-    gradients r micro-batches later, where it would wait. Bubble (p − 1)(F + I − W), a third of
-    1F1B's if all are equal, and no rank holds more than rank 0 does in 1F1B: p micro-batches.
+    The stage before waits only for input gradients, so they run first. Rank r runs its weight
+    gradients r micro-batches later, when it would otherwise be idle. Bubble: (p − 1)(F + I − W), a
+    third of 1F1B's if F = I = W. No rank holds the activations of more than p micro-batches, as
+    many as rank 0 in 1F1B.
     """
     _stages_per_rank("zb_h1", v, 1)
     ranks = []
@@ -193,17 +194,18 @@ def zero_bubble_h1(p: int, v: int, m: int) -> list[list[Action]]:
 
 @schedule("zb_v")
 def zero_bubble_v(p: int, v: int, m: int) -> list[list[Action]]:
-    """ZB-V (Qi et al. 2024, https://arxiv.org/abs/2405.15362, section 4): two stages per rank in
-    the shape of a V, rank r has stages r and 2p − 1 − r. The loss is on rank 0, where backward can
-    begin as soon as a micro-batch has gone down and up.
+    """ZB-V (Qi et al. 2024, https://arxiv.org/abs/2405.15362, section 4): two stages per rank,
+    placed in a V: rank r has stages r and 2p − 1 − r. The loss is on rank 0, where backward can
+    begin as soon as a micro-batch has gone down to the last rank and back up.
 
         rank 0 ▏F0 F1 F2 F3 F4 F5 F6 f0 i0 w0 f1 i1 w1 f2 i2 w2 f3 i3 w3 I0 W0 f4 i4 w4 I1 W1 f5 i5…
         rank 1 ▏   F0 F1 F2 F3 F4 f0 F5 f1 i0 w0 f2 i1 w1 f3 i2 w2 F6 I0 W0 f4 i3 w3 I1 W1 f5 i4 w4…
         rank 2 ▏      F0 F1 F2 f0 F3 f1 F4 f2 i0 w0 f3 i1 w1 F5 I0 W0 f4 i2 w2 F6 I1 W1 f5 i3 w3 I2…
         rank 3 ▏         F0 f0 F1 f1 F2 f2 F3 f3 i0 w0 F4 I0 W0 f4 i1 w1 F5 I1 W1 f5 i2 w2 F6 I2 W2…
 
-    No rank waits between its first and its last action where F = I = W and m ≥ 2p − 1; where I > W,
-    about 2 (p − 1)(I − W) of a stage. It holds p micro-batches (2p halves), as rank 0 does in 1F1B.
+    If F = I = W and m ≥ 2p − 1, no rank waits between its first and its last action. If I > W, a
+    rank waits about 2 (p − 1)(I − W), where I and W are those of one stage. A rank holds the
+    activations of p micro-batches (2p halves), as rank 0 does in 1F1B.
     """
     _stages_per_rank("zb_v", v, 2)
     ranks = []
@@ -216,13 +218,13 @@ def zero_bubble_v(p: int, v: int, m: int) -> list[list[Action]]:
             rank.forward(up).forward(down)
         for _ in range(p - r):
             rank.forward(up).backward_input(up).backward_weight(up)
-        # steady state: each stage in turn, forward and backward
+        # steady state: forward and backward of each stage in turn
         while rank.done(FORWARD, up) < max(m, 2 * p - 1):
             if rank.done(FORWARD, down) < max(m, 2 * p - 1):
                 rank.forward(down)
             rank.backward_input(down).backward_weight(down)
             rank.forward(up).backward_input(up).backward_weight(up)
-        for _ in range(r):  # drain: input gradients, that others wait for, then weight gradients
+        for _ in range(r):  # drain: input gradients first, because other ranks wait for them
             rank.backward_input(down).backward_input(up)
         for _ in range(p - r):
             rank.backward_input(down).backward_weight(down)
@@ -230,7 +232,7 @@ def zero_bubble_v(p: int, v: int, m: int) -> list[list[Action]]:
             rank.backward_weight(up)
         while rank.done(BACKWARD_WEIGHT, down) < rank.done(BACKWARD_INPUT, down):
             rank.backward_weight(down)
-        # fewer than 2p − 1 leave holes
+        # built for at least 2p − 1 micro-batches: if there are fewer, drop the others
         ranks.append([action for action in rank.actions if action.microbatch < m])
     return ranks
 
@@ -238,26 +240,27 @@ def zero_bubble_v(p: int, v: int, m: int) -> list[list[Action]]:
 @schedule("dualpipe_v")
 def dualpipe_v(p: int, v: int, m: int) -> list[list[Action]]:
     """DualPipeV: the half of DeepSeek's DualPipe (DeepSeek-AI 2024,
-    https://arxiv.org/abs/2412.19437, section 3.2.1) that needs one copy of the weights, on ZB-V's
-    placement (Qi and others 2025, "Cut-in-half", https://hackmd.io/@ufotalent/r1lVXsa9Jg).
+    https://arxiv.org/abs/2412.19437, section 3.2.1) that needs only one copy of the weights, placed
+    as in ZB-V (Qi et al. 2025, "Cut-in-half", https://hackmd.io/@ufotalent/r1lVXsa9Jg).
 
         rank 0 ▏F0 F1 F2 F3 F4 F5 F6 f0 i0 w0 f1 i1 w1 f2 i2 w2 f3 F7 b3─── f4 B0─── b4─── f5    B1…
         rank 1 ▏   F0 F1 F2 F3 F4 f0 F5 f1 i0 w0 f2 i1 w1 f3 F6 b2─── f4 B0─── F7 b3─── f5 B1─── b4…
         rank 2 ▏      F0 F1 F2 f0 F3 f1 F4 f2 i0 w0 f3 F5 b1─── f4 B0─── F6 b2─── f5 B1─── F7 b3───…
         rank 3 ▏         F0 f0 F1 f1 F2 f2 F3 f3 F4 b0─── f4 B0─── F5 b1─── f5 B1─── F6 b2─── f6 B2…
 
-    In the steady state each forward of one stage stands beside a whole backward of the other, so
-    that the communication inside one (experts' all-to-all) hides behind the other's computing; here
-    they run one after the other. Bubble, in stages of half a rank's work: (p − 1)(F + I − W) near
-    equal costs. (The paper counts the pair as one action, whose results leave together, and gets (p
-    − 1)(F + 2 I − W).) Memory: 2p + 1 halves.
+    In the steady state each forward of one stage is paired with a whole backward of the other, so
+    that communication inside one (the all-to-all of experts) can overlap computation of the other;
+    here the two run one after the other. With nearly equal costs the bubble is (p − 1)(F + I − W),
+    where F, I and W are those of one stage, half a rank's work. (The paper counts the pair as one
+    action, whose results are sent together, and gets (p − 1)(F + 2 I − W).) A rank holds the
+    activations of 2p + 1 halves.
     """
     _stages_per_rank("dualpipe_v", v, 2)
     if m < 2 * p:
         raise UserError(
             "parallel.schedule",
             "dualpipe_v",
-            f"needs at least 2 · parallel.pp = {2 * p} micro-batches, and there are {m}",
+            f"needs at least 2 · parallel.pp = {2 * p} micro-batches, but there are {m}",
             "use more or smaller micro-batches (train.global_batch_size, "
             "train.micro_batch_size), or zb_v",
         )
@@ -271,17 +274,17 @@ def dualpipe_v(p: int, v: int, m: int) -> list[list[Action]]:
             rank.forward(down).forward(up)
         for _ in range(p - 1 - r):
             rank.backward_input(up).backward_weight(up).forward(up)
-        # steady state: a forward of one stage beside a backward of the other
+        # steady state: a forward of one stage paired with a backward of the other
         for _ in range(m - 2 * p + r + 1):
             rank.forward(down).backward(up).forward(up).backward(down)
         for _ in range(p - 1 - r):
             rank.backward(up).forward(up).backward(down)
-        # Drain: 2 (r + 1) backwards, up and down in turn. Only input gradients in the second half:
-        # others wait for them.
+        # Drain: 2 (r + 1) backwards, up and down in turn. In the second half only input gradients
+        # run, because other ranks wait for them.
         left = [up, down] * (r + 1)
         for stage in left[: r + 1]:
             rank.backward(stage)
-        waiting = left[r + 1 :]  # stages, of the weight gradients that are due
+        waiting = left[r + 1 :]  # the stages whose weight gradients are due
         for stage in waiting:
             rank.backward_input(stage)
         for _ in range(p - 1 - r):
@@ -294,8 +297,8 @@ def dualpipe_v(p: int, v: int, m: int) -> list[list[Action]]:
 
 
 class _Rank:
-    """One rank's list, in which each kind of action on each stage takes the next micro-batch in
-    turn. A whole backward counts as both its halves."""
+    """Builds one rank's list. Each kind of action takes the micro-batches of a stage in order, and
+    a whole backward counts as both its halves."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
@@ -323,8 +326,7 @@ class _Rank:
 
 
 def _one_to_one(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
-    """`ahead` forwards, then one forward and one backward in turn, then the backwards that are
-    left."""
+    """`ahead` forwards, then one forward and one backward in turn, then the remaining backwards."""
     ahead = min(ahead, len(forwards))
     steady = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
     return [*forwards[:ahead], *steady, *backwards[len(forwards) - ahead :]]

@@ -1,8 +1,8 @@
-"""Times a schedule without running it: who works when, the bubble, the step's length, the
+"""Simulate a schedule without running it: when each rank works, the bubble, the time of a step, the
 activations held. No torch here.
 
-An action starts when its rank has finished the one before and what it needs has arrived. That is
-all a pipeline is: lists, one clock per rank, and messages.
+An action starts when its rank has finished the previous one and the inputs of the action have
+arrived. Nothing else is modelled: lists of actions, one clock per rank, and messages.
 """
 
 from collections.abc import Sequence
@@ -24,15 +24,15 @@ from parallel.pipeline.actions import (
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds (or any unit) of each kind of action, by stage, and of one message between two
-    ranks."""
+    """The seconds (or any other unit) that each kind of action takes, by stage, and that a message
+    between two ranks takes."""
 
     forward: Sequence[float]
     input_grad: Sequence[float]
     weight_grad: Sequence[float]
     # from the end of an action to the arrival of its result on another rank
     communication: float = 0.0
-    # when each stage has gathered its weights: its first forward cannot end before
+    # when each stage has gathered its weights; its first forward cannot end earlier
     weights_at: Sequence[float] = ()
 
     @classmethod
@@ -44,7 +44,7 @@ class Costs:
         weight_grad: float = 1,
         communication: float = 0,
     ) -> "Costs":
-        """The same for every stage."""
+        """The same costs for every stage."""
         n = num_stages
         return cls([forward] * n, [input_grad] * n, [weight_grad] * n, communication)
 
@@ -68,7 +68,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each rank did what: simulated, or measured (runtime/trace.py)."""
+    """When each rank ran each action: simulated, or measured (runtime/trace.py)."""
 
     ranks: list[list[Event]]
 
@@ -78,7 +78,7 @@ class Timeline:
 
     @property
     def step_time(self) -> float:
-        """From the first action of any rank to the end of the last."""
+        """The time from the start of the first action on any rank to the end of the last."""
         return max(events[-1].end for events in self.ranks if events) - self.start
 
     def busy(self, rank: int) -> float:
@@ -86,16 +86,16 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """The part of the step, over all ranks, in which a rank has nothing to do."""
+        """The part of the step, averaged over ranks, in which a rank is idle."""
         return 1 - sum(map(self.busy, range(len(self.ranks)))) / (len(self.ranks) * self.step_time)
 
     @property
     def bubble(self) -> float:
-        """The papers' bubble: the time that a rank waits between its own first and last action, of
-        the rank that waits longest.
+        """The bubble as papers define it: the time that a rank waits between its own first and last
+        action, for the rank that waits longest.
 
-        (Ranks that begin late also end late: where the optimizer step need not wait for all, only
-        this time is lost.)
+        (Ranks that begin late also end late: if the optimizer step need not wait for all ranks,
+        only this time is lost.)
         """
         return max(e[-1].end - e[0].start - self.busy(rank) for rank, e in enumerate(self.ranks))
 
@@ -118,14 +118,14 @@ class Stuck(ValueError):
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """When each action starts and ends.
+    """Compute when each action starts and ends.
 
     Raises:
-        Stuck: no rank can go on; the message names what each waits for.
+        Stuck: no rank can continue; the message names the action at which each one waits.
     """
     where, m = stage_ranks(schedule), num_microbatches(schedule)
     last = len(where) - 1
-    # When the result of each (stage, micro-batch) exists on its own rank; None: not yet.
+    # When the result of each (stage, micro-batch) is ready on its own rank; None: not yet.
     forward: list[list[float | None]] = [[None] * m for _ in where]
     gradient: list[list[float | None]] = [[None] * m for _ in where]
     clock = [0.0] * len(schedule)
@@ -140,13 +140,13 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         while position[rank] < len(actions):
             action = actions[position[rank]]
             kind, s, i = action
-            # What it needs from another stage, and where that is noted.
+            # The result of another stage that it needs, as a key of `waiting`.
             source: tuple[bool, int, int] | None = None
             if kind is FORWARD:
                 source = (False, s - 1, i) if s else None
             elif kind is not BACKWARD_WEIGHT:
                 if forward[s][i] is None:
-                    break  # its own forward is later in the list: it will never come
+                    break  # its own forward comes later in this list: it waits forever
                 source = (True, s + 1, i) if s < last else None
             elif gradient[s][i] is None:
                 break
@@ -178,5 +178,5 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     left = [(r, schedule[r][at:]) for r, at in enumerate(position)]
     stuck = [f"rank {r} at {actions[0]}" for r, actions in left if actions]
     if stuck:
-        raise Stuck(f"these cannot go on: {', '.join(stuck)}")
+        raise Stuck(f"ranks cannot continue: {', '.join(stuck)}")
     return Timeline(timeline)

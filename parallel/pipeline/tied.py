@@ -1,9 +1,10 @@
-"""Tied embeddings across a pipeline: one global tensor, a copy on the first and on the last stage.
+"""Tied embeddings across a pipeline: one global tensor, with a copy on the first and on the last
+stage.
 
 One `nn.Parameter` cannot be in two FSDP units (it would silently become two), so each stage holds
-its own copy, initialised alike. After the last backward the two sharded gradients are summed, over
-the pair of ranks that hold them, so both copies see the same gradient, take the same optimizer step
-and stay equal bit for bit. The gradient norm and the checkpoint count one.
+its own copy, initialised identically. After the last backward the two sharded gradients are summed
+over the pair of ranks that hold them. Both copies then have the same gradient, take the same
+optimizer step and stay equal bit for bit. The gradient norm and checkpoints count only one copy.
 """
 
 from collections.abc import Sequence
@@ -19,13 +20,13 @@ from torch.distributed.tensor import DTensor
 def first_and_last_stage_group(
     root: DeviceMesh, ranks_of_stages: Sequence[int]
 ) -> ProcessGroup | None:
-    """The group of the two pipeline ranks that hold the first and the last stage and share this
-    rank's other coordinates; None on all other ranks, and where one rank holds both. Every rank of
-    the mesh must call it. `root`'s first axis is pp."""
+    """The group of the two pipeline ranks that hold the first and the last stage and have this
+    rank's other coordinates; None on all other ranks, and if one rank holds both stages. Every rank
+    of the mesh must call it. The first axis of `root` is pp."""
     first, last = ranks_of_stages[0], ranks_of_stages[-1]
     mine = None
     if first != last:
-        # pp ranks, for each other coordinate
+        # for each combination of the other coordinates, the ranks along pp
         for line in root.mesh.reshape(root.shape[0], -1).T.tolist():
             group = dist.new_group([line[first], line[last]])
             if dist.get_rank() in (line[first], line[last]):
@@ -41,7 +42,7 @@ class TiedEmbedding:
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """After the last backward: the sum of both copies' sharded gradients, into each."""
+        """Give both copies the sum of their sharded gradients; call it after the last backward."""
         gradients = []
         for copy in self.copies:
             assert isinstance(copy.grad, DTensor)

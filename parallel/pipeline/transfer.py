@@ -1,5 +1,5 @@
-"""Carries out the exchanges of a program: what a stage hands to another, in the same process or
-over the network."""
+"""Execute the exchanges of a program: pass tensors from one stage to another, in the same process
+or over the network."""
 
 from typing import Any
 
@@ -13,14 +13,15 @@ from parallel.pipeline.lower import Exchange, Message
 
 
 class Transfers:
-    """Hidden states and their gradients between stages, all of one shape and dtype.
+    """Passes hidden states and their gradients, all of one shape and dtype, between stages.
 
-    `give` what an action made, `take` what one needs. In between, if they are on different ranks,
-    both post the exchange that holds the message (parallel/pipeline/lower.py).
+    `give` stores the result of an action, and `take` returns what an action needs. If the two
+    stages are on different ranks, both ranks post, in between, the exchange that holds the message
+    (parallel/pipeline/lower.py).
 
     Args:
         group: the pp group.
-        shape, dtype, device: of a hidden state between stages, [S/tp, B, D].
+        shape, dtype, device: those of a hidden state between stages, [S/tp, B, D].
     """
 
     def __init__(
@@ -35,8 +36,8 @@ class Transfers:
         self._here: dict[Message, Tensor] = {}  # given, not yet taken or sent
         self._receiving: dict[Message, tuple[Any, Tensor]] = {}
         self._sending: list[tuple[Any, Tensor]] = []
-        # The first use of an NCCL communicator must involve all its ranks, and an exchange involves
-        # few.
+        # The first use of an NCCL communicator must involve all its ranks, whereas an exchange
+        # involves only a few.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def give(self, message: Message, tensor: Tensor) -> None:
@@ -44,8 +45,8 @@ class Transfers:
         tell(tensor, MESSAGES)
 
     def exchange(self, exchange: Exchange) -> None:
-        """Post sends of what was given and receives of what will be taken, in one batch; waits for
-        nothing."""
+        """Post sends of messages that were given and receives of messages that will be taken, in
+        one batch, without waiting."""
         operations = []
         for transfer in exchange.transfers:
             if transfer.sends:
@@ -56,18 +57,18 @@ class Transfers:
             call = dist.isend if transfer.sends else dist.irecv
             operations.append(dist.P2POp(call, tensor, self.ranks[transfer.peer], group=self.group))
         works = dist.batch_isend_irecv(operations)
-        if len(works) == 1:  # NCCL gives one work for the batch, gloo one per operation, in order
+        if len(works) == 1:  # NCCL returns one work per batch, gloo one per operation, in order
             works = works * len(operations)
         self._sending = [(w, t) for w, t in self._sending if not w.is_completed()]
         for transfer, operation, work in zip(exchange.transfers, operations, works, strict=True):
             if transfer.sends:
-                # gloo reads it until it has gone: keep it that long
+                # gloo reads the tensor until it is sent: keep it alive until then
                 self._sending.append((work, operation.tensor))
             else:
                 self._receiving[transfer.message] = (work, operation.tensor)
 
     def take(self, message: Message) -> Tensor:
-        """What was given on this rank, or what arrives from another: waits for it."""
+        """Return a message that was given on this rank, or wait for it from another rank."""
         if message in self._here:
             return self._here.pop(message)
         work, tensor = self._receiving.pop(message)
@@ -76,7 +77,7 @@ class Transfers:
         return tensor
 
     def finish(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until all sends have completed."""
         for work, _ in self._sending:
             work.wait()
         self._sending.clear()

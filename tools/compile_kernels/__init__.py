@@ -1,6 +1,7 @@
-"""Triton kernels compiled for GPUs that need not be there: `python -m tools.compile_kernels`.
+"""Compiles Triton kernels for GPUs that need not be present: `python -m tools.compile_kernels`.
 
 __main__.py      the command
-compiler.py      kernels to machine code, and what that says
-targets.py       which GPUs
+compiler.py      compiles kernels and inspects the machine code
+specimens.py     the calls whose kernels are compiled
+targets.py       the GPUs to compile for
 """

@@ -1,21 +1,22 @@
-"""Compiles every Triton kernel for GPUs that need not be here; the machine code says what it does.
+"""Compiles every Triton kernel for GPUs that need not be present, and checks the machine code.
 
     python -m tools.compile_kernels                                 all, for A100, H100 and MI300X
     python -m tools.compile_kernels --target sm_90 --only rms_norm  some of them
     python -m tools.compile_kernels --specimens my_kernels.py       your own, in a list SPECIMENS
-    python -m tools.compile_kernels --json kernels.json             the table for programs
+    python -m tools.compile_kernels --json kernels.json             the table as JSON
 
-What is compiled is what is launched: the operations are called (specimens.py), and
-Triton's own launcher decides on types, alignments and options; only the launch itself is left out.
-A kernel fails (exit status 1) by
+The kernels are compiled exactly as they would be launched: the operations are called
+(specimens.py), and Triton's own launcher chooses types, alignments and options; only the launch
+itself is skipped. A kernel fails (exit status 1) with one of these faults:
 
-    spills   values do not fit the registers and go to memory: a stack, or accesses to local memory
-    narrow   a thread moves less than 16 bytes at a time of tensors whose alignment would allow 16
-    shared   more shared memory than a program can have (Triton finds out when it launches)
-    threads  more of them than a program can have (likewise)
+    spills   values do not fit into registers and go to memory: a stack, or local memory
+    narrow   a thread moves less than 16 bytes at a time although the tensors' alignment allows 16
+    shared   the kernel needs more shared memory than a program can have, which Triton would notice
+             only at launch
+    threads  the kernel needs more threads than a program can have (likewise)
 
 Columns: registers per thread (AMD: vector registers); stack in bytes per thread; local: loads and
-stores of spilled values; loads and stores of tensors in global memory, of 16 bytes + of fewer;
+stores of spilled values; loads and stores of tensors in global memory, 16 bytes wide + narrower;
 shared memory in bytes per program.
 """
 
@@ -31,14 +32,14 @@ from tools.compile_kernels.targets import TARGETS
 
 
 def check_triton() -> None:
-    """Raises UserError where kernels cannot be compiled."""
+    """Raise UserError if kernels cannot be compiled here."""
     if os.environ.get("TRITON_INTERPRET") == "1":
-        why = "Triton interprets kernels then, instead of compiling them"
+        why = "makes Triton interpret kernels instead of compiling them"
         raise UserError("TRITON_INTERPRET", "1", why, "unset TRITON_INTERPRET")
     try:
         import triton  # noqa: F401 - the compiler imports it
     except ImportError:
-        why = "it is not installed, and it is what compiles kernels"
+        why = "is not installed, but is needed to compile kernels"
         raise UserError("triton", None, why, "pip install triton (Linux only)") from None
 
 
@@ -52,13 +53,13 @@ def main(arguments: list[str] | None = None) -> int:
         "--target", nargs="+", choices=TARGETS, default=[*TARGETS], help="GPUs (default: all)"
     )
     parser.add_argument(
-        "--only", metavar="TEXT", default="", help="specimens whose name contains it"
+        "--only", metavar="TEXT", default="", help="only specimens whose name contains TEXT"
     )
     parser.add_argument(
         "--specimens",
         type=Path,
         metavar="FILE",
-        help="instead of tools/compile_kernels/specimens.py",
+        help="use FILE instead of tools/compile_kernels/specimens.py",
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the table, with each fault in full"
@@ -68,11 +69,11 @@ def main(arguments: list[str] | None = None) -> int:
         type=int,
         default=os.cpu_count(),
         metavar="N",
-        help="at once (default: one a core)",
+        help="number of parallel processes (default: one per core)",
     )
     options = parser.parse_args(arguments)
     try:
-        check_triton()  # imports Triton before any kernel is imported, which are then compiled ones
+        check_triton()  # imports Triton before any kernel, so that kernels are compiled ones
         import torch
 
         from tools.compile_kernels import compiler, specimens
@@ -82,8 +83,8 @@ def main(arguments: list[str] | None = None) -> int:
             given = compiler.specimens_in(options.specimens)
         chosen = [specimen for specimen in given if options.only in specimen.name]
         if not chosen:
-            remedy = f"one of {', '.join(s.name for s in given)}"
-            raise UserError("--only", options.only, "no specimen is called so", remedy)
+            remedy = f"give a part of one of these names: {', '.join(s.name for s in given)}"
+            raise UserError("--only", options.only, "no specimen's name contains it", remedy)
         torch.set_num_threads(1)  # processes are forked: there must be no threads
         reports = compiler.compile_all(
             [launch for name in options.target for launch in compiler.launches_of(chosen, name)],

@@ -1,5 +1,5 @@
-"""Compiling what Triton's launcher would launch, and reading from the machine code what it will do.
-It needs Triton."""
+"""Compiles the kernels that Triton's launcher would launch, and inspects their machine code. Needs
+Triton."""
 
 import json
 import linecache
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-# before the kernels are imported: they are then compiled ones, GPU or no GPU
+# imported before the kernels, so that they are compiled ones, with or without a GPU
 # (model/kernels/backend.py)
 import triton
 
@@ -32,22 +32,23 @@ from tools.compile_kernels.specimens import Specimen
 from tools.compile_kernels.targets import TARGETS
 
 NVIDIA_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-WIDE = 16  # bytes: the most that a thread moves with one instruction
+WIDE = 16  # bytes; the most that a thread moves with one instruction
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a thread uses."""
+    """The resources that a thread uses."""
 
     registers: int
     stack: int  # bytes
     local: int  # accesses to spilled values
-    wide: int | None  # accesses to global memory of 16 bytes, where the machine code was looked at
+    wide: int | None  # 16-byte accesses to global memory; None: not counted
 
 
 @dataclass(frozen=True)
 class Report:
-    """A kernel in one specialisation on one target; columns as at the top of this file."""
+    """One specialisation of a kernel on one target, with the columns that the command's help
+    explains."""
 
     specimen: str
     kernel: str
@@ -66,7 +67,7 @@ class Report:
 
 
 def gpu_target(name: str) -> GPUTarget:
-    """As Triton calls it."""
+    """The target in Triton's terms."""
     target = TARGETS[name]
     return GPUTarget(target.backend, target.arch, target.lanes)
 
@@ -75,14 +76,14 @@ def gpu_target(name: str) -> GPUTarget:
 
 
 class Absent:
-    """Stands for Triton's driver: says that there is such a GPU, so that the launcher prepares
-    everything for it."""
+    """Replaces Triton's driver and reports `gpu` as present, so that the launcher prepares kernels
+    for it."""
 
     def __init__(self, gpu: GPUTarget) -> None:
         self.gpu = gpu
 
     def get_current_device(self) -> GPUTarget:
-        return self.gpu  # the launcher keeps what it has prepared by device
+        return self.gpu  # the key of the launcher's cache
 
     def get_current_stream(self, device: GPUTarget) -> int:
         return 0
@@ -93,7 +94,7 @@ class Absent:
 
 @dataclass(frozen=True)
 class Launch:
-    """What Triton's launcher hands to the compiler."""
+    """What Triton's launcher passes to the compiler."""
 
     specimen: Specimen
     target: str
@@ -102,7 +103,8 @@ class Launch:
 
 
 def launches_of(chosen: Sequence[Specimen], target: str) -> list[Launch]:
-    """Every launch of the specimens; once, if compiled alike and alike in what is expected."""
+    """Every launch of the specimens. Launches that compile to the same kernel and have the same
+    expectations are listed once."""
     found: dict[tuple[Any, ...], Launch] = {}
     gpu = gpu_target(target)
     for specimen in chosen:
@@ -123,13 +125,13 @@ def launches_of(chosen: Sequence[Specimen], target: str) -> list[Launch]:
                 (everything, specimen.wide, specimen.narrow),
                 Launch(specimen, target, source, options),
             )
-            return True  # it has been seen to: the launcher neither compiles nor launches
+            return True  # handled: the launcher then neither compiles nor launches
 
         with (
             mock.patch.object(driver, "_active", Absent(gpu)),
             mock.patch.object(triton.knobs.runtime, "jit_cache_hook", keep),
             mock.patch.object(backend, "LANES", gpu.warp_size),
-            # it takes only tensors that a kernel could reach
+            # multi_tensor would otherwise accept only tensors on a GPU
             mock.patch.object(multi_tensor, "INTERPRETED", True),
         ):
             specimen.launch()
@@ -142,13 +144,14 @@ Place = tuple[str, int, int]  # file, line and column of the source
 
 
 def row_accesses(ttir: str) -> set[Place]:
-    """Where single numbers, or one for each row, are loaded and stored, by Triton's own code."""
+    """The places in the source where single numbers, or one number per row, are loaded and stored,
+    from Triton's intermediate code."""
     named = dict(re.findall(r"^#loc(\d*) = loc\((.*)\)$", ttir, re.MULTILINE))
 
     def place(text: str) -> Place:
         if found := re.match(r'"([^"]+)":(\d+):(\d+)', text):
             return Path(found[1]).name, int(found[2]), int(found[3])
-        # "name"(#loc1), or callsite(#loc1 at #loc2): the callee stands first
+        # "name"(#loc1), or callsite(#loc1 at #loc2): the callee comes first
         inner = re.search(r"#loc(\d*)", text)
         assert inner, text
         return place(named[inner[1]])
@@ -166,17 +169,18 @@ class Access:
     """An instruction that reads or writes global memory."""
 
     what: str  # load, store
-    size: int  # bytes a thread
-    places: tuple[Place, ...]  # in the source; then where that was called, and so on
+    size: int  # bytes per thread
+    places: tuple[Place, ...]  # in the source, followed by the call sites, innermost first
 
 
-# The line of an access that the compiler made of two, one of each branch: of single numbers.
+# The line number of an access that the compiler merged from two branches; it is of single numbers.
 MERGED = 0
 AMD_SIZES = {"dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}  # all others are smaller
 
 
 def accesses(assembly: str) -> list[Access]:
-    """Those in PTX or in AMD's assembly. Both say which line of the source an instruction is of."""
+    """The accesses in PTX or AMD assembly, both of which contain the source line of each
+    instruction."""
     files = dict(re.findall(r'^\s*\.file\s+(\d+) "(?:.*[/"])?([\w.]+)"$', assembly, re.MULTILINE))
     found: list[Access] = []
     places: tuple[Place, ...] = (("an unknown file", -1, 0),)
@@ -187,7 +191,7 @@ def accesses(assembly: str) -> list[Access]:
         elif "end inline asm" in line:
             in_block = False
         elif re.match(r"\s*\.loc\s", line):
-            # in a block of PTX the first counts: from there on its own lines are counted
+            # in a block of inline PTX only the first mark counts; later ones number its own lines
             if not (in_block and known):
                 marks = re.findall(r"([\w.]+):(\d+):(\d+)", line)
                 marks += [
@@ -207,7 +211,7 @@ def accesses(assembly: str) -> list[Access]:
 
 
 def describe(access: Access, kernel: Path) -> str:
-    """The lines of the source that an access comes from, in the kernel's file or one beside it."""
+    """The source lines of an access, in the kernel's file or another file of its folder."""
     lines = [
         f"{file}:{row} {linecache.getline(str(kernel.with_name(file)), row).strip()}"
         for file, row, _ in access.places
@@ -216,7 +220,7 @@ def describe(access: Access, kernel: Path) -> str:
 
 
 def nvidia_usage(cubin: bytes) -> Usage:
-    """By the machine code (SASS)."""
+    """Read the usage from the machine code (SASS)."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -238,7 +242,7 @@ def nvidia_usage(cubin: bytes) -> Usage:
 
 
 def amd_usage(assembly: str) -> Usage:
-    """By the metadata at the end of the assembly."""
+    """Read the usage from the metadata at the end of the assembly."""
     found = {
         name: int(value)
         for name, value in re.findall(r"^\s+\.(\w+):\s+(\d+)$", assembly, re.MULTILINE)
@@ -276,7 +280,7 @@ def compile_launch(launch: Launch) -> Report:
             if not any(part in text for part in specimen.narrow)
         ]
     if usage.wide is not None and usage.wide < count[True, "load"] + count[True, "store"]:
-        faults.append("narrow: the assembler divided accesses of 16 bytes")
+        faults.append("narrow: the assembler split 16-byte accesses")
     if shared > most_shared:
         faults.append(f"shared: {shared:,} bytes; a program can have {most_shared:,}")
     if threads > backend.MAX_THREADS:
@@ -292,7 +296,8 @@ def compile_launch(launch: Launch) -> Report:
 
 
 def compile_all(launches: Sequence[Launch], processes: int) -> list[Report]:
-    """Forked processes find the launches in memory: a kernel cannot be sent."""
+    """Compile the launches in forked processes, which inherit them in memory, because kernels
+    cannot be pickled."""
     global _launches
     _launches = launches
     with ProcessPoolExecutor(processes, mp_context=get_context("fork")) as pool:
@@ -339,4 +344,4 @@ def specimens_in(path: Path) -> list[Specimen]:
         remedy = (
             "give a Python file with a list SPECIMENS, such as tools/compile_kernels/specimens.py"
         )
-        raise UserError("--specimens", str(path), f"has none: {error}", remedy) from None
+        raise UserError("--specimens", str(path), f"has no specimens: {error}", remedy) from None

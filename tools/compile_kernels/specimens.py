@@ -1,10 +1,10 @@
-"""One call of every operation with Triton kernels for each way it is compiled, in sizes met in
-training.
+"""Calls of every operation with Triton kernels, one for each way it is compiled, in sizes that
+occur in training.
 
-tools/compile_kernels compiles what these calls launch. Tensors are not filled, since nothing
-computes with them. A kernel is compiled anew for other dtypes, other blocks (by the width of a row)
-and other alignments: addresses, strides and sizes that are multiples of 16. So rows of odd width
-stand here too, where accesses of 16 bytes are impossible.
+tools/compile_kernels compiles what these calls launch. Tensors are not initialised, because nothing
+computes with them. A kernel is compiled anew for each dtype, block size (which depends on the width
+of a row) and alignment (whether addresses, strides and sizes are multiples of 16). So there are
+also rows of odd width, for which 16-byte accesses are impossible.
 """
 
 from collections.abc import Callable
@@ -28,13 +28,15 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 @dataclass(frozen=True)
 class Specimen:
-    """A call and what is expected of the kernels that it launches."""
+    """A call, and the expectations for the kernels that it launches."""
 
     name: str
     launch: Callable[[], Any]
-    # tensors are aligned: accesses must be of 16 bytes (but for single numbers, one for each row)
+    # tensors are aligned, so all accesses must be of 16 bytes (except single numbers, or one per
+    # row)
     wide: bool = True
-    # except those with this in their line of the source, or in the line that called it
+    # exceptions: accesses whose source line, or the line of a call site, contains one of these
+    # texts
     narrow: tuple[str, ...] = ()
 
 
@@ -114,19 +116,19 @@ def _update(dtype: torch.dtype) -> None:
     )
 
 
-ANGLES = ("COS + angles", "SIN + angles")  # 64 numbers a token, read by more threads than that
-# A rank's single head of k: a warp has more threads than that has 16-byte accesses for, with 16
-# heads of q beside it (so two tokens at once) and, where a warp is AMD's, of 64, also with 8 (four
-# tokens). Threads then move 8 bytes of k at a time. It is 1/17 or 1/9 of the bytes; q's are moved
-# 16 at a time.
+ANGLES = ("COS + angles", "SIN + angles")  # 64 numbers per token, read by more threads than that
+# With a single head of k per rank, k has fewer 16-byte accesses than a warp has threads: with 16
+# heads of q (two tokens at once), and on AMD, whose warps have 64 threads, also with 8 heads of q
+# (four tokens). Threads then move 8 bytes of k at a time. k is only 1/17 or 1/9 of the bytes; q is
+# moved 16 bytes at a time.
 ONE_OF_K = (*ANGLES, "_turn_heads(k, k_out")
-TAIL = ("mask=offsets < left", "left, False, SCALARS")  # a tensor's last block: it may end anywhere
-SQUARES = (*TAIL, "PARTIAL + start")  # and the partial sums, 8 bytes for each block
+TAIL = ("mask=offsets < left", "left, False, SCALARS")  # a tensor's last block may end anywhere
+SQUARES = (*TAIL, "PARTIAL + start")  # and the partial sums, 8 bytes per block
 
 SPECIMENS = [
     # four rows at once: more threads than weights
     Specimen("rms_norm 1024", lambda: _norm(1024), narrow=("W + columns",)),
-    # a head; likewise, 32 at once
+    # the width of a head; 32 rows at once, likewise
     Specimen("rms_norm 128", lambda: _norm(128), narrow=("W + columns", "DW + program")),
     *(Specimen(f"rms_norm {width}", partial(_norm, width)) for width in (4096, 8192, 16384)),
     *(

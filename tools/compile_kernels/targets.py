@@ -1,5 +1,5 @@
-"""The GPUs that kernels are compiled for. Without Triton, so that the command can say what it does
-where there is none."""
+"""The GPUs that kernels are compiled for. Does not import Triton, so that the command's --help
+works without it."""
 
 from dataclasses import dataclass
 

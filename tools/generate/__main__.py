@@ -1,16 +1,17 @@
-"""Continue text with a trained model: `python -m tools.generate --checkpoint DIR --prompt TEXT
+"""Continues text with a trained model: `python -m tools.generate --checkpoint DIR --prompt TEXT
 [--max-new-tokens N] …`
 
-DIR is a checkpoint, a run folder (its newest checkpoint) or an exported folder in Hugging Face's
-format. The text of a single prompt appears as it is written; several (`--prompt` again, or
-`--prompts FILE`) are computed together, and printed when they are done. On several processes the
-model is cut over all of them, whatever layout trained it:
+DIR is a checkpoint, a run folder (its newest checkpoint is used) or an exported folder in Hugging
+Face format. The text of a single prompt is printed as it is generated. Several prompts (repeat
+`--prompt`, or give `--prompts FILE`) are computed in batches, and each batch is printed when it is
+complete. With several processes, the model is sharded over all of them by tensor parallelism,
+whatever layout trained it:
 
     torchrun --nproc-per-node 2 -m tools.generate --checkpoint DIR --prompt TEXT
 
-Keys and values of earlier tokens are kept (cache.py): each new token costs one token's work.
-Nothing is generated from a checkpoint that is not what was saved: its files are compared with their
-checksums first, as tools.verify does.
+Keys and values of earlier tokens are cached (cache.py), so each new token costs the computation of
+one token. A checkpoint's checksums are verified first, as by tools.verify, and a damaged one is
+refused.
 """
 
 import argparse
@@ -30,12 +31,12 @@ from training.precision import DTYPES
 
 
 def read_options(options: argparse.Namespace) -> tuple[list[str], Sampling]:
-    """The prompts, and how to draw. Raises UserError where an option makes no sense."""
+    """The prompts, and how to sample. Raises UserError for an invalid option."""
     if options.max_new_tokens < 0:
-        why = "is no number of tokens"
+        why = "a number of tokens cannot be negative"
         raise UserError("--max-new-tokens", options.max_new_tokens, why, "give 0 or more")
     if options.batch_size < 1:
-        why = "is no number of prompts"
+        why = "a batch needs at least one prompt"
         raise UserError("--batch-size", options.batch_size, why, "give 1 or more")
     prompts = list(options.prompt)
     if options.prompts is not None:
@@ -44,8 +45,8 @@ def read_options(options: argparse.Namespace) -> tuple[list[str], Sampling]:
                 line for line in options.prompts.read_text(encoding="utf-8").split("\n") if line
             ]
         except (OSError, UnicodeDecodeError) as error:
-            why = f"cannot be read: {error}"
-            remedy = "give a UTF-8 file with one prompt a line"
+            why = f"it cannot be read: {error}"
+            remedy = "give a UTF-8 file with one prompt per line"
             raise UserError("--prompts", str(options.prompts), why, remedy) from None
     if not prompts:
         why = "there is nothing to continue"
@@ -54,7 +55,8 @@ def read_options(options: argparse.Namespace) -> tuple[list[str], Sampling]:
 
 
 def run(options: argparse.Namespace, device: str) -> None:
-    """On every rank; rank 0 writes to standard output. Raises UserError on all of them alike."""
+    """Generates the text. Runs on every rank; rank 0 writes to standard output. Raises the same
+    UserError on all ranks."""
     prompts, sampling = from_rank_0(lambda: read_options(options), device)
     loaded = load_model(options.checkpoint, DTYPES[options.dtype], device)
     encoded = on_all_ranks(
@@ -93,7 +95,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         type=Path,
         required=True,
         metavar="DIR",
-        help="checkpoint, run or exported folder",
+        help="a checkpoint, run folder or exported folder",
     )
     parser.add_argument(
         "--prompt",
@@ -102,47 +104,51 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="TEXT",
         help="the text to continue; may be repeated",
     )
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="more of them, one a line")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="more prompts, one per line")
     parser.add_argument(
         "--batch-size",
         type=int,
         default=16,
         metavar="N",
-        help="prompts computed at a time (default 16)",
+        help="prompts computed together (default 16)",
     )
     parser.add_argument(
-        "--max-new-tokens", type=int, default=128, metavar="N", help="for each prompt (default 128)"
+        "--max-new-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="the most tokens to generate for each prompt (default 128)",
     )
     parser.add_argument(
         "--temperature",
         type=float,
         default=0.8,
         metavar="T",
-        help="0: the most likely token (default 0.8)",
+        help="0: always the most likely token (default 0.8)",
     )
     parser.add_argument(
         "--top-k",
         type=int,
         default=0,
         metavar="K",
-        help="draw from the K most likely tokens (default: all)",
+        help="sample from the K most likely tokens (default: all)",
     )
     parser.add_argument(
         "--top-p",
         type=float,
         default=1.0,
         metavar="P",
-        help="from the fewest of probability P (default 1)",
+        help="sample from the fewest tokens with total probability P (default 1)",
     )
     parser.add_argument(
         "--bos",
         action=argparse.BooleanOptionalAction,
-        help="begin with the token that begins a document, or not (default: "
-        "as the tokenizer's configuration says)",
+        help="whether to begin with the token that begins a document (default: "
+        "as in the tokenizer's configuration)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="to compute in (default float32)"
+        "--dtype", choices=DTYPES, default="float32", help="computation dtype (default float32)"
     )
     return parser.parse_args(arguments)
 
@@ -150,7 +156,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = parse()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that knows no UTF-8 shows what it can
+        sys.stdout.reconfigure(errors="replace")  # for terminals without UTF-8
     device = init_distributed()
     try:
         run(options, device)

@@ -1,8 +1,8 @@
-"""Keys and values of the tokens that a model has seen, so that the next token costs the work of one
-and not of all.
+"""The key/value cache: with the keys and values of earlier tokens stored, the next token costs the
+computation of one token and not of all.
 
-A batch of prompts is padded on the left: then the last token of each is in the same slot, and so is
-every later one.
+A batch of prompts is padded on the left, so that the last token of every prompt is in the same
+slot, and so is every later token.
 
     slot          0    1    2    3    4  │  5  …
     row 0         ·    ·   the  cat  sat │ on  …       · is padding
@@ -10,10 +10,10 @@ every later one.
     positions     0    0    0    1    2  │  3  …       of row 0
                   0    1    2    3    4  │  5  …       of row 1
 
-Every row is computed as if it were by itself. Its positions count from its own first token, and
-what lies before that is hidden from it, for the rule of `scores_bias` holds here too: at position p
-a token sees itself and the p tokens before it. A padding token, which sees itself, is computed for
-nothing.
+Every row gets the same result as if it were computed separately. Its positions count from its own
+first token, and the padding before it is masked, because the rule of `scores_bias` holds here too:
+a token at position p attends to itself and the p tokens before it. A padding token attends only to
+itself, and its result is not used.
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ from model.positions import Angles, Rotary, rotary_angles
 
 
 class LayerCache:
-    """One layer's keys, already turned by their positions, and values [slots, B, heads, E], of this
-    tp rank's key/value heads: 2 · slots · B · heads · E numbers."""
+    """One layer's keys, with rotary embedding applied, and values, each [slots, B, heads, E], for
+    this tp rank's key/value heads: 2 · slots · B · heads · E numbers."""
 
     def __init__(self, slots: int) -> None:
         self.slots, self.filled = slots, 0
@@ -36,8 +36,8 @@ class LayerCache:
         self.values: Tensor | None = None
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k and v [S, B, heads, E] of the next S tokens → those of all tokens so far, as views
-        [filled, B, heads, E]."""
+        """Appends k and v [S, B, heads, E] of the next S tokens; returns those of all tokens so far
+        as views [filled, B, heads, E]."""
         if self.keys is None or self.values is None:
             self.keys = k.new_empty((self.slots, *k.shape[1:]))
             self.values = v.new_empty((self.slots, *v.shape[1:]))
@@ -48,13 +48,13 @@ class LayerCache:
 
 
 class KeyValueCache:
-    """Room for a batch's prompts and what follows them.
+    """The cache of all layers for a batch of prompts and their continuations.
 
     Args:
-        prompt_lengths: tokens of each prompt, [B] numbers. The first tokens that come are the
-            prompts, padded on the left to the longest of them; after that they come one by one.
-        new_tokens: how many will come after the prompts, at most.
-        dtype, device: of the model's activations.
+        prompt_lengths: number of tokens of each prompt, [B]. The model first gets all prompts at
+            once, padded on the left to the longest, and then one token per row at a time.
+        new_tokens: the most tokens that will follow the prompts.
+        dtype, device: those of the model's activations.
     """
 
     def __init__(
@@ -70,21 +70,21 @@ class KeyValueCache:
         self._padding = max(prompt_lengths) - torch.tensor(prompt_lengths, device=device)  # [B]
         self._slot = torch.arange(slots, device=device).unsqueeze(1)
         self._has_padding = len(set(prompt_lengths)) > 1
-        # [slots, B], or [slots, 1] where all rows count alike
+        # [slots, B], or [slots, 1] if the positions of all rows are the same
         self._positions = self._slot
         if self._has_padding:
             self._positions = (self._slot - self._padding).clamp(min=0)
         self._angles: dict[Rotary, Angles] = {}
-        self._attend: dict[int | None, Attend] = {}  # by window, for the tokens that come
+        self._attend: dict[int | None, Attend] = {}  # by window, for the current tokens
 
     def next(self, length: int) -> None:
-        """The next `length` tokens come."""
+        """Advances to the next `length` tokens."""
         self.filled, self.length = self.filled + self.length, length
         self._attend.clear()
         assert length == 1 or self.filled == 0, "prompts come first and at once, then single tokens"
 
     def of_layer(self, name: str) -> "LayerView":
-        """What a layer's attention asks for the tokens that come (model/positions.py)."""
+        """The interface to a layer's attention for the current tokens (model/positions.py)."""
         return LayerView(self, self.layers.setdefault(name, LayerCache(len(self._slot))))
 
     def angles(self, rotary: Rotary) -> Angles:
@@ -94,7 +94,7 @@ class KeyValueCache:
         return Angles(*(each[tokens] for each in self._angles[rotary]))
 
     def attend(self, window: int | None, head_dim: int) -> Attend:
-        """Among prompts; or one token to all before it."""
+        """The attention among the tokens of the prompts, or of one token to all earlier ones."""
         if window not in self._attend:
             among = self._among_prompts if self.length > 1 else self._to_all
             self._attend[window] = among(window, head_dim)
@@ -118,7 +118,7 @@ class KeyValueCache:
 
 
 class LayerView:
-    """A layer's cache behind the questions that `Positions` answers in training."""
+    """One layer's cache, with the interface that `Positions` has in training."""
 
     def __init__(self, cache: KeyValueCache, layer: LayerCache) -> None:
         self.cache, self.layer = cache, layer
@@ -132,12 +132,12 @@ class LayerView:
 
 
 def attend_last(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-    """The last token's queries [1, B, H, E] on keys and values [S, B, K, E] of all → [1, B, H, E];
-    `bias` [B, 1, 1, S], added to the scores.
+    """Attention of the last token's queries [1, B, H, E] to the keys and values [S, B, K, E] of all
+    tokens → [1, B, H, E]; `bias` [B, 1, 1, S] is added to the scores.
 
-    Nothing lies ahead of it, so nothing is causal, and the H/K queries of a key/value head are the
-    rows of one product: no head is repeated, and the keys, which are what costs time here, are read
-    once.
+    No token follows, so no causal mask is needed, and the H/K queries of a key/value head are the
+    rows of one matrix product: no head is repeated, and the keys, whose reading dominates the time,
+    are read once.
     """
     rows = q.reshape(q.shape[1], k.shape[2], -1, q.shape[3])  # [B, K, H/K, E]
     k, v = k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)  # [B, K, S, E]

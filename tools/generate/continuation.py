@@ -1,8 +1,8 @@
-"""Tokens to text while they come: what can be shown already, and no broken characters."""
+"""Streams tokens as text: outputs text as soon as it is certain, and no incomplete characters."""
 
 from typing import Protocol
 
-UNFINISHED = "\ufffd"  # what bytes decode to that are no UTF-8, or not yet
+UNFINISHED = "\ufffd"  # the result of decoding bytes that are invalid or incomplete UTF-8
 
 
 class Decoder(Protocol):
@@ -12,11 +12,11 @@ class Decoder(Protocol):
 class Continuation:
     """The text that follows a prompt, token by token.
 
-    A character may take several tokens, and is held back until its last byte is there. And a
-    token's text may depend on the ones before it: SentencePiece models that begin each text with a
-    space drop it at the beginning, and a word in the middle, decoded alone, would lose its own. So
-    a token's text is what it adds to that of the tokens before it. Not of all of them, which would
-    cost more with every token: those given last are enough.
+    A character may take several tokens, and is held back until its last byte has arrived. A token's
+    text may also depend on the tokens before it: SentencePiece models that put a space before every
+    text remove a leading space when they decode, so a word from the middle, decoded by itself,
+    would lose its space. So a token's text is what it adds to the text of the tokens before it.
+    Decoding all of them would cost more with every token; those whose text was output last suffice.
 
         add("▁the") → " the"     add(E2) → ""     add(82) → ""     add(AC) → "€"     end() → ""
     """
@@ -26,12 +26,12 @@ class Continuation:
         self._given, self._waiting = list(prompt), list[int]()
 
     def add(self, token: int) -> str:
-        """The text that is certain with this token and was not before it."""
+        """Adds a token, and returns the text that has thereby become certain; it may be empty."""
         self._waiting.append(token)
         return self._next(hold_back=True)
 
     def end(self) -> str:
-        """What was held back, with U+FFFD for bytes that no character came of."""
+        """Returns the text held back, with U+FFFD for bytes that did not become a character."""
         return self._next(hold_back=False)
 
     def _next(self, hold_back: bool) -> str:
@@ -39,6 +39,6 @@ class Continuation:
         if hold_back and text.endswith(UNFINISHED):
             return ""
         new = text[len(self._decoder.decode(self._given)) :]
-        if new:  # bos and eos have no text: what follows them continues what was before
+        if new:  # bos and eos have no text, so the context before them is kept
             self._given, self._waiting = self._waiting, []
         return new

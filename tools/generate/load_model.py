@@ -1,9 +1,9 @@
-"""A trained model to compute with: whole, or cut over all processes, from a checkpoint of any
-layout or an exported folder.
+"""Loads a trained model, whole or sharded over all processes, from a checkpoint of any layout or an
+exported folder.
 
-Each rank reads its own part of every tensor and nothing else, into the dtype that it computes in. A
-checkpoint's files are compared with their checksums before, each by one rank. An exported folder
-has no checksums: its headers are checked.
+Each rank reads only its shard of every tensor, and converts it to the computation dtype. A
+checkpoint's files are compared with their checksums first, each by one rank. An exported folder has
+no checksums; its headers are checked.
 """
 
 import contextlib
@@ -38,17 +38,17 @@ from tools.huggingface.tensor_files import FolderTensors, check_tensors
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model with what turns text into its tokens."""
+    """A model with its tokenizer."""
 
     model: Transformer
     tokenizer: Tokenizer
     stop: frozenset[int]  # tokens that end a text
 
     def encode(self, prompt: str, bos: bool | None = None) -> list[int]:
-        """The tokens of a text that begins a document. Raises UserError where there are none, or
-        one that the model lacks.
+        """The tokens of a text that begins a document. Raises UserError if there are none, or if
+        one is not in the model's vocabulary.
 
-        bos: whether the first is bos; None: as the tokenizer's own configuration says.
+        bos: whether the first token is bos; None: as in the tokenizer's configuration.
         """
         if bos and self.tokenizer.bos_id < 0:
             why = "this tokenizer has no token that begins a document"
@@ -57,27 +57,27 @@ class Loaded:
         tokens = first + self.tokenizer.encode(prompt)
         vocab_size = self.model.config.vocab_size
         if not tokens:
-            why = "has no tokens, and none is put before it"
+            why = "it has no tokens, and no bos is put before it"
             raise UserError("--prompt", prompt, why, "give some text, or --bos")
         if max(tokens) >= vocab_size:
-            why = f"has the token {max(tokens)}, and the model knows {vocab_size}"
-            remedy = "put the tokenizer beside it that the model was trained with"
+            why = f"it has the token {max(tokens)}, and the model's vocabulary has {vocab_size}"
+            remedy = "put the tokenizer with which the model was trained into its folder"
             raise UserError("--prompt", prompt, why, remedy)
         return tokens
 
 
 class Source(NamedTuple):
-    """Where weights are, and of what model."""
+    """A folder with weights, and the model they belong to."""
 
     folder: Path
-    is_checkpoint: bool  # else a folder in Hugging Face's format
+    is_checkpoint: bool  # else a folder in Hugging Face format
     config: ModelConfig
-    stop: frozenset[int]  # tokens that end a text, beside the tokenizer's eos
+    stop: frozenset[int]  # tokens that end a text, in addition to the tokenizer's eos
 
 
 def load_model(folder: Path, dtype: torch.dtype, device: str) -> Loaded:
-    """Tensor parallelism over all ranks, each of which calls it. Raises AgreedError where there is
-    nothing fit to load."""
+    """Loads the model with tensor parallelism over all ranks, all of which call this function.
+    Raises AgreedError if `folder` has no loadable model."""
     source = from_rank_0(lambda: find(folder, dist.get_world_size()), device)
     if source.is_checkpoint:
         require_good(source.folder, "--checkpoint", device)
@@ -93,7 +93,8 @@ def load_model(folder: Path, dtype: torch.dtype, device: str) -> Loaded:
 
 
 def find(folder: Path, tp: int) -> Source:
-    """What `folder` holds. Raises UserError where that is no model that `tp` ranks can share."""
+    """Identifies the content of `folder`. Raises UserError if it is not a model that can be sharded
+    over `tp` ranks."""
     if (folder / CONFIG).is_file():
         with option_named():
             source = Source(folder, False, HuggingFaceConfig(folder).model, end_tokens(folder))
@@ -103,11 +104,13 @@ def find(folder: Path, tp: int) -> Source:
         source = Source(
             path, True, read_trainer(path, "--checkpoint").model_config_saved, frozenset()
         )
-    config = replace(source.config, kernels="auto")  # what trained it may not be what there is here
+    config = replace(
+        source.config, kernels="auto"
+    )  # the machine may differ from the one that trained it
     if not fits(config, tp):
         why = (
             f"its {config.num_heads} query and {config.num_kv_heads} key/value heads cannot be "
-            "shared by so many"
+            "split evenly over this many processes"
         )
         remedy = f"choose one of {[n for n in range(1, 65) if fits(config, n)]}"
         raise UserError("--nproc-per-node", tp, why, remedy)
@@ -116,7 +119,7 @@ def find(folder: Path, tp: int) -> Source:
 
 @contextlib.contextmanager
 def option_named() -> Iterator[None]:
-    """What tools/import_hf.py calls --hf is --checkpoint here."""
+    """Renames the key of a UserError: --hf in tools/import_hf.py is --checkpoint here."""
     try:
         yield
     except UserError as error:
@@ -125,7 +128,7 @@ def option_named() -> Iterator[None]:
 
 
 def end_tokens(folder: Path) -> frozenset[int]:
-    """Tokens at which transformers would end a text: one or several (a chat's turns end too)."""
+    """The tokens at which transformers ends a text; some of them may end a turn of a chat."""
     found: set[int] = set()
     for file in (folder / "generation_config.json", folder / CONFIG):
         said = read_json(file).get("eos_token_id") if file.is_file() else None
@@ -135,7 +138,7 @@ def end_tokens(folder: Path) -> frozenset[int]:
 
 
 def fits(config: ModelConfig, tp: int) -> bool:
-    """Whether tp ranks can share the model."""
+    """Whether the model can be sharded over `tp` ranks."""
     try:
         check_tp(config, tp)
     except UserError:
@@ -144,7 +147,7 @@ def fits(config: ModelConfig, tp: int) -> bool:
 
 
 def empty_model(config: ModelConfig, dtype: torch.dtype, device: str) -> Transformer:
-    """The model in one stage, cut over all ranks, its weights not yet filled."""
+    """The model in one stage, sharded over all ranks, with uninitialized weights."""
     mesh = build_mesh(MeshSizes(tp=dist.get_world_size()), device)
     layers = range(config.num_layers)
     tp = TensorParallel.of(mesh.tp, sequence_parallel=False)
@@ -153,20 +156,20 @@ def empty_model(config: ModelConfig, dtype: torch.dtype, device: str) -> Transfo
 
 
 def read_checkpoint(source: Source, weights: dict[str, DTensor]) -> None:
-    """Fill this rank's part of every weight from a checkpoint of any layout."""
+    """Fills this rank's shard of every weight from a checkpoint of any layout."""
     wanted = {f"model.{name}": weight for name, weight in weights.items()}
     try:
         dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(source.folder)))
     except dcp.CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
-        remedy = "give another folder step-…"
-        why = f"cannot be read: {first}"
+        remedy = "give another step-… folder"
+        why = f"it cannot be read: {first}"
         raise UserError("--checkpoint", str(source.folder), why, remedy) from None
 
 
 def read_exported(source: Source, weights: dict[str, DTensor]) -> None:
-    """The same from safetensors files of whole tensors, which are mapped: what is not of this rank
-    is not read."""
+    """Fills this rank's shard of every weight from safetensors files of whole tensors. They are
+    memory-mapped, so other ranks' shards are not read."""
     with option_named():
         files = FolderTensors(source.folder)
         check_tensors(source.folder, source.config, files)

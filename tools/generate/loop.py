@@ -1,4 +1,4 @@
-"""Prompts to text: a token of every row at a time, through the model and its cache."""
+"""The generation loop: each step computes the next token of every row with the key/value cache."""
 
 from collections.abc import Collection, Iterator
 
@@ -21,15 +21,16 @@ def generate(
     stop: Collection[int] = (),
     first_row: int = 0,
 ) -> Iterator[list[int | None]]:
-    """Each row's next token, up to `count` times; None once a row has met a token of `stop`. Ends
-    when all rows have.
+    """Yields the next token of each row, up to `count` times; None for a row that has reached a
+    token of `stop`. Ends when all rows have.
 
-    Every tp rank calls it alike, and goes through it as far as the others do.
+    All tp ranks must call it with the same arguments and iterate equally far.
 
     Args:
-        prompts: tokens of each row, at least one; the lengths may differ.
-        stop: tokens that end a text, and do not belong to it.
-        first_row: rows are numbered from here; a row's number and `sampling.seed` decide its draws.
+        prompts: the tokens of each row, at least one; lengths may differ.
+        stop: tokens that end a text and are not part of it.
+        first_row: number of the first row; a row's number and `sampling.seed` determine its random
+            numbers.
     """
     embedding, head = model.embedding, model.head
     assert embedding is not None, "the whole model in one stage"
@@ -40,7 +41,7 @@ def generate(
     rows = range(first_row, first_row + len(prompts))
     numbers = row_numbers(sampling.seed, rows, count).to(device)
 
-    # any token will do: nobody sees it
+    # padded with an arbitrary token, because padding is masked
     padded = [[0] * (max(lengths) - len(prompt)) + prompt for prompt in prompts]
     tokens = torch.tensor(padded, device=device).T  # [S, B], then [1, B]
     running = [True] * len(prompts)
@@ -56,10 +57,10 @@ def generate(
 
 
 def next_logits(model: Transformer, tokens: Tensor, cache: KeyValueCache) -> Tensor:
-    """tokens [S, B], which follow on those in the cache and are added to it → logits [1, B, V/tp]
-    after the last of them.
+    """Runs tokens [S, B], which follow those in the cache, and adds them to it; returns the logits
+    [1, B, V/tp] after the last of them.
 
-    For a model in one stage, without sequence parallelism: one token cannot be cut.
+    The model must be in one stage, without sequence parallelism, as one token cannot be sharded.
     """
     assert model.embedding is not None, "the whole model in one stage"
     assert model.norm is not None
@@ -74,7 +75,7 @@ def next_logits(model: Transformer, tokens: Tensor, cache: KeyValueCache) -> Ten
 def continue_texts(
     loaded: Loaded, prompts: list[list[int]], count: int, sampling: Sampling, first_row: int = 0
 ) -> Iterator[tuple[int, str]]:
-    """Pieces of text as they become certain, each with the number of the prompt it continues."""
+    """Yields (row, text): pieces of text as they become certain, and the row of the prompt."""
     texts = [Continuation(loaded.tokenizer, prompt) for prompt in prompts]
     for new in generate(loaded.model, prompts, count, sampling, loaded.stop, first_row):
         for row, token in enumerate(new):

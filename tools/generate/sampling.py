@@ -1,9 +1,9 @@
-"""The next token of each sequence of a batch, from its logits.
+"""Samples the next token of each sequence of a batch from its logits.
 
     logits ─ the top_k most likely ─ softmax(logits / temperature) ─ the fewest of top_p ─ draw
 
-Each row draws with numbers of its own, a function of (seed, row, step): who else is in the batch
-changes nothing.
+The random number of a row is a function of (seed, row, step), so a row's result does not depend on
+the other rows of the batch.
 """
 
 import hashlib
@@ -21,31 +21,32 @@ from parallel.collectives import start_all_gather
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. Raises UserError, naming the option, where a number makes no sense."""
+    """How tokens are sampled. Raises UserError, with the option as key, for an invalid value."""
 
     temperature: float = 0.8  # logits are divided by it; 0: always the most likely token
-    # Of so many most likely tokens (Fan et al. 2018, https://arxiv.org/abs/1805.04833); 0: of all.
+    # Sample from this many most likely tokens (Fan et al. 2018, https://arxiv.org/abs/1805.04833);
+    # 0: from all.
     top_k: int = 0
-    # Only among the fewest most likely tokens that together have this probability (nucleus
-    # sampling: Holtzman et al. 2019, https://arxiv.org/abs/1904.09751); 1: all.
+    # Sample from the fewest most likely tokens that together have this probability (nucleus
+    # sampling: Holtzman et al. 2019, https://arxiv.org/abs/1904.09751); 1: from all.
     top_p: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             remedy = "give 0 (most likely token) or more"
-            raise UserError("--temperature", self.temperature, "is no temperature", remedy)
+            raise UserError("--temperature", self.temperature, "must be finite and >= 0", remedy)
         if self.top_k < 0:
-            why = "is no number of tokens"
+            why = "a number of tokens cannot be negative"
             raise UserError("--top-k", self.top_k, why, "give 1 or more, or 0 for all")
         if not 0 < self.top_p <= 1:
-            why = "is no probability to keep"
+            why = "must be a probability above 0"
             raise UserError("--top-p", self.top_p, why, "give a number above 0, up to 1 (all)")
 
 
 def row_numbers(seed: int, rows: range, steps: int) -> Tensor:
-    """[steps, B] float64 in [0, 1), on the CPU: what each of `rows` draws with, the same whatever
-    other rows there are."""
+    """The random numbers of each of `rows`, whatever the other rows: [steps, B] float64 in [0, 1),
+    on the CPU."""
     columns = []
     for row in rows:
         digest = hashlib.sha256(f"{seed}:{row}".encode()).digest()
@@ -55,15 +56,15 @@ def row_numbers(seed: int, rows: range, steps: int) -> Tensor:
 
 
 def draw(logits: Tensor, sampling: Sampling, numbers: Tensor) -> Tensor:
-    """logits [B, V], numbers [B] float64 in [0, 1) → tokens [B] int64.
+    """Draws one token per row: logits [B, V], numbers [B] float64 in [0, 1) → tokens [B] int64.
 
-    The number says how far to go through the cumulative probabilities of the tokens that may be
-    drawn. In float64: in float32 the sum over a large vocabulary is off by more than a rare token's
-    probability.
+    This is inverse transform sampling: the token at which the cumulative probability exceeds the
+    number. It is computed in float64, because in float32 the sum over a large vocabulary has an
+    error larger than the probability of a rare token.
     """
     if sampling.temperature == 0:
         return logits.argmax(-1)
-    # [B, candidates], most likely first; None: the whole vocabulary, as it is
+    # [B, candidates], most likely first; None: the whole vocabulary, in its order
     candidates: Tensor | None = None
     if 0 < sampling.top_k < logits.shape[-1]:
         logits, candidates = logits.topk(sampling.top_k)
@@ -72,7 +73,7 @@ def draw(logits: Tensor, sampling: Sampling, numbers: Tensor) -> Tensor:
     logits = logits.double()
     probabilities = ((logits - logits.amax(-1, keepdim=True)) / sampling.temperature).softmax(-1)
     if sampling.top_p < 1:
-        # of the more likely ones; 0 for the first, which always stays
+        # total probability of the more likely tokens; 0 for the first, which is always kept
         before = probabilities.cumsum(-1) - probabilities
         probabilities = probabilities.masked_fill(before >= sampling.top_p, 0)
     cumulative = probabilities.cumsum(-1)
@@ -84,18 +85,18 @@ def draw(logits: Tensor, sampling: Sampling, numbers: Tensor) -> Tensor:
 def draw_over_tp(
     logits: Tensor, vocab_size: int, sampling: Sampling, numbers: Tensor, group: ProcessGroup
 ) -> Tensor:
-    """Each tp rank's logits [B, V/tp] → tokens [B], the same on all ranks.
+    """Draws from each tp rank's logits [B, V/tp]: tokens [B], the same on all ranks.
 
-    All-gather over tp: B·⌈V/tp⌉ numbers of each rank; the last ones have fewer, and pad theirs for
-    the way. Then all draw, and take what the first has drawn (broadcast over tp: B numbers). For on
-    a GPU a cumulative sum need not be the same bits twice, and ranks that go on with different
-    tokens would compute nonsense, unseen.
+    All-gather over tp: B·⌈V/tp⌉ numbers from each rank; the last ranks may have fewer, which they
+    pad. Then all ranks draw, and use the tokens of rank 0 (broadcast over tp: B numbers), because a
+    cumulative sum on a GPU need not be bitwise reproducible, and ranks with different tokens would
+    silently compute wrong results.
     """
     if group.size() == 1:
         return draw(logits, sampling, numbers)
     width = -(-vocab_size // group.size())
     parts = functional.pad(logits.T, (0, 0, 0, width - logits.shape[1]))  # [⌈V/tp⌉, B]
-    # [B, V]: what is padded comes last
+    # [B, V]: the padding comes last
     whole = start_all_gather(parts, group).wait()[:vocab_size].T
     tokens = draw(whole, sampling, numbers)
     dist.broadcast(tokens, group=group, group_src=0)

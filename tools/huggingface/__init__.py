@@ -1,9 +1,10 @@
-"""What tools/import_hf.py and tools/export.py are made of: our folders and Hugging Face's, both
-ways, a tensor at a time.
+"""The parts of tools/import_hf.py and tools/export.py, which convert between Lattice checkpoints
+and Hugging Face folders.
 
-config.py             fields of config.json and names of tensors
+config.py             maps the fields of config.json and the names of tensors
 tokenizer.py          the tokenizer's files
-tensor_files.py       safetensors files: read one tensor, write in files of bounded size
-checkpoint_reader.py  a checkpoint without a run: which one, and its global tensors
-new_folder.py         a folder that is there whole or not at all
+tensor_files.py       safetensors files: reads single tensors, writes files of bounded size
+checkpoint_reader.py  reads a checkpoint's global tensors without a run
+foreign.py            recognizes models in unsupported formats
+new_folder.py         creates a folder completely or not at all
 """

@@ -1,11 +1,11 @@
-"""Reading a checkpoint without a run: which one, and its global tensors one at a time, whatever
-layout saved them.
+"""Reads a checkpoint without a run: finds the newest one, and reads its global tensors one at a
+time, whatever layout saved them.
 
     shard-00001-…   model.blocks.0.attention.query.weight   rows 0 … 63    ┐
     shard-00002-…   model.blocks.0.attention.query.weight   rows 64 … 127  ┴─►  [128, D]
 
-A tensor is put together from its pieces when it is asked for, so the largest one bounds the memory
-and not the model.
+A tensor is assembled from its pieces only when it is read, so the memory needed is that of the
+largest tensor, not that of the model.
 """
 
 from collections import Counter, defaultdict
@@ -22,7 +22,7 @@ from runtime.tiling import random_point, value_at
 from runtime.trainer_state import TrainerState, read_trainer
 from tools.huggingface.tensor_files import DTYPES, file_opener
 
-WEIGHTS = "model."  # names of weights begin so; those of the optimizer's state with "optimizer."
+WEIGHTS = "model."  # the prefix of weights; optimizer state has the prefix "optimizer."
 
 
 def newest(folder: Path) -> Path:
@@ -33,17 +33,17 @@ def newest(folder: Path) -> Path:
 class CheckpointReader:
     """The weights of one checkpoint.
 
-    Opening reads the manifest and the headers of the files, no tensor, and compares no checksum
-    (runtime/manifest.py does). Raises UserError, naming --checkpoint, where the folder is no
-    checkpoint, or its files do not hold every number once.
+    Opening reads only the manifest and the headers of the files, and does not verify checksums
+    (runtime/manifest.py does). Raises UserError with the key --checkpoint if the folder is not a
+    checkpoint, or if its files do not contain every tensor element exactly once.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._open = folder, file_opener()
-        # it compares the files' sizes too
+        # this also compares the files' sizes with the manifest
         self.trainer: TrainerState = read_trainer(folder, "--checkpoint")
         self.model: ModelConfig = self.trainer.model_config_saved
-        # tensor → file, where the piece begins
+        # tensor → its pieces: (file, offsets of the piece in the global tensor)
         self._pieces: dict[str, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
         covered: Counter[str] = Counter()
         point = random_point()
@@ -57,12 +57,12 @@ class CheckpointReader:
                     covered[piece.name] += value_at(point, piece.offsets, piece.sizes)
             check_whole(self.manifest, covered, point)
         except Damaged as damaged:
-            why = f"is no good checkpoint: {damaged}"
-            remedy = "give another folder step-…"
+            why = f"is not a valid checkpoint: {damaged}"
+            remedy = "give another step-… folder"
             raise UserError("--checkpoint", str(folder), why, remedy) from None
 
     def weights(self) -> dict[str, tuple[int, ...]]:
-        """Name (`blocks.0.attention.query.weight`) → global shape."""
+        """Every weight's name (`blocks.0.attention.query.weight`) → its global shape."""
         tensors = self.manifest.tensors.items()
         return {
             name.removeprefix(WEIGHTS): shape
@@ -71,7 +71,7 @@ class CheckpointReader:
         }
 
     def weight(self, name: str) -> Tensor:
-        """The whole global tensor, on the CPU, in the dtype that it was saved in."""
+        """The whole global tensor, on the CPU, in the dtype in which it was saved."""
         dtype, shape = self.manifest.tensors[WEIGHTS + name]
         whole = torch.empty(shape, dtype=DTYPES[dtype])
         for file, offsets in self._pieces[WEIGHTS + name]:

@@ -1,13 +1,12 @@
-"""What of a Hugging Face folder is what of ours: the fields of config.json and the names of the
-tensors, both ways.
+"""Maps the fields of config.json and the names of tensors between Hugging Face and Lattice.
 
-A folder is understood whole or refused: what would make their code compute something that ours does
-not is named, with its value. Rotary embeddings pair the two halves of a head in both
-(model/kernels/rotary.py), so no weight is permuted.
+A folder is either supported completely or refused: the message gives the key and the value with
+which transformers would compute something that Lattice does not. Rotary embeddings pair the two
+halves of a head in both (model/kernels/rotary.py), so no weight is permuted.
 
-Defaults are those of transformers for keys that are not in the file. transformers 5 writes
-`rope_parameters` and `dtype` where 4 wrote `rope_theta`, `rope_scaling` and `torch_dtype`; both
-read the older names, so those are written.
+Keys that are not in the file have the defaults of transformers. transformers 5 writes
+`rope_parameters` and `dtype`, and version 4 wrote `rope_theta`, `rope_scaling` and `torch_dtype`.
+Both versions read the older names, so those are written here.
 """
 
 import json
@@ -32,8 +31,8 @@ FIELDS = {
     "norm_eps": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
 }
-# Each architecture that this model is, and the defaults in which it differs from the others; null:
-# as many, or as wide, as num_attention_heads and hidden_size make it.
+# The architectures that Lattice's model covers, and the defaults in which they differ; None:
+# derived from num_attention_heads and hidden_size.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"num_key_value_heads": None, "head_dim": None},
     "MistralForCausalLM": {"num_key_value_heads": 8, "head_dim": None, "sliding_window": 4096},
@@ -41,18 +40,18 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128},
 }
 DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
-# theirs → the one value with which their code computes what ours does, and why
+# theirs → the only value with which their code computes the same as ours, and why
 MUST_BE: dict[str, tuple[Any, str]] = {
     "hidden_act": ("silu", "the gate of the feed-forward is silu here"),
     "attention_bias": (False, "no linear layer has a bias here"),
     "mlp_bias": (False, "no linear layer has a bias here"),
-    "partial_rotary_factor": (1.0, "all of a head is rotated here"),
-    "quantization_config": (None, "weights are numbers here, not codes of a quantization"),
-    "auto_map": (None, "the folder brings code of its own, which may compute anything"),
+    "partial_rotary_factor": (1.0, "rotary embedding covers whole heads here"),
+    "quantization_config": (None, "quantized weights are not supported"),
+    "auto_map": (None, "the folder has custom code, which may compute anything"),
 }
 OTHER_MODEL = "import another model: Llama 2 to 3.2, Mistral without a sliding window, dense Qwen3"
 COPY_AGAIN = (
-    "copy the folder again: it needs config.json, *.safetensors and, for several of them, "
+    "copy the folder again: it needs config.json, *.safetensors and, if there are several, "
     "model.safetensors.index.json"
 )
 # ours → theirs, in rope_scaling with rope_type llama3 (Llama 3.1 and 3.2)
@@ -63,7 +62,7 @@ ROPE = {
     "rope_original_length": "original_max_position_embeddings",
 }
 
-# ours → theirs: of a block, and of the rest
+# ours → theirs, for the weights of a block and for all others
 BLOCK = {
     "attention_norm": "input_layernorm",
     "attention.query": "self_attn.q_proj",
@@ -78,7 +77,7 @@ BLOCK = {
     "feed_forward.down": "mlp.down_proj",
 }
 OTHERS = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-# Kinds of layers that their code computes.
+# The kinds of layers that their code supports.
 KINDS = {"attention": "causal", "feed_forward": "swiglu"}
 
 
@@ -89,15 +88,15 @@ class Parameter(NamedTuple):
 
 
 def parameters(model: ModelConfig) -> list[Parameter]:
-    """Every global tensor of the model, in the order of its layers; a tied head is none.
+    """Every global tensor of the model, in the order of its layers, without a tied head.
 
-    Raises UserError where a layer is of a kind that their code does not compute.
+    Raises UserError if a layer is of a kind that their code does not support.
     """
     for key, kind in KINDS.items():
         value = getattr(model, key)
         if set([value] if isinstance(value, str) else value) != {kind}:
-            why = f"no Hugging Face model here has other layers than {kind}"
-            remedy = "map the kind in tools/huggingface/config.py"
+            why = f"the supported Hugging Face models have only {kind} layers"
+            remedy = "add a mapping for this kind to tools/huggingface/config.py"
             raise UserError(f"model.{key}", value, why, remedy)
     whole = Transformer(model, range(model.num_layers), True, True, TensorParallel())
     weights = [each for each in weights_of(whole) if not each.is_copy]
@@ -113,9 +112,9 @@ def _theirs(ours: str) -> str:
 
 
 class HuggingFaceConfig:
-    """A folder's config.json. Raises UserError, naming the key, where it describes another model.
+    """A folder's config.json. Raises UserError with the key at fault if the model is not supported.
 
-    model: its dimensions. max_length: tokens of the longest sequence that it is meant for.
+    model: its dimensions. max_length: the longest sequence it is meant for, in tokens.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -125,7 +124,7 @@ class HuggingFaceConfig:
         architecture = named[0] if isinstance(named, list) and len(named) == 1 else None
         if architecture not in ARCHITECTURES:
             raise self._refusal(
-                "architectures", named, f"only {', '.join(ARCHITECTURES)} are this model"
+                "architectures", named, f"only {', '.join(ARCHITECTURES)} are supported"
             )
         self._content = DEFAULTS | ARCHITECTURES[architecture] | content
         for key, (only, why) in MUST_BE.items():
@@ -146,7 +145,7 @@ class HuggingFaceConfig:
         )
 
     def _rope(self) -> dict[str, Any]:
-        """ModelConfig's fields that begin with rope."""
+        """The values of ModelConfig's fields that begin with rope."""
         key = "rope_scaling" if self._content.get("rope_scaling") else "rope_parameters"
         rope = self._content.get(key) or {}
         kind = (
@@ -158,7 +157,7 @@ class HuggingFaceConfig:
             raise self._refusal(
                 key,
                 rope,
-                "only the rope_type default and llama3 are computed here, the same in all layers",
+                "only the rope_type default and llama3 are supported, the same in all layers",
             )
         if rope.get("partial_rotary_factor") not in (None, 1):
             raise self._refusal(key, rope, MUST_BE["partial_rotary_factor"][1])
@@ -176,19 +175,19 @@ class HuggingFaceConfig:
         return found
 
     def _refuse_windows(self, architecture: str) -> None:
-        """Attention here is full: a window must be no shorter than the longest sequence."""
+        """Raises UserError for a window shorter than the longest sequence: ours attends to all."""
         used = architecture == "MistralForCausalLM" or (
             architecture == "Qwen3ForCausalLM" and self._content.get("use_sliding_window")
         )
         window = self._get("sliding_window", int, null=self.max_length) if used else self.max_length
         if window < self.max_length:
             why = (
-                "a token would not see those further back, of up to "
+                "a token would not attend to tokens before the window, and sequences have up to "
                 f"max_position_embeddings={self.max_length}"
             )
             remedy = (
                 f"set max_position_embeddings to {window} in config.json: "
-                "sequences of at most that length are the same in both"
+                "for sequences of at most that length both compute the same"
             )
             raise self._refusal("sliding_window", window, why, remedy)
         kinds = self._content.get("layer_types") or []
@@ -198,7 +197,8 @@ class HuggingFaceConfig:
             )
 
     def _get(self, key: str, kind: type, null: Any = None) -> Any:
-        """The value of `key`; `null` where it says so. UserError unless it is of this kind."""
+        """The value of `key`, or `null` if it is missing or None. Raises UserError unless it has
+        the type `kind`."""
         value = self._content.get(key)
         return self._checked(key, null if value is None else value, kind)
 
@@ -207,7 +207,7 @@ class HuggingFaceConfig:
             value = float(value)
         if type(value) is not kind:
             why = f"it must be of type {kind.__name__}"
-            raise self._refusal(key, value, why, "mend config.json, or copy it again")
+            raise self._refusal(key, value, why, "correct config.json, or copy it again")
         return value
 
     def _refusal(self, key: str, value: Any, why: str, remedy: str = OTHER_MODEL) -> UserError:
@@ -217,11 +217,11 @@ class HuggingFaceConfig:
 def config_json(
     model: ModelConfig, *, dtype: str, max_length: int, bos_id: int | None, eos_id: int
 ) -> dict[str, Any]:
-    """The config.json of an exported model. dtype: `float32` or `bfloat16`, as its tensors are;
-    bos_id: None: there is none."""
+    """The config.json of an exported model. dtype: that of its tensors, `float32` or `bfloat16`;
+    bos_id: None if there is no bos."""
     if model.qk_norm:
         architecture, kind = "Qwen3ForCausalLM", "qwen3"
-    # transformers' Llama refuses such a width, although it does not matter
+    # transformers' Llama refuses such a width, although its computation would be the same
     elif model.dim % model.num_heads:
         architecture, kind = "MistralForCausalLM", "mistral"
     else:
@@ -243,14 +243,14 @@ def config_json(
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of a folder. Raises UserError, naming --hf."""
+    """Reads a JSON object from a file. Raises UserError with the key --hf."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        why = f"cannot be read ({error.strerror})"
+        why = f"it cannot be read ({error.strerror})"
         raise UserError("--hf", str(path), why, COPY_AGAIN) from None
     except (ValueError, RecursionError) as error:
-        raise UserError("--hf", str(path), f"is not JSON: {error}", COPY_AGAIN) from None
+        raise UserError("--hf", str(path), f"it is not JSON: {error}", COPY_AGAIN) from None
     if not isinstance(content, dict):
-        raise UserError("--hf", str(path), "is no JSON object", COPY_AGAIN)
+        raise UserError("--hf", str(path), "it is not a JSON object", COPY_AGAIN)
     return content

@@ -1,4 +1,4 @@
-"""Models that are not in Hugging Face's format, or not here at all: each is called what it is."""
+"""Recognizes models that are missing or not in Hugging Face format, for a precise message."""
 
 import re
 from pathlib import Path
@@ -10,8 +10,8 @@ SAFETENSORS = "give a folder with the same model's config.json and *.safetensors
 
 
 def refuse_foreign(folder: Path, key: str) -> None:
-    """Raises UserError, naming `key`, where `folder` is no folder, or holds weights only in a
-    format that is not read here."""
+    """Raises UserError with this key if `folder` is not a folder, or has weights only in an
+    unsupported format."""
     if folder.is_file():
         with folder.open("rb") as file:
             is_gguf = file.read(4) == b"GGUF" or folder.suffix == ".gguf"
@@ -32,11 +32,11 @@ def refuse_foreign(folder: Path, key: str) -> None:
     if CONFIG in names:
         return
     if any(name.endswith(".gguf") for name in names):
-        why = "it holds a model in the format GGUF, which is not supported"
+        why = "it contains a model in GGUF format, which is not supported"
         raise UserError(key, str(folder), why, SAFETENSORS)
     if "params.json" in names and any(name.startswith("consolidated") for name in names):
         why = (
-            "it holds a model in its makers' own format (params.json, consolidated.*), "
+            "it contains a model in its publisher's own format (params.json, consolidated.*), "
             "which is not supported"
         )
         raise UserError(key, str(folder), why, SAFETENSORS)

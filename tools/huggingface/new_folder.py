@@ -1,4 +1,4 @@
-"""A folder that is there whole or not at all."""
+"""Creates an output folder completely or not at all."""
 
 import os
 import shutil
@@ -14,33 +14,33 @@ from errors import UserError
 
 def refuse_existing(out: Path) -> None:
     if out.exists():
-        why = "is there already"
-        raise UserError("--out", str(out), why, "name a folder that is not, or remove it")
+        why = "it already exists"
+        raise UserError("--out", str(out), why, "give another folder, or remove it")
 
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder to write to, beside `out`; at the end of the block it becomes `out`, and after an
-    exception it is gone. Raises UserError, naming --out, if there is something of that name, or
-    what is to be written cannot be."""
+    """A temporary folder in which to write; the end of the block renames it to `out`, and an
+    exception removes it. Raises UserError with the key --out if `out` exists, or if writing
+    fails."""
     refuse_existing(out)
     for left in out.parent.glob(f"{out.name}.partial-*"):
         print(
-            f"warning: {left} is left of an attempt that was killed; remove it if none is running",
+            f"warning: {left} was left by a killed attempt; remove it if none is still running",
             file=sys.stderr,
         )
     partial = out.parent / f"{out.name}.partial-{os.getpid()}"
     try:
         partial.mkdir(parents=True)
     except OSError as error:
-        why = f"cannot be made ({error.strerror})"
-        raise UserError("--out", str(out), why, "name a folder where you may write") from None
+        why = f"it cannot be created ({error.strerror})"
+        raise UserError("--out", str(out), why, "give a folder where you may write") from None
     try:
         yield partial
         refuse_existing(out)
         partial.rename(out)
-    except (OSError, SafetensorError) as error:  # a full disk, as either says it
-        remedy = "make room, and see that all files can be read"
-        raise UserError("--out", str(out), f"was not written: {error}", remedy) from error
+    except (OSError, SafetensorError) as error:  # a full disk can raise either
+        remedy = "free some space, and check that all files can be read"
+        raise UserError("--out", str(out), f"it was not written: {error}", remedy) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -1,8 +1,7 @@
-"""Safetensors files of a folder: read one tensor at a time, write in files of bounded size.
+"""Safetensors files of a folder: reads one tensor at a time, and writes files of bounded size.
 
-Reading maps a file into memory and copies nothing; what is mapped the system may drop again.
-Writing holds the tensors of one file. So a model of any size passes through the memory that one
-file takes.
+Reading maps a file into memory without a copy, and the system can evict mapped pages. Writing keeps
+the tensors of one file in memory. So a model of any size needs only the memory of one file.
 """
 
 import json
@@ -23,22 +22,22 @@ from tools.huggingface.config import CONFIG, COPY_AGAIN, parameters, read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FILE_BYTES = 5_000_000_000  # as transformers 4 wrote them
-# As safetensors calls them.
+# safetensors' name → torch's dtype
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# a process may have no more than a thousand; a checkpoint of many ranks has as many files
+# A process often may open only a thousand files; a checkpoint of many ranks has as many files.
 OPEN_FILES = 128
 
 
 def file_opener() -> Callable[[Path], Any]:
-    """What maps a safetensors file into memory for its `get_tensor`, and keeps those used last."""
+    """A function that maps a safetensors file and keeps the most recently used files open."""
     return lru_cache(maxsize=OPEN_FILES)(lambda path: safe_open(path, framework="pt"))
 
 
 class FolderTensors:
     """The tensors of a Hugging Face folder: one file, or several with an index.
 
-    shapes: name → shape; dtypes: name → as safetensors calls it (`BF16`). Raises UserError, naming
-    --hf, where a file is missing or damaged, or is not what the index says.
+    shapes: name → shape; dtypes: name → safetensors' name of the dtype (`BF16`). Raises UserError
+    with the key --hf if a file is missing, damaged or inconsistent with the index.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -57,45 +56,47 @@ class FolderTensors:
                     self.dtypes[name] = piece.get_dtype()
             except (SafetensorError, OSError) as error:
                 if path.is_file() and path.open("rb").read(23) == b"version https://git-lfs":
-                    why = "is a pointer of Git LFS, not the file"
+                    why = "it is a Git LFS pointer, not the file"
                     remedy = f"run `git lfs pull` in {folder}"
                     raise UserError("--hf", str(path), why, remedy) from None
-                why = f"is no file of tensors: {error}"
+                why = f"it is not a readable safetensors file: {error}"
                 raise UserError("--hf", str(path), why, COPY_AGAIN) from None
         for name, path in (index or {}).items():
             if self._file_of.get(name) != path:
-                why = f"has no {name}, which {INDEX} says it has"
+                why = f"it has no tensor {name}, although {INDEX} lists it there"
                 raise UserError("--hf", str(path), why, COPY_AGAIN)
 
     @staticmethod
     def _read_index(folder: Path) -> dict[str, Path] | None:
-        """Name → file; None where there is one file and no index."""
+        """Name → file; None if there is a single file without an index."""
         if not (folder / INDEX).is_file():
             if (folder / SINGLE).is_file():
                 return None
             pickled = sorted(path.name for path in folder.glob("*.bin"))
-            why = f"there is neither {SINGLE} nor {INDEX} in it"
+            why = f"it has neither {SINGLE} nor {INDEX}"
             if pickled:
-                why += f", and {pickled[0]} would have to be unpickled, which can run any code"
+                why += (
+                    f", and {pickled[0]} would have to be unpickled, which can run arbitrary code"
+                )
             raise UserError("--hf", str(folder), why, "give a folder with safetensors files")
         files = read_json(folder / INDEX).get("weight_map")
         if not isinstance(files, dict) or not all(
             isinstance(file, str) and Path(file).name == file for file in files.values()
         ):
-            why = "has no weight_map of tensors to files of its folder"
+            why = "it has no weight_map from tensors to files in its folder"
             raise UserError("--hf", str(folder / INDEX), why, COPY_AGAIN)
         return {name: folder / file for name, file in files.items()}
 
     def tensor(self, name: str) -> Tensor:
-        """On the CPU, mapped: not to be written to."""
+        """The tensor on the CPU, memory-mapped: it must not be modified."""
         return self._open(self._file_of[name]).get_tensor(name)
 
 
 def check_tensors(hf: Path, model: ModelConfig, tensors: FolderTensors) -> None:
-    """Raises UserError unless the folder has the tensors of this model: all, no others, of their
-    shapes, not quantized."""
+    """Raises UserError unless the folder has exactly the tensors of this model, with the right
+    shapes and not quantized."""
     shapes = {p.theirs: p.shape for p in parameters(model)}
-    # What older versions stored beside the weights, although it follows from rope_theta.
+    # Older versions stored inv_freq with the weights, although it follows from rope_theta.
     found = {name for name in tensors.shapes if not name.endswith("rotary_emb.inv_freq")}
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if (
@@ -103,22 +104,22 @@ def check_tensors(hf: Path, model: ModelConfig, tensors: FolderTensors) -> None:
         and {head, embedding} <= found
         and torch.equal(tensors.tensor(head), tensors.tensor(embedding))
     ):
-        found.remove(head)  # written out all the same
+        found.remove(head)  # some files contain the tied head too
     problems = [f"{name} is missing" for name in sorted(shapes.keys() - found)]
-    problems += [f"{name} is no tensor of this model" for name in sorted(found - shapes.keys())]
+    problems += [f"{name} is not a tensor of this model" for name in sorted(found - shapes.keys())]
     for name in sorted(shapes.keys() & found):
         if tensors.shapes[name] != shapes[name]:
             problems.append(
-                f"{name} has the shape {tensors.shapes[name]}, and by {CONFIG} {shapes[name]}"
+                f"{name} has shape {tensors.shapes[name]}, but by {CONFIG} it has {shapes[name]}"
             )
         elif tensors.dtypes[name] not in DTYPES:
             problems.append(
-                f"{name} is of the type {tensors.dtypes[name]}, not one of {', '.join(DTYPES)}"
+                f"{name} has dtype {tensors.dtypes[name]}, not one of {', '.join(DTYPES)}"
             )
     if problems:
         more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
-        why = f"does not fit its {CONFIG}: {'; '.join(problems[:3])}{more}"
-        remedy = f"{COPY_AGAIN}; biases, adapters and codes of a quantization are not read"
+        why = f"its tensors do not match its {CONFIG}: {'; '.join(problems[:3])}{more}"
+        remedy = f"{COPY_AGAIN}; biases, adapters and quantized weights are not supported"
         raise UserError("--hf", str(hf), why, remedy)
 
 
@@ -137,14 +138,14 @@ def write_files(
     metadata: Callable[[dict[str, Tensor]], dict[str, str]],
     task: str,
 ) -> dict[str, str]:
-    """Writes `pieces`, in order, to safetensors files in `folder`; tensor → name of its file.
+    """Writes `pieces`, in order, to safetensors files in `folder`; returns tensor → file name.
 
-    A file holds as many tensors as fit into `file_bytes`, and at least one. A single file is
+    A file has as many tensors as fit into `file_bytes`, and at least one. A single file is named
     `model.safetensors`.
 
     Args:
-        metadata: of the file that holds these tensors; it is text in the file's header.
-        task: what the progress bar says.
+        metadata: returns the metadata, stored in the header, of a file with these tensors.
+        task: the label of the progress bar.
     """
     groups: list[list[Piece]] = []
     room = 0
@@ -173,6 +174,6 @@ def write_files(
 
 
 def write_index(folder: Path, file_of: dict[str, str], num_bytes: int) -> None:
-    """The index that Hugging Face's tools want beside several files."""
+    """Writes the index that Hugging Face's tools expect if there are several files."""
     content = {"metadata": {"total_size": num_bytes}, "weight_map": file_of}
     (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,8 +1,9 @@
-"""A tokenizer's files as Hugging Face's tools want them: a SentencePiece model as tokenizer.json.
+"""Creates a tokenizer's files for Hugging Face's tools: tokenizer.json from a SentencePiece model.
 
-transformers 5 would make one itself, with merges in the order of ids and with a space before every
-text; this is what the model was trained with. It takes U+2581 in a text for a space, and a control
-token's name (`</s>`) for that token, as their tools do.
+transformers 5 would convert the model itself, with merges in the order of ids and a space before
+every text; the file made here gives the ids with which the model was trained. There are two
+exceptions, the same in all of Hugging Face's tools: U+2581 in a text is treated as a space, and the
+name of a control token (`</s>`) as that token.
 """
 
 import json
@@ -13,7 +14,7 @@ from data.sentencepiece_codec import SPACE_MARK
 from data.tokenizer import JSON, MODEL, Tokenizer
 
 CONFIG = "tokenizer_config.json"
-# Where another normalisation would show, beside the pieces themselves.
+# Texts that reveal a different normalisation; the pieces themselves are tested too.
 PROBES = [
     "  two  spaces ",
     "\tx\r\n\n",
@@ -27,10 +28,10 @@ PROBES = [
 
 
 def huggingface_files(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:
-    """Name → content: the tokenizer's own files, and what is missing of tokenizer.json and
-    tokenizer_config.json.
+    """Name → content: the tokenizer's own files, plus tokenizer.json and tokenizer_config.json if
+    they are missing.
 
-    Without tokenizer.json where a SentencePiece model does what such a file, made here, would not.
+    There is no tokenizer.json if the one made here could not reproduce the SentencePiece model.
     """
     files = dict(tokenizer.files)
     if JSON not in files and (made := tokenizer_json(files[MODEL])) is not None:
@@ -40,7 +41,7 @@ def huggingface_files(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]
 
         names = tokenizers.Tokenizer.from_str(files[JSON].decode())
         content = {
-            "tokenizer_class": "PreTrainedTokenizerFast",  # which takes tokenizer.json as it is
+            "tokenizer_class": "PreTrainedTokenizerFast",  # uses tokenizer.json unchanged
             "bos_token": names.id_to_token(tokenizer.bos_id) if tokenizer.bos_id >= 0 else None,
             "eos_token": names.id_to_token(tokenizer.eos_id),
             "clean_up_tokenization_spaces": False,
@@ -51,7 +52,8 @@ def huggingface_files(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]
 
 
 def tokenizer_json(model: bytes) -> bytes | None:
-    """A SentencePiece BPE model as tokenizer.json; None if some piece or probe gets other ids."""
+    """Converts a SentencePiece BPE model to tokenizer.json; None if any piece or probe would get
+    other ids."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -65,7 +67,7 @@ def tokenizer_json(model: bytes) -> bytes | None:
     normal = {pieces[token]: processor.get_score(token) for token in ids if token not in kept_out}
     splits = [(piece[:at], piece[at:]) for piece in normal for at in range(1, len(piece))]
     merges = [(left, right) for left, right in splits if left in normal and right in normal]
-    # SentencePiece joins what makes the best piece first
+    # SentencePiece first merges the pair that gives the piece with the best score
     merges.sort(key=lambda pair: -normal[pair[0] + pair[1]])
     unknown = pieces[processor.unk_id()]
     vocabulary = {piece: token for token, piece in enumerate(pieces)}

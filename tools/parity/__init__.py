@@ -1,8 +1,8 @@
-"""The proof that every layout computes what the unsharded model computes: `python -m tools.parity`.
+"""Proves that every layout computes the same as the unsharded model: `python -m tools.parity`.
 
 __main__.py   the command
-cases.py      which layouts and options are compared
-run.py        one case: what each rank does, and how far it is from the reference
-row.py        what came of it, and what is allowed
+cases.py      the layouts and options that are compared
+run.py        runs one case on all ranks and compares it with the reference
+row.py        the errors of one case, and their bounds
 reference.py  the model in plain PyTorch, which shares no code with parallel/
 """

@@ -1,11 +1,12 @@
 """The parity proof: `python -m tools.parity [--world N] [--quick] [--json FILE]`.
 
-Every way to split the model must compute what the unsharded model computes (reference.py). For
-every layout of 1, 2, 4 and 8 ranks: initial weights, loss, gradient norm and every parameter's
-gradient, and 20 optimizer steps, in float64 and in float32; then every schedule, and a covering
-array over layouts and options, in float64; with TRITON_INTERPRET=1 before the command (or on a GPU
-machine) also the model with Triton's kernels. One line each, with the largest relative error; the
-exit status is 1 if any is out of bounds (row.py). On two cores, over gloo, the whole takes minutes.
+Every way to split the model must compute the same as the unsharded model (reference.py). For every
+layout of 1, 2, 4 and 8 ranks, it compares initial weights, loss, gradient norm, every parameter's
+gradient, and 20 optimizer steps, in float64 and in float32. Then it compares every schedule, and a
+covering array over layouts and options, in float64, and, with TRITON_INTERPRET=1 before the command
+(or on a GPU machine), also the model with Triton's kernels. It prints one line per case with the
+largest relative errors, and exits with status 1 if any is out of bounds (row.py). On two cores,
+over gloo, all cases together take minutes.
 """
 
 import argparse
@@ -35,13 +36,14 @@ WORLDS = (1, 2, 4, 8)
 
 
 def plan(worlds: tuple[int, ...], quick: bool) -> tuple[list[tuple[Case, int]], list[Pair]]:
-    """The cases, each with its optimizer steps; pairs of options that no valid case has."""
+    """Return the cases, each with its number of optimizer steps, and the pairs of option values
+    that no valid case contains."""
     layouts = [
         sizes for world in worlds for sizes in MeshSizes.all_of(world) if Case(sizes).is_valid()
     ]
     if quick:
         layouts = [sizes for sizes in layouts if sizes in QUICK_LAYOUTS]
-    # Without a pipeline two micro-batches show all that accumulation can do wrong.
+    # Without a pipeline, two micro-batches are enough to show every error of accumulation.
     bases = [(Case(sizes, num_microbatches=4 if sizes.pp > 1 else 2), STEPS) for sizes in layouts]
     bases = (
         []
@@ -66,24 +68,24 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--world", type=int, metavar="N", help="layouts of N ranks alone (default: 1, 2, 4 and 8)"
+        "--world", type=int, metavar="N", help="only layouts of N ranks (default: 1, 2, 4 and 8)"
     )
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="the covering array over a few layouts alone, in a minute or two",
+        help="only the covering array over a few layouts, in a minute or two",
     )
     parser.add_argument(
         "--strict",
         action="store_true",
         help="over a process group that orders communication as strictly as NCCL (tools/strict)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every row")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every row to FILE")
     options = parser.parse_args(arguments)
     worlds = (options.world,) if options.world else WORLDS
     started = time.monotonic()
     cases, impossible = plan(worlds, options.quick)
-    print(f"{len(cases)} cases; {len(impossible)} pairs of options do not go together", flush=True)
+    print(f"{len(cases)} cases; {len(impossible)} pairs of options are incompatible", flush=True)
     rows = []
     with Ranks(max(worlds), backend="strict" if options.strict else "gloo") as ranks:
         for row, steps in run(ranks, cases):

@@ -1,8 +1,8 @@
-"""Which runs the parity proof compares: every layout, and every pair of options.
+"""The cases that the parity proof compares: every layout, and every pair of option values.
 
-`covering_cases` is a covering array: few cases in which every two values of different options meet
-in at least one (faults that need three at once are rare: Kuhn et al. 2004,
-https://doi.org/10.1109/TSE.2004.24).
+`covering_cases` makes a covering array: a small number of cases such that every two values of
+different options occur together in at least one case. (Faults that need three at once are rare:
+Kuhn et al. 2004, https://doi.org/10.1109/TSE.2004.24.)
 """
 
 import functools
@@ -32,13 +32,13 @@ SEED = 0
 SEQ_LEN = 16
 BATCH = 32  # sequences of a global batch
 BOS = 1  # begins a document
-# Warmup, decay and a clip that acts in some steps and not in others: parity of the whole step.
+# Warmup, decay, and clipping that takes effect in some steps only: parity of the whole step.
 OPTIMIZER = OptimizerConfig(lr=3e-3, warmup_steps=5, grad_clip=1.45)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A small run. Fields that are not here are the same in all (`config`)."""
+    """A small run. All other settings are the same in every case (`config`)."""
 
     layout: MeshSizes
     sequence_parallel: bool = True
@@ -47,22 +47,22 @@ class Case:
     zero_stage: int = 1
     fsdp_unit: str = "block"
     tie_embeddings: bool = False
-    vocab_size: int = 251  # prime: no tp but 1 divides it
-    num_kv_heads: int = 4  # fewer than tp where tp is 8
-    attention_dim: int | None = None  # or 64: heads together twice as wide as the residual stream
+    vocab_size: int = 251  # prime, so no tp above 1 divides it
+    num_kv_heads: int = 4  # fewer than tp if tp is 8
+    attention_dim: int | None = None  # or 64: all heads together twice as wide as the hidden state
     qk_norm: bool = False
     attention: str | tuple[str, ...] = "causal"
     attention_window: int | None = None
     feed_forward: str | tuple[str, ...] = "swiglu"
     rope_scaling_factor: float = 1.0
-    # or "uneven", "none_first", "none_last": blocks on the first or last stage
+    # or "uneven", or no blocks on the first or last stage: "none_first", "none_last"
     layers: str = "even"
     activation_checkpointing: str = "none"
     cpu_offload: bool = False
     document_mask: bool = False
     num_microbatches: int = 4
     dtype: str = "float64"
-    # or "triton": slow where they are interpreted, so these have rows of their own
+    # or "triton": interpreted kernels are slow, so they have separate cases (`kernel_cases`)
     kernels: str = "torch"
 
     @property
@@ -79,7 +79,7 @@ class Case:
         return " ".join([f"pp={at.pp} dp={at.dp_replicate}x{at.dp_shard} tp={at.tp}", *changed])
 
     def config(self) -> Config:
-        """The whole configuration; a UserError where these options do not go together."""
+        """The whole configuration. Raises UserError if the options are incompatible."""
         stages = self.layout.pp * self.stages_per_rank
         num_layers = 2 if stages == 1 else stages + 2
         config = Config(
@@ -94,7 +94,7 @@ class Case:
                 attention_window=self.attention_window,
                 feed_forward=self.feed_forward,
                 rope_scaling_factor=self.rope_scaling_factor,
-                # half of SEQ_LEN: of a head's two frequencies one is scaled in part, one whole
+                # half of SEQ_LEN: one of a head's two frequencies is scaled partly, the other fully
                 rope_original_length=8,
                 ffn_dim=48,
                 vocab_size=self.vocab_size,
@@ -132,7 +132,7 @@ class Case:
         return config
 
     def is_valid(self) -> bool:
-        """Whether the options go together, and none of them is without meaning."""
+        """Whether the options are compatible, and each has an effect."""
         if self.layout.dp * self.num_microbatches > BATCH:
             return False
         try:
@@ -178,7 +178,7 @@ def option_values() -> dict[str, Sequence[object]]:
 
 
 def _takes(schedule: str, stages_per_rank: int) -> bool:
-    """Whether the schedule runs so many stages per rank."""
+    """Whether the schedule accepts this number of stages per rank."""
     try:
         build_schedule(schedule, 2, stages_per_rank, 8)
     except UserError:
@@ -187,9 +187,9 @@ def _takes(schedule: str, stages_per_rank: int) -> bool:
 
 
 def schedule_cases(worlds: Sequence[int]) -> list[Case]:
-    """Every schedule, at every depth and number of stages per rank that it takes, with tp and
-    dp_shard where they fit, and with from fewer micro-batches than ranks to four times as many.
-    zero_stage and sequence parallelism alternate."""
+    """Every schedule, at every pipeline depth and number of stages per rank that it accepts, with
+    tp and dp_shard where they fit, and with half as many to four times as many micro-batches as
+    pipeline ranks. zero_stage and tie_embeddings alternate."""
     cases: list[Case] = []
     for layout in (
         MeshSizes(pp=2),
@@ -214,8 +214,8 @@ def schedule_cases(worlds: Sequence[int]) -> list[Case]:
 
 
 def kernel_cases(worlds: Sequence[int]) -> list[Case]:
-    """The whole model with Triton's kernels: over tp, and with each way of keeping, gathering and
-    splitting that they meet."""
+    """The whole model with Triton's kernels: over tp, and with the ways of checkpointing, sharding
+    and splitting that affect them."""
     cases = [Case(MeshSizes(tp=tp), kernels="triton") for tp in (1, 2, 4)]
     cases += [
         Case(
@@ -259,10 +259,11 @@ def kernel_cases(worlds: Sequence[int]) -> list[Case]:
     return [case for case in cases if case.world in worlds]
 
 
-# random completions of a pair: before it is called impossible, and once it is possible
+# random completions of a pair: before it counts as impossible, and if a valid one was found
 TRIES, ENOUGH = 200, 30
 Pair = tuple[tuple[str, object], tuple[str, object]]
-# For the quick proof: each axis, each pair of axes, each kind of replica with each kind of shard.
+# For the quick proof: each axis, each pair of axes, and each kind of replica with each kind of
+# shard.
 QUICK_LAYOUTS = [
     MeshSizes(),
     MeshSizes(pp=2, tp=2),
@@ -276,7 +277,7 @@ QUICK_LAYOUTS = [
 
 
 def pairs_of(case: Case) -> set[Pair]:
-    """Every two option values that meet in `case`, the layout counted as an option."""
+    """Every two option values that occur together in `case`; the layout counts as an option."""
     given = {
         **asdict(case),
         "layout": case.layout,
@@ -286,11 +287,11 @@ def pairs_of(case: Case) -> set[Pair]:
 
 
 def covering_cases(layouts: Sequence[MeshSizes], seed: int = 0) -> tuple[list[Case], list[Pair]]:
-    """Cases in which every two option values meet, and the pairs that no valid case has. The same
-    for the same arguments.
+    """Return cases in which every two option values occur together, and the pairs that no valid
+    case contains. The result is deterministic.
 
-    Greedy: the first pair not yet covered is fixed, and of many random completions the one that
-    covers most new pairs is taken.
+    The algorithm is greedy: it fixes the first pair that is not yet covered, and of many random
+    completions takes the one that covers the most new pairs.
     """
     values: dict[str, Sequence[object]] = {"layout": tuple(layouts), **option_values()}
     uncovered: dict[Pair, None] = {}  # an ordered set

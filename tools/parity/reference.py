@@ -1,9 +1,9 @@
-"""The model again, unsharded and plainly: what the parallel one must equal.
+"""A plain, unsharded implementation of the model, which the parallel one must equal.
 
-Written from the papers with torch alone, on purpose a second time: nothing here imports `model/`,
-`parallel/` or `training/`, layers are `nn.Linear` and `nn.Embedding`, batch comes first, [B, S, D],
-attention is a masked softmax, and AdamW is torch's own. Parameter names are the same, so that
-gradients compare by name. `tools/parity` holds the two against each other.
+It is deliberately a second implementation, written from the papers with nothing but torch: nothing
+here imports `model/`, `parallel/` or `training/`, layers are `nn.Linear` and `nn.Embedding`, the
+batch comes first, [B, S, D], attention is a masked softmax, and AdamW is torch's own. Parameter
+names are the same, so that gradients can be compared by name. `tools/parity` compares the two.
 """
 
 import math
@@ -19,7 +19,7 @@ IGNORE = -100  # F.cross_entropy's default
 
 
 class Norm(nn.Module):
-    """RMSNorm, spelled out."""
+    """RMSNorm, written out."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -32,9 +32,10 @@ class Norm(nn.Module):
 
 @dataclass(frozen=True)
 class Rotary:
-    """Frequencies of the rotary embedding. With a factor above 1 as in Llama 3.1: waves longer than
-    `original` / `low` are stretched by it, those shorter than `original` / `high` are not; between
-    the two, a frequency is mixed of both by how many of its waves fit into `original`."""
+    """Frequencies of the rotary embedding. With a factor above 1, they are scaled as in Llama 3.1:
+    wavelengths above `original` / `low` are stretched by the factor, those below `original` /
+    `high` are not. In between, a frequency is interpolated between the two, linearly in the number
+    of its wavelengths that fit into `original`."""
 
     theta: float
     factor: float = 1.0
@@ -54,8 +55,8 @@ class Rotary:
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotary embedding of x [B, H, S, E]: the pair (i, i + E/2) is a complex number, turned by
-    position · frequency."""
+    """Rotary embedding of x [B, H, S, E]: the pair (i, i + E/2) is a complex number, rotated by
+    the angle position · frequency."""
     half = x.shape[-1] // 2
     frequencies = torch.tensor(
         [rotary.frequency(i / half) for i in range(half)], dtype=torch.float64
@@ -69,7 +70,7 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention: x [B, S, D] → [B, S, D]. Some kinds have a `window`."""
+    """Causal grouped-query attention: x [B, S, D] → [B, S, D]. `window` is for subclasses."""
 
     def __init__(
         self,
@@ -107,12 +108,12 @@ class Attention(nn.Module):
         return self.output((weights @ v).transpose(1, 2).reshape(batch, length, -1))
 
     def sees(self, length: int) -> Tensor:
-        """[S, S]: whether the query (row) sees the key (column)."""
+        """The mask, [S, S]: whether the query (row) attends to the key (column)."""
         return torch.ones(length, length, dtype=torch.bool).tril()
 
 
 class SlidingWindow(Attention):
-    """A query sees `window` keys, the last of them its own."""
+    """Each query attends to `window` keys, the last of which is its own."""
 
     def sees(self, length: int) -> Tensor:
         return super().sees(length).triu(1 - self.window)
@@ -132,7 +133,7 @@ class FeedForward(nn.Module):
         return self.down(gate * torch.sigmoid(gate) * self.up(x))
 
 
-# By the names of files in model/attention/ and model/feed_forward/.
+# The keys are the names of files in model/attention/ and model/feed_forward/.
 ATTENTION = {"causal": Attention, "sliding_window": SlidingWindow}
 FEED_FORWARD = {"swiglu": FeedForward}
 
@@ -151,9 +152,11 @@ class Block(nn.Module):
 
 
 class Reference(nn.Module):
-    """The whole decoder: tokens [B, S] → logits [B, S, V]; `bos_id`: each document by itself.
+    """The whole decoder: tokens [B, S] → logits [B, S, V].
 
-    attention, feed_forward: the kinds of each layer.
+    Args:
+        attention, feed_forward: the kind of each layer.
+        bos_id: the token that begins a document; tokens then attend only to their own document.
     """
 
     def __init__(
@@ -186,7 +189,7 @@ class Reference(nn.Module):
         self.norm = Norm(dim, norm_eps)
         self.head = nn.Linear(dim, vocab_size, bias=False)
         if tie_embeddings:
-            # one Parameter: `named_parameters` names it once, embedding.weight
+            # one Parameter, which `named_parameters` yields once, as embedding.weight
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -194,7 +197,8 @@ class Reference(nn.Module):
             return self.logits(tokens)
         cut = [row.tensor_split((row == self.bos_id).nonzero().flatten()) for row in tokens]
         documents = [document for row in cut for document in row if len(document)]
-        # Each is a row, filled up at its end, which changes nothing: no position sees a later one.
+        # Each document is a row, padded at its end. That changes nothing, because no position
+        # attends to a later one.
         alone = self.logits(pad_sequence(documents, batch_first=True))
         return torch.cat(
             [logits[: len(d)] for logits, d in zip(alone, documents, strict=True)]
@@ -212,8 +216,8 @@ class Reference(nn.Module):
 
 
 def warmup_cosine(*, peak: float, warmup: int, steps: int, floor: float) -> Callable[[int], float]:
-    """Learning rate of the 0-based update: linear to `peak` in `warmup` updates, then half a cosine
-    down to floor · peak."""
+    """The learning rate as a function of the update's index from 0: linear to `peak` in `warmup`
+    updates, then half a cosine down to floor · peak."""
 
     def rate(step: int) -> float:
         if step < warmup:
@@ -234,7 +238,8 @@ def train(
     weight_decay: float,
     grad_clip: float,
 ) -> tuple[list[float], list[float]]:
-    """One AdamW update per (tokens, targets); each step's loss and unclipped gradient norm."""
+    """Make one AdamW update per (tokens, targets). Return the loss and the unclipped gradient norm
+    of each step."""
     parameters = list(model.parameters())
     matrices = [p for p in parameters if p.ndim > 1]
     vectors = [p for p in parameters if p.ndim == 1]
@@ -249,7 +254,7 @@ def train(
         loss = model.loss(tokens, targets)
         loss.backward()
         norm = gradient_norm(parameters)
-        # not torch's clip_grad_norm_: it adds 1e-6 to the norm, a millionth too much here
+        # not torch's clip_grad_norm_, which adds 1e-6 to the norm: too large an error here
         if norm > grad_clip:
             for p in parameters:
                 p.grad.mul_(grad_clip / norm)

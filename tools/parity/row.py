@@ -1,5 +1,5 @@
-"""One row of the parity proof: how far a case is from the reference, what is allowed, and the row
-as text and as JSON."""
+"""One row of the parity proof: the errors of a case against the reference, their bounds, and the
+row as text and as JSON."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -7,8 +7,9 @@ from typing import Any
 
 from tools.parity.cases import Case
 
-# Weights and copies are the same bits. Float64 leaves rounding so far below that it hides no bug.
-# Float32 rounds at 6e-8; Adam, which divides by the gradient's size, amplifies it in each step.
+# Weights and copies must be equal bit for bit. In float64, rounding errors are so small that they
+# hide no bug. Float32 rounds at 6e-8, and Adam, which divides by the gradient's size, amplifies
+# that in each step.
 BOUNDS: dict[str, dict[str, float]] = {
     "float64": {
         **{"weights": 0.0, "spread": 0.0, "loss": 1e-11, "norm": 1e-11, "gradient": 1e-11},
@@ -23,20 +24,20 @@ BOUNDS: dict[str, dict[str, float]] = {
 
 @dataclass
 class Row:
-    """How far a case is from the reference: relative errors, ‖a − b‖ / ‖b‖; NaN: it is missing."""
+    """The errors of a case against the reference, relative: ‖a − b‖ / ‖b‖. NaN: a is missing."""
 
     case: Case
-    weights: float = 0.0  # initial weights, the worst parameter's
-    # the largest difference between copies; infinite where two ranks report another loss or norm
+    weights: float = 0.0  # initial weights of the worst parameter
+    # the largest difference between copies; infinite if ranks report different losses or norms
     spread: float = 0.0
     loss: float = 0.0
     norm: float = 0.0
     gradient: float = 0.0
-    worst: str = ""  # the parameter of `gradient`
-    loss_steps: float = 0.0  # over all optimizer steps, the worst
+    worst: str = ""  # the parameter with the error `gradient`
+    loss_steps: float = 0.0  # the worst of all optimizer steps
     norm_steps: float = 0.0
     seconds: float = 0.0
-    crash: str = ""  # what the ranks said if they did not finish
+    crash: str = ""  # the ranks' messages, if they did not finish
 
     def failures(self) -> list[str]:
         """The names of the errors that are out of bounds."""
@@ -50,7 +51,7 @@ class Row:
 
 
 def line(row: Row, steps: int) -> str:
-    """One row, for reading."""
+    """One row as text."""
     verdict = "FAIL" if row.failures() else "ok"
     text = f"{verdict:4} {row.seconds:5.1f} s  "
     if row.crash:

@@ -1,8 +1,8 @@
-"""One case of the parity proof: what each rank does, the reference, and how far apart they are.
+"""Runs one case of the parity proof on all ranks, and compares it with the reference.
 
-Ranks send home their own parts of every tensor with the region that each part is of the global
-tensor. So a gather needs no code under test, holes show, and so do replicas that are not equal bit
-for bit.
+Each rank returns its local part of every tensor, and the region of the global tensor that it
+covers. So assembling the tensors uses no code under test, and reveals missing regions and replicas
+that are not equal bit for bit.
 """
 
 import contextlib
@@ -30,15 +30,15 @@ from training.build import build_stages
 from training.precision import DTYPES
 from training.step import TrainStep
 
-# canonical name, where in the global tensor, the numbers
+# canonical name, region of the global tensor, values
 Part = tuple[str, tuple[slice, ...], Tensor]
-# plants a bug in a rank (tests/test_controls.py)
+# introduces a bug on a rank (tests/test_controls.py)
 Sabotage = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 @dataclass
 class Run:
-    """What a case computed, on one rank or (with parts covering everything) in the reference."""
+    """What a case computed on one rank."""
 
     weights: list[Part] = field(default_factory=list)
     gradients: list[Part] = field(default_factory=list)
@@ -50,9 +50,9 @@ class Run:
 
 
 def global_batch(vocab_size: int, step: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets [BATCH, SEQ_LEN] of a step. Target counts differ from row to row, and four
-    neighbouring rows have none: a mean of means, over ranks or over micro-batches, is far from the
-    mean. About every sixth token begins a document."""
+    """Tokens and targets [BATCH, SEQ_LEN] of a step. The number of targets differs from row to row,
+    and four neighbouring rows have none, so that a mean of means, over ranks or micro-batches, is
+    far from the mean. About every sixth token begins a document."""
     generator = torch.Generator().manual_seed(1000 + step)
     text = torch.randint(0, vocab_size, (BATCH, SEQ_LEN + 1), generator=generator)
     text[torch.rand(text.shape, generator=generator) < 1 / 6] = BOS
@@ -64,7 +64,8 @@ def global_batch(vocab_size: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def run_on_ranks(case: Case, steps: int, sabotage: Sabotage | None = None) -> Run:
-    """On each rank: one forward and backward; `steps` optimizer steps from the same weights."""
+    """Run on each rank one forward and backward, then `steps` optimizer steps from the same
+    weights."""
     with sabotage() if sabotage is not None else contextlib.nullcontext():
         config = case.config()
         mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
@@ -93,8 +94,8 @@ def run_on_ranks(case: Case, steps: int, sabotage: Sabotage | None = None) -> Ru
 
 
 def parts(tensors: Iterable[tuple[str, Tensor | None]]) -> list[Part]:
-    """This rank's part of each tensor; a missing one is left out, and found missing when the parts
-    are put together."""
+    """This rank's part of each tensor. A missing tensor is left out, and is detected when the parts
+    are assembled."""
     mine = []
     for name, tensor in tensors:
         if isinstance(tensor, DTensor):
@@ -106,8 +107,8 @@ def parts(tensors: Iterable[tuple[str, Tensor | None]]) -> list[Part]:
 def assemble(
     runs: list[list[Part]], shapes: dict[str, torch.Size]
 ) -> tuple[dict[str, Tensor], float]:
-    """The global tensors from all ranks' parts, and the largest difference between two copies of a
-    number. A number that no rank holds is NaN."""
+    """Assemble the global tensors from all ranks' parts, and return them with the largest
+    difference between two copies of an element. An element that no rank holds is NaN."""
     whole: dict[str, Tensor] = {}
     spread = 0.0
     for name, region, numbers in (part for run in runs for part in run):
@@ -124,11 +125,11 @@ def assemble(
 def reference_model(
     model: ModelConfig, dtype: torch.dtype, seed: int, bos_id: int | None = None
 ) -> Reference:
-    """The unsharded model with the weights that every layout must start from: each whole global
-    tensor drawn at once.
+    """The unsharded model with the weights that every layout must start from; each global tensor is
+    drawn as a whole.
 
-    Vectors are ones. Matrices are normal; those that write into the residual stream are smaller by
-    sqrt(2 · layers).
+    Vectors are ones. Matrices are normally distributed; the standard deviation of those that write
+    into the residual stream is divided by sqrt(2 · layers).
     """
     reference = Reference(
         dim=model.dim,
@@ -163,7 +164,7 @@ def reference_model(
 
 @dataclass(frozen=True)
 class Expected:
-    """What the reference computed."""
+    """The results of the reference."""
 
     weights: dict[str, Tensor]
     gradients: dict[str, Tensor]
@@ -174,7 +175,8 @@ class Expected:
 
 
 def expected(case: Case, steps: int) -> Expected:
-    """The reference's run of a case: computed once for all cases that differ only in the split."""
+    """The reference's results for a case, computed once for all cases that differ only in the
+    layout."""
     model = replace(case.config().model, kernels="torch")
     return _expected(model, case.dtype, BOS if case.document_mask else None, steps)
 
@@ -201,7 +203,7 @@ def _expected(model: ModelConfig, dtype: str, bos_id: int | None, steps: int) ->
 
 
 def compare(case: Case, runs: list[Run], reference: Expected) -> Row:
-    """Hold what all ranks computed against the reference."""
+    """Compare the results of all ranks with the reference."""
     row = Row(case)
     shapes = {name: weight.shape for name, weight in reference.weights.items()}
     weights, gradients, final = (
@@ -230,7 +232,7 @@ def compare(case: Case, runs: list[Run], reference: Expected) -> Row:
 
 
 def error_of(ours: Tensor | None, theirs: Tensor) -> float:
-    """‖ours − theirs‖ / ‖theirs‖; NaN where ours is missing."""
+    """‖ours − theirs‖ / ‖theirs‖ (the numerator if theirs is 0), or NaN if ours is missing."""
     if ours is None:
         return math.nan
     difference = (ours.double() - theirs.double()).norm().item()
@@ -243,7 +245,7 @@ def worst_of(ours: list[float], theirs: list[float]) -> float:
 
 
 def check(ranks: Ranks, case: Case, steps: int = 0, sabotage: Sabotage | None = None) -> Row:
-    """Run a case on the pool and compare it."""
+    """Run a case on the ranks and compare it with the reference."""
     started = time.perf_counter()
     try:
         runs = ranks.run(run_on_ranks, case.world, case, steps, sabotage)

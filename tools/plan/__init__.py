@@ -1,23 +1,24 @@
-"""What a run will need and how long it will take, before it runs: `python -m tools.plan CONFIG`.
+"""Predicts the memory, traffic and time of a run before it starts: `python -m tools.plan CONFIG`.
 
-Units of the model are recorded from the code that trains them (costs/); here they are put together.
+The costs of the model's units are recorded from the code that trains them (costs/). This folder
+combines them into the costs of a run.
 
 __main__.py    the command, and its tables
-summary.py     a job in numbers
-check.py       what a plan cannot say anything about, and what it takes for granted
-layout.py      the world, and what one rank of it holds: units, their weights as FSDP cuts them
-account.py     bytes by category, and when they are most
+summary.py     all figures of one job
+check.py       what cannot be planned, and the assumptions of a plan
+layout.py      what one rank of the world holds: units, and their weights as FSDP shards them
+account.py     bytes by category, and their peak
 sharded.py     what FSDP2 does around units: gathers, copies, reductions
-memory.py      a rank's program, action by action, in bytes
+memory.py      the memory of a rank's program, action by action
 traffic.py     every collective of a step on one rank: axis, kind, count, bytes
 hardware.py    a device by name, or from a file of rates
-time.py        seconds of each action, of a step, MFU
-exposure.py    seconds of communication, and of those the ones waited for
-bounds.py      bytes that a layout needs at least
-candidates.py  all layouts, by estimate and bound
+time.py        seconds of each action and of a step; MFU
+exposure.py    seconds of communication, and how many of them are exposed
+bounds.py      a lower bound on the bytes that a layout needs
+candidates.py  all layouts, each with an estimate of its time and a bound on its memory
 peaks.py       bytes that a layout's pipeline ranks need, counted in a shortened step
-search.py      those that fit, by their time
-guide.py       the accounting that guides use
+search.py      the fastest layouts that fit
+guide.py       ZeRO's memory and traffic as guides count them
 draw.py        pictures
-beside.py      a memory report beside the plan of its rank
+beside.py      a memory report next to the plan of its rank
 """

@@ -1,15 +1,16 @@
-"""What a run needs, before it runs and without a GPU: memory, traffic, time and MFU of every rank.
+"""Predicts memory, traffic, time and MFU of a run for every pipeline rank, without a GPU.
 
-    python -m tools.plan configs/llama3_70b.yaml                            256 H100: its first line
+    python -m tools.plan configs/llama3_70b.yaml                            on 256 H100 GPUs
     python -m tools.plan configs/llama3_70b.yaml parallel.dp_shard=2 --device h200
     python -m tools.plan configs/llama3_405b.yaml --gpus 16384 --search     the fastest that fits
     python -m tools.plan configs/llama3_8b.yaml --tokens 15e12 --price 2.5  days, energy and cost
     python -m tools.plan configs/llama3_8b.yaml --guide 4                   ZeRO as guides count it
     python -m tools.plan RUN/config.yaml --beside RUN/memory/step-….json    a rank's memory report
 
---pictures FOLDER draws memory.svg, timeline.svg and, with --search, frontier.svg. Bytes are
-decimal: 1 GB = 1e9. How it is computed, and how far it was from what was measured:
-docs/planning.md.
+Without --gpus, the number of GPUs is the product of the axes, or is read from the file's first line
+(`# world: 256`). --pictures FOLDER draws memory.svg, timeline.svg and, with --search, frontier.svg.
+1 GB is 1e9 bytes. docs/plan_model.md explains how the figures are computed; docs/plan_accuracy.md
+compares them with rehearsals and published results.
 """
 
 import argparse
@@ -90,15 +91,15 @@ def describe(plan: dict[str, Any]) -> str:
 def _seconds(row: dict[str, Any]) -> str:
     if "wire_seconds" not in row:
         return ""
-    return f" in {row['wire_seconds']:.3f} s, {row['exposed_seconds']:.3f} s of them waited for"
+    return f" in {row['wire_seconds']:.3f} s, {row['exposed_seconds']:.3f} s of them exposed"
 
 
 def describe_search(result: Result) -> str:
     found = rows([*result.best, *result.also])[: len(result.best)]
     lines = [
         f"{result.layouts:,} layouts, of which {result.counted:,} were counted exactly; "
-        "the fastest that fit, those that "
-        f"differ by less than {ALIKE:.0%} of a step in one row, the fastest first:",
+        "the fastest that fit, fastest first, with layouts that "
+        f"differ by less than {ALIKE:.0%} of a step in one row:",
         "            step s           MFU      peak GB",
     ]
     for i, row in enumerate(found):
@@ -116,7 +117,7 @@ def describe_search(result: Result) -> str:
 
 
 def _range(numbers: list[float], digits: int) -> str:
-    """`14.707-14.735`, or one number where there is no difference."""
+    """The smallest and the largest number as `14.707-14.735`, or one number if they print alike."""
     ends = dict.fromkeys(f"{number:.{digits}f}" for number in (min(numbers), max(numbers)))
     return "-".join(ends)
 
@@ -143,13 +144,13 @@ def main(arguments: list[str] | None = None) -> int:
         nargs="*",
         default=[],
         metavar="section.key=value",
-        help="as train.py takes them",
+        help="settings to override, as for train.py",
     )
     parser.add_argument(
         "--gpus",
         type=int,
         metavar="N",
-        help="size of the world (default: its axes, or the file's first line)",
+        help="number of GPUs (default: the product of the axes, or the file's first line)",
     )
     parser.add_argument(
         "--device",
@@ -160,7 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--search",
         action="store_true",
-        help="try all layouts, whatever the configuration says of them",
+        help="search all layouts; the configuration's own layout is ignored",
     )
     parser.add_argument(
         "--guide",
@@ -172,14 +173,14 @@ def main(arguments: list[str] | None = None) -> int:
         "--beside",
         type=Path,
         metavar="FILE",
-        help="print a rank's memory report (RUN/memory/*.json) beside its plan",
+        help="print a rank's memory report (RUN/memory/*.json) next to its plan",
     )
-    parser.add_argument("--tokens", type=float, default=0.0, metavar="T", help="to train on")
+    parser.add_argument("--tokens", type=float, default=0.0, metavar="T", help="tokens of the run")
     parser.add_argument(
-        "--price", type=float, default=0.0, metavar="P", help="of one GPU for one hour"
+        "--price", type=float, default=0.0, metavar="P", help="price of one GPU for one hour"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
-    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw pictures in FOLDER")
     options = parser.parse_intermixed_args(arguments)
     try:
         print_plan(options)
@@ -197,7 +198,7 @@ def print_plan(options: argparse.Namespace) -> None:
     for key, number in (("--tokens", options.tokens), ("--price", options.price)):
         if not 0 <= number < float("inf"):
             why = "must be a number, 0 or more"
-            raise UserError(key, number, why, "leave it out where it is unknown")
+            raise UserError(key, number, why, "omit the option if the number is unknown")
     device = find_device(options.device)
     if options.guide is not None:
         print(zero_table(config, options.guide))
@@ -241,7 +242,7 @@ def print_plan(options: argparse.Namespace) -> None:
                 )
     except OSError as error:
         why = f"cannot be written ({error.strerror})"
-        remedy = "choose another"
+        remedy = "choose another path"
         raise UserError("--json or --pictures", str(error.filename), why, remedy) from None
 
 

@@ -1,4 +1,4 @@
-"""Bytes by category, and the moment at which they are most."""
+"""Counts bytes by category, and finds their peak."""
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable
@@ -10,7 +10,8 @@ from parallel.pipeline.actions import Action
 
 
 class Account:
-    """`peak` bytes in `peak_action`: None between actions and after the last."""
+    """Bytes that are allocated now, and their `peak`. `peak_action` is the action in which the peak
+    occurred, or None if it was between actions or after the last."""
 
     def __init__(self) -> None:
         self.now: dict[str, int] = defaultdict(int)
@@ -30,8 +31,8 @@ class Account:
         self.total -= size
 
     def reach(self, *, gradients: int = 0, gathering: int = 0, reducing: int = 0) -> None:
-        """The moment, with these bytes alive besides: whole gradients, buffers of gathers and
-        reductions."""
+        """Update the peak for a moment at which these bytes are alive in addition: whole gradients,
+        buffers of gathers and of reductions."""
         total = self.total + gradients + gathering + reducing
         if total > self.peak:
             self.peak, self.peak_action = total, self.action
@@ -42,11 +43,11 @@ class Account:
                     self._at_peak[category] = self._at_peak.get(category, 0) + size
 
     def repeat(self, state: Callable[[], Hashable], work: Callable[[], None]) -> None:
-        """Does the work; or what it did when the state was the same, if it left the state as it
-        was.
+        """Do the work; or, if it was done before in the same state and left the state unchanged,
+        apply its recorded effect.
 
-        Most of a program's actions are repetitions, so that a long program takes hardly longer than
-        a short one.
+        Most of a program's actions are repetitions, so a long program takes hardly longer than a
+        short one.
         """
         before = state()
         if before not in self._effects:
@@ -57,7 +58,7 @@ class Account:
         self.apply(self._effects[before])
 
     def apply(self, effect: Effect) -> None:
-        """What a recorded piece of work did, here too."""
+        """Apply the effect of a recorded piece of work to this account."""
         height, at_height, changes = effect
         if self.total + height > self.peak:
             self.peak, self.peak_action = self.total + height, self.action
@@ -83,7 +84,7 @@ class Account:
 
     @cached_property
     def at_peak(self) -> dict[str, int]:
-        """By category."""
+        """Bytes at the peak, by category."""
         table: dict[str, int] = {}
         for name, size in self._at_peak.items():
             category = name if name in CATEGORIES else ACTIVATIONS
@@ -92,7 +93,7 @@ class Account:
 
     @cached_property
     def activations(self) -> dict[str, int]:
-        """Those at the peak, by the part of a unit that keeps them, largest first; they add up to
-        `at_peak`'s."""
+        """Bytes of activations at the peak, by the part of a unit that keeps them, largest first.
+        Their sum is the value of ACTIVATIONS in `at_peak`."""
         kinds = {n: size for n, size in self._at_peak.items() if n not in CATEGORIES and size}
         return dict(sorted(kinds.items(), key=lambda item: -item[1]))

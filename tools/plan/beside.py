@@ -1,4 +1,4 @@
-"""A rank's memory report (runtime/memory_report.py) with what was planned for it beside it."""
+"""Prints a rank's memory report (runtime/memory_report.py) next to the plan of that rank."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from training.config import Config
 
 
 class Report(Strict):
-    """The file, which may have come from another machine."""
+    """The contents of a memory report, which may come from another machine."""
 
     why: str
     rank: Count
@@ -27,7 +27,7 @@ class Report(Strict):
 
 
 def read_report(file: Path) -> Report:
-    """Raises UserError for a file that is no memory report."""
+    """Read a memory report. Raises UserError for a file that is not one."""
     remedy = "give a file RUN/memory/step-….json"
     try:
         return Report.model_validate(load_json(file.read_text(encoding="utf-8")))
@@ -42,11 +42,11 @@ def read_report(file: Path) -> Report:
 
 
 def beside(config: Config, report: Report) -> str:
-    """The report's table with a second column: the plan of its rank, at its peak. Raises UserError
-    where there is none."""
+    """The report's table with a second column, the plan of its rank at its peak. Raises UserError
+    if the configuration cannot be planned for that rank."""
     if report.rank >= report.world:
-        why = f"is no rank of a world of {report.world}"
-        raise UserError("--beside", report.rank, why, "give a file as the run wrote it")
+        why = f"is not a rank of a world of {report.world}"
+        raise UserError("--beside", report.rank, why, "give the file as the run wrote it")
     config.validate(report.world)
     check_can_be_planned(config)
     plan = Memory(Layout.of_rank(config, report.world, report.rank))

@@ -1,18 +1,19 @@
-"""Bytes that a layout needs at least: from sizes alone, for all layouts of a search.
+"""A lower bound on the bytes that a layout needs, computed from sizes only, because a search needs
+it for all layouts.
 
-They are counted at the moment at which a pipeline rank begins the backward with most activations
-alive. Then there are
+Bytes are counted at the moment when a pipeline rank begins a backward with the most activations
+alive. At that moment memory holds
 
-    the rank's weights and moments, sharded; weights in the compute dtype, gathered: all, or with
-        zero_stage 3 a block's
-    what its blocks keep of all micro-batches that the schedule has alive on it
-    what the backward of a block needs besides, the gradient that came in, and weight gradients that
-        are put off
-    where forwards and backwards take turns for long: the gradients of the micro-batches before, and
-        with zero_stage 2 and 3 the last of them that each stage reduced, whole, which FSDP holds
-        until the stage's next
+    the rank's sharded weights and moments, and gathered weights in the compute dtype: all of them,
+        or with zero_stage 3 those of one block
+    what its blocks keep for the micro-batches that the schedule has alive on the rank
+    the additional needs of one block's backward, the incoming gradient, and what is kept for
+        deferred weight gradients
+    where forwards and backwards alternate for long: the gradients of the previous micro-batches,
+        and with zero_stage 2 and 3, for each stage, the unsharded gradients that it reduced last,
+        which FSDP holds until the stage's next reduction
 
-Buffers of gathers, messages and the head come on top, and plan/memory.py counts them.
+Buffers of gathers, messages and the head are not included; plan/memory.py counts them.
 """
 
 from functools import cached_property, lru_cache
@@ -24,39 +25,39 @@ from parallel.pipeline.schedules import build_schedule
 from tools.plan.layout import Layout
 
 GROWING = ("gpipe", "breadth_first")  # keep every micro-batch until all forwards are done
-ALWAYS_SPLIT = ("zb_h1", "zb_v")  # no backward is whole
-SPLIT = (*ALWAYS_SPLIT, "dualpipe_v")  # form weight gradients in actions of their own
+ALWAYS_SPLIT = ("zb_h1", "zb_v")  # split every backward
+SPLIT = (*ALWAYS_SPLIT, "dualpipe_v")  # compute (some) weight gradients in separate actions
 
 
 class Block:
-    """What a block needs of one micro-batch, in bytes; and numbers of parameters. Of several kinds
-    of blocks, the least of each."""
+    """The bytes that a block needs for one micro-batch, and numbers of parameters. If there are
+    several kinds of blocks, each figure is the minimum over them."""
 
     def __init__(self, layout: Layout) -> None:
         kinds = list(layout.kinds)
         self.part = layout.hidden_bytes  # its input's gradient, or its output
         phases = [unit.whole.phases for unit in kinds]
-        # for backward, with its output
+        # kept for backward, including the block's output
         self.kept = min(_stays(each["forward"]) for each in phases)
-        # by which a backward rises above what is there when it begins
+        # the peak of backward above its beginning
         self.whole = min(each["backward"].effect.height for each in phases)
         self.numel = min(unit.numel for unit in kinds)
-        self.table = layout.embedding.numel  # or the head's
+        self.table = layout.embedding.numel  # or that of the head
         self._kinds = kinds
 
     @cached_property
     def split(self) -> int:
-        """The same of an input gradient."""
+        """The peak of an input gradient above its beginning."""
         return min(unit.split.phases["input"].effect.height for unit in self._kinds)
 
     @cached_property
     def more(self) -> int:
-        """By which an input gradient ends above its begin."""
+        """The bytes that an input gradient adds from its beginning to its end."""
         return min(_stays(unit.split.phases["input"]) for unit in self._kinds)
 
     @property
     def deferred(self) -> int:
-        """What waits for the weight gradient in all."""
+        """All bytes that are kept for the weight gradient."""
         return self.more + self.kept
 
 
@@ -65,13 +66,13 @@ def _stays(phase: Phase) -> int:
 
 
 class Alive(NamedTuple):
-    """Of a pipeline rank at that moment."""
+    """What is alive on a pipeline rank at the moment that the top of this file describes."""
 
-    rank: int  # the first of those that are alike
+    rank: int  # the first of the ranks with equal figures
     numel: int  # parameters
     kept: int  # bytes that blocks keep
-    backward: int  # bytes that the backward has besides
-    unreduced: int  # numbers of the gradients that each stage reduced last
+    backward: int  # bytes that the backward needs in addition
+    unreduced: int  # elements of the gradients that each stage reduced last, before reduction
 
 
 def most_alive(
@@ -84,17 +85,18 @@ def most_alive(
     m: int,
     steady: bool,
 ) -> list[Alive]:
-    """Ranks that differ.
+    """What is alive on each pipeline rank; ranks with equal figures are listed once.
 
     Args:
+        block: the bytes that a block needs.
         counts: blocks of each stage.
         numbers: parameters of each rank.
-        steady: forwards and backwards take turns for long.
+        steady: whether forwards and backwards alternate for long.
     """
     blocks, fewest, unreduced = ([0] * pp for _ in range(3))
     for s, (rank, count) in enumerate(zip(where(schedule, pp, v), counts, strict=True)):
         blocks[rank] += count
-        if count:  # the fewest of the rank's stages that have any
+        if count:  # the fewest blocks in any of the rank's stages that have blocks
             fewest[rank] = min(count, fewest[rank]) if fewest[rank] else count
         unreduced[rank] += block.numel if s and count else block.table
     if schedule in GROWING:
@@ -103,12 +105,12 @@ def most_alive(
         live = _live(schedule, pp, v, tuple(counts), min(m, 2 * pp) if m > 1 else 1)
     found: dict[tuple[int, int, int, int], int] = {}
     for rank in reversed(range(pp)):
-        # An input gradient leaves more at each block than it frees, and is highest at the last.
+        # At each block an input gradient may keep more than it frees; the last block is the peak.
         backward = block.whole
         if schedule in SPLIT:
             split = block.split + max(0, block.more) * (fewest[rank] - 1)
             backward = split if schedule in ALWAYS_SPLIT else min(block.whole, split)
-        if schedule == "zb_h1" and steady:  # weight gradients of `rank` micro-batches still to come
+        if schedule == "zb_h1" and steady:  # weight gradients of `rank` micro-batches are deferred
             backward += rank * blocks[rank] * block.deferred
         most = block.part + backward if live[rank] else 0
         found[numbers[rank], live[rank] * block.kept, most, unreduced[rank]] = rank
@@ -118,9 +120,9 @@ def most_alive(
 def least_bytes(
     alive: Alive, layout: Layout, shard: int, zero: int, again: bool, steady: bool
 ) -> tuple[float, float]:
-    """Of a rank whose weights are sharded over `shard`: the bound; and what is kept only, states
-    and activations. `again`: every stage has whole gradients of some micro-batch before any stage
-    reduces those of the last."""
+    """Two figures for a rank whose weights are sharded over `shard` ranks: the bound, and the part
+    of it that is kept (states, gradients and activations). `again`: every stage has whole gradients
+    of some micro-batch before any stage reduces those of the last micro-batch."""
     e, master, reduce = layout.compute, layout.master, layout.reduce
     states = alive.numel / shard * (1 + layout.states_per_weight) * master + alive.numel * e * (
         zero < 3
@@ -138,14 +140,14 @@ def least_bytes(
 
 @lru_cache(maxsize=1024)
 def where(schedule: str, pp: int, v: int) -> list[int]:
-    """The rank of each stage."""
+    """The pipeline rank of each stage."""
     return list(stage_ranks(build_schedule(schedule, pp, v, 2 * pp)))
 
 
 @lru_cache(maxsize=4096)
 def _live(schedule: str, pp: int, v: int, counts: tuple[int, ...], m: int) -> list[int]:
-    """The most micro-batches of blocks that each rank holds at once, by the schedule itself; with
-    more than `m`, not fewer."""
+    """For each rank, the maximum over time of its blocks times the micro-batches alive in them,
+    counted in the schedule for `m` micro-batches. With more micro-batches it is not lower."""
     most = []
     for actions in _schedule(schedule, pp, v, m):
         live = highest = 0

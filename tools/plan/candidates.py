@@ -1,9 +1,9 @@
-"""Every layout of a model on a number of GPUs, each with an estimate of its step's seconds and a
-bound on its bytes.
+"""Lists every layout of a model on a number of GPUs, each with an estimate of its step's seconds
+and a lower bound on its bytes.
 
-The estimate is of the parts that `plan.time` simulates: the work of the slowest rank, the
-schedule's bubble by its paper's formula, what data parallelism has to wait for. The bound
-(plan/bounds.py) is the largest of its ranks'.
+The estimate adds up what plan/time.py simulates: the work of the slowest rank, the schedule's
+bubble by its paper's formula, and the exposed communication of data parallelism. The bound
+(plan/bounds.py) is the largest of its ranks' bounds.
 """
 
 import itertools
@@ -27,27 +27,27 @@ FIXED = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "zb_v": 2, "dualpipe_v": 2}  # stage
 INTERLEAVED = ("interleaved_1f1b", "breadth_first")
 MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 MICRO_BATCHES = (1, 2, 4, 8)  # sequences
-VIRTUAL = 8  # stages per rank of interleaved schedules: all up to this, and of more the even ones
+VIRTUAL = 8  # stages per rank of interleaved schedules: all up to this; more only if even
 
 
 class Pipeline(NamedTuple):
-    """How layers are cut, and when what runs."""
+    """How layers are split into stages, and the schedule."""
 
     pp: int
     schedule: str
     stages_per_rank: int
     layers_per_stage: list[int] | Literal["auto"] | None  # as in the configuration
-    counts: list[int]  # the same, in numbers
+    counts: list[int]  # the resulting number of layers of each stage
 
 
 class Candidate(NamedTuple):
-    """A layout. `alike` has all of its configuration that is inside a stage."""
+    """A layout, with its estimate and its bound."""
 
     estimate: float  # seconds of a step
-    bound: float  # bytes: no such layout needs less
-    kept: float  # bytes of states and of what is kept for backward: layouts are compared by these
-    fullest: int  # the pipeline rank that the bound is of
-    alike: Config
+    bound: float  # bytes; the layout needs no less
+    kept: float  # bytes of states and of what is kept for backward; the frontier compares these
+    fullest: int  # the pipeline rank with the largest bound
+    alike: Config  # the part of the configuration that concerns the inside of a stage
     pipeline: Pipeline
     dp_shard: int
     dp_replicate: int
@@ -63,7 +63,8 @@ class Candidate(NamedTuple):
 
 
 def space(config: Config, world: int, device: Device) -> list[str]:
-    """What is searched, what is not, and what stays as the configuration has it; in words."""
+    """Describe what is searched, what is not, and which settings are kept from the
+    configuration."""
     train, parallel = config.train, config.parallel
     sizes = ", ".join(map(str, sorted({*MICRO_BATCHES, train.micro_batch_size})))
     schedules = [*(name for name in FIXED if not (train.compile and name in SPLIT)), *INTERLEAVED]
@@ -76,17 +77,17 @@ def space(config: Config, world: int, device: Device) -> list[str]:
     return [
         f"tried: tp {tp}; pp, dp_shard, dp_replicate that divide the rest; micro-batches of "
         f"{sizes} sequences; {', '.join(schedules)}; "
-        f"2 to {VIRTUAL} stages a rank where interleaved, and more where layers come out even; "
-        "even, balanced layers, ends without a block; zero_stage 1 to 3 (0: unsharded); "
-        "no, selective and full recomputation",
-        "not tried: tp beyond a node, or cutting nodes unevenly; dp_shard that leaves out part of "
-        "a node; uneven micro-batches",
-        f"as given: {' '.join(kept)}",
+        f"2 to {VIRTUAL} stages per rank if interleaved, and more if layers divide evenly; "
+        "layers split evenly, balanced, or with no block in the last or in both end stages; "
+        "zero_stage 1 to 3 (0 if unsharded); no, selective and full recomputation",
+        "not tried: tp across nodes, or that does not divide a node; dp_shard that does not fill a "
+        "node; batches that do not divide evenly into micro-batches",
+        f"kept as configured: {' '.join(kept)}",
     ]
 
 
 def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate]:
-    """Every layout that keeps the configuration's rules."""
+    """Yield every layout that obeys the configuration's rules."""
     batch, seq_len = config.train.global_batch_size, config.train.seq_len
     for tp in _tp_sizes(config, world, device):
         sizes = sorted({*MICRO_BATCHES, config.train.micro_batch_size})
@@ -107,19 +108,20 @@ def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate
 
 
 class Stage:
-    """What all layouts have in common that differ in pp and dp alone."""
+    """What layouts have in common that differ only in pp, dp and the schedule."""
 
     def __init__(self, time: StepTime) -> None:
         self.time, self.layout, self.alike = time, time.layout, time.layout.config
         kinds, embedding = self.layout.kinds, self.layout.embedding
-        # seconds of a number
+        # seconds per gradient element
         self.summing = time.summing(embedding) / embedding.numel
-        self.numel = sum(unit.numel * n for unit, n in kinds.items()) / kinds.total()  # of a block
+        # parameters of a block, on average
+        self.numel = sum(unit.numel * n for unit, n in kinds.items()) / kinds.total()
         self.block = Block(self.layout)
 
     @cache  # noqa: B019  (of one search)
     def parts(self, split: bool) -> tuple[Part, Part, Part]:
-        """Seconds of a block, the mean of all; of the embedding; of the head."""
+        """Seconds of a block (the mean over all blocks), of the embedding, and of the head."""
         time, kinds = self.time, self.layout.kinds
         blocks = (time.part(unit, split) * (n / kinds.total()) for unit, n in kinds.items())
         embedding, head = (time.part(u, split) for u in (self.layout.embedding, self.layout.head))
@@ -133,14 +135,14 @@ class Stage:
 
 
 def pipelines(config: Config, pp: int, m: int) -> Iterator[Pipeline]:
-    """Schedules and cuts of the layers for `m` micro-batches on `pp` ranks."""
+    """Yield the schedules and splits of the layers for `m` micro-batches on `pp` ranks."""
     layers = config.model.num_layers
     costs = config.layer_costs()
     for schedule, v in _schedules(pp, m, layers):
         if config.train.compile and schedule in SPLIT:
             continue
         stages = pp * v
-        # one layer each, and none in the last, which has the head, or in the first and last
+        # one layer per stage, but none in the last, which has the head, or in the first and last
         if layers < stages:
             light = [
                 int(0 < s < stages - 1 or (s == 0 and layers == stages - 1)) for s in range(stages)
@@ -158,7 +160,7 @@ def pipelines(config: Config, pp: int, m: int) -> Iterator[Pipeline]:
 def _data_parallel(
     stage: Stage, pipe: Pipeline, world: int, m: int, dp: int
 ) -> Iterator[Candidate]:
-    """All ways to shard one pipeline's weights over `dp` ranks."""
+    """Yield all ways to shard one pipeline's weights over `dp` ranks."""
     layout, time, device, tp = stage.layout, stage.time, stage.time.device, stage.layout.tp
     ranks = _ranks(pipe)
     block, embedding, head = stage.parts(pipe.schedule in SPLIT)
@@ -183,7 +185,7 @@ def _data_parallel(
         parts[busiest].forward,
         parts[busiest].input_grad + parts[busiest].weight_grad,
     )
-    # breadth first, a stage is done with all before the next begins its backward
+    # in breadth_first a stage finishes all its backwards before the next stage begins its own
     several = pipe.stages_per_rank > 1
     again = m > (pipe.pp if several else 1) and not (several and pipe.schedule in GROWING)
     steady = m >= 4 * pipe.pp and pipe.schedule not in GROWING
@@ -204,7 +206,7 @@ def _data_parallel(
             if one_dtype and ((m > 1 and zero < 2) or shard < dp):
                 continue
             seconds = step + adam
-            behind = 0.0 if as_one else backward  # what the last reductions hide behind
+            behind = 0.0 if as_one else backward  # the computation that hides the last reductions
             if zero == 3 and as_one:
                 seconds += m * (2 * gather + scatter + 2 * cast)
             elif zero == 3:
@@ -228,7 +230,7 @@ def _data_parallel(
 
 
 class Rank(NamedTuple):
-    """Of a pipeline."""
+    """What one rank of a pipeline holds."""
 
     blocks: int
     first: bool  # has the embedding
@@ -253,7 +255,7 @@ def _balanced(costs: LayerCosts, where: tuple[int, ...]) -> list[int]:
 
 
 def _schedules(pp: int, m: int, layers: int) -> Iterator[tuple[str, int]]:
-    """Names and stages per rank of those that take these sizes."""
+    """Yield names and stages per rank of the schedules that accept these sizes."""
     most_stages = (layers + 2) // pp
     if pp == 1:
         yield "1f1b", 1
@@ -262,14 +264,14 @@ def _schedules(pp: int, m: int, layers: int) -> Iterator[tuple[str, int]]:
         if v <= most_stages and not (name == "dualpipe_v" and m < 2 * pp):
             yield name, v
     for v, name in itertools.product(range(2, most_stages + 1), INTERLEAVED):
-        # with or without the embedding and the head counted as a layer each
+        # either counting layers only, or counting the embedding and the head as a layer each
         even = layers % (pp * v) == 0 or (layers + 2) % (pp * v) == 0
         if (v <= VIRTUAL or even) and m >= pp and not (name == "interleaved_1f1b" and m % pp):
             yield name, v
 
 
 def _bubble(schedule: str, pp: int, v: int, work: Part) -> float:
-    """Seconds that a rank waits, by the papers' formulas (parallel/pipeline/schedules.py)."""
+    """Seconds that a rank is idle, by the papers' formulas (parallel/pipeline/schedules.py)."""
     f, i, w = work.forward, work.input_grad, work.weight_grad
     if schedule == "zb_h1":
         return (pp - 1) * max(0.0, f + i - w)
@@ -281,14 +283,15 @@ def _bubble(schedule: str, pp: int, v: int, work: Part) -> float:
 
 
 def _tp_sizes(config: Config, world: int, device: Device) -> list[int]:
-    """That divide the world, the heads and the node, unless all is in one node."""
+    """The sizes of tp that divide the world and the model's layers, and do not exceed a node; if
+    there are several nodes, they also divide a node."""
     node = device.gpus_per_node
     sizes = [tp for tp in _divisors(world) if tp <= node and (world <= node or node % tp == 0)]
     return [tp for tp in sizes if _takes(config.model, tp)]
 
 
 def _takes(model: ModelConfig, tp: int) -> bool:
-    """Whether all layers can be cut for `tp` ranks."""
+    """Whether all layers can be sharded over `tp` ranks."""
     try:
         check_tp(model, tp)
     except UserError:

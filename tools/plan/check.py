@@ -1,4 +1,4 @@
-"""What a plan cannot say anything about, and what it takes for granted."""
+"""Refuses configurations that cannot be planned, and lists the assumptions of a plan."""
 
 from dataclasses import replace
 
@@ -8,18 +8,18 @@ from training.config import Config
 
 
 def check_can_be_planned(config: Config) -> None:
-    """Raises UserError for what the accounts leave out; tools/rehearse, whose GPU is a fake one,
-    cannot show it either."""
+    """Raise UserError if the configuration uses a feature that the planner does not model.
+    tools/rehearse, whose GPU is a fake one, cannot show it either."""
     if config.parallel.cpu_offload:
-        why = "moves weights and optimizer state between host and GPU, which no plan counts"
+        why = "moves weights and optimizer state between host and GPU, which a plan does not model"
         raise UserError("parallel.cpu_offload", True, why, "set parallel.cpu_offload=false")
 
 
 def check_before_search(config: Config) -> None:
-    """Raises UserError for what is wrong in every layout."""
+    """Raise UserError for what is wrong in every layout."""
     check_can_be_planned(config)
-    # What only a layout makes wrong is set to what is right on one rank; the size that this
-    # replaces is looked at below.
+    # Settings that are wrong only in some layouts are replaced by ones that are valid on one rank.
+    # The micro-batch size, which this replaces too, is checked below.
     parallel = replace(config.parallel, tp=1, pp=1, dp_shard=1, dp_replicate=1, schedule="1f1b",
                        stages_per_rank=1, layers_per_stage=None, zero_stage=2)  # fmt: skip
     alone = replace(config, parallel=parallel, train=replace(config.train, micro_batch_size=1),
@@ -31,16 +31,16 @@ def check_before_search(config: Config) -> None:
 
 
 def assumptions(config: Config, device: Device) -> list[str]:
-    """What the figures are of, where the run may be another."""
+    """The respects in which the planned figures may differ from the run, as lines of text."""
     lines = []
     if config.train.compile:
         lines.append(
-            "planned for blocks that are not compiled; train.compile=true is a little faster and "
-            "keeps a little less"
+            "planned without train.compile=true, which makes a step a little faster and keeps a "
+            "little less memory"
         )
     if device.name != device.efficiencies_of:
         lines.append(
-            f"efficiencies are those of {device.efficiencies_of}, but for what a file of rates "
-            "replaces"
+            f"efficiencies are those of {device.efficiencies_of}, except those that a file of "
+            "rates replaces"
         )
     return lines

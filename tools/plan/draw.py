@@ -1,4 +1,5 @@
-"""Draws what tools/plan found: memory of every pipeline rank, and layouts by time and memory."""
+"""Draws the results of tools/plan: memory of every pipeline rank, and layouts by time and
+memory."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ if TYPE_CHECKING:  # it takes a second to import
 
     from tools.plan.search import Found
 
-# Lightness falls along the list, so that neighbours differ for the colour-blind too.
+# Lightness decreases along the list, so that neighbours differ for the colour-blind too.
 COLOURS = (
     "#fbe68f",
     "#c5cad3",
@@ -28,7 +29,7 @@ COLOURS = (
 
 
 def draw_memory(plan: dict[str, Any]) -> "Figure":
-    """A bar per pipeline rank, cut by category, and a line where memory ends."""
+    """Draw a bar per pipeline rank, divided by category, and a line at the available memory."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -59,14 +60,14 @@ def draw_memory(plan: dict[str, Any]) -> "Figure":
         [f"pp rank {rank['pp_rank']}" for rank in ranks],
         size=TEXT_SIZE,
     )
-    axes.set_xlabel("GB at the peak; dashed: what there is", size=TEXT_SIZE, color=MUTED)
+    axes.set_xlabel("GB at the peak; dashed: available", size=TEXT_SIZE, color=MUTED)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside upper center", ncols=3, fontsize=TEXT_SIZE - 1, frameon=False)
     return figure
 
 
 def draw_frontier(frontier: Sequence["Found"], room: float) -> "Figure":
-    """Layouts that no other beats in both time and memory."""
+    """Draw the layouts that no other layout beats in both time and memory."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""How long a rank's communication takes in a step, and how much of that it waits for."""
+"""Seconds of a rank's communication in a step, and how many of them are exposed."""
 
 from typing import NamedTuple
 
@@ -8,15 +8,15 @@ from tools.plan.time import EXPOSED, WIRE, StepTime
 
 
 class Seconds(NamedTuple):
-    """Of an axis, in one step."""
+    """Seconds of communication over one axis, in one step."""
 
     wire: float
-    exposed: float  # of these, computing waits
+    exposed: float  # the part during which computation waits
 
 
 def seconds_on_the_wire(time: StepTime, pp_rank: int) -> dict[str, Seconds]:
-    """By axis: of pipeline rank `pp_rank`. What the pipeline waits for messages is of the slowest
-    rank, the whole step's."""
+    """Seconds by axis, on pipeline rank `pp_rank`. The exposed seconds of `pp` are by how much the
+    whole step is longer because messages take time."""
     layout = time.layout.at(pp_rank)
     parallel, m = layout.config.parallel, layout.num_microbatches
     tp_wire = tp_exposed = gathers = waits = reductions = replicas = 0.0
@@ -46,8 +46,8 @@ def seconds_on_the_wire(time: StepTime, pp_rank: int) -> dict[str, Seconds]:
 
 
 def _late_start(time: StepTime, pp_rank: int) -> float:
-    """By how much the first forward of each stage is longer than the others, for want of
-    weights."""
+    """Seconds by which the first forwards of this rank's stages are longer than later ones, because
+    they wait for weights."""
     late = 0.0
     for action, start, end in time.timeline.ranks[pp_rank]:
         if action.kind is FORWARD and action.microbatch == 0:

@@ -1,4 +1,4 @@
-"""The accounting that guides to data-parallel training use, beside ours."""
+"""ZeRO's memory and traffic as guides to data-parallel training count them, next to Lattice's."""
 
 from dataclasses import replace
 from typing import Literal
@@ -11,12 +11,13 @@ from training.config import Config
 
 ZeroStage = Literal[0, 1, 2, 3]
 STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)
-GUIDE = {"weights": 2, "gradients": 2, "optimizer": 8}  # bytes: bfloat16 twice, float32 moments
+GUIDE = {"weights": 2, "gradients": 2, "optimizer": 8}  # bytes: bfloat16, bfloat16, two float32
 
 
 def guide_bytes(parameters: float, ranks: int, zero_stage: int) -> float:
-    """ZeRO's table (Rajbhandari et al. 2020, figure 1) with 12 bytes a parameter: stage 1 shards
-    the optimizer's state, stage 2 the gradients too, stage 3 everything."""
+    """Bytes per rank by ZeRO's table (Rajbhandari et al. 2020, figure 1), with 12 bytes per
+    parameter: stage 1 shards the optimizer state, stage 2 also the gradients, stage 3
+    everything."""
     sharded = {0: (), 1: ("optimizer",), 2: ("optimizer", "gradients"), 3: tuple(GUIDE)}[zero_stage]
     return sum(
         size * parameters / (ranks if name in sharded else 1) for name, size in GUIDE.items()
@@ -24,8 +25,8 @@ def guide_bytes(parameters: float, ranks: int, zero_stage: int) -> float:
 
 
 def our_bytes(config: Config, ranks: int, zero_stage: ZeroStage) -> dict[str, float]:
-    """What Lattice holds on each of `ranks` data-parallel ranks, between two micro-batches, without
-    activations and buffers."""
+    """Bytes that Lattice holds on each of `ranks` data-parallel ranks between two micro-batches,
+    without activations and buffers."""
     shard, replicate = (1, ranks) if zero_stage == 0 else (ranks, 1)
     parallel = replace(config.parallel, tp=1, pp=1, schedule="1f1b", stages_per_rank=1,
                        layers_per_stage=None, dp_shard=shard, dp_replicate=replicate,
@@ -43,20 +44,20 @@ def our_bytes(config: Config, ranks: int, zero_stage: ZeroStage) -> dict[str, fl
 
 
 def guide_traffic(parameters: float, ranks: int, strategy: str) -> float:
-    """Bytes that one rank sends in a step of one micro-batch: rings send (n − 1) / n of what they
-    carry.
+    """Bytes that one rank sends in a step of one micro-batch. In a ring of n ranks, each sends
+    (n − 1) / n of the tensor per gather or scatter.
 
-    DDP all-reduces bfloat16 gradients: twice the model. ZeRO-3 and FSDP gather weights in forward
-    and backward and scatter gradients: three times. ZeRO-1 and -2 scatter gradients and gather
-    weights once: twice, as DDP.
+    DDP all-reduces bfloat16 gradients, which is twice the model. ZeRO-3 and FSDP gather weights in
+    forward and in backward and reduce-scatter gradients: three times the model. ZeRO-1 and ZeRO-2
+    reduce-scatter gradients and gather weights once: twice the model, as in DDP.
     """
     times = {"ddp": 2, "zero 1": 2, "zero 2": 2, "zero 3": 3}[strategy]
     return parameters * 2 * times * (ranks - 1) / ranks
 
 
 def our_traffic(config: Config, ranks: int, strategy: str) -> float:
-    """The same for Lattice, whose gradients are reduced in parallel.reduce_dtype: two passes of
-    DDP's all-reduce, or one of a reduce-scatter beside the gathers of weights in train.dtype."""
+    """The same for Lattice, which reduces gradients in parallel.reduce_dtype (an all-reduce counts
+    twice, a reduce-scatter once) and gathers weights in train.dtype."""
     parallel = replace(config.parallel, tp=1, pp=1, schedule="1f1b", stages_per_rank=1,
                        layers_per_stage=None, dp_shard=ranks, dp_replicate=1)  # fmt: skip
     layout = Layout(replace(config, parallel=parallel), ranks, 0)
@@ -67,8 +68,8 @@ def our_traffic(config: Config, ranks: int, strategy: str) -> float:
 
 
 def zero_table(config: Config, ranks: int) -> str:
-    """As text: bytes a rank for each stage, in the guides' accounting for a round number of
-    parameters, and ours."""
+    """A table as text: the bytes per rank for each ZeRO stage as guides count them, for a round
+    number of parameters, and as Lattice holds them."""
     model = num_parameters(config.model)
     parameters = round(model, -9) if model >= 1e9 else model
     lines = [

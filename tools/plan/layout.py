@@ -1,4 +1,4 @@
-"""What one rank of a world holds: units, their weights as FSDP cuts them, widths of numbers."""
+"""What one rank of the world holds: units, their weights as FSDP shards them, widths of dtypes."""
 
 import math
 import re
@@ -32,8 +32,8 @@ PHASES = {FORWARD: "forward", BACKWARD: "backward", BACKWARD_INPUT: "input",
 
 
 def world_of(path: str, config: Config, gpus: int | None) -> int:
-    """The number of ranks: `gpus`, or the product of the axes, or what the file's first line says
-    (`# world: 256`)."""
+    """The number of ranks: `gpus`, or the product of the axes, or the number in the file's first
+    line (`# world: 256`)."""
     parallel = config.parallel
     if gpus is not None:
         return gpus
@@ -44,7 +44,7 @@ def world_of(path: str, config: Config, gpus: int | None) -> int:
         raise UserError(
             "--gpus",
             None,
-            "parallel.dp_shard=-1 takes what is left of a world nobody named",
+            "parallel.dp_shard=-1 needs the number of GPUs, which is not known",
             "give --gpus N",
         )
     return int(first_line[1])
@@ -52,7 +52,7 @@ def world_of(path: str, config: Config, gpus: int | None) -> int:
 
 class Gathered:
     """Weights that FSDP gathers and reduces together: those of a unit, or of all units of a stage.
-    Shapes are those of the tp rank, before FSDP cuts their rows."""
+    Shapes are those of the tp rank's weights, before FSDP shards their rows."""
 
     def __init__(self, units: Iterable[Unit]) -> None:
         self.weights = [weight for unit in units for weight in unit.weights]
@@ -61,12 +61,13 @@ class Gathered:
         self.padded = lru_cache(self._padded)
 
     def _padded(self, ranks: int) -> int:
-        """Numbers that travel in a gather or reduction over `ranks`: rows are filled up to a
-        multiple of them."""
+        """The number of elements in a gather or reduction over `ranks`, with the rows of each
+        weight padded to a multiple of `ranks`."""
         return sum(-(-w.shape[0] // ranks) * ranks * (w.numel // w.shape[0]) for w in self.weights)
 
     def local(self, ranks: int, rank: int, which: Callable[[LocalWeight], bool]) -> int:
-        """Numbers that one of `ranks` keeps of some of the weights."""
+        """The number of elements that rank `rank` of `ranks` keeps of the weights for which `which`
+        is true."""
         chosen = filter(which, self.weights)
         return sum(
             len(chunk_range(w.shape[0], ranks, rank)) * (w.numel // w.shape[0]) for w in chosen
@@ -80,7 +81,7 @@ def gathered(*units: Unit) -> Gathered:
 
 @dataclass(frozen=True)
 class Layout:
-    """One rank's part of the job. Ranks that differ in their data-parallel coordinates alone are
+    """One rank's part of the job. Ranks that differ only in their data-parallel coordinates are
     alike."""
 
     config: Config
@@ -118,12 +119,12 @@ class Layout:
 
     @cached_property
     def master(self) -> int:
-        """Of weights, moments and reduced gradients between steps."""
+        """The width of weights, moments and reduced gradients between steps."""
         return Precision.of(self.config).master.itemsize
 
     @cached_property
     def states_per_weight(self) -> int:
-        """Tensors that the optimizer keeps of each weight, in the master dtype."""
+        """The number of tensors that the optimizer keeps for each weight, in the master dtype."""
         return len(optimizer_class(self.config.optimizer.name).state_names)
 
     @cached_property
@@ -132,14 +133,14 @@ class Layout:
 
     @cached_property
     def exact(self) -> int:
-        """Of statistics and losses."""
+        """The width of statistics and losses."""
         return Precision.of(self.config).exact.itemsize
 
     # --- time ---
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch."""
+        """The tokens of a micro-batch."""
         return self.config.train.seq_len * self.config.train.micro_batch_size
 
     @cached_property
@@ -154,7 +155,7 @@ class Layout:
 
     @cached_property
     def setting(self) -> Setting:
-        """What the records of the units depend on."""
+        """All that the units' records depend on, apart from the unit."""
         return self.config.setting(self.tp_rank)
 
     @cached_property
@@ -172,12 +173,12 @@ class Layout:
 
     @cached_property
     def kinds(self) -> Counter[Unit]:
-        """A block of each kind, and how many there are."""
+        """One block of each kind, and how many blocks the model has of it."""
         return blocks(replace(self.setting, tp_rank=0))
 
     @cached_property
     def smallest_block(self) -> int:
-        """Parameters of the kind that has fewest."""
+        """Parameters of the smallest kind of block."""
         return min(unit.numel for unit in self.kinds)
 
     @cached_property
@@ -188,7 +189,7 @@ class Layout:
         return units
 
     def units(self, stage: int) -> list[Unit]:
-        """Of a stage, in the order of forward."""
+        """The units of a stage, in the order of forward."""
         return self._units[stage]
 
     @cached_property
@@ -196,13 +197,15 @@ class Layout:
         return splits_backward(self.schedule)
 
     def phase(self, kind: Kind, unit: Unit, first: bool = False, last: bool = False) -> Phase:
-        """What a unit does in an action of this kind. `first`: of a stage whose input comes from
-        another stage; `last`: of one whose output goes to another."""
+        """What a unit does in an action of this kind. `first`: the unit is the first of a stage
+        whose input comes from another stage; `last`: it is the last of a stage whose output goes to
+        another stage."""
         whole = kind is BACKWARD or (kind is FORWARD and not self.splits_backward)
         return (unit.whole if whole else unit.split).at(first, last)[PHASES[kind]]
 
     def fsdp_units(self, stage: int) -> list[tuple[range, Gathered]]:
-        """What is gathered and reduced at once, and which of `units` it is."""
+        """The weights that are gathered and reduced together, each with the indices of the `units`
+        that they belong to."""
         units = self.units(stage)
         if self.config.parallel.fsdp_unit == "stage":
             return [(range(len(units)), gathered(*units))]
@@ -210,7 +213,7 @@ class Layout:
 
     @property
     def hidden_bytes(self) -> int:
-        """Of what goes from unit to unit."""
+        """Bytes of the hidden states that pass from unit to unit."""
         return self.embedding.hidden_bytes
 
     @cached_property
@@ -224,11 +227,11 @@ class Layout:
 
     @cached_property
     def stages(self) -> list[int]:
-        """Of this pipeline rank."""
+        """The stages of this pipeline rank."""
         return [s for s, rank in enumerate(self.where) if rank == self.pp_rank]
 
     def at(self, pp_rank: int) -> "Layout":
-        """The same on another pipeline rank; what is alike on all is not computed again."""
+        """The same job on another pipeline rank; what is equal on all ranks is not recomputed."""
         other = replace(self, pp_rank=pp_rank)
         alike = (
             "where",

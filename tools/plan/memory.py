@@ -1,9 +1,9 @@
-"""Bytes on one rank, moment by moment.
+"""Counts the bytes on one rank through a whole step.
 
-A rank's program is gone through as parallel/pipeline/runner.py does, and each of its actions unit
-by unit. What a unit's forward or backward keeps, frees and has alive at most is recorded from its
-code (costs/units.py). Around it come what FSDP2 does (sharded.py), the messages of the pipeline,
-and the states that last.
+It follows the rank's program in the order of parallel/pipeline/runner.py, and each action unit by
+unit. What a unit's forward or backward keeps and frees, and its peak, are recorded from its code
+(costs/units.py). To these it adds what FSDP2 allocates (sharded.py), the messages of the pipeline,
+and the permanent states.
 """
 
 from collections.abc import Hashable
@@ -28,7 +28,8 @@ from tools.plan.sharded import Sharded
 
 
 class Memory(Account):
-    """`peak` bytes, `at_peak` by category, `activations` by kind, and the `peak_action`."""
+    """The memory of one rank: `peak` bytes, `at_peak` by category, `activations` by kind, and the
+    `peak_action`."""
 
     def __init__(self, layout: Layout, program: Program | None = None) -> None:
         super().__init__()
@@ -38,11 +39,11 @@ class Memory(Account):
         alike = replace(layout.setting, tp_rank=0)
         self.positions = {s: position_bytes(alike, kinds) for s, kinds in blocks.items()}
         self.sharded = Sharded(layout, self)
-        self.left = dict.fromkeys(layout.stages, layout.num_microbatches)  # backwards to come
+        self.left = dict.fromkeys(layout.stages, layout.num_microbatches)  # remaining backwards
         self._states()
         self._run(lower(layout.schedule)[layout.pp_rank] if program is None else program)
 
-    # --- what is there before the first step ---
+    # --- memory before the first step ---
 
     def _states(self) -> None:
         layout = self.layout
@@ -58,7 +59,7 @@ class Memory(Account):
 
     def _run(self, program: Program) -> None:
         layout, part = self.layout, self.layout.hidden_bytes
-        sent = waiting = 0  # messages on their way, and made but not yet posted
+        sent = waiting = 0  # messages being sent, and messages computed but not yet posted
         where = layout.where
         for item in program:
             if isinstance(item, Exchange):
@@ -70,7 +71,7 @@ class Memory(Account):
                 continue
             self.action = item
             need, result = need_of(item, layout.num_stages), result_of(item, layout.num_stages)
-            if need is not None:  # a hidden state is kept for backward; a gradient is used up
+            if need is not None:  # a hidden state is kept for backward; a gradient is consumed
                 self.free(MESSAGES, part)
                 self.add(HIDDEN if item.kind is FORWARD else TEMPORARY, part)
             self.left[item.stage] -= item.kind in (BACKWARD, BACKWARD_WEIGHT)
@@ -81,7 +82,7 @@ class Memory(Account):
         self.action = None
 
     def _state(self, action: Action) -> Hashable:
-        """All that an action's memory depends on, besides the layout."""
+        """All that an action's memory depends on, apart from the layout."""
         kind, stage = action.kind, action.stage
         return kind, stage, self.left[stage] == 0, self.sharded.state(stage)
 
@@ -111,7 +112,7 @@ class Memory(Account):
             self.free(GATHERING, buffer)
             if resharded and index + 1 == self.sharded.unit_of[stage, index][1].stop:
                 self.sharded.reshard(stage, index)
-        if stage < layout.num_stages - 1:  # the last block's output is the next stage's
+        if stage < layout.num_stages - 1:  # the last block's output goes to the next stage
             self.free(HIDDEN, units[-1].hidden_bytes)
 
     # --- backward ---
@@ -130,10 +131,10 @@ class Memory(Account):
                 sharded.reshard(stage, index)
             self.free(GATHERING, prefetched)
         self.free(POSITIONS, self.positions[stage])
-        if stage > 0:  # its input, and the gradient that goes out
+        if stage > 0:  # its input, and the outgoing gradient
             self.free(HIDDEN, layout.hidden_bytes)
             self.free(TEMPORARY, layout.hidden_bytes)
-        if stage < layout.num_stages - 1:  # the gradient that came in
+        if stage < layout.num_stages - 1:  # the incoming gradient
             self.free(TEMPORARY, layout.hidden_bytes)
 
     def _weight_gradients(self, stage: int, last: bool) -> None:
@@ -151,8 +152,8 @@ class Memory(Account):
 
 
 def batch_bytes(layout: Layout) -> int:
-    """Tokens and targets of a step, int64, transposed where micro-batches are not rows; and
-    positions."""
+    """Bytes of a step's tokens and targets (int64; twice if a micro-batch has several sequences,
+    for the transposed copy) and positions."""
     numbers = layout.tokens * layout.num_microbatches
     both = numbers * 16 * (2 if layout.config.train.micro_batch_size > 1 else 1)
     return both + 8 * (numbers if layout.config.data.document_mask else layout.config.train.seq_len)

@@ -1,10 +1,10 @@
-"""The most bytes that each pipeline rank of a job holds, counted in a step of few micro-batches.
+"""The peak of memory of each pipeline rank, counted in a step with few micro-batches.
 
-A schedule such as 1F1B fills the pipeline, then repeats itself, then drains it. How often it
-repeats itself changes neither what is alive at once nor the order of anything: with 4 · pp
-micro-batches every rank's peak is, byte for byte, that of a step with any larger number, but for
-the batch itself (tests/test_plan_search.py; 3 · pp would do). GPipe and breadth-first never repeat
-themselves: they keep all micro-batches, and are counted in full.
+A schedule such as 1F1B fills the pipeline, then repeats itself, then drains it. The number of
+repetitions changes neither what is alive at once nor the order of actions. With 4 · pp
+micro-batches every rank's peak is, to the byte, that of a step with any larger number, except for
+the batch itself (tests/test_plan_search.py; 3 · pp would suffice). GPipe and breadth-first do not
+repeat: they keep all micro-batches, and are counted in full.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,13 +18,13 @@ from tools.plan.bounds import GROWING, where
 from tools.plan.layout import Layout
 from tools.plan.memory import Memory, batch_bytes
 
-COUNTED = 4  # micro-batches for each pipeline rank, in which memory is counted
-CHECKED = 2  # and in which a schedule is checked: the fewest that all take
+COUNTED = 4  # micro-batches per pipeline rank of the step in which memory is counted
+CHECKED = 2  # of the step in which a schedule is checked: the fewest that all schedules accept
 
 
 def shortened(layout: Layout, times: int) -> Layout:
-    """The same job with at most `times` · pp micro-batches. Every schedule that takes more takes as
-    many."""
+    """The same job with at most `times` · pp micro-batches. Every schedule that accepts more also
+    accepts that number."""
     config, m = layout.config, layout.num_microbatches
     fewer = times * config.parallel.pp
     if m <= fewer:
@@ -34,7 +34,8 @@ def shortened(layout: Layout, times: int) -> Layout:
 
 
 def shared(layout: Layout) -> Layout:
-    """The same, with a schedule that neighbours in the order of estimates often have too."""
+    """The same layout with its schedule taken from a cache, because neighbours in the order of
+    estimates often have the same schedule."""
     p, copy = layout.config.parallel, replace(layout)
     schedule = _schedule(p.schedule, p.pp, p.stages_per_rank, layout.num_microbatches)
     vars(copy).update(schedule=schedule, where=where(p.schedule, p.pp, p.stages_per_rank))
@@ -42,7 +43,7 @@ def shared(layout: Layout) -> Layout:
 
 
 def peaks(layout: Layout, first: Sequence[int] = ()) -> Iterator[int]:
-    """Bytes of each pipeline rank, beginning with those of `first`."""
+    """Yield the peak bytes of each pipeline rank, starting with the ranks in `first`."""
     p = layout.config.parallel
     short = shared(layout if p.schedule in GROWING else shortened(layout, COUNTED))
     programs = _programs(p.schedule, p.pp, p.stages_per_rank, short.num_microbatches)

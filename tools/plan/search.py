@@ -1,14 +1,15 @@
-"""The layouts of a model on a number of GPUs that take least time, and those that take least memory
-for their time.
+"""Finds the fastest layouts of a model on a number of GPUs, and those that need the least memory
+for their speed.
 
-All are estimated (plan/candidates.py), and those dropped whose bound says that they cannot fit. The
-others are taken in the order of their estimates: their memory is counted on every pipeline rank,
-those that fit are checked as a run would check them (both in a shortened step: plan/peaks.py), and
-their step is simulated, until enough fit or none is left. The frontier adds the layouts that keep
-less than every faster one, examined in the same way.
+The search estimates all layouts (plan/candidates.py) and drops those whose lower bound exceeds the
+memory. It takes the others in the order of their estimates, until enough of them fit or none is
+left: it counts their memory on every pipeline rank, checks those that fit as a run would check them
+(both in a shortened step: plan/peaks.py), and simulates their step. For the frontier it also
+examines, in the same way, the layouts that keep less memory than every faster one.
 
-Where nothing fits, the search says what is nearest: how many GPUs the weights and the optimizer
-need at least, which takes no time at all, or the layout that needs least.
+If nothing fits, the error names the nearest alternative: the least number of GPUs whose memory
+holds weights, gradients and optimizer state (found without a search), or the layout that needs the
+least memory.
 """
 
 import heapq
@@ -28,22 +29,22 @@ from tools.plan.time import StepTime
 from training.config import Config
 from training.optimizers import state_bytes
 
-ENOUGH = 20  # that fit, twice what is shown: estimates may put neighbours in the wrong order
-ALIKE = 0.01  # of a step's seconds: two that differ by less may well be in the other order
-NEAREST = 20  # layouts with the lowest bounds, of which one that a run would start is the nearest
+ENOUGH = 20  # layouts that fit; twice as many as shown, because estimates may swap neighbours
+ALIKE = 0.01  # of a step's seconds; the order of two layouts that differ by less is uncertain
+NEAREST = 20  # layouts with the lowest bounds, among which the nearest valid one is chosen
 SEARCHED = ("tp", "pp", "dp_shard", "dp_replicate", "schedule", "stages_per_rank",
             "layers_per_stage", "zero_stage")  # fmt: skip
 
 
 @dataclass
 class Found:
-    """A layout; `config` has it, the rest says what it would be like."""
+    """A layout, which is in `config`, with its time and memory."""
 
     config: Config
     world: int
     device: Device
-    fullest: int = 0  # the pipeline rank that probably needs most
-    estimate: float = 0.0  # seconds, by which the search ordered it
+    fullest: int = 0  # the pipeline rank that probably needs the most memory
+    estimate: float = 0.0  # seconds of a step; the search examines layouts in this order
 
     @cached_property
     def layout(self) -> Layout:
@@ -51,8 +52,8 @@ class Found:
 
     @cached_property
     def _simulated(self) -> tuple[float, float]:
-        """Seconds of a step, and its bubble. The timeline is not kept: those of all that are found
-        would fill the memory."""
+        """Seconds of a step, and its bubble. The timeline is not kept, because the timelines of all
+        layouts found would fill the memory."""
         time = StepTime(shared(self.layout), self.device)
         return time.step_seconds, time.timeline.bubble_fraction
 
@@ -66,18 +67,18 @@ class Found:
 
     @property
     def time(self) -> StepTime:
-        """Everything else about the step. Its `timeline` is simulated again for who asks."""
+        """All other figures of the step. Its `timeline` is simulated again on first use."""
         time = StepTime(self.layout, self.device)
         vars(time)["step_seconds"] = self.seconds
         return time
 
     @cached_property
     def peak(self) -> int:
-        """Bytes on the pipeline rank that needs most."""
+        """Bytes on the pipeline rank that needs the most."""
         return max(self._peaks())
 
     def fits(self, room: float) -> bool:
-        """Whether every pipeline rank does."""
+        """Whether every pipeline rank fits into `room` bytes."""
         peaks = []
         for peak in self._peaks():
             if peak > room:
@@ -87,8 +88,8 @@ class Found:
         return True
 
     def _peaks(self) -> Iterator[int]:
-        """Of each pipeline rank, first of those that often need most: the second may have a block
-        more than the first."""
+        """Yield the peak of each pipeline rank, starting with those that often need the most. (The
+        second may have one block more than the first.)"""
         pp = self.config.parallel.pp
         ranks = [rank for rank in (self.fullest, 1, 0, pp - 1, pp // 2) if rank < pp]
         return peaks(self.layout, ranks)
@@ -97,7 +98,7 @@ class Found:
         return describe([self])
 
     def overrides(self) -> str:
-        """What makes the searched configuration this one."""
+        """The overrides that turn the searched configuration into this one."""
         p, t = self.config.parallel, self.config.train
         text = [
             f"parallel.{key}={_value(getattr(p, key))}" for key in (*SEARCHED, "sequence_parallel")
@@ -111,29 +112,29 @@ class Found:
 
 @dataclass
 class Result:
-    """Of a search."""
+    """The result of a search."""
 
-    best: list[Found]  # that fit, fastest first
-    also: list[Found]  # further ones that were found to fit, slower than the best
-    layouts: int  # that keep the configuration's rules
-    counted: int  # whose memory was counted and not bounded
-    frontier: list[Found]  # slower and slower, with less and less memory
-    space: list[str]  # what was searched, in words
+    best: list[Found]  # layouts that fit, fastest first
+    also: list[Found]  # further layouts found to fit, slower than the best
+    layouts: int  # the number of layouts that obey the configuration's rules
+    counted: int  # the number of layouts whose memory was counted exactly, not only bounded
+    frontier: list[Found]  # in order of increasing time and decreasing memory
+    space: list[str]  # a description of what was searched
 
 
 def search(config: Config, world: int, device: Device, wanted: int = 10) -> Result:
-    """The `wanted` fastest that fit.
+    """Find the `wanted` fastest layouts that fit.
 
     Raises:
-        UserError: none fits, no layout divides the batch, or the configuration is at fault whatever
-            its layout.
+        UserError: none fits, no layout divides the batch, or the configuration is invalid in every
+            layout.
     """
     check_before_search(config)
     room = device.memory_bytes - device.reserved_bytes
     _check_states_fit(config, world, room)
     everything = list(candidates(config, world, device))
     if not everything:
-        why = f"no layout of {world} GPUs cuts the batch, the layers and the heads into equal parts"
+        why = f"no layout of {world} GPUs divides the batch, the layers and the heads evenly"
         remedy = "choose numbers with more divisors"
         raise UserError("train.global_batch_size", config.train.global_batch_size, why, remedy)
     possible = sorted((c for c in everything if c.bound <= room), key=lambda c: c.estimate)
@@ -157,7 +158,7 @@ def search(config: Config, world: int, device: Device, wanted: int = 10) -> Resu
         remedy = "take more GPUs, or larger ones (--device), or a smaller model or train.seq_len"
         if nearest is not None:
             remedy += (
-                "; to see where the nearest one's bytes are, plan it without --search: "
+                "; to see the memory of the nearest layout in detail, plan it without --search: "
                 f"{nearest.overrides()}"
             )
         raise UserError("--gpus", world, why, remedy)
@@ -174,9 +175,9 @@ def search(config: Config, world: int, device: Device, wanted: int = 10) -> Resu
 
 
 def _check_states_fit(config: Config, world: int, room: float) -> None:
-    """Raises UserError where no layout can fit, whatever it does: states alone are too large."""
+    """Raise UserError if weights, optimizer state and gradients do not fit in any layout."""
     one = Layout(config, world, 0)
-    # weights, states; gradients, of which no rank holds less than its share
+    # weights and states, and the gradients, of which each rank holds at least its share
     each = state_bytes(config) + one.reduce
     states = num_parameters(config.model) * each
     if states <= room * world:
@@ -194,12 +195,12 @@ def _check_states_fit(config: Config, world: int, room: float) -> None:
 
 
 class Examiner:
-    """Says of candidates whether they are valid and fit, each once."""
+    """Decides whether candidates are valid and fit, each only once."""
 
     def __init__(self, world: int, device: Device, room: float) -> None:
         self.world, self.device, self.room = world, device, room
-        self.known: dict[int, Found | None] = {}  # by identity: a search keeps its candidates
-        self.refused: UserError | None = None  # the last that a run would not start
+        self.known: dict[int, Found | None] = {}  # by id(), since a search keeps its candidates
+        self.refused: UserError | None = None  # the last error of a layout that is not valid
         self.too_large = 0
 
     def __call__(self, candidate: Candidate) -> Found | None:
@@ -215,8 +216,8 @@ class Examiner:
         return found if self._valid(found) else None
 
     def nearest(self, everything: list[Candidate]) -> Found | None:
-        """The valid layout with the lowest bound; bounds are a few percent below what is
-        counted."""
+        """The valid layout with the lowest bound. Bounds are a few percent below the exact
+        count."""
         lowest = heapq.nsmallest(NEAREST, everything, key=lambda candidate: candidate.bound)
         return next(filter(self._valid, map(self._found, lowest)), None)
 
@@ -226,7 +227,7 @@ class Examiner:
         )
 
     def _valid(self, found: Found) -> bool:
-        """Whether a run with it would start."""
+        """Whether a run with this layout would start."""
         try:
             shortened(found.layout, CHECKED).config.validate(self.world)
         except UserError as error:
@@ -240,7 +241,7 @@ def _order(found: Found) -> tuple[float, int]:
 
 
 def _lowest(possible: list[Candidate]) -> Iterator[Candidate]:
-    """Those of which no faster one keeps less."""
+    """Yield the candidates that keep less memory than every faster one."""
     lowest = float("inf")
     for candidate in possible:
         if candidate.kept < lowest:
@@ -249,7 +250,7 @@ def _lowest(possible: list[Candidate]) -> Iterator[Candidate]:
 
 
 def _value(value: object) -> str:
-    """As a configuration's override writes it, without spaces."""
+    """The value as written in an override, without spaces."""
     if isinstance(value, list):
         return f"[{','.join(map(str, value))}]"
     return (
@@ -258,11 +259,11 @@ def _value(value: object) -> str:
 
 
 def rows(found: Sequence[Found]) -> list[list[Found]]:
-    """Layouts in the order of their seconds, those that hardly differ together.
+    """Group layouts, given in the order of their seconds, into rows of layouts that hardly differ.
 
-    They compute the same (tp, pp, schedule, micro-batch, recomputation) and take at most 1% longer
-    than the first. They may differ in how layers and data-parallel ranks are cut, and in the ZeRO
-    stage.
+    The layouts of a row compute the same (tp, pp, schedule, micro-batch, recomputation) and take at
+    most 1% longer than its first. They may differ in how layers and data-parallel ranks are
+    divided, and in the ZeRO stage.
     """
     together: dict[tuple[object, ...], list[list[Found]]] = {}
     ordered: list[list[Found]] = []
@@ -281,7 +282,7 @@ def rows(found: Sequence[Found]) -> list[list[Found]]:
 
 
 def describe(alike: Sequence[Found]) -> str:
-    """Layouts of one row in words: `zero 1/2` where some have the one and some the other."""
+    """Describe the layouts of one row; `zero 1/2` means that some have ZeRO stage 1 and some 2."""
     parallel, train = [one.config.parallel for one in alike], alike[0].config.train
     p = parallel[0]
     sizes = " ".join(
@@ -309,7 +310,7 @@ def _each(values: Iterable[object]) -> str:
 
 
 def why_not(best: Found, other: Found) -> str:
-    """What the runner-up loses on."""
+    """Explain where the second layout loses time."""
     a, b = best.time, other.time
     work = []  # of a rank, on average
     for time in (a, b):
@@ -323,7 +324,7 @@ def why_not(best: Found, other: Found) -> str:
     ]
     tail = [one.seconds - seconds for one, seconds in zip((best, other), pipeline, strict=True)]
     reasons = {
-        "in the actions themselves (computing, tp, gathers that do not hide)": work[1] - work[0],
+        "in the actions themselves (computation, tp, exposed gathers)": work[1] - work[0],
         "waiting in the pipeline": idle[1] - idle[0],
         "after the last action (reductions, optimizer)": tail[1] - tail[0],
     }

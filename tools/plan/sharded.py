@@ -1,4 +1,4 @@
-"""What FSDP2 does to memory around the units of a stage: gathers, copies and reductions
+"""Counts the memory that FSDP2 uses around the units of a stage, for gathers, copies and reductions
 (parallel/data.py)."""
 
 from collections import defaultdict
@@ -8,16 +8,16 @@ from parallel.memory import GATHERED, GRADIENTS, REDUCING, SHARDED_GRADIENTS
 from tools.plan.account import Account
 from tools.plan.layout import Gathered, Layout
 
-Key = tuple[int, int]  # stage, and the first of its units
+Key = tuple[int, int]  # identifies a unit of FSDP: the stage, and the first of the stage's units
 
 
 class Sharded:
-    """FSDP's units of a rank's stages: which are gathered, and where their gradients are. A unit of
-    FSDP is one of the stage's, or all of them (`fsdp_unit: stage`)."""
+    """The state of FSDP's units on a rank: which are gathered, and where their gradients are. A
+    unit of FSDP is one unit of a stage, or with `fsdp_unit: stage` all units of a stage."""
 
     def __init__(self, layout: Layout, account: Account) -> None:
         self.layout, self.account = layout, account
-        # of a stage's unit: FSDP's, and what else is in it
+        # (stage, index of a unit) → the FSDP unit that contains it: key, indices of units, weights
         self.unit_of: dict[tuple[int, int], tuple[Key, range, Gathered]] = {}
         for stage in layout.stages:
             for indices, unit in layout.fsdp_units(stage):
@@ -26,13 +26,14 @@ class Sharded:
                 }
         self.gathered: set[Key] = set()
         self.accumulated: set[Key] = set()  # hold whole gradients
-        self.reduced: set[Key] = set()  # hold reduced gradients, of some micro-batches
-        # stage → bytes that FSDP holds on to
+        self.reduced: set[Key] = set()  # hold reduced gradients of some micro-batches
+        # by stage: bytes of buffers that FSDP still holds
         self.input_of_reduction: dict[int, int] = defaultdict(int)
         self.outputs_of_reductions: dict[int, int] = defaultdict(int)
 
     def state(self, stage: int) -> Hashable:
-        """Between two actions: all units of a stage are gathered or none, and so on."""
+        """A stage's state between two actions. Counts suffice, because then all units of the stage
+        are gathered or none, and so on."""
         counts = [
             sum(key[0] == stage for key in keys)
             for keys in (self.gathered, self.accumulated, self.reduced)
@@ -40,10 +41,11 @@ class Sharded:
         return (*counts, self.input_of_reduction[stage], self.outputs_of_reductions[stage])
 
     def gather(self, stage: int, index: int, forward: bool, before: int) -> int:
-        """Before a unit's forward or backward: the weights of FSDP's unit it is in, whole.
+        """Before a unit's forward or backward, gather the weights of the FSDP unit that contains
+        it.
 
-        `before`: bytes of the buffer that the last gather filled; FSDP holds it until the next has
-        its own. Returns this one's.
+        `before`: bytes of the previous gather's buffer, which FSDP holds until the next gather has
+        allocated its own. Returns the bytes of this gather's buffer.
         """
         layout, (key, _, unit) = self.layout, self.unit_of[stage, index]
         if key in self.gathered:
@@ -60,7 +62,7 @@ class Sharded:
         return buffer
 
     def prefetched(self, stage: int, index: int) -> int:
-        """Bytes that are gathered during a unit's backward, for the one that comes next."""
+        """Bytes gathered during a unit's backward for the unit whose backward comes next."""
         layout, (_, indices, _) = self.layout, self.unit_of[stage, index]
         if layout.config.parallel.zero_stage < 3 or layout.dp_shard == 1 or not indices.start:
             return 0
@@ -73,8 +75,8 @@ class Sharded:
             self.account.free(GATHERED, unit.padded(self.layout.dp_shard) * self.layout.compute)
 
     def after_backward(self, stage: int, index: int, last: bool) -> None:
-        """After a unit's backward, if it is the last of FSDP's: its gradients, in the compute
-        dtype, are summed, or reduced."""
+        """After the backward of the last unit within an FSDP unit, accumulate or reduce the
+        gradients, which are in the compute dtype."""
         layout, (key, indices, unit) = self.layout, self.unit_of[stage, index]
         if index != indices.start:
             return
@@ -90,15 +92,15 @@ class Sharded:
         layout, account = self.layout, self.account
         account.free(GRADIENTS, unit.numel * layout.compute)
         if key not in self.accumulated:
-            # One parameter after the other changes its width; the largest comes last, or nearly.
+            # Parameters are converted one after the other; the largest is among the last.
             widest = unit.widest if layout.reduce != layout.compute else 0
             account.add(GRADIENTS, unit.numel * layout.reduce)
             account.reach(gradients=widest * layout.compute)
             self.accumulated.add(key)
 
     def _reduce(self, stage: int, key: Key, unit: Gathered, last: bool) -> None:
-        """Over dp_shard; the last, over dp_replicate too, and to the weights' dtype. Until then
-        FSDP sums in reduce_dtype."""
+        """Reduce over dp_shard. The last reduction of a step also reduces over dp_replicate and
+        converts to the weights' dtype; until then FSDP sums in reduce_dtype."""
         layout, account = self.layout, self.account
         fresh = unit.numel * layout.compute
         if key in self.accumulated:
@@ -112,14 +114,14 @@ class Sharded:
         account.free(GRADIENTS, fresh)
         part = numbers // layout.dp_shard
         output, final = part * layout.reduce, part * layout.master
-        # Alone, a rank divides by 1 into a copy.
+        # With dp_shard 1, FSDP divides the gradients by 1, into a copy.
         account.reach(reducing=output + (numbers * layout.reduce if layout.dp_shard == 1 else 0))
         if not last:
             if key not in self.reduced:
                 account.add(SHARDED_GRADIENTS, output)
                 self.reduced.add(key)
             return
-        # what was reduced over dp_replicate is held until the stage's backward ends
+        # the output of the reduction over dp_replicate is held until the stage's backward ends
         if layout.master != layout.reduce:
             account.add(REDUCING, output)
             self.outputs_of_reductions[stage] += output

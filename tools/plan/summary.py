@@ -1,4 +1,4 @@
-"""One job in numbers: everything that tools/plan prints, as a dictionary."""
+"""All figures of one job that tools/plan prints, as a dictionary."""
 
 from typing import Any
 
@@ -16,51 +16,51 @@ from tools.plan.traffic import Call, by_axis, collectives
 from training.config import Config
 
 MFU_FORMULA = (
-    "tokens per second × FLOPs of a token / (GPUs × peak); attention counts causal, half a square"
+    "tokens per second × FLOPs per token / (GPUs × peak); causal attention counts as half a square"
 )
 
 
 def hidden(layout: Layout, axis: str) -> str:
-    """What of an axis's traffic runs beside computing, in words."""
+    """Describe which part of an axis's communication is hidden behind computation."""
     parallel = layout.config.parallel
     as_one, zero = parallel.fsdp_unit == "stage", parallel.zero_stage
     if axis == "tp":
         cut = (
-            "backward: gathers behind input gradients, scatters behind weight gradients; forward "
-            "waits"
+            "exposed in forward; in backward, gathers hidden behind input gradients, scatters "
+            "behind weight gradients"
         )
         return (
             cut
             if parallel.sequence_parallel
-            else "backward: sums behind weight gradients; forward waits"
+            else "exposed in forward; in backward, hidden behind weight gradients"
         )
     if axis == "dp_shard" and zero == 3:
         return (
-            "nothing: a stage is one unit"
+            "nothing hidden, because a stage is one unit"
             if as_one
-            else "each unit behind the one computed before it"
+            else "gathers hidden behind the previous unit, reductions behind the next"
         )
     if axis == "dp_shard":
-        gathers = "gathers behind nothing" if as_one else "gathers behind the first forward"
+        gathers = "gathers exposed" if as_one else "gathers hidden behind the first forward"
         if zero == 2:
-            return f"{gathers}, reductions behind the {'next actions' if as_one else 'backward'}"
-        return f"{gathers}, reductions behind {'nothing' if as_one else 'the last backward'}"
+            return f"{gathers}, reductions hidden behind {'next actions' if as_one else 'backward'}"
+        return f"{gathers}, reductions {'exposed' if as_one else 'hidden behind the last backward'}"
     if axis == "dp_replicate":
-        return "after the last backward" if as_one else "behind the last backward"
+        return "exposed, after the last backward" if as_one else "hidden behind the last backward"
     return (
-        "behind other micro-batches, as the schedule allows"
+        "hidden behind other micro-batches, as the schedule allows"
         if axis == "pp"
-        else "after the last backward"
+        else "exposed, after the last backward"
     )
 
 
 def summarise(
     config: Config, world: int, device: Device, tokens: float = 0.0, price: float = 0.0
 ) -> dict[str, Any]:
-    """Everything about a job of `world` GPUs.
+    """All figures of a job of `world` GPUs.
 
     Args:
-        tokens: to train on; adds days, energy and cost of the whole run. 0: none.
+        tokens: the number of tokens of the whole run, for its days, energy and cost; 0: unknown.
         price: of one GPU for one hour, in any currency; 0: unknown.
     """
     first = Layout(config, world, 0)
@@ -105,7 +105,8 @@ def summarise(
 
 
 def _rank(time: StepTime, program: Program, layout: Layout) -> dict[str, Any]:
-    """Of one pipeline position; its tp rank 0, which has the largest part of the vocabulary."""
+    """The figures of one pipeline rank, for tp rank 0, which has the largest part of the
+    vocabulary."""
     memory, seconds = Memory(layout, program), seconds_on_the_wire(time, layout.pp_rank)
     calls = collectives(layout)
     traffic = by_axis(calls)
@@ -145,6 +146,6 @@ def _ranks(layout: Layout, call: Call) -> int:
 
 
 def _flops(layout: Layout) -> float:
-    """Forward and backward of a step, without what is computed again."""
+    """FLOPs of forward and backward of a step, without recomputation."""
     units = [unit for stage in layout.stages for unit in layout.units(stage)]
     return layout.num_microbatches * sum(map(model_flops, units))

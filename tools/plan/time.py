@@ -1,12 +1,12 @@
-"""Seconds of each action of a pipeline's stage, and of a whole step: what the units' code was
-recorded to do, at the rates of a device (costs/seconds.py).
+"""Seconds of each action of a pipeline stage and of a whole step, from the units' recorded code at
+the rates of a device (costs/seconds.py).
 
-What hides behind what is what the code overlaps. Over tp a collective hides what is computed
-between its start and the wait for it. Over dp: units are gathered during the forward before, and
-reduced during the backward after; what takes longer than the computing beside it is waited for.
-With `fsdp_unit: stage` there is no unit before and none after: gathers are waited for, and
-reductions run behind what the rank does next. Messages of the pipeline hide in the schedule,
-through the simulator.
+Communication is hidden exactly where the code overlaps it with computation. Over tp, a collective
+is hidden behind what is computed between its start and its wait. Over dp, a unit is gathered during
+the previous unit's forward and reduced during the next unit's backward; time beyond that of the
+overlapping computation is exposed. With `fsdp_unit: stage` there is no previous or next unit, so
+gathers are exposed, and reductions overlap with the rank's next actions. The simulator accounts for
+the messages of the pipeline, which overlap with other actions as the schedule allows.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,8 @@ TOTAL, WIRE, EXPOSED = map(attrgetter, ("total", "wire", "exposed"))
 
 
 class StepTime:
-    """Of one job: `timeline` (of all pipeline ranks), `step_seconds`, and what it is made of."""
+    """The time of one job's step: `timeline` (of all pipeline ranks), `step_seconds`, and their
+    parts."""
 
     def __init__(self, layout: Layout, device: Device) -> None:
         self.layout, self.device = layout, device
@@ -65,7 +66,7 @@ class StepTime:
         return self.rates.memory(size)
 
     def cost(self, unit: Unit, kind: Kind) -> Cost:
-        """Of a unit in an action of this kind."""
+        """The cost of a unit in an action of this kind."""
         if (unit, kind) not in self._costs:
             phase = self.layout.phase(kind, unit)
             self._costs[unit, kind] = self.rates.cost(phase, kind is BACKWARD_WEIGHT)
@@ -74,14 +75,14 @@ class StepTime:
     def part(
         self, unit: Unit, split: bool | None = None, seconds: Callable[[Cost], float] = TOTAL
     ) -> Part:
-        """Seconds of a unit in each action.
+        """A unit's part of the seconds of each action.
 
         Args:
             unit: of the model.
             split: whether the schedule splits backward (default: the layout's schedule). Otherwise
-                `input_grad` is the whole backward.
-            seconds: which of a cost's seconds: computing and waiting for tp (`TOTAL`), what tp's
-                communication takes (`WIRE`), or the waiting only (`EXPOSED`).
+                `input_grad` holds the whole backward.
+            seconds: which of a cost's seconds: computation and exposed communication over tp
+                (`TOTAL`), all communication over tp (`WIRE`), or its exposed part (`EXPOSED`).
         """
         split = self.layout.splits_backward if split is None else split
         kinds = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT) if split else (FORWARD, BACKWARD)
@@ -91,8 +92,8 @@ class StepTime:
     # --- a stage, and what FSDP does around it ---
 
     def summing(self, unit: Unit) -> float:
-        """What a micro-batch's gradients cost beside the products: added up in a wider dtype, or
-        copied for a reduction."""
+        """Seconds that a micro-batch's gradients take in addition to the matrix products, to be
+        added up in a wider dtype or copied for a reduction."""
         layout = self.layout
         if layout.compute == layout.reduce:
             return 0.0
@@ -111,8 +112,8 @@ class StepTime:
 
     @cached_property
     def casts(self) -> list[float]:
-        """Of each stage: seconds to bring its weights to the compute dtype, and what was gathered
-        to its place."""
+        """For each stage, the seconds to convert its weights to the compute dtype and to copy the
+        gathered weights into place."""
         layout = self.layout
         width = 3 * layout.compute + layout.master / layout.dp_shard
         stages = map(layout.units, range(layout.num_stages))
@@ -120,7 +121,7 @@ class StepTime:
 
     @cached_property
     def stages(self) -> list[Part]:
-        """Seconds of each stage's actions, without what they wait for over dp_shard."""
+        """Seconds of each stage's actions, without exposed communication over dp_shard."""
         stages = map(self.layout.units, range(self.layout.num_stages))
         return [
             sum((self.part(u) + Part(0.0, 0.0, self.summing(u)) for u in units), NOTHING)
@@ -128,8 +129,8 @@ class StepTime:
         ]
 
     def waits(self, stage: int) -> Part:
-        """Seconds by which gathers and reductions of every micro-batch make a stage's actions
-        longer."""
+        """Seconds by which a stage's actions are longer because of the gathers and reductions of
+        every micro-batch."""
         parallel = self.layout.config.parallel
         zero, as_one = parallel.zero_stage, parallel.fsdp_unit == "stage"
         gather, scatter, _ = self.data_parallel(stage)
@@ -147,14 +148,14 @@ class StepTime:
     def costs(self) -> Costs:
         layout, parallel = self.layout, self.layout.config.parallel
         parts, weights_at = [], []
-        busy = [0.0] * layout.sizes.pp  # each rank's link, with gathers of stages before
+        busy = [0.0] * layout.sizes.pp  # each rank's link, by the gathers of its previous stages
         for stage, rank in enumerate(layout.where):
             part, cast = self.stages[stage] + self.waits(stage), self.casts[stage]
             if parallel.zero_stage == 3:
                 part += Part(cast, cast, 0.0)
             gather, _, _ = self.data_parallel(stage)
             busy[rank] += (0.0 if parallel.zero_stage == 3 else gather) + cast
-            # the first forward begins when all is there
+            # then the first forward begins when the whole stage has been gathered
             late = parallel.fsdp_unit == "stage" and parallel.zero_stage < 3
             weights_at.append(busy[rank] + (part.forward if late else 0.0))
             parts.append(part)
@@ -168,7 +169,7 @@ class StepTime:
 
     @cached_property
     def message_seconds(self) -> float:
-        """A hidden state on its way to another rank."""
+        """Seconds to send a hidden state to another rank."""
         pp, device = self.layout.sizes.pp, self.device
         if pp == 1:
             return 0.0
@@ -183,14 +184,14 @@ class StepTime:
 
     @cached_property
     def waiting_for_messages(self) -> float:
-        """By how much the step would be shorter if messages took no time."""
+        """Seconds by which the step would be shorter if messages took no time."""
         silent = simulate(self.layout.schedule, replace(self.costs, communication=0.0))
         return max(0.0, self.timeline.step_time - silent.step_time)
 
     @cached_property
     def reductions(self) -> list[float]:
-        """When each rank has reduced its gradients: a stage's leave during its last backward, as
-        one unit after it."""
+        """When each rank has finished reducing its gradients. A stage's reductions start with its
+        last backward, or after it with `fsdp_unit: stage`."""
         parallel, ends = self.layout.config.parallel, []
         last = self.layout.num_microbatches - 1
         for events in self.timeline.ranks:
@@ -209,7 +210,7 @@ class StepTime:
 
     @cached_property
     def optimizer_seconds(self) -> float:
-        """On the rank that has most."""
+        """Seconds of the optimizer on the rank with the most parameters."""
         ranks = [0.0] * self.layout.sizes.pp
         for stage, rank in enumerate(self.layout.where):
             numel = sum(unit.numel for unit in self.layout.units(stage))
@@ -217,8 +218,8 @@ class StepTime:
         return self.updating(max(ranks))
 
     def updating(self, numbers: float) -> float:
-        """The optimizer and the norm, of so many parameters: weights and states are read and
-        written, gradients read twice."""
+        """Seconds of the optimizer and the gradient norm for `numbers` parameters: weights and
+        states are read and written, gradients are read twice."""
         passes = 2 * (1 + self.layout.states_per_weight) + 2
         return self.memory(numbers * passes * self.layout.master)
 
@@ -234,12 +235,12 @@ class StepTime:
 
     @property
     def mfu(self) -> float:
-        """tokens a second · flops_per_token / (GPUs · peak)."""
+        """Model FLOPs utilization: tokens per second · flops_per_token / (GPUs · peak)."""
         return self._mfu(whole_attention=False)
 
     @property
     def mfu_full_attention(self) -> float:
-        """The same with attention counted as the whole square, as Megatron-LM counts it."""
+        """MFU with attention counted as the whole square, as Megatron-LM does."""
         return self._mfu(whole_attention=True)
 
     def _mfu(self, whole_attention: bool) -> float:

@@ -1,11 +1,11 @@
-"""Every collective of one training step on one rank: over which axis, of which kind, how many, how
-many bytes.
+"""Counts every collective of one training step on one rank: its axis, its kind, how many there are,
+and their bytes.
 
-Bytes are those of the whole tensor: what an all-gather ends with, what a reduce-scatter begins
-with, what an all-reduce or a message holds. What of it passes a rank's link, `wire_bytes` says
-(costs/recorder.py). Collectives over one rank move nothing and do not count.
+Bytes are those of the whole tensor: the output of an all-gather, the input of a reduce-scatter, the
+tensor of an all-reduce or a message. `wire_bytes` (costs/recorder.py) converts them to the bytes
+that one rank sends. Collectives over one rank move nothing and are not counted.
 
-Over tp, units send what they are recorded to send (costs/units.py). Besides there are
+The collectives over tp are recorded from the units (costs/units.py). The others are
 
 | when             | over         | what                                                         |
 |------------------|--------------|--------------------------------------------------------------|
@@ -15,7 +15,7 @@ Over tp, units send what they are recorded to send (costs/units.py). Besides the
 | reduction of one | dp_shard     | its gradients in reduce_dtype: once a step; zero_stage 2, 3: |
 |                  |              | for every micro-batch                                        |
 |                  | dp_replicate | 1 / dp_shard of them, once a step                            |
-| once a step      | tp           | gradients that each tp rank knows in part, together          |
+| once a step      | tp           | gradients that are partial on each tp rank, together         |
 |                  | loss         | the number of target tokens (int64), and the loss            |
 |                  | pp           | the loss                                                     |
 |                  | world        | the gradients' squares (float64)                             |
@@ -33,7 +33,7 @@ from tools.plan.layout import Gathered, Layout, gathered
 
 
 class Call(NamedTuple):
-    """A collective."""
+    """A collective or message; `bytes` are those of the whole tensor."""
 
     axis: str
     kind: str
@@ -41,7 +41,7 @@ class Call(NamedTuple):
 
 
 def collectives(layout: Layout) -> Counter[Call]:
-    """Those of one step, with their number."""
+    """The collectives of one step, each with its count."""
     calls: Counter[Call] = Counter()
     actions = layout.schedule[layout.pp_rank]
     for kind, stage, number in _counted(actions):
@@ -64,7 +64,7 @@ def collectives(layout: Layout) -> Counter[Call]:
 
 
 def action_calls(layout: Layout, action: Action) -> Counter[Call]:
-    """Over tp, in one action."""
+    """The collectives over tp in one action."""
     calls: Counter[Call] = Counter()
     for unit in layout.units(action.stage) if layout.tp > 1 else ():
         for (kind, size), number in layout.phase(action.kind, unit).sends.items():
@@ -73,7 +73,7 @@ def action_calls(layout: Layout, action: Action) -> Counter[Call]:
 
 
 def fsdp_calls(layout: Layout, stage: int) -> Counter[Call]:
-    """Over the data-parallel axes, in one step."""
+    """The collectives over the data-parallel axes in one step."""
     calls: Counter[Call] = Counter()
     zero, m = layout.config.parallel.zero_stage, layout.num_microbatches
     for _, unit in layout.fsdp_units(stage):
@@ -100,7 +100,8 @@ def reduce_bytes(layout: Layout, unit: Gathered) -> int:
 
 
 def _once_a_step(layout: Layout) -> Counter[Call]:
-    """The loss, the gradient norm, and gradients that are summed after the last backward."""
+    """The collectives of the loss, of the gradient norm, and of gradients that are summed after the
+    last backward."""
     calls: Counter[Call] = Counter()
     loss, world, ends = axis_names(layout)
     pp = layout.sizes.pp
@@ -130,8 +131,8 @@ def _once_a_step(layout: Layout) -> Counter[Call]:
 
 
 def axis_names(layout: Layout) -> tuple[str, str, str | None]:
-    """By which axis `loss`, `world`, and the pair of the first and last stage's ranks go: the
-    innermost with the same ranks."""
+    """The axes by which collectives over `loss`, over `world`, and over the pair of the first and
+    last stage's ranks are counted: the innermost axis with the same ranks, if there is one."""
     sizes = layout.sizes
     loss = (
         "dp_shard" if sizes.dp_replicate == 1 else "dp_replicate" if sizes.dp_shard == 1 else "loss"
@@ -144,8 +145,8 @@ def axis_names(layout: Layout) -> tuple[str, str, str | None]:
 
 
 def by_axis(calls: Counter[Call]) -> dict[str, dict[str, Any]]:
-    """`{axis: {"count": …, "bytes": …, "kinds": {kind: {"count": …, "bytes": …}}}}`, as
-    tools/rehearse counts."""
+    """Return `{axis: {"count": …, "bytes": …, "kinds": {kind: {"count": …, "bytes": …}}}}`, the
+    format in which tools/rehearse counts."""
     table: dict[str, dict[str, Any]] = {}
     for call, number in sorted(calls.items()):
         axis = table.setdefault(call.axis, {"count": 0, "bytes": 0, "kinds": {}})

@@ -1,8 +1,8 @@
-"""Are the nodes of a job fit to train? `python -m tools.preflight` runs on each of them before a
-start; see slurm/train_70b.sh.
+"""Checks that the nodes of a job are fit to train: `python -m tools.preflight` runs on each of them
+before a start; see slurm/train_70b.sh.
 
-__main__.py  the command: all nodes meet, the exit status
-node.py      what one node says of itself: GPUs, clocks, disk, versions
-verdict.py   reports side by side: who differs, who is slow, who is to train
-links.py     how fast nodes talk to each other
+__main__.py  the command: communication between the nodes, and the exit status
+node.py      the report of one node: GPUs, clocks, disk, versions
+verdict.py   compares the reports: finds deviating and slow nodes, and chooses the nodes to train on
+links.py     measures the bandwidth within and between nodes
 """

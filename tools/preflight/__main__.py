@@ -1,24 +1,25 @@
-"""Are all nodes of a job fit to train? One process on each node, under a minute:
+"""Checks that all nodes of a job are fit to train. Run one process on each node; it takes less than
+a minute:
 
     srun --ntasks-per-node=1 python -m tools.preflight --meet node1:10100 --ranks-per-node 8
     CONFIG.yaml [section.key=value …]
 
-Each node looks at itself (node.py), all meet at the first one, those that are fit measure their
-links (links.py), and the first one compares and decides (verdict.py):
+Each node inspects itself (node.py) and reports to the first one. The nodes that are fit measure
+their links (links.py), and the first node compares the results and decides (verdict.py):
 
-    failed  a GPU is missing, in use, or reports errors; no room for a checkpoint; other code or
-            packages than most nodes have; the node did not come in time, or its ranks could not
-            talk
-    slow    links below three quarters of the median of the job
-    warned  a clock is off, little room, an address that is reachable from outside
+    failed  a GPU is missing, in use, or reports errors; there is no space for a checkpoint; code or
+            packages differ from those of most nodes; the node did not report in time, or its ranks
+            could not communicate
+    slow    a link is below three quarters of the job's median
+    warned  a clock is off, space is scarce, an address can be reached from outside
 
---spare-nodes of them are left out: the failed first, then the slow, then the last. The report goes
-to standard error. To standard output goes the answer, one line: the nodes to train on, with commas,
-and the run folder. The exit status is 0; 1 where fewer nodes are fit than are needed; 2 where the
-configuration is refused, as training would refuse it.
+--spare-nodes nodes are left out: first failed ones, then slow ones, then the last ones. The report
+goes to standard error. The answer goes to standard output as one line: the nodes to train on,
+separated by commas, and the run folder. The exit status is 0; or 1 if too few nodes are fit; or 2
+if the configuration is refused, as it would be by training.
 
-Under Slurm the number of this node and of all comes from SLURM_NODEID and SLURM_NNODES; without,
-this is the only one.
+Under Slurm, this node's number and the number of nodes come from SLURM_NODEID and SLURM_NNODES.
+Otherwise this is the only node.
 """
 
 import argparse
@@ -41,7 +42,7 @@ from training.load_config import load_config
 
 
 class Meeting:
-    """All nodes, at a store on the first one. What one writes, any reads."""
+    """Exchange of messages between all nodes through a store on the first one."""
 
     def __init__(self, address: str, node: int, num_nodes: int, deadline: float) -> None:
         host, _, port = address.rpartition(":")
@@ -55,20 +56,20 @@ class Meeting:
         self.store.set(key, json.dumps(value))
 
     def read(self, key: str, until: float) -> Any:
-        """What was written there, or None if nothing is by then."""
+        """Waits for the value of `key`; returns None if it is not written by `until`."""
         try:
             self.store.wait([key], timedelta(seconds=max(until - time.monotonic(), 0.01)))
-        except RuntimeError:  # DistStoreError: in time, or because the first node has left
+        except RuntimeError:  # DistStoreError: the time is over, or the first node has exited
             return None
         return json.loads(self.store.get(key))
 
     def gather(self, key: str, members: list[int], until: float) -> dict[int, Any]:
-        """What these nodes wrote; those that did not in time are not in it."""
+        """Node → value, for those of `members` that wrote one by `until`."""
         found = {member: self.read(f"{key}/{member}", until) for member in members}
         return {member: value for member, value in found.items() if value is not None}
 
     def leave(self) -> None:
-        """The first node last: the store is its."""
+        """Reports that this node is done. The first node waits for the others: it has the store."""
         self.write(f"left/{self.node}", True)
         if self.node == 0:
             self.gather("left", list(range(self.num_nodes)), time.monotonic() + 3)
@@ -77,10 +78,10 @@ class Meeting:
 def judge(
     meeting: Meeting, reports: dict[int, Report], names: list[str], needed: int, started: float
 ) -> list[int]:
-    """On the first node: say what was found, and choose the nodes to train on."""
+    """Prints the findings, and chooses the nodes to train on. Runs on the first node."""
     problems = {node: list(report["problems"]) for node, report in reports.items()}
     for node in set(range(meeting.num_nodes)) - reports.keys():
-        problems[node] = ["it did not come"]
+        problems[node] = ["it sent no report in time"]
     warnings = [
         f"{report['name']}: {warning}"
         for report in reports.values()
@@ -122,11 +123,11 @@ def say(text: str) -> None:
 
 
 def read_config(options: argparse.Namespace, num_nodes: int) -> Config:
-    """The configuration, refused as training would refuse it."""
+    """Loads and validates the configuration. Raises UserError where training would."""
     needed = num_nodes - options.spare_nodes
     if not 1 <= needed <= num_nodes:
         why = f"the job has {num_nodes} nodes"
-        raise UserError("--spare-nodes", options.spare_nodes, why, "leave one to train on")
+        raise UserError("--spare-nodes", options.spare_nodes, why, "leave at least one to train on")
     config = load_config(options.config, options.overrides)
     config.validate(needed * options.ranks_per_node)
     return config
@@ -145,13 +146,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks-per-node", type=int, required=True)
     parser.add_argument("--spare-nodes", type=int, default=0)
     parser.add_argument(
-        "--node-names", default="", metavar="A,B,…", help="of all, to name those that do not come"
+        "--node-names",
+        default="",
+        metavar="A,B,…",
+        help="names of all nodes, for those that send no report",
     )
     parser.add_argument(
         "--seconds",
         type=float,
         default=55,
-        help="of all, from the import of torch on; half of it to come",
+        help="time limit in seconds after the import of torch; reports are due after half of it",
     )
     parser.add_argument("config", metavar="CONFIG.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
@@ -167,14 +171,14 @@ def main(arguments: list[str] | None = None) -> int:
             say(f"error: {error}")
         return 2
 
-    # Forked before this process has threads; they wait until it says who measures.
+    # Forked before this process has threads. They wait until `measure` sends them the members.
     with Links(options.device, options.ranks_per_node, options.meet, deadline) as links:
         report = look_at_node(name, config, options.device, options.ranks_per_node)
         try:
             meeting = Meeting(options.meet, node, num_nodes, deadline)
         except RuntimeError as error:
             say(
-                f"preflight: {name} does not reach {options.meet}: "
+                f"preflight: {name} cannot reach {options.meet}: "
                 f"{str(error).partition(chr(10))[0]}; {report['problems']}"
             )
             return 1
@@ -189,14 +193,15 @@ def carry_out(
     config: Config,
     started: float,
 ) -> int:
-    """Between nodes: report, hear who measures, measure, report that, hear the answer."""
+    """The exchange between nodes: sends this node's report, receives the members that measure,
+    measures, sends the result, and receives the verdict. Returns the exit status."""
     node, everyone = meeting.node, list(range(meeting.num_nodes))
     needed = meeting.num_nodes - options.spare_nodes
     meeting.write(f"report/{node}", report)
     reports: dict[int, Report] = {}
     refused = False
     if node == 0:
-        try:  # what lies on the shared disk is looked at once
+        try:  # the shared disk is checked by one node only
             open_train_and_heldout(config)
             check_writable(config)
         except UserError as error:
@@ -213,9 +218,9 @@ def carry_out(
         meeting.write("members", [other for other in reports if not reports[other]["problems"]])
 
     members = meeting.read("members", meeting.deadline)
-    clock = time.time()  # all nodes are woken by the same message
+    clock = time.time()  # on all nodes at the same moment, because the same message wakes them
     if members is None:
-        say(f"preflight: {report['name']} hears nothing of the first node")
+        say(f"preflight: {report['name']} received no answer from the first node")
         return 1
     meeting.write(
         f"measured/{node}",

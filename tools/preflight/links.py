@@ -1,14 +1,15 @@
-"""How fast ranks talk within a node and from node to node, for the preflight.
+"""Measures the bandwidth within a node and between nodes, for the preflight.
 
-All-reduces, timed on every rank: among the ranks of each node, and among those of two nodes at a
-time. One among all nodes would be as slow as its slowest, everywhere; pairs tell which it is. Each
-node is in two pairs, and its better one counts: a good node is not blamed for a bad neighbour.
+Every rank times all-reduces: one among the ranks of its node, and others among the ranks of two
+nodes. An all-reduce over all nodes would be as slow as the slowest node on every rank; pairs show
+which node is slow. Each node is in two pairs, and its faster one counts, so that a good node is not
+blamed for a bad neighbour.
 
     round 0   (0 1) (2 3) (4 5)
     round 1   (1 2) (3 4) (5 0)      five nodes: (0 1) (2 3), (1 2) (3 4), (4 0)
 
-The bandwidth is what each rank's link carries, 2 (n − 1) / n of the bytes in the time of one
-all-reduce ("bus bandwidth" of nccl-tests), the lowest of the node's ranks.
+The bandwidth is the bytes on each rank's link, 2 (n − 1) / n of the data, divided by the time of
+one all-reduce ("bus bandwidth" in nccl-tests). The lowest value of the node's ranks counts.
 """
 
 import contextlib
@@ -21,15 +22,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Latency does not matter, and it is short: in a node, ten all-reduces of 256 MiB take 10 ms.
+# Large enough for latency not to matter, yet fast: in a node, ten of 256 MiB take 10 ms.
 BYTES = {"cuda": 256 * 2**20, "cpu": 4 * 2**20}
 TIMES = {"cuda": 10, "cpu": 4}
-CPU_RANKS = 2  # of each node: gloo needs no more to show whether and how fast nodes talk
+CPU_RANKS = 2  # ranks per node: enough to measure with gloo whether and how fast nodes communicate
 
 
 def rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
-    """Pairs of neighbours in a ring, in rounds where no node is in two; each node is in two pairs
-    (two nodes: in one)."""
+    """Pairs of neighbours in a ring, in rounds; within a round each node is in at most one pair.
+    Over all rounds each node is in two pairs (if there are only two nodes: in one)."""
     if num_nodes < 2:
         return []
     if num_nodes == 2:
@@ -40,12 +41,13 @@ def rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
 
 
 class Links:
-    """This node's ranks of the measurement, one process per GPU or two; they end with it."""
+    """This node's ranks of the measurement, killed at the end of the `with` block: one process per
+    GPU, or two on CPUs."""
 
     def __init__(self, device: str, ranks_per_node: int, address: str, deadline: float) -> None:
         self.num_ranks = ranks_per_node if device == "cuda" else min(ranks_per_node, CPU_RANKS)
         self.deadline = deadline
-        # torch is imported, and CUDA not yet initialised
+        # fork: torch is already imported, and CUDA is not yet initialised
         context = multiprocessing.get_context("fork")
         self.pipes: list[Connection] = []
         self.processes = []
@@ -62,8 +64,8 @@ class Links:
             self.processes.append(process)
 
     def measure(self, members: list[int], node: int) -> dict[str, Any]:
-        """On each of `members` alike: `within` and `across` in bytes per second, None where there
-        is nobody to talk to; or `problems`."""
+        """Measures on all of `members` at once: returns `within` and `across` in bytes per second
+        (None without a partner), or `problems`."""
         for pipe in self.pipes:
             pipe.send(
                 (len(members), members.index(node), max(self.deadline - time.monotonic() - 5, 1.0))
@@ -78,10 +80,11 @@ class Links:
                     answers.append(pipe.recv())
         errors = [answer for answer in answers if isinstance(answer, str)]
         if errors or len(answers) < self.num_ranks:
-            why = errors[0] if errors else "in time" if waiting else "and died"
+            why = errors[0] if errors else "no answer in time" if waiting else "they died"
             return {
                 "problems": [
-                    f"{self.num_ranks - len(answers) + len(errors)} ranks could not talk: {why}"
+                    f"{self.num_ranks - len(answers) + len(errors)} ranks could not communicate: "
+                    f"{why}"
                 ]
             }
         lowest = [
@@ -103,7 +106,7 @@ class Links:
 
 
 def _serve(pipe: Connection, device: str, local_rank: int, num_ranks: int, address: str) -> None:
-    """One rank: wait to be told who measures, do it, send the bandwidths, or the error's words."""
+    """One rank: waits for the task, measures, and sends the bandwidths, or the text of an error."""
     try:
         num_nodes, node, seconds = pipe.recv()
         pipe.send(_measure(device, local_rank, num_ranks, address, num_nodes, node, seconds))
@@ -123,7 +126,8 @@ def _measure(
     node: int,
     seconds: float,
 ) -> list[float | None]:
-    """[within the node, and in each round of pairs] in bytes per second; None: no partner."""
+    """Bandwidths in bytes per second: [within the node, then in each round of pairs]; None if this
+    node has no partner."""
     if device == "cuda":
         torch.cuda.set_device(local_rank)
     host, _, port = address.rpartition(":")
@@ -141,11 +145,11 @@ def _measure(
         ranks = [member * num_ranks + local for member in nodes for local in range(num_ranks)]
         if len(ranks) < 2:
             return None
-        # Only its members make the group, and NCCL's connections at its first collective.
+        # Only its members create the group; NCCL connects them in the first collective.
         group = dist.new_group(ranks, use_local_synchronization=True, timeout=patience)
         data = torch.ones(BYTES[device] // 4, device=device)
         for turn in range(TIMES[device] + 1):
-            if turn == 1:  # the first connects
+            if turn == 1:  # the first all-reduce is not timed, as it connects
                 _finish(device)
                 began = time.perf_counter()
             # 2 (n − 1) / n · BYTES on each rank's link

@@ -1,4 +1,4 @@
-"""What a node says about itself, for the preflight: GPUs, disk, addresses, code, packages."""
+"""A node's report for the preflight: GPUs, disk, addresses, code, packages."""
 
 import csv
 import fcntl
@@ -20,9 +20,9 @@ from training.config import Config
 from training.optimizers import state_bytes
 
 ROOT = Path(__file__).parent.parent.parent
-SIOCGIFADDR = 0x8915  # of Linux's sockios.h: an interface's address
-SMI_SECONDS = 15  # a sick GPU makes nvidia-smi wait forever
-IDLE_BYTES = 2 * 2**30  # the driver itself keeps some hundred MiB
+SIOCGIFADDR = 0x8915  # returns an interface's address (Linux's sockios.h)
+SMI_SECONDS = 15  # time limit, because a faulty GPU can make nvidia-smi wait forever
+IDLE_BYTES = 2 * 2**30  # a GPU with more in use is not idle; the driver uses some hundred MiB
 GPU_FIELDS = (
     "index",
     "name",
@@ -36,11 +36,12 @@ GPU_FIELDS = (
 
 
 def look_at_node(name: str, config: Config, device: str, ranks_per_node: int) -> dict[str, Any]:
-    """`name`; `gpus`, in words; `free_bytes` where the run folder will be; `code` and `packages`,
-    each name → checksum or version; `problems`, which forbid training, and `warnings`."""
+    """This node's report: `name`; `gpus`, a description; `free_bytes` on the run folder's disk;
+    `code`, path → checksum; `packages`, name → version; `problems`, which exclude the node from
+    training; and `warnings`."""
     report: dict[str, Any] = {
         "name": name,
-        "gpus": "none asked for",
+        "gpus": "none requested",
         "problems": [],
         "warnings": [],
     }
@@ -59,13 +60,14 @@ def look_at_node(name: str, config: Config, device: str, ranks_per_node: int) ->
 
 
 def addresses() -> list[tuple[str, str]]:
-    """Interface and address, of each interface: its first of IPv4, all of IPv6 (Linux only)."""
+    """Every (interface, address): each interface's first IPv4 and all its IPv6 addresses (Linux
+    only)."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has none
+            except OSError:  # the interface has no IPv4 address
                 continue
             found.append((name, socket.inet_ntoa(answer[20:24])))
     try:
@@ -80,39 +82,39 @@ def addresses() -> list[tuple[str, str]]:
 
 
 def judge_addresses(found: list[tuple[str, str]]) -> list[str]:
-    """A warning where somebody outside may reach torchrun's port, which listens on all of them."""
+    """A warning if torchrun's port, open on all addresses, may be reachable from outside."""
     public = [
         f"{address} ({name})" for name, address in found if ipaddress.ip_address(address).is_global
     ]
     if not public:
         return []
     return [
-        f"{', '.join(public)} can be reached from outside, unless a firewall forbids it; "
-        "whoever reaches the port of torchrun"
-        " can run code as you (docs/slurm.md)"
+        f"{', '.join(public)} can be reached from outside, unless a firewall prevents it; "
+        "anyone who can reach torchrun's port"
+        " can run code as you (docs/ports.md)"
     ]
 
 
 def look_at_gpus(expected: int) -> dict[str, Any]:
-    """`gpus`, `problems` and `warnings`, by nvidia-smi."""
+    """`gpus`, `problems` and `warnings` of the report, from nvidia-smi."""
     try:
         gpus = _smi(f"--query-gpu={','.join(GPU_FIELDS)}")
         users = _smi("--query-compute-apps=pid,used_memory")
     except (OSError, subprocess.SubprocessError) as error:
         return {
             "gpus": "unknown",
-            "problems": [f"nvidia-smi does not answer: {error}"],
+            "problems": [f"nvidia-smi failed: {error}"],
             "warnings": [],
         }
     return judge_gpus(gpus, users, expected)
 
 
 def judge_gpus(gpus: list[list[str]], users: list[list[str]], expected: int) -> dict[str, Any]:
-    """What rows of GPU_FIELDS, and of process and memory, say.
+    """Judges nvidia-smi's rows: `gpus` has GPU_FIELDS, and `users` has process and memory.
 
-    Clocks are in MHz and memory in MiB; "[N/A]" where a GPU has no such thing. An idle GPU's clock
-    is low, and rises with work: it is reported, and a clock that stays low shows in the bandwidth,
-    and in training.
+    Clocks are in MHz and memory in MiB; "[N/A]" where a GPU does not support a field. The current
+    clock is only reported, because an idle GPU's clock is low and rises under load; a clock that
+    stays low would show in the measured bandwidth, and in training.
     """
     rows = [dict(zip(GPU_FIELDS, row, strict=True)) for row in gpus]
     problems, warnings = [], []
@@ -129,13 +131,13 @@ def judge_gpus(gpus: list[list[str]], users: list[list[str]], expected: int) -> 
     if users:
         problems.append(f"GPUs are in use by processes {', '.join(user[0] for user in users)}")
     for field, what in (
-        ("name", "kinds of GPU"),
-        ("ecc.mode.current", "settings of ECC"),
-        ("clocks.max.sm", "top clocks"),
+        ("name", "GPU models"),
+        ("ecc.mode.current", "ECC settings"),
+        ("clocks.max.sm", "maximum clocks"),
     ):
         found = Counter(row[field] for row in rows)
         if len(found) > 1:
-            warnings.append(f"several {what}: {dict(found)}")
+            warnings.append(f"different {what}: {dict(found)}")
     if not rows:
         return {"gpus": "none", "problems": problems, "warnings": warnings}
     first = rows[0]
@@ -157,7 +159,8 @@ def _smi(query: str) -> list[list[str]]:
 
 
 def _look_at_disk(config: Config, report: dict[str, Any]) -> int:
-    """Bytes free where checkpoints will be; the one being written and those kept must have room."""
+    """The free bytes on the disk of the checkpoints. Adds a problem to `report` if one checkpoint
+    does not fit, and a warning if those kept plus the one being written do not fit."""
     folder = Path(config.run.dir).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
@@ -166,12 +169,12 @@ def _look_at_disk(config: Config, report: dict[str, Any]) -> int:
     missing = max(config.checkpoint.keep_last + 1 - kept, 1) * one
     if config.checkpoint.interval and free < one:
         report["problems"].append(
-            f"{existing} has {free / 1e9:,.0f} GB free, and one checkpoint takes {one / 1e9:,.0f}"
+            f"{existing} has {free / 1e9:,.0f} GB free, but a checkpoint needs {one / 1e9:,.0f}"
         )
     elif config.checkpoint.interval and free < missing:
         report["warnings"].append(
-            f"{existing} has {free / 1e9:,.0f} GB free; checkpoints will take {missing / 1e9:,.0f} "
-            "more"
+            f"{existing} has {free / 1e9:,.0f} GB free, but checkpoints will need "
+            f"{missing / 1e9:,.0f} more"
         )
     return free
 

@@ -1,19 +1,19 @@
-"""What reports of nodes say side by side: who differs, who is slow, who is to train."""
+"""Compares the nodes' reports: finds deviating and slow nodes, and chooses those to train on."""
 
 import json
 import statistics
 from collections import Counter
 from typing import Any
 
-SLOW = 0.75  # of the median
-SKEW_SECONDS = 2.0  # logs of several nodes can then no longer be read side by side
+SLOW = 0.75  # a link below this fraction of the median is slow
+SKEW_SECONDS = 2.0  # with a larger skew, logs of different nodes cannot be compared
 
-# what one node knows: see look_at_node; `within`, `across` in bytes/s; `clock`, `skew` in s
+# A node's report: see look_at_node; `within`, `across` in bytes/s; `clock`, `skew` in s.
 Report = dict[str, Any]
 
 
 def odd_ones(reports: dict[int, Report], key: str) -> dict[int, str]:
-    """Nodes whose `key`, a dict, is not that of most nodes, and in what."""
+    """Nodes whose `key`, a dict, differs from that of most nodes → the differing entries' names."""
     texts = {node: json.dumps(report[key], sort_keys=True) for node, report in reports.items()}
     most = json.loads(Counter(texts.values()).most_common(1)[0][0])
     odd = {}
@@ -31,7 +31,7 @@ def odd_ones(reports: dict[int, Report], key: str) -> dict[int, str]:
 
 
 def slow_ones(reports: dict[int, Report]) -> dict[int, str]:
-    """Nodes with a link below SLOW times the job's median, and which."""
+    """Nodes with a link below SLOW times the job's median → a description of that link."""
     slow = {}
     for key in ("within", "across"):
         speeds = {node: report[key] for node, report in reports.items() if report.get(key)}
@@ -43,8 +43,8 @@ def slow_ones(reports: dict[int, Report]) -> dict[int, str]:
 
 
 def choose(names: list[str], failed: set[int], slow: set[int], needed: int) -> list[int]:
-    """`needed` nodes, in their order, without the failed, and with slow ones only where there are
-    too few others; or none."""
+    """Chooses `needed` nodes, in order: no failed ones, and slow ones only if there are too few
+    others. Returns [] if too few nodes are fit."""
     fit = sorted(
         (node for node in range(len(names)) if node not in failed),
         key=lambda node: (node in slow, node),

@@ -1,8 +1,8 @@
-"""Any rank of any job, carried out here: `python -m tools.rehearse CONFIG --rank R`.
+"""Runs one rank of a job of any size on this machine: `python -m tools.rehearse CONFIG --rank R`.
 
 __main__.py    the command
-rank.py        one rank's step, on a fake GPU or a real one
-fake_gpu.py    the GPU that is not there, and the world of which one process is the only rank
-tape.py        what is written down: memory by what it is for, every collective
-prediction.py  with --real --stages: the whole job's step
+rank.py        runs one rank's step, on a fake GPU or a real device
+fake_gpu.py    a fake GPU, and a fake world in which this process is the only real rank
+tape.py        records memory by category, and every collective
+prediction.py  predicts the whole job's step, with --real --stages
 """

@@ -1,15 +1,15 @@
-"""Runs one rank of a job of any size without a GPU; or on one, and says how long the job's step is.
+"""Runs one rank of a job of any size, on a fake GPU or, with --real, on this machine's GPU or CPU.
 
-    python -m tools.rehearse configs/llama3_70b.yaml --rank 64       its memory, its collectives
+    python -m tools.rehearse configs/llama3_70b.yaml --rank 64       a rank's memory and collectives
     python -m tools.rehearse configs/llama3_405b.yaml parallel.dp_shard=16 --stages
-    python -m tools.rehearse configs/llama3_8b.yaml --rank 0 --real  on this GPU or CPU: times too
+    python -m tools.rehearse configs/llama3_8b.yaml --rank 0 --real  also times, on this GPU or CPU
 
-What runs is the training code itself: the model, the pipeline's runner, FSDP2, the optimizer, one
-whole step. The other ranks are fake: collectives return at once, and what should have arrived is
-whatever was in memory. Without --real nothing is computed either; tensors have shapes alone
-(fake_gpu.py), and the GPU whose memory is counted is one with Triton's kernels and flash attention;
-what tools/plan says of the rank stands beside.
-The world is that of the configuration's first line (`# world: N`), of its axes, or --gpus.
+It runs one whole step of the training code itself: the model, the pipeline's runner, FSDP2 and the
+optimizer. The other ranks are fake: collectives return at once, and the data that should arrive is
+whatever was in memory. Without --real nothing is computed either: tensors have shapes but no data
+(fake_gpu.py). Memory is then counted for a GPU with Triton's kernels and flash attention, and
+compared with the plan that tools/plan makes for the rank. The number of ranks is that of --gpus, of
+the configuration's axes, or of its first line (`# world: N`).
 """
 
 import argparse
@@ -31,7 +31,7 @@ from training.load_config import load_config
 
 
 def ranks_asked_for(config: Config, world: int, rank: int | None) -> list[int]:
-    """`rank`, or the first rank of every pipeline position."""
+    """[`rank`], or if it is None the first rank at every pipeline position."""
     if rank is None:
         return [i * (world // config.parallel.pp) for i in range(config.parallel.pp)]
     if not 0 <= rank < world:
@@ -41,7 +41,7 @@ def ranks_asked_for(config: Config, world: int, rank: int | None) -> list[int]:
 
 
 def beside_the_plan(config: Config, report: dict[str, Any]) -> dict[str, Any]:
-    """What tools/plan says of the same rank."""
+    """Compare the report with the plan that tools/plan makes for the same rank."""
     layout = Layout.of_rank(config, report["world"], report["rank"])
     peak = Memory(layout).peak
     return {
@@ -76,8 +76,8 @@ def describe(report: dict[str, Any]) -> str:
         times = ", ".join(f"{kind} {seconds * 1e3:.3f} ms" for kind, seconds in kinds.items())
         lines.append(f"  stage {stage}: {times}")
     if "seconds" in report:
-        host = f"{report['cpu_seconds']:.1f} s of computing, {report['host_bytes'] / 2**30:.2f} GiB"
-        lines.append(f"  rehearsed in {report['seconds']:.1f} s, with {host} of the host")
+        host = f"{report['cpu_seconds']:.1f} s of CPU time, {report['host_bytes'] / 2**30:.2f} GiB"
+        lines.append(f"  rehearsed in {report['seconds']:.1f} s, with {host} of host memory")
     return "\n".join(lines)
 
 
@@ -93,38 +93,38 @@ def main(arguments: list[str] | None = None) -> int:
         nargs="*",
         default=[],
         metavar="section.key=value",
-        help="as train.py takes them",
+        help="settings to override, as for train.py",
     )
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--rank", type=int, metavar="R", help="this rank of the world (default: 0)")
+    which.add_argument("--rank", type=int, metavar="R", help="the rank to run (default: 0)")
     which.add_argument(
         "--stages",
         action="store_true",
-        help="the first rank of every pipeline position, one after the other",
+        help="run the first rank at every pipeline position, one after the other",
     )
-    parser.add_argument("--gpus", type=int, metavar="N", help="size of the world")
+    parser.add_argument("--gpus", type=int, metavar="N", help="number of ranks")
     parser.add_argument(
         "--real",
         action="store_true",
-        help="compute, on this machine's GPU, or on its CPU where it has none",
+        help="compute, on this machine's GPU, or on its CPU if it has no GPU",
     )
     parser.add_argument(
         "--device",
         default="h100",
         metavar="NAME",
-        help="with --real --stages: whose links carry what is sent",
+        help="with --real --stages: the device whose links are modelled (default: h100)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
     options = parser.parse_intermixed_args(arguments)
     try:
         config = load_config(options.config, options.overrides)
         world = world_of(options.config, config, options.gpus)
         config.validate(world)
         device = find_device(options.device)
-        # before minutes of work
+        # checked before minutes of work
         if options.json is not None and not options.json.absolute().parent.is_dir():
-            why = "its folder is not there"
-            raise UserError("--json", str(options.json), why, "make the folder, or choose another")
+            why = "its folder does not exist"
+            raise UserError("--json", str(options.json), why, "create the folder, or name another")
         ranks = ranks_asked_for(config, world, None if options.stages else options.rank or 0)
         if not options.real:
             check_can_be_rehearsed(config)
@@ -139,9 +139,9 @@ def main(arguments: list[str] | None = None) -> int:
         if options.real and options.stages:
             step = result["step"] = predicted_step(config, world, reports, device)
             print(
-                f"a step of the whole job: {step['step_seconds'] * 1e3:.3f} ms = computing, "
-                "measured, "
-                f"{step['computing_seconds'] * 1e3:.3f} ms + communication, by the planner, "
+                f"a step of the whole job: {step['step_seconds'] * 1e3:.3f} ms = "
+                "measured computation, "
+                f"{step['computing_seconds'] * 1e3:.3f} ms + planned communication, "
                 f"{step['communication_seconds'] * 1e3:.3f} ms"
             )
         if options.json is not None:

@@ -1,9 +1,10 @@
-"""A GPU that is not there, and a world of which this process is the only rank: for tools/rehearse.
+"""A fake GPU, and a fake world in which this process is the only real rank.
 
-Tensors have shapes and dtypes and no memory (costs/as_on_gpu.py); besides there are
+Tensors have shapes and dtypes but no memory (costs/as_on_gpu.py). Also replaced are
 
-    streams and events of FSDP  objects that do nothing; FSDP holds its buffers as on a GPU
-    collectives                 torch's fake process group: nobody is there, no wait takes time
+    streams and events of FSDP  by objects that do nothing; FSDP holds its buffers as on a GPU
+    collectives                 by torch's fake process group, without peers, in which no wait takes
+                                time
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from parallel.mesh import Mesh, build_mesh
 
 
 class _Event:
-    """In FSDP's way of recording and waiting, for a device that is always ready."""
+    """An event as FSDP records it and waits for it, on a device that is always ready."""
 
     def record(self, *_: Any) -> "_Event":
         return self
@@ -46,7 +47,7 @@ class _Stream:
 
 
 class _DeviceModule:
-    """What `torch.cuda` is to a GPU."""
+    """Takes the place of `torch.cuda` for the fake GPU."""
 
     Stream, Event = _Stream, _Event
 
@@ -61,7 +62,8 @@ class _DeviceModule:
 
 @contextmanager
 def fake_gpu() -> Iterator[None]:
-    """Inside, modules sharded over a mesh live on the fake GPU; code on its tensors believes it."""
+    """A context in which modules sharded over a mesh are on the fake GPU, and code treats its
+    tensors as GPU tensors."""
     fully_shard = "torch.distributed.fsdp._fully_shard._fully_shard"
     with ExitStack() as stack:
         stack.enter_context(
@@ -72,7 +74,7 @@ def fake_gpu() -> Iterator[None]:
         check = patch.object(group, "_validate_no_meta_params", lambda group: None)
         stack.enter_context(check)
         stack.enter_context(patch.object(FakeWork, "is_completed", lambda work: True))
-        for module in ("training.step", "model.documents"):  # a CPU's tensors stay where they are
+        for module in ("training.step", "model.documents"):  # their own moves tensors only to cuda
             stack.enter_context(
                 patch(f"{module}.to_device", lambda tensor, device: tensor.to(device))
             )
@@ -82,20 +84,20 @@ def fake_gpu() -> Iterator[None]:
 
 @contextmanager
 def one_rank(sizes: MeshSizes, rank: int, device: str) -> Iterator[Mesh]:
-    """The mesh as `rank` of its world sees it, all others fake; `device`: meta, cpu or cuda."""
+    """The mesh of rank `rank`; all other ranks are fake. `device`: meta, cpu or cuda."""
     backend = f"cpu:fake,{DEVICE}:fake" if device == DEVICE else "fake"
     dist.init_process_group(backend, rank=rank, world_size=sizes.world, store=FakeStore())
     try:
         mesh = build_mesh(sizes, "cpu" if device == DEVICE else device)
         yield Mesh(device, mesh.root, mesh.batch)
     finally:
-        # asked for the hooks of its default backend, which it has only where one is named
+        # destroying the group uses its default backend, which is set only if one was named
         if (group := dist.group.WORLD) is not None:
             group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         dist.destroy_process_group()
 
 
 def run_collective(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """An operator of torch.distributed on the fake GPU's tensors. The fake group looks at none, but
-    wants some of the CPU's."""
+    """Run an operator of torch.distributed on the fake GPU's tensors. The fake group does not read
+    tensors, but needs them on the CPU."""
     return func(*tree_map_only(torch.Tensor, lambda tensor: torch.empty(0), args), **kwargs)

@@ -1,4 +1,4 @@
-"""The whole job's step, from the actions that its ranks were measured at one by one."""
+"""Predicts the whole job's step from the measured actions of its ranks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,10 +13,13 @@ from training.config import Config
 def predicted_step(
     config: Config, world: int, reports: list[dict[str, Any]], device: Device
 ) -> dict[str, float]:
-    """The whole job's step from the measured actions of every stage. On a fake process group
-    communication takes no time: what an action waits for over tp and the data-parallel axes, and
-    messages, are added from the planner's model of `device`'s links (plan/time.py), and all goes
-    through the pipeline's simulator. `computing_seconds` is the same with nothing added."""
+    """Predict the whole job's step from the measured actions of every stage.
+
+    On a fake process group communication takes no time. So the exposed communication of each action
+    over tp and the data-parallel axes, and the messages, are added from the planner's model of
+    `device`'s links (plan/time.py), and the pipeline's simulator combines the actions.
+    `computing_seconds` is the step without communication.
+    """
     means: dict[str, dict[str, float]] = {}
     for report in reports:
         means |= report["action_seconds"]
@@ -46,7 +49,8 @@ def predicted_step(
 
 
 def _part(measured: dict[str, float]) -> Part:
-    """Of a stage's actions. A whole backward is split in halves; the simulator adds them again."""
+    """The measured seconds of a stage's actions. A whole backward is split into two halves, which
+    the simulator adds up again."""
     whole = measured.get("B", 0.0) / 2
     return Part(measured["F"], measured.get("I", whole), measured.get("W", whole))
 

@@ -1,5 +1,5 @@
-"""One rank of a world, alone: its step with tensors that have shapes alone, or for real on the
-device that is here."""
+"""Runs the step of one rank without the other ranks: on tensors without data, or for real on this
+machine's device."""
 
 import multiprocessing
 import resource
@@ -28,8 +28,8 @@ from training.step import TrainStep
 
 
 def rehearse(config: Config, world: int, rank: int, steps: int = 1) -> dict[str, Any]:
-    """Peak memory of `rank` of `world`, and the collectives of the last of `steps` steps. A process
-    can be one rank of one world only: call it through `alone`."""
+    """Report the peak memory of `rank` of `world`, and the collectives of the last of `steps`
+    steps. A process can be only one rank of one world, so call this through `alone`."""
     began, cpu_began = time.perf_counter(), time.process_time()
     with one_rank(config.parallel.mesh_sizes(world), rank, DEVICE) as mesh, fake_gpu():
         with patch("training.build.initialise", lambda stage, seed: None):
@@ -61,14 +61,14 @@ def rehearse(config: Config, world: int, rank: int, steps: int = 1) -> dict[str,
 
 
 def rehearse_for_real(config: Config, world: int, rank: int) -> dict[str, Any]:
-    """The same on a device that is there: torch's own measure of memory (on a GPU), and how long
-    each kind of action takes."""
+    """Report the same from a run on a real device: memory as torch measures it (on a GPU only), and
+    the seconds of each kind of action. Collectives are not reported."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with one_rank(config.parallel.mesh_sizes(world), rank, device) as mesh:
         with patch("training.build.initialise", draw_on_device):
             train = TrainStep(config, mesh, build_stages(config, mesh), bos_id=0)
         batch = rows(config, mesh)
-        train(0, *batch)  # kernels are compiled, memory is allocated, the libraries choose
+        train(0, *batch)  # warm-up: compiles kernels, allocates memory, selects algorithms
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         recorder = ActionRecorder(device)
@@ -90,16 +90,16 @@ def rehearse_for_real(config: Config, world: int, rank: int) -> dict[str, Any]:
 
 
 def alone(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-    """Calls it in a process of its own."""
+    """Call `function` in a separate process."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
         return pool.apply(function, arguments)
 
 
 def check_can_be_rehearsed(config: Config) -> None:
-    """Raises UserError for what a fake GPU cannot show."""
+    """Raise UserError if the configuration uses what a fake GPU cannot show."""
     check_can_be_planned(config)
     if config.train.compile:
-        why = "runs a compiler's code, which a fake GPU does not show"
+        why = "runs compiled code, which a fake GPU cannot show"
         raise UserError("train.compile", True, why, "set train.compile=false, or give --real")
 
 
@@ -115,7 +115,8 @@ def rows(config: Config, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def draw_on_device(stage: torch.nn.Module, seed: int) -> None:
-    """Weights of the usual size. A real run's, alike on every layout, would take minutes."""
+    """Draw weights with the usual standard deviation. The exact weights of a real run, which are
+    the same in every layout, would take minutes."""
     for each in weights_of(stage):
         local, initial = each.sharded.to_local(), each.spec.initial
         local.fill_(initial.value) if isinstance(initial, Constant) else local.normal_(
@@ -130,7 +131,7 @@ def _now(device: str) -> float:
 
 
 def mean_seconds(events: list[Event]) -> dict[str, dict[str, float]]:
-    """{stage: {letter of the kind: mean seconds}}"""
+    """Return {stage: {letter of the action's kind: mean seconds}}."""
     durations: dict[tuple[int, str], list[float]] = {}
     for action, start, end in events:
         durations.setdefault((action.stage, action.kind.value), []).append((end - start) / 1e3)

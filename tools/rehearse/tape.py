@@ -1,17 +1,17 @@
 """Records what a computation allocates and which collectives it calls, below autograd and FSDP.
 
-Every storage is noted when the first operator returns it and when it is freed, with the action it
-was made in. What it was for is told:
+Every storage is recorded when an operator first returns it and when it is freed, with the action in
+which it was allocated. Its category is determined
 
     by the code                      gradients of weights, messages of the pipeline
                                      (parallel/memory.py)
-    by who holds it after an action  weights, moments, FSDP's gathered weights and sums
+    by its holder after an action    weights, moments, FSDP's gathered weights and sums
     by collectives over dp           their buffers
-    else by its life                 made in a forward and alive after it: an activation; in a
+    otherwise by its lifetime        allocated in a forward and alive after it: an activation; in a
                                      backward: kept for weight gradients; else temporary
 
-Afterwards the tape says how high memory rose and what was there at that moment. (With ZeRO-3 a
-unit's weights are gathered and freed within one action: they count as temporary.)
+Afterwards the tape reports the peak of memory and its categories at that moment. (With ZeRO-3 a
+unit's weights are gathered and freed within one action, and count as temporary.)
 """
 
 import sys
@@ -49,19 +49,20 @@ BUFFERS = {"all_gather": GATHERING, "reduce_scatter": REDUCING, "all_reduce": RE
 
 @dataclass(slots=True)
 class Label:
-    """What a storage is for, through all its sizes: FSDP frees and fills the same ones."""
+    """The category of a storage. It outlasts resizes, because FSDP frees and refills the same
+    storages."""
 
-    told: str | None = None
+    told: str | None = None  # by the code or by a holder
     buffer: str | None = None  # of a collective
 
 
 @dataclass(slots=True)
 class Piece:
-    """One storage, as long as it has one size."""
+    """One storage, for as long as its size does not change."""
 
     bytes: int
     born: int  # at this tick of the tape
-    born_in: Action | None  # None: before the step's first action, after its last, between two
+    born_in: Action | None  # None: outside of actions
     label: Label
     died: int = sys.maxsize
     died_in: Action | None = None
@@ -78,11 +79,13 @@ class Piece:
 
 
 class Tape(StorageWatch):
-    """`with Tape(mesh) as tape:` around everything that allocates, after the model is made;
-    `record` around each action.
+    """Records storages and collectives: use `with Tape(mesh) as tape:` around everything that
+    allocates, after the model is built, and `record` around each action.
 
     Args:
-        held: tensors that are held somewhere, by category; asked after each action.
+        mesh: whose axes name the collectives, and whose device's storages are recorded.
+        held: returns the tensors that model, FSDP and optimizer hold, by category; called after
+            each action.
     """
 
     def __init__(
@@ -99,12 +102,12 @@ class Tape(StorageWatch):
         self._tick = self._peak_tick = 0
         self._action: Action | None = None
         self._live: dict[int, Piece] = {}  # by storage
-        self._dead: list[Piece] = []  # that may have been there at the peak
+        self._dead: list[Piece] = []  # freed pieces that may have been alive at the peak
         self._inside = ExitStack()
 
     @contextmanager
     def record(self, action: Action) -> Iterator[None]:
-        """For the pipeline's runner: what is inside belongs to `action`."""
+        """A context for the pipeline's runner: all that is recorded inside belongs to `action`."""
         self._action = action
         yield
         self._ask_holders()
@@ -130,7 +133,7 @@ class Tape(StorageWatch):
         self._inside.close()
 
     def weights(self, tensors: list[Tensor]) -> None:
-        """The weights, which are there already."""
+        """Add the weights, which are allocated already."""
         for tensor in tensors:
             self.saw(tensor)
             self._told(tensor, WEIGHTS)
@@ -141,7 +144,7 @@ class Tape(StorageWatch):
             piece.label.told = category
 
     def _ask_holders(self) -> None:
-        for category, tensors in reversed(self.held().items()):  # the first has the last word
+        for category, tensors in reversed(self.held().items()):  # the first category wins
             for tensor in tensors:
                 self._told(tensor, category)
 
@@ -208,9 +211,9 @@ class Tape(StorageWatch):
 
 
 def axes_by_ranks(mesh: Mesh) -> Callable[[frozenset[int]], str]:
-    """Names a group by the axis whose ranks it has: an axis of the mesh (the innermost first),
-    `loss` (both data-parallel axes), `world`, or `ends` (the first and the last stage's rank, for a
-    tied embedding)."""
+    """Return a function that names a group by the axis with the same ranks: an axis of the mesh
+    (the innermost first), `loss` (both data-parallel axes), `world`, or `ends` (the ranks of the
+    first and last stage, for a tied embedding)."""
     views = [(axis, mesh.root[axis]) for axis in reversed(AXES)] + [("loss", mesh.loss)]
     groups = [
         (name, frozenset(dist.get_process_group_ranks(view.get_group()))) for name, view in views

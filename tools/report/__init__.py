@@ -1,6 +1,6 @@
-"""What became of a run: `python -m tools.report RUN` prints its ledger; `--out FILE`: an HTML page.
+"""Reports on a run: `python -m tools.report RUN` prints its ledger; `--out FILE` writes a page.
 
-__main__.py  the command          page.py    the page, put together; assets/: its style and script
-run.py       what a folder says   charts.py  curves, bars and the pipeline's timeline
+__main__.py  the command          page.py    assembles the page; assets/: its style and script
+run.py       reads a run folder   charts.py  curves, bars and the pipeline's timeline
                                   tables.py  ledger, events, configuration
 """

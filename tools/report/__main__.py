@@ -1,11 +1,11 @@
-"""Where a run's time went: `python -m tools.report RUN [--out FILE.html]`
+"""Shows where a run's time went: `python -m tools.report RUN [--out FILE.html]`
 
-Over all its starts, from events.jsonl in the run folder: seconds by cause, as runtime/ledger.py
-defines them, and the share that the run's last state owes its existence to.
+Prints the seconds by cause over all starts of the run, from events.jsonl in the run folder. The
+causes are defined in runtime/ledger.py; one of them is the steps that led to the run's last state.
 
 --out also writes the whole run as one HTML page: loss, gradient norm, speed, memory by rank, the
-ledger, what happened, and the pipeline's timeline if the run was traced (run.trace=true). It needs
-no network and no other file. The run may be going on.
+ledger, the events, and the pipeline's timeline if the run was traced (run.trace=true). The page
+needs no network and no other file. The run may still be in progress.
 """
 
 import argparse
@@ -25,17 +25,17 @@ from tools.report.tables import MEANING
 
 def read(run: Path) -> list[dict[str, Any]]:
     if not (run / "events.jsonl").is_file():
-        raise UserError("RUN", str(run), "has no events.jsonl", "give a run's folder (run.dir)")
+        raise UserError("RUN", str(run), "it has no events.jsonl", "give a run folder (run.dir)")
     return read_events(run)
 
 
 def ledger_lines(events: list[dict[str, Any]]) -> list[str]:
-    """The ledger as a table, and what happened how often."""
+    """The ledger as a table, and the number of events by kind."""
     try:
         seconds = account(events)
     except (KeyError, TypeError, AttributeError):
-        why = "has lines that no run writes"
-        raise UserError("RUN", "events.jsonl", why, "remove them") from None
+        why = "it has lines that were not written by a run"
+        raise UserError("RUN", "events.jsonl", why, "remove those lines") from None
     total = sum(seconds.values())
     lines = [
         f"{MEANING[cause]:<22}{value:>12,.1f} s{value / max(total, 1e-9):>8.1%}"
@@ -54,14 +54,14 @@ def ledger_lines(events: list[dict[str, Any]]) -> list[str]:
 
 def write_page(run: Path, out: Path) -> None:
     if out.suffix != ".html":
-        raise UserError("--out", str(out), "is not a page's name", "end it in .html")
+        raise UserError("--out", str(out), "its name does not end in .html", "end it in .html")
     text = page(read_run(run))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")
     except OSError as error:
-        why = f"cannot be written ({error.strerror})"
-        raise UserError("--out", str(out), why, "name another file") from None
+        why = f"it cannot be written ({error.strerror})"
+        raise UserError("--out", str(out), why, "give another file") from None
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder (run.dir)")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run folder (run.dir)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the page to write: .html")
     options = parser.parse_args(arguments)
     try:

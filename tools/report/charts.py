@@ -1,9 +1,9 @@
-"""The report page's charts: SVG that stretches with the page, its labels in HTML so that a phone
-does not shrink them.
+"""The report page's charts: SVG that stretches with the page, with labels in HTML, so that a small
+screen does not shrink them.
 
-Every chart is drawn in a box of 1000 × 100 units. What a reader points at is looked up in the
-chart's `data-chart`, by the page's script (assets/report.js). Text is escaped here; nothing that
-comes from a run's files is trusted.
+Every chart is drawn in a box of 1000 × 100 units. The page's script (assets/report.js) looks up the
+value under the pointer in the chart's `data-chart`. Text is escaped here, because a run's files are
+not trusted.
 """
 
 import html
@@ -18,16 +18,16 @@ from parallel.pipeline.simulate import Timeline
 from runtime.chrome import NAMES
 from tools.timeline.draw import chunk_of_stage, shade
 
-WIDTH, HEIGHT = 1000, 100  # of a chart's box
-BINS = 500  # points of a line, at most: two for every three pixels of a wide screen
-POINTER = '<i class="rule" hidden></i><div class="tip" hidden></div>'  # what the script shows
-FAR_ABOVE = 1.5  # times the range of what comes later
-LOG_FROM = 100.0  # largest value over smallest, from which an axis that may be logarithmic is
+WIDTH, HEIGHT = 1000, 100  # units of a chart's box
+BINS = 500  # the most points of a line: two for every three pixels of a wide screen
+POINTER = '<i class="rule" hidden></i><div class="tip" hidden></div>'  # shown by the script
+FAR_ABOVE = 1.5  # the beginning is cut off if the whole range is more than this × the later range
+LOG_FROM = 100.0  # an axis may be logarithmic from this ratio of largest to smallest value on
 
 
 @dataclass(frozen=True)
 class Series:
-    """What is drawn in one colour. `colour` is a class of the page's style: c1, c2, …"""
+    """The points drawn in one colour. `colour` is a class of the page's style: c1, c2, …"""
 
     name: str
     colour: str
@@ -37,7 +37,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Bin:
-    """Neighbouring points as one."""
+    """A group of neighbouring points."""
 
     x: float
     low: float
@@ -50,8 +50,8 @@ def escape(text: Any) -> str:
 
 
 def thin(points: Sequence[tuple[float, float]], bins: int = BINS) -> list[Bin]:
-    """At most `bins` of them, over equal parts of x. No extreme is lost: a bin knows its smallest
-    and its largest."""
+    """Groups points into at most `bins` bins, over equal parts of x. A bin keeps its smallest and
+    largest values, so no extreme is lost."""
     if len(points) <= bins:
         return [Bin(x, y, y, y) for x, y in points]
     first = points[0][0]
@@ -79,13 +79,13 @@ def ticks(low: float, high: float, about: int = 4) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten from `low` to `high`, at most six."""
+    """At most six powers of ten from `low` to `high`."""
     powers = range(math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9) + 1)
     return [10.0**power for power in powers[:: max(1, math.ceil(len(powers) / 6))]]
 
 
 def short(value: float) -> str:
-    """A number for an axis: 0, 0.25, 4.5, 1,200, 35k, 2M, 3e-05."""
+    """Formats a number for an axis: 0, 0.25, 4.5, 1,200, 35k, 2M, 3e-05."""
     size = abs(value)
     if size >= 1e4:
         for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -105,12 +105,12 @@ def line_chart(
     tail: bool = False,
     wide: bool = False,
 ) -> str:
-    """A figure; empty text where no series has a point.
+    """A chart as an HTML figure; empty if no series has a point.
 
-    log: a logarithmic axis where all values are positive and span more than LOG_FROM. zero: the
-        axis begins at 0.
-    tail: what is far above everything after the first tenth is cut off. wide: the figure has a row
-        of its own.
+    log: use a logarithmic axis if all values are positive and their ratio is at least LOG_FROM.
+    zero: begin the axis at 0.
+    tail: cut off values at the beginning that are far above all those after the first tenth.
+    wide: give the figure a separate row.
     """
     series = [one for one in series if one.points]
     if not series:
@@ -174,8 +174,8 @@ def line_chart(
 
 
 def _draw(one: Series, bins: Sequence[Bin], x_of: Any, y_of: Any) -> list[str]:
-    """A line with the band of its extremes; dots, which are lines without length and stay round
-    when stretched; or bars."""
+    """The SVG paths of a series: a line with the band of its extremes; or dots, drawn as lines of
+    zero length, which stay round when stretched; or bars."""
     if one.kind == "bars":
         half = min(0.4, 0.5 - 1e-3)
         boxes = (
@@ -200,7 +200,7 @@ def _draw(one: Series, bins: Sequence[Bin], x_of: Any, y_of: Any) -> list[str]:
 
 
 def _legend(series: Iterable[Series]) -> str:
-    """Names, each with its last value."""
+    """The legend: the name of every series, with its last value."""
     entries = []
     for one in series:
         last = one.points[-1][1]
@@ -212,7 +212,8 @@ def _legend(series: Iterable[Series]) -> str:
 
 
 def timeline_figure(timeline: Timeline, name: str) -> str:
-    """A pipeline's step: a lane per rank, a box per action, empty is idle; in milliseconds."""
+    """A pipeline's step as an HTML figure: a lane per rank, a box per action, in milliseconds;
+    empty space is idle time."""
     lanes, kinds = [], set()
     several = max(len(chunk_of_stage(lane)) for lane in timeline.ranks) > 1
     for rank, lane in enumerate(timeline.ranks):

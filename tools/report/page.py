@@ -1,7 +1,7 @@
-"""A run as one HTML page that needs nothing else: `page` puts it together from what run.py read.
+"""Assembles the data read by run.py into one self-contained HTML page.
 
-Its policy (Content-Security-Policy) forbids the browser to load anything at all, and to run any
-script but the page's own, which it knows by its hash. What comes from a run's files is text,
+Its Content-Security-Policy forbids the browser to load anything, and to run any script except the
+page's own, which is identified by its hash. The content of a run's files is treated as text, and
 escaped where it is written.
 """
 
@@ -19,7 +19,7 @@ GIB = 2**30
 
 
 def page(run: Run) -> str:
-    """The whole document."""
+    """The whole HTML document."""
     style, script = (
         (ASSETS / name).read_text(encoding="utf-8") for name in ("report.css", "report.js")
     )
@@ -42,7 +42,7 @@ def page(run: Run) -> str:
 
 
 def head(run: Run) -> str:
-    """Its name, its state, and what it runs on."""
+    """The header: the run's name, its state, and the system on which it runs."""
     system, start = run.last("system"), run.last("start")
     said = []
     if is_number(system.get("parameters")):
@@ -66,7 +66,7 @@ def head(run: Run) -> str:
 
 
 def tiles(run: Run) -> str:
-    """The run in a few figures, as of its last lines."""
+    """The run's newest values, as a row of tiles."""
     found = []
     steps = run.section("train").get("steps")
     forms = {
@@ -94,7 +94,7 @@ def tiles(run: Run) -> str:
 
 
 def charts(run: Run) -> list[str]:
-    """Figures, those that have no point left out."""
+    """The charts that have data."""
     loss = [
         Series("training", "c1", run.points("loss")),
         Series("held-out", "c2", run.points("eval_loss"), "dots"),
@@ -125,14 +125,14 @@ def charts(run: Run) -> list[str]:
     if len(run.records) > BINS:
         thinned = (
             "A point of a line is the mean of neighbouring steps; "
-            "the band goes from the smallest of them to the largest."
+            "the band covers the range from their smallest to their largest value."
         )
         found.append(f'<p class="muted wide">{thinned}</p>')
     return [figure for figure in found if figure]
 
 
 def memory(run: Run) -> str:
-    """By rank, as far as the last start said; of a run that did not, the largest."""
+    """The peak memory by rank, if the last start recorded it; else that of the largest rank."""
     event = run.last("memory")
     peaks = event.get("peak_bytes")
     by_rank = [

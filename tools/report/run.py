@@ -1,7 +1,7 @@
-"""What a run's folder says, as far as it says anything: for the report page.
+"""Reads a run folder for the report page.
 
-A run may be going on, may have been killed in the middle of a line, may never have come to its
-first step. What is missing or cannot be read is empty.
+The run may be in progress, may have been killed in the middle of writing a line, or may not have
+reached its first step. Anything missing or unreadable is treated as empty.
 """
 
 import json
@@ -18,7 +18,7 @@ from runtime.chrome import from_chrome
 from runtime.events import read_events
 from runtime.ledger import account
 
-FILES = ("config.yaml", "metrics.jsonl", "events.jsonl")  # a run's folder has one of them at least
+FILES = ("config.yaml", "metrics.jsonl", "events.jsonl")  # a run folder has at least one of them
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Run:
     records: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl
     events: list[dict[str, Any]] = field(default_factory=list)  # events.jsonl
     seconds: dict[str, float] = field(default_factory=dict)  # by cause (runtime/ledger.py)
-    # a traced step: each pipeline's name, and what it did
+    # a traced step: (name, timeline) of each pipeline
     timelines: list[tuple[str, Timeline]] = field(default_factory=list)
 
     def last(self, event: str) -> dict[str, Any]:
@@ -40,19 +40,19 @@ class Run:
         return next((e for e in reversed(self.events) if e["event"] == event), {})
 
     def points(self, key: str, scale: float = 1.0) -> list[tuple[float, float]]:
-        """(step, value) of every record that has a finite one, by step."""
+        """(step, value) of every record with a finite value, sorted by step."""
         found = ((record.get("step"), record.get(key)) for record in self.records)
         return sorted((x, y * scale) for x, y in found if is_number(x) and is_number(y))
 
     def newest(self, key: str) -> float | None:
-        """The value of the last record that has a finite one."""
+        """The last finite value of `key`; None if there is none."""
         return next(
             (value for record in reversed(self.records) if is_number(value := record.get(key))),
             None,
         )
 
     def section(self, name: str) -> dict[str, Any]:
-        """A section of the configuration."""
+        """A section of the configuration; empty if it is missing."""
         found = self.config.get(name)
         return found if isinstance(found, dict) else {}
 
@@ -62,10 +62,10 @@ def is_number(value: Any) -> bool:
 
 
 def read_run(folder: Path) -> Run:
-    """Raises UserError where the folder is no run's."""
+    """Reads a run folder. Raises UserError if `folder` is not one."""
     if not any((folder / name).is_file() for name in FILES):
-        why = f"has none of {', '.join(FILES)}"
-        raise UserError("RUN", str(folder), why, "give a run's folder (run.dir)")
+        why = f"it has none of {', '.join(FILES)}"
+        raise UserError("RUN", str(folder), why, "give a run folder (run.dir)")
     config_text = _text(folder / "config.yaml")
     events = read_events(folder) if (folder / "events.jsonl").is_file() else []
     try:
@@ -74,7 +74,7 @@ def read_run(folder: Path) -> Run:
         config = None
     try:
         seconds = account(events) if events else {}
-    except (KeyError, TypeError, AttributeError):  # lines that a run does not write
+    except (KeyError, TypeError, AttributeError):  # lines that were not written by a run
         seconds = {}
     return Run(
         folder.resolve().name,
@@ -93,7 +93,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _timelines(path: Path) -> list[tuple[str, Timeline]]:
-    """Of every pipeline of a step that run.trace=true measured."""
+    """(name, timeline) of every pipeline of the step traced by run.trace=true."""
     trace = _object(_text(path))
     names = [
         event
@@ -117,7 +117,7 @@ def _text(path: Path) -> str:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """The JSON object that `text` is; empty where it is none."""
+    """Parses `text` as a JSON object; empty if it is not one."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

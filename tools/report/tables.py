@@ -1,5 +1,5 @@
-"""The report page's tables: where the time went, what happened, how the run was configured. Text is
-escaped where it is written."""
+"""The report page's tables: where the time went, the events, and the configuration. Text is escaped
+where it is written."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -18,16 +18,16 @@ MEANING = {
     "end": "ending",
     "down": "down",
 }
-MOST_ROWS = 200  # of what happened: the newest
-MOST_STEPS = 20  # named as those of skipped updates: the last
-ELSEWHERE = ("spent", "memory", "system")  # events that other parts of the page show
+MOST_ROWS = 200  # the most events shown: the newest ones
+MOST_STEPS = 20  # the most steps listed for skipped updates: the last ones
+ELSEWHERE = ("spent", "memory", "system")  # events shown in other parts of the page
 
 
 def ledger(run: Run) -> str:
-    """Every second of the run by its cause: a bar and its table."""
+    """The run's seconds by cause, as a bar and a table."""
     total = sum(run.seconds.values())
     if not total:
-        unknown = "events.jsonl has no line that says."
+        unknown = "events.jsonl does not record it."
         return f'<section><h2>Where the time went</h2><p class="muted">{unknown}</p></section>'
     bar, rows = [], []
     for cause, value in run.seconds.items():
@@ -46,8 +46,8 @@ def ledger(run: Run) -> str:
 
 
 def happened(run: Run) -> str:
-    """Starts, ends, rollbacks, hangs, failed saves, by time; how many saves went well, and which
-    updates were skipped."""
+    """A table of starts, ends, rollbacks, hangs and failed saves, by time; the number of successful
+    saves; and the skipped updates."""
     rows = []
     for event in run.events:
         told = tell(event)
@@ -82,7 +82,7 @@ def happened(run: Run) -> str:
 
 
 def tell(event: dict[str, Any]) -> str | None:
-    """An event in words; None: it is no news."""
+    """An event in words; None if the table does not show it."""
     kind = event["event"]
     if kind in ELSEWHERE or (kind == "checkpoint" and "failed" not in event):
         return None
@@ -96,7 +96,7 @@ def tell(event: dict[str, Any]) -> str | None:
         samples = event.get("left_out")
         pair = isinstance(samples, list) and len(samples) == 2 and all(map(is_number, samples))
         return f"back from step {event.get('from_step', '?')}" + (
-            f", leaving out samples {samples[0]:,} to {samples[1] - 1:,}" if pair else ""
+            f", skipping samples {samples[0]:,} to {samples[1] - 1:,}" if pair else ""
         )
     return ", ".join(
         f"{name} {value}" for name, value in event.items() if name not in ("event", "time", "step")
@@ -104,7 +104,8 @@ def tell(event: dict[str, Any]) -> str | None:
 
 
 def skipped_updates(run: Run) -> list[str]:
-    """A sentence where there are any: how many, and at which logged steps it was heard of them."""
+    """A sentence with the number of skipped updates and the logged steps that reported them; empty
+    if there are none."""
     before, heard = 0.0, []
     for step, skipped in run.points("skipped_updates"):
         if skipped > before:
@@ -115,16 +116,18 @@ def skipped_updates(run: Run) -> list[str]:
     steps = f"{'… ' if len(heard) > MOST_STEPS else ''}{', '.join(heard[-MOST_STEPS:])}"
     return [
         f"The updates of {before:,.0f} step{'s' if before != 1 else ''} were skipped; "
-        f"it was logged at step {steps}."
+        f"this was logged at step {steps}."
     ]
 
 
 def configuration(run: Run) -> str:
-    """What the run was, in a few rows, and the whole of config.yaml."""
+    """The main settings in a few rows, and the whole config.yaml."""
     if not run.config_text:
         return ""
     shown = {
-        "model": tuple(key for key, value in run.section("model").items() if value),  # what is set
+        "model": tuple(
+            key for key, value in run.section("model").items() if value
+        ),  # those that are set
         "parallel": (
             "tp",
             "pp",
@@ -158,7 +161,7 @@ def configuration(run: Run) -> str:
 
 
 def clock(seconds: float) -> str:
-    """UTC of seconds since 1970."""
+    """Formats seconds since 1970 as UTC."""
     try:
         return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}"
     except (OverflowError, ValueError, OSError):
@@ -166,7 +169,7 @@ def clock(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """3.2 s, 12 min 4 s, 5 h 12 min, 3 d 4 h."""
+    """Formats seconds as 3.2 s, 12 min 4 s, 5 h 12 min or 3 d 4 h."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     if seconds < 3600:

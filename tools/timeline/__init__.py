@@ -1,8 +1,8 @@
-"""What each rank of a pipeline does when, drawn: `python -m tools.timeline --schedule NAME --stages
-P --micro-batches M`.
+"""Draws the timeline of a pipeline: `python -m tools.timeline --schedule NAME --stages P
+--micro-batches M`.
 
 __main__.py  the command
-panels.py    what is shown: schedules simulated, a step measured
-text.py      as text
-draw.py      as a picture
+panels.py    makes timelines of simulated schedules and of a measured step
+text.py      prints timelines as text
+draw.py      draws timelines as a picture
 """

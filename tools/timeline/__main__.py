@@ -1,17 +1,18 @@
-"""What each rank of a pipeline does when: simulated from a schedule, or measured in a training run.
+"""Shows when each rank of a pipeline runs which action, simulated from a schedule or measured in a
+training run.
 
     python -m tools.timeline --schedule 1f1b --stages 4 --micro-batches 8    as text
     python -m tools.timeline --schedule 1f1b zb_v --stages 4 --micro-batches 8 --out both.svg
-                                                                             both, on one axis
+                                                                             both, on one time axis
     python -m tools.timeline --trace runs/laptop --out step.svg --simulated  measured and simulated
 
 A step is measured with `run.trace=true`, which writes trace.json into the run's folder. --out
-FILE.json writes the same format from a simulation, a unit of time as a millisecond;
-https://ui.perfetto.dev opens either.
+FILE.json writes a simulation in the same format, with a unit of time as a millisecond.
+https://ui.perfetto.dev opens both.
 
-In text, F0 is the forward of micro-batch 0 and B0 its backward, or I0 and W0 its input and its
-weight gradient where backward is split. Capitals are a rank's first stage (third, …), small letters
-its second.
+In text, F0 is the forward of micro-batch 0 and B0 its backward, or I0 and W0 its input gradient and
+its weight gradient where backward is split. Capital letters are a rank's first stage (third, …),
+small letters its second (fourth, …).
 """
 
 import argparse
@@ -33,11 +34,11 @@ SUFFIXES = (".svg", ".png", ".json")
 
 def write(panels: Sequence[Panel], unit: str, out: Path) -> None:
     if out.suffix not in SUFFIXES:
-        why = "is neither a picture's nor a trace's name"
-        raise UserError("--out", str(out), why, f"end it in {', '.join(SUFFIXES)}")
+        why = "is neither the name of a picture nor of a trace"
+        raise UserError("--out", str(out), why, f"end the name in {', '.join(SUFFIXES)}")
     if out.suffix == ".json" and len(panels) > 1:
         why = f"a trace holds one timeline, not {len(panels)}"
-        raise UserError("--out", str(out), why, "give each a file of its own")
+        raise UserError("--out", str(out), why, "write each schedule to a separate file")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         if out.suffix == ".json":
@@ -48,7 +49,7 @@ def write(panels: Sequence[Panel], unit: str, out: Path) -> None:
             save(draw(panels, unit), out)
     except OSError as error:
         why = f"cannot be written ({error.strerror})"
-        raise UserError("--out", str(out), why, "choose another place") from None
+        raise UserError("--out", str(out), why, "choose another path") from None
 
 
 def parse_costs(text: str) -> tuple[float, float, float]:
@@ -68,28 +69,28 @@ def parse_costs(text: str) -> tuple[float, float, float]:
 
 
 def panels_of(options: argparse.Namespace) -> list[Panel]:
-    """What the command line asks for."""
+    """The panels that the command line asks for."""
     if not 0 <= options.communication < float("inf"):
         why = "must be a time, 0 or more"
-        raise UserError("--communication", options.communication, why, "give a number such as 0.2")
+        raise UserError("--communication", options.communication, why, "give for example 0.2")
     if options.trace is not None:
         return traced_panels(options.trace, options.simulated, options.communication)
     if options.simulated:
-        why = "belongs to --trace, and a schedule is always simulated"
+        why = "belongs to --trace; a schedule is always simulated"
         raise UserError("--simulated", True, why, "leave it out")
     for name in options.schedule:
         if name not in SCHEDULES:
             why = "there is no such schedule"
-            raise UserError("--schedule", name, why, f"choose of {', '.join(SCHEDULES)}")
+            raise UserError("--schedule", name, why, f"choose from {', '.join(SCHEDULES)}")
     per_rank = options.stages_per_rank or []
     sizes = [("--stages", options.stages), ("--micro-batches", options.micro_batches)]
     for key, size in sizes + [("--stages-per-rank", v) for v in per_rank]:
         if size is None or size < 1:
             why = "a schedule needs a positive number"
-            raise UserError(key, size, why, f"give one, for example {key} 4")
+            raise UserError(key, size, why, f"give for example {key} 4")
     if len(per_rank) not in (0, 1, len(options.schedule)):
         why = f"there are {len(options.schedule)} schedules"
-        remedy = "give one number for all, or one for each"
+        remedy = "give one number for all schedules, or one for each"
         raise UserError("--stages-per-rank", per_rank, why, remedy)
     if len(per_rank) == 1:
         per_rank = per_rank * len(options.schedule)
@@ -112,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
-        "--schedule", nargs="+", metavar="NAME", help=f"one or several of {', '.join(SCHEDULES)}"
+        "--schedule", nargs="+", metavar="NAME", help=f"one or more of {', '.join(SCHEDULES)}"
     )
     source.add_argument(
         "--trace",
@@ -123,17 +124,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--stages", type=int, metavar="P", help="ranks of the pipeline, each with V stages"
     )
-    parser.add_argument("--micro-batches", type=int, metavar="M", help="per step")
+    parser.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches per step")
     per_rank = (
-        "stages of each rank: one number, or one per schedule (default: what the schedule takes, "
-        "1 or else 2)"
+        "stages per rank: one number, or one per schedule (default: 1 if the schedule allows it, "
+        "else 2)"
     )
     parser.add_argument("--stages-per-rank", type=int, nargs="+", metavar="V", help=per_rank)
     costs = (
         "time of a stage's forward, input gradient and weight gradient (default: %(default)s); "
-        "a whole backward takes I + W. "
-        "If schedules with different V are compared: of a stage of the largest V; "
-        "where a rank has fewer, each is longer"
+        "an unsplit backward takes I + W. "
+        "If schedules with different V are compared, these are the times of a stage at the largest "
+        "V; with fewer stages per rank, each stage takes longer"
     )
     parser.add_argument("--costs", default="1,1,1", metavar="F,I,W", help=costs)
     message = "time of a message between ranks (default: %(default)s)"
@@ -141,13 +142,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--simulated",
         action="store_true",
-        help="with --trace: the simulation of the same actions below it",
+        help="with --trace: also show a simulation of the same actions, below the measured step",
     )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="FILE",
-        help="a picture (.svg, .png) or a trace (.json); without, text",
+        help="write a picture (.svg, .png) or a trace (.json); without --out, print text",
     )
     options = parser.parse_args(arguments)
     unit = "" if options.trace is None else "ms"

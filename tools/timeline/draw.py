@@ -1,5 +1,5 @@
-"""Draws timelines: a lane per rank, a box per action, idle time hatched. Also for tools/plan,
-tools/report and docs."""
+"""Draws timelines: a lane per rank, a box per action, idle time hatched. tools/plan, tools/report
+and docs use it too."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,8 @@ if TYPE_CHECKING:  # it takes a second to import, and text and traces do without
     from matplotlib.figure import Figure
 
 INK, MUTED, IDLE, HATCH, PAPER = "#1f2937", "#6b7280", "#f3f4f6", "#c5cad3", "#ffffff"
-# Of a rank's first stage and of its last; lightness tells apart what the colour-blind cannot.
+# Colours of a rank's first stage and of its last; lightness distinguishes kinds of actions for the
+# colour-blind.
 SHADES = {
     FORWARD: ("#1740a8", "#8ba6f7"),
     BACKWARD: ("#5e1040", "#cf6aa3"),
@@ -22,7 +23,7 @@ SHADES = {
     BACKWARD_WEIGHT: ("#187a3a", "#c4f5d6"),
 }
 FONT = ["DejaVu Sans", "Verdana", "Arial"]
-WIDTH = 9.0  # inches; 900 pixels of a page
+WIDTH = 9.0  # inches; 900 pixels
 LANE, HEAD, FOOT, AXIS, LEGEND = 0.27, 0.34, 0.32, 0.42, 0.32  # inches high
 LEFT, RIGHT = 0.62, 0.12
 NUMBER_SIZE, TEXT_SIZE = 8.0, 9.0  # points
@@ -38,14 +39,15 @@ class Panel(NamedTuple):
 
 
 def chunk_of_stage(lane: Sequence[Event]) -> dict[int, int]:
-    """Which of its rank's stages each one is: 0 for the first."""
+    """The index of each stage among its rank's stages, from 0."""
     return {
         stage: chunk for chunk, stage in enumerate(sorted({event.action.stage for event in lane}))
     }
 
 
 def draw(panels: Sequence[Panel], unit: str = "", span: float = 0.0) -> "Figure":
-    """The panels below each other, on one axis of time in `unit`, of at least `span`."""
+    """Draw the panels below each other, on one time axis in `unit` with a length of at least
+    `span`."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -85,7 +87,8 @@ def draw(panels: Sequence[Panel], unit: str = "", span: float = 0.0) -> "Figure"
 
 
 def save(figure: "Figure", path: Path) -> None:
-    """As the suffix of `path` says, .svg or .png; the same figure gives the same bytes."""
+    """Save the figure in the format that the suffix of `path` names, .svg or .png. The same figure
+    always gives the same bytes."""
     import matplotlib
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +97,7 @@ def save(figure: "Figure", path: Path) -> None:
 
 
 def _draw_lanes(axes: "Axes", timeline: Timeline, points_per_unit: float) -> None:
-    """All boxes of one colour are one path: the file stays small."""
+    """Draw the boxes. All boxes of one colour are one path, which keeps the file small."""
     from matplotlib.patches import PathPatch, Rectangle
     from matplotlib.path import Path as Outline
 
@@ -107,7 +110,7 @@ def _draw_lanes(axes: "Axes", timeline: Timeline, points_per_unit: float) -> Non
         for action, begin, end in lane:
             start, width = begin - timeline.start, end - begin
             colour = shade(action.kind, chunks[action.stage], len(chunks))
-            # so that one box ends before the next begins
+            # a gap, so that adjacent boxes can be told apart
             gap = min(0.6 / points_per_unit, width / 5)
             corners = [(start, rank + 0.06), (start + width - gap, rank + 0.06)]
             corners += [
@@ -130,7 +133,7 @@ def _draw_lanes(axes: "Axes", timeline: Timeline, points_per_unit: float) -> Non
 
 
 def shade(kind: Kind, chunk: int, chunks: int) -> str:
-    """The colour of a kind of action, the lighter the later its stage among the rank's."""
+    """The colour of a kind of action; lighter for later stages of the rank."""
     part = chunk / (chunks - 1) if chunks > 1 else 0.0
     dark, light = (_channels(colour) for colour in SHADES[kind])
     return "#" + "".join(
@@ -160,7 +163,7 @@ def _dress(axes: "Axes", lanes: int) -> None:
 
 
 def _draw_axis(figure: "Figure", span: float, unit: str, y: float) -> None:
-    """The axis of time, below the last panel."""
+    """Draw the time axis below the last panel."""
     axes = figure.add_axes((LEFT / WIDTH, y, 1 - (LEFT + RIGHT) / WIDTH, 1e-6))
     axes.set_xlim(0, span)
     axes.set_yticks([])
@@ -171,7 +174,7 @@ def _draw_axis(figure: "Figure", span: float, unit: str, y: float) -> None:
 
 
 def _draw_legend(figure: "Figure", panels: Sequence[Panel], y: float) -> None:
-    """In the order F, B, I, W, a box per chunk where ranks have several stages; then idle time."""
+    """Draw the legend: F, B, I, W, with a box per stage if ranks have several; then idle time."""
     from matplotlib.patches import Rectangle
 
     lanes = [lane for panel in panels for lane in panel.timeline.ranks]

@@ -1,4 +1,4 @@
-"""Timelines with a title and their figures: of schedules, simulated; of a step, measured."""
+"""Makes timelines with a title and figures, of simulated schedules and of a measured step."""
 
 import json
 from collections.abc import Sequence
@@ -13,7 +13,8 @@ from tools.timeline.draw import Panel, chunk_of_stage
 
 
 def figures(timeline: Timeline, unit: str = "") -> str:
-    """Step time, bubble, and the activations held, in micro-batches of all of a rank's stages."""
+    """The caption of a timeline: step time, bubble, and the activations that each rank holds, as a
+    number of micro-batches through all of its stages."""
     held = [
         f"{timeline.peak_live(rank) / len(chunk_of_stage(lane)):.4g}"
         for rank, lane in enumerate(timeline.ranks)
@@ -33,10 +34,10 @@ def simulated_panels(
     costs: tuple[float, float, float] = (1.0, 1.0, 1.0),
     communication: float = 0.0,
 ) -> list[Panel]:
-    """A panel for each schedule, all of the same model on the same ranks.
+    """Make a panel for each schedule, all of the same model on the same ranks.
 
-    `costs` are the F, I and W of a stage of the largest number of stages per rank; where a rank has
-    fewer, each is longer.
+    `costs` are the F, I and W of a stage at the largest number of stages per rank. With fewer
+    stages per rank, each stage takes proportionally longer.
     """
     per_rank = stages_per_rank or [
         stages_needed(name, num_ranks, num_microbatches) for name in names
@@ -52,7 +53,7 @@ def simulated_panels(
 
 
 def stages_needed(name: str, num_ranks: int, num_microbatches: int) -> int:
-    """The stages per rank that the schedule takes: one, or else two."""
+    """The number of stages per rank that the schedule accepts: one, or else two."""
     try:
         build_schedule(name, num_ranks, 1, num_microbatches)
     except UserError as error:
@@ -63,7 +64,7 @@ def stages_needed(name: str, num_ranks: int, num_microbatches: int) -> int:
 
 
 def read_trace(path: Path) -> Timeline:
-    """The timeline of a trace, or of a run's folder."""
+    """Read the timeline from a trace, or from the trace in a run's folder."""
     file = path / "trace.json" if path.is_dir() else path
     try:
         trace = json.loads(file.read_text(encoding="utf-8"))
@@ -72,14 +73,14 @@ def read_trace(path: Path) -> Timeline:
         why = f"cannot be read ({error.strerror})"
         raise UserError("--trace", str(file), why, remedy) from None
     except ValueError as error:
-        remedy = "trace again: it may have been cut off"
-        raise UserError("--trace", str(file), f"is no JSON: {error}", remedy) from None
+        remedy = "trace a step again; the file may be truncated"
+        raise UserError("--trace", str(file), f"is not valid JSON: {error}", remedy) from None
     return from_chrome(trace, str(file))
 
 
 def traced_panels(path: Path, simulated: bool, communication: float = 0.0) -> list[Panel]:
-    """A measured step and, if `simulated`, its ranks' actions in the same order, each as long as
-    its like were on average."""
+    """A panel of a measured step and, if `simulated`, one of a simulation of the same actions in
+    the same order, each with the mean time of its kind and stage."""
     measured = read_trace(path)
     panels = [Panel("measured", measured, figures(measured, " ms"))]
     if simulated:
@@ -88,7 +89,7 @@ def traced_panels(path: Path, simulated: bool, communication: float = 0.0) -> li
             check_complete(schedule)
             timeline = simulate(schedule, measured_costs(measured, communication))
         except (Fault, Stuck) as error:
-            why = f"is no whole step: {error}"
+            why = f"is not a complete step: {error}"
             raise UserError("--trace", str(path), why, "draw it without --simulated") from None
         panels.append(
             Panel("simulated, from the mean times measured", timeline, figures(timeline, " ms"))

@@ -1,4 +1,4 @@
-"""Timelines as text: a line per rank, some characters for a unit of time."""
+"""Prints timelines as text: a line per rank, a fixed number of characters per unit of time."""
 
 import shutil
 import sys
@@ -12,12 +12,13 @@ UNIT_CHARACTERS = 3
 
 
 def ascii_timeline(schedule: Schedule, costs: Costs, columns: int | None = None) -> list[str]:
-    """A line per rank, three characters per time unit; cut to `columns`, the last then being …"""
+    """Simulate a schedule and return a line per rank, three characters per unit of time. Lines
+    longer than `columns` are cut and end in `…`."""
     return ascii_lanes(simulate(schedule, costs), 1.0, columns)
 
 
 def ascii_lanes(timeline: Timeline, unit: float, columns: int | None = None) -> list[str]:
-    """The same of a timeline, three characters for every `unit` of its time."""
+    """Return the same for a timeline, three characters per `unit` of its time."""
     lines = []
     for rank, lane in enumerate(timeline.ranks):
         line = ""
@@ -42,7 +43,8 @@ def print_panels(panels: Sequence[Panel], unit: str) -> None:
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     lanes = [lane for panel in panels for lane in panel.timeline.ranks]
     durations = sorted(end - start for lane in lanes for _, start, end in lane if end > start)
-    # short actions can still be read, and one very short does not stretch the rest
+    # the lower quartile: short actions stay readable, and a very short one does not stretch the
+    # rest
     scale = durations[len(durations) // 4]
     for panel in panels:
         print(

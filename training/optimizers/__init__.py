@@ -1,10 +1,10 @@
-"""Optimizers over this rank's shards, a file each: `optimizer.name` is the file's, and its class
-`Optimizer` is used.
+"""Optimizers over this rank's shards, one file each. `optimizer.name` is the name of the file,
+whose class `Optimizer` is used.
 
     adamw.py   AdamW, in one launch for all weights; can round stochastically, for bfloat16
 
-Another optimizer is another file here, and nothing else. What it keeps of each weight it says in
-`state_names`, which checkpoints, the memory report and the planner ask.
+To add an optimizer, add a file here; nothing else changes. Its `state_names` list the tensors that
+it keeps for each weight; checkpoints, the memory report and the planner read them.
 """
 
 from abc import ABC, abstractmethod
@@ -26,24 +26,24 @@ class ShardedOptimizer(ABC):
     """Updates sharded weights in place.
 
     Args:
-        weights: this rank's, sharded. Copies of a tied weight have the same gradient, and so take
-            the same step.
-        config: the run's.
+        weights: this rank's sharded weights. Copies of a tied weight have the same gradient, and so
+            take the same step.
+        config: the configuration of the run.
     """
 
-    # Tensors kept of each weight; each has its shape, placement and dtype.
+    # Tensors kept for each weight, with its shape, placement and dtype.
     state_names: tuple[str, ...]
-    # Without it states in bfloat16 would lose small updates (optimizer.pure_bfloat16).
+    # Without it, weights and state in bfloat16 would lose small updates (optimizer.pure_bfloat16).
     rounds_stochastically = False
 
     def __init__(self, weights: Sequence[NamedWeight], config: Config) -> None:
         self.weights, self.config = weights, config.optimizer
-        # aliases: they share the shards' memory
+        # aliases that share the memory of the weights
         self.shards = [each.sharded.to_local() for each in weights]
-        # State exists from the start: a checkpoint is loaded into it in place, and a planned size
-        # is the size from step one.
+        # The state exists from the start, so that a checkpoint can be loaded into it in place and
+        # memory has its planned size from the first step.
         self.state = {name: [torch.zeros_like(p) for p in self.shards] for name in self.state_names}
-        # made so far
+        # number of updates made so far
         self.updates = torch.zeros((), dtype=torch.float32, device=self.shards[0].device)
         decay = config.optimizer.weight_decay
         self.decays = [decay if each.spec.group.decays else 0.0 for each in weights]
@@ -53,31 +53,31 @@ class ShardedOptimizer(ABC):
         """Update `shards`, `state` and `updates`.
 
         Args:
-            lr: of this step.
-            gradients: shaped as `shards`; each counts times min(1, max_norm / norm).
-            norm: a float64 scalar on the device of `updates`. Where it is not finite, nothing may
-                change; the host is not told.
-            max_norm: 0: no clipping.
+            lr: the learning rate of this step.
+            gradients: shaped like `shards`; each is multiplied by min(1, max_norm / norm).
+            norm: a float64 scalar on the device of `updates`. If it is not finite, nothing may
+                change; the host does not learn of it.
+            max_norm: the norm to clip to; 0: no clipping.
         """
 
     @torch.no_grad()
     def step(self, lr: float, norm: Tensor, max_norm: float) -> None:
-        """Update every weight, and drop the gradients."""
-        norm = norm.to(self.updates.device)  # weights on the CPU of a GPU wait for it here
+        """Update every weight, and free the gradients."""
+        norm = norm.to(self.updates.device)  # with cpu_offload on a GPU, the host waits for it here
         self.update(lr, [each.gradient.to_local() for each in self.weights], norm, max_norm)
         for each in self.weights:
             each.parameter.grad = None
 
     def state_tensors(self) -> Iterator[tuple[NamedWeight, str, DTensor]]:
-        """Each weight's state as global tensors that share its memory: the weight, the state's
-        name, the tensor."""
+        """The state of each weight as global tensors that share its memory: (weight, name of the
+        state, tensor)."""
         for i, each in enumerate(self.weights):
             for name in self.state_names:
                 yield each, name, as_dtensor_like(self.state[name][i], each.sharded)
 
     def set_updates(self, updates: int) -> None:
-        """How many updates were made (steps without those that were skipped), for bias corrections
-        and random bits."""
+        """Set the number of updates made (steps minus skipped ones), on which bias corrections and
+        random bits depend."""
         self.updates.fill_(updates)
 
 
@@ -88,14 +88,14 @@ def optimizer_class(name: str) -> type[ShardedOptimizer]:
 
 
 def check_optimizer(config: Config) -> None:
-    """Raises UserError for what the optimizer of the configuration cannot do."""
+    """Raise UserError if the configured optimizer does not support the configuration."""
     name = config.optimizer.name
     if config.optimizer.pure_bfloat16 and not optimizer_class(name).rounds_stochastically:
-        why = f"{name} rounds to nearest, and would lose small updates"
+        why = f"{name} rounds to nearest and would lose small updates"
         raise UserError("optimizer.pure_bfloat16", True, why, "set optimizer.pure_bfloat16=false")
 
 
 def state_bytes(config: Config) -> int:
-    """Of a parameter between steps: its weight, and what the optimizer keeps of it."""
+    """Bytes per parameter between steps: the weight, and the optimizer's state."""
     states = len(optimizer_class(config.optimizer.name).state_names)
     return (1 + states) * Precision.of(config).master.itemsize

@@ -1,5 +1,5 @@
-"""AdamW (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101) over this rank's shards;
-model/kernels/adamw.py."""
+"""AdamW (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101) over this rank's shards. The
+arithmetic is in model/kernels/adamw.py."""
 
 import hashlib
 import math
@@ -15,15 +15,15 @@ from training.optimizers import ShardedOptimizer
 
 
 class Optimizer(ShardedOptimizer):
-    """The update is elementwise, so each rank updates its shard as if it were a parameter of its
-    own."""
+    """AdamW. The update is elementwise, so each rank updates its shard as if it were a separate
+    parameter."""
 
     state_names = ("exp_avg", "exp_avg_sq")
     rounds_stochastically = True
 
     def __init__(self, weights: Sequence[NamedWeight], config: Config) -> None:
         super().__init__(weights, config)
-        # Triton has none for the host
+        # Triton kernels do not run on the host
         self.kernels = "torch" if config.parallel.cpu_offload else config.model.kernels
         self.locations = [_location(each, config.train.seed) for each in weights]
 
@@ -45,15 +45,15 @@ class Optimizer(ShardedOptimizer):
 
 
 def _location(each: NamedWeight, seed: int) -> Location:
-    """Where this rank's part lies in the global tensor. Beside the first dimension one other may be
-    cut."""
+    """The location of this rank's part in the global tensor. Besides the first dimension, only the
+    second may be sharded."""
     region, shape = local_region(each.sharded), each.spec.shape
     cut = [dim for dim in range(1, len(shape)) if len(region[dim]) < shape[dim]]
     assert cut in ([], [1]), (
-        f"{each.name}: dimensions {cut} are cut, and the kernel counts in rows and columns"
+        f"{each.name}: dimensions {cut} are sharded, but the kernel supports only 0 and 1"
     )
-    row = math.prod(shape[1:])  # numbers of the global tensor
-    inner = math.prod(shape[2:])  # of them, those that follow each other whatever is cut
+    row = math.prod(shape[1:])  # elements in a row of the global tensor
+    inner = math.prod(shape[2:])  # elements of a row that stay contiguous when it is sharded
     columns = region[1] if len(shape) > 1 else range(1)
     key = int.from_bytes(
         hashlib.sha256(f"{seed}:{each.global_name}:rounding".encode()).digest()[:4], "little"

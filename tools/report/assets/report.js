@@ -1,4 +1,4 @@
-// What the pointer is at: a line and the values there. The numbers are in each plot's data-chart.
+// Shows a line and the values at the pointer. The numbers are in each plot's data-chart.
 for (const plot of document.querySelectorAll("[data-chart]")) {
   const chart = JSON.parse(plot.dataset.chart), rule = plot.querySelector(".rule"), tip = plot.querySelector(".tip");
   const line = (text, colour) => {
