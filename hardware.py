@@ -27,8 +27,9 @@ class DataSheet:
 
 # Sources: NVIDIA's and AMD's data sheets (float64 and float32 on tensor or matrix cores where they
 # exist, without TF32). Memory as torch reports it: 81,089 MiB on H100 80GB HBM3, 79.2 GiB on A100
-# 80GB, 139.8 GiB on H200, 178.35 GiB on B200 (MI300X: the advertised 192 GB). Usual networks: 200
-# Gb/s for A100, 400 Gb/s for H100 and MI300X, 800 Gb/s for B200.
+# 80GB, 139.8 GiB on H200, 178.35 GiB on B200 (MI300X, H100 NVL: the advertised size). Usual
+# networks: 200 Gb/s for A100, 400 Gb/s for H100 and MI300X, 800 Gb/s for B200. Cards without a
+# switch between all of a node's GPUs (PCIe, NVL) have PCIe 5.0's rate inside a node.
 DATA_SHEETS = {
     sheet.name: sheet
     for sheet in (
@@ -41,6 +42,24 @@ DATA_SHEETS = {
             name="h100", peak_flops=989e12, peak_flops_float32=67e12, peak_flops_float64=67e12,
             memory_bytes=85.0e9, memory_bytes_per_second=3.35e12, node_bytes_per_second=450e9,
             network_bytes_per_second=50e9, watts=700,
+        ),
+        DataSheet(
+            name="h100 pcie",
+            peak_flops=756e12, peak_flops_float32=51e12, peak_flops_float64=51e12,
+            memory_bytes=85.0e9, memory_bytes_per_second=2.0e12, node_bytes_per_second=64e9,
+            network_bytes_per_second=50e9, watts=350,
+        ),
+        DataSheet(
+            name="h100 nvl",
+            peak_flops=835e12, peak_flops_float32=60e12, peak_flops_float64=60e12,
+            memory_bytes=100e9, memory_bytes_per_second=3.9e12, node_bytes_per_second=64e9,
+            network_bytes_per_second=50e9, watts=400,
+        ),
+        DataSheet(
+            name="h200 nvl",
+            peak_flops=835e12, peak_flops_float32=60e12, peak_flops_float64=60e12,
+            memory_bytes=150.1e9, memory_bytes_per_second=4.8e12, node_bytes_per_second=64e9,
+            network_bytes_per_second=50e9, watts=600,
         ),
         DataSheet(
             name="h200", peak_flops=989e12, peak_flops_float32=67e12, peak_flops_float64=67e12,
@@ -113,5 +132,7 @@ H100 = DEVICES["h100"]  # the default where the device is not known
 
 
 def data_sheet_of(device_name: str) -> DataSheet | None:
-    """Return the data sheet of a device by torch's name for it; None if it is not listed."""
-    return next((sheet for name, sheet in DATA_SHEETS.items() if name in device_name.lower()), None)
+    """Return the data sheet of a device by torch's name for it; None if it is not listed. "NVIDIA
+    H100 PCIe" is not an "h100", whose peak is a third higher: the longest name that fits counts."""
+    names = [name for name in DATA_SHEETS if name in device_name.lower()]
+    return DATA_SHEETS[max(names, key=len)] if names else None

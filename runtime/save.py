@@ -37,6 +37,7 @@ from data.tokenizer import tokenizer_files
 from errors import RunFailed
 from parallel.placement import as_dtensor_like
 from runtime.checkpoint import held_tensors
+from runtime.device import DeviceClock, device_thread
 from runtime.events import append_event
 from runtime.lease import Lease
 from runtime.manifest import (
@@ -113,9 +114,7 @@ class Saver:
         }
         copied = self._copy()  # last: the reads above wait for the device
         stall = time.perf_counter() - began
-        self.thread = threading.Thread(
-            target=self._write, args=(step, trainer, copied, stall), name="save", daemon=True
-        )
+        self.thread = device_thread(self._write, "save", step, trainer, copied, stall)
         self.thread.start()
         if not config.checkpoint.async_save:
             self.wait()
@@ -132,10 +131,12 @@ class Saver:
         if self.failed is not None:
             raise SaveFailed(self.failed)
 
-    def _copy(self) -> Callable[[], None]:
+    def _copy(self) -> Callable[[], float]:
         """Copy this rank's tensors to the host, in stream order: after the work already launched on
-        the device and before later work. Returns a function that waits for the copy. On a CPU this
-        is a plain copy, complete on return."""
+        the device and before later work. Returns a function that waits for the copy, and returns
+        the seconds for which it kept the device from training. On a CPU this is a plain copy,
+        complete on return, and the seconds are 0."""
+        clock = DeviceClock() if self.train.mesh.device == "cuda" else None
         for name, tensor in self.tensors.items():
             local = tensor.to_local()
             if name not in self.copies:
@@ -143,14 +144,10 @@ class Saver:
                     local.shape, dtype=local.dtype, pin_memory=local.is_cuda
                 )
             self.copies[name].copy_(local, non_blocking=True)
-        if self.train.mesh.device == "cuda":
-            event = torch.cuda.Event()
-            event.record()
-            return event.synchronize
-        return lambda: None
+        return clock.stop() if clock is not None else lambda: 0.0
 
     def _write(
-        self, step: int, trainer: dict[str, Any], copied: Callable[[], None], stall: float
+        self, step: int, trainer: dict[str, Any], copied: Callable[[], float], stall: float
     ) -> None:
         """Do everything after the copy, in the thread. Rank 0 logs the outcome."""
         began = time.perf_counter()
@@ -158,7 +155,7 @@ class Saver:
         partial: Path | None = None
         record: dict[str, Any] = {"step": step}
         try:
-            copied()
+            stall += copied()
             self._agree(self._require_finite)
             partial = self._agree(lambda: self._prepare(final.name) if self._is_first else None)[0]
             manifest = self._write_partial(partial, trainer)
@@ -205,7 +202,9 @@ class Saver:
         tensors = {
             name: as_dtensor_like(copy, self.tensors[name]) for name, copy in self.copies.items()
         }
-        writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
+        # With one thread DCP loads tensors through a stream of the device, which it synchronises;
+        # these are on the host already. (There is one file per rank, so one thread writes.)
+        writer = HuggingFaceStorageWriter(str(partial), save_distributed=True, thread_count=2)
         self._agree(lambda: dcp.save(tensors, storage_writer=writer, process_group=self.group))
         mine = {name: (DTYPES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
 

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from runtime.device import device_thread
 from runtime.events import append_event
 from runtime.listener import Listener, Run
 from runtime.messages import log
@@ -54,7 +55,7 @@ class Watchdog(Listener):
         # the longest allowed step, in seconds; the deadline, by the monotonic clock
         self._limit = self._due = float("inf")
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread = device_thread(self._watch, "watchdog")
 
     def step_done(self, step: int, step_seconds: float | None) -> None:
         """Note that `step` steps are done, update the limit and restart the clock. step_seconds:

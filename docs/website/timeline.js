@@ -22,7 +22,7 @@
   function describe(rank, action) {
     const words = `rank ${rank}: ${action.kind} of micro-batch ${action.microbatch}, stage ${action.stage}`;
     if (action.sends_to === null) return words;
-    const what = action.kind === "forward" ? "hidden states" : "their gradient";
+    const what = action.kind === "forward" ? "its hidden states" : "the gradient of its input";
     return `${words}; then sends ${what} to rank ${action.sends_to}`;
   }
 

@@ -1,0 +1,106 @@
+"""Work with a device from the host's side, on pretended devices: threads use their rank's device,
+saving does not touch a stream, and a card is told from its namesakes."""
+
+import threading
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.distributed.checkpoint import filesystem
+
+from hardware import DATA_SHEETS, data_sheet_of
+from runtime.device import device_thread
+from runtime.save import Saver
+from tests.runs import train_run, write_config
+from tools.ranks import RankError, Ranks
+
+ROOT = Path(__file__).parent.parent
+
+
+class Devices(threading.local):
+    """torch.cuda's current device: each thread has its own, at first device 0."""
+
+    current = 0
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
+    found = Devices()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: found.current)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(found, "current", device))
+    return found
+
+
+@pytest.mark.parametrize("make", [device_thread, None], ids=["device_thread", "control"])
+def test_a_thread_works_on_its_rank_s_device(devices: Devices, make: Any) -> None:
+    """Control: a plain thread works on device 0."""
+    torch.cuda.set_device(3)
+    seen: list[int] = []
+    target = lambda: seen.append(torch.cuda.current_device())  # noqa: E731
+    thread = make(target, "name") if make else threading.Thread(target=target)
+    thread.start()
+    thread.join()
+    assert seen == [3 if make else 0]
+
+
+def test_every_thread_that_may_touch_a_device_is_made_so() -> None:
+    """The others are listed here: they work on the host only, and so know nothing of devices."""
+    folders = ("data", "model", "parallel", "runtime", "training")
+    files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
+    plain = [file for file in files if "threading.Thread(" in file.read_text(encoding="utf-8")]
+    named = {file.relative_to(ROOT).as_posix() for file in plain}
+    on_the_host = {"data/loader.py", "data/prepare.py", "runtime/lease.py", "runtime/signals.py"}
+    assert named == {*on_the_host, "runtime/device.py"}
+    assert not [name for name in on_the_host if "cuda" in (ROOT / name).read_text(encoding="utf-8")]
+
+
+def save_as_on_a_gpu(arguments: list[str], threads: int | None = None) -> str:
+    """A run whose saves find a GPU. DCP's loader for GPUs, which works with streams, is refused."""
+    write, writer = Saver._write_partial, Saver.__init__.__globals__["HuggingFaceStorageWriter"]
+
+    def on_a_gpu(self: Saver, *rest: Any) -> Any:
+        with patch.object(torch.cuda, "is_available", lambda: True):
+            return write(self, *rest)
+
+    def with_threads(*rest: Any, thread_count: int, **options: Any) -> Any:
+        return writer(*rest, thread_count=threads or thread_count, **options)
+
+    refused = AssertionError("a stream is used in the thread that saves")
+    with (
+        patch.object(Saver, "_write_partial", on_a_gpu),
+        patch("runtime.save.HuggingFaceStorageWriter", with_threads),
+        patch.object(filesystem, "_OverlappingCpuLoader", side_effect=refused),
+    ):
+        return train_run(arguments)
+
+
+def test_saving_uses_no_stream(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, data, train={"steps": 1}, checkpoint={"interval": 1})
+    assert ranks.run(save_as_on_a_gpu, 2, [config]) == [""] * 2
+
+
+def test_a_stream_in_a_save_would_be_found(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """Control: DCP's default, one thread."""
+    config = write_config(tmp_path, data, train={"steps": 1}, checkpoint={"interval": 1})
+    with pytest.raises(RankError, match="a stream is used"):
+        ranks.run(save_as_on_a_gpu, 2, [config], 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "sheet"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100 pcie"),
+        ("NVIDIA H100 NVL", "h100 nvl"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H200 NVL", "h200 nvl"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+    ],
+)
+def test_a_card_has_its_own_peak(device: str, sheet: str) -> None:
+    """MFU divides by the peak: a PCIe card's is three quarters of the SXM card's."""
+    assert data_sheet_of(device) is DATA_SHEETS[sheet]
+    assert data_sheet_of("NVIDIA GeForce RTX 4090") is None
