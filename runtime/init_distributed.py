@@ -12,6 +12,7 @@ ranks of each start agree on a prefix that no other start has:
 
 import ctypes
 import os
+import resource
 import signal
 import socket
 import sys
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from runtime import signals
 from runtime.signals import Signals
 
+OTHER_FILES = 512  # libraries, data, logs, devices, NCCL's own sockets
 WAIT_SECONDS = 1.0  # timeout of one wait for another rank; waits are repeated
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 
@@ -51,6 +53,7 @@ def init_distributed(signals: Signals | None = None, store: dist.Store | None = 
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
         stay_on_this_machine()
+    raise_open_files(world_size)
     if store is None:
         store = next(dist.rendezvous("env://"))[0] if "RANK" in os.environ else dist.HashStore()
     heard = signals.heard if signals is not None else {}
@@ -58,6 +61,26 @@ def init_distributed(signals: Signals | None = None, store: dist.Store | None = 
         backend, store=fresh_store(store, rank, world_size, heard), rank=rank, world_size=world_size
     )
     return device
+
+
+def open_files_needed(world_size: int) -> int:
+    """An upper bound of the files and sockets that one process of a run has open.
+
+    gloo connects every rank of a group with every other, and listens at one more socket. Three groups have all ranks: the default
+    one, and those of saving (save.py) and stopping (stop.py). The groups of the mesh's axes have
+    fewer ranks together than one more of them.
+    """
+    return 4 * world_size + OTHER_FILES
+
+
+def raise_open_files(world_size: int) -> None:
+    """Raise this process's limit of open files to what the run needs, as far as the system lets it:
+    the usual 1,024 are too few from some 130 ranks on. tools/preflight compares the two before."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = open_files_needed(world_size)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
 def stay_on_this_machine() -> None:

@@ -173,7 +173,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     # Forked before this process has threads. They wait until `measure` sends them the members.
     with Links(options.device, options.ranks_per_node, options.meet, deadline) as links:
-        report = look_at_node(name, config, options.device, options.ranks_per_node)
+        world_size = (num_nodes - options.spare_nodes) * options.ranks_per_node
+        report = look_at_node(name, config, options.device, options.ranks_per_node, world_size)
         try:
             meeting = Meeting(options.meet, node, num_nodes, deadline)
         except RuntimeError as error:

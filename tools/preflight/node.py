@@ -6,6 +6,7 @@ import hashlib
 import io
 import ipaddress
 import platform
+import resource
 import shutil
 import socket
 import struct
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from model.transformer import num_parameters
+from runtime.init_distributed import open_files_needed
 from training.config import Config
 from training.optimizers import state_bytes
 
@@ -35,7 +37,9 @@ GPU_FIELDS = (
 )
 
 
-def look_at_node(name: str, config: Config, device: str, ranks_per_node: int) -> dict[str, Any]:
+def look_at_node(
+    name: str, config: Config, device: str, ranks_per_node: int, world_size: int
+) -> dict[str, Any]:
     """This node's report: `name`; `gpus`, a description; `free_bytes` on the run folder's disk;
     `code`, path → checksum; `packages`, name → version; `problems`, which exclude the node from
     training; and `warnings`."""
@@ -48,6 +52,7 @@ def look_at_node(name: str, config: Config, device: str, ranks_per_node: int) ->
     if device == "cuda":
         report |= look_at_gpus(ranks_per_node)
     report["free_bytes"] = _look_at_disk(config, report)
+    report["problems"] += judge_open_files(world_size)
     report["warnings"] += judge_addresses(addresses())
     report["code"] = {
         str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
@@ -78,6 +83,19 @@ def addresses() -> list[tuple[str, str]]:
         (row.split()[-1], str(ipaddress.IPv6Address(int(row.split()[0], 16))))
         for row in rows
         if row
+    ]
+
+
+def judge_open_files(world_size: int) -> list[str]:
+    """A problem if a rank may not open as many sockets as a run of `world_size` ranks needs."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = open_files_needed(world_size)
+    if most == resource.RLIM_INFINITY or most >= needed:
+        return []
+    return [
+        f"a process may open {most:,} files, but a rank of {world_size:,} needs up to {needed:,}: "
+        "raise the hard limit of open files (ulimit -Hn; nofile in limits.conf, LimitNOFILE of "
+        "slurmd)"
     ]
 
 
@@ -180,5 +198,5 @@ def _look_at_disk(config: Config, report: dict[str, Any]) -> int:
 
 
 def _sources() -> list[Path]:
-    rooms = ("data", "model", "parallel", "tools", "training")
+    rooms = ("costs", "data", "model", "parallel", "runtime", "tools", "training")
     return [*ROOT.glob("*.py"), *(path for room in rooms for path in (ROOT / room).rglob("*.py"))]

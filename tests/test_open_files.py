@@ -1,0 +1,66 @@
+"""Every rank may open as many sockets as its groups need: the limit is raised at the start of a
+run, and compared before it."""
+
+import os
+import resource
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from parallel.axes import MeshSizes
+from parallel.mesh import build_mesh
+from runtime.init_distributed import open_files_needed, raise_open_files
+from tools.preflight.node import judge_open_files
+from tools.ranks import Ranks
+
+
+def sockets() -> int:
+    links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+    return sum(link.is_symlink() and "socket" in os.readlink(link) for link in links)
+
+
+def sockets_of_groups() -> tuple[int, int]:
+    """How many sockets the mesh of 8 ranks opens, and how many one more group of all ranks."""
+    before = sockets()
+    build_mesh(MeshSizes(pp=2, dp_shard=2, tp=2), "cpu")
+    mesh = sockets()
+    dist.new_group(backend="gloo")
+    return mesh - before, sockets() - mesh
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_groups_open_as_many_sockets_as_is_said(ranks: Ranks) -> None:
+    """A group of all ranks opens one for each other rank and one to listen. Those of the axes open
+    no more together."""
+    for mesh, group in ranks.run(sockets_of_groups, 8):
+        assert group == 8
+        assert mesh <= 8
+        assert open_files_needed(8) - open_files_needed(1) == 4 * group
+
+
+def test_the_limit_of_open_files_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To what 1,024 ranks need, or as far as the hard limit permits; it is never lowered."""
+    limits: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.append(pair))
+    for soft, hard, raised in [
+        (1024, 10**6, open_files_needed(1024)),
+        (1024, 4096, 4096),
+        (10**5, 10**6, None),
+        (1024, resource.RLIM_INFINITY, open_files_needed(1024)),
+    ]:
+        limits.clear()
+        monkeypatch.setattr(resource, "getrlimit", lambda _, pair=(soft, hard): pair)
+        raise_open_files(1024)
+        assert limits == ([(raised, hard)] if raised else [])
+
+
+@pytest.mark.parametrize(("hard", "is_fit"), [(4096, False), (10**6, True)])
+def test_the_preflight_compares_the_limit(
+    monkeypatch: pytest.MonkeyPatch, hard: int, is_fit: bool
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, hard))
+    problems = judge_open_files(1024)
+    assert (problems == []) == is_fit
+    assert is_fit or "needs up to 4,608" in problems[0]
