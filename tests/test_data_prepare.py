@@ -271,7 +271,7 @@ def test_a_tokenizer_replaces_only_a_tokenizer(tmp_path, capsys) -> None:
     notes.write_text("mine alone")
     arguments = ["--source", SOURCE, "--vocab-size", "600", "--out", str(notes)]
     assert tokenizer_command.main(arguments) == 2
-    assert "it is no tokenizer" in capsys.readouterr().err
+    assert "is not a tokenizer" in capsys.readouterr().err
     assert notes.read_text() == "mine alone"
 
 

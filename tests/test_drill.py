@@ -125,7 +125,7 @@ def test_the_checks_can_fail(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1] + b"\xff")
     assert "step-00000004" in check_folder(run)["wrong"][0]
     (run / "checkpoints" / "step-00000006").rename(tmp_path / "gone")
-    assert any("step 6 was committed, and is lost" in wrong for wrong in check_folder(run)["wrong"])
+    assert any("step 6 was committed, but is lost" in wrong for wrong in check_folder(run)["wrong"])
 
 
 def test_a_plan_has_every_phase(tmp_path: Path) -> None:
