@@ -3,6 +3,7 @@
     listener.py        the interface that train.py's loop calls, and its order
     preconditions.py   checks before a run begins
     init_distributed.py  joins the launcher's world of processes
+    device.py          threads and clocks of a device
     topology.py        which mesh axes lie inside a node, and what it costs where tp does not
 
     checkpoint.py      finds the checkpoint that a run starts from, and loads it

@@ -66,9 +66,9 @@ def init_distributed(signals: Signals | None = None, store: dist.Store | None = 
 def open_files_needed(world_size: int) -> int:
     """An upper bound of the files and sockets that one process of a run has open.
 
-    gloo connects every rank of a group with every other, and listens at one more socket. Three groups have all ranks: the default
-    one, and those of saving (save.py) and stopping (stop.py). The groups of the mesh's axes have
-    fewer ranks together than one more of them.
+    gloo connects every rank of a group with every other, and listens at one more socket. Three
+    groups have all ranks: the default one, and those of saving (save.py) and stopping (stop.py).
+    The groups of the mesh's axes need fewer together than a fourth one.
     """
     return 4 * world_size + OTHER_FILES
 

@@ -244,7 +244,3 @@ def test_heldout_mixture_repeats_nothing(paths) -> None:
     ]
     assert Counter(rows) <= Counter(windows)  # licences recur in the data itself
     assert 2 * smaller <= len(rows) <= 2 * smaller + 1
-
-
-def test_the_loader_ignores_what_the_loss_ignores():
-    """True by construction: data/ and model/ both import IGNORE from tokens.py."""

@@ -1,7 +1,8 @@
 """Commands other than training; each has `python -m tools.NAME --help`.
 
 A folder is one command and its parts, except huggingface/, which import_hf and export share.
-ranks.py is the process pool used by parity and the tests; command.py ends a command cleanly.
+ranks.py is the process pool used by parity and the tests, strict/ a process group for them that is
+as strict about order as NCCL; command.py ends a command cleanly.
 
 Before a run      tokenizer, prepare     text → tokens → token shards
                   plan, rehearse         predict a job's needs; execute any rank of it here
