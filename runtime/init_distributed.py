@@ -46,6 +46,9 @@ def init_distributed(signals: Signals | None = None, store: dist.Store | None = 
     backend = "gloo"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        # A collective's kernel must get its few multiprocessors while a matrix product runs that
+        # would fill all of them, or communication in backward is not overlapped.
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
         # gloo for tensors and objects on the host: CPU offload, checkpoint planning
         backend = "cpu:gloo,cuda:nccl"
     else:

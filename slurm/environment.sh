@@ -32,6 +32,12 @@ export NCCL_IB_RETRY_CNT=7
 # were chosen.
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 
+# --- memory ---------------------------------------------------------------------------------------
+
+# PyTorch's allocator extends its segments instead of reserving new ones for tensors that do not fit
+# between others: less fragmentation, so more of the memory can be used.
+export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+
 # --- hangs and crashes ----------------------------------------------------------------------------
 
 # When a collective has waited for ten minutes (the process group's timeout), or another rank has
