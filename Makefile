@@ -114,6 +114,7 @@ bench-gpu: $(dev)
 	exit $$failed
 
 docs: $(runtime)
+	$(PYTHON) -m docs.draw_words
 	$(PYTHON) -m docs.draw_mesh
 	$(PYTHON) -m docs.draw_tensor
 	$(PYTHON) -m docs.draw_sequence
