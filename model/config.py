@@ -77,7 +77,8 @@ class ModelConfig:
         if self.attention_dim is None and uneven:
             why = f"model.dim={self.dim} must divide into heads of an even width"
             fits = [h for h in range(1, self.dim // 2 + 1) if self.dim % (2 * h) == 0]
-            remedy = f"choose one of {fits[-12:]}"
+            remedy = f"choose one of {fits[-12:]}, or " if fits else ""
+            remedy += f"set model.dim to a multiple of {2 * self.num_heads}"
             raise UserError("model.num_heads", self.num_heads, why + pairs, remedy)
         if self.num_heads % self.num_kv_heads:
             why = f"model.num_heads={self.num_heads} query heads must divide evenly among them"

@@ -71,9 +71,9 @@ def open_files_needed(world_size: int) -> int:
 
     gloo connects every rank of a group with every other, and listens at one more socket. Three
     groups have all ranks: the default one, and those of saving (save.py) and stopping (stop.py).
-    The groups of the mesh's axes need fewer together than a fourth one.
+    The groups of the mesh, one for each axis and one for the batch, need at most two more of them.
     """
-    return 4 * world_size + OTHER_FILES
+    return 5 * world_size + OTHER_FILES
 
 
 def raise_open_files(world_size: int) -> None:

@@ -129,7 +129,8 @@ class Saver:
         """Wait for the last save, at the end of a run. Raises SaveFailed if it failed."""
         self.wait()
         if self.failed is not None:
-            raise SaveFailed(self.failed)
+            remedy = "correct the cause and start again, from the newest checkpoint"
+            raise SaveFailed(f"{self.failed}; {remedy}")
 
     def _copy(self) -> Callable[[], float]:
         """Copy this rank's tensors to the host, in stream order: after the work already launched on

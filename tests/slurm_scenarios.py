@@ -113,9 +113,8 @@ def test_slurm_accepts_every_script_as_it_is(cluster: Cluster) -> None:
             "sbatch stops at the first command"
         )
         cluster.run("sbatch", "--test-only", str(script))
-    cluster.run(
-        "sbatch", "--test-only", "--nodes", "8", SCRIPT, "configs/llama3_8b.yaml", "parallel.pp=1"
-    )
+    wider = ["configs/llama3_8b.yaml", "parallel.dp_replicate=8"]
+    cluster.run("sbatch", "--test-only", "--nodes", "8", SCRIPT, *wider)
     # control: a job of more nodes than the cluster has is refused
     with pytest.raises(subprocess.SubprocessError, match="not available"):
         cluster.run("sbatch", "--test-only", "--nodes", "33", SCRIPT)

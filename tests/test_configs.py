@@ -5,6 +5,7 @@ Each rank is built on the meta device, in a separate process with a fake process
 ranks, in which collectives return without any communication.
 """
 
+import contextlib
 import multiprocessing
 import re
 from collections.abc import Callable, Iterator
@@ -262,3 +263,36 @@ def test_tokens_and_checkpoints_are_as_the_comments_say(name: str) -> None:
     if name == "llama3_70b":
         script = (path.parent.parent / "slurm" / "train_70b.sh").read_text(encoding="utf-8")
         assert f"70B writes {saved:.2f} TB" in script
+
+
+def sbatch_examples() -> list[tuple[int, list[str]]]:
+    """Every example with a number of nodes, in the job script and the pages: the nodes, and the
+    script's arguments."""
+    root = Path(__file__).parent.parent
+    found = []
+    for file in (root / "slurm" / "train_70b.sh", *sorted((root / "docs").glob("*.md"))):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            words = line.lstrip("# ").split()
+            if words[:1] == ["sbatch"] and "--nodes" in words and "slurm/train_70b.sh" in words:
+                after = words[words.index("slurm/train_70b.sh") + 1 :]
+                arguments = [word for word in after if "=" in word or word.endswith(".yaml")]
+                found.append((int(words[words.index("--nodes") + 1]), arguments))
+    return found
+
+
+@pytest.mark.parametrize(("nodes", "arguments"), sbatch_examples(), ids=str)
+def test_an_example_of_the_job_fits_its_nodes(nodes: int, arguments: list[str]) -> None:
+    """The layout makes the world of the nodes (less the spare ones, at most two), 8 GPUs each."""
+    name, *overrides = arguments or ["configs/llama3_70b.yaml"]
+    config = load_config(str(CONFIGS[0].parent.parent / name), overrides)
+    fits = []
+    for spare in (0, 2):
+        with contextlib.suppress(UserError):
+            config.validate(8 * (nodes - spare))
+            fits.append(spare)
+    assert fits
+
+
+def test_the_examples_of_the_job_are_found() -> None:
+    assert len(sbatch_examples()) >= 4
+    assert sum(bool(arguments) for _, arguments in sbatch_examples()) >= 3

@@ -73,7 +73,7 @@ def test_it_trains_and_it_refuses(data: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, data, parallel=LAYOUT_3D)
     done = run_launcher(config, "train.steps=2")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("+ torchrun --standalone --nproc-per-node 8 train.py")
+    assert done.stdout.startswith("8 processes on this machine: train.py")
     assert "88,352 parameters on 8 ranks = pp 2 × dp_replicate 1 × dp_shard 2 × tp 2" in done.stdout
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
     assert done.stderr == ""

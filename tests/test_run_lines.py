@@ -59,7 +59,7 @@ def test_a_world_that_the_axes_do_not_make() -> None:
     with pytest.raises(UserError) as refused:
         config.validate(64)
     assert refused.value.key == "parallel.dp_shard"
-    assert "parallel.dp_shard=-1, which takes the 64 that are left" in refused.value.remedy
+    assert "parallel.dp_shard=-1 (here 64)" in refused.value.remedy
     assert "python -m tools.plan CONFIG --gpus 64 --search" in refused.value.remedy
     # the remedy works
     load_config("configs/llama3_8b.yaml", ["parallel.dp_shard=-1"]).validate(64)

@@ -13,8 +13,8 @@ number. Your own overrides are applied last, so they take precedence.
 
 Modules are imported once, and the ranks share their memory. The ranks' rendezvous is a file in a
 folder that only this user may enter. The only ports opened are those of gloo and NCCL, on the
-loopback interface. (Anyone who can reach torchrun's port can run code as you: README, "More GPUs,
-more machines".)
+loopback interface. (Anyone who can reach torchrun's port can run code as you:
+docs/ports.md.)
 
 A signal that requests a stop is passed to every rank once; a second one ends the run at once. The
 ranks are in a separate process group, so that Ctrl-C reaches them only through the launcher. The
@@ -315,7 +315,7 @@ def main() -> None:
     except UserError as error:
         log(f"error: {error}")
         sys.exit(2)
-    print(f"+ torchrun --standalone --nproc-per-node {processes} train.py", *arguments, flush=True)
+    print(f"{processes} processes on this machine: train.py", *arguments, flush=True)
     sys.exit(finish(start_processes(processes, run_rank, arguments), Path(config.run.dir)))
 
 

@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
             "impossible_pairs": impossible,
             "rows": [as_json(row, steps) for row, steps in rows],
         }
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
     return 1 if failed or not rows else 0
 
 

@@ -2,7 +2,8 @@
 
 gloo forgives what NCCL does not: it buffers small messages, matches them by tags, and needs no
 common moment to connect. So code can pass every test over gloo and hang on GPUs. The backend
-"strict" (group.py) carries its data over gloo, but runs an operation only where NCCL would:
+"strict" (group.py, seat.py) carries its data over gloo, but runs an operation only where NCCL
+would:
 
 - Each communicator has one queue, in the order in which its rank posted. An operation begins when
   the one before it has ended (NCCL runs a communicator's kernels on one stream).
