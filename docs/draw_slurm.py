@@ -13,7 +13,7 @@ WIDTH, HEIGHT = 960, 356
 LEFT, TOP, LANE, TALL = 96, 112, 66, 30
 LOOKS = {  # what the time is spent on → colour
     "steps": "#15803d",
-    "steps made again": "#fdba74",
+    "repeated steps": "#fdba74",
     "preflight, start": "#60a5fa",
     "down": "#e5e7eb",
 }
@@ -30,14 +30,14 @@ DAYS = (
     Span(0, "preflight, start", 0.4),
     Span(0, "steps", 6.0, "a rank is killed"),
     Span(0, "preflight, start", 0.2),
-    Span(0, "steps made again", 1.2),
+    Span(0, "repeated steps", 1.2),
     Span(0, "steps", 16.2, "time is nearly up: USR1, save"),
     Span(1, "down", 2.0),
     Span(1, "preflight, start", 0.4),
     Span(1, "steps", 17.0, "a node dies"),
     Span(2, "down", 1.0),
     Span(2, "preflight, start", 0.4),
-    Span(2, "steps made again", 0.9),
+    Span(2, "repeated steps", 0.9),
     Span(2, "steps", 22.0, "finished"),
 )
 

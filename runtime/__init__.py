@@ -4,6 +4,7 @@
     preconditions.py   checks before a run begins
     init_distributed.py  joins the launcher's world of processes
     device.py          threads and clocks of a device
+    notices.py         what a start says about its configuration
     topology.py        which mesh axes lie inside a node, and what it costs where tp does not
 
     checkpoint.py      finds the checkpoint that a run starts from, and loads it

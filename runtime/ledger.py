@@ -1,7 +1,7 @@
 """Account for a run's time: every second from its first start to its last line has one cause.
 
     steps       training that is part of the final result
-    lost        steps made again after a failure or a rollback; waiting in a failed step
+    lost        repeated steps after a failure or a rollback; waiting in a failed step
     data        waiting for the next batch
     evaluation  the loss on held-out text
     saving      the checks before a save, and waiting until the state has been copied

@@ -23,6 +23,7 @@ from runtime.events import append_event
 from runtime.ledger import Ledger
 from runtime.listener import Listener, Run
 from runtime.messages import describe, log
+from runtime.notices import notices
 from runtime.status import record_missing_end, write_status, write_whole
 from runtime.topology import describe_nodes, describe_places, describe_stages
 from runtime.trackers import Trackers
@@ -59,6 +60,7 @@ class Metrics(Listener):
         if self.writes:
             self.folder.mkdir(parents=True, exist_ok=True)
             about = record_missing_end(self.folder)
+            about += notices(config, resumes=start.step > 0)
             self.ledger = Ledger(self.folder, start.step, dist.get_world_size())
             write_whole(self.folder / "config.yaml", dump_config(config))
             (self.folder / "status.json").unlink(missing_ok=True)

@@ -97,7 +97,7 @@ class Rollback(Listener):
         self.first_samples = deque([loader.next_sample], maxlen=self.first_samples.maxlen)
         if dist.get_rank() == 0:
             samples = f"leaving out samples {begun} to {left_out[1] - 1}"
-            log(f"warning: {why}; going back to {start.path}, {samples}")
+            log(f"warning: {why}; rolling back to {start.path}, {samples}")
             event = {"from_step": step, "step": start.step, "left_out": list(left_out)}
             append_event(config.run.dir, "rollback", **event)
         run.go_back(start)

@@ -100,7 +100,7 @@ def test_the_page_has_everything_and_needs_nothing(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = written(finished, tmp_path / "page.html")
-    assert "steps that count" in capsys.readouterr().out, "the ledger is still printed"
+    assert "repeated steps" in capsys.readouterr().out, "the ledger is still printed"
     lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     charts = found.charts()
     assert list(charts) == ["training", "norm", "rate", "all devices", "step", "peak"], (

@@ -8,12 +8,12 @@ from tools.report.charts import escape
 from tools.report.run import Run, is_number
 
 MEANING = {
-    "steps": "steps that count",
-    "lost": "steps made again",
+    "steps": "steps",
+    "lost": "repeated steps",
     "data": "waiting for data",
     "evaluation": "evaluation",
     "saving": "saving: copy, check",
-    "rollback": "going back",
+    "rollback": "rollback",
     "start": "starting",
     "end": "ending",
     "down": "down",

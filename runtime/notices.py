@@ -1,0 +1,47 @@
+"""What a start says about its configuration: what changed since the previous start, and what is not
+saved."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+from errors import UserError
+from training.config import Config
+from training.load_config import load_config
+
+# Sections that do not change what is trained.
+ABOUT_THE_RUN = ("run", "checkpoint")
+
+
+def notices(config: Config, resumes: bool) -> list[str]:
+    """The lines for the log, before the run's own config.yaml is replaced.
+
+    Args:
+        config: of this start.
+        resumes: whether it continues from a checkpoint.
+    """
+    lines = []
+    changes = changed_settings(Path(config.run.dir) / "config.yaml", config) if resumes else []
+    if changes:
+        lines.append(f"changed since the previous start: {', '.join(changes)}")
+    if config.checkpoint.interval == 0:
+        lines.append(
+            "warning: checkpoint.interval is 0: the run saves only when it is stopped or finds a "
+            "file SAVE in its folder"
+        )
+    return lines
+
+
+def changed_settings(file: Path, config: Config) -> list[str]:
+    """Each setting that differs from those in `file`: `train.steps 400 → 110`. Empty if the file
+    cannot be read: it may be an older version's."""
+    try:
+        before = asdict(load_config(str(file), []))
+    except UserError:
+        return []
+    return [
+        f"{section}.{key} {before[section][key]} → {value}"
+        for section, values in asdict(config).items()
+        if section not in ABOUT_THE_RUN
+        for key, value in values.items()
+        if before[section][key] != value
+    ]
