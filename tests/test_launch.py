@@ -149,7 +149,10 @@ def test_a_request_to_stop(data: Path, tmp_path: Path, case: tuple[str, str, str
         assert found.exit_status == 128 + signal.Signals[number]
         assert found.not_ours == 0, log
     saved = log.count("saved step-")
-    assert saved == {"start-up": 0, "save": 2}.get(phase, 1)
+    if phase == "save":  # it saves every second step, and may reach another before it stops
+        assert saved >= 2
+    else:
+        assert saved == (0 if phase == "start-up" else 1)
 
 
 def test_a_second_request_ends_it_at_once(data: Path, tmp_path: Path) -> None:
