@@ -13,8 +13,7 @@ number. Your own overrides are applied last, so they take precedence.
 
 Modules are imported once, and the ranks share their memory. The ranks' rendezvous is a file in a
 folder that only this user may enter. The only ports opened are those of gloo and NCCL, on the
-loopback interface. (Anyone who can reach torchrun's port can run code as you:
-docs/ports.md.)
+loopback interface. (Anyone who can reach torchrun's port can run code as you: docs/ports.md.)
 
 A signal that requests a stop is passed to every rank once; a second one ends the run at once. The
 ranks are in a separate process group, so that Ctrl-C reaches them only through the launcher. The
@@ -136,8 +135,8 @@ def _become_rank(
 def _end_with(launcher: int) -> None:
     """Makes this process receive a stop request when the launcher is killed (Linux only).
 
-    It is SIGUSR1, because whoever killed the launcher may have sent SIGINT or SIGTERM before, and a
-    second signal of the same kind would end the rank at once.
+    It is SIGUSR1: SIGINT or SIGTERM may have been sent before, and a second signal of the same kind
+    would end the rank at once.
     """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
