@@ -14,6 +14,7 @@ import html
 import json
 import posixpath
 import re
+from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -63,6 +64,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     return config
 
 
+@cache
 def documented() -> list[str]:
     """The Python files that have a page whether or not one links to them: programs and modules."""
     modules = [file for folder in DOCUMENTED for file in sorted((ROOT / folder).rglob("*.py"))]

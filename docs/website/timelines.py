@@ -5,7 +5,6 @@ from typing import Any
 
 from parallel.pipeline.actions import stage_ranks
 from parallel.pipeline.lower import result_of
-from parallel.pipeline.schedules import build_schedule
 from runtime.chrome import NAMES
 from tools.timeline.draw import chunk_of_stage, shade
 from tools.timeline.panels import simulated_panels, stages_needed
@@ -21,8 +20,8 @@ def timelines(names: Sequence[str]) -> list[dict[str, Any]]:
     panels = simulated_panels(names, RANKS, MICRO_BATCHES, per_rank, (cost, cost, cost))
     rows = []
     for name, v, panel in zip(names, per_rank, panels, strict=True):
-        where = stage_ranks(build_schedule(name, RANKS, v, MICRO_BATCHES))
         timeline = panel.timeline
+        where = stage_ranks([[event.action for event in lane] for lane in timeline.ranks])
         ranks = []
         for rank, lane in enumerate(timeline.ranks):
             chunks = chunk_of_stage(lane)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tools.strict.referee import Operation, Referee, Wrong
 
 MAX_DELAY = 0.001  # seconds before an operation begins
+LOOK_SECONDS = 0.1  # after which a rank that waits looks whether the task has failed
 
 
 @dataclass(eq=False)
@@ -94,7 +95,8 @@ class Seat:
         if not job.ended.is_set():
             if is_main:
                 self.tell("waits", self.rank, job.number)
-            job.ended.wait()
+            while not job.ended.wait(LOOK_SECONDS) and not self.failure:
+                pass
             if is_main:
                 self.tell("waits", self.rank, None)
         self.check()
@@ -141,14 +143,9 @@ class Seat:
             if kind == "runs":
                 self.running[text].allowed.set()
                 continue
-            self.failure = text
+            self.failure = text  # every `wait` looks at it
             for job in [*self.running.values()]:
                 job.allowed.set()
-                job.ended.set()
-            for queue in self.queues.values():
-                while not queue.empty():
-                    if (waiting := queue.get()) is not None:
-                        waiting.ended.set()
 
 
 def referee(listener: Listener, world: int) -> None:
