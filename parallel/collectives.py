@@ -34,18 +34,13 @@ class Pending:
         return self._tensor
 
 
-def _overlap() -> bool:
-    # The compiler traces collectives as synchronous ones and reorders them itself.
-    return not torch.compiler.is_compiling()
-
-
 def start_all_gather(x: Tensor, group: ProcessGroup) -> Pending:
     """Start to gather [S/n, …] from each of n ranks into [S, …] on all, in rank order."""
     n = group.size()
     if n == 1:
         return Pending(x, None)
     out = x.new_empty((n * x.shape[0], *x.shape[1:]))
-    return Pending(out, _all_gather_single(out, x.contiguous(), group=group, async_op=_overlap()))
+    return Pending(out, _all_gather_single(out, x.contiguous(), group=group, async_op=True))
 
 
 def start_reduce_scatter(x: Tensor, group: ProcessGroup) -> Pending:
@@ -55,16 +50,14 @@ def start_reduce_scatter(x: Tensor, group: ProcessGroup) -> Pending:
     if n == 1:
         return Pending(x, None)
     out = x.new_empty((x.shape[0] // n, *x.shape[1:]))
-    return Pending(
-        out, _reduce_scatter_single(out, x.contiguous(), group=group, async_op=_overlap())
-    )
+    return Pending(out, _reduce_scatter_single(out, x.contiguous(), group=group, async_op=True))
 
 
 def start_all_reduce_(x: Tensor, group: ProcessGroup) -> Pending:
     """Start to sum `x` over the group in place: only for a tensor that the caller has just made."""
     if group.size() == 1:
         return Pending(x, None)
-    return Pending(x, dist.all_reduce(x, group=group, async_op=_overlap()))
+    return Pending(x, dist.all_reduce(x, group=group, async_op=True))
 
 
 def all_reduce(x: Tensor, group: ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Tensor:

@@ -100,9 +100,28 @@ class ColumnParallelFunction(torch.autograd.Function):
         return reducing_dx.wait(), None, None, None, None, *dws
 
 
+class KeepForBackward(torch.autograd.Function):
+    """Keep the two factors of the product that follows, so that recomputation can end before it.
+
+    Activation checkpointing recomputes a block until it has all tensors that the block's backward
+    reads. A function's own tensors are recorded only after its forward, so if a block's last
+    product kept its factors itself, it would be computed again, and reduced over tp, although
+    nothing reads the result. This function has them as soon as they exist, and computes nothing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        return dx, None
+
+
 class RowParallelFunction(torch.autograd.Function):
     """Multiply by one row-parallel weight. The result is a partial sum, which the caller reduces
-    over tp.
+    over tp. x is the result of `KeepForBackward`, whose tensors backward reads.
 
     | pass         | computes     | local shapes              | communication |
     |--------------|--------------|---------------------------|---------------|
@@ -124,12 +143,13 @@ class RowParallelFunction(torch.autograd.Function):
         weight: Tensor,
     ) -> Tensor:
         ctx.tp, ctx.matmul, ctx.queue, ctx.destinations = tp, matmul, queue, destinations
-        ctx.save_for_backward(x, weight)
+        if torch.compiler.is_compiling():  # the compiler itself decides what to recompute
+            ctx.save_for_backward(x, weight)
         return matmul.forward(x, weight)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight = ctx.saved_tensors or ctx.next_functions[0][0].saved_tensors
         tp, dw = ctx.tp, None
         if ctx.queue is None or not ctx.queue.is_deferring:
             dw = ctx.matmul.weight_gradient(dy, x)
@@ -229,7 +249,10 @@ class RowParallelLinear(Layer):
     def forward(self, x: Tensor) -> Tensor:
         tp, matmul, queue = self.tp, self.matmul, self.queue
         destinations = [] if queue is None else [Destination(self.weight, None, matmul)]
-        partial = RowParallelFunction.apply(x, tp, matmul, queue, destinations, self.local_weight())
+        weight = self.local_weight()
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            x = KeepForBackward.apply(x, weight)
+        partial = RowParallelFunction.apply(x, tp, matmul, queue, destinations, weight)
         return reduce_over_tp(partial, tp.group, tp.sequence_parallel)
 
 

@@ -1,6 +1,7 @@
 """costs/ records the model's costs from the code that trains it: operations, memory and
 collectives."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -86,15 +87,32 @@ def test_tp_ranks_share_the_operations(tp: int) -> None:
         assert model_flops(part) == model_flops(one) / tp
 
 
-def test_recomputation_is_recorded_and_not_counted() -> None:
-    plain, full = (unit(Setting(SMALL, LONG, activation_checkpointing=mode), "causal swiglu")
-                   for mode in ("none", "full"))  # fmt: skip
-    assert model_flops(full) == model_flops(plain)
-    forward = plain.whole.phases["forward"].product_flops
-    more = (
-        full.whole.phases["backward"].product_flops - plain.whole.phases["backward"].product_flops
+@pytest.mark.parametrize("tp, sequence_parallel", [(1, True), (2, True), (2, False)])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_recomputation_computes_only_what_backward_reads(
+    mode: str, tp: int, sequence_parallel: bool
+) -> None:
+    """Backward never reads the result of the block's last product, so it is neither computed nor
+    reduced again. Selective keeps the products that are whole on each rank."""
+    setting = Setting(SMALL, LONG, tp=tp, sequence_parallel=sequence_parallel)
+    plain, again = (
+        unit(replace(setting, activation_checkpointing=each), "causal swiglu")
+        for each in ("none", mode)
     )
-    assert more == forward
+    assert model_flops(again) == model_flops(plain)
+    columns = 2.0 * LONG * SMALL.dim / tp  # FLOPs of a product per column of its weight
+    output, last = columns * SMALL.attention_width, columns * SMALL.ffn_dim
+    forward = plain.whole.phases["forward"].product_flops
+    expected = {
+        "full": forward - last,
+        "selective": output if tp > 1 else 0.0,  # its result is a partial sum, which is not kept
+    }
+    before, after = (one.whole.phases["backward"] for one in (plain, again))
+    assert after.product_flops - before.product_flops == expected[mode]
+    if tp > 1:
+        reduces = "reduce_scatter" if sequence_parallel else "all_reduce"
+        more = Counter(kind for kind, _ in (after.sends - before.sends).elements())
+        assert more[reduces] == 1
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -232,6 +232,7 @@ def test_only_what_a_run_would_start_is_found() -> None:
     assert all(one.config.train.compile for one in result.best)
     schedules = {one.config.parallel.schedule for one in result.best}
     assert not schedules & {"zb_h1", "zb_v", "dualpipe_v"}
+    assert {one.config.parallel.tp for one in result.best} == {1}
     assert "train.compile=true" in " ".join(result.space)
 
 

@@ -88,6 +88,14 @@ def test_compiled_blocks_do_not_defer_weight_gradients(
     assert not (tmp_path / "run").exists()
 
 
+def test_compiled_blocks_do_not_communicate(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    overrides = ["train.compile=true", "parallel.tp=2"]
+    message = ranks.run(train_run, 2, [write_config(tmp_path, data), *overrides])[0]
+    assert message.startswith("train.compile = True: the compiler runs the collectives")
+    assert message.endswith("set train.compile=false, or parallel.tp=1")
+    assert not (tmp_path / "run").exists()
+
+
 def test_micro_batches_are_not_summed_in_bfloat16(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     overrides = ["parallel.reduce_dtype=bfloat16", "train.dtype=bfloat16"]
     message = ranks.run(train_run, 2, [write_config(tmp_path, data), *overrides])[0]

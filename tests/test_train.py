@@ -268,7 +268,7 @@ def train_traced(arguments: list[str]) -> str:
 def test_compiled_agrees(
     ranks: Ranks, data: Path, tmp_path: Path, mode: str, compiled_run: Callable[[list[str]], str]
 ) -> None:
-    layout = ["parallel.tp=2", f"train.activation_checkpointing={mode}"]
+    layout = ["parallel.dp_shard=2", f"train.activation_checkpointing={mode}"]
     # Blocks are compiled one by one, so two suffice. Evaluation runs them too.
     config = write_config(
         tmp_path, data, train={"steps": 3, "eval_interval": 3}, model={"num_layers": 2}

@@ -165,7 +165,18 @@ def check_schedule(config: Config, sizes: MeshSizes) -> None:
     except Fault as fault:  # in a schedule that the user added; without this check it could hang
         remedy = "correct the schedule; parallel/pipeline/check.py has the rules"
         raise UserError("parallel.schedule", name, str(fault), remedy) from fault
-    if splits_backward(schedule) and config.train.compile:
+
+
+def check_compile(config: Config, sizes: MeshSizes) -> None:
+    if not config.train.compile:
+        return
+    if sizes.tp > 1:
+        why = "the compiler runs the collectives of parallel.tp > 1 as synchronous ones, so no "
+        why += "computation would hide them"
+        remedy = "set train.compile=false, or parallel.tp=1"
+        raise UserError("train.compile", True, why, remedy)
+    name = config.parallel.schedule
+    if splits_backward(config.schedule(sizes.dp)):
         why = f"a compiled block forms its weight gradients in backward, and schedule {name} "
         remedy = "set train.compile=false, or choose a schedule that does not split backward (1f1b,"
         remedy += " interleaved_1f1b)"
@@ -182,4 +193,5 @@ CHECKS: list[Callable[[Config, MeshSizes], None]] = [
     check_pure_bfloat16,
     check_decay_steps,
     check_schedule,
+    check_compile,
 ]

@@ -28,7 +28,7 @@ class TrainConfig:
     seed: Annotated[int, between(-(2**63), 2**63 - 1)] = 0
     # dtype of forward and backward; with bfloat16, master weights stay in float32
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
-    compile: bool = False  # torch.compile each block
+    compile: bool = False  # torch.compile each block; only with parallel.tp=1
     # see parallel/activation.py
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     # bitwise repeatable results on GPUs too, which is slower; on CPUs they always are

@@ -284,8 +284,8 @@ def _bubble(schedule: str, pp: int, v: int, work: Part) -> float:
 
 def _tp_sizes(config: Config, world: int, device: Device) -> list[int]:
     """The sizes of tp that divide the world and the model's layers, and do not exceed a node; if
-    there are several nodes, they also divide a node."""
-    node = device.gpus_per_node
+    there are several nodes, they also divide a node. Compiled blocks run with tp 1 only."""
+    node = 1 if config.train.compile else device.gpus_per_node
     sizes = [tp for tp in _divisors(world) if tp <= node and (world <= node or node % tp == 0)]
     return [tp for tp in sizes if _takes(config.model, tp)]
 
