@@ -39,8 +39,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from benchmarks.about import about
 from parallel.axes import MeshSizes
-from parallel.data import FSDPSwitches, check_reduced, shard
-from parallel.deferred import Destination
+from parallel.data import check_reduced, data_parallel, shard
 from parallel.layer import Layer, TensorParallel
 from parallel.mesh import Mesh, build_mesh
 from parallel.parameter import NORM, Constant, WeightSpec
@@ -58,6 +57,7 @@ from parallel.pipeline.runner import PipelineRunner
 from parallel.pipeline.schedules import build_schedule
 from parallel.pipeline.simulate import Costs, Event, Timeline, simulate
 from parallel.pipeline.transfer import Transfers
+from parallel.weight_gradient import Destination
 from runtime.trace import ActionRecorder
 from tools.ranks import Ranks
 
@@ -191,7 +191,7 @@ class OurSteps:
             dict(self.stages),
             len(where),
             transfers,
-            FSDPSwitches(1),
+            data_parallel(self.stages.values(), 1, torch.float32, torch.float32),
             splits_backward(case.schedule),
         )
         self.events: list[Event] = []  # of the last step

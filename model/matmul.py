@@ -29,9 +29,10 @@ class Matmul:
     def add_weight_gradient(
         self, dy: Tensor, x: Tensor, into: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        """dw [F, D] = into + dyᵀ · x, for dy [T, F] and x [T, D], written into `into` (None: a new
-        tensor, as if it were 0). The sum is in `dtype`, which may be wider than theirs (float32 for
-        bfloat16)."""
+        """dw [F, D] = into + dyᵀ · x, for dy [..., F] and x [..., D], written into `into` (None: a
+        new tensor, as if it were 0). The sum is in `dtype`, which may be wider than theirs (float32
+        for bfloat16)."""
+        dy, x = dy.flatten(0, -2), x.flatten(0, -2)
         wide, beta = dy.dtype != dtype, 1
         if into is None:
             into = dy.new_empty((dy.shape[1], x.shape[1]), dtype=dtype)

@@ -96,6 +96,8 @@ class Head(ColumnParallelLinear):
             vocab_size=self.vocab_size,
             z_loss=self.z_loss if torch.is_grad_enabled() else 0.0,  # not added in evaluation
             kernels=self.kernels,
+            destination=self.destination(),
+            queue=self.queue,
         )
 
 

@@ -38,8 +38,10 @@ Every reduction is a plain sum. The loss is divided by the number of target toke
 batch before backward, so a mean of means is never taken.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
+from itertools import chain
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -51,10 +53,14 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
+from parallel.layer import Layer
 from parallel.mesh import Mesh
 from parallel.parameter import weights_of
+from parallel.weight_gradient import GradientSum
+from parallel.whole import WholeWeights
 
 
 def shard(
@@ -71,7 +77,13 @@ def shard(
 
     Parameters stay in their own dtype (the master weights); forward and backward see them in
     `compute_dtype`, and gradients are reduced in `reduce_dtype`.
+
+    If all views have one rank, and weights stay on the device, FSDP has nothing to do, and the
+    stage is left as it is (whole.py).
     """
+    views = [getattr(mesh, each.spec.sharded_over) for each in weights_of(stage)]
+    if not cpu_offload and all(view.size() == 1 for view in views):
+        return
     # FSDP must not cast inputs: hidden states already have the compute dtype, and rotary angles
     # must stay in float32.
     precision = MixedPrecisionPolicy(
@@ -116,19 +128,70 @@ def fsdp_modules(stage: nn.Module) -> list[FSDPModule]:
     return [module for module in stage.modules() if isinstance(module, FSDPModule)]
 
 
+def fsdp_weights(stage: nn.Module) -> Iterator[FSDPParam]:
+    """FSDP's objects for the weights of a stage. In torch 2.11 to 2.13 only private attributes give
+    access."""
+    for module in fsdp_modules(stage):
+        group = module._get_fsdp_state()._fsdp_param_group
+        yield from group.fsdp_params if group is not None else ()
+
+
+def fsdp_partial_sums(stage: nn.Module) -> list[torch.Tensor | None]:
+    """The gradients that FSDP has reduced over dp_shard, and not yet over dp_replicate."""
+    states = [module._get_fsdp_state() for module in fsdp_modules(stage)]
+    groups = [state._fsdp_param_group for state in states]
+    return [group._partial_reduce_output for group in groups if group is not None]
+
+
+class DataParallel(Protocol):
+    """What the pipeline's runner tells the data-parallel code about the stages of this rank."""
+
+    def begin(self, stage: nn.Module) -> None:
+        """Before a stage's first forward of a step or of an evaluation."""
+
+    def before_backward(self, stage: nn.Module, completes: bool, last: bool) -> None:
+        """Before a backward that `completes` the gradients of its micro-batch (else weight
+        gradients follow), and as the `last` one completes those of the step."""
+
+    def after_backward(self, stage: nn.Module, last: bool) -> None:
+        """After a backward that completed the gradients of its micro-batch."""
+
+    def after_weight_gradients(self, stage: nn.Module, last: bool) -> None:
+        """After weight gradients were formed outside of a backward."""
+
+    def end_evaluation(self, stage: nn.Module) -> None:
+        """After the last forward of an evaluation."""
+
+
 class FSDPSwitches:
     """Sets FSDP2's switches before and after the forwards and backwards of a step, as the table at
     the top of this file requires."""
 
-    def __init__(self, stage: int) -> None:
-        self.reduce_each_microbatch = stage >= 2
-        self.reshard_weights = stage == 3
+    def __init__(
+        self,
+        stages: Iterable[nn.Module],
+        zero_stage: int,
+        compute: torch.dtype,
+        reduce: torch.dtype,
+    ) -> None:
+        self.reduce_each_microbatch = zero_stage >= 2
+        self.reshard_weights = zero_stage == 3
         # By default each FSDP2 setter walks all modules of a stage to find its units. The units are
         # few and do not change, so they are found once.
         self._units = cache(fsdp_modules)
+        if not self.reduce_each_microbatch:
+            # FSDP sums gradients in a wider dtype in this private attribute (torch 2.11 to 2.13).
+            # What it finds there, it neither converts nor adds itself.
+            for weight in chain.from_iterable(map(fsdp_weights, stages)):
+                layer = weight._module_info.module
+                assert isinstance(layer, Layer)
+                layer.gradient_sum = (
+                    GradientSum(reduce, weight, "unsharded_accumulated_grad")
+                    if reduce != compute
+                    else GradientSum(compute)
+                )
 
-    def begin_step(self, module: nn.Module) -> None:
-        """Set the switches before a stage's first forward of a step."""
+    def begin(self, module: nn.Module) -> None:
         assert isinstance(module, FSDPModule)
         module.set_is_last_backward(False)
         self._reduce(module, self.reduce_each_microbatch)
@@ -137,14 +200,15 @@ class FSDPSwitches:
             unit.set_reshard_after_forward(self.reshard_weights, recurse=False)
 
     def before_backward(self, module: nn.Module, completes: bool, last: bool) -> None:
-        """Set the switches before a backward that `completes` the gradients of its micro-batch
-        (else weight gradients follow), and as the `last` one completes those of the step. If none
-        were the last, FSDP would keep every gradient for a later backward and the optimizer would
-        find none; `check_reduced` detects this."""
+        # If none were the last, FSDP would keep every gradient for a later backward and the
+        # optimizer would find none; `check_reduced` detects this.
         if last:
             self._complete(module)
         elif self.reduce_each_microbatch:
             self._reduce(module, completes)
+
+    def after_backward(self, module: nn.Module, last: bool) -> None:
+        pass  # FSDP's hooks have done it
 
     def after_weight_gradients(self, module: nn.Module, last: bool) -> None:
         """Do what FSDP does at the end of a backward, after weight gradients were formed outside of
@@ -158,6 +222,10 @@ class FSDPSwitches:
         # torch.distributed.pipelining calls this private hook for the same purpose, in torch 2.11
         # and 2.13.
         module._get_fsdp_state()._root_post_backward_final_callback()
+
+    def end_evaluation(self, module: nn.Module) -> None:
+        for unit in self._units(module):
+            unit.reshard()
 
     def _reduce(self, module: nn.Module, over_shards: bool) -> None:
         for unit in self._units(module):
@@ -175,10 +243,13 @@ class FSDPSwitches:
             unit.set_reshard_after_backward(True, recurse=False)
 
 
-def reshard(module: nn.Module) -> None:
-    """Free a stage's gathered weights after forwards that no backward follows."""
-    for unit in fsdp_modules(module):
-        unit.reshard()
+def data_parallel(
+    stages: Collection[nn.Module], zero_stage: int, compute: torch.dtype, reduce: torch.dtype
+) -> DataParallel:
+    """What gathers weights and reduces gradients of a rank's stages, as `shard` has left them."""
+    if any(isinstance(stage, FSDPModule) for stage in stages):
+        return FSDPSwitches(stages, zero_stage, compute, reduce)
+    return WholeWeights(stages, compute, reduce)
 
 
 def check_reduced(parameters: Iterable[nn.Parameter]) -> None:

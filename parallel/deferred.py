@@ -5,61 +5,24 @@ layer's *input*. So a pipeline schedule may split backward and form weight gradi
 rank would otherwise be idle (zero bubble: Qi et al. 2023, https://arxiv.org/abs/2401.10241). While
 `WeightGradientQueue` defers, the backward of a linear layer leaves a job for the runner. The job
 keeps the two tensors of the product, the layer's input and the gradient of its output (this rank's
-part of a tensor that sequence parallelism splits), and adds the result to the weight's `.grad`. The
-embedding does the same. The gradient of a norm is small and is computed together with that of its
-input; it waits in the queue as a finished tensor, so that all gradients of a micro-batch are
-complete at the same time and are reduced together.
+part of a tensor that sequence parallelism splits), and adds the result to the weight's gradient
+(weight_gradient.py). The embedding does the same. The gradient of a norm is small and is computed
+together with that of its input; it waits in the queue as a finished tensor, so that all gradients
+of a micro-batch are complete at the same time and are reduced together.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel.collectives import Pending, start_all_gather
-from parallel.memory import GRADIENTS, tell
-from parallel.placement import as_dtensor_like, local_part
-
-
-class LinearProducts(Protocol):
-    """The three products of a linear layer. Each layer has its own object (model/matmul.py)."""
-
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        """y [..., F] = x [..., D] · weightᵀ, weight [F, D]."""
-
-    def input_gradient(self, dy: Tensor, weight: Tensor, into: Tensor | None = None) -> Tensor:
-        """dx [..., D] = dy [..., F] · weight, added to `into` if given."""
-
-    def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
-        """dw [F, D] = dyᵀ · x, summed over all leading dimensions."""
-
-    def add_weight_gradient(
-        self, dy: Tensor, x: Tensor, into: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
-        """into + dyᵀ · x, summed in `dtype`; for dy [T, F] and x [T, D]."""
-
-
-class Destination(NamedTuple):
-    """The weight that a deferred gradient is added to."""
-
-    weight: nn.Parameter  # the gathered weight that forward used; `.grad` is this tp rank's part
-    rows: slice | None = None  # the rows of that part that the gradient covers; None: all
-    matmul: LinearProducts | None = None  # the products, for a linear layer
-
-    def add(self, dw: Tensor) -> None:
-        weight = self.weight
-        tell(dw, GRADIENTS)
-        if weight.grad is None and self.rows is None:
-            weight.grad = as_dtensor_like(dw, weight)
-            return
-        if weight.grad is None:
-            weight.grad = as_dtensor_like(dw.new_zeros(local_part(weight).shape), weight)
-        whole = local_part(weight.grad)
-        (whole if self.rows is None else whole[self.rows]).add_(dw)
+from parallel.placement import local_part
+from parallel.weight_gradient import Destination
 
 
 class Job(Protocol):
@@ -142,8 +105,9 @@ class LinearGradients:
         x, *dys = (pending.wait() for pending in self._gathering)
         self._gathering = []
         for dy, destination in zip(dys, self.destinations, strict=True):
-            assert destination.matmul is not None
-            destination.add(destination.matmul.weight_gradient(dy, x))
+            dw = destination.add_product(dy, x)
+            if dw is not None:
+                destination.add(dw)
 
 
 def _gather(x: Tensor, group: ProcessGroup | None) -> Pending:
@@ -174,6 +138,20 @@ class WeightGradientQueue:
             yield self._jobs
         finally:
             self._jobs = None
+
+
+def deliver(
+    dw: Tensor, destination: Destination, queue: WeightGradientQueue | None
+) -> Tensor | None:
+    """Hand over a weight gradient that its producer has just created: to the queue while it defers,
+    else to the sum. In isolation, without either, return it for autograd."""
+    if queue is not None and queue.is_deferring:
+        queue.add(ReadyGradient(dw, destination))
+    elif destination.sum is not None:
+        destination.add(dw)
+    else:
+        return dw
+    return None
 
 
 @torch.no_grad()

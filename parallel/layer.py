@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from errors import UserError
-from parallel.deferred import Destination, ReadyGradient, WeightGradientQueue
+from parallel.deferred import WeightGradientQueue, deliver
 from parallel.memory import GRADIENTS, tell
 from parallel.parameter import WeightSpec
 from parallel.placement import as_dtensor_like, chunk_range, local_part
+from parallel.weight_gradient import Destination, GradientSum, LinearProducts
 
 
 @dataclass(frozen=True)
@@ -76,14 +77,15 @@ class Layer(nn.Module):
 
     weight: nn.Parameter
     queue: WeightGradientQueue | None = None  # set if the schedule splits backward (deferred.py)
+    gradient_sum: GradientSum | None = None  # set in a training run (weight_gradient.py)
 
     def __init__(self, tp: TensorParallel) -> None:
         super().__init__()
         self.tp = tp
         self.weights: dict[str, WeightSpec] = {}  # kept here because FSDP2 replaces the parameters
 
-    def add_weight(self, weight: WeightSpec, name: str = "weight") -> None:
-        """Register a parameter on the meta device: this tp rank's part of `weight`."""
+    def add_weight(self, weight: WeightSpec) -> None:
+        """Register the parameter on the meta device: this tp rank's part of `weight`."""
         tp, shape, local_shape = self.tp, torch.Size(weight.shape), list(weight.shape)
         if isinstance(weight.placement, Shard):
             dim = weight.placement.dim
@@ -95,8 +97,8 @@ class Layer(nn.Module):
             local = DTensor.from_local(
                 local, tp.mesh, placements, run_check=False, shape=shape, stride=stride
             )
-        self.register_parameter(name, nn.Parameter(local))
-        self.weights[name] = weight
+        self.weight = nn.Parameter(local)
+        self.weights["weight"] = weight
 
     def local_weight(self) -> Tensor:
         """This tp rank's local tensor of `weight`. Its gradient becomes that of the weight; while
@@ -108,7 +110,13 @@ class Layer(nn.Module):
             # This avoids the view that `to_local` creates, which took a fifth of a small model's
             # time per generated token.
             return weight._local_tensor
-        return LocalTensor.apply(weight, self.queue)
+        return LocalTensor.apply(weight, self.queue, self.destination())
+
+    def destination(
+        self, matmul: LinearProducts | None = None, rows: slice | None = None
+    ) -> Destination:
+        """The destination of this weight's gradient, or of its `rows`."""
+        return Destination(self.weight, rows, matmul, self.gradient_sum)
 
 
 def share_queue(stage: nn.Module) -> WeightGradientQueue:
@@ -125,29 +133,26 @@ class LocalTensor(torch.autograd.Function):
     the same placement.
 
     `DTensor.to_local` does the same through the dispatcher, at several times the host time per
-    weight and micro-batch. If gradients stay in the weight between micro-batches (float32 compute),
-    every gradient after the first is added to the local tensor directly. If FSDP takes each one
-    away to sum it in a wider dtype (bfloat16 compute), each is a first. Adding in place is safe:
-    the target came from the first call of this backward, which wrapped a tensor that its producer
-    had just created, so nothing else refers to it.
+    weight and micro-batch. A gradient may become the sum of gradients itself: nothing else refers
+    to it, because its producer has just created it.
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: nn.Parameter, queue: WeightGradientQueue | None) -> Tensor:
-        ctx.weight, ctx.queue = weight, queue
-        ctx.set_materialize_grads(False)  # a deferred gradient stays None instead of zeros
+    def forward(
+        ctx: Any,
+        weight: nn.Parameter,
+        queue: WeightGradientQueue | None,
+        destination: Destination,
+    ) -> Tensor:
+        ctx.queue, ctx.destination = queue, destination
+        ctx.set_materialize_grads(False)  # a gradient that went elsewhere stays None
         return local_part(weight)
 
     @staticmethod
-    def backward(ctx: Any, dw: Tensor | None) -> tuple[Tensor | None, None]:
-        weight = ctx.weight
+    def backward(ctx: Any, dw: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if dw is not None:
+            dw = deliver(dw, ctx.destination, ctx.queue)
         if dw is None:
-            return None, None
+            return None, None, None
         tell(dw, GRADIENTS)
-        if ctx.queue is not None and ctx.queue.is_deferring:
-            ctx.queue.add(ReadyGradient(dw, Destination(weight)))
-            return None, None
-        if weight.grad is not None:
-            local_part(weight.grad).add_(dw)
-            return None, None
-        return as_dtensor_like(dw, weight), None
+        return as_dtensor_like(dw, ctx.destination.weight), None, None

@@ -28,15 +28,14 @@ from parallel.collectives import (
     start_reduce_scatter,
 )
 from parallel.deferred import (
-    Destination,
     EmbeddingGradient,
     LinearGradients,
-    LinearProducts,
     WeightGradientQueue,
     embedding_gradient,
 )
 from parallel.layer import Layer, Pieces, TensorParallel
 from parallel.parameter import EMBEDDING, MATRIX, Normal, WeightSpec
+from parallel.weight_gradient import Destination, LinearProducts
 
 
 class ColumnParallelFunction(torch.autograd.Function):
@@ -96,7 +95,7 @@ class ColumnParallelFunction(torch.autograd.Function):
             ctx.queue.add(LinearGradients(x, dys, ctx.destinations, gather_x=gather_x))
             dws = [None] * len(dys)
         else:
-            dws = [m.weight_gradient(dy, x) for m, dy in zip(ctx.matmuls, dys, strict=True)]
+            dws = [d.add_product(dy, x) for d, dy in zip(ctx.destinations, dys, strict=True)]
         return reducing_dx.wait(), None, None, None, None, *dws
 
 
@@ -139,10 +138,10 @@ class RowParallelFunction(torch.autograd.Function):
         tp: TensorParallel,
         matmul: LinearProducts,
         queue: WeightGradientQueue | None,
-        destinations: Sequence[Destination],
+        destination: Destination,
         weight: Tensor,
     ) -> Tensor:
-        ctx.tp, ctx.matmul, ctx.queue, ctx.destinations = tp, matmul, queue, destinations
+        ctx.tp, ctx.matmul, ctx.queue, ctx.destination = tp, matmul, queue, destination
         if torch.compiler.is_compiling():  # the compiler itself decides what to recompute
             ctx.save_for_backward(x, weight)
         return matmul.forward(x, weight)
@@ -152,14 +151,14 @@ class RowParallelFunction(torch.autograd.Function):
         x, weight = ctx.saved_tensors or ctx.next_functions[0][0].saved_tensors
         tp, dw = ctx.tp, None
         if ctx.queue is None or not ctx.queue.is_deferring:
-            dw = ctx.matmul.weight_gradient(dy, x)
+            dw = ctx.destination.add_product(dy, x)
         elif tp.sequence_parallel and tp.size > 1:
             # The backward of the reduce-scatter has gathered dy. Until the job runs, it keeps only
             # this rank's part of dy, which it then gathers again.
             mine = dy.chunk(tp.size)[tp.rank].clone()
-            ctx.queue.add(LinearGradients(x, (mine,), ctx.destinations, gather_dys=tp.group))
+            ctx.queue.add(LinearGradients(x, (mine,), (ctx.destination,), gather_dys=tp.group))
         else:
-            ctx.queue.add(LinearGradients(x, (dy,), ctx.destinations))
+            ctx.queue.add(LinearGradients(x, (dy,), (ctx.destination,)))
         return ctx.matmul.input_gradient(dy, weight), None, None, None, None, dw
 
 
@@ -216,10 +215,9 @@ def column_parallel(x: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor, .
     of `layers`, gathering x only once."""
     weights = [layer.local_weight() for layer in layers]
     matmuls = [layer.matmul for layer in layers]
-    queue, destinations = layers[0].queue, []
-    if queue is not None:
-        destinations = [Destination(layer.weight, layer.rows, layer.matmul) for layer in layers]
-    y = ColumnParallelFunction.apply(x, layers[0].tp, matmuls, queue, destinations, *weights)
+    destinations = [layer.destination(layer.matmul, layer.rows) for layer in layers]
+    tp, queue = layers[0].tp, layers[0].queue
+    y = ColumnParallelFunction.apply(x, tp, matmuls, queue, destinations, *weights)
     return tuple(y)
 
 
@@ -247,12 +245,11 @@ class RowParallelLinear(Layer):
         self.add_weight(weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        tp, matmul, queue = self.tp, self.matmul, self.queue
-        destinations = [] if queue is None else [Destination(self.weight, None, matmul)]
-        weight = self.local_weight()
+        tp, matmul, weight = self.tp, self.matmul, self.local_weight()
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             x = KeepForBackward.apply(x, weight)
-        partial = RowParallelFunction.apply(x, tp, matmul, queue, destinations, weight)
+        destination = self.destination(matmul)
+        partial = RowParallelFunction.apply(x, tp, matmul, self.queue, destination, weight)
         return reduce_over_tp(partial, tp.group, tp.sequence_parallel)
 
 
@@ -265,7 +262,7 @@ class EmbeddingFunction(torch.autograd.Function):
         ctx: Any,
         rows: Tensor,
         queue: WeightGradientQueue | None,
-        destination: Destination | None,
+        destination: Destination,
         weight: Tensor,
     ) -> Tensor:
         ctx.queue, ctx.destination, ctx.num_rows = queue, destination, weight.shape[0]
@@ -303,10 +300,9 @@ class VocabParallelEmbedding(Layer):
         self.add_weight(weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        queue = self.queue
-        destination = None if queue is None else Destination(self.weight)
         elsewhere = (tokens < self.rows.start) | (tokens >= self.rows.stop)
         rows = (tokens - self.rows.start).masked_fill(elsewhere, 0)
-        local = EmbeddingFunction.apply(rows, queue, destination, self.local_weight())
+        weight = self.local_weight()
+        local = EmbeddingFunction.apply(rows, self.queue, self.destination(), weight)
         partial = local.masked_fill(elsewhere.unsqueeze(-1), 0)
         return reduce_over_tp(partial, self.tp.group, self.tp.sequence_parallel)

@@ -31,7 +31,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.data import fsdp_modules
+from parallel.data import fsdp_partial_sums
+from parallel.layer import Layer
 from parallel.memory import GATHERED, GRADIENTS, MOMENTS, SHARDED_GRADIENTS, WEIGHTS
 from parallel.placement import local_part
 from runtime.listener import Listener, Run
@@ -181,12 +182,16 @@ def held_tensors(train: TrainStep) -> dict[str, list[Tensor]]:
 
 
 def _summed(stages: Iterable[nn.Module]) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Return the gradients that FSDP sums over micro-batches: whole ones, in a wider dtype, and
-    those reduced over dp_shard. In torch 2.11 and 2.13 only private attributes give access."""
-    states = [module._get_fsdp_state() for stage in stages for module in fsdp_modules(stage)]
-    groups = [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
-    whole = [weight.unsharded_accumulated_grad for group in groups for weight in group.fsdp_params]
-    return whole, [group._partial_reduce_output for group in groups]
+    """Return the gradients that are summed over micro-batches: whole ones, possibly in a wider
+    dtype, and those reduced over dp_shard."""
+    whole: list[Tensor | None] = []
+    reduced: list[Tensor | None] = []
+    for stage in stages:
+        for layer in stage.modules():
+            if isinstance(layer, Layer) and layer.gradient_sum is not None:
+                whole.append(layer.gradient_sum.get(layer.weight))
+        reduced += fsdp_partial_sums(stage)
+    return whole, reduced
 
 
 def total_bytes(device: str) -> int:

@@ -87,7 +87,7 @@ def test_tp_ranks_share_the_operations(tp: int) -> None:
         assert model_flops(part) == model_flops(one) / tp
 
 
-@pytest.mark.parametrize("tp, sequence_parallel", [(1, True), (2, True), (2, False)])
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, True), (2, True), (2, False)])
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_recomputation_computes_only_what_backward_reads(
     mode: str, tp: int, sequence_parallel: bool

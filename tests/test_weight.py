@@ -7,8 +7,9 @@ import weakref
 import torch
 from torch import nn
 
-from parallel.deferred import Destination, ReadyGradient, WeightGradientQueue, run_jobs
+from parallel.deferred import ReadyGradient, WeightGradientQueue, run_jobs
 from parallel.layer import Layer, TensorParallel, share_queue
+from parallel.weight_gradient import Destination
 
 
 class Job:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from model.documents import find_documents
 from model.transformer import Batch, Transformer, hidden_shape
-from parallel.data import FSDPSwitches, check_reduced
+from parallel.data import check_reduced, data_parallel
 from parallel.mesh import Mesh, to_device
 from parallel.parameter import weights_of
 from parallel.partial import PartialGradients
@@ -69,9 +69,10 @@ class TrainStep:
         self.ranks_of_stages = stage_ranks(schedule)
         self.program = lower(schedule)[mesh.pp_rank]
         self.forward_programs: dict[int, Program] = {}  # by number of micro-batches
-        zero = FSDPSwitches(parallel.zero_stage)
+        compute, reduce = self.precision.compute, self.precision.reduce
+        data = data_parallel(stages.values(), parallel.zero_stage, compute, reduce)
         self.runner = PipelineRunner(
-            dict(stages), parallel.num_stages, transfers, zero, splits_backward(schedule)
+            dict(stages), parallel.num_stages, transfers, data, splits_backward(schedule)
         )
 
     def __call__(self, step: int, tokens: Tensor, targets: Tensor) -> StepResult:

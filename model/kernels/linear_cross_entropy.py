@@ -48,7 +48,8 @@ from torch.distributed import ProcessGroup
 from model.kernels.backend import cdiv, exact
 from model.kernels.cross_entropy import gradient_over_logits_, normaliser, token_losses
 from parallel.collectives import Pending, start_all_gather, start_all_reduce_, start_reduce_scatter
-from parallel.deferred import LinearProducts
+from parallel.deferred import WeightGradientQueue, deliver
+from parallel.weight_gradient import Destination, LinearProducts
 
 # The size of one piece's logits. On a GPU it is large enough that reading and writing the float32
 # sum dw once per piece costs little in comparison (at V = 128k and D = 4096 a piece is 4096
@@ -73,7 +74,11 @@ class LinearCrossEntropy(torch.autograd.Function):
         z_loss: float,
         kernels: str,
         piece_tokens: int,
+        destination: Destination | None,
+        queue: WeightGradientQueue | None,
     ) -> Tensor:
+        sums = destination is not None and destination.sum is not None
+        ctx.destination, ctx.queue = destination if sums else None, queue
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         loss = x.new_zeros((), dtype=exact(x.dtype))
         dxs: list[Tensor] = []
@@ -103,7 +108,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         if reducing is not None:
             dxs.append(reducing.wait())
         ctx.dx = torch.cat(dxs) if wants_dx else None
-        ctx.dw = dw.to(weight.dtype) if dw is not None else None
+        ctx.dw = dw if dw is None or sums else dw.to(weight.dtype)
         return loss * scale
 
     @staticmethod
@@ -115,7 +120,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         for gradient in (dx, dw):
             if gradient is not None:
                 gradient.mul_(dloss)  # in place: nothing else refers to it yet
-        return dx, dw, *[None] * 9
+        if dw is not None and ctx.destination is not None:  # autograd would round it to bfloat16
+            dw = deliver(dw, ctx.destination, ctx.queue)
+        return dx, dw, *[None] * 11
 
 
 def _pieces(
@@ -159,6 +166,8 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     kernels: str = "auto",
     piece_bytes: int | None = None,
+    destination: Destination | None = None,
+    queue: WeightGradientQueue | None = None,
 ) -> Tensor:
     """Compute scale · Σ over target tokens of the cross-entropy of x · weightᵀ: a scalar in float32
     (float64), the same on all tp ranks.
@@ -174,6 +183,8 @@ def linear_cross_entropy(
         vocab_size: V. All ranks divide the tokens alike, by the bytes of the widest rank's logits.
         z_loss, kernels: as in cross_entropy.py.
         piece_bytes: bytes of one piece's logits; None: the default for the device.
+        destination, queue: the weight's (parallel/weight_gradient.py). If gradients of the weight
+            are summed there, dw stays in float32 until it is added, and autograd gets none.
     """
     piece_bytes = piece_bytes or PIECE_BYTES.get(x.device.type, PIECE_BYTES["cuda"])
     piece_tokens = max(1, piece_bytes // (cdiv(vocab_size, group.size()) * x.element_size()))
@@ -191,4 +202,6 @@ def linear_cross_entropy(
         z_loss,
         kernels,
         piece_tokens,
+        destination,
+        queue,
     )

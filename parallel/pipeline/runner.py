@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from parallel.data import FSDPSwitches, reshard
+from parallel.data import DataParallel
 from parallel.deferred import Job, run_jobs
 from parallel.layer import share_queue
 from parallel.pipeline.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
@@ -36,7 +36,7 @@ class PipelineRunner:
             the loss (a scalar).
         num_stages: the number of stages of the whole pipeline.
         transfers: passes tensors between stages.
-        zero: controls when FSDP gathers, reduces and reshards.
+        data: gathers weights, and reduces gradients.
         splits_backward: whether input and weight gradients are separate actions in the programs.
     """
 
@@ -45,15 +45,11 @@ class PipelineRunner:
         stages: dict[int, nn.Module],
         num_stages: int,
         transfers: Transfers,
-        zero: FSDPSwitches,
+        data: DataParallel,
         splits_backward: bool,
     ) -> None:
-        self.stages, self.num_stages, self.transfers, self.zero = (
-            stages,
-            num_stages,
-            transfers,
-            zero,
-        )
+        self.stages, self.num_stages = stages, num_stages
+        self.transfers, self.data = transfers, data
         self.queues = (
             {s: share_queue(stage) for s, stage in stages.items()} if splits_backward else {}
         )
@@ -76,7 +72,7 @@ class PipelineRunner:
             The sum of the losses on the rank with the last stage, else None.
         """
         for stage in self.stages.values():
-            self.zero.begin_step(stage)
+            self.data.begin(stage)
         # stage → number of micro-batches whose gradients are not complete
         self._backwards_left = Counter({s: len(microbatches) for s in self.stages})
         # (stage, micro-batch) → its input, and the end of its graph. The output itself is not kept,
@@ -119,10 +115,12 @@ class PipelineRunner:
         kind, s, m = action
         completes = kind is not BACKWARD_INPUT
         self._backwards_left[s] -= completes
-        self.zero.before_backward(self.stages[s], completes, last=self._backwards_left[s] == 0)
+        last = self._backwards_left[s] == 0
+        self.data.before_backward(self.stages[s], completes, last)
         hidden, end = self._kept.pop((s, m))
         if completes:
             torch.autograd.backward(end, gradient)
+            self.data.after_backward(self.stages[s], last)
         else:
             with self.queues[s].deferring() as self._deferred[s, m]:
                 torch.autograd.backward(end, gradient)
@@ -132,12 +130,14 @@ class PipelineRunner:
         _, s, m = action
         self._backwards_left[s] -= 1
         run_jobs(self._deferred.pop((s, m)))
-        self.zero.after_weight_gradients(self.stages[s], last=self._backwards_left[s] == 0)
+        self.data.after_weight_gradients(self.stages[s], last=self._backwards_left[s] == 0)
 
     @torch.no_grad()
     def evaluate(self, program: Program, microbatches: Sequence[object]) -> Tensor | None:
         """Run forwards only. Returns the summed loss of all micro-batches on the rank with the last
         stage, else None."""
+        for stage in self.stages.values():
+            self.data.begin(stage)
         total: Tensor | None = None
         for item in program:
             if isinstance(item, Exchange):
@@ -149,7 +149,7 @@ class PipelineRunner:
             self._give(item, result)
         self.transfers.finish()
         for stage in self.stages.values():
-            reshard(stage)
+            self.data.end_evaluation(stage)
         return total
 
     def _take(self, action: Action) -> Tensor | None:

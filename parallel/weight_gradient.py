@@ -1,0 +1,96 @@
+"""Where the gradient of a weight goes, and how it is summed over the micro-batches of a step.
+
+A layer in isolation returns the gradients of its weights to autograd, as any function does. In a
+training run the data-parallel code gives each layer a `GradientSum` (data.py, whole.py). Then the
+product dyᵀ · x adds to the sum itself:
+
+    without   dw = dyᵀ · x in bfloat16, written and read again; total += dw in float32
+    with      total = total + dyᵀ · x, in float32 inside the product, never rounded to bfloat16
+
+That is one pass over a whole stage's gradients less in every micro-batch, and it needs no memory
+for dw. (Megatron-LM calls it gradient accumulation fusion.) Autograd then gets None.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from parallel.memory import GRADIENTS, tell
+from parallel.placement import as_dtensor_like, local_part
+
+
+class LinearProducts(Protocol):
+    """The three products of a linear layer. Each layer has its own object (model/matmul.py)."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """y [..., F] = x [..., D] · weightᵀ, weight [F, D]."""
+
+    def input_gradient(self, dy: Tensor, weight: Tensor, into: Tensor | None = None) -> Tensor:
+        """dx [..., D] = dy [..., F] · weight, added to `into` if given."""
+
+    def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+        """dw [F, D] = dyᵀ · x, summed over all leading dimensions."""
+
+    def add_weight_gradient(
+        self, dy: Tensor, x: Tensor, into: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """into + dyᵀ · x, summed in `dtype`; for dy [..., F] and x [..., D]."""
+
+
+class GradientSum:
+    """The place of the sum of a weight's gradients over micro-batches: the attribute `name` of
+    `holder` (default: `grad` of the weight that forward used), in `dtype`; None before the first
+    gradient of a step."""
+
+    def __init__(self, dtype: torch.dtype, holder: Any = None, name: str = "grad") -> None:
+        self.dtype, self.holder, self.name = dtype, holder, name
+
+    def get(self, weight: nn.Parameter) -> Tensor | None:
+        """This tp rank's part of the sum."""
+        total = getattr(weight if self.holder is None else self.holder, self.name)
+        return None if total is None else local_part(total)
+
+    def begin(self, weight: nn.Parameter, total: Tensor) -> None:
+        """Make `total`, this tp rank's part, the sum."""
+        tell(total, GRADIENTS)
+        holder = weight if self.holder is None else self.holder
+        setattr(holder, self.name, as_dtensor_like(total, weight))
+
+
+class Destination(NamedTuple):
+    """The weight that a gradient belongs to."""
+
+    weight: nn.Parameter  # the weight that forward used; the gradient is of this tp rank's part
+    rows: slice | None = None  # the rows of that part that the gradient covers; None: all
+    matmul: LinearProducts | None = None  # the products, for a linear layer
+    sum: GradientSum | None = None  # None: in isolation; deferred gradients then go to `.grad`
+
+    def add(self, dw: Tensor) -> None:
+        """Add a gradient to the sum. Nothing else may refer to dw: it may become the sum."""
+        place = self.sum or GradientSum(dw.dtype)
+        total = place.get(self.weight)
+        if total is not None:
+            (total if self.rows is None else total[self.rows]).add_(dw)
+        elif self.rows is None:
+            place.begin(self.weight, dw.to(place.dtype))
+        else:
+            total = dw.new_zeros(local_part(self.weight).shape, dtype=place.dtype)
+            total[self.rows] = dw
+            place.begin(self.weight, total)
+
+    def add_product(self, dy: Tensor, x: Tensor) -> Tensor | None:
+        """Add dyᵀ · x to the sum, for dy [..., F] and x [..., D]; without a sum, return it."""
+        assert self.matmul is not None
+        if self.sum is None or torch.compiler.is_compiling():
+            return self.matmul.weight_gradient(dy, x)
+        total, dtype = self.sum.get(self.weight), self.sum.dtype
+        if total is None and self.rows is not None:
+            total = dy.new_zeros(local_part(self.weight).shape, dtype=dtype)
+            self.sum.begin(self.weight, total)
+        if total is None:
+            self.sum.begin(self.weight, self.matmul.add_weight_gradient(dy, x, None, dtype))
+        else:
+            rows = total if self.rows is None else total[self.rows]
+            self.matmul.add_weight_gradient(dy, x, rows, dtype)
+        return None

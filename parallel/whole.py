@@ -1,0 +1,95 @@
+"""Weights that no other rank shares: data parallelism over one rank, without FSDP.
+
+FSDP2 over one rank computes the same numbers, but keeps a second copy of every weight and passes
+every gradient through two buffers. Here
+
+    master    is the parameter itself: what the optimizer, checkpoints and the gradient norm see
+    compute   is a copy in the compute dtype, made once per step and freed after it; if the dtypes
+              are equal, it is the master
+    sum       has the gradients of all micro-batches, in the wider of reduce and master dtype; if
+              that is the master dtype, it is the gradient that the optimizer reads, else it is
+              converted at the end
+"""
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+
+from parallel.layer import Layer
+from parallel.placement import as_dtensor_like, local_part
+from parallel.weight_gradient import GradientSum
+
+
+class WholeWeight:
+    """The weight of one layer."""
+
+    def __init__(self, layer: Layer, compute: torch.dtype, reduce: torch.dtype) -> None:
+        self.layer, self.master, self.compute = layer, layer.weight, compute
+        master = self.master.dtype
+        wide = torch.promote_types(reduce, master)
+        self.apart = SimpleNamespace(total=None)  # the sum, if it is not in the master dtype
+        if compute == master == wide:
+            layer.gradient_sum = GradientSum(wide)
+        elif master == wide:
+            layer.gradient_sum = GradientSum(wide, self.master, "grad")
+        else:
+            layer.gradient_sum = GradientSum(wide, self.apart, "total")
+        self.is_one = layer.gradient_sum.holder is None
+
+    def begin(self) -> None:
+        """Let forward see the weight in the compute dtype."""
+        if self.is_one:
+            return
+        local = local_part(self.master.detach()).to(self.compute)
+        parameter = nn.Parameter(as_dtensor_like(local, self.master))
+        parameter.register_post_accumulate_grad_hook(self._absorb)
+        self.layer.weight = parameter
+
+    def _absorb(self, parameter: Tensor) -> None:
+        """Add a gradient that autograd has put into the parameter: that of compiled code. All other
+        code has added it itself (weight_gradient.py)."""
+        if parameter.grad is not None:
+            self.layer.destination().add(local_part(parameter.grad))
+            parameter.grad = None
+
+    def end(self) -> None:
+        """Free the copy, and make the sum the gradient of the master."""
+        self.layer.weight = self.master
+        if self.apart.total is not None:
+            total, self.apart.total = local_part(self.apart.total), None
+            self.master.grad = as_dtensor_like(total.to(self.master.dtype), self.master)
+
+
+class WholeWeights:
+    """The weights of a rank's stages, for the pipeline's runner (`DataParallel`, data.py)."""
+
+    def __init__(
+        self, stages: Iterable[nn.Module], compute: torch.dtype, reduce: torch.dtype
+    ) -> None:
+        self._weights = {
+            stage: [
+                WholeWeight(layer, compute, reduce)
+                for layer in stage.modules()
+                if isinstance(layer, Layer)
+            ]
+            for stage in stages
+        }
+
+    def begin(self, stage: nn.Module) -> None:
+        for weight in self._weights[stage]:
+            weight.begin()
+
+    def before_backward(self, stage: nn.Module, completes: bool, last: bool) -> None:
+        pass
+
+    def after_backward(self, stage: nn.Module, last: bool) -> None:
+        if last:
+            self.end_evaluation(stage)
+
+    after_weight_gradients = after_backward
+
+    def end_evaluation(self, stage: nn.Module) -> None:
+        for weight in self._weights[stage]:
+            weight.end()
