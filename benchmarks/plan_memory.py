@@ -150,6 +150,16 @@ CASES = [
     Case("llama3_70b", 8, 0,
          "parallel.tp=2 parallel.pp=2 data.document_mask=true train.micro_batch_size=2"),
     Case("llama3_70b", 4, 1, "parallel.tp=2 parallel.pp=1 model.tie_embeddings=true"),
+    # weights that no rank shares
+    Case("llama3_70b", 1, 0, "parallel.tp=1 parallel.pp=1", quick=True),
+    Case("llama3_70b", 1, 0, "parallel.tp=1 parallel.pp=1 optimizer.pure_bfloat16=true",
+         quick=True),
+    Case("llama3_70b", 4, 3, "parallel.tp=2 parallel.pp=2 parallel.schedule=zb_h1 "
+         "train.activation_checkpointing=selective", quick=True),
+    Case("llama3_70b", 2, 0, "parallel.tp=1 parallel.pp=2 parallel.schedule=zb_v "
+         "parallel.stages_per_rank=2 optimizer.pure_bfloat16=true model.tie_embeddings=true"),
+    Case("llama3_70b", 1, 0, "parallel.tp=1 parallel.pp=1 train.global_batch_size=1 "
+         "optimizer.pure_bfloat16=true parallel.reduce_dtype=bfloat16", quick=True),
 ]  # fmt: skip
 
 

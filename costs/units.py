@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,9 +34,10 @@ from model.positions import BatchPositions
 from model.transformer import Batch, Block, Transformer, hidden_shape
 from parallel.activation import wrap_blocks
 from parallel.deferred import Job, run_jobs
-from parallel.layer import TensorParallel, share_queue
+from parallel.layer import Layer, TensorParallel, share_queue
 from parallel.memory import DEFERRED, GRADIENTS, TEMPORARY
 from parallel.parameter import WeightSpec, weights_of
+from parallel.weight_gradient import GradientSum
 
 EMBEDDING, HEAD = "embedding", "head"  # units; a block's name is its kind
 
@@ -103,6 +105,13 @@ class Record:
         return sum(wire_bytes(kind, size, self.tp) for kind, size in calls)
 
 
+class Sums(NamedTuple):
+    """How gradients are summed over micro-batches (parallel/weight_gradient.py)."""
+
+    dtype: torch.dtype
+    begun: bool  # the sums have gradients of an earlier micro-batch
+
+
 @dataclass(frozen=True, eq=False)
 class Unit:
     """The records of one unit. Activations are counted by the part of the unit that allocated
@@ -118,15 +127,24 @@ class Unit:
         """Parameters on the tp rank."""
         return sum(weight.numel for weight in self.weights)
 
-    @cached_property
-    def whole(self) -> Record:
-        """The record with phases forward and backward."""
-        return _record(self.setting, self.name, False)
+    def record(self, split: bool, sums: Sums | None = None) -> Record:
+        """The record of one micro-batch, with phases forward and backward, or if `split` forward,
+        input and weight. Without `sums`, its gradients stay in the dtype of the weights."""
+        if (split, sums) not in self._records:
+            self._records[split, sums] = _record(self.setting, self.name, split, sums)
+        return self._records[split, sums]
 
     @cached_property
+    def _records(self) -> dict[tuple[bool, Sums | None], Record]:
+        return {}
+
+    @property
+    def whole(self) -> Record:
+        return self.record(split=False)
+
+    @property
     def split(self) -> Record:
-        """The record with phases forward, input and weight."""
-        return _record(self.setting, self.name, True)
+        return self.record(split=True)
 
 
 def kind_of(model: ModelConfig, layer: int) -> str:
@@ -232,10 +250,10 @@ class CannotRecord(UserError):
     """A unit does not run on meta tensors. Training does not need it to."""
 
 
-def _record(setting: Setting, name: str, split: bool) -> Record:
+def _record(setting: Setting, name: str, split: bool, sums: Sums | None) -> Record:
     """Record one micro-batch's forward and backward of a unit. Raises CannotRecord."""
     try:
-        return _run(setting, name, split)
+        return _run(setting, name, split, sums)
     except Exception as error:
         why = "does not run on meta tensors (shapes without data), so its costs are unknown "
         why += f"({type(error).__name__}: {error})"
@@ -243,9 +261,10 @@ def _record(setting: Setting, name: str, split: bool) -> Record:
         raise CannotRecord("the unit", name, why, remedy) from error
 
 
-def _run(setting: Setting, name: str, split: bool) -> Record:
+def _run(setting: Setting, name: str, split: bool, sums: Sums | None) -> Record:
     stage, batch = _stage(setting, [name]), _batch(setting)
     queue = share_queue(stage)
+    totals = [] if sums is None else _sum_gradients(stage, sums)
     gradients: list[Piece] = []
 
     def category_of(piece: Piece) -> str | None:
@@ -270,7 +289,8 @@ def _run(setting: Setting, name: str, split: bool) -> Record:
     recorder = Recorder(category_of)
     flow = recorder.flow
     leaf = _hidden(setting).requires_grad_()
-    recorder.leave_out(leaf, *stage.parameters(), *_tensors(batch))
+    begun = [each.total for each in totals if each.total is not None]
+    recorder.leave_out(leaf, *stage.parameters(), *_tensors(batch), *begun)
     deferring: AbstractContextManager[list[Job]] = queue.deferring() if split else nullcontext([])
     with torch.enable_grad(), _parts(stage, name, recorder), AsOnGpu(), recorder:
         x = None
@@ -293,13 +313,27 @@ def _run(setting: Setting, name: str, split: bool) -> Record:
         if split:
             with recorder.phase("weight"):
                 run_jobs(jobs)
-        for parameter in stage.parameters():
-            assert parameter.grad is not None
-            piece = recorder.piece(parameter.grad)
+        new = [parameter.grad for parameter in stage.parameters()] if sums is None else []
+        if sums is not None and not sums.begun:
+            new = [each.total for each in totals]
+        for gradient in new:
+            assert gradient is not None
+            piece = recorder.piece(gradient)
             gradients.append(piece)
             if piece.born_in == 0:
                 recorder.hand_over(piece, GRADIENTS)
     return Record(recorder, setting.tp)
+
+
+def _sum_gradients(stage: Transformer, sums: Sums) -> list[SimpleNamespace]:
+    """Let the layers sum their gradients; returns the holders of the sums."""
+    holders = []
+    for layer in stage.modules():
+        if isinstance(layer, Layer):
+            total = torch.empty_like(layer.weight, dtype=sums.dtype) if sums.begun else None
+            holders.append(SimpleNamespace(total=total))
+            layer.gradient_sum = GradientSum(sums.dtype, holders[-1], "total")
+    return holders
 
 
 @contextmanager

@@ -59,7 +59,7 @@ from torch.distributed.tensor import DTensor
 from parallel.layer import Layer
 from parallel.mesh import Mesh
 from parallel.parameter import weights_of
-from parallel.weight_gradient import GradientSum
+from parallel.weight_gradient import GradientSum, sum_dtype
 from parallel.whole import WholeWeights
 
 
@@ -179,17 +179,16 @@ class FSDPSwitches:
         # By default each FSDP2 setter walks all modules of a stage to find its units. The units are
         # few and do not change, so they are found once.
         self._units = cache(fsdp_modules)
-        if not self.reduce_each_microbatch:
-            # FSDP sums gradients in a wider dtype in this private attribute (torch 2.11 to 2.13).
-            # What it finds there, it neither converts nor adds itself.
-            for weight in chain.from_iterable(map(fsdp_weights, stages)):
-                layer = weight._module_info.module
-                assert isinstance(layer, Layer)
-                layer.gradient_sum = (
-                    GradientSum(reduce, weight, "unsharded_accumulated_grad")
-                    if reduce != compute
-                    else GradientSum(compute)
-                )
+        dtype = sum_dtype(False, zero_stage, compute, compute, reduce)
+        for weight in chain.from_iterable(map(fsdp_weights, stages)):
+            layer = weight._module_info.module
+            assert isinstance(layer, Layer)
+            if dtype == compute:
+                layer.gradient_sum = GradientSum(dtype)
+            elif dtype is not None:
+                # FSDP sums gradients in a wider dtype in this private attribute (torch 2.11 to
+                # 2.13). What it finds there, it neither converts nor adds itself.
+                layer.gradient_sum = GradientSum(dtype, weight, "unsharded_accumulated_grad")
 
     def begin(self, module: nn.Module) -> None:
         assert isinstance(module, FSDPModule)

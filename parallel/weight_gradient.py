@@ -38,6 +38,16 @@ class LinearProducts(Protocol):
         """into + dyᵀ · x, summed in `dtype`; for dy [..., F] and x [..., D]."""
 
 
+def sum_dtype(
+    whole: bool, zero_stage: int, compute: torch.dtype, master: torch.dtype, reduce: torch.dtype
+) -> torch.dtype | None:
+    """The dtype in which gradients are summed over micro-batches; None: they are not, because each
+    micro-batch's are reduced. `whole`: no rank shares the weights, so sums are not sent."""
+    if whole:
+        return torch.promote_types(reduce, master)
+    return torch.promote_types(reduce, compute) if zero_stage < 2 else None
+
+
 class GradientSum:
     """The place of the sum of a weight's gradients over micro-batches: the attribute `name` of
     `holder` (default: `grad` of the weight that forward used), in `dtype`; None before the first

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from parallel.layer import Layer
 from parallel.placement import as_dtensor_like, local_part
-from parallel.weight_gradient import GradientSum
+from parallel.weight_gradient import GradientSum, sum_dtype
 
 
 class WholeWeight:
@@ -28,7 +28,8 @@ class WholeWeight:
     def __init__(self, layer: Layer, compute: torch.dtype, reduce: torch.dtype) -> None:
         self.layer, self.master, self.compute = layer, layer.weight, compute
         master = self.master.dtype
-        wide = torch.promote_types(reduce, master)
+        wide = sum_dtype(True, 0, compute, master, reduce)
+        assert wide is not None
         self.apart = SimpleNamespace(total=None)  # the sum, if it is not in the master dtype
         if compute == master == wide:
             layer.gradient_sum = GradientSum(wide)

@@ -9,6 +9,7 @@ check.py       what cannot be planned, and the assumptions of a plan
 layout.py      what one rank of the world holds: units, and their weights as FSDP shards them
 account.py     bytes by category, and their peak
 sharded.py     what FSDP2 does around units: gathers, copies, reductions
+whole.py       what is done instead for weights that no rank shares
 memory.py      the memory of a rank's program, action by action
 traffic.py     every collective of a step on one rank: axis, kind, count, bytes
 hardware.py    a device by name, or from a file of rates

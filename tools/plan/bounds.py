@@ -20,9 +20,12 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from costs.recorder import Phase
+from costs.units import Sums
 from parallel.pipeline.actions import BACKWARD, BACKWARD_INPUT, FORWARD, Action, stage_ranks
 from parallel.pipeline.schedules import build_schedule
+from parallel.weight_gradient import sum_dtype
 from tools.plan.layout import Layout
+from training.precision import Precision
 
 GROWING = ("gpipe", "breadth_first")  # keep every micro-batch until all forwards are done
 ALWAYS_SPLIT = ("zb_h1", "zb_v")  # split every backward
@@ -36,7 +39,12 @@ class Block:
     def __init__(self, layout: Layout) -> None:
         kinds = list(layout.kinds)
         self.part = layout.hidden_bytes  # its input's gradient, or its output
-        phases = [unit.whole.phases for unit in kinds]
+        # Sums of gradients are counted separately.
+        dtypes = Precision.of(layout.config)
+        dtype = sum_dtype(False, 0, dtypes.compute, dtypes.master, dtypes.reduce)
+        assert dtype is not None
+        self.sums = Sums(dtype, begun=True)
+        phases = [unit.record(False, self.sums).phases for unit in kinds]
         # kept for backward, including the block's output
         self.kept = min(_stays(each["forward"]) for each in phases)
         # the peak of backward above its beginning
@@ -46,14 +54,20 @@ class Block:
         self._kinds = kinds
 
     @cached_property
+    def _inputs(self) -> list[Phase]:
+        return [unit.record(True, self.sums).phases["input"] for unit in self._kinds]
+
+    @cached_property
     def split(self) -> int:
         """The peak of an input gradient above its beginning."""
-        return min(unit.split.phases["input"].effect.height for unit in self._kinds)
+        return min(
+            unit.record(True, self.sums).phases["input"].effect.height for unit in self._kinds
+        )
 
     @cached_property
     def more(self) -> int:
         """The bytes that an input gradient adds from its beginning to its end."""
-        return min(_stays(unit.split.phases["input"]) for unit in self._kinds)
+        return min(map(_stays, self._inputs))
 
     @property
     def deferred(self) -> int:
@@ -124,9 +138,9 @@ def least_bytes(
     of it that is kept (states, gradients and activations). `again`: every stage has whole gradients
     of some micro-batch before any stage reduces those of the last micro-batch."""
     e, master, reduce = layout.compute, layout.master, layout.reduce
-    states = alive.numel / shard * (1 + layout.states_per_weight) * master + alive.numel * e * (
-        zero < 3
-    )
+    states = alive.numel / shard * (1 + layout.states_per_weight) * master
+    if zero < 3 and (zero > 0 or e != master):  # unsharded weights of this dtype are not copied
+        states += alive.numel * e
     summed = alive.numel * reduce * (1.0 if zero < 2 and again else 1 / shard)
     before = summed if steady else 0.0
     kept = states + max(alive.kept + before, summed)

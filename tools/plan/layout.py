@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 
+import torch
+
 from costs.recorder import Phase
 from costs.summary import blocks
-from costs.units import EMBEDDING, HEAD, LocalWeight, Setting, Unit, kinds_of_layers, unit
+from costs.units import EMBEDDING, HEAD, LocalWeight, Setting, Sums, Unit, kinds_of_layers, unit
 from errors import UserError
 from parallel.axes import AXES, MeshSizes
 from parallel.pipeline.actions import (
@@ -23,6 +25,7 @@ from parallel.pipeline.actions import (
     splits_backward,
 )
 from parallel.placement import chunk_range
+from parallel.weight_gradient import sum_dtype
 from training.config import Config
 from training.optimizers import optimizer_class
 from training.precision import Precision
@@ -111,6 +114,11 @@ class Layout:
     def dp_replicate(self) -> int:
         return self.sizes.dp_replicate
 
+    @property
+    def whole(self) -> bool:
+        """Whether no rank shares this rank's weights, so that FSDP is not used."""
+        return self.dp_shard * self.dp_replicate == 1 and not self.config.parallel.cpu_offload
+
     # --- widths, in bytes ---
 
     @cached_property
@@ -130,6 +138,18 @@ class Layout:
     @cached_property
     def reduce(self) -> int:
         return Precision.of(self.config).reduce.itemsize
+
+    @cached_property
+    def sum_dtype(self) -> torch.dtype | None:
+        """The dtype in which gradients are summed over micro-batches; None: they are not."""
+        dtypes = Precision.of(self.config)
+        zero = self.config.parallel.zero_stage
+        return sum_dtype(self.whole, zero, dtypes.compute, dtypes.master, dtypes.reduce)
+
+    @cached_property
+    def sum(self) -> int:
+        """The width of sums of gradients, or of the gradients of one micro-batch."""
+        return self.compute if self.sum_dtype is None else self.sum_dtype.itemsize
 
     @cached_property
     def exact(self) -> int:
@@ -196,12 +216,20 @@ class Layout:
     def splits_backward(self) -> bool:
         return splits_backward(self.schedule)
 
-    def phase(self, kind: Kind, unit: Unit, first: bool = False, last: bool = False) -> Phase:
+    def phase(
+        self,
+        kind: Kind,
+        unit: Unit,
+        first: bool = False,
+        last: bool = False,
+        begun: bool = True,
+    ) -> Phase:
         """What a unit does in an action of this kind. `first`: the unit is the first of a stage
         whose input comes from another stage; `last`: it is the last of a stage whose output goes to
-        another stage."""
+        another stage; `begun`: an earlier micro-batch has begun the sums of its gradients."""
         whole = kind is BACKWARD or (kind is FORWARD and not self.splits_backward)
-        return (unit.whole if whole else unit.split).at(first, last)[PHASES[kind]]
+        sums = None if self.sum_dtype is None else Sums(self.sum_dtype, begun)
+        return unit.record(not whole, sums).at(first, last)[PHASES[kind]]
 
     def fsdp_units(self, stage: int) -> list[tuple[range, Gathered]]:
         """The weights that are gathered and reduced together, each with the indices of the `units`

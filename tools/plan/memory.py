@@ -2,8 +2,8 @@
 
 It follows the rank's program in the order of parallel/pipeline/runner.py, and each action unit by
 unit. What a unit's forward or backward keeps and frees, and its peak, are recorded from its code
-(costs/units.py). To these it adds what FSDP2 allocates (sharded.py), the messages of the pipeline,
-and the permanent states.
+(costs/units.py). To these it adds what FSDP2 allocates (sharded.py; whole.py: without it), the
+messages of the pipeline, and the permanent states.
 """
 
 from collections.abc import Hashable
@@ -25,6 +25,7 @@ from parallel.pipeline.lower import Exchange, Program, lower, need_of, result_of
 from tools.plan.account import Account
 from tools.plan.layout import Layout, gathered
 from tools.plan.sharded import Sharded
+from tools.plan.whole import Whole
 
 
 class Memory(Account):
@@ -38,7 +39,7 @@ class Memory(Account):
         blocks = {s: frozenset(unit.name for unit in units) for s, units in self.units.items()}
         alike = replace(layout.setting, tp_rank=0)
         self.positions = {s: position_bytes(alike, kinds) for s, kinds in blocks.items()}
-        self.sharded = Sharded(layout, self)
+        self.sharded = Whole(layout, self) if layout.whole else Sharded(layout, self)
         self.left = dict.fromkeys(layout.stages, layout.num_microbatches)  # remaining backwards
         self._states()
         self._run(lower(layout.schedule)[layout.pp_rank] if program is None else program)
@@ -61,6 +62,7 @@ class Memory(Account):
         layout, part = self.layout, self.layout.hidden_bytes
         sent = waiting = 0  # messages being sent, and messages computed but not yet posted
         where = layout.where
+        self.sharded.begin()
         for item in program:
             if isinstance(item, Exchange):
                 self.action = None
@@ -102,7 +104,6 @@ class Memory(Account):
 
     def _forward(self, stage: int) -> None:
         layout, units = self.layout, self.units[stage]
-        resharded = layout.config.parallel.zero_stage == 3
         self.add(POSITIONS, self.positions[stage])
         buffer = 0
         for index in range(len(units)):
@@ -110,8 +111,7 @@ class Memory(Account):
             self.add(GATHERING, buffer)
             self.apply(self._phase(FORWARD, stage, index).effect)
             self.free(GATHERING, buffer)
-            if resharded and index + 1 == self.sharded.unit_of[stage, index][1].stop:
-                self.sharded.reshard(stage, index)
+            self.sharded.after_forward(stage, index)
         if stage < layout.num_stages - 1:  # the last block's output goes to the next stage
             self.free(HIDDEN, units[-1].hidden_bytes)
 
@@ -119,7 +119,6 @@ class Memory(Account):
 
     def _backward(self, stage: int, kind: Kind, last: bool) -> None:
         layout, sharded = self.layout, self.sharded
-        resharded = layout.config.parallel.zero_stage == 3
         for index in reversed(range(len(self.units[stage]))):
             sharded.gather(stage, index, False, 0)
             prefetched = sharded.prefetched(stage, index)
@@ -127,8 +126,8 @@ class Memory(Account):
             self.apply(self._phase(kind, stage, index).effect)
             if kind is BACKWARD:
                 sharded.after_backward(stage, index, last)
-            elif resharded and index == sharded.unit_of[stage, index][1].start:
-                sharded.reshard(stage, index)
+            else:
+                sharded.after_input_gradient(stage, index)
             self.free(GATHERING, prefetched)
         self.free(POSITIONS, self.positions[stage])
         if stage > 0:  # its input, and the outgoing gradient
@@ -148,7 +147,7 @@ class Memory(Account):
         units = self.units[stage]
         first = stage > 0 and index == 0
         last = stage < self.layout.num_stages - 1 and index == len(units) - 1
-        return self.layout.phase(kind, units[index], first, last)
+        return self.layout.phase(kind, units[index], first, last, self.sharded.begun(stage, index))
 
 
 def batch_bytes(layout: Layout) -> int:

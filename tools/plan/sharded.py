@@ -17,6 +17,7 @@ class Sharded:
 
     def __init__(self, layout: Layout, account: Account) -> None:
         self.layout, self.account = layout, account
+        self.resharding = layout.config.parallel.zero_stage == 3
         # (stage, index of a unit) → the FSDP unit that contains it: key, indices of units, weights
         self.unit_of: dict[tuple[int, int], tuple[Key, range, Gathered]] = {}
         for stage in layout.stages:
@@ -30,6 +31,13 @@ class Sharded:
         # by stage: bytes of buffers that FSDP still holds
         self.input_of_reduction: dict[int, int] = defaultdict(int)
         self.outputs_of_reductions: dict[int, int] = defaultdict(int)
+
+    def begin(self) -> None:
+        """Before a step: weights are gathered when a unit first needs them."""
+
+    def begun(self, stage: int, index: int) -> bool:
+        """Whether a unit's sums have gradients of an earlier micro-batch."""
+        return self.unit_of[stage, index][0] in self.accumulated
 
     def state(self, stage: int) -> Hashable:
         """A stage's state between two actions. Counts suffice, because then all units of the stage
@@ -64,57 +72,51 @@ class Sharded:
     def prefetched(self, stage: int, index: int) -> int:
         """Bytes gathered during a unit's backward for the unit whose backward comes next."""
         layout, (_, indices, _) = self.layout, self.unit_of[stage, index]
-        if layout.config.parallel.zero_stage < 3 or layout.dp_shard == 1 or not indices.start:
+        if not self.resharding or layout.dp_shard == 1 or not indices.start:
             return 0
         return self.unit_of[stage, indices.start - 1][2].padded(layout.dp_shard) * layout.compute
 
-    def reshard(self, stage: int, index: int) -> None:
+    def after_forward(self, stage: int, index: int) -> None:
+        if self.resharding and index + 1 == self.unit_of[stage, index][1].stop:
+            self._reshard(stage, index)
+
+    def after_input_gradient(self, stage: int, index: int) -> None:
+        if self.resharding and index == self.unit_of[stage, index][1].start:
+            self._reshard(stage, index)
+
+    def _reshard(self, stage: int, index: int) -> None:
         key, _, unit = self.unit_of[stage, index]
         if key in self.gathered:
             self.gathered.remove(key)
             self.account.free(GATHERED, unit.padded(self.layout.dp_shard) * self.layout.compute)
 
     def after_backward(self, stage: int, index: int, last: bool) -> None:
-        """After the backward of the last unit within an FSDP unit, accumulate or reduce the
-        gradients, which are in the compute dtype."""
+        """After the backward of the last unit within an FSDP unit, reduce its gradients, or keep
+        them until the last backward."""
         layout, (key, indices, unit) = self.layout, self.unit_of[stage, index]
         if index != indices.start:
             return
         zero = layout.config.parallel.zero_stage
         if zero == 3 or last:
-            self.reshard(stage, index)
+            self._reshard(stage, index)
         if last or zero >= 2:
             self._reduce(stage, key, unit, last)
         else:
-            self._accumulate(key, unit)
-
-    def _accumulate(self, key: Key, unit: Gathered) -> None:
-        layout, account = self.layout, self.account
-        account.free(GRADIENTS, unit.numel * layout.compute)
-        if key not in self.accumulated:
-            # Parameters are converted one after the other; the largest is among the last.
-            widest = unit.widest if layout.reduce != layout.compute else 0
-            account.add(GRADIENTS, unit.numel * layout.reduce)
-            account.reach(gradients=widest * layout.compute)
             self.accumulated.add(key)
 
     def _reduce(self, stage: int, key: Key, unit: Gathered, last: bool) -> None:
         """Reduce over dp_shard. The last reduction of a step also reduces over dp_replicate and
         converts to the weights' dtype; until then FSDP sums in reduce_dtype."""
         layout, account = self.layout, self.account
-        fresh = unit.numel * layout.compute
-        if key in self.accumulated:
-            account.free(GRADIENTS, fresh)
-            fresh = unit.numel * layout.reduce
-            self.accumulated.remove(key)
+        self.accumulated.discard(key)
         account.free(REDUCING, self.input_of_reduction.pop(stage, 0))
         numbers = unit.padded(layout.dp_shard)
         account.add(REDUCING, numbers * layout.reduce)
         self.input_of_reduction[stage] = numbers * layout.reduce
-        account.free(GRADIENTS, fresh)
+        account.free(GRADIENTS, unit.numel * layout.sum)
         part = numbers // layout.dp_shard
         output, final = part * layout.reduce, part * layout.master
-        # With dp_shard 1, FSDP divides the gradients by 1, into a copy.
+        # With dp_shard 1 (replicas only), FSDP divides the gradients by 1, into a copy.
         account.reach(reducing=output + (numbers * layout.reduce if layout.dp_shard == 1 else 0))
         if not last:
             if key not in self.reduced:

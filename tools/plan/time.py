@@ -93,9 +93,9 @@ class StepTime:
 
     def summing(self, unit: Unit) -> float:
         """Seconds that a micro-batch's gradients take in addition to the matrix products, to be
-        added up in a wider dtype or copied for a reduction."""
+        copied for a reduction in a wider dtype."""
         layout = self.layout
-        if layout.compute == layout.reduce:
+        if layout.sum_dtype is not None or layout.compute == layout.reduce:
             return 0.0
         return self.memory(unit.numel * (layout.compute + 2 * layout.reduce))
 
@@ -116,6 +116,8 @@ class StepTime:
         gathered weights into place."""
         layout = self.layout
         width = 3 * layout.compute + layout.master / layout.dp_shard
+        if layout.whole:
+            width = layout.compute + layout.master if layout.compute != layout.master else 0
         stages = map(layout.units, range(layout.num_stages))
         return [self.memory(sum(unit.numel for unit in units) * width) for units in stages]
 
