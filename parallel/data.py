@@ -78,11 +78,9 @@ def shard(
     Parameters stay in their own dtype (the master weights); forward and backward see them in
     `compute_dtype`, and gradients are reduced in `reduce_dtype`.
 
-    If all views have one rank, and weights stay on the device, FSDP has nothing to do, and the
-    stage is left as it is (whole.py).
+    If FSDP has nothing to do, the stage is left as it is (whole.py).
     """
-    views = [getattr(mesh, each.spec.sharded_over) for each in weights_of(stage)]
-    if not cpu_offload and all(view.size() == 1 for view in views):
+    if not (cpu_offload or shares_weights(stage, mesh)):
         return
     # FSDP must not cast inputs: hidden states already have the compute dtype, and rotary angles
     # must stay in float32.
@@ -106,6 +104,11 @@ def shard(
         # implements any other factor by pre- and post-division unless a sum is forced.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+
+def shares_weights(stage: nn.Module, mesh: Mesh) -> bool:
+    """Whether other ranks have the same weights as this one: some view has more than one rank."""
+    return any(getattr(mesh, each.spec.sharded_over).size() > 1 for each in weights_of(stage))
 
 
 def view_of(unit: Sequence[nn.Module], mesh: Mesh) -> DeviceMesh:

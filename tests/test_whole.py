@@ -1,0 +1,161 @@
+"""Weights that no other rank shares are trained without FSDP: to the same bits, and without copies
+of weights and gradients."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from parallel.axes import MeshSizes
+from parallel.data import check_reduced
+from parallel.mesh import build_mesh
+from parallel.weight_gradient import GradientSum
+from tools.parity.cases import BOS, Case
+from tools.parity.run import global_batch
+from training.build import build_stages
+from training.step import TrainStep
+
+ONE, PIPELINE = Case(MeshSizes()), Case(MeshSizes(pp=2), schedule="zb_h1")
+SETTINGS = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "pure bfloat16": {"dtype": "bfloat16", "pure": True},
+}
+
+
+def make_step(case, dtype, pure=False, microbatches=4, compile=False):
+    config = replace(case, num_microbatches=microbatches).config()
+    config = replace(
+        config,
+        train=replace(config.train, dtype=dtype, compile=compile),
+        optimizer=replace(config.optimizer, pure_bfloat16=pure),
+    )
+    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
+    return TrainStep(config, mesh, build_stages(config, mesh), BOS)
+
+
+def storage(tensor):
+    return tensor.to_local().untyped_storage().data_ptr()
+
+
+def train(case, setting, fsdp=False):
+    """Losses, gradient norms and last weights of two steps."""
+    with patch("parallel.data.shares_weights", lambda *_: True) if fsdp else nullcontext():
+        step = make_step(case, **setting)
+    assert all(isinstance(stage, FSDPModule) == fsdp for stage in step.stages.values())
+    results = [step(index, *global_batch(case.vocab_size, index)) for index in range(2)]
+    numbers = [x for result in results for x in (result.loss, result.grad_norm)]
+    return numbers + [weight.sharded.to_local().clone() for weight in step.weights]
+
+
+@pytest.mark.parametrize("case", [ONE, PIPELINE], ids=["one rank", "zb_h1"])
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+def test_the_same_bits_as_with_fsdp(ranks, case, setting):
+    without, with_fsdp = (
+        ranks.run(train, case.world, case, setting, fsdp) for fsdp in (False, True)
+    )
+    for mine, other in zip(without, with_fsdp, strict=True):
+        assert len(mine) > 10
+        assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+
+
+def copies(case, setting):
+    """For each weight, whether the weight that forward sees has other memory than the master, and
+    whether the weight between steps has."""
+    step = make_step(case, **setting)
+    layers = [m for stage in step.stages.values() for m in stage.modules() if hasattr(m, "weights")]
+    masters = [layer.weight for layer in layers if layer.weights]
+    stage, found = step.stages[0], []
+
+    def look(*_):
+        seen = [layer.weight for layer in layers if layer.weights]
+        found.extend(storage(a) != storage(b) for a, b in zip(seen, masters, strict=True))
+
+    stage.register_forward_pre_hook(look)
+    step(0, *global_batch(case.vocab_size, 0))
+    later = [layer.weight for layer in layers if layer.weights]
+    return found, [a is not b for a, b in zip(later, masters, strict=True)]
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+def test_weights_are_copied_only_to_another_dtype(ranks, setting):
+    ((in_forward, between_steps),) = ranks.run(copies, 1, ONE, setting)
+    assert len(in_forward) >= len(between_steps) > 10
+    assert set(in_forward) == {setting == SETTINGS["bfloat16"]}
+    assert not any(between_steps)
+
+
+def errors(rounded):
+    """The relative error of each matrix's gradient in bfloat16, compared with the same bfloat16
+    numbers summed in float32; `rounded`: each micro-batch's gradient is rounded to bfloat16."""
+
+    def product(self, dy, x):
+        self.add(self.matmul.weight_gradient(dy, x))
+
+    def gradients(microbatches):
+        step = make_step(ONE, "bfloat16", microbatches=microbatches)
+        step.forward_backward(*global_batch(ONE.vocab_size, 0))
+        return [w.gradient.to_local() for w in step.weights if w.sharded.dim() == 2]
+
+    # one sequence in a micro-batch, and all of them: only the rounding of sums differs
+    whole = gradients(1)
+    with (
+        patch("parallel.weight_gradient.Destination.add_product", product)
+        if rounded
+        else nullcontext()
+    ):
+        parts = gradients(32)
+    return [((a - b).norm() / b.norm()).item() for a, b in zip(parts, whole, strict=True)]
+
+
+def test_sums_are_not_rounded_to_bfloat16(ranks):
+    """Every matrix's gradient is nearer to that of one large micro-batch if the product adds to the
+    sum than if it is rounded first."""
+    (exact,), (rounded,) = (ranks.run(errors, 1, how) for how in (False, True))
+    assert sum(exact) < 0.8 * sum(rounded)
+
+
+def forgets(name):
+    """Train a step while the sum of one weight's gradients is lost."""
+    step = make_step(ONE, "bfloat16")
+    lost = step.stages[0].get_submodule(name)
+    lost.gradient_sum = GradientSum(torch.float32, type("Lost", (), {"total": None})(), "total")
+    try:
+        step.forward_backward(*global_batch(ONE.vocab_size, 0))
+        check_reduced(weight.parameter for weight in step.weights)
+    except AssertionError as error:
+        return str(error)
+    return "trained"
+
+
+def test_a_lost_sum_is_noticed(ranks):
+    (message,) = ranks.run(forgets, 1, "blocks.0.feed_forward.down")
+    assert "no reduced gradient" in message
+
+
+def compiled_losses(compile):
+    """Losses of three steps, and the number of graphs that the compiler captured in each."""
+    counters = torch._dynamo.utils.counters["stats"]
+    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        step = make_step(ONE, "bfloat16", compile=compile)
+        losses, graphs = [], []
+        for index in range(3):
+            before = counters["unique_graphs"]
+            losses.append(step(index, *global_batch(ONE.vocab_size, index)).loss.item())
+            graphs.append(counters["unique_graphs"] - before)
+    return losses, graphs
+
+
+def test_compiled_blocks_keep_their_graphs(ranks):
+    """A step makes new parameters in the compute dtype; the compiler's code takes them as they
+    come, and autograd's gradients join the sums."""
+    ((eager, _),) = ranks.run(compiled_losses, 1, False)
+    ((compiled, graphs),) = ranks.run(compiled_losses, 1, True)
+    assert compiled == pytest.approx(eager, rel=2e-3)
+    assert graphs[0] > 0
+    assert graphs[1:] == [0, 0]
