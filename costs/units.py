@@ -197,8 +197,7 @@ def _stage(setting: Setting, names: Iterable[str]) -> Transformer:
     kinds = kinds_of_layers(model)
     layers = [kinds.index(name) for name in names if name in kinds]
     stage = Transformer(model, layers, EMBEDDING in names, HEAD in names, at).to(setting.dtype)
-    width = _hidden(setting).shape[-1]
-    wrap_blocks(stage.blocks.values(), setting.activation_checkpointing, False, width, tp)
+    wrap_blocks(stage.blocks.values(), setting.activation_checkpointing, False)
     return stage
 
 

@@ -4,24 +4,27 @@ others when backward needs them.
 | mode      | kept per block                             | recomputed                              |
 |-----------|--------------------------------------------|-----------------------------------------|
 | none      | everything that autograd saves             | nothing                                 |
-| selective | outputs of matrix products and attention   | norms, rotary, activations, collectives |
+| selective | outputs of matrix products and attention   | norms, rotary, activations              |
 | full      | the block's input                          | the whole forward                       |
 
-With tensor parallelism, selective also recomputes the row-parallel products. Their results are
-partial sums, [S, B, D] on every rank; the two of a block are 2 tp times as large as a rank's part
-of the residual stream (for Llama 3 405B with tp 8, over half of all that would be kept).
+With tensor parallelism, selective also recomputes the first row-parallel product of a block and its
+reduction. The results of row-parallel products are partial sums, [S, B, D] on every rank; the two
+of a block are 2 tp times as large as a rank's part of the residual stream (for Llama 3 405B with
+tp 8, over half of all that would be kept). The second one is not needed again.
 
 (Chen et al. 2016, https://arxiv.org/abs/1604.06174; selective: Korthikanti et al. 2022, section 5,
 chosen by operation with torch's `create_selective_checkpoint_contexts`.)
 """
 
-from collections.abc import Callable, Iterable
-from functools import partial
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.nn.attention.varlen  # registers torch_attn::_varlen_attn
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -40,22 +43,68 @@ EXPENSIVE = PRODUCTS | {
 }
 
 
-def _keep_expensive(
-    width: int, tp: int, ctx: Any, op: Any, *args: Any, **kwargs: Any
-) -> CheckpointPolicy:
-    if op not in EXPENSIVE:
+class _Thread(threading.local):
+    """What this thread computes. (On a GPU, recomputation runs in a thread of autograd.)"""
+
+    again = False  # whether it recomputes a block of which selective has kept the products
+    partial = False  # whether its products are partial sums
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def partial_sums() -> Iterator[None]:
+    """A context for products whose results are partial sums over tp: selective does not keep
+    them."""
+    _thread.partial = True
+    try:
+        yield
+    finally:
+        _thread.partial = False
+
+
+def products_are_kept() -> bool:
+    """Whether the next products are not computed, because selective has kept their results. Their
+    input is then not read, and need not be gathered."""
+    return _thread.again
+
+
+def unread(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor without memory, as the input of products that are not computed. The result of one
+    that is computed all the same has no memory either."""
+    with _disable_current_modes():  # recomputation allows only operators that forward had
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _keep_expensive(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if op not in EXPENSIVE or (op in PRODUCTS and _thread.partial):
         return CheckpointPolicy.PREFER_RECOMPUTE
-    # A column-parallel product sums over all of D, a row-parallel one over this rank's part of
-    # another dimension. If that part happens to be as wide as D, the product is kept: this takes
-    # more memory and gives the same numbers.
-    is_partial = op in PRODUCTS and tp > 1 and args[-2].shape[-1] != width
-    return CheckpointPolicy.PREFER_RECOMPUTE if is_partial else CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.MUST_SAVE
 
 
-def wrap_blocks(blocks: Iterable[nn.Module], mode: str, compile: bool, width: int, tp: int) -> None:
+def _keep_products() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The contexts of a block's forward and of its recomputation."""
+    forward, again = create_selective_checkpoint_contexts(_keep_expensive)
+    if torch.compiler.is_compiling():  # it takes no other contexts, and a block has all of x
+        return forward, again
+    return forward, _recomputing(again)
+
+
+@contextmanager
+def _recomputing(inner: AbstractContextManager[Any]) -> Iterator[None]:
+    _thread.again = True
+    try:
+        with inner:
+            yield
+    finally:
+        _thread.again = False
+
+
+def wrap_blocks(blocks: Iterable[nn.Module], mode: str, compile: bool) -> None:
     """Wrap each block's forward in activation checkpointing and `torch.compile`, in place. Call it
     before `fully_shard`, so that recomputation and compiled code run while FSDP has the weights
-    gathered. `width` is D, `tp` the number of tensor-parallel ranks.
+    gathered.
 
     Selective checkpointing is compiled with the block, and the compiler follows the same policy.
     Full checkpointing wraps the compiled block, which then runs its forward twice. It is not put
@@ -65,10 +114,7 @@ def wrap_blocks(blocks: Iterable[nn.Module], mode: str, compile: bool, width: in
     for block in blocks:
         forward: Callable[..., Any] = block.forward
         if mode == "selective":
-            policy = partial(
-                create_selective_checkpoint_contexts, partial(_keep_expensive, width, tp)
-            )
-            forward = _checkpointed(forward, context_fn=policy)
+            forward = _checkpointed(forward, context_fn=_keep_products)
         if compile:
             forward = _compiled(forward)
         if mode == "full":

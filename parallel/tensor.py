@@ -14,6 +14,7 @@ activations take 1/tp of the memory (Korthikanti et al. 2022, https://arxiv.org/
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional
 
+from parallel.activation import partial_sums, products_are_kept, unread
 from parallel.collectives import (
     reduce_over_tp,
     start_all_gather,
@@ -70,9 +72,16 @@ class ColumnParallelFunction(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.tp, ctx.matmuls, ctx.queue, ctx.destinations = tp, matmuls, queue, destinations
         ctx.save_for_backward(x, *weights)
-        if tp.sequence_parallel:
+        if tp.sequence_parallel and tp.size > 1 and products_are_kept():
+            x = unread(tp.size * x.shape[0], *x.shape[1:], dtype=x.dtype)
+        elif tp.sequence_parallel:
             x = start_all_gather(x, tp.group).wait()  # [S, B, D]
-        return tuple(m.forward(x, weight) for m, weight in zip(matmuls, weights, strict=True))
+        ys = tuple(m.forward(x, weight) for m, weight in zip(matmuls, weights, strict=True))
+        assert ys[0].device == weights[0].device, (
+            "selective recomputation has not kept a product: EXPENSIVE in parallel/activation.py "
+            "does not have its operator"
+        )
+        return ys
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
@@ -144,7 +153,8 @@ class RowParallelFunction(torch.autograd.Function):
         ctx.tp, ctx.matmul, ctx.queue, ctx.destination = tp, matmul, queue, destination
         if torch.compiler.is_compiling():  # the compiler itself decides what to recompute
             ctx.save_for_backward(x, weight)
-        return matmul.forward(x, weight)
+        with partial_sums() if tp.size > 1 else nullcontext():
+            return matmul.forward(x, weight)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -109,10 +109,10 @@ def test_recomputation_computes_only_what_backward_reads(
     }
     before, after = (one.whole.phases["backward"] for one in (plain, again))
     assert after.product_flops - before.product_flops == expected[mode]
-    if tp > 1:
-        reduces = "reduce_scatter" if sequence_parallel else "all_reduce"
-        more = Counter(kind for kind, _ in (after.sends - before.sends).elements())
-        assert more[reduces] == 1
+    more = Counter(kind for kind, _ in (after.sends - before.sends).elements())
+    reduces = "reduce_scatter" if sequence_parallel else "all_reduce"
+    gathers = 2 if mode == "full" and sequence_parallel else 0  # only for products
+    assert more == ({reduces: 1} | ({"all_gather": gathers} if gathers else {}) if tp > 1 else {})
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ and compile → FSDP → memory → initial weights."""
 import torch
 
 from model.initialise import initialise
-from model.transformer import Transformer, hidden_shape
+from model.transformer import Transformer
 from parallel.activation import wrap_blocks
 from parallel.data import shard
 from parallel.layer import TensorParallel
@@ -31,8 +31,8 @@ def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bo
     tp = TensorParallel.of(mesh.tp, config.parallel.sequence_parallel)
     stage = Transformer(config.model, layers, first, last, tp).to(precision.master)
     blocks = list(stage.blocks.values())
-    train, (*_, width) = config.train, hidden_shape(config.model, 1, 1)
-    wrap_blocks(blocks, train.activation_checkpointing, train.compile, width, tp.size)
+    train = config.train
+    wrap_blocks(blocks, train.activation_checkpointing, train.compile)
     units: list[list[torch.nn.Module]] = [[block] for block in blocks]
     if stage.embedding is not None:
         units.insert(0, [stage.embedding])
