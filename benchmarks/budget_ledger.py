@@ -56,8 +56,8 @@ FILLS = {
     "full_like", "new_full", "scalar_tensor", "_foreach_zero_",
 }  # fmt: skip
 NO_LAUNCH = NO_WORK | {"_unsafe_view", "lift_fresh", "resize_", "set_"}
-# Operators that PyTorch carries out as several: here a copy, and then the same in place.
-LAUNCHES = {"masked_fill": 2, "index_put": 2, "scatter": 2, "index_add": 2}
+# PyTorch carries it out as two: a copy, and the same in place.
+LAUNCHES = {"masked_fill": 2}
 # The host waits for a result, or for the number of its elements.
 WAITS = {
     "_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_consecutive",
@@ -150,9 +150,12 @@ class Ledger(StorageWatch):
         if func.namespace == "lattice":
             return self._as_on_gpu(func, args, kwargs)
         given = list(tensors_of([*args, *kwargs.values()]))
-        if name in WAITS and on_device(given):
+        if (name in WAITS or _is_masked(name, args)) and on_device(given):
             self.waited(name)
-            return _instead(name, args[0])
+            return _instead(name, args)
+        if name == "_to_copy" and str(kwargs.get("device")) == "cpu" and on_device(given):
+            self.waited(name, waits=not kwargs.get("non_blocking"))
+            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
         result = func(*args, **kwargs)
         made = list(tensors_of([result]))
         if func.is_view or name in NO_LAUNCH or not on_device([*given, *made]):
@@ -209,10 +212,10 @@ class Ledger(StorageWatch):
         self.operations.append(self._launches[-1])
         self._read(list(tensors_of(args)))
 
-    def waited(self, name: str) -> None:
+    def waited(self, name: str, waits: bool = True) -> None:
         """The host waited for the device, in something that launches nothing."""
         part, where = place(self._action)
-        self.operations.append(Operation(part, COPY, name, where, launches=0, waits=True))
+        self.operations.append(Operation(part, COPY, name, where, launches=0, waits=waits))
 
     # --- storages ---
 
@@ -315,12 +318,21 @@ def _is_group(value: torch.ScriptObject) -> bool:
     return "ProcessGroup" in str(value._type())
 
 
-def _instead(name: str, tensor: Tensor) -> Any:
+def _is_masked(name: str, args: Any) -> bool:
+    """Whether an index is a mask, so that only the device knows the number of elements."""
+    return name == "index" and any(i.dtype == torch.bool for i in tensors_of([args[1]]))
+
+
+def _instead(name: str, args: Any) -> Any:
     """A result of an operator for which the host waits: zeros, or as many elements as possible."""
+    tensor = args[0]
     if name == "_local_scalar_dense":
         return torch.zeros((), dtype=tensor.dtype).item()
     if name == "equal":
         return False
     if name == "nonzero":
         return tensor.new_empty((tensor.numel(), tensor.dim()), dtype=torch.int64)
+    if name == "index":
+        (mask,) = tensors_of([args[1]])
+        return tensor.new_empty((mask.numel(), *tensor.shape[mask.dim() :]))
     return tensor.new_empty(tensor.numel())
