@@ -101,7 +101,10 @@ def _of_step(case: Case) -> dict[tuple[str, str], Least]:
     }
     if dp > 1:
         least["FSDP", "collective"] = Least(
-            gathers + reductions, "gathers and reductions: the table in parallel/data.py"
+            gathers + reductions,
+            "as in parallel/data.py; but the backward of embedding and head needs no weights"
+            if zero == 3
+            else "gathers and reductions: the table in parallel/data.py",
         )
     if tp > 1:
         least |= {
