@@ -99,6 +99,7 @@ bench: $(dev)
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.plan_published
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.plan_search
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.generate
+	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.budget
 
 # With a GPU, in about eight minutes: the tests of the compiled kernels (together with whole training
 # runs, because the GPU is idle while kernels compile), then the benchmarks. Without a GPU: the same

@@ -1,0 +1,338 @@
+"""Records every operator that works on the fake GPU: what it is, what it reads and writes, and the
+line of code that causes it.
+
+    with fake_gpu(), recording(mesh) as ledger:
+        train.record = ledger.record
+        train(…)
+    ledger.operations
+
+The ledger is a dispatch mode, below autograd and FSDP. A custom operator of this repository is
+recorded as what its own code does: that code runs on tensors without data, and only the launches of
+Triton kernels are replaced (budget_launches.py). Where the host would wait for a GPU, the ledger
+notes it, and the code continues with zeros.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._library.custom_ops import OPDEFS
+
+from benchmarks.budget_launches import recorded_launches, recorded_waits
+from benchmarks.budget_places import Where, place
+from costs.as_on_gpu import DEVICE, AsOnGpu
+from costs.recorder import LOOKUPS, NO_WORK, PRODUCTS, call_of, event_of, tensors_of
+from costs.storages import StorageWatch, key_of, local
+from parallel.mesh import Mesh
+from parallel.pipeline.actions import Action
+from tools.rehearse.fake_gpu import run_collective
+from tools.rehearse.tape import axes_by_ranks
+
+# The kinds of operators, in the order in which they are printed.
+PRODUCT, ATTENTION, TRITON, POINTWISE = "product", "attention", "Triton", "pointwise"
+COPY, FILL, COLLECTIVE, ALONE = "copy", "fill", "collective", "collective of one rank"
+KINDS = {
+    PRODUCT: "matrix products",
+    ATTENTION: "scaled dot-product attention (one library call, which may launch helpers)",
+    TRITON: "launches of this repository's Triton kernels",
+    POINTWISE: "elementwise operations, reductions and look-ups of PyTorch",
+    COPY: "copies, casts, clones, cat: the same numbers in another place or dtype",
+    FILL: "fills with one value, such as zeros",
+    COLLECTIVE: "collectives, and messages of the pipeline",
+    ALONE: "collectives of one rank in place, which launch nothing",
+}
+COPIES = {
+    "_to_copy", "copy", "copy_", "clone", "cat", "stack", "repeat", "_foreach_copy_",
+    "all_gather_copy_in", "split_with_sizes_copy", "chunk_cat", "_chunk_cat", "constant_pad_nd",
+}  # fmt: skip
+FILLS = {
+    "zeros", "zeros_like", "new_zeros", "zero_", "ones", "ones_like", "new_ones", "fill_", "full",
+    "full_like", "new_full", "scalar_tensor", "_foreach_zero_",
+}  # fmt: skip
+NO_LAUNCH = NO_WORK | {"_unsafe_view", "lift_fresh", "resize_", "set_"}
+# PyTorch carries it out as two: a copy, and the same in place.
+LAUNCHES = {"masked_fill": 2}
+# The host waits for a result, or for the number of its elements.
+WAITS = {
+    "_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_consecutive",
+    "unique_dim", "repeat_interleave",
+}  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class Operation:
+    """One operator or launch."""
+
+    part: str  # the pass
+    kind: str
+    name: str
+    where: Where
+    launches: int = 1
+    bytes: int = 0  # read and written
+    flops: float = 0.0  # of a product or attention
+    waits: bool = False  # whether the host waits for it
+    written: int = 0  # storages that it has written …
+    lost: int = 0  # … and those that were freed before anything had read them
+    unread: int = 0  # bytes of the latter
+
+    @property
+    def for_nothing(self) -> bool:
+        return 0 < self.written == self.lost
+
+
+@dataclass(slots=True)
+class Temporary:
+    """A storage that is freed in the forward or backward in which it was allocated."""
+
+    bytes: int
+    part: str
+    where: Where
+
+
+@dataclass(slots=True)
+class _Storage:
+    """A storage that is alive."""
+
+    bytes: int
+    action: Action | None  # in which it was allocated
+    part: str
+    where: Where
+    unread: list[Operation] = field(default_factory=list)  # have written it since it was last read
+
+
+class Ledger(StorageWatch):
+    """Records the operators of the calling thread, backward included. Use `recording`.
+
+    Args:
+        mesh: whose axes name the collectives.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__(DEVICE)
+        self.operations: list[Operation] = []
+        self.temporaries: list[Temporary] = []
+        self._axis_of_ranks = axes_by_ranks(mesh)
+        self._action: Action | None = None
+        self._alive: dict[int, _Storage] = {}
+        self._launches: list[Operation] = []  # of the custom operator that runs
+        self._now = place(None)
+        self.is_closed = False
+
+    def clear(self) -> None:
+        """Forget what was recorded. (Call it after a first step, which fills caches.)"""
+        self.operations.clear()
+        self.temporaries.clear()
+
+    @contextmanager
+    def record(self, action: Action) -> Iterator[None]:
+        """A context for the pipeline's runner: what is recorded inside belongs to `action`."""
+        self._action = action
+        yield
+        self._action = None
+
+    # --- operators ---
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name = func._schema.name.split("::")[-1]
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            # inside a custom operator, below autograd: record the operators that it consists of
+            with self, torch._C.DisableTorchFunction():
+                return func.decompose(*args, **kwargs)
+        self._now = place(self._action, name)
+        if func.namespace == "c10d":
+            return self._collective(func, args, kwargs)
+        if func.namespace == "lattice":
+            return self._as_on_gpu(func, args, kwargs)
+        given = list(tensors_of([*args, *kwargs.values()]))
+        if (name in WAITS or _is_masked(name, args)) and on_device(given):
+            self.waited(name)
+            return _instead(name, args)
+        if name == "_to_copy" and str(kwargs.get("device")) == "cpu" and on_device(given):
+            self.waited(name, waits=not kwargs.get("non_blocking"))
+            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        result = func(*args, **kwargs)
+        made = list(tensors_of([result]))
+        if func.is_view or name in NO_LAUNCH or not on_device([*given, *made]):
+            return result
+        read, written = traffic(func, args, kwargs, made)
+        done = Operation(self._now[0], kind_of(func), name, self._now[1], LAUNCHES.get(name, 1))
+        done.bytes = size_of(read) + size_of(written) + (done.launches - 1) * 2 * size_of(written)
+        if name in LOOKUPS:  # reads as much of its first argument as it writes
+            done.bytes += size_of(written) - size_of(read[:1])
+        if done.kind in (PRODUCT, ATTENTION):
+            done.flops = event_of(func, args, kwargs, result).flops  # type: ignore[union-attr]
+        blocks = not (kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,)))
+        done.waits = blocks and done.kind == COPY and crosses(read, written)
+        self.operations.append(done)
+        self._read(read)
+        self._wrote(done, written)
+        return result
+
+    def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        kind, size = call_of(func, args)
+        group = next(a for a in args if isinstance(a, torch.ScriptObject) and _is_group(a))
+        ranks = frozenset(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
+        alone = len(ranks) == 1
+        axis = "one rank" if alone else self._axis_of_ranks(ranks)
+        done = Operation(
+            self._now[0], ALONE if alone else COLLECTIVE, f"{kind} over {axis}", self._now[1]
+        )
+        done.bytes, done.launches = size, 0 if alone else 1
+        tensors = list(tensors_of(args))
+        self.operations.append(done)
+        # A gather or scatter has its output first; an all-reduce works in place.
+        apart = kind in ("all_gather", "reduce_scatter")
+        self._read([] if kind == "receive" else tensors[1:] if apart else tensors)
+        self._wrote(done, [] if kind == "send" else tensors[:1] if apart else tensors)
+        return run_collective(func, args, kwargs)
+
+    def _as_on_gpu(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a custom operator's own code, down to its launches."""
+        outer, self._launches = self._launches, []
+        with self, AsOnGpu():
+            result = OPDEFS[func._schema.name]._init_fn(*args, **kwargs)
+        mine, self._launches = self._launches, outer
+        read, written = traffic(func, args, kwargs, list(tensors_of([result])))
+        self._read(read)
+        for i, launch in enumerate(mine):
+            launch.bytes = 0 if i else size_of(read) + size_of(written)
+            self._wrote(launch, written)
+        return result
+
+    def launched(self, name: str, args: tuple[Any, ...]) -> None:
+        """A Triton kernel was launched."""
+        part, where = place(self._action)
+        self._launches.append(Operation(part, TRITON, name, where))
+        self.operations.append(self._launches[-1])
+        self._read(list(tensors_of(args)))
+
+    def waited(self, name: str, waits: bool = True) -> None:
+        """The host waited for the device, in something that launches nothing."""
+        part, where = place(self._action)
+        self.operations.append(Operation(part, COPY, name, where, launches=0, waits=waits))
+
+    # --- storages ---
+
+    def _read(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            if (storage := self._alive.get(key_of(tensor))) is not None:
+                storage.unread.clear()
+
+    def _wrote(self, done: Operation, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            self.saw(tensor)
+            if (storage := self._alive.get(key_of(tensor))) is not None:
+                storage.unread.append(done)
+                done.written += 1
+
+    def born(self, key: int, size: int, label: Any = None) -> None:
+        self._alive[key] = _Storage(size, self._action, *self._now)
+
+    def freed(self, key: int, size: int) -> None:
+        storage = self._alive.pop(key)
+        if self.is_closed:  # what is alive at the end may be read later
+            return
+        for done in storage.unread:
+            done.lost += 1
+            done.unread += storage.bytes
+        if storage.action is not None and storage.action == self._action:
+            self.temporaries.append(Temporary(size, storage.part, storage.where))
+
+
+@contextmanager
+def recording(mesh: Mesh) -> Iterator[Ledger]:
+    """A context in which a ledger records what the calling thread does on the fake GPU."""
+    ledger = Ledger(mesh)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Anomaly Detection")
+        # remembers for each node of autograd's graph the line that made it (budget_places.py)
+        lines = torch.autograd.set_detect_anomaly(True, check_nan=False)
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        ledger.resized(storage)
+        return result
+
+    # FSDP frees gathered weights by resizing their storages, which no operator does.
+    freeing = patch.object(torch.UntypedStorage, "resize_", resized)
+    launches, waits = recorded_launches(ledger.launched), recorded_waits(ledger.waited)
+    with lines, freeing, launches, waits, ledger:
+        yield ledger
+    ledger.is_closed = True
+
+
+# --- what an operator is, and what it moves ---
+
+
+def on_device(tensors: list[Tensor]) -> bool:
+    return any(local(tensor).device.type == DEVICE for tensor in tensors)
+
+
+def crosses(read: list[Tensor], written: list[Tensor]) -> bool:
+    """Whether numbers go from the host to the device or back."""
+    return bool(read and written) and on_device(read[-1:]) != on_device(written[-1:])
+
+
+def kind_of(func: Any) -> str:
+    name = func._schema.name.split("::")[-1]
+    if {"query", "key"} <= {argument.name for argument in func._schema.arguments}:
+        return ATTENTION
+    if name.rstrip("_") in PRODUCTS:
+        return PRODUCT
+    return COPY if name in COPIES else FILL if name in FILLS else POINTWISE
+
+
+def size_of(tensors: list[Tensor]) -> int:
+    """Bytes that the tensors occupy in memory; an expanded dimension counts once."""
+    return sum(min(t.nbytes, local(t).untyped_storage().nbytes()) for t in tensors)
+
+
+def traffic(
+    func: Any, args: Any, kwargs: Any, made: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors that an operator reads, and those that it writes. `made`: its results."""
+    name, arguments = func._schema.name.split("::")[-1], func._schema.arguments
+    if name == "all_gather_copy_in":  # FSDP: copies the inputs into a part of the output
+        return list(args[0]), made[:1]
+    given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
+    read: list[Tensor] = []
+    written: list[Tensor] = []
+    for argument in arguments:
+        tensors = list(tensors_of([given.get(argument.name)]))
+        mutated = argument.alias_info is not None and argument.alias_info.is_write
+        written += tensors if mutated else []
+        if name not in FILLS and not (mutated and (argument.is_out or name in COPIES)):
+            read += tensors
+    written += [t for t in made if not any(t is other for other in written)]
+    return read, written
+
+
+def _is_group(value: torch.ScriptObject) -> bool:
+    return "ProcessGroup" in str(value._type())
+
+
+def _is_masked(name: str, args: Any) -> bool:
+    """Whether an index is a mask, so that only the device knows the number of elements."""
+    return name == "index" and any(i.dtype == torch.bool for i in tensors_of([args[1]]))
+
+
+def _instead(name: str, args: Any) -> Any:
+    """A result of an operator for which the host waits: zeros, or as many elements as possible."""
+    tensor = args[0]
+    if name == "_local_scalar_dense":
+        return torch.zeros((), dtype=tensor.dtype).item()
+    if name == "equal":
+        return False
+    if name == "nonzero":
+        return tensor.new_empty((tensor.numel(), tensor.dim()), dtype=torch.int64)
+    if name == "index":
+        (mask,) = tensors_of([args[1]])
+        return tensor.new_empty((mask.numel(), *tensor.shape[mask.dim() :]))
+    return tensor.new_empty(tensor.numel())
