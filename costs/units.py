@@ -13,6 +13,7 @@ it begins with the output's gradient, which autograd owns, and ends with the inp
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from costs.as_on_gpu import DEVICE, AsOnGpu
 from costs.recorder import Phase, Piece, Recorder, wire_bytes
+from costs.storages import key_of
 from errors import UserError
 from model.config import ModelConfig
 from model.kernels.backend import exact
@@ -271,6 +273,7 @@ def _run(setting: Setting, name: str, split: bool) -> Record:
     flow = recorder.flow
     leaf = _hidden(setting).requires_grad_()
     recorder.leave_out(leaf, *stage.parameters(), *_tensors(batch))
+    recorder.names = {key_of(each): _label(path) for path, each in stage.named_parameters()}
     deferring: AbstractContextManager[list[Job]] = queue.deferring() if split else nullcontext([])
     with torch.enable_grad(), _parts(stage, name, recorder), AsOnGpu(), recorder:
         x = None
@@ -300,6 +303,12 @@ def _run(setting: Setting, name: str, split: bool) -> Record:
             if piece.born_in == 0:
                 recorder.hand_over(piece, GRADIENTS)
     return Record(recorder, setting.tp)
+
+
+def _label(path: str) -> str:
+    """A parameter's name without the number of its block: `blocks.3.attention.key.weight` is
+    `attention.key`."""
+    return re.sub(r"^blocks\.\d+\.|\.weight$", "", path)
 
 
 @contextmanager
