@@ -22,6 +22,7 @@ class DataSheet:
     memory_bytes_per_second: float
     node_bytes_per_second: float  # from one GPU to the others of its node, one direction
     network_bytes_per_second: float  # from one GPU to other nodes, one direction
+    multiprocessors: int  # AMD: compute units
     watts: float
 
 
@@ -30,52 +31,54 @@ class DataSheet:
 # 80GB, 139.8 GiB on H200, 178.35 GiB on B200 (MI300X, H100 NVL: the advertised size). Usual
 # networks: 200 Gb/s for A100, 400 Gb/s for H100 and MI300X, 800 Gb/s for B200. Cards without a
 # switch between all of a node's GPUs (PCIe, NVL) have PCIe 5.0's rate inside a node.
+# Multiprocessors: NVIDIA's whitepapers on A100 and H100, AMD's on CDNA 3; for B200, what a query of
+# the device returned (github.com/pytorch/ao, pull request 4002).
 DATA_SHEETS = {
     sheet.name: sheet
     for sheet in (
         DataSheet(
             name="a100", peak_flops=312e12, peak_flops_float32=19.5e12, peak_flops_float64=19.5e12,
             memory_bytes=85.0e9, memory_bytes_per_second=2.04e12, node_bytes_per_second=300e9,
-            network_bytes_per_second=25e9, watts=400,
+            network_bytes_per_second=25e9, multiprocessors=108, watts=400,
         ),
         DataSheet(
             name="h100", peak_flops=989e12, peak_flops_float32=67e12, peak_flops_float64=67e12,
             memory_bytes=85.0e9, memory_bytes_per_second=3.35e12, node_bytes_per_second=450e9,
-            network_bytes_per_second=50e9, watts=700,
+            network_bytes_per_second=50e9, multiprocessors=132, watts=700,
         ),
         DataSheet(
             name="h100 pcie",
             peak_flops=756e12, peak_flops_float32=51e12, peak_flops_float64=51e12,
             memory_bytes=85.0e9, memory_bytes_per_second=2.0e12, node_bytes_per_second=64e9,
-            network_bytes_per_second=50e9, watts=350,
+            network_bytes_per_second=50e9, multiprocessors=114, watts=350,
         ),
         DataSheet(
             name="h100 nvl",
             peak_flops=835e12, peak_flops_float32=60e12, peak_flops_float64=60e12,
             memory_bytes=100e9, memory_bytes_per_second=3.9e12, node_bytes_per_second=64e9,
-            network_bytes_per_second=50e9, watts=400,
+            network_bytes_per_second=50e9, multiprocessors=132, watts=400,
         ),
         DataSheet(
             name="h200 nvl",
             peak_flops=835e12, peak_flops_float32=60e12, peak_flops_float64=60e12,
             memory_bytes=150.1e9, memory_bytes_per_second=4.8e12, node_bytes_per_second=64e9,
-            network_bytes_per_second=50e9, watts=600,
+            network_bytes_per_second=50e9, multiprocessors=132, watts=600,
         ),
         DataSheet(
             name="h200", peak_flops=989e12, peak_flops_float32=67e12, peak_flops_float64=67e12,
             memory_bytes=150.1e9, memory_bytes_per_second=4.8e12, node_bytes_per_second=450e9,
-            network_bytes_per_second=50e9, watts=700,
+            network_bytes_per_second=50e9, multiprocessors=132, watts=700,
         ),
         DataSheet(
             name="b200", peak_flops=2250e12, peak_flops_float32=75e12, peak_flops_float64=37e12,
             memory_bytes=191.5e9, memory_bytes_per_second=7.7e12, node_bytes_per_second=900e9,
-            network_bytes_per_second=100e9, watts=1000,
+            network_bytes_per_second=100e9, multiprocessors=148, watts=1000,
         ),
         DataSheet(
             name="mi300x", peak_flops=1307e12,
             peak_flops_float32=163.4e12, peak_flops_float64=163.4e12, memory_bytes=192e9,
             memory_bytes_per_second=5.3e12, node_bytes_per_second=448e9,
-            network_bytes_per_second=50e9, watts=750,
+            network_bytes_per_second=50e9, multiprocessors=304, watts=750,
         ),
     )
 }  # fmt: skip
@@ -101,6 +104,8 @@ class Device(DataSheet):
     memory_efficiency: float = 0.45
     node_efficiency: float = 0.8
     network_efficiency: float = 0.85
+    # rows and columns of the part of a matrix product's result that one multiprocessor computes
+    tile: int = 128
     kernel_seconds: float = 10e-6  # overhead at the beginning and end of one kernel
     collective_seconds: float = 12e-6  # latency of one collective inside a node
     # latency from node to node in a ring or tree: NCCL's own figure for its Simple protocol

@@ -8,6 +8,7 @@ its collectives and what runs between their start and their wait, its storages a
 `recorder.phases()` then returns a `Phase` for each name.
 """
 
+import math
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
@@ -36,11 +37,22 @@ NO_WORK = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strid
 
 
 class Product(NamedTuple):
-    """A matrix product."""
+    """A matrix product, or `number` products of the same shape in one operator."""
 
-    flops: float
+    rows: int  # of the result
+    columns: int
     inner: int  # length of the sums
     bytes: int  # read and written
+    number: int = 1
+    weight: str = ""  # the name of the parameter among its factors (`Recorder.names`)
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.number * self.rows * self.columns * self.inner
+
+    def tiles(self, side: int) -> int:
+        """The number of tiles of side × side that cover the results."""
+        return self.number * -(-self.rows // side) * -(-self.columns // side)
 
 
 class Attention(NamedTuple):
@@ -138,6 +150,7 @@ class Recorder(StorageWatch):
         self._names: list[str] = []
         self._events: list[list[Event]] = []
         self._pieces: dict[int, Piece] = {}  # the storages that are alive, by key
+        self.names: dict[int, str] = {}  # of parameters, by the key of their storage
         # for each phase: (piece, change in bytes, the category if `hand_over` assigned one)
         self._changes: list[list[tuple[Piece, int, str | None]]] = []
         self._phase = -1  # −1: between phases
@@ -234,6 +247,9 @@ class Recorder(StorageWatch):
         result = func(*args, **kwargs)
         if self._phase >= 0:
             event = event_of(func, args, kwargs, result)
+            if isinstance(event, Product):
+                names = [self.names.get(key_of(tensor), "") for tensor in tensors_of(args)]
+                event = event._replace(weight=max(names))
             if event is not None:
                 self._events[self._phase].append(event)
         return result
@@ -276,7 +292,8 @@ def event_of(func: Any, args: Any, kwargs: Any, result: Any) -> Event | None:
     size += sum(t.nbytes for t in made if not any(t is argument for argument in given))
     if name.rstrip("_") in PRODUCTS:  # their right factor is the last matrix among the arguments
         inner = [t for t in tensors_of(args) if t.dim() >= 2][-1].shape[-2]
-        return Product(2.0 * result.numel() * inner, inner, size)
+        *batch, rows, columns = result.shape
+        return Product(rows, columns, inner, size, math.prod(batch))
     return Moved(size) if size else None
 
 

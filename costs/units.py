@@ -13,6 +13,7 @@ it begins with the output's gradient, which autograd owns, and ends with the inp
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from costs.as_on_gpu import DEVICE, AsOnGpu
 from costs.recorder import Phase, Piece, Recorder, wire_bytes
+from costs.storages import key_of
 from errors import UserError
 from model.config import ModelConfig
 from model.kernels.backend import exact
@@ -290,6 +292,7 @@ def _run(setting: Setting, name: str, split: bool, sums: Sums | None) -> Record:
     leaf = _hidden(setting).requires_grad_()
     begun = [each.total for each in totals if each.total is not None]
     recorder.leave_out(leaf, *stage.parameters(), *_tensors(batch), *begun)
+    recorder.names = {key_of(each): _label(path) for path, each in stage.named_parameters()}
     deferring: AbstractContextManager[list[Job]] = queue.deferring() if split else nullcontext([])
     with torch.enable_grad(), _parts(stage, name, recorder), AsOnGpu(), recorder:
         x = None
@@ -333,6 +336,12 @@ def _sum_gradients(stage: Transformer, sums: Sums) -> list[SimpleNamespace]:
             holders.append(SimpleNamespace(total=total))
             layer.gradient_sum = GradientSum(sums.dtype, holders[-1], "total")
     return holders
+
+
+def _label(path: str) -> str:
+    """A parameter's name without the number of its block: `blocks.3.attention.key.weight` is
+    `attention.key`."""
+    return re.sub(r"^blocks\.\d+\.|\.weight$", "", path)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 Triton."""
 
 import json
-import linecache
 import re
 import runpy
 import subprocess
@@ -28,6 +27,9 @@ from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 
 from model.kernels import backend, multi_tensor
+from tools.compile_kernels.accesses import MERGED, accesses, describe, row_accesses
+from tools.compile_kernels.flight import IN_FLIGHT, READERS
+from tools.compile_kernels.occupancy import bytes_needed, occupancy
 from tools.compile_kernels.specimens import Specimen
 from tools.compile_kernels.targets import TARGETS
 
@@ -62,7 +64,15 @@ class Report:
     wide_stores: int
     narrow_stores: int
     shared: int
+    blocks: int  # that a multiprocessor holds at once
+    warps: int
+    warps_of: int  # the most that it could hold
+    limit: str  # what allows no more blocks
+    in_flight: int | None  # bytes per thread; None: not counted
+    in_flight_at_once: int | None  # bytes on a multiprocessor, if all its threads wait for loads
+    in_flight_needed: int | None  # the same, for the memory's bandwidth; None: unknown
     faults: list[str]
+    hints: list[str]
     triton: str = triton.__version__  # registers and widths depend on it
 
 
@@ -140,105 +150,30 @@ def launches_of(chosen: Sequence[Specimen], target: str) -> list[Launch]:
 
 # --- what was compiled ----------------------------------------------------------------------------
 
-Place = tuple[str, int, int]  # file, line and column of the source
 
-
-def row_accesses(ttir: str) -> set[Place]:
-    """The places in the source where single numbers, or one number per row, are loaded and stored,
-    from Triton's intermediate code."""
-    named = dict(re.findall(r"^#loc(\d*) = loc\((.*)\)$", ttir, re.MULTILINE))
-
-    def place(text: str) -> Place:
-        if found := re.match(r'"([^"]+)":(\d+):(\d+)', text):
-            return Path(found[1]).name, int(found[2]), int(found[3])
-        # "name"(#loc1), or callsite(#loc1 at #loc2): the callee comes first
-        inner = re.search(r"#loc(\d*)", text)
-        assert inner, text
-        return place(named[inner[1]])
-
-    found = re.findall(r"tt\.(?:load|store) .* : (.*) loc\((.*)\)$", ttir, re.MULTILINE)
-    return {
-        place(location)
-        for kind, location in found
-        if not kind.startswith("tensor") or "x1x!tt.ptr" in kind
-    }
-
-
-@dataclass(frozen=True)
-class Access:
-    """An instruction that reads or writes global memory."""
-
-    what: str  # load, store
-    size: int  # bytes per thread
-    places: tuple[Place, ...]  # in the source, followed by the call sites, innermost first
-
-
-# The line number of an access that the compiler merged from two branches; it is of single numbers.
-MERGED = 0
-AMD_SIZES = {"dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}  # all others are smaller
-
-
-def accesses(assembly: str) -> list[Access]:
-    """The accesses in PTX or AMD assembly, both of which contain the source line of each
-    instruction."""
-    files = dict(re.findall(r'^\s*\.file\s+(\d+) "(?:.*[/"])?([\w.]+)"$', assembly, re.MULTILINE))
-    found: list[Access] = []
-    places: tuple[Place, ...] = (("an unknown file", -1, 0),)
-    in_block = known = False
-    for line in assembly.splitlines():
-        if "begin inline asm" in line:
-            in_block, known = True, False
-        elif "end inline asm" in line:
-            in_block = False
-        elif re.match(r"\s*\.loc\s", line):
-            # in a block of inline PTX only the first mark counts; later ones number its own lines
-            if not (in_block and known):
-                marks = re.findall(r"([\w.]+):(\d+):(\d+)", line)
-                marks += [
-                    (files[number], row, column)
-                    for number, row, column in re.findall(r"inlined_at (\d+) (\d+) (\d+)", line)
-                ]
-                places = tuple((file, int(row), int(column)) for file, row, column in marks)
-                known = True
-        elif ptx := re.search(
-            r"\b(ld|st)\.(?:[\w:]+\.)*?global\.(?:[\w:]+\.)*?(?:v(\d)\.)?[bfsu](\d+)\b", line
-        ):
-            size = int(ptx[2] or 1) * int(ptx[3]) // 8
-            found.append(Access("load" if ptx[1] == "ld" else "store", size, places))
-        elif amd := re.match(r"\s*(?:global|buffer|flat)_(load|store)_(\w+)", line):
-            found.append(Access(amd[1], AMD_SIZES.get(amd[2], 2), places))
-    return found
-
-
-def describe(access: Access, kernel: Path) -> str:
-    """The source lines of an access, in the kernel's file or another file of its folder."""
-    lines = [
-        f"{file}:{row} {linecache.getline(str(kernel.with_name(file)), row).strip()}"
-        for file, row, _ in access.places
-    ]
-    return ", called by ".join(lines)
-
-
-def nvidia_usage(cubin: bytes) -> Usage:
-    """Read the usage from the machine code (SASS)."""
+def nvidia_usage(cubin: bytes) -> tuple[Usage, str]:
+    """Read the usage from the machine code (SASS), which is returned too."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         listing, sass = (
             subprocess.run(
-                [NVIDIA_TOOLS / "cuobjdump", what, file.name],
+                [NVIDIA_TOOLS / tool, *options, file.name],
                 capture_output=True,
                 text=True,
                 check=True,
             ).stdout
-            for what in ("--dump-resource-usage", "-sass")
+            for tool, *options in (
+                ("cuobjdump", "--dump-resource-usage"),
+                ("nvdisasm", "-hex"),  # with the instructions' bits
+            )
         )
     found = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", listing)}
     local, wide = (
         len(re.findall(which, sass))
         for which in (r"\b(?:LDL|STL)\b", r"\b(?:LDG|STG|LDGSTS)\S*\.128\b")
     )
-    return Usage(found["REG"], found["STACK"], local, wide)
+    return Usage(found["REG"], found["STACK"], local, wide), sass
 
 
 def amd_usage(assembly: str) -> Usage:
@@ -253,11 +188,11 @@ def amd_usage(assembly: str) -> Usage:
 
 def compile_launch(launch: Launch) -> Report:
     gpu, specimen, kernel = gpu_target(launch.target), launch.specimen, launch.source.fn.fn
-    most_shared = TARGETS[launch.target].shared
+    target = TARGETS[launch.target]
     compiled = triton.compile(launch.source, target=gpu, options=launch.options)
     nvidia = gpu.backend == "cuda"
     assembly = compiled.asm["ptx" if nvidia else "amdgcn"]
-    usage = nvidia_usage(compiled.asm["cubin"]) if nvidia else amd_usage(assembly)
+    usage, code = nvidia_usage(compiled.asm["cubin"]) if nvidia else (amd_usage(assembly), assembly)
     threads, shared = compiled.metadata.num_warps * gpu.warp_size, compiled.metadata.shared
 
     of_rows = row_accesses(compiled.asm["ttir"])
@@ -270,6 +205,17 @@ def compile_launch(launch: Launch) -> Report:
     file = Path(kernel.__code__.co_filename)
     narrow = {describe(access, file) for access in of_tensors if access.size < WIDE}
 
+    resident = occupancy(target, threads, usage.registers, shared)
+    sizes = {access.size for access in of_tensors if access.what == "load"}
+    in_flight = IN_FLIGHT[target.backend](READERS[target.backend](code), sizes)
+    at_once = None if in_flight is None else in_flight * resident.blocks * threads
+    needed, hints = bytes_needed(target), []
+    if at_once and needed is not None and at_once < needed:
+        hints.append(
+            f"too few bytes in flight: {at_once:,} on a multiprocessor, where the memory's "
+            f"bandwidth needs {needed:,}"
+        )
+
     faults = []
     if usage.stack or usage.local:
         faults.append(f"spills: {usage.stack} bytes of stack, {usage.local} accesses to them")
@@ -281,8 +227,8 @@ def compile_launch(launch: Launch) -> Report:
         ]
     if usage.wide is not None and usage.wide < count[True, "load"] + count[True, "store"]:
         faults.append("narrow: the assembler split 16-byte accesses")
-    if shared > most_shared:
-        faults.append(f"shared: {shared:,} bytes; a program can have {most_shared:,}")
+    if shared > target.shared:
+        faults.append(f"shared: {shared:,} bytes; a program can have {target.shared:,}")
     if threads > backend.MAX_THREADS:
         faults.append(f"threads: {threads:,}; a program can have {backend.MAX_THREADS:,}")
     return Report(
@@ -291,7 +237,9 @@ def compile_launch(launch: Launch) -> Report:
         registers=usage.registers, stack=usage.stack, local=usage.local,
         wide_loads=count[True, "load"], narrow_loads=count[False, "load"],
         wide_stores=count[True, "store"], narrow_stores=count[False, "store"],
-        shared=shared, faults=faults,
+        shared=shared, blocks=resident.blocks, warps=resident.warps, warps_of=target.limits.warps,
+        limit=resident.limit, in_flight=in_flight, in_flight_at_once=at_once,
+        in_flight_needed=needed, faults=faults, hints=hints,
     )  # fmt: skip
 
 
@@ -316,8 +264,7 @@ def _compile_one(index: int) -> Report:
 
 def table(reports: Sequence[Report]) -> str:
     named = "kernel specimen target threads registers stack local loads stores shared"
-    head = (*named.split(), "")
-    rows = [head] + [
+    rows = [(*named.split(), "")] + [
         (
             r.kernel, r.specimen, r.target, str(r.threads), str(r.registers), str(r.stack),
             str(r.local), f"{r.wide_loads} + {r.narrow_loads}",
@@ -326,8 +273,30 @@ def table(reports: Sequence[Report]) -> str:
         )
         for r in reports
     ]  # fmt: skip
+    return aligned(rows, left=(0, 1, 2, 10))
+
+
+def occupancy_table(reports: Sequence[Report]) -> str:
+    head = ("kernel", "specimen", "target", "blocks", "warps", "occupancy", "limited by",
+            "in flight", "on a multiprocessor", "needed", "")  # fmt: skip
+    rows = [head] + [
+        (
+            r.kernel, r.specimen, r.target, str(r.blocks), f"{r.warps} of {r.warps_of}",
+            f"{r.warps / r.warps_of:.0%}", r.limit, *map(_count, (r.in_flight,
+            r.in_flight_at_once, r.in_flight_needed)), "too few" if r.hints else "",
+        )
+        for r in reports
+    ]  # fmt: skip
+    return aligned(rows, left=(0, 1, 2, 6, 10))
+
+
+def _count(number: int | None) -> str:
+    return f"{number:,}" if number else "-"
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> str:
+    """The rows as lines of text. Columns are aligned to the right, except those in `left`."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    left = {0, 1, 2, len(head) - 1}
     return "\n".join(
         "  ".join(
             cell.ljust(w) if i in left else cell.rjust(w)

@@ -14,6 +14,7 @@ memory.py      the memory of a rank's program, action by action
 traffic.py     every collective of a step on one rank: axis, kind, count, bytes
 hardware.py    a device by name, or from a file of rates
 time.py        seconds of each action and of a step; MFU
+narrow.py      matrix products that are too narrow for the device
 exposure.py    seconds of communication, and how many of them are exposed
 bounds.py      a lower bound on the bytes that a layout needs
 candidates.py  all layouts, each with an estimate of its time and a bound on its memory

@@ -56,7 +56,7 @@ def describe(plan: dict[str, Any]) -> str:
             f"{run['tokens']:.3g} tokens: {run['days']:,.1f} days   {run['megawatt_hours']:,.0f} "
             f"MWh{cost}"
         )
-    lines += plan["assumptions"]
+    lines += plan["assumptions"] + plan["warnings"]
     fits = "fits" if plan["fits"] else "DOES NOT FIT"
     lines.append(
         f"memory {max(plan['peak_memory_bytes']) / GB:.2f} GB at most: "

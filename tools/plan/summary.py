@@ -11,6 +11,7 @@ from tools.plan.exposure import seconds_on_the_wire
 from tools.plan.hardware import Device
 from tools.plan.layout import Layout
 from tools.plan.memory import Memory
+from tools.plan.narrow import describe_narrow, narrow_products
 from tools.plan.time import StepTime
 from tools.plan.traffic import Call, by_axis, collectives
 from training.config import Config
@@ -69,6 +70,7 @@ def summarise(
     ranks = [_rank(time, programs[rank], first.at(rank)) for rank in range(first.sizes.pp)]
     peaks = [rank["peak_memory_bytes"] for rank in ranks]
     power = world * device.watts
+    narrow = narrow_products(first, device)
     plan: dict[str, Any] = {
         "parameters": num_parameters(config.model),
         "world": world,
@@ -88,6 +90,8 @@ def summarise(
         "fits": max(peaks) <= device.memory_bytes - device.reserved_bytes,
         "joules_per_step": time.step_seconds * power,
         "assumptions": assumptions(config, device),
+        "narrow_products": narrow,
+        "warnings": describe_narrow(narrow, first, device),
         "ranks": ranks,
     }
     if price:
