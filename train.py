@@ -25,6 +25,7 @@ from model.kernels.backend import check_kernels
 from parallel.mesh import Mesh, build_mesh
 from runtime import checkpoint
 from runtime.evaluation import Evaluation
+from runtime.garbage import GarbageCollection
 from runtime.init_distributed import init_distributed
 from runtime.lease import Lease
 from runtime.listener import Listener, Listeners, Run
@@ -130,6 +131,7 @@ def train_and_save(
             train_data, start, lease, saver, metrics, watchdog
         ),  # before Saving: a run that rolls back does not save
         Saving(saver, metrics, watchdog, stop),
+        GarbageCollection(),  # last: freezes what all the others have built
     ]
     run = Run(config, train, loader, start)
     with Listeners(run, listeners) as all_listeners:
