@@ -206,6 +206,8 @@ SYNONYMS = {
     "load": "resume",
     "output_dir": "dir",
     "dataset": "path",
+    "gc_freq": "gc_interval",
+    "manual_gc_interval": "gc_interval",
 }
 
 

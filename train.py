@@ -24,7 +24,9 @@ from errors import UserError
 from model.kernels.backend import check_kernels
 from parallel.mesh import Mesh, build_mesh
 from runtime import checkpoint
+from runtime.connections import set_connections
 from runtime.evaluation import Evaluation
+from runtime.garbage import GarbageCollection
 from runtime.init_distributed import init_distributed
 from runtime.lease import Lease
 from runtime.listener import Listener, Listeners, Run
@@ -49,6 +51,7 @@ from training.step import TrainStep
 def main(arguments: list[str], signals: Signals, store: dist.Store | None = None) -> None:
     """Run one rank from start to end. `store`: where the ranks find each other; None: the store
     that torchrun's environment variables describe."""
+    set_connections(arguments)  # before CUDA is used
     device = init_distributed(signals, store)
     try:
         config = on_all_ranks(lambda: read_config(arguments, device), device)
@@ -130,6 +133,7 @@ def train_and_save(
             train_data, start, lease, saver, metrics, watchdog
         ),  # before Saving: a run that rolls back does not save
         Saving(saver, metrics, watchdog, stop),
+        GarbageCollection(),  # last: freezes what all the others have built
     ]
     run = Run(config, train, loader, start)
     with Listeners(run, listeners) as all_listeners:

@@ -4,11 +4,14 @@
     preconditions.py   checks before a run begins
     init_distributed.py  joins the launcher's world of processes
     device.py          threads and clocks of a device
+    connections.py     how many queues the host has to a GPU, by the layout
+    numa.py            binds a rank to the CPUs next to its GPU
     notices.py         what a start says about its configuration
     topology.py        which mesh axes lie inside a node, and what it costs where tp does not
 
     checkpoint.py      finds the checkpoint that a run starts from, and loads it
     saving.py          when to save; save.py: saves while training continues
+    host_copies.py     where a save copies a rank's tensors
     manifest.py        lists and verifies the contents of a checkpoint
     rollback.py        goes back to a checkpoint and skips the bad batches
     tiling.py          whether pieces make up a whole tensor
@@ -35,6 +38,7 @@
     trace.py           records when each pipeline action of a step began and ended
     chrome.py          converts timelines to Chrome traces and back
     memory_report.py   what a rank holds in memory
+    garbage.py         collects Python's garbage in the same step on all ranks
     progress.py        progress bars on a terminal
 
 May import `training/`, `costs/`, `model/`, `parallel/` and `data/`; imported only by train.py, the

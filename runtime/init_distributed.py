@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 
 from runtime import signals
+from runtime.messages import log
+from runtime.numa import bind_to_gpu
 from runtime.signals import Signals
 
 OTHER_FILES = 512  # libraries, data, logs, devices, NCCL's own sockets
@@ -44,16 +46,14 @@ def init_distributed(signals: Signals | None = None, store: dist.Store | None = 
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     backend = "gloo"
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        # A collective's kernel must get its few multiprocessors while a matrix product runs that
-        # would fill all of them, or communication in backward is not overlapped.
-        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
+        use_gpu(int(os.environ.get("LOCAL_RANK", 0)), rank, processes)
         # gloo for tensors and objects on the host: CPU offload, checkpoint planning
         backend = "cpu:gloo,cuda:nccl"
     else:
-        share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1))))
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        share_cores(processes)
     if os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
         stay_on_this_machine()
     raise_open_files(world_size)
@@ -72,6 +72,10 @@ def open_files_needed(world_size: int) -> int:
     gloo connects every rank of a group with every other, and listens at one more socket. Three
     groups have all ranks: the default one, and those of saving (save.py) and stopping (stop.py).
     The groups of the mesh, one for each axis and one for the batch, need at most two more of them.
+
+    TORCH_GLOO_LAZY_INIT=1 would open only the sockets that are used. It is left unset: in torch
+    2.11 to 2.13, a rank whose peer dies before their first connection may wait for it forever,
+    beyond the group's timeout (github.com/pytorch/gloo issue 520).
     """
     return 5 * world_size + OTHER_FILES
 
@@ -93,6 +97,18 @@ def stay_on_this_machine() -> None:
     for library in ("GLOO", "NCCL"):
         if loopback is not None:
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback)
+
+
+def use_gpu(gpu: int, rank: int, processes: int) -> None:
+    """Apply settings for one of `processes` ranks of this machine that compute on its GPUs."""
+    if why_not := bind_to_gpu(gpu):
+        log(f"rank {rank} is not bound to the CPUs next to its GPU: {why_not}")
+    if "OMP_NUM_THREADS" not in os.environ:  # by default each rank would use all CPUs
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
+    torch.cuda.set_device(gpu)
+    # A collective's kernel must get its few multiprocessors while a matrix product runs that would
+    # fill all of them, or communication in backward is not overlapped.
+    os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
 
 
 def share_cores(processes: int) -> None:

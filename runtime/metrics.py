@@ -60,7 +60,7 @@ class Metrics(Listener):
         if self.writes:
             self.folder.mkdir(parents=True, exist_ok=True)
             about = record_missing_end(self.folder)
-            about += notices(config, resumes=start.step > 0)
+            about += notices(config, resumes=start.step > 0, device=mesh.device)
             self.ledger = Ledger(self.folder, start.step, dist.get_world_size())
             write_whole(self.folder / "config.yaml", dump_config(config))
             (self.folder / "status.json").unlink(missing_ok=True)

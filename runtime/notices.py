@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from errors import UserError
+from runtime.connections import connections_notice
 from training.config import Config
 from training.load_config import load_config
 
@@ -12,14 +13,15 @@ from training.load_config import load_config
 ABOUT_THE_RUN = ("run", "checkpoint")
 
 
-def notices(config: Config, resumes: bool) -> list[str]:
+def notices(config: Config, resumes: bool, device: str) -> list[str]:
     """The lines for the log, before the run's own config.yaml is replaced.
 
     Args:
         config: of this start.
         resumes: whether it continues from a checkpoint.
+        device: "cuda" or "cpu".
     """
-    lines = []
+    lines = connections_notice(config.parallel) if device == "cuda" else []
     changes = changed_settings(Path(config.run.dir) / "config.yaml", config) if resumes else []
     if changes:
         lines.append(f"changed since the previous start: {', '.join(changes)}")

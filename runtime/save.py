@@ -39,6 +39,7 @@ from parallel.placement import as_dtensor_like
 from runtime.checkpoint import held_tensors
 from runtime.device import DeviceClock, device_thread
 from runtime.events import append_event
+from runtime.host_copies import host_copies
 from runtime.lease import Lease
 from runtime.manifest import (
     MANIFEST,
@@ -138,12 +139,9 @@ class Saver:
         the seconds for which it kept the device from training. On a CPU this is a plain copy,
         complete on return, and the seconds are 0."""
         clock = DeviceClock() if self.train.mesh.device == "cuda" else None
-        for name, tensor in self.tensors.items():
-            local = tensor.to_local()
-            if name not in self.copies:
-                self.copies[name] = torch.empty(
-                    local.shape, dtype=local.dtype, pin_memory=local.is_cuda
-                )
+        held = {name: tensor.to_local() for name, tensor in self.tensors.items()}
+        self.copies = self.copies or host_copies(held)
+        for name, local in held.items():
             self.copies[name].copy_(local, non_blocking=True)
         return clock.stop() if clock is not None else lambda: 0.0
 

@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from training.config import Config
 LOOK_SECONDS = 1.0  # between two checks of the clock
 GRACE_SECONDS = 10.0  # so that the other ranks can write too: the launcher ends all when one exits
 RECORDED = 16  # collectives in a report
+NOWHERE = "nowhere"  # in no line of this repository
 STDERR = 2  # the file descriptor, in case Python's sys.stderr was replaced
 
 
@@ -106,7 +108,7 @@ class Watchdog(Listener):
                 self._give_up()
 
     def _give_up(self) -> None:
-        where = where_it_waits(threading.main_thread())
+        where = where_it_waits()
         rank = dist.get_rank()
         path = self.folder / "hang" / f"step-{self._step + 1:08d}-rank-{rank:05d}.txt"
         said = (
@@ -132,21 +134,36 @@ class Watchdog(Listener):
         os._exit(1)  # not sys.exit: its clean-up would wait for the other ranks
 
 
-def where_it_waits(thread: threading.Thread) -> str:
-    """Describe the innermost line of this repository that a thread is executing, and the
-    collectives that this process has entered and not left."""
-    frame = sys._current_frames().get(thread.ident or 0)
+def where_it_waits() -> str:
+    """Describe the innermost line of this repository that each other thread is executing, the main
+    thread's first, and the collectives that this process has entered and not left.
+
+    On a GPU, backward runs in a thread of autograd, which C++ has started: while it runs Python, it
+    has a frame here, but no name.
+    """
+    frames = sys._current_frames()
+    main, this = threading.main_thread().ident, threading.get_ident()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    place = innermost_line(frames.get(main or 0))
+    others = [
+        f"; {names.get(ident, 'a C++ thread (autograd)')} {line}"
+        for ident, frame in frames.items()
+        if ident not in (main, this) and (line := innermost_line(frame)) != NOWHERE
+    ]
+    waiting = [describe(entry) for entry in recorded_collectives() if not entry["retired"]]
+    collectives = "; ".join(waiting[:4]) or "no collective"
+    return f"{place}, waiting in {collectives}{''.join(others)}"
+
+
+def innermost_line(frame: FrameType | None) -> str:
+    """The line of this repository that a thread with this innermost frame is executing."""
     root = str(Path(__file__).parent.parent) + os.sep
-    place = "nowhere"
-    while frame is not None and place == "nowhere":
+    while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(root) and "site-packages" not in file:
-            place = f"at {file.removeprefix(root)}:{frame.f_lineno} {frame.f_code.co_name}"
+            return f"at {file.removeprefix(root)}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
-    waiting = [describe(entry) for entry in recorded_collectives() if not entry["retired"]]
-    return place + (
-        f", waiting in {'; '.join(waiting[:4])}" if waiting else ", waiting in no collective"
-    )
+    return NOWHERE
 
 
 def last_collectives() -> list[str]:

@@ -38,6 +38,9 @@ export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 # between others: less fragmentation, so more of the memory can be used.
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 
+# What depends on the layout or on the GPU is set by each rank, however it was started: the number of
+# queues to the GPU (CUDA_DEVICE_MAX_CONNECTIONS), and the CPUs next to it. See docs/running.md.
+
 # --- hangs and crashes ----------------------------------------------------------------------------
 
 # When a collective has waited for ten minutes (the process group's timeout), or another rank has

@@ -1,11 +1,12 @@
 """If a rank hangs, every rank records where it is, and exits."""
 
-import os
+import _thread
 import re
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 import runtime.watchdog
 from runtime.events import read_events
-from runtime.watchdog import Watchdog, where_it_waits
+from runtime.watchdog import Watchdog, innermost_line, where_it_waits
 from tests.runs import train_run, write_config
 from tools.ranks import RankError, Ranks
 from training.load_config import load_config
@@ -149,25 +150,55 @@ with runtime.watchdog.Watchdog(load_config({config!r}, [])) as watchdog:
     assert "Current thread" in done.stderr or "most recent call first" in done.stderr
 
 
-def test_where_a_thread_waits() -> None:
+def wait_here(started: threading.Event, go_on: threading.Event) -> None:
+    started.set()
+    go_on.wait()
+
+
+class WaitsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *events: threading.Event) -> torch.Tensor:
+        ctx.events = events
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        wait_here(*ctx.events)
+        return *grads, None, None
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["thread", "C++ thread"])
+def test_every_thread_is_named(named: bool) -> None:
+    """A backward that hangs in another thread than the main one, as on a GPU in autograd's: its
+    line is written too, after the main thread's. Control: the main thread's does not show it."""
     started, go_on = threading.Event(), threading.Event()
+    y = WaitsInBackward.apply(torch.ones(1, requires_grad=True), started, go_on)
 
-    def here() -> None:
-        started.set()
-        go_on.wait()
+    def backward() -> None:
+        y.backward()
 
-    thread = threading.Thread(target=here)
-    thread.start()
-    started.wait()
+    if named:
+        thread = threading.Thread(target=backward, name="some thread")
+        thread.start()
+    else:  # not in threading's list, as a thread that C++ has started
+        _thread.start_new_thread(backward, ())
+    assert started.wait(60)
     try:
-        while f"{os.sep}threading.py" not in str(
-            sys._current_frames()[thread.ident or 0].f_code.co_filename
-        ):
-            time.sleep(0.001)
-        assert re.match(r"at tests/test_watchdog\.py:\d+ here, waiting in ", where_it_waits(thread))
+        with ThreadPoolExecutor(1) as watchdog:
+            main, *others = watchdog.submit(where_it_waits).result().split("; ")
+        assert re.match(r"at tests/test_watchdog\.py:\d+ test_every_thread_is_named, waiting", main)
+        name = "some thread" if named else r"a C\+\+ thread \(autograd\)"
+        assert [
+            re.fullmatch(name + r" at tests/test_watchdog\.py:\d+ wait_here", each) is not None
+            for each in others
+            if "wait_here" in each
+        ] == [True]
+        alone = innermost_line(sys._current_frames()[threading.main_thread().ident or 0])
+        assert "wait_here" not in alone
     finally:
         go_on.set()
-        thread.join()
+        if named:
+            thread.join()
 
 
 def test_a_collective_is_named(ranks: Ranks) -> None:

@@ -115,6 +115,7 @@ class RunConfig:
 
     dir: PathText  # the run folder
     log_interval: Count = 1  # steps between log lines
+    gc_interval: Count = 50  # steps between collections of garbage (runtime/garbage.py)
     # write to trace.json when each rank ran each action of one step, the third after this start
     trace: bool = False
     # start:stop: profile these steps, without `stop`, numbered as in metrics.jsonl

@@ -1,0 +1,154 @@
+"""Python's garbage is collected by all ranks in the same step, and by none within a step."""
+
+import gc
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime.garbage import GarbageCollection
+from tests.runs import train_run, write_config
+from tools.ranks import Ranks
+from training.step import TrainStep
+
+STEPS, INTERVAL = 4, 2
+LITTER = 2000  # cycles that rank 1 makes in a step, and rank 0 does not
+
+
+def leave_cycle(content: Any) -> None:
+    cycle = [content]
+    cycle.append(cycle)
+
+
+def collections(arguments: list[str], automatic: bool) -> list[tuple[int, bool, int]]:
+    """Train, and return for each collection of the run the number of steps begun before it, whether
+    one was under way, and the number of objects that it freed.
+
+    automatic: a control, in which the run leaves automatic collection on.
+    """
+    warnings.simplefilter("ignore")
+    step, begin, leave = TrainStep.__call__, GarbageCollection.begins, GarbageCollection.__exit__
+    in_run, in_step, begun = False, False, 0
+    found = []
+
+    def littering(self: TrainStep, *batch: Any) -> Any:
+        nonlocal in_step, begun
+        begun, in_step = begun + 1, True
+        for _ in range(LITTER * dist.get_rank()):
+            leave_cycle(None)
+        result = step(self, *batch)
+        in_step = False
+        return result
+
+    def begins(self: GarbageCollection, run: Any) -> None:
+        nonlocal in_run
+        if not automatic:
+            begin(self, run)
+        in_run = True
+
+    def exits(self: GarbageCollection, *error: Any) -> None:
+        nonlocal in_run
+        in_run = False
+        leave(self, *error)
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "stop" and in_run:
+            found.append((begun, in_step, info["collected"]))
+
+    gc.callbacks.append(note)
+    try:
+        with (
+            patch.object(TrainStep, "__call__", littering),
+            patch.multiple(GarbageCollection, begins=begins, __exit__=exits),
+        ):
+            assert train_run(arguments) == ""
+    finally:
+        gc.callbacks.remove(note)
+    assert gc.isenabled(), "as before the run"
+    return found
+
+
+def test_all_ranks_collect_in_the_same_step(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """After every second step, whatever they have created; and the step, the pipeline and the
+    loader leave no cycles behind. Control: otherwise one rank collects much more often."""
+    layout, run = {"pp": 2}, {"gc_interval": INTERVAL, "dir": str(tmp_path / "run")}
+    config = write_config(tmp_path, data, parallel=layout, train={"steps": STEPS}, run=run)
+    due = range(INTERVAL, STEPS + 1, INTERVAL)
+    assert ranks.run(collections, 2, [config], False) == [
+        [(step, False, LITTER * INTERVAL * rank) for step in due] for rank in (0, 1)
+    ]
+    control = [config, f"run.dir={tmp_path / 'control'}"]
+    within = [
+        sum(in_step for _, in_step, _ in found)
+        for found in ranks.run(collections, 2, control, True)
+    ]
+    assert within[1] > within[0] + STEPS
+
+
+def tensors_in_cycles(arguments: list[str], plants: bool) -> int:
+    """The number of tensors that one step leaves in cycles, which thus wait for a collection."""
+    step, found = TrainStep.__call__, []
+
+    def examined(self: TrainStep, *batch: Any) -> Any:
+        gc.collect()
+        result = step(self, *batch)
+        if plants:
+            leave_cycle(torch.ones(1))
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        gc.set_debug(0)
+        found.append(sum(issubclass(type(each), Tensor) for each in gc.garbage))
+        gc.garbage.clear()
+        return result
+
+    with patch.object(TrainStep, "__call__", examined):
+        assert train_run(arguments) == ""
+    return found[-1]
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_no_tensor_waits_for_a_collection(
+    ranks: Ranks, data: Path, tmp_path: Path, mode: str
+) -> None:
+    """Or the device's memory would fill up between two collections. torch's recomputation leaves
+    cycles, but of small functions."""
+    train = {"steps": 2, "activation_checkpointing": mode}
+    config = write_config(tmp_path, data, parallel={"dp_shard": 2}, train=train)
+    assert ranks.run(tensors_in_cycles, 2, [config], False) == [0, 0]
+    if mode == "none":  # control: a planted one is found
+        planted = [config, f"run.dir={tmp_path / 'control'}"]
+        assert ranks.run(tensors_in_cycles, 2, planted, True) == [1, 1]
+
+
+def test_everything_is_as_before_afterwards() -> None:
+    """What existed is frozen during a run, unless the launcher has frozen it already."""
+    frozen = gc.get_freeze_count()
+    try:
+        for already in (False, True):
+            gc.unfreeze()
+            if already:
+                gc.freeze()
+            garbage = GarbageCollection()
+            garbage.begins(Mock())
+            assert not gc.isenabled()
+            assert gc.get_freeze_count() > 1000
+            garbage.__exit__(None, None, None)
+            assert gc.isenabled()
+            assert bool(gc.get_freeze_count()) == already
+    finally:
+        gc.unfreeze()
+        if frozen:
+            gc.freeze()
+    gc.disable()
+    try:  # a user's choice
+        garbage = GarbageCollection()
+        garbage.begins(Mock())
+        garbage.__exit__(None, None, None)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -1,0 +1,147 @@
+"""A rank runs on the CPUs next to its GPU, as far as it may."""
+
+import os
+import threading
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from runtime import init_distributed, numa
+from runtime.numa import bind_to_gpu, cpus_near
+
+GPUS = [f"0000:{bus:02x}:00.0" for bus in (0x1B, 0x3C, 0x9A, 0xBB)]
+NODES = {"0": "0-15,32-47\n", "1": "16-31,48-63\n", "2": "\n"}  # node 2 has only memory
+FIRST, SECOND = {*range(16), *range(32, 48)}, {*range(16, 32), *range(48, 64)}
+ALL = FIRST | SECOND
+
+
+def pretend(
+    folder: Path, nodes: dict[str, str] | None = None, of_gpus: str | list[str] = "0011"
+) -> Path:
+    """A pretended sysfs: each node's CPUs, and each GPU's node ("": the file is missing)."""
+    for node, cpus in (NODES if nodes is None else nodes).items():
+        (folder / f"devices/system/node/node{node}").mkdir(parents=True)
+        (folder / f"devices/system/node/node{node}/cpulist").write_text(cpus)
+    for address, node in zip(GPUS, of_gpus, strict=True):
+        (folder / "bus/pci/devices" / address).mkdir(parents=True)
+        if node:
+            (folder / "bus/pci/devices" / address / "numa_node").write_text(f"{node}\n")
+    return folder
+
+
+def test_each_gpu_has_the_cpus_of_its_node(tmp_path: Path) -> None:
+    system = pretend(tmp_path)
+    chosen = [cpus_near(gpu, GPUS, ALL, system) for gpu in GPUS]
+    assert chosen == [(FIRST, ""), (FIRST, ""), (SECOND, ""), (SECOND, "")]
+
+
+def test_only_cpus_that_are_allowed(tmp_path: Path) -> None:
+    """Slurm's --cpu-bind, a container or taskset has chosen some; no others are added."""
+    system = pretend(tmp_path)
+    assert cpus_near(GPUS[0], GPUS, set(range(8, 24)), system) == (set(range(8, 16)), "")
+    assert cpus_near(GPUS[0], GPUS, set(range(8)), system) == (set(range(8)), "")
+
+
+@pytest.mark.parametrize(
+    ("allowed", "why_not"),
+    [
+        (SECOND, "it may use 0 CPUs of NUMA node 0"),
+        # two ranks would share these
+        (SECOND | set(range(7)), "it may use 7 CPUs of NUMA node 0, too few for the 2 ranks there"),
+    ],
+)
+def test_too_few_cpus_leave_it_as_it_is(tmp_path: Path, allowed: set[int], why_not: str) -> None:
+    cpus, why = cpus_near(GPUS[0], GPUS, allowed, pretend(tmp_path))
+    assert cpus == allowed
+    assert why.startswith(why_not)
+
+
+@pytest.mark.parametrize("node", ["-1", "", "7", "x"])
+def test_an_unknown_node_leaves_it_as_it_is(tmp_path: Path, node: str) -> None:
+    system = pretend(tmp_path, of_gpus=[node, "0", "1", "1"])
+    assert cpus_near(GPUS[0], GPUS, ALL, system) == (
+        ALL,
+        f"the system does not know the NUMA node of {GPUS[0]}",
+    )
+    assert cpus_near(GPUS[1], GPUS, ALL, system) == (FIRST, ""), "the others are bound"
+
+
+@pytest.mark.parametrize("nodes", [{}, {"0": "0-63\n"}, {"0": "0-63\n", "1": "\n"}])
+def test_with_one_node_nothing_is_to_be_done(tmp_path: Path, nodes: dict[str, str]) -> None:
+    system = pretend(tmp_path, nodes, of_gpus=["-1"] * 4)
+    assert cpus_near(GPUS[0], GPUS, ALL, system) == (ALL, "")
+
+
+class Properties:
+    """What torch says of a GPU."""
+
+    def __init__(self, gpu: int) -> None:
+        domain, bus, device = GPUS[gpu].removesuffix(".0").split(":")
+        self.pci_domain_id, self.pci_bus_id = int(domain, 16), int(bus, 16)
+        self.pci_device_id = int(device, 16)
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="one CPU"
+)
+def test_threads_that_start_later_are_bound_too(tmp_path: Path) -> None:
+    """As the thread that reads data and the one that saves. (In a thread of its own, because a
+    binding belongs to a thread.)"""
+    first, *others = sorted(os.sched_getaffinity(0))
+    nodes = {"0": ",".join(map(str, others)), "1": str(first)}
+    system, found = pretend(tmp_path, nodes), []
+
+    def rank() -> None:
+        assert bind_to_gpu(2, system) == ""
+        found.append(os.sched_getaffinity(0))
+        later = threading.Thread(target=lambda: found.append(os.sched_getaffinity(0)))
+        later.start()
+        later.join()
+
+    with (
+        patch.object(torch.cuda, "device_count", lambda: len(GPUS)),
+        patch.object(torch.cuda, "get_device_properties", Properties),
+        patch.object(numa, "CPUS_PER_RANK", 0),
+    ):
+        thread = threading.Thread(target=rank)
+        thread.start()
+        thread.join()
+    assert found == [{first}, {first}]
+    assert os.sched_getaffinity(0) == {first, *others}
+
+
+@pytest.mark.parametrize(("given", "threads"), [(None, ["3 threads"]), ("5", [])])
+def test_a_rank_is_bound_before_its_device_is_set(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    given: str | None,
+    threads: list[str],
+) -> None:
+    """The device's context has threads and memory of its own. The ranks share the CPUs, unless the
+    user has said how. If nothing was bound, the rank says why."""
+    calls: list[str] = []
+
+    def bind(gpu: int) -> str:
+        calls.append(f"bind {gpu}")
+        return "a reason"
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: calls.append(f"device {gpu}"))
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: calls.append(f"{count} threads"))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: FIRST)
+    monkeypatch.setattr(init_distributed, "bind_to_gpu", bind)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    for name in ("OMP_NUM_THREADS", "TORCH_NCCL_HIGH_PRIORITY"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        del os.environ[name]
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    for name, value in {"RANK": "0", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "10"}.items():
+        monkeypatch.setenv(name, value)
+    assert init_distributed.init_distributed(store=dist.HashStore()) == "cuda"
+    assert calls == ["bind 3", *threads, "device 3"]
+    assert os.environ["TORCH_NCCL_HIGH_PRIORITY"] == "1"
+    assert "rank 0 is not bound to the CPUs next to its GPU: a reason" in capsys.readouterr().err
