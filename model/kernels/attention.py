@@ -31,7 +31,12 @@ import torch.nn.attention.varlen  # registers torch_attn::_varlen_attn
 from torch import Tensor
 from torch.nn import functional
 
-_ops = torch.ops.aten
+_cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+_flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+_efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
+_math = torch.ops.aten._scaled_dot_product_attention_math.default
+_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_packed = torch.ops.torch_attn._varlen_attn.default
 
 # q [B, H, S, E], k [B, K, S, E], v [B, K, S, E'], a bias or None (causal) → [B, H, S, E']
 Dense = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -55,13 +60,13 @@ def by_torch(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
 def by_cudnn(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     assert bias is None
     keeps = torch.is_grad_enabled()  # the softmax's normalisers, for backward
-    y: Tensor = _ops._scaled_dot_product_cudnn_attention(q, k, v, None, keeps, is_causal=True)[0]
+    y: Tensor = _cudnn(q, k, v, None, keeps, is_causal=True)[0]
     return y
 
 
 def by_flash(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     assert bias is None
-    y: Tensor = _ops._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
+    y: Tensor = _flash(q, k, v, is_causal=True)[0]
     return y
 
 
@@ -71,34 +76,26 @@ def by_efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor
         k, v = (t.repeat_interleave(shared, 1) for t in (k, v))
     if bias is not None:
         length = bias.shape[-1]
-        bias = functional.pad(bias, (0, -length % 16))[..., :length]  # its rows must be aligned
+        if length % 16:  # its rows must be aligned
+            bias = functional.pad(bias, (0, -length % 16))[..., :length]
         bias = bias.expand(*q.shape[:3], length)
-    operator, keeps = _ops._scaled_dot_product_efficient_attention, torch.is_grad_enabled()
-    y: Tensor = operator(q, k, v, bias, keeps, is_causal=bias is None)[0]
+    keeps = torch.is_grad_enabled()
+    y: Tensor = _efficient(q, k, v, bias, keeps, is_causal=bias is None)[0]
     return y
 
 
 def by_math(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     shared, causal = q.shape[1] != k.shape[1], bias is None
-    operator = _ops._scaled_dot_product_attention_math
-    y: Tensor = operator(q, k, v, bias, is_causal=causal, enable_gqa=shared)[0]
+    y: Tensor = _math(q, k, v, bias, is_causal=causal, enable_gqa=shared)[0]
     return y
 
 
-_flash = (
-    _ops._scaled_dot_product_flash_attention.default,
-    torch.ops.torch_attn._varlen_attn.default,
-)
-CUDNN = Kernel("cuDNN", by_cudnn, (_ops._scaled_dot_product_cudnn_attention.default,))
-FLASH2 = Kernel("flash 2", by_flash, _flash, packs=True)
-FLASH3 = Kernel("flash 3", by_flash, _flash, packs=True)
-EFFICIENT = Kernel(
-    "efficient", by_efficient, (_ops._scaled_dot_product_efficient_attention.default,)
-)
+CUDNN = Kernel("cuDNN", by_cudnn, (_cudnn,))
+FLASH2 = Kernel("flash 2", by_flash, (_flash, _packed), packs=True)
+FLASH3 = Kernel("flash 3", by_flash, (_flash, _packed), packs=True)
+EFFICIENT = Kernel("efficient", by_efficient, (_efficient,))
 MATH = Kernel("math", by_math, ())
-ON_CPU = Kernel(
-    "flash (CPU)", by_torch, (_ops._scaled_dot_product_flash_attention_for_cpu.default,)
-)
+ON_CPU = Kernel("flash (CPU)", by_torch, (_on_cpu,))
 KERNELS = (CUDNN, FLASH3, FLASH2, EFFICIENT, MATH, ON_CPU)
 
 

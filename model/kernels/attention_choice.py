@@ -213,14 +213,18 @@ def this_device(device_type: str) -> Device:
     """This machine as `Device`, for a run on "cpu" or on "cuda"."""
     if device_type == "cpu":
         return CPU
-    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
     return Device(
         capability=torch.cuda.get_device_capability(),
         cudnn=None if torch.version.hip else torch.backends.cudnn.version(),
-        torch=(release[0], release[1]),
+        torch=_torch_release(),
         flash3=importlib.util.find_spec("flash_attn_interface") is not None,
         amd=torch.version.hip is not None,
     )
+
+
+def _torch_release() -> tuple[int, int]:
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
 
 
 def made_ready(choice: Choice) -> Kernel:
