@@ -24,6 +24,7 @@ from errors import UserError
 from model.kernels.backend import check_kernels
 from parallel.mesh import Mesh, build_mesh
 from runtime import checkpoint
+from runtime.attention import check_attention
 from runtime.connections import set_connections
 from runtime.evaluation import Evaluation
 from runtime.garbage import GarbageCollection
@@ -70,6 +71,7 @@ def read_config(arguments: list[str], device: str) -> Config:
     config = load_config(arguments[0], arguments[1:])
     config.validate(dist.get_world_size())
     check_kernels(config.model.kernels, device)
+    check_attention(config, device)
     check_optimizer(config)
     check_fits(config, device)
     return config

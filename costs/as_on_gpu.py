@@ -5,8 +5,11 @@ that it takes on a GPU:
 
     a tensor's `is_cuda`   is True, which selects Triton kernels (their fake implementations) and
                            matrix products that sum in a wider dtype
-    scaled dot-product     is flash attention's operator, or, with a bias, the memory-efficient
-    attention              one: they save the output and one number per row, and no S × S matrix
+    attention              is the kernel that is chosen for the GPU `PLANNED` in
+                           model/kernels/attention_choice.py
+    a layer that calls     calls flash attention's operator, or, with a bias, the memory-efficient
+    torch's scaled_dot_    one: they save the output and one number per row, and no S × S matrix
+    product_attention
 
 torch has fake tensors for the same purpose, but they work in Python, operation by operation, and
 take four times as long.

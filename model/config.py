@@ -63,6 +63,8 @@ class ModelConfig:
     z_loss: Annotated[float, between(0, 1000, example=1e-4)] = 0.0
     # auto: Triton on a GPU, PyTorch elsewhere; triton; torch (model/kernels/)
     kernels: Literal["auto", "triton", "torch"] = "auto"
+    # auto: the fastest that is known to be right here (model/kernels/attention_choice.py)
+    attention_kernel: Literal["auto", "cudnn", "flash2", "flash3"] = "auto"
     # standard deviation of every initial matrix; output projections get 1 / sqrt(2 L) of it
     init_std: Annotated[float, between(0, 1000, example=0.02)] = 0.02
 

@@ -2,10 +2,12 @@
 
 | a token sees itself and        | Mask                  | computed by                             |
 |--------------------------------|-----------------------|-----------------------------------------|
-| all tokens before it           | Mask()                | scaled_dot_product_attention, causal    |
+| all tokens before it           | Mask()                | `dense`, causal                         |
 | of these, only tokens of its   | Mask(boundaries=…,    | flash attention, which skips the others |
-| document, or the nearest few   |      window=…)        | (CUDA, 16 bits, heads of up to 256)     |
-| (the same, elsewhere)          | Mask(bias=…)          | the first, with a bias [S, S]           |
+| document, or the nearest few   |      window=…)        |                                         |
+| (the same, elsewhere)          | Mask(bias=…)          | `dense`, with a bias [S, S]             |
+
+kernels/attention_choice.py chooses the kernel: `dense`, or flash attention.
 """
 
 import inspect
@@ -16,8 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
+
+from model.kernels.attention import ON_CPU, Dense
+from model.kernels.attention_choice import Call, choose, device_of, made_ready
 
 # q [S, B, H, E], k and v [S, B, K, E] → [S, B, H, E]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -36,17 +40,14 @@ class Mask:
     boundaries: Tensor | None = None  # [N + 1] int32: where each of N documents begins, and B·S
     window: int | None = None  # keys that a query sees, itself included
     bias: Tensor | None = None  # or this: [B or 1, 1, S, S], 0 where a query sees a key, else −∞
+    dense: Dense = ON_CPU.run  # computes the masks without boundaries and window
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Map q [S, B, H, E], k and v [S, B, K, E] to [S, B, H, E]."""
         if self.boundaries is not None or self.window is not None:
             return self._packed(q, k, v)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [B, heads, S, E]
-        shared, causal = q.shape[1] != k.shape[1], self.bias is None
-        y = functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=self.bias, is_causal=causal, enable_gqa=shared
-        )
-        return y.permute(2, 0, 1, 3)
+        return self.dense(q, k, v, self.bias).permute(2, 0, 1, 3)
 
     def _packed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         length, batch = q.shape[:2]
@@ -69,30 +70,30 @@ def make_mask(
     window: int | None,
     dtype: torch.dtype,
     head_dim: int,
+    kernel: str = "auto",
 ) -> Mask:
-    """Create the mask of one micro-batch.
+    """Create the mask of one micro-batch, and choose the kernel that computes it.
 
     Args:
         positions: [S, B] int64, counted from the start of each document; [S, 1] if all sequences
             have the same positions.
         boundaries: those of documents (documents.py); None: each sequence is one document.
         window: as in `Mask`; None: no limit.
-        dtype, head_dim: those of queries and keys.
+        dtype, head_dim: those of queries, keys and values.
+        kernel: `model.attention_kernel`.
     """
     length = positions.shape[0]
     if window is not None and window >= length:
         window = None
-    if boundaries is None and window is None:
-        return Mask()
-    if flash_takes(positions, dtype, head_dim):
+    packed = boundaries is not None or window is not None
+    strict = torch.are_deterministic_algorithms_enabled()
+    call = Call(dtype, head_dim, head_dim, length, packed, strict)
+    chosen = made_ready(choose(device_of(positions), call, kernel))
+    if not packed:
+        return Mask(dense=chosen.run)
+    if chosen.packs:
         return Mask(boundaries=boundaries, window=window)
-    return Mask(bias=scores_bias(positions, dtype, window))
-
-
-def flash_takes(positions: Tensor, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether flash attention supports such heads on the device of `positions`."""
-    fits = dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
-    return positions.is_cuda and fits
+    return Mask(bias=scores_bias(positions, dtype, window), dense=chosen.run)
 
 
 def scores_bias(positions: Tensor, dtype: torch.dtype, window: int | None = None) -> Tensor:

@@ -65,7 +65,7 @@ class Positions(Protocol):
 
     def angles(self, rotary: Rotary) -> Angles: ...
 
-    def mask(self, window: int | None, head_dim: int) -> Attend: ...
+    def mask(self, window: int | None, head_dim: int, kernel: str) -> Attend: ...
 
 
 class BatchPositions:
@@ -80,16 +80,16 @@ class BatchPositions:
     def __init__(self, positions: Tensor, boundaries: Tensor | None, dtype: torch.dtype) -> None:
         self.positions, self.boundaries, self.dtype = positions, boundaries, dtype
         self._angles: dict[Rotary, Angles] = {}
-        self._masks: dict[tuple[int | None, int], Attend] = {}
+        self._masks: dict[tuple[int | None, int, str], Attend] = {}
 
     def angles(self, rotary: Rotary) -> Angles:
         if rotary not in self._angles:
             self._angles[rotary] = rotary_angles(self.positions, rotary, self.dtype)
         return self._angles[rotary]
 
-    def mask(self, window: int | None, head_dim: int) -> Attend:
-        key = window, head_dim
+    def mask(self, window: int | None, head_dim: int, kernel: str) -> Attend:
+        key = window, head_dim, kernel
         if key not in self._masks:
             where = self.positions, self.boundaries
-            self._masks[key] = make_mask(*where, window, self.dtype, head_dim)
+            self._masks[key] = make_mask(*where, window, self.dtype, head_dim, kernel)
         return self._masks[key]

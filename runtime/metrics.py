@@ -18,6 +18,7 @@ from costs.units import CannotRecord
 from hardware import data_sheet_of
 from model.transformer import num_parameters
 from parallel.mesh import Mesh
+from runtime.attention import describe_attention
 from runtime.checkpoint import Start
 from runtime.events import append_event
 from runtime.ledger import Ledger
@@ -70,6 +71,7 @@ class Metrics(Listener):
             ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
             about += [f"{num_parameters(config.model):,} parameters on {mesh.describe()}"]
             about += self._describe_costs(ranks_per_node)
+            about.append(describe_attention(config, mesh.device))
             about.append(
                 f"starting from {start.path or 'initial weights'} at step {start.step}; "
                 f"run folder {self.folder}"

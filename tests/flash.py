@@ -13,6 +13,9 @@ from unittest.mock import patch
 import torch
 from torch.nn.attention import varlen
 
+from model.kernels.attention import FLASH2
+from model.kernels.attention_choice import Call, Choice, Device, choose
+
 CALLS: Counter[str] = Counter()
 
 
@@ -98,5 +101,9 @@ def flash_attention_stands_in():
     varlen._varlen_attn.register_kernel("cpu")(plain_forward)
     varlen._varlen_attn_backward.register_kernel("cpu")(plain_backward)
     CALLS.clear()
-    with patch("model.mask.flash_takes", lambda *_: True):
+    with patch("model.mask.choose", flash_if_packed):
         yield CALLS
+
+
+def flash_if_packed(device: Device, call: Call, wanted: str) -> Choice:
+    return Choice(FLASH2, "", ()) if call.packed else choose(device, call, wanted)

@@ -293,8 +293,8 @@ NOT_RUN = {
     "data": ["path", "tokenizer"],
     "train": ["compile", "deterministic", "max_minutes", "steps", "seq_len", "global_batch_size",
               "micro_batch_size"],
-    "model": ["kernels", "dim", "ffn_dim", "num_layers", "vocab_size", "attention_dim",
-              "num_heads"],
+    "model": ["kernels", "attention_kernel", "dim", "ffn_dim", "num_layers", "vocab_size",
+              "attention_dim", "num_heads"],
     "parallel": ["pp", "tp"],
 }  # fmt: skip
 RUN_NAMES = [(section, key) for section, key in NAMES if key not in NOT_RUN.get(section, [])]

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from model.documents import find_documents
+from model.kernels.attention import KERNELS, MATH, Kernel
+from model.kernels.attention_choice import Call, choose, device_of
 from model.mask import Mask, make_mask, scores_bias
 from parallel.pipeline.schedules import build_schedule
 from runtime.chrome import from_chrome
@@ -100,6 +102,51 @@ def test_packed_documents_by_flash_attention(batch: int, kv_heads: int) -> None:
         # bfloat16 has rounding errors of 2**-9 in the inputs' products, the weights and the sums.
         assert (ours.float() - theirs).norm() < 0.02 * theirs.norm()
         assert (others - theirs).norm() > 0.1 * theirs.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("packed", [False, True], ids=["causal", "window"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_chosen_attention_kernel_runs(dtype: torch.dtype, packed: bool) -> None:
+    """The profiler sees the operators of the chosen kernel and of no other; outputs and gradients
+    are those of math in float32, and not those of another mask."""
+    length, head_dim, window = 512, 64, 100 if packed else None
+    positions = torch.arange(length, device="cuda").unsqueeze(1)
+    device = device_of(positions)
+    choice = choose(device, Call(dtype, head_dim, head_dim, length, packed, deterministic=False))
+    mask = make_mask(positions, None, window, dtype, head_dim)
+    torch.manual_seed(0)
+    q, k, v, weights = (
+        torch.randn(length, 2, heads, head_dim, device="cuda", dtype=dtype)
+        for heads in (8, 2, 2, 8)
+    )
+
+    def outputs(mask: Mask, dtype: torch.dtype) -> list[torch.Tensor]:
+        inputs = [t.to(dtype).requires_grad_() for t in (q, k, v)]
+        y = mask(*inputs)
+        return [y, *torch.autograd.grad((y * weights).sum(), inputs)]
+
+    with torch.profiler.profile() as profile:
+        ours = outputs(mask, dtype)
+    ran = {event.key for event in profile.key_averages()}
+    assert names(choice.kernel, packed) <= ran, (str(choice), ran)
+    others = {name for kernel in KERNELS for name in names(kernel, packed)}
+    assert not ran & (others - names(choice.kernel, packed)), (str(choice), ran)
+
+    bias = scores_bias(positions, torch.float32, window)
+    expected = outputs(Mask(bias=bias, dense=MATH.run), torch.float32)
+    other = scores_bias(positions, torch.float32, 10)
+    wrong = outputs(Mask(bias=other, dense=MATH.run), torch.float32)
+    for each, right, control in zip(ours, expected, wrong, strict=True):
+        assert (each.float() - right).norm() < 0.02 * right.norm()
+        assert (control - right).norm() > 0.1 * right.norm()
+
+
+def names(kernel: Kernel, packed: bool) -> set[str]:
+    """What a profile calls the kernel's operator."""
+    operators = kernel.operators[1 if packed and kernel.packs else 0 :][:1]
+    return {operator.name().removesuffix(".default") for operator in operators}
 
 
 STEPS_WITHOUT_WAITING = """

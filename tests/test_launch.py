@@ -223,7 +223,7 @@ def test_a_killed_rank_is_named_once_and_last(data: Path, tmp_path: Path, victim
     why = f"rank {victim} was killed by signal 9 (SIGKILL)"
     lines = (tmp_path / "log").read_text().splitlines()
     assert lines[-1] == f"{why}; the others were stopped"
-    assert all(line.startswith("step ") for line in lines[5:-1]), "there are no other messages"
+    assert all(line.startswith("step ") for line in lines[6:-1]), "there are no other messages"
     assert (status(tmp_path)["state"], status(tmp_path)["reason"]) == ("failed", why)
     assert status(tmp_path)["step"] > 0
     assert list((tmp_path / "tmp").iterdir()) == []

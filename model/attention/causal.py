@@ -32,7 +32,7 @@ class Attention(nn.Module):
         kv_heads = Pieces(config.num_kv_heads, "model.num_kv_heads", can_share=True)
         std, last_std = Normal(config.init_std), Normal(config.residual_init_std)
 
-        self.head_dim, self.kernels = head_dim, kernels
+        self.head_dim, self.kernels, self.kernel = head_dim, kernels, config.attention_kernel
         self.rotary = Rotary(head_dim, config.rope_theta, config.rope_scaling)
         self.query = ColumnParallelLinear(dim, q_dim, heads, tp, Matmul(), std)
         self.key = ColumnParallelLinear(dim, kv_dim, kv_heads, tp, Matmul(), std)
@@ -45,7 +45,8 @@ class Attention(nn.Module):
 
     def inputs(self, positions: Positions) -> tuple[Angles, Attend]:
         """The inputs of `forward` besides x."""
-        return positions.angles(self.rotary), positions.mask(self.window, self.head_dim)
+        mask = positions.mask(self.window, self.head_dim, self.kernel)
+        return positions.angles(self.rotary), mask
 
     def forward(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
         q, k, v = column_parallel(x, self.query, self.key, self.value)

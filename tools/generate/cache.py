@@ -126,7 +126,8 @@ class LayerView:
     def angles(self, rotary: Rotary) -> Angles:
         return self.cache.angles(rotary)
 
-    def mask(self, window: int | None, head_dim: int) -> Attend:
+    def mask(self, window: int | None, head_dim: int, kernel: str) -> Attend:
+        # The kernel that trains may not take prompts, whose lengths differ: "auto" is used.
         attend = self.cache.attend(window, head_dim)
         return lambda q, k, v: attend(q, *self.layer.append(k, v))
 

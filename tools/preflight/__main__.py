@@ -33,6 +33,7 @@ from typing import Any
 import torch.distributed as dist
 
 from errors import UserError
+from runtime.attention import describe_attention
 from runtime.preconditions import check_writable, open_train_and_heldout
 from tools.preflight.links import Links
 from tools.preflight.node import look_at_node
@@ -76,7 +77,12 @@ class Meeting:
 
 
 def judge(
-    meeting: Meeting, reports: dict[int, Report], names: list[str], needed: int, started: float
+    meeting: Meeting,
+    reports: dict[int, Report],
+    names: list[str],
+    needed: int,
+    started: float,
+    attention: str,
 ) -> list[int]:
     """Prints the findings, and chooses the nodes to train on. Runs on the first node."""
     problems = {node: list(report["problems"]) for node, report in reports.items()}
@@ -99,6 +105,7 @@ def judge(
 
     say(f"preflight of {meeting.num_nodes} nodes, {time.monotonic() - started:.0f} s")
     say(table(reports))
+    say(f"  {attention}")
     for node in sorted(failed):
         say(f"  FAILED   {names[node]}: {'; '.join(problems[node])}")
     for node, why in sorted(slow.items()):
@@ -116,6 +123,15 @@ def judge(
         without = f", without {', '.join(left_out)}" if left_out else ""
         say(f"preflight passed: {needed} nodes{without}")
     return chosen
+
+
+def attention_of(config: Config, device: str) -> str:
+    """The line about attention that training on this node would log. Called last: it is the first
+    use of a GPU by this process, and a faulty GPU may not answer. Raises UserError."""
+    try:
+        return describe_attention(config, device)
+    except RuntimeError as error:  # from CUDA; the node is then named for another reason
+        return f"attention: unknown, because CUDA failed: {str(error).partition(chr(10))[0]}"
 
 
 def say(text: str) -> None:
@@ -239,7 +255,14 @@ def carry_out(
         )
         for other, known in reports.items():
             names[other] = known["name"]
-        chosen = judge(meeting, reports, names, needed, started)
+        try:
+            attention = attention_of(config, options.device)
+        except UserError as error:
+            say(f"error: {error}")
+            meeting.write("passed", False)
+            meeting.leave()
+            return 2
+        chosen = judge(meeting, reports, names, needed, started, attention)
         meeting.write("passed", bool(chosen))
         if chosen:
             print(",".join(names[other] for other in chosen), config.run.dir, flush=True)

@@ -1,0 +1,111 @@
+"""The kernels that compute attention, each a call of one operator of torch. Which of them runs is
+decided in attention_choice.py.
+
+| name        | operator                                   | takes, besides causal masks          |
+|-------------|--------------------------------------------|--------------------------------------|
+| cuDNN       | _scaled_dot_product_cudnn_attention        |                                      |
+| flash 2, 3  | _scaled_dot_product_flash_attention,       | documents and windows, by the second |
+|             | torch_attn::_varlen_attn                   |                                      |
+| efficient   | _scaled_dot_product_efficient_attention    | a bias [B, 1, S, S]                  |
+| math        | several: two products, a softmax           | a bias                               |
+| flash (CPU) | _scaled_dot_product_flash_attention_for_cpu| a bias                               |
+
+The operators are called directly. torch's `scaled_dot_product_attention` would choose among them
+again in every call, from flags of the process, and takes another one without a word where a check
+fails; an operator that cannot run raises an error. On a CPU there is nothing to choose, and
+`scaled_dot_product_attention` is called (and on a GPU for prompts of unequal length, in
+generation).
+
+flash 3 (Shah et al. 2024, https://arxiv.org/abs/2407.08608) is a package of its own. Once
+`load_flash3` has registered it, the two operators of flash attention run its kernels instead of
+those of flash 2 (Dao 2023, https://arxiv.org/abs/2307.08691), which torch contains.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.attention.varlen  # registers torch_attn::_varlen_attn
+from torch import Tensor
+from torch.nn import functional
+
+_cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+_flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+_efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
+_math = torch.ops.aten._scaled_dot_product_attention_math.default
+_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_packed = torch.ops.torch_attn._varlen_attn.default
+
+# q [B, H, S, E], k [B, K, S, E], v [B, K, S, E'], a bias or None (causal) → [B, H, S, E']
+Dense = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    name: str
+    run: Dense
+    operators: tuple[Any, ...]  # what the dispatcher, a profile and checkpointing see
+    packs: bool = False  # takes documents and windows as arguments: sequences packed into one
+
+
+def by_torch(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    shared, causal = q.shape[1] != k.shape[1], bias is None
+    return functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=bias, is_causal=causal, enable_gqa=shared
+    )
+
+
+def by_cudnn(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    assert bias is None
+    keeps = torch.is_grad_enabled()  # the softmax's normalisers, for backward
+    y: Tensor = _cudnn(q, k, v, None, keeps, is_causal=True)[0]
+    return y
+
+
+def by_flash(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    assert bias is None
+    y: Tensor = _flash(q, k, v, is_causal=True)[0]
+    return y
+
+
+def by_efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    shared = q.shape[1] // k.shape[1]  # takes as many key/value heads as query heads (torch 2.13)
+    if shared > 1:
+        k, v = (t.repeat_interleave(shared, 1) for t in (k, v))
+    if bias is not None:
+        length = bias.shape[-1]
+        if length % 16:  # its rows must be aligned
+            bias = functional.pad(bias, (0, -length % 16))[..., :length]
+        bias = bias.expand(*q.shape[:3], length)
+    keeps = torch.is_grad_enabled()
+    y: Tensor = _efficient(q, k, v, bias, keeps, is_causal=bias is None)[0]
+    return y
+
+
+def by_math(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    shared, causal = q.shape[1] != k.shape[1], bias is None
+    y: Tensor = _math(q, k, v, bias, is_causal=causal, enable_gqa=shared)[0]
+    return y
+
+
+CUDNN = Kernel("cuDNN", by_cudnn, (_cudnn,))
+FLASH2 = Kernel("flash 2", by_flash, (_flash, _packed), packs=True)
+FLASH3 = Kernel("flash 3", by_flash, (_flash, _packed), packs=True)
+EFFICIENT = Kernel("efficient", by_efficient, (_efficient,))
+MATH = Kernel("math", by_math, ())
+ON_CPU = Kernel("flash (CPU)", by_torch, (_on_cpu,))
+KERNELS = (CUDNN, FLASH3, FLASH2, EFFICIENT, MATH, ON_CPU)
+
+
+@cache
+def load_flash3() -> None:
+    """Let torch's operators of flash attention run flash 3 in this process, from now on.
+
+    Raises:
+        ImportError, RuntimeError: the package is not there or does not fit this torch.
+    """
+    from torch.nn.attention import activate_flash_attention_impl
+
+    activate_flash_attention_impl("FA3")

@@ -1,0 +1,352 @@
+"""The choice of the kernel that computes attention: every rule on pretended devices, that the
+chosen operator is the one that is called, kept by checkpointing and compiled, and what a start
+says. test_gpu.py runs the kernels on a GPU."""
+
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch._dynamo.testing import AotEagerAndRecordGraphs
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from costs.as_on_gpu import AsOnGpu
+from errors import UserError
+from model.kernels import attention_choice
+from model.kernels.attention import (
+    CUDNN,
+    EFFICIENT,
+    FLASH2,
+    FLASH3,
+    KERNELS,
+    MATH,
+    ON_CPU,
+    Kernel,
+    by_math,
+    by_torch,
+)
+from model.kernels.attention_choice import CPU, PLANNED, Call, Choice, Device, choose, made_ready
+from model.mask import Mask, make_mask, scores_bias
+from parallel.activation import EXPENSIVE, PRODUCTS, _keep_expensive
+from runtime.attention import check_attention, describe_attention, try_out
+from training.load_config import load_config
+
+ROOT = Path(__file__).parent.parent
+HOPPER = PLANNED
+BLACKWELL, AMPERE, ADA, TURING = (
+    PLANNED._replace(capability=capability) for capability in ((10, 0), (8, 0), (8, 9), (7, 5))
+)
+AMD = Device((9, 4), amd=True)
+WITH_3 = HOPPER._replace(flash3=True)
+CAUSAL = Call(torch.bfloat16, 128, 128, 8192, packed=False, deterministic=False)
+PACKED = CAUSAL._replace(packed=True)
+
+# --- the rules ------------------------------------------------------------------------------------
+
+
+def test_what_nothing_speaks_against() -> None:
+    """The baselines, from which each row of RULES differs in one respect."""
+    assert choose(HOPPER, CAUSAL) == Choice(CUDNN, " 9.20.0", ())
+    assert choose(BLACKWELL, CAUSAL) == Choice(CUDNN, " 9.20.0", ())
+    assert choose(WITH_3, CAUSAL) == Choice(CUDNN, " 9.20.0", ())
+    assert choose(WITH_3, PACKED) == Choice(FLASH3, "", ())
+    assert choose(CPU, CAUSAL) == choose(CPU, PACKED) == Choice(ON_CPU, "", ())
+
+
+RULES = [  # (baseline's kernel, device, call, chosen kernel, what speaks against the baseline's)
+    (CUDNN, AMPERE, CAUSAL, FLASH2, "not known to be faster on compute capability 8.0"),
+    (CUDNN, ADA, CAUSAL, FLASH2, "not known to be faster on compute capability 8.9"),
+    (CUDNN, AMD, CAUSAL, FLASH2, "there is no cuDNN"),
+    (CUDNN, HOPPER._replace(cudnn=None), CAUSAL, FLASH2, "there is no cuDNN"),
+    (CUDNN, HOPPER._replace(cudnn=91500), CAUSAL, FLASH2, "9.15.0 is older than 9.15.1"),
+    (CUDNN, HOPPER._replace(cudnn=91002), CAUSAL, FLASH2, "9.10.2 is older than 9.15.1"),
+    (CUDNN, HOPPER, PACKED, FLASH2, "takes no documents or windows"),
+    (CUDNN, HOPPER, CAUSAL._replace(length=8256), FLASH2, "a multiple of 128 tokens, not 8256"),
+    (CUDNN, HOPPER, CAUSAL._replace(deterministic=True), FLASH2, "not deterministic"),
+    (CUDNN, HOPPER, CAUSAL._replace(head_dim=256, value_dim=256), FLASH2, "at most 128, not 256"),
+    (CUDNN, HOPPER, CAUSAL._replace(dtype=torch.float32), EFFICIENT, "not in float32"),
+    (CUDNN, HOPPER, CAUSAL._replace(dtype=torch.float64), MATH, "not in float64"),
+    (CUDNN, HOPPER, CAUSAL._replace(head_dim=100, value_dim=100), MATH, "multiple of 8, not 100"),
+    (FLASH3, HOPPER, PACKED, FLASH2, "not installed"),
+    (FLASH3, WITH_3._replace(torch=(2, 12)), PACKED, FLASH2, "needs torch 2.13, not 2.12"),
+    (FLASH3, WITH_3._replace(capability=(8, 0)), PACKED, FLASH2, "not on compute capability 8.0"),
+    (FLASH3, WITH_3._replace(capability=(10, 0)), PACKED, FLASH2, "compute capability 10.0"),
+    (FLASH3, AMD._replace(flash3=True), PACKED, FLASH2, "runs on Hopper, not on AMD"),
+    (FLASH3, WITH_3, PACKED._replace(deterministic=True), FLASH2, "not deterministic"),
+    (FLASH3, WITH_3, PACKED._replace(head_dim=264, value_dim=264), EFFICIENT, "most 256, not 264"),
+    (FLASH3, WITH_3, PACKED._replace(value_dim=64), EFFICIENT, "values of the same width"),
+    (FLASH2, TURING, CAUSAL, MATH, "does not run on compute capability 7.5"),
+    (FLASH2, AMPERE, CAUSAL._replace(dtype=torch.float32), EFFICIENT, "in 16 bits"),
+    (EFFICIENT, TURING, CAUSAL, MATH, "does not compute in bfloat16"),
+    (EFFICIENT, AMPERE, CAUSAL._replace(dtype=torch.float64), MATH, "not compute in float64"),
+    (EFFICIENT, AMPERE, CAUSAL._replace(head_dim=100, value_dim=100), MATH, "of 16 bytes"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("usual", "device", "call", "chosen", "reason"), RULES)
+def test_what_speaks_against_a_kernel(
+    usual: Kernel, device: Device, call: Call, chosen: Kernel, reason: str
+) -> None:
+    choice = choose(device, call)
+    assert choice.kernel is chosen
+    said = dict(choice.passed_over)
+    if usual is CUDNN and call.packed:  # it is not among the kernels for documents
+        assert "cuDNN" not in said
+    else:
+        assert reason in said[usual.name]
+    wanted = {CUDNN: "cudnn", FLASH2: "flash2", FLASH3: "flash3"}.get(usual)
+    if wanted is not None and "not known to be faster" not in reason:
+        with pytest.raises(UserError, match=reason) as refused:
+            choose(device, call, wanted)
+        assert "set model.attention_kernel=auto" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("OLDEST_CUDNN", 0), ("TILE", 1), ("FAST_CUDNN", ((8, 0), (9, 0)))]
+)
+def test_a_forgotten_rule_is_found(name: str, value: object) -> None:
+    # Plant: a limit of cuDNN is gone; some row of the table then fails.
+    choose.cache_clear()
+    with patch.object(attention_choice, name, value):
+        rows = [row for row in RULES if row[0] is CUDNN]
+        assert any(choose(device, call).kernel is not chosen for _, device, call, chosen, _ in rows)
+    choose.cache_clear()
+
+
+def test_a_wanted_kernel() -> None:
+    assert choose(HOPPER, CAUSAL, "flash2") == Choice(FLASH2, "", ())
+    assert choose(WITH_3, CAUSAL, "flash3") == Choice(FLASH3, "", ())
+    assert choose(ADA, CAUSAL, "cudnn").kernel is CUDNN  # right there, if not known to be faster
+    for wanted in ("cudnn", "flash2", "flash3"):
+        with pytest.raises(UserError, match="there is no GPU"):
+            choose(CPU, CAUSAL, wanted)
+
+
+# --- the operators --------------------------------------------------------------------------------
+
+
+class Seen(TorchDispatchMode):
+    """Notes the operators that the dispatcher sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[object] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def inputs(call: Call, device: str = "meta", length: int = 0) -> list[torch.Tensor]:
+    """q [S, 1, 4, E], k and v [S, 1, 2, E]."""
+    length = length or call.length
+    return [
+        torch.randn(length, 1, heads, call.head_dim, dtype=call.dtype, device=device)
+        .requires_grad_()
+        for heads in (4, 2, 2)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("device", "call", "chosen"),
+    [
+        (HOPPER, CAUSAL, CUDNN),
+        (AMPERE, CAUSAL, FLASH2),
+        (HOPPER, CAUSAL._replace(length=8256), FLASH2),
+        (HOPPER, PACKED, FLASH2),
+        (HOPPER, CAUSAL._replace(dtype=torch.float32), EFFICIENT),
+        (HOPPER, PACKED._replace(dtype=torch.float32, length=99), EFFICIENT),
+        (HOPPER, PACKED._replace(dtype=torch.float64), MATH),
+    ],
+)
+def test_the_operator_that_runs_is_the_chosen_one(
+    monkeypatch: pytest.MonkeyPatch, device: Device, call: Call, chosen: Kernel
+) -> None:
+    monkeypatch.setattr(attention_choice, "PLANNED", device)
+    assert choose(device, call).kernel is chosen
+    positions = torch.empty((call.length, 1), dtype=torch.int64, device="meta")
+    boundaries = torch.empty(3, dtype=torch.int32, device="meta") if call.packed else None
+    q, k, v = inputs(call)
+    with AsOnGpu(), Seen() as seen:
+        mask = make_mask(positions, boundaries, None, call.dtype, call.head_dim)
+        y = mask(q, k, v)
+        y.sum().backward()
+    assert y.shape == q.shape
+    assert [t.grad.shape for t in (q, k, v)] == [t.shape for t in (q, k, v)]
+    anything = {operator for kernel in KERNELS for operator in kernel.operators}
+    ran = [operator for operator in seen.found if operator in anything]
+    dense, packed = (*chosen.operators, None, None)[:2]
+    expected = packed if call.packed and chosen.packs else dense
+    assert ran == ([] if expected is None else [expected])
+
+
+def missing(kept: set[object]) -> set[object]:
+    return {operator for kernel in KERNELS for operator in kernel.operators} ^ (kept - PRODUCTS)
+
+
+def test_selective_recomputation_knows_every_operator() -> None:
+    assert missing(EXPENSIVE) == set()
+    cudnn = CUDNN.operators[0]
+    assert missing(EXPENSIVE - {cudnn}) == {cudnn}  # control
+
+
+@pytest.mark.parametrize("kernel", [CUDNN, FLASH2, EFFICIENT], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_selective_recomputation_keeps_the_output(kernel: Kernel, forgotten: bool) -> None:
+    operator = kernel.operators[0]
+    policy = partial(_keep_expensive, 8, 1)
+    with patch("parallel.activation.EXPENSIVE", EXPENSIVE - {operator} if forgotten else EXPENSIVE):
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        with Seen() as seen:
+            y = checkpoint(
+                lambda q, k, v: Mask(dense=kernel.run)(q * 2, k, v) * 2,
+                *inputs(CAUSAL, length=256),
+                use_reentrant=False,
+                preserve_rng_state=False,
+                context_fn=contexts,
+            )
+            y.sum().backward()
+    # control: an operator that is not in the list runs again in backward
+    assert seen.found.count(operator) == (2 if forgotten else 1)
+
+
+@pytest.mark.parametrize("kernel", [CUDNN, FLASH2, EFFICIENT, MATH], ids=lambda each: each.name)
+def test_a_kernel_is_compiled_as_one_graph(kernel: Kernel) -> None:
+    mask = Mask(dense=kernel.run)
+    backend = AotEagerAndRecordGraphs()
+    compiled = torch.compile(lambda q, k, v: mask(q, k, v), backend=backend, fullgraph=True)
+    compiled(*inputs(CAUSAL, length=256)).sum().backward()
+    (graph,) = backend.fw_graphs
+    assert set(kernel.operators[:1]) <= {node.target for node in graph.graph.nodes}
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_cpu_computes_as_before(dtype: torch.dtype, biased: bool) -> None:
+    """The CPU's operator is the one that the start names, and its bits are those of torch's
+    `scaled_dot_product_attention`; math agrees with it to rounding."""
+    call = CAUSAL._replace(dtype=dtype, head_dim=16, value_dim=16, length=24, packed=biased)
+    positions = torch.arange(24).unsqueeze(1)
+    q, k, v = (t.detach() for t in inputs(call, "cpu"))
+    bias = scores_bias(positions, dtype, 3) if biased else None
+    mask = make_mask(positions, None, 3 if biased else None, dtype, 16)
+    with Seen() as seen:
+        y = mask(q, k, v)
+    assert set(ON_CPU.operators) <= set(seen.found)
+    heads_first = [t.permute(1, 2, 0, 3) for t in (q, k, v)]
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *heads_first, attn_mask=bias, is_causal=not biased, enable_gqa=True
+    ).permute(2, 0, 1, 3)
+    assert torch.equal(y, expected)
+    assert torch.equal(y, by_torch(*heads_first, bias).permute(2, 0, 1, 3))
+    far = (by_math(*heads_first, bias).permute(2, 0, 1, 3) - expected).abs().max()
+    assert far < 8 * torch.finfo(dtype).eps
+    wrong = by_math(*heads_first, None if biased else scores_bias(positions, dtype, 3))
+    assert (wrong.permute(2, 0, 1, 3) - expected).abs().max() > 0.1  # control: another mask
+
+
+# --- flash 3 --------------------------------------------------------------------------------------
+
+
+def test_flash_3_is_loaded_where_it_is_chosen_and_only_there() -> None:
+    with patch.object(attention_choice, "load_flash3") as load:
+        assert made_ready(choose(WITH_3, CAUSAL)) is CUDNN
+        assert made_ready(choose(HOPPER, PACKED)) is FLASH2
+        assert not load.called
+        assert made_ready(choose(WITH_3, PACKED)) is FLASH3
+        assert load.called
+    broken = ImportError("libcudart.so.13: cannot open")
+    with (
+        patch.object(attention_choice, "load_flash3", side_effect=broken),
+        pytest.raises(UserError, match="libcudart") as refused,
+    ):
+        made_ready(choose(WITH_3, PACKED))
+    assert "model.attention_kernel=flash2" in str(refused.value)
+
+
+# A package that defines flash 3's operators. torch then registers its own functions for CUDA.
+REGISTERS = """
+import sys, types, torch
+from torch.nn.attention import current_flash_attention_impl
+from model.kernels.attention import load_flash3
+library = torch.library.Library("flash_attn_3", "DEF")
+if sys.argv[1] == "whole":
+    library.define("fwd(Tensor q) -> Tensor")
+    library.define("bwd(Tensor q) -> Tensor")
+sys.modules["flash_attn_interface"] = types.ModuleType("flash_attn_interface")
+assert current_flash_attention_impl() is None
+load_flash3()
+load_flash3()
+print(current_flash_attention_impl())
+"""
+
+
+@pytest.mark.skipif(
+    attention_choice._torch_release() < (2, 13), reason="before torch 2.13 it is not used"
+)
+@pytest.mark.thorough  # two processes
+@pytest.mark.parametrize("package", ["whole", "empty"])
+def test_torch_registers_flash_3(package: str) -> None:
+    command = [sys.executable, "-c", REGISTERS, package]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if package == "whole":
+        assert done.stdout == "FA3\n", done.stderr
+    else:  # control; `made_ready` turns it into a message
+        assert "RuntimeError" in done.stderr
+
+
+# --- what a start says ----------------------------------------------------------------------------
+
+WINDOWS = ["model.attention=[sliding_window,causal]", "model.attention_window=4096"]
+
+
+@pytest.mark.parametrize(
+    ("device", "overrides", "said"),
+    [
+        (HOPPER, [], "attention: cuDNN 9.20.0"),
+        (WITH_3, ["data.document_mask=true"], "attention: flash 3"),
+        (HOPPER, ["data.document_mask=true"], "attention: flash 2 (not flash 3: not installed)"),
+        (
+            HOPPER,
+            ["train.deterministic=true"],
+            "attention: flash 2 (not cuDNN: its backward is not deterministic; "
+            "not flash 3: not installed)",
+        ),
+        (
+            HOPPER,
+            WINDOWS,
+            "attention: flash 2 (not flash 3: not installed) in 16 layers, "
+            "cuDNN 9.20.0 in 16 layers",
+        ),
+        (HOPPER, [*WINDOWS, "train.seq_len=4096"], "attention: cuDNN 9.20.0"),
+        (WITH_3, ["model.attention_kernel=flash3"], "attention: flash 3"),
+        (CPU, [], "attention: flash (CPU)"),
+    ],
+)
+def test_the_line_at_the_start(device: Device, overrides: list[str], said: str) -> None:
+    config = load_config(str(ROOT / "configs" / "llama3_8b.yaml"), overrides)
+    with patch("runtime.attention.this_device", lambda _: device):
+        assert describe_attention(config, "cuda") == said
+
+
+def test_a_wish_that_cannot_be_fulfilled_is_refused_at_the_start() -> None:
+    config = load_config(str(ROOT / "configs" / "laptop.yaml"), ["model.attention_kernel=cudnn"])
+    with pytest.raises(UserError, match="there is no GPU"):
+        check_attention(config, "cpu")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_kernel_that_fails_is_refused_at_the_start(packed: bool) -> None:
+    call = CAUSAL._replace(packed=packed)
+
+    def fails(*_: object) -> torch.Tensor:
+        raise RuntimeError("cuDNN Frontend error: No execution plans support the graph.\nmore")
+
+    try_out(call, choose(CPU, call), "cpu")
+    with pytest.raises(UserError, match=r"No execution plans support the graph\.\n") as refused:
+        try_out(call, Choice(Kernel("cuDNN", fails, ()), "", ()), "cpu")
+    assert "model.attention_kernel, for example flash2" in str(refused.value)
