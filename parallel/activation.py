@@ -17,7 +17,7 @@ chosen by operation with torch's `create_selective_checkpoint_contexts`.)
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -70,11 +70,28 @@ def products_are_kept() -> bool:
     return _thread.again
 
 
-def unread(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor without memory, as the input of products that are not computed. The result of one
-    that is computed all the same has no memory either."""
-    with _disable_current_modes():  # recomputation allows only operators that forward had
-        return torch.empty(shape, dtype=dtype, device="meta")
+class Unread(torch.Tensor):
+    """A tensor with a shape but no memory, as the input of products whose results are kept. Reading
+    it is an error: selective has not kept the operator."""
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, shape: Sequence[int]) -> "Unread":
+        return torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=like.dtype, device=like.device
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if not func.is_view:
+            raise AssertionError(
+                f"selective recomputation has not kept the result of {func}: EXPENSIVE in "
+                "parallel/activation.py does not have it"
+            )
+        with _disable_current_modes():
+            view = func(torch.empty(args[0].shape, device="meta"), *args[1:], **(kwargs or {}))
+        return cls(args[0], view.shape)
 
 
 def _keep_expensive(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

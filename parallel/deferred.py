@@ -26,37 +26,44 @@ from parallel.weight_gradient import Destination
 
 
 class Job(Protocol):
-    """The remaining work for a weight gradient: `start` its communication, then `finish` it."""
+    """The remaining work for a weight gradient: if it `communicates`, `start` that; then `finish`
+    it."""
+
+    @property
+    def communicates(self) -> bool: ...
 
     def start(self) -> None: ...
 
     def finish(self) -> None: ...
 
 
+class LocalJob:
+    """The base of jobs that do not communicate."""
+
+    communicates = False
+
+    def start(self) -> None:
+        pass
+
+
 @dataclass
-class ReadyGradient:
+class ReadyGradient(LocalJob):
     """A weight gradient that was computed together with the gradient of the input."""
 
     gradient: Tensor
     destination: Destination
-
-    def start(self) -> None:
-        pass
 
     def finish(self) -> None:
         self.destination.add(self.gradient)
 
 
 @dataclass
-class EmbeddingGradient:
+class EmbeddingGradient(LocalJob):
     """The gradient of an embedding's weight [V/tp, D], from dy [S, B, D] of its output."""
 
     dy: Tensor
     rows: Tensor  # [S, B]: the row of the weight that each position looked up
     destination: Destination
-
-    def start(self) -> None:
-        pass
 
     def finish(self) -> None:
         num_rows = local_part(self.destination.weight).shape[0]
@@ -80,6 +87,8 @@ class LinearGradients:
         gather_x, gather_dys: the tp group to gather x or dys over, if they are this rank's part
             [S/tp, B, …] of the sequence; None: they are whole.
     """
+
+    communicates = True
 
     def __init__(
         self,
@@ -162,6 +171,9 @@ def run_jobs(jobs: list[Job]) -> None:
     started: Job | None = None
     while jobs:
         job = jobs.pop()
+        if not job.communicates:  # in between, it would leave the next gather without products
+            job.finish()
+            continue
         job.start()
         if started is not None:
             started.finish()

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional
 
-from parallel.activation import partial_sums, products_are_kept, unread
+from parallel.activation import Unread, partial_sums, products_are_kept
 from parallel.collectives import (
     reduce_over_tp,
     start_all_gather,
@@ -73,15 +73,10 @@ class ColumnParallelFunction(torch.autograd.Function):
         ctx.tp, ctx.matmuls, ctx.queue, ctx.destinations = tp, matmuls, queue, destinations
         ctx.save_for_backward(x, *weights)
         if tp.sequence_parallel and tp.size > 1 and products_are_kept():
-            x = unread(tp.size * x.shape[0], *x.shape[1:], dtype=x.dtype)
+            x = Unread(x, (tp.size * x.shape[0], *x.shape[1:]))
         elif tp.sequence_parallel:
             x = start_all_gather(x, tp.group).wait()  # [S, B, D]
-        ys = tuple(m.forward(x, weight) for m, weight in zip(matmuls, weights, strict=True))
-        assert ys[0].device == weights[0].device, (
-            "selective recomputation has not kept a product: EXPENSIVE in parallel/activation.py "
-            "does not have its operator"
-        )
-        return ys
+        return tuple(m.forward(x, weight) for m, weight in zip(matmuls, weights, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:

@@ -15,6 +15,8 @@ from parallel.weight_gradient import Destination
 class Job:
     """A job that logs the number of live jobs when it starts and when it finishes."""
 
+    communicates = True
+
     def __init__(self, alive, log):
         self.held = torch.zeros(3)
         self.alive, self.log = alive, log
@@ -37,6 +39,17 @@ def test_a_finished_job_is_let_go():
     assert jobs == []
     assert [left for what, left in log if what == "finish"] == [5, 4, 3, 2, 1]
     assert [what for what, _ in log[:4]] == ["start", "start", "finish", "start"]
+
+
+def test_a_job_without_communication_does_not_come_between():
+    """A finished gradient between two linear layers does not end the overlap of the second one's
+    gather with the first one's products."""
+    alive, log = weakref.WeakSet(), []
+    weight = nn.Parameter(torch.zeros(2))
+    ready = ReadyGradient(torch.ones(2), Destination(weight))
+    run_jobs([Job(alive, log), ready, Job(alive, log)])
+    assert [what for what, _ in log] == ["start", "start", "finish", "finish"]
+    assert weight.grad.tolist() == [1, 1]
 
 
 def test_only_inside_deferring_are_jobs_taken():
