@@ -80,8 +80,10 @@ class Nccl:
 
     def batch(self, operations: list[P2POp]) -> list[Work]:
         """Take the place of `dist.batch_isend_irecv`."""
+        held = dict(self._held)
         for each in operations:
             each.op(each.tensor, each.peer, each.group)
+        self._held = held  # the works of single messages do not exist in a batch
         stream, tensors = self._stream(operations[0].group), [each.tensor for each in operations]
         return [self._work(stream.point(), tensors, True)]
 

@@ -50,6 +50,7 @@ class Overlap:
     device: Device
     flights: list[Flight] = field(default_factory=list)
     phase: str = OUTSIDE
+    open: list[Flight] = field(default_factory=list)  # those whose end is not known yet
     computed: dict[int, Computing] = field(default_factory=dict)  # by number of the stream's work
 
     @contextmanager
@@ -62,6 +63,7 @@ class Overlap:
     def clear(self) -> None:
         """Forget everything, before the step that is to be recorded."""
         self.flights.clear()
+        self.open.clear()
         self.computed.clear()
 
     def launched(
@@ -70,14 +72,19 @@ class Overlap:
         flight = Flight(axis, kind, size, self.phase, lane, number, begin)
         if lane is self.device.compute:
             flight.end = begin
+        else:
+            self.open.append(flight)
         self.flights.append(flight)
 
     def joined(self) -> None:
         """The compute stream has waited for another one."""
-        compute = self.device.compute
-        for flight in self.flights:
-            if flight.end is None and compute.seen(flight.lane) >= flight.number:
+        compute, left = self.device.compute, []
+        for flight in self.open:
+            if compute.seen(flight.lane) >= flight.number:
                 flight.end = compute.done
+            else:
+                left.append(flight)
+        self.open = left
 
     def beside(self, flight: Flight) -> list[Computing]:
         """What can run at the same time."""
