@@ -2,7 +2,10 @@
 and FSDP."""
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
@@ -72,9 +75,24 @@ class StorageWatch(TorchDispatchMode):
             self.freed(key, self._sizes.pop(key))
 
     def resized(self, storage: UntypedStorage) -> None:
-        """To be called by code that resizes a storage, because no operator reveals it."""
+        """A storage was resized, see `watch_resizes`."""
         key = storage._cdata
         if key in self._sizes:
             label = self.freed(key, self._sizes[key])
             self._sizes[key] = size = _rounded(storage.nbytes())
             self.born(key, size, label)
+
+
+@contextmanager
+def watch_resizes(watch: StorageWatch) -> Iterator[None]:
+    """Tell `watch` of resized storages, which no operator reveals. FSDP frees and refills gathered
+    weights so."""
+    resize = UntypedStorage.resize_
+
+    def resized(storage: UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        watch.resized(storage)
+        return result
+
+    with patch.object(UntypedStorage, "resize_", resized):
+        yield

@@ -69,6 +69,7 @@ NOT_RUN["new_cluster.md"] = Counter({"needs Slurm": 1})
 NOT_RUN["huggingface.md"] = Counter(
     {"needs `make train`": 1, "needs that run": 1, "needs those weights": 2, "needs them too": 2}
 )
+NOT_RUN["streams.md"] = Counter({"takes a minute": 1, "needs that run": 1})
 NOT_RUN["profiling.md"] = Counter({"trains for a minute": 1, "needs that run": 3})
 NOT_RUN["planning.md"] = Counter({"takes a while": 3, "takes half a minute": 1})
 NOT_RUN["plan_accuracy.md"] = Counter({"takes a while": 1, "takes a minute": 1})

@@ -15,5 +15,6 @@ During and after  report, plot, profile  a run as a page, or as a picture; a tra
                   generate               generate text from the model
                   import_hf, export      convert from and to Hugging Face folders
 To trust it       parity                 compare every layout with one device
+                  streams                check streams, memory and overlap without a GPU
                   compile_kernels        compile the kernels for every GPU, without having one
 """

@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -61,23 +62,29 @@ class _DeviceModule:
 
 
 @contextmanager
-def fake_gpu() -> Iterator[None]:
+def fake_gpu(
+    device_module: Any = _DeviceModule,
+    to_device: Callable[[Tensor, str], Tensor] = lambda tensor, device: tensor.to(device),
+) -> Iterator[None]:
     """A context in which modules sharded over a mesh are on the fake GPU, and code treats its
-    tensors as GPU tensors."""
+    tensors as GPU tensors.
+
+    Args:
+        device_module: takes the place of `torch.cuda` for FSDP.
+        to_device: takes the place of parallel.mesh.to_device, which treats only cuda as a GPU.
+    """
     fully_shard = "torch.distributed.fsdp._fully_shard._fully_shard"
     with ExitStack() as stack:
         stack.enter_context(
             patch(f"{fully_shard}._get_device_from_mesh", lambda mesh: torch.device(DEVICE))
         )
-        stack.enter_context(patch(f"torch.{DEVICE}", _DeviceModule, create=True))
+        stack.enter_context(patch(f"torch.{DEVICE}", device_module, create=True))
         group = _fsdp_param_group.FSDPParamGroup
         check = patch.object(group, "_validate_no_meta_params", lambda group: None)
         stack.enter_context(check)
         stack.enter_context(patch.object(FakeWork, "is_completed", lambda work: True))
-        for module in ("training.step", "model.documents"):  # their own moves tensors only to cuda
-            stack.enter_context(
-                patch(f"{module}.to_device", lambda tensor, device: tensor.to(device))
-            )
+        for module in ("training.step", "model.documents"):
+            stack.enter_context(patch(f"{module}.to_device", to_device))
         stack.enter_context(AsOnGpu())
         yield
 

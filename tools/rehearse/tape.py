@@ -20,14 +20,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from costs.recorder import call_of, tensors_of
-from costs.storages import StorageWatch, key_of
+from costs.storages import StorageWatch, key_of, watch_resizes
 from parallel.axes import AXES
 from parallel.memory import (
     ACTIVATIONS,
@@ -96,8 +95,7 @@ class Tape(StorageWatch):
         self.collectives: Counter[Call] = Counter()
         self.peak = 0
         self.peak_action: Action | None = None
-        self._axis_of_ranks = axes_by_ranks(mesh)
-        self._axis_of_group: dict[str, str | None] = {}
+        self._axes = GroupAxes(mesh)
         self._total = 0
         self._tick = self._peak_tick = 0
         self._action: Action | None = None
@@ -114,15 +112,7 @@ class Tape(StorageWatch):
         self._action = None
 
     def __enter__(self) -> "Tape":
-        # FSDP frees gathered weights by resizing their storages, which no operator does.
-        resize = torch.UntypedStorage.resize_
-
-        def resized(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
-            self.resized(storage)
-            return result
-
-        self._inside.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
+        self._inside.enter_context(watch_resizes(self))
         self._inside.enter_context(listening(self._told))
         super().__enter__()
         return self
@@ -187,18 +177,7 @@ class Tape(StorageWatch):
         return piece.label
 
     def _heard(self, func: Any, args: Any) -> None:
-        boxed = next(
-            arg
-            for arg in args
-            if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())
-        )
-        group = dist.ProcessGroup.unbox(boxed)
-        if group.group_name not in self._axis_of_group:
-            ranks = frozenset(dist.get_process_group_ranks(group))
-            self._axis_of_group[group.group_name] = (
-                self._axis_of_ranks(ranks) if len(ranks) > 1 else None
-            )
-        axis = self._axis_of_group[group.group_name]
+        axis = self._axes.of(group_of(args))
         if axis is None:
             return
         kind, size = call_of(func, args)
@@ -210,13 +189,35 @@ class Tape(StorageWatch):
                     piece.label.buffer = BUFFERS[kind]
 
 
-def axes_by_ranks(mesh: Mesh) -> Callable[[frozenset[int]], str]:
-    """Return a function that names a group by the axis with the same ranks: an axis of the mesh
-    (the innermost first), `loss` (both data-parallel axes), `world`, or `ends` (the ranks of the
-    first and last stage, for a tied embedding)."""
-    views = [(axis, mesh.root[axis]) for axis in reversed(AXES)] + [("loss", mesh.loss)]
-    groups = [
-        (name, frozenset(dist.get_process_group_ranks(view.get_group()))) for name, view in views
-    ]
-    groups.append(("world", frozenset(range(mesh.root.size()))))
-    return lambda ranks: next((name for name, members in groups if members == ranks), "ends")
+def group_of(args: Any) -> dist.ProcessGroup:
+    """The group among the arguments of an operator of torch.distributed."""
+    boxed = next(
+        arg
+        for arg in args
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())
+    )
+    return dist.ProcessGroup.unbox(boxed)
+
+
+class GroupAxes:
+    """Names a group by the axis with the same ranks: an axis of the mesh (the innermost first),
+    `loss` (both data-parallel axes), `world`, or `ends` (the ranks of the first and last stage, for
+    a tied embedding)."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        views = [(axis, mesh.root[axis]) for axis in reversed(AXES)] + [("loss", mesh.loss)]
+        self._axes = [
+            (name, frozenset(dist.get_process_group_ranks(view.get_group())))
+            for name, view in views
+        ]
+        self._axes.append(("world", frozenset(range(mesh.root.size()))))
+        self._known: dict[str, str | None] = {}
+
+    def of(self, group: dist.ProcessGroup) -> str | None:
+        """The name of the axis, or None for a group of one rank."""
+        name = group.group_name
+        if name not in self._known:
+            ranks = frozenset(dist.get_process_group_ranks(group))
+            axis = next((axis for axis, members in self._axes if members == ranks), "ends")
+            self._known[name] = axis if len(ranks) > 1 else None
+        return self._known[name]

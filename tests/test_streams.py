@@ -1,0 +1,269 @@
+"""A step's streams, memory, threads and overlap, checked on a pretended device (tools/streams), and
+controls: defects that are planted, and must be found."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from costs.as_on_gpu import DEVICE
+from parallel import collectives
+from parallel.axes import MeshSizes
+from parallel.collectives import Pending
+from parallel.mesh import to_device
+from parallel.pipeline.transfer import Transfers
+from runtime.device import device_thread
+from tools.parity import __main__ as parity
+from tools.parity.cases import Case
+from tools.rehearse.fake_gpu import one_rank
+from tools.rehearse.rank import alone
+from tools.streams import __main__ as command
+from tools.streams.findings import RACE, REUSE, SYNC, THREAD
+from tools.streams.layouts import LAYOUTS, differences, read_table, reports, table_of
+from tools.streams.step import Pretended, SaverWithoutFiles, check, pretended_device
+from training.guard import UpdateGuard
+
+QUICK = {"tp", "zero 3", "3D, tied, documents", "pp and tp, zb_h1"}
+ZERO_3 = replace(LAYOUTS["3D, zero 3, full recomputation"], activation_checkpointing="none")
+
+
+# --- the whole step -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.thorough) for name in LAYOUTS],
+)
+def test_a_layout_has_no_defect_and_keeps_its_overlap(name: str) -> None:
+    kept = read_table()
+    for key, report in reports(iter([name])):
+        assert report["findings"] == []
+        assert report["compared"] > 50  # accesses on two streams to the same memory
+        assert differences(kept[key], table_of(report)) == [], "see tools/streams/layouts.py"
+
+
+def test_the_table_has_every_layout() -> None:
+    keys = {f"{name}, rank {rank}" for name, c in LAYOUTS.items() for rank in (0, c.world - 1)}
+    assert read_table().keys() == keys
+
+
+def covering() -> Iterator[Case]:
+    """The parity proof's cases, in which every pair of option values occurs, on the kernels of a
+    GPU, and mostly in bfloat16."""
+    for number, (case, _) in enumerate(parity.plan(parity.WORLDS, quick=True)[0]):
+        dtype = "float32" if number % 4 == 0 else "bfloat16"
+        yield replace(case, dtype=dtype, kernels="auto", cpu_offload=False)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("case", "first"),
+    [(case, n % 2) for n, case in enumerate(sorted(set(covering()), key=str))],
+    ids=str,
+)
+def test_no_pair_of_options_has_a_defect(case: Case, first: int) -> None:
+    """On the first or the last rank, in turn."""
+    rank = 0 if first else case.world - 1
+    assert alone(check, case.config(), case.world, rank)["findings"] == []
+
+
+# --- controls: the step with a defect -------------------------------------------------------------
+
+
+def take_without_waiting(self: Transfers, message: Any) -> Tensor:
+    if message in self._here:
+        return self._here.pop(message)
+    return self._receiving.pop(message)[1]
+
+
+def guard_that_reads(self: UpdateGuard, loss: Tensor, norm: Tensor) -> Tensor:
+    return norm if norm.item() > 0 else norm.abs()
+
+
+def plain_thread(target: Callable[..., None], name: str, *args: Any) -> threading.Thread:
+    return threading.Thread(target=target, name=name, args=args, daemon=True)
+
+
+def write_without_waiting(self: SaverWithoutFiles, *_: Any) -> None:
+    self._require_finite()
+
+
+def nothing(*_: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("defect", "kind", "said"),
+    [
+        (patch.object(Pending, "wait", lambda pending: pending._tensor), RACE, "over tp"),
+        (patch.object(Transfers, "take", take_without_waiting), RACE, "receive over pp"),
+        (patch.object(FSDPParamGroup, "finalize_backward", nothing), RACE, "square_sum"),
+        (
+            patch.object(FSDPParamGroup, "_wait_all_gather_streams_on_event", nothing),
+            REUSE,
+            "all_gather over dp_shard",
+        ),
+        (patch.object(UpdateGuard, "__call__", guard_that_reads), SYNC, "tests/test_streams.py"),
+        (
+            patch("tools.streams.step.to_device", lambda tensor, _: tensor.to(DEVICE)),
+            SYNC,
+            "without non_blocking",
+        ),
+        (patch("runtime.save.device_thread", plain_thread), THREAD, "the thread save"),
+        (patch.object(SaverWithoutFiles, "_write", write_without_waiting), RACE, "the thread save"),
+    ],
+    ids=[
+        "wait of tp",
+        "wait for a message",
+        "end of FSDP's backward",
+        "freed gather",
+        "item",
+        "copy to the device",
+        "thread of a save",
+        "wait of a save",
+    ],
+)
+def test_a_defect_in_a_step_is_found(defect: Any, kind: str, said: str) -> None:
+    with defect:
+        findings = alone(check, ZERO_3.config(), ZERO_3.world, 0)["findings"]
+    assert {finding.split(":")[0] for finding in findings} == {kind}
+    assert any(said in finding for finding in findings)
+
+
+def test_a_collective_that_became_synchronous_is_found() -> None:
+    kept = read_table()
+    with patch.object(collectives, "_overlap", lambda: False):
+        changed = {
+            key: differences(kept[key], table_of(report)) for key, report in reports(iter(["tp"]))
+        }
+    lost = "tp reduce_scatter B: bare 0 → 16, flops 5,242,880 → 0"
+    assert [lost in lines for lines in changed.values()] == [True, True]
+
+
+# --- small programs -------------------------------------------------------------------------------
+
+
+@contextmanager
+def device() -> Iterator[Pretended]:
+    with one_rank(MeshSizes(), 0, DEVICE) as mesh, pretended_device(mesh) as pretended:
+        pretended.device.in_step = True
+        yield pretended
+
+
+def kinds(pretended: Pretended) -> dict[str, Any]:
+    return {"found": [kind for kind, _ in pretended.findings.found]}
+
+
+def uses_a_side_stream(waits: bool, part: int) -> dict[str, Any]:
+    """The compute stream writes the first half of a tensor, another stream reads half `part`."""
+    with device() as pretended:
+        side = torch.cuda.Stream()
+        x = torch.zeros(8, device=DEVICE)
+        side.wait_stream(torch.cuda.current_stream())
+        x[:4].fill_(1.0)
+        if waits:
+            side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.neg(x[4 * part : 4 * part + 4])
+        return kinds(pretended)
+
+
+@pytest.mark.parametrize(
+    ("waits", "part", "found"), [(True, 0, []), (False, 0, [RACE]), (False, 1, [])]
+)
+def test_streams_must_wait_for_each_other(waits: bool, part: int, found: list[str]) -> None:
+    assert alone(uses_a_side_stream, waits, part) == {"found": found}
+
+
+def frees_early(then: str) -> dict[str, Any]:
+    """Another stream reads a tensor of the compute stream, which frees it and allocates another."""
+    with device() as pretended:
+        compute, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        x = torch.zeros(8, device=DEVICE)
+        side.wait_stream(compute)
+        with torch.cuda.stream(side):
+            torch.neg(x)
+        if then == "record_stream":
+            x.record_stream(side)
+        del x
+        if then == "wait":
+            compute.wait_stream(side)
+        torch.zeros(8, device=DEVICE)
+        return kinds(pretended)
+
+
+@pytest.mark.parametrize(
+    ("then", "found"), [("nothing", [REUSE]), ("record_stream", []), ("wait", [])]
+)
+def test_memory_must_not_be_reused_while_a_stream_reads_it(then: str, found: list[str]) -> None:
+    assert alone(frees_early, then) == {"found": found}
+
+
+def copies(what: str) -> dict[str, Any]:
+    with device() as pretended:
+        x = torch.zeros(8, device=DEVICE)
+        if what == "to the device":
+            to_device(torch.ones(8), "cuda")
+        elif what == "unpinned":
+            torch.ones(8).to(DEVICE, non_blocking=True)
+        elif what == "tolist":
+            x.tolist()
+        elif what == "nonzero":
+            with pytest.raises(NotImplementedError, match="a tensor without data"):
+                x.nonzero()
+        elif what == "tensor":
+            torch.tensor([1.0], device=DEVICE)
+        else:
+            pinned = torch.empty(8, pin_memory=True)
+            pinned.copy_(x, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+            pretended.device.in_step = False  # waiting is allowed
+            if what == "read after waiting":
+                copied.synchronize()
+            pinned.sum()
+        return kinds(pretended)
+
+
+@pytest.mark.parametrize(
+    ("what", "found"),
+    [
+        ("to the device", []),
+        ("unpinned", [SYNC]),
+        ("tolist", [SYNC]),
+        ("nonzero", [SYNC]),
+        ("tensor", [SYNC]),
+        ("read after waiting", []),
+        ("read at once", [RACE]),
+    ],
+)
+def test_the_host_waits_for_what_it_reads(what: str, found: list[str]) -> None:
+    assert alone(copies, what) == {"found": found}
+
+
+def works_in_a_thread(make: Callable[..., threading.Thread]) -> dict[str, Any]:
+    with device() as pretended:
+        thread = make(partial(torch.zeros, 8, device=DEVICE), "worker")
+        thread.start()
+        thread.join()
+        return kinds(pretended)
+
+
+@pytest.mark.parametrize(("make", "found"), [(device_thread, []), (plain_thread, [THREAD])])
+def test_a_thread_must_choose_its_device(make: Any, found: list[str]) -> None:
+    assert alone(works_in_a_thread, make) == {"found": found}
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def test_the_command_refuses_a_configuration_to_write(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["configs/laptop.yaml", "--write"]) == 2
+    assert "--write" in capsys.readouterr().err

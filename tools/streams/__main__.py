@@ -1,0 +1,120 @@
+"""Checks the streams, memory and threads of a rank's step without a GPU, and shows what hides each
+collective.
+
+    python -m tools.streams configs/laptop.yaml --rank 4   one rank of a job
+    python -m tools.streams                                two ranks of each layout of the table
+    python -m tools.streams --write                        the same, and writes the table again
+
+The step is the real one (FSDP2, the pipeline's runner, the collectives, the optimizer), on a
+pretended device that records what each stream waits for. Reported are accesses to memory that no
+wait orders, memory that is freed while a stream uses it, waits of the host inside a step, and
+threads on a wrong device. The exit status is 1 if there is any of these, or if an overlap is not as
+in the table (layouts.py). The times are those of a device's data sheet; nothing is measured.
+"""
+
+import argparse
+import sys
+from typing import Any
+
+from errors import UserError
+from tools.command import run_command
+from tools.plan.hardware import find_device
+from tools.plan.layout import world_of
+from tools.rehearse.__main__ import ranks_asked_for
+from tools.rehearse.rank import alone, check_can_be_rehearsed
+from tools.streams.layouts import (
+    LAYOUTS,
+    Table,
+    differences,
+    read_table,
+    reports,
+    table_of,
+    write_table,
+)
+from tools.streams.step import check
+from training.load_config import load_config
+
+
+def describe(report: dict[str, Any], device: str) -> str:
+    stages = ", ".join(map(str, report["stages"]))
+    found = report["findings"]
+    lines = [
+        f"rank {report['rank']} of {report['world']}, stage {stages}: {len(found)} findings in "
+        f"{report['operators']:,} operators; {report['compared']:,} pairs of accesses compared",
+        *(f"  {finding}" for finding in found),
+        "",
+        f"{'one step, with times on ' + device:32}  count         MB   bare  GFLOP beside"
+        "      wire   exposed",
+    ]
+    for name, row in report["overlap"].items():
+        wire, exposed = (1e3 * part for part in report["seconds"][name])
+        lines.append(
+            f"{name:32} {row['count']:6,} {row['bytes'] / 1e6:10,.3f} "
+            f"{row['bare']:6,} {row['flops'] / 1e9:13,.3f} {wire:6.3f} ms {exposed:6.3f} ms"
+        )
+    return "\n".join(lines)
+
+
+def check_layouts(write: bool) -> int:
+    """Check every layout, and compare it with the table, or write the table. Returns the exit
+    status."""
+    kept, found = {} if write else read_table(), Table()
+    wrong = False
+    for name, report in reports(iter(LAYOUTS)):
+        found[name] = table_of(report)
+        problems = list(report["findings"])
+        if not write:
+            problems += differences(kept.get(name, {}), found[name])
+        good = "written" if write else "as expected"
+        print(f"{name}: " + ("; ".join(problems) or good), flush=True)
+        wrong = wrong or bool(problems)
+    if write:
+        write_table(found)
+    return int(wrong)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.streams",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "config", metavar="CONFIG", nargs="?", help="a configuration file (default: all layouts)"
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="section.key=value",
+        help="settings to override, as for train.py",
+    )
+    parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank (default: 0)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="number of ranks")
+    parser.add_argument(
+        "--device", default="h100", metavar="NAME", help="whose rates give times (default: h100)"
+    )
+    parser.add_argument("--write", action="store_true", help="write the table of overlaps again")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        if options.config is None:
+            return check_layouts(options.write)
+        if options.write:
+            why = "the table has its own layouts"
+            raise UserError("--write", options.config, why, "give no configuration with it")
+        config = load_config(options.config, options.overrides)
+        world = world_of(options.config, config, options.gpus)
+        config.validate(world)
+        (rank,) = ranks_asked_for(config, world, options.rank)
+        check_can_be_rehearsed(config)
+        device = find_device(options.device)
+        report = alone(check, config, world, rank, device)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(describe(report, device.name))
+    return int(bool(report["findings"]))
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,50 @@
+"""What the check finds, and the lines of code that it names."""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+ROOT = str(Path(__file__).parent.parent.parent) + "/"
+_SKIPPED = tuple(
+    f"{ROOT}{name}" for name in (".venv/", "tools/streams/", "tools/rehearse/", "costs/")
+)
+_FSDP = "/torch/distributed/fsdp/_fully_shard/"
+
+RACE, REUSE, SYNC, THREAD = "race", "reused memory", "host waits", "wrong device"
+
+
+def line() -> str:
+    """The line that is being executed: the innermost of this repository, and FSDP's if it is called
+    from there. In a backward that autograd runs without our code: the name of its node."""
+    ours, fsdp = "", ""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not ours:
+        file = frame.f_code.co_filename
+        if _FSDP in file and not fsdp and "/_fsdp_" in file:
+            fsdp = f"{file.rsplit('/', 1)[1]}:{frame.f_lineno} {frame.f_code.co_name}"
+        if file.startswith(ROOT) and not file.startswith(_SKIPPED) and "site-packages" not in file:
+            ours = f"{file.removeprefix(ROOT)}:{frame.f_lineno}"
+        frame = frame.f_back
+    node = torch._C._current_autograd_node()
+    if not ours and node is not None:
+        ours = f"autograd's {node.name()}"
+    return f"{ours}, in FSDP's {fsdp}" if fsdp and ours else ours or fsdp or "an unknown line"
+
+
+@dataclass
+class Findings:
+    """The defects found so far: (kind, text) → how often."""
+
+    found: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def add(self, kind: str, text: str) -> None:
+        self.found[kind, text] = self.found.get((kind, text), 0) + 1
+
+    def lines(self) -> list[str]:
+        return [
+            f"{kind}: {text}" + (f" ({count} times)" if count > 1 else "")
+            for (kind, text), count in self.found.items()
+        ]

@@ -1,0 +1,201 @@
+"""Runs code on the pretended device: below autograd and FSDP every operator is issued on the
+current stream, and what it reads and writes is checked.
+
+Tensors of the device are those of costs/as_on_gpu.py, without data. What an operator does
+internally (a kernel's table of pointers, a workspace) is not seen.
+"""
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from costs.as_on_gpu import DEVICE
+from costs.recorder import event_of, tensors_of
+from costs.storages import StorageWatch, key_of
+from tools.streams.device import Device
+from tools.streams.findings import line
+from tools.streams.memory import Memory
+from tools.streams.nccl import Nccl
+from tools.streams.operators import accesses, needs_value
+from tools.streams.overlap import Computing, Overlap
+
+_aten = torch.ops.aten
+COPIES = {_aten.copy_.default, _aten._to_copy.default}
+
+
+class Watch(StorageWatch):
+    """Watches the threads that are inside an `InThisThread` of it."""
+
+    def __init__(self, device: Device, memory: Memory, nccl: Nccl, overlap: Overlap) -> None:
+        super().__init__(DEVICE)
+        self.on, self.memory, self.nccl, self.overlap = device, memory, nccl, overlap
+        self.operators = 0
+        self._pinned: set[int] = set()  # keys of storages of the host
+        self._lock = threading.RLock()
+
+    # --- storages ---
+
+    def born(self, key: int, size: int, label: Any = None) -> None:
+        self.memory.allocate(key, self.on.current_stream(), line())
+
+    def freed(self, key: int, size: int) -> None:
+        self.memory.free(key, line())
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """Treat a tensor of the host as pinned."""
+        storage = tensor.untyped_storage()
+        self._pinned.add(storage._cdata)
+        self.memory.allocate(storage._cdata, self.on.host(), line(), pinned=True)
+        weakref.finalize(storage, self._unpin, storage._cdata).atexit = False
+        return tensor
+
+    def _unpin(self, key: int) -> None:
+        self._pinned.discard(key)
+        self.memory.free(key, line())
+
+    # --- operators ---
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # DTensor first: this mode then sees its operators on local parts
+        with self._lock:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func.namespace == "c10d":
+            return self.nccl.launch(func, args)
+        given = list(tensors_of([*args, *kwargs.values()]))
+        for tensor in given:
+            self.saw(tensor)
+        if func in COPIES and (between := self._between(func, args, kwargs)):
+            return self._copy(func, args, kwargs, *between)
+        on_device = any(tensor.device.type == DEVICE for tensor in given)
+        if on_device and (what := needs_value(func, args)):
+            return self._read(func, args, kwargs, what)
+        result = func(*args, **kwargs)
+        made = list(tensors_of([result]))
+        for tensor in made:
+            self.saw(tensor)
+        if on_device or any(tensor.device.type == DEVICE for tensor in made):
+            if any(t.device.type == "cpu" and t.dim() for t in given):
+                self._wait(f"{func} copies a tensor of the host to the device")
+            self._issue(func, args, kwargs, result)
+        elif self._pinned:
+            self._on_host(func, args, kwargs, result)
+        return result
+
+    def _issue(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        touched = list(accesses(func, args, kwargs, result))
+        if not touched:
+            return
+        self.operators += 1
+        stream = self.on.issue()
+        recorded = torch.is_grad_enabled() and any(t.requires_grad for t, _ in touched)
+        if recorded and stream is not self.on.compute:
+            raise NotImplementedError(
+                f"{func} at {line()} is recorded by autograd on {stream.name}"
+            )
+        number = stream.advance()
+        self.memory.access(stream, number, f"{func} at {line()}", touched)
+        if stream is self.on.compute:
+            event = event_of(func, args, kwargs, result)
+            if isinstance(event, Computing):
+                self.overlap.computed[number] = event
+
+    def _on_host(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        touched = list(accesses(func, args, kwargs, result))
+        if any(key_of(tensor) in self._pinned for tensor, _ in touched):
+            host = self.on.host()
+            self.memory.access(host, host.advance(), f"{func} at {line()}", touched)
+
+    def _wait(self, why: str) -> None:
+        self.on.waits(why, self.on.issue().point())
+
+    def _read(self, func: Any, args: Any, kwargs: Any, what: str) -> Any:
+        """The host reads from the device: it waits. Zero or false stands for the value."""
+        self._issue(func, args, kwargs, None)
+        self._wait(f"{func} needs {what}")
+        if func is _aten._local_scalar_dense.default:
+            return torch.zeros((), dtype=args[0].dtype).item()
+        if what == "a value":
+            return False
+        raise NotImplementedError(
+            f"{func} at {line()} needs {what}: the host waits, and a tensor without data has none"
+        )
+
+    # --- copies between host and device ---
+
+    def _between(self, func: Any, args: Any, kwargs: Any) -> tuple[str, str] | None:
+        """(from, to), if the copy is between host and device."""
+        if func is _aten.copy_.default:
+            source, target = args[1].device.type, args[0].device.type
+        else:
+            device = kwargs.get("device")
+            source = args[0].device.type
+            target = source if device is None else torch.device(device).type
+        return (source, target) if DEVICE in (source, target) and source != target else None
+
+    def _copy(self, func: Any, args: Any, kwargs: Any, source: str, target: str) -> Any:
+        """A copy makes the host wait, unless it is asked not to and the host's memory is pinned."""
+        fills = func is _aten.copy_.default
+        free = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+        read = args[1] if fills else args[0]
+        if fills:
+            result = args[0] if target == "cpu" else func(*args, **kwargs)
+        elif target == "cpu":
+            result = torch.zeros(read.shape, dtype=kwargs.get("dtype") or read.dtype)
+            if free:  # torch then pins the result (aten/src/ATen/native/TensorConversions.cpp)
+                self.pin(result)
+        else:
+            result = func(*args, **kwargs)
+        self.saw(result)
+        self.operators += 1
+        stream, (here, there) = self.on.issue(), (read, result)
+        name = f"the copy from {_name(source)} to {_name(target)} at {line()}"
+        self.memory.access(stream, stream.advance(), name, [(here, False), (there, True)])
+        host = read if source == "cpu" else result
+        if not free or key_of(host) not in self._pinned:
+            why = " with memory that is not pinned" if free else " without non_blocking"
+            self._wait(f"a copy from {_name(source)} to {_name(target)}{why}")
+        return result
+
+
+def _name(device: str) -> str:
+    return "the device" if device == DEVICE else "the host"
+
+
+class InThisThread(TorchDispatchMode):
+    """Passes the operators of the calling thread to a watch."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.watch.__torch_dispatch__(func, types, args, kwargs)
+
+
+class HostMemory(TorchFunctionMode):
+    """Makes the host's code for GPUs work without one: pinned memory, and copies to `cuda`."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func == torch.Tensor.pin_memory:
+            return self.watch.pin(args[0].clone())
+        if func == torch.Tensor.to and len(args) > 1 and str(args[1]).startswith("cuda"):
+            return func(args[0], DEVICE, *args[2:], **kwargs)
+        if kwargs.pop("pin_memory", False):  # zeros, in little memory
+            return self.watch.pin(torch.zeros((), dtype=kwargs.get("dtype")).expand(*args))
+        if func in (torch.tensor, torch.as_tensor) and str(kwargs.get("device")) == DEVICE:
+            self.watch.on.waits(f"{func.__name__}() copies to the device", {})
+        return func(*args, **kwargs)
