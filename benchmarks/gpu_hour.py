@@ -20,6 +20,7 @@ something was wrong or failed, and 2 if a package without which nothing runs is 
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -53,39 +54,39 @@ PARTS: dict[str, list[list[list[Task]]]] = {
     RIGHT: [
         [
             [
-                Task("training", "gpu_training", 240),
-                Task("kernels", "gpu_kernels", 150, ("--checks",)),
-                Task("memory", "gpu_memory", 200),
+                Task("training", "benchmarks.gpu_training", 240),
+                Task("kernels", "benchmarks.gpu_kernels", 150, ("--checks",)),
+                Task("memory", "benchmarks.gpu_memory", 200),
             ],
-            [Task("tests of kernels", "gpu_tests", 300, ("--only", "kernel"))],
+            [Task("tests of kernels", "benchmarks.gpu_tests", 300, ("--only", "kernel"))],
             [
-                Task("resume", "gpu_resume", 200),
-                Task("tests of the head", "gpu_tests", 60, ("--only", "head")),
-                Task("tests of runs", "gpu_tests", 240, ("--only", "runs")),
+                Task("resume", "benchmarks.gpu_resume", 200),
+                Task("tests of the head", "benchmarks.gpu_tests", 60, ("--only", "head")),
+                Task("tests of runs", "benchmarks.gpu_tests", 240, ("--only", "runs")),
             ],
         ]
     ],
     FAST: [
         [
-            [Task(f"compile {i}", "gpu_kernels", 90, ("--compile", f"{i}/{COMPILERS}"))]
+            [Task(f"compile {i}", "benchmarks.gpu_kernels", 90, ("--compile", f"{i}/{COMPILERS}"))]
             for i in range(COMPILERS)
         ],
         [
             [
-                Task("kernels", "gpu_kernels", 110),
-                Task("profile", "gpu_profile", 50),
-                Task("model", "gpu_model", 300),
+                Task("kernels", "benchmarks.gpu_kernels", 110),
+                Task("profile", "benchmarks.gpu_profile", 50),
+                Task("model", "benchmarks.gpu_model", 300),
             ]
         ],
     ],
     OPEN: [
         [
             [
-                Task("attention", "gpu_attention", 50),
-                Task("accumulation", "gpu_accumulation", 40),
-                Task("overlap", "gpu_overlap", 90),
-                Task("fsdp", "gpu_fsdp", 130),
-                Task("model with each attention", "gpu_model", 150, ("--attention",)),
+                Task("attention", "benchmarks.gpu_attention", 50),
+                Task("accumulation", "benchmarks.gpu_accumulation", 40),
+                Task("overlap", "benchmarks.gpu_overlap", 90),
+                Task("fsdp", "benchmarks.gpu_fsdp", 130),
+                Task("model with each attention", "benchmarks.gpu_model", 150, ("--attention",)),
             ]
         ]
     ],
@@ -122,10 +123,7 @@ class Part:
             self.lanes = [lane for stage in stages for lane in stage]
             try:
                 for stage in stages:
-                    while any([lane.advance(self.end) for lane in stage]):
-                        if any([lane.has_news() for lane in stage]):
-                            self.write()
-                        time.sleep(LOOK_SECONDS)
+                    self.run_stage(stage)
             finally:
                 for lane in self.lanes:
                     lane.stop("the part was ended")
@@ -136,6 +134,15 @@ class Part:
             print(f"written to {self.folder}/{self.name}.json and .md", flush=True)
         crashed = any(lane.crashed for lane in self.lanes)
         return 1 if crashed or wrong_rows(rows) else 0
+
+    def run_stage(self, lanes: list[Lane]) -> None:
+        """Runs the lanes side by side, and writes what is new."""
+        busy = True
+        while busy:
+            busy = sum(lane.advance(self.end) for lane in lanes) > 0  # all of them, not just one
+            if sum(lane.has_news() for lane in lanes):
+                self.write()
+            time.sleep(LOOK_SECONDS)
 
     def result(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """What the JSON file holds, and its rows."""
@@ -153,7 +160,7 @@ class Part:
         if self.folder is None:
             return
         result, rows = self.result()
-        found = findings(self.name, rows, self.about["device"])
+        found = findings(result, rows)
         text = page(result, rows)
         everything = {
             **result,
@@ -189,6 +196,8 @@ def main(arguments: list[str] | None = None) -> int:
         folder = ROOT / "benchmarks/results/gpu"
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
+    # so that the programs end too
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     return Part(parsed.part, folder, tiny, parsed.seconds).run()
 
 

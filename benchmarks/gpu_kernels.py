@@ -173,11 +173,13 @@ def check_row(case: Case, subject: Any, status: str) -> dict[str, Any]:
     return {**row, "status": status, "right": right, "against_float64": found}
 
 
-def compile_only(cases: list[Case], share: str) -> None:
+def compile_only(cases: list[Case], share: str, deadline: Deadline) -> None:
     """Runs every pass of each implementation once: those cases whose number is i modulo n, for a
     share i/n."""
     first, step = (int(number) for number in share.split("/"))
     for case in cases[first::step]:
+        if not deadline.allows(SECONDS_FOR_A_CASE):
+            return
         subject, _ = attempt(case.build)
         for name_of_pass in case.passes:
             for implementation in case.implementations:
@@ -294,7 +296,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         cases = [case for case in list_cases(sizes) if parsed.only in case.name]
         if parsed.compile:
-            compile_only(cases, parsed.compile)
+            compile_only(cases, parsed.compile, Deadline(parsed.budget_seconds))
             return 0
         rated = [] if parsed.checks else [COPY, PRODUCT]
         report = Report(parsed, [*rated, *(name for c in cases for name in names_of(c, parsed))])

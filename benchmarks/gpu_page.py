@@ -18,30 +18,41 @@ class Finding(NamedTuple):
     verdict: str
 
 
-def find(estimate: Estimate, rows: list[dict[str, Any]], device: str) -> Finding:
-    """Looks up the estimate's number in the rows of its part."""
+def find(estimate: Estimate, result: dict[str, Any], rows: list[dict[str, Any]]) -> Finding:
+    """Looks up the estimate's number in the rows of its part. `result`: as for `page`."""
     if not estimate.row:
         return Finding(estimate, None, None, f"not measured: {estimate.why_not}")
+    if not result["measurement"]:
+        return Finding(estimate, None, None, "not measured: needs a GPU and full sizes")
     row = next((row for row in rows if row["name"] == estimate.row), None)
     if row is None:
-        return Finding(estimate, None, None, "not measured: no such row at these sizes")
+        return Finding(estimate, None, None, f"not measured: {unfinished(result)}")
     if row["status"] != MEASURED:
         return Finding(estimate, None, None, row["status"])
     value: Any = row
     for key in estimate.number.split("."):
         value = value.get(key) if isinstance(value, dict) else None
     if not isinstance(value, int | float):
-        return Finding(estimate, None, None, "not measured: needs a GPU and full sizes")
+        why = f"the row has no {estimate.number} (is the device in hardware.py?)"
+        return Finding(estimate, None, None, f"not measured: {why}")
     nearest = min(max(value, estimate.least), estimate.most)
     ratio = value / nearest if nearest else INFINITY
     verdict = BELOW if value < estimate.least else ABOVE if value > estimate.most else WITHIN
-    if estimate.device not in device:
+    if estimate.device not in result["about"]["device"]:
         verdict = f"{verdict} ({OTHER_DEVICE}: made for {estimate.device})"
     return Finding(estimate, value, ratio, verdict)
 
 
-def findings(part: str, rows: list[dict[str, Any]], device: str) -> list[Finding]:
-    return [find(each, rows, device) for each in ESTIMATES if each.part == part]
+def unfinished(result: dict[str, Any]) -> str:
+    """Why a row is missing: the programs that did not run to their ends."""
+    others = [t for t in result["tasks"] if t["ended"] not in ("exit status 0", "exit status 1")]
+    said = ", ".join(f"{task['name']} {task['ended']}" for task in others)
+    return said or "no program has such a row on this device"
+
+
+def findings(result: dict[str, Any], rows: list[dict[str, Any]]) -> list[Finding]:
+    """Every estimate of the part."""
+    return [find(each, result, rows) for each in ESTIMATES if each.part == result["part"]]
 
 
 def as_json(finding: Finding) -> dict[str, Any]:
@@ -95,7 +106,7 @@ def page(result: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         lines += ["## Packages that are not installed", "", *absent, ""]
     lines += ["## Estimates", "", "| estimate | expected | measured | ratio | verdict | source |"]
     lines += ["|---|---|---|---|---|---|"]
-    for found in findings(result["part"], rows, result["about"]["device"]):
+    for found in findings(result, rows):
         value = "" if found.measured is None else f"{found.measured:.4g}"
         ratio = "" if found.ratio is None else f"{found.ratio:.3f}"
         cells = (found.estimate.what, interval(found.estimate), value, ratio, found.verdict,
@@ -106,18 +117,23 @@ def page(result: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         f"| {task['name']} | {task['seconds']:.0f} | {task['ended']} |" for task in result["tasks"]
     ]
     lines += ["", "## Rows", "", "| row | status | |", "|---|---|---|"]
-    lines += [f"| {row['name']} | {row['status']} | {in_short(row)} |" for row in rows]
+    lines += [
+        f"| {row['name']} | {row['status']} | {in_short(row, result['measurement'])} |"
+        for row in rows
+    ]
     for row in rows:
         if "text" in row:
             lines += ["", f"## {row['name']}", "", "```text", row["text"], "```"]
     return "\n".join(lines) + "\n"
 
 
-def in_short(row: dict[str, Any]) -> str:
-    """A few numbers of a row."""
+def in_short(row: dict[str, Any], measurement: bool) -> str:
+    """A few numbers of a row; without a measurement, only whether it is right."""
     said = []
     if "right" in row:
         said.append("right" if row["right"] else "WRONG")
+    if not measurement:
+        return ", ".join(said)
     times = row.get("milliseconds")
     if isinstance(times, dict) and times.get("median") is not None:
         said.append(f"{times['median']:.3f} ms")

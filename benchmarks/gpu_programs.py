@@ -70,7 +70,7 @@ def sizes(tiny: bool) -> dict[str, Size]:
         model = ModelConfig(
             dim=32, num_layers=1, num_heads=4, num_kv_heads=2, ffn_dim=64, vocab_size=96
         )
-        return {WIDE: Size(model, 8, 2), SMALL: Size(replace(model, tie_embeddings=True), 8, 2)}
+        return {WIDE: Size(model, 8, 1), SMALL: Size(replace(model, tie_embeddings=True), 8, 1)}
     layers = 12 if torch.cuda.get_device_properties(0).total_memory > 120e9 else 4
     wide = ModelConfig(
         dim=4096, num_layers=layers, num_heads=32, num_kv_heads=8, ffn_dim=14336, vocab_size=128256

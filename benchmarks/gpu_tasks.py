@@ -1,6 +1,7 @@
 """Programs that run one after the other, each in its own process, and the rows that they append
 (gpu_rows.py). No torch here: the process that runs them does not use the GPU."""
 
+import contextlib
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ LOG_CHARACTERS = 6000  # of a program's output that are printed, from its end
 
 @dataclass(frozen=True)
 class Task:
-    """A program of benchmarks/, the seconds after which it begins no further row, and its
+    """A program, the seconds after which it begins no further row, and its
     arguments."""
 
     name: str
@@ -37,7 +38,7 @@ class Run:
         self.kill_at = min(end, self.began + task.seconds + GRACE_SECONDS)
         self.rows_file, log = (folder / f"{id(self)}.{kind}" for kind in ("rows", "log"))
         budget = max(0.0, min(task.seconds, end - self.began - GRACE_SECONDS))
-        command = [sys.executable, "-m", f"benchmarks.{task.module}", *task.arguments]
+        command = [sys.executable, "-m", task.module, *task.arguments]
         command += ["--out", str(self.rows_file), "--budget-seconds", f"{budget:.0f}"]
         self.log_file = log
         with log.open("w") as output:
@@ -47,7 +48,7 @@ class Run:
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that its own processes end with it
+                process_group=0,  # so that its own processes end with it
             )
         self.position, self.planned = 0, list[str]()
         self.found: dict[str, dict[str, Any]] = {}
@@ -82,10 +83,8 @@ class Run:
         """Ends the program and everything it started, and prints its output."""
         if self.ended:
             return
-        try:
+        with contextlib.suppress(ProcessLookupError):  # it and all of its own have ended
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
         self.seconds, self.ended = time.monotonic() - self.began, how
         self.read()
