@@ -28,6 +28,7 @@ from benchmarks import (
     gpu_profile,
     gpu_resume,
     gpu_rows,
+    gpu_tasks,
     gpu_timing,
     gpu_training,
 )
@@ -101,11 +102,15 @@ run_all(rows, parse(options("", 1), sys.argv[1:]), lambda row: row["name"])
 """
 
 
-def test_at_the_deadline_the_rest_is_listed_as_not_measured(planted: Any, tmp_path: Path) -> None:
+@pytest.mark.thorough
+def test_at_the_deadline_the_rest_is_listed_as_not_measured(
+    planted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     planted(HANGS)
+    monkeypatch.setattr(gpu_tasks, "GRACE_SECONDS", 5)
     began = time.monotonic()
-    status, result, text = run(tmp_path, "--seconds", "12")
-    assert time.monotonic() - began < 40
+    status, result, text = run(tmp_path, "--seconds", "25")
+    assert time.monotonic() - began < 60
     assert status == 0
     found = statuses(result)
     assert found["quick"] == gpu_rows.MEASURED
@@ -148,9 +153,10 @@ def test_what_was_found_is_there_while_the_part_runs(tmp_path: Path) -> None:
     ).stdout.split()
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 128 + signal.SIGTERM
-    rows = json.loads(file.read_text())["rows"]
+    result = json.loads(file.read_text())
+    rows, ends = result["rows"], [task["ended"] for task in result["tasks"]]
+    assert "the part was ended" in ends
     assert [row for row in rows if row["name"] == measured[0]["name"]] == measured[:1]
-    assert any("ended" in row["status"] for row in rows)
     alive = [pid for pid in children if Path(f"/proc/{pid}").exists()]
     assert alive == []
 
@@ -174,14 +180,8 @@ def test_absent_packages_are_named(
 
 
 IMPORT_ALL = """
-import importlib.abc, sys
-ABSENT = {absent}
-class Hidden(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name.split(".")[0] in ABSENT:
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Hidden())
-import importlib
+import importlib, sys
+sys.modules.update(dict.fromkeys({absent}))  # as if they were not installed
 for name in {modules}:
     importlib.import_module(name)
 """
@@ -197,7 +197,7 @@ def test_the_programs_need_only_what_they_say() -> None:
     subprocess.run([sys.executable, "-c", source], cwd=ROOT, check=True)
     control = source.replace(str(modules), "['data.tokenizer']")  # needs SentencePiece
     done = subprocess.run([sys.executable, "-c", control], cwd=ROOT, capture_output=True, text=True)
-    assert "ModuleNotFoundError: sentencepiece" in done.stderr
+    assert "import of sentencepiece halted" in done.stderr
 
 
 # --- the page -------------------------------------------------------------------------------------
@@ -307,6 +307,7 @@ def test_a_wrong_tensor_is_found_in_every_dtype() -> None:
         gpu_training.compare({}, exact, None)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("factor", [1.0, 1.0 + 1e-7])
 def test_training_is_compared_with_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float
@@ -320,7 +321,7 @@ def test_training_is_compared_with_the_cpu(
         return found
 
     monkeypatch.setattr(gpu_training, "train", slightly_wrong)
-    status, (row,) = rows_of(gpu_training, tmp_path, "--only", "full, float64")
+    status, (row,) = rows_of(gpu_training, tmp_path, "--only", "qk_norm, float64")
     assert (status, row["right"]) == ((0, True) if factor == 1 else (1, False))
     if factor != 1:
         assert [c["what"] for c in row["wrong"]] == ["gradient of blocks.1.attention.key.weight"]
@@ -347,7 +348,7 @@ def test_a_resumed_run_with_other_bits_is_found(
 ) -> None:
     def train(folder: Path, data: Path, **sections: Any) -> dict[int, float]:
         again = "resume" in sections["checkpoint"]
-        return {step: 2.0 * (1 + off * again) for step in range(4 if again else 1, 7)}
+        return dict.fromkeys(range(4 if again else 1, 7), 2.0 * (1 + off * again))
 
     monkeypatch.setattr(gpu_resume, "train", train)
     monkeypatch.setattr(gpu_resume, "tensors", lambda folder: {"a": "x" if same else folder.name})
