@@ -37,11 +37,11 @@ from tools.command import run_command
 ROOT = Path(__file__).parent.parent
 PART_SECONDS = 460.0  # of eight minutes; the rest is for starting and for writing the page
 LOOK_SECONDS = 0.2
-NEEDED = ("torch", "numpy", "pydantic", "yaml", "safetensors", "tqdm", "triton")
+# Those of requirements.txt that training imports, and Triton.
+NEEDED = ("torch", "numpy", "pydantic", "yaml", "safetensors", "sentencepiece", "tqdm", "triton")
 OPTIONAL = {
     "pytest": "the tests of kernels and runs are skipped",
     "xdist": "the tests run one after the other (pytest-xdist)",
-    "sentencepiece": "resumed runs, and the tests of kernels and runs, are skipped",
     "transformers": "no comparison with Hugging Face's models",
     "liger_kernel": "no comparison with Liger-Kernel",
     "flash_attn_interface": "no comparison with flash attention 3",
@@ -68,7 +68,7 @@ PARTS: dict[str, list[list[list[Task]]]] = {
     ],
     FAST: [
         [
-            [Task(f"compile {i}", "benchmarks.gpu_kernels", 90, ("--compile", f"{i}/{COMPILERS}"))]
+            [Task(f"compile {i}", "benchmarks.gpu_kernels", 60, ("--compile", f"{i}/{COMPILERS}"))]
             for i in range(COMPILERS)
         ],
         [

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from benchmarks.gpu_rows import Measurement, exit_status, options, parse, run_all
+from benchmarks.gpu_rows import Cannot, Measurement, exit_status, options, parse, run_all
 from tools.command import run_command
 
 ROOT = Path(__file__).parent.parent
-NEEDED = ("pytest", "sentencepiece")  # tests/conftest.py imports the second
 PROCESSES = 6
 # Row → tests, and the expected seconds.
 FILES = {
@@ -35,16 +34,19 @@ FILES = {
 
 def run(tests: list[str], seconds: float) -> dict[str, Any]:
     """Runs pytest: counts, and the names of the tests that failed."""
-    for package in NEEDED:
-        if find_spec(package) is None:
-            raise ModuleNotFoundError(f"no module named {package}", name=package)
+    if find_spec("pytest") is None:
+        raise ModuleNotFoundError("no module named pytest", name="pytest")
     workers = ["-n", str(min(PROCESSES, os.cpu_count() or 1))] if find_spec("xdist") else []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "results.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", f"--junitxml={file}"]
-        done = subprocess.run(
-            [*command, *workers, *tests], cwd=ROOT, capture_output=True, text=True, timeout=seconds
-        )
+        command += [*workers, *tests]
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, capture_output=True, text=True, timeout=seconds
+            )
+        except subprocess.TimeoutExpired:
+            raise Cannot(f"{seconds:.0f} s were not enough") from None
         if not file.exists():
             raise RuntimeError((done.stdout + done.stderr).strip()[-200:] or "pytest said nothing")
         cases = list(ElementTree.parse(file).iter("testcase"))

@@ -133,6 +133,8 @@ def describe(row: dict[str, Any]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parsed = parse(options(__doc__, budget_seconds=180), arguments)
     check_triton()
+    # deterministic cuBLAS requires it, and reads it at its first use, as in train.py
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     init_distributed()
     try:
         with reference(parsed.tiny, parsed.only) as cpu:

@@ -284,6 +284,20 @@ def test_without_time_every_row_says_so(program: Any, tmp_path: Path) -> None:
     assert len(left) == expected[program]
 
 
+def test_only_the_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every implementation of each pass of every n-th case runs once."""
+    ran: list[str] = []
+    once = gpu_kernels.once
+    monkeypatch.setattr(gpu_kernels, "once", lambda work: ran.append(once(work)))
+    cases = 11
+    arguments = ["--tiny", "--compile", f"2/{cases}", "--budget-seconds"]
+    assert gpu_kernels.main([*arguments, "60"]) == 0
+    assert len(ran) == 2 * (3 + (find_spec("liger_kernel") is not None))
+    ran.clear()
+    assert gpu_kernels.main([*arguments, "0"]) == 0
+    assert ran == []
+
+
 def test_only_the_checks(tmp_path: Path) -> None:
     status, rows = run(gpu_kernels, tmp_path, "--checks", "--only", "rms_norm 64")
     assert status == 0
