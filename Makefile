@@ -32,7 +32,9 @@ help:
 	@echo 'make data        only train the tokenizer and prepare the data set'
 	@echo 'make parity      check that every layout computes the same as an unsharded model'
 	@echo 'make bench       the benchmarks that run on a CPU'
-	@echo 'make bench-gpu   on one GPU: check every kernel, measure the kernels and training'
+	@echo 'make bench-gpu   on one GPU, in three parts of eight minutes (PART=right, fast or open):' \
+	  'is it right,'
+	@echo '                 how fast is it, what is open; every estimate beside what was measured'
 	@echo 'make docs        draw the pictures of the guided tour again'
 	@echo 'make exercises   the exercises of the guided tour: they fail until you have solved them'
 	@echo 'make site        pages, docstrings and source as one static site: site/index.html'
@@ -101,18 +103,14 @@ bench: $(dev)
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.generate
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.budget
 
-# With a GPU, in about eight minutes: the tests of the compiled kernels (together with whole training
-# runs, because the GPU is idle while kernels compile), then the benchmarks. Without a GPU: the same
-# with tiny sizes in Triton's CPU interpreter. A failure does not stop the rest.
+# With a GPU: three parts of at most eight minutes each (benchmarks/gpu_hour.py), or those that PART
+# names. Without one: the same with tiny sizes in Triton's CPU interpreter. A part that finds
+# something wrong does not stop the next.
+PART ?= right fast open
 bench-gpu: $(dev)
-	@failed=0; export OMP_NUM_THREADS=1; \
-	$(PYTHON) -m pytest -q -m "not slow" tests/test_gpu.py & beside=$$!; \
-	$(PYTHON) -m pytest -q -m "not slow" tests/test_kernels.py tests/test_kernel_adamw.py \
-	  tests/test_linear_cross_entropy.py::test_the_weight_gradient_is_summed_in_float32 || failed=1; \
-	wait $$beside || failed=1; \
-	$(PYTHON) -m benchmarks.gpu_kernels $(ARGS) || failed=1; \
-	$(PYTHON) -m benchmarks.gpu_model $(ARGS) || failed=1; \
-	exit $$failed
+	@failed=0; for part in $(PART); do \
+	  OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.gpu_hour $$part $(ARGS) || failed=1; \
+	done; exit $$failed
 
 docs: $(runtime)
 	$(PYTHON) -m docs.draw_words

@@ -1,7 +1,10 @@
 """Checks every kernel on a GPU against float64, and compares its speed with PyTorch, its compiler
 and Liger-Kernel.
 
-    python -m benchmarks.gpu_kernels   (`make bench-gpu`: tests on the device first; then gpu_model)
+    python -m benchmarks.gpu_kernels               part of `make bench-gpu PART=fast`
+    python -m benchmarks.gpu_kernels --checks      part of `make bench-gpu PART=right`
+    python -m benchmarks.gpu_kernels --compile 0/4 every fourth case, run once and not timed: fills
+                                                   the caches of Triton and of torch.compile
 
 Operations that are bound by memory are compared with its bandwidth: the bytes they must move (see
 the table in each kernel's file) per second, as a fraction of the rate of a large copy on the same
@@ -16,51 +19,56 @@ is compared with that of eager PyTorch.
 The exit status is 1 if a kernel was wrong or did not run.
 """
 
-import sys
-from dataclasses import asdict
+import argparse
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.gpu_head import HEAD_PASS, head_case
 from benchmarks.gpu_operations import (
     FULL,
-    HEAD_PASS,
     TINY,
     Case,
     Sizes,
     add_norm_case,
-    head_case,
     loss_case,
     norm_case,
     rotary_case,
     swiglu_case,
 )
 from benchmarks.gpu_optimizer import optimizer_cases
-from benchmarks.gpu_timing import (
-    DEVICE,
+from benchmarks.gpu_rows import (
     MEASURED,
     NO_TIME,
-    Clock,
     Deadline,
     Report,
-    Work,
     attempt,
+    check_triton,
+    exit_status,
+    milliseconds_or_why,
+    options,
+    parse,
+)
+from benchmarks.gpu_timing import (
+    DEVICE,
+    Clock,
+    Work,
     copy_bandwidth,
     free_memory,
-    milliseconds_or_why,
-    parse,
     peak_bytes,
+    peak_flops,
 )
-from model.kernels.backend import why_not_triton
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
 from runtime.init_distributed import init_distributed
+from tools.command import run_command
 
 BANDWIDTH_AIM, PRODUCTS_AIM, MEMORY_AIM = 0.85, 1.1, 1 / 8
 COLUMNS = ("triton", "torch", "compile", "liger")
 SECONDS_FOR_A_CASE = 15  # expected time of a case, mostly for its compilers
 EXPECTED_SECONDS = {"compile": 10}  # expected time of a row; other rows take one second
+COPY, PRODUCT, CHECK = "copy", "product", "check"
 
 
 def list_cases(sizes: Sizes) -> list[Case]:
@@ -80,46 +88,51 @@ def list_cases(sizes: Sizes) -> list[Case]:
     ]
 
 
+def passes_of(case: Case, parsed: argparse.Namespace) -> list[tuple[str, float | None]]:
+    """The passes to time, with the bytes that each must move."""
+    return [] if parsed.checks else list(case.passes.items())
+
+
+def names_of(case: Case, parsed: argparse.Namespace) -> list[str]:
+    """The names of a case's rows."""
+    timed = [
+        row_name(case, name_of_pass, implementation)
+        for name_of_pass, _ in passes_of(case, parsed)
+        for implementation in case.implementations
+    ]
+    return [row_name(case, CHECK), *timed]
+
+
+def row_name(case: Case, *parts: str) -> str:
+    return ", ".join((case.name, *parts))
+
+
 def measure(
-    case: Case, clock: Clock, deadline: Deadline, report: Report, bandwidth: float | None
-) -> bool:
-    """Checks a case and times it, with a row for each pass and implementation. Returns whether ours
-    ran and is right."""
+    case: Case,
+    clock: Clock,
+    deadline: Deadline,
+    report: Report,
+    parsed: argparse.Namespace,
+    bandwidth: float | None,
+) -> None:
+    """Checks a case and times it, with a row for each pass and implementation."""
     subject: Any
     subject, status = (
         attempt(case.build) if deadline.allows(SECONDS_FOR_A_CASE) else (None, NO_TIME)
     )
-    right = True
-    if status == MEASURED:
-        checks, checked = attempt(subject.check)
-        right = checked == MEASURED and all(check.passed for check in checks)
-        found = [{**check._asdict(), "passed": check.passed} for check in checks or []]
-        report.add(
-            {
-                "case": case.name,
-                "pass": "check",
-                "status": checked,
-                "right": right,
-                "against_float64": found,
-            }
-        )
-        said = ", ".join(
-            f"{c.what} off by {c.error:.2g} (bound {c.bound:.2g})"
-            for c in checks or []
-            if not c.passed
-        )
-        if not right:
-            print(f"WRONG: {case.name}: {said or checked}", flush=True)
-    for name_of_pass, moved in case.passes.items():
+    report.add(check_row(case, subject, status))
+    for name_of_pass, moved in passes_of(case, parsed):
         rows = {}
         for implementation in case.implementations:
             row: dict[str, Any] = {
+                "name": row_name(case, name_of_pass, implementation),
+                "ours": implementation == "triton",
                 "case": case.name,
                 "shape": case.shape,
                 "pass": name_of_pass,
                 "implementation": implementation,
             }
-            state = status
+            found, state = None, status
             if state == MEASURED and not deadline.allows(EXPECTED_SECONDS.get(implementation, 1)):
                 state = NO_TIME
             if state == MEASURED:
@@ -128,10 +141,9 @@ def measure(
                         subject.work(name, p), clock
                     )
                 )
-                row |= found or {}
-            rows[implementation] = row | {"status": state}
+            rows[implementation] = {**row, "status": state, **(found or {})}
             if moved and state == MEASURED:
-                rows[implementation] |= speed(row["milliseconds"]["median"], moved, bandwidth)
+                rows[implementation] |= speed(found["milliseconds"]["median"], moved, bandwidth)
         aims = (
             head_aims(rows, case, bandwidth is not None)
             if name_of_pass == HEAD_PASS
@@ -139,12 +151,65 @@ def measure(
         )
         for row in rows.values():
             report.add(row)
-        right &= rows["triton"]["status"] in (MEASURED, NO_TIME)
         print(line(case, name_of_pass, rows, aims), flush=True)
     if subject is not None:
         del subject
         free_memory()
-    return right and status in (MEASURED, NO_TIME)
+
+
+def check_row(case: Case, subject: Any, status: str) -> dict[str, Any]:
+    """Checks a case against float64, unless there is none because of `status`; says what is wrong,
+    and returns its row."""
+    row = {"name": row_name(case, CHECK), "case": case.name, "pass": CHECK}
+    if status != MEASURED:
+        return {**row, "status": status}
+    checks, status = attempt(subject.check)
+    wrong = [check for check in checks or [] if not check.passed]
+    right = status == MEASURED and not wrong
+    if not right:
+        said = ", ".join(f"{c.what} off by {c.error:.2g} (bound {c.bound:.2g})" for c in wrong)
+        print(f"WRONG: {case.name}: {said or status}", flush=True)
+    found = [{**check._asdict(), "passed": check.passed} for check in checks or []]
+    return {**row, "status": status, "right": right, "against_float64": found}
+
+
+def compile_only(cases: list[Case], share: str, deadline: Deadline) -> None:
+    """Runs every pass of each implementation once: those cases whose number is i modulo n, for a
+    share i/n."""
+    first, step = (int(number) for number in share.split("/"))
+    for case in cases[first::step]:
+        if not deadline.allows(SECONDS_FOR_A_CASE):
+            return
+        subject, _ = attempt(case.build)
+        for name_of_pass in case.passes:
+            for implementation in case.implementations:
+                if subject is not None:
+                    attempt(lambda s=subject, i=implementation, p=name_of_pass: once(s.work(i, p)))
+        del subject
+        free_memory()
+
+
+def once(work: Work) -> None:
+    work.run(work.prepare())
+
+
+def rates(clock: Clock, sizes: Sizes, report: Report, tiny: bool) -> float:
+    """Measures what the device reaches: adds rows for a copy and for a matrix product. Returns the
+    copy's bytes per second."""
+    times, bandwidth = copy_bandwidth(clock, sizes.copy_bytes)
+    said = {"bytes": 2 * sizes.copy_bytes, "bytes_per_second": bandwidth}
+    report.add({"name": COPY, "status": MEASURED, "milliseconds": times, **said})
+    n = sizes.product
+    a, b = (torch.randn(n, n, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    times = clock.milliseconds(Work(lambda: None, lambda _: a @ b))
+    flops, peak = 2 * n**3 / times["median"] * 1e3, None if tiny else peak_flops()
+    row = {"name": PRODUCT, "status": MEASURED, "milliseconds": times, "flops_per_second": flops}
+    report.add(row | ({"fraction_of_peak": flops / peak} if peak else {}))
+    print(
+        f"a copy of {sizes.copy_bytes:,} bytes: {bandwidth / 1e9:.0f} GB/s, read and written; "
+        f"a product of {n} cubed: {flops / 1e12:.0f} TFLOP/s\n"
+    )
+    return bandwidth
 
 
 def time_work(work: Work, clock: Clock) -> dict:
@@ -219,51 +284,36 @@ def line(case: Case, name_of_pass: str, rows: dict[str, dict], aims: str) -> str
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parsed = parse(__doc__, arguments, budget_seconds=150)
-    why = why_not_triton(DEVICE)
-    if why is not None:
-        print(f"nothing to measure: {why}")
-        return 1
-    deadline = Deadline(parsed.budget_seconds)
+    parser = options(__doc__, budget_seconds=150)
+    parser.add_argument("--checks", action="store_true", help="check the kernels, time nothing")
+    parser.add_argument("--compile", metavar="I/N", help="only fill the compilers' caches")
+    parsed = parse(parser, arguments)
+    check_triton()
     sizes = TINY if parsed.tiny else FULL
     clock = Clock(samples=2, warm_up=1, flush=False) if parsed.tiny else Clock(samples=25)
-    settings = {
-        "sizes": asdict(sizes),
-        "samples": clock.samples,
-        "warm_up": clock.warm_up,
-        "dtype": "bfloat16",
-    }
-    report = Report("gpu_kernels", parsed, settings)
     torch.manual_seed(0)
-    times, bandwidth = copy_bandwidth(clock, sizes.copy_bytes)
-    report.results["copy"] = {
-        "bytes": 2 * sizes.copy_bytes,
-        "milliseconds": times,
-        "bytes_per_second": bandwidth,
-    }
-    print(f"a copy of {sizes.copy_bytes:,} bytes: {bandwidth / 1e9:.0f} GB/s, read and written\n")
-    print(
-        f"{'median milliseconds':40}"
-        + "".join(f"{name:>10}" for name in COLUMNS)
-        + "    triton's rate and aim"
-    )
     init_distributed()
-    right = True
     try:
-        for case in list_cases(sizes):
-            if parsed.only in case.name:
-                right &= measure(case, clock, deadline, report, None if parsed.tiny else bandwidth)
+        cases = [case for case in list_cases(sizes) if parsed.only in case.name]
+        if parsed.compile:
+            compile_only(cases, parsed.compile, Deadline(parsed.budget_seconds))
+            return 0
+        rated = [] if parsed.checks else [COPY, PRODUCT]
+        report = Report(parsed, [*rated, *(name for c in cases for name in names_of(c, parsed))])
+        deadline = Deadline(parsed.budget_seconds)
+        bandwidth = rates(clock, sizes, report, parsed.tiny) if rated else None
+        if rated:
+            columns = "".join(f"{name:>10}" for name in COLUMNS)
+            print(f"{'median milliseconds':40}{columns}    triton's rate and aim")
+        for case in cases:
+            given = None if parsed.tiny else bandwidth
+            measure(case, clock, deadline, report, parsed, given)
     finally:
         dist.destroy_process_group()
-    report.results["right"] = right
-    report.write()
-    print(
-        "\nevery kernel that was checked is right"
-        if right
-        else "\na kernel is WRONG or did not run"
-    )
-    return 0 if right else 1
+    checked = [row for row in report.rows if row.get("pass") == CHECK and "right" in row]
+    print(f"\n{sum(row['right'] for row in checked)} of {len(checked)} kernels are right")
+    return exit_status(report)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

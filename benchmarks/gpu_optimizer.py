@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_check import Check, poisoned_memory
 from benchmarks.gpu_operations import Case, Sizes, draw
-from benchmarks.gpu_timing import DEVICE, Check, Work, compiled, poisoned_memory
+from benchmarks.gpu_timing import DEVICE, Work, compiled
 from model.kernels.adamw import Location, Rates, adamw
 from model.kernels.gradient_norm import square_sum
 

@@ -11,9 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_kernels, gpu_model, gpu_operations, gpu_optimizer, gpu_timing
-from benchmarks.gpu_model import SMALL, WIDE, Variant
-from benchmarks.gpu_timing import MEASURED, NO_TIME, OUT_OF_MEMORY, Check, attempt
+from benchmarks import (
+    gpu_head,
+    gpu_kernels,
+    gpu_model,
+    gpu_operations,
+    gpu_optimizer,
+    gpu_rows,
+    gpu_timing,
+)
+from benchmarks.gpu_check import Check
+from benchmarks.gpu_programs import SMALL, WIDE, Size, Step, Variant, sizes
+from benchmarks.gpu_rows import MEASURED, NO_TIME, OUT_OF_MEMORY, Report, attempt
+from costs.summary import flops_per_token
 from model.kernels import linear_cross_entropy
 from model.kernels.backend import why_not_triton
 
@@ -38,11 +48,18 @@ KERNEL_ROWS = {
 OPTIONAL = {"liger": "liger_kernel", "hugging face": "transformers"}
 
 
-def run(program: Any, folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-    """Run a benchmark at tiny size; return its exit status and its results."""
-    status = program.main(["--tiny", "--out", str(folder), *arguments])
-    text = (folder / f"{program.__name__.split('.')[-1]}.json").read_text()
-    return status, json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+def run(program: Any, folder: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
+    """Run a benchmark at tiny size; return its exit status and its rows, which are those that it
+    planned, and what it found out from them."""
+    file = folder / f"{len(list(folder.iterdir()))}.rows"
+    status = program.main(["--tiny", "--out", str(file), *arguments])
+    refuse = lambda name: pytest.fail(f"{name} is not JSON")  # noqa: E731
+    entries = [json.loads(line, parse_constant=refuse) for line in file.read_text().splitlines()]
+    rows = [entry["row"] for entry in entries if "row" in entry]
+    names = [row["name"] for row in rows]
+    assert names[: len(entries[0]["planned"])] == entries[0]["planned"]
+    assert len(set(names)) == len(names)
+    return status, rows
 
 
 def may_be_missing(name: str) -> bool:
@@ -60,17 +77,18 @@ def assert_measured(row: dict[str, Any], name: str, *numbers: float) -> None:
 # --- kernels --------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_every_kernel_is_checked_and_timed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, results = run(gpu_kernels, tmp_path)
+    status, rows = run(gpu_kernels, tmp_path)
     assert status == 0
-    assert results["right"]
-    assert results["measurement"] is False
-    assert gpu_timing.NO_MEASUREMENT in capsys.readouterr().out
-    assert results["copy"]["bytes_per_second"] > 0
-    checks = {row["case"]: row for row in results["rows"] if row["pass"] == "check"}
-    timed = [row for row in results["rows"] if row["pass"] != "check"]
+    assert gpu_rows.NO_MEASUREMENT in capsys.readouterr().out
+    assert rows[0]["bytes_per_second"] > 0
+    assert rows[1]["flops_per_second"] > 0
+    cases = [row for row in rows if "case" in row]
+    checks = {row["case"]: row for row in cases if row["pass"] == "check"}
+    timed = [row for row in cases if row["pass"] != "check"]
     found: dict[tuple[str, str], set[str]] = {}
     for row in timed:
         found.setdefault((row["case"], row["pass"]), set()).add(row["implementation"])
@@ -119,7 +137,7 @@ def test_aims_are_held_against_what_was_measured() -> None:
         assert row["fraction_of_copy"] == pytest.approx(fraction)
         assert ("MISSED" in gpu_kernels.bandwidth_aim(row)) is not met
         assert row["aims"]["fraction_of_copy"] == {"at_least": 0.85, "met": met}
-    case = gpu_operations.head_case(4, 10, 100, group=None)
+    case = gpu_head.head_case(4, 10, 100, group=None)
     for milliseconds, memory, met in ((2.2, 4100, True), (2.3, 4200, False)):
         rows = {
             name: {"status": MEASURED, "milliseconds": {"median": t}, "peak_memory_bytes": peak}
@@ -167,13 +185,12 @@ def test_a_wrong_kernel_is_found(
         )
 
     monkeypatch.setattr(gpu_operations, "rms_norm", norm)
-    status, results = run(gpu_kernels, tmp_path, "--only", "rms_norm 64")
-    right = {row["case"]: row["right"] for row in results["rows"] if row["pass"] == "check"}
+    status, rows = run(gpu_kernels, tmp_path, "--only", "rms_norm 64")
+    right = {row["case"]: row["right"] for row in rows if row.get("pass") == "check"}
     assert right == {"rms_norm 64": False, "add_rms_norm 64": True}
     assert status == 1
-    assert results["right"] is False
     assert "WRONG: rms_norm 64" in capsys.readouterr().out
-    others = [row for row in results["rows"] if row.get("implementation") in ("torch", "compile")]
+    others = [row for row in rows if row.get("implementation") in ("torch", "compile")]
     assert len(others) == 8
     assert all(row["status"] == MEASURED for row in others)
 
@@ -198,10 +215,10 @@ def test_a_wrong_sum_and_wrong_random_bits_are_found(
     )
     monkeypatch.setattr(gpu_optimizer, "adamw", other_bits)
     for only, what in (("gradient_norm", ["norm"]), ("adamw bfloat16", ["bits"])):
-        status, results = run(gpu_kernels, tmp_path, "--only", only)
+        status, rows = run(gpu_kernels, tmp_path, "--only", only)
         assert status == 1
         assert [
-            check["what"] for check in results["rows"][0]["against_float64"] if not check["passed"]
+            check["what"] for check in check_of(rows)["against_float64"] if not check["passed"]
         ] == what
 
 
@@ -247,50 +264,74 @@ def test_a_wrong_loss_of_the_head_is_found(tmp_path: Path, monkeypatch: pytest.M
 
 
 def wrong_of_the_head(tmp_path: Path) -> list[str]:
-    status, results = run(gpu_kernels, tmp_path, "--only", "linear_cross_entropy")
+    status, rows = run(gpu_kernels, tmp_path, "--only", "linear_cross_entropy")
     assert status == 1
-    return [check["what"] for check in results["rows"][0]["against_float64"] if not check["passed"]]
+    return [check["what"] for check in check_of(rows)["against_float64"] if not check["passed"]]
 
 
 @pytest.mark.parametrize("program", [gpu_kernels, gpu_model])
-def test_without_time_every_row_says_so(
-    program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With no time left, every row has the status that says so. A tiny run does not overwrite the
-    results of real runs."""
-    status, results = run(program, tmp_path / "asked", "--budget-seconds", "0")
+def test_without_time_every_row_says_so(program: Any, tmp_path: Path) -> None:
+    status, rows = run(program, tmp_path, "--budget-seconds", "0")
     assert status == 0
-    assert {row["status"] for row in results["rows"]} == {NO_TIME}
-    expected = len(gpu_model.ROWS) if program is gpu_model else sum(map(len, KERNEL_ROWS.values()))
-    assert len(results["rows"]) == expected
-    monkeypatch.setattr(gpu_timing, "ROOT", tmp_path / "root")
-    assert program.main(["--tiny", "--budget-seconds", "0"]) == 0
-    assert not (tmp_path / "root").exists()
+    rates = [row for row in rows if row["name"] in (gpu_kernels.COPY, gpu_kernels.PRODUCT)]
+    left = [row for row in rows if row not in rates]
+    assert {row["status"] for row in left} == {NO_TIME}
+    checks = len({case for case, _ in KERNEL_ROWS})
+    expected = {
+        gpu_model: len(gpu_model.ROWS),
+        gpu_kernels: checks + sum(map(len, KERNEL_ROWS.values())),
+    }
+    assert len(left) == expected[program]
+
+
+def test_only_the_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every implementation of each pass of every n-th case runs once."""
+    ran: list[str] = []
+    once = gpu_kernels.once
+    monkeypatch.setattr(gpu_kernels, "once", lambda work: ran.append(once(work)))
+    cases = 11
+    arguments = ["--tiny", "--compile", f"2/{cases}", "--budget-seconds"]
+    assert gpu_kernels.main([*arguments, "60"]) == 0
+    assert len(ran) == 2 * (3 + (find_spec("liger_kernel") is not None))
+    ran.clear()
+    assert gpu_kernels.main([*arguments, "0"]) == 0
+    assert ran == []
+
+
+def test_only_the_checks(tmp_path: Path) -> None:
+    status, rows = run(gpu_kernels, tmp_path, "--checks", "--only", "rms_norm 64")
+    assert status == 0
+    assert {row["name"]: row["right"] for row in rows} == {
+        "rms_norm 64, check": True,
+        "add_rms_norm 64, check": True,
+    }
+
+
+def check_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return next(row for row in rows if row.get("pass") == "check")
 
 
 # --- the model ------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_every_program_trains(tmp_path: Path) -> None:
-    status, results = run(gpu_model, tmp_path)
+    status, rows = run(gpu_model, tmp_path)
     assert status == 0
-    assert results["right"]
-    assert [(row["model"], row["variant"]) for row in results["rows"]] == [
-        (key, v.name) for key, v in gpu_model.ROWS
-    ]
-    assert len({(key, v.name) for key, v in gpu_model.ROWS}) == len(gpu_model.ROWS)
-    for row in results["rows"]:
+    assert [row["name"] for row in rows] == [f"{key}, {v.name}" for key, v in gpu_model.ROWS]
+    for row in rows:
         numbers = [
             row.get(key, 0)
             for key in ("tokens_per_second", "flops_per_second", "first_loss", "first_grad_norm")
         ]
-        assert_measured(row, row["variant"], *numbers)
+        assert_measured(row, row["name"], *numbers)
         if row["status"] == MEASURED:
             assert row["first_loss"] == pytest.approx(math.log(96), rel=0.05), (
                 "random weights have the loss log 96"
             )
-            tokens = results["settings"]["flops_per_token"][row["model"]] * row["tokens_per_second"]
-            assert row["flops_per_second"] == pytest.approx(tokens)
+            size = sizes(True)[row["model"]]
+            flops = flops_per_token(size.model, size.seq_len) * row["tokens_per_second"]
+            assert row["flops_per_second"] == pytest.approx(flops)
 
 
 @pytest.mark.parametrize("wrong", ["first_loss", "first_grad_norm"])
@@ -301,7 +342,7 @@ def test_trouble_of_one_program_is_its_own(
     others are measured as usual."""
     build = gpu_model.lattice
 
-    def lattice(size: gpu_model.Size, variant: Variant) -> gpu_model.Step:
+    def lattice(size: Size, variant: Variant) -> Step:
         if variant.checkpointing == "full":
             raise torch.OutOfMemoryError("planted")
         step = build(size, variant)
@@ -318,25 +359,19 @@ def test_trouble_of_one_program_is_its_own(
     monkeypatch.setattr(
         gpu_model, "ROWS", [(WIDE, modes[0]), (WIDE, modes[1]), (WIDE, plain), (SMALL, plain)]
     )
-    status, results = run(gpu_model, tmp_path)
-    assert [row["status"] for row in results["rows"]] == [
-        OUT_OF_MEMORY,
-        MEASURED,
-        MEASURED,
-        MEASURED,
-    ]
+    status, rows = run(gpu_model, tmp_path)
+    assert [row["status"] for row in rows[:4]] == [OUT_OF_MEMORY, MEASURED, MEASURED, MEASURED]
     assert status == 1
-    assert (
-        f"WRONG: 8B width: lattice, torch, selective checkpointing: {wrong}"
-        in capsys.readouterr().out
-    )
+    name = "8B width, lattice, torch, selective checkpointing"
+    assert [row["name"] for row in rows if row.get("right") is False] == [f"{name}: begins alike"]
+    assert f"WRONG: {name}: {wrong}" in capsys.readouterr().out
     monkeypatch.setattr(gpu_model, "ROWS", [(WIDE, modes[0]), (WIDE, plain)])
     assert run(gpu_model, tmp_path)[0] == 0, "running out of memory is not an error"
 
 
 @pytest.mark.parametrize(("mfu", "met"), [(0.62, True), (0.61, False)])
 def test_the_best_of_ours_is_held_against_the_aim(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], mfu: float, met: bool
+    capsys: pytest.CaptureFixture[str], mfu: float, met: bool
 ) -> None:
     """The aim is compared with our best result on the wide model, not with the small model's and
     not with another program's."""
@@ -346,16 +381,15 @@ def test_the_best_of_ours_is_held_against_the_aim(
         "c": (SMALL, "lattice", 0.9),
     }
     found |= {"d": (WIDE, "hugging face", 0.8), "e": (WIDE, "lattice", None)}
-    same = {"status": MEASURED, "first_loss": 4.0, "first_grad_norm": 1.0}
-    rows = [
-        {"model": m, "program": p, "variant": name, "mfu": u, **same}
-        for name, (m, p, u) in found.items()
-    ]
-    report = gpu_timing.Report(
-        "gpu_model", gpu_timing.parse(None, ["--tiny", "--out", str(tmp_path)], 1.0), {}
-    )
-    assert gpu_model.conclude(rows, report)
-    assert report.results["best"] == {"variant": "b", "mfu": mfu, "at_least": 0.62, "met": met}
+    same = {"status": MEASURED, "first_loss": 4.0, "first_grad_norm": 1.0, "longer": False}
+    options = gpu_rows.options(None, 1.0)
+    report = Report(gpu_rows.parse(options, ["--tiny"]), [])
+    for name, (m, p, u) in found.items():
+        report.add({"name": name, "model": m, "program": p, "variant": name, "mfu": u, **same})
+    gpu_model.conclude(report)
+    best = report.rows[-1]
+    assert (best["name"], best["of"], best["mfu"]) == (gpu_model.BEST, "b", mfu)
+    assert best["met"] is met
     assert ("MISSED" in capsys.readouterr().out) is not met
 
 

@@ -1,0 +1,241 @@
+"""The programs that GPU benchmarks train with: ours, and Hugging Face's Llama.
+
+There are two models of Llama 3's shapes, trained on sequences of 8192 random tokens, one sequence
+in a micro-batch: one with the 8-billion model's width and as many layers as fit, and the complete
+1-billion model. All programs do the same: forward and backward of every micro-batch, the gradients'
+norm, clipping, AdamW. A step includes nothing else: no data loading, no logging.
+
+Dtypes of computation and storage:
+    lattice         train.dtype=bfloat16: FSDP casts float32 weights once per step; moments and
+                    summed gradients are float32
+    hugging face    the same arithmetic with PyTorch's means: float32 weights, gradients and
+                    moments, autocast to bfloat16; SDPA, fused AdamW, the model's own loss
+    … bfloat16      weights and moments stored in bfloat16: lattice rounds stochastically
+                    (optimizer.pure_bfloat16), the other to nearest. These need less memory and
+                    bandwidth, and are not comparable with the other rows.
+Our programs are those that train.py runs: build_stages and TrainStep, on a mesh of one process.
+Only the weights differ: they are drawn on the device (tools/rehearse/rank.py), because drawing the
+usual ones, which are the same for every layout, takes minutes on a CPU.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Literal
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.gpu_rows import Cannot
+from benchmarks.gpu_timing import DEVICE, ON_GPU, compiled
+from data.config import DataConfig
+from model.config import ModelConfig
+from parallel.config import ParallelConfig
+from parallel.mesh import build_mesh
+from tools.rehearse.rank import draw_on_device
+from training.build import build_stages
+from training.config import Config
+from training.sections import (
+    CheckpointConfig,
+    GuardConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+)
+from training.step import TrainStep
+
+WIDE, SMALL = "8B width", "1B"
+FLASH_3 = "flash_attn_interface"  # the module of flash attention 3
+# A kernel of attention: torch's own choice, cuDNN's, or flash attention 2 or 3.
+Attention = Literal["auto", "cudnn", "flash 2", "flash 3"]
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and its batch."""
+
+    model: ModelConfig
+    seq_len: int
+    microbatches: int = 4  # of one sequence
+
+
+def sizes(tiny: bool) -> dict[str, Size]:
+    """The sizes to measure. A parameter takes about 22 bytes in training, so 12 layers at the
+    8-billion width take 81 GB, plus 17 GB of activations."""
+    if tiny:
+        model = ModelConfig(
+            dim=32, num_layers=1, num_heads=4, num_kv_heads=2, ffn_dim=64, vocab_size=96
+        )
+        return {WIDE: Size(model, 8, 1), SMALL: Size(replace(model, tie_embeddings=True), 8, 1)}
+    layers = 12 if torch.cuda.get_device_properties(0).total_memory > 120e9 else 4
+    wide = ModelConfig(
+        dim=4096, num_layers=layers, num_heads=32, num_kv_heads=8, ffn_dim=14336, vocab_size=128256
+    )
+    small = replace(wide, dim=2048, num_layers=16, ffn_dim=8192, tie_embeddings=True)
+    return {WIDE: Size(wide, 8192), SMALL: Size(small, 8192)}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A program and how it runs."""
+
+    program: Literal["lattice", "hugging face"] = "lattice"
+    kernels: Literal["triton", "torch"] = "triton"  # lattice only
+    checkpointing: Literal["none", "selective", "full"] = "none"  # lattice only
+    compile: bool = False
+    liger: bool = False  # hugging face only
+    bfloat16: bool = False  # whether weights and moments are stored in bfloat16
+    attention: Attention = "auto"
+    zero_stage: Literal[0, 1, 2, 3] = 1  # lattice only
+    longer: bool = False  # a step of four times as many micro-batches
+
+    @property
+    def name(self) -> str:
+        parts = [self.program]
+        parts += [self.kernels] if self.program == "lattice" else []
+        parts += ["liger"] * self.liger
+        parts += [f"{self.checkpointing} checkpointing"] * (self.checkpointing != "none")
+        parts += [self.attention] * (self.attention != "auto")
+        parts += ["compiled"] * self.compile + ["bfloat16"] * self.bfloat16
+        parts += [f"zero_stage {self.zero_stage}"] * (self.zero_stage != 1)
+        return ", ".join(parts + ["long step"] * self.longer)
+
+    def of(self, size: Size) -> Size:
+        """The size with this variant's number of micro-batches."""
+        return replace(size, microbatches=size.microbatches * (4 if self.longer else 1))
+
+
+# rows of tokens [microbatches, S + 1] → loss and gradient norm
+Step = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def config_of(size: Size, variant: Variant) -> Config:
+    """The configuration of one of our programs."""
+    config = Config(
+        model=replace(size.model, kernels=variant.kernels),
+        parallel=ParallelConfig(zero_stage=variant.zero_stage),
+        train=TrainConfig(
+            steps=100,
+            seq_len=size.seq_len,
+            global_batch_size=size.microbatches,
+            micro_batch_size=1,
+            compile=variant.compile,
+            activation_checkpointing=variant.checkpointing,
+        ),
+        optimizer=OptimizerConfig(lr=1e-4, pure_bfloat16=variant.bfloat16),
+        data=DataConfig(path="-"),
+        checkpoint=CheckpointConfig(),
+        guard=GuardConfig(),
+        run=RunConfig(dir="-"),
+    )
+    config.validate(1)
+    return config
+
+
+def build(config: Config) -> TrainStep:
+    """Our training step on one process, with weights drawn on the device."""
+    mesh = build_mesh(config.parallel.mesh_sizes(1), DEVICE)
+    torch.manual_seed(config.train.seed)
+    with patch("training.build.initialise", draw_on_device), compiler():
+        return TrainStep(config, mesh, build_stages(config, mesh))
+
+
+def lattice(size: Size, variant: Variant) -> Step:
+    train = build(config_of(size, variant))
+    steps = itertools.count()
+
+    def step(rows: Tensor) -> tuple[Tensor, Tensor]:
+        result = train(next(steps), rows[:, :-1], rows[:, 1:])
+        return result.loss, result.grad_norm
+
+    return step
+
+
+@contextlib.contextmanager
+def compiler() -> Iterator[None]:
+    """Without a GPU, makes torch.compile run the traced graphs without compiling them, because
+    compiling them for a CPU would prove nothing more."""
+    with contextlib.nullcontext() if ON_GPU else patch.object(torch, "compile", compiled):
+        yield
+
+
+@contextlib.contextmanager
+def attention_kernel(name: Attention) -> Iterator[None]:
+    """Makes causal attention use this kernel, in every thread. Raises Cannot or
+    ModuleNotFoundError if there is none."""
+    if name == "auto":
+        yield
+        return
+    if name == "flash 3":
+        if find_spec(FLASH_3) is None:
+            raise ModuleNotFoundError(f"no module named {FLASH_3}", name=FLASH_3)
+        activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
+        if activate is None:
+            raise Cannot(f"torch {torch.__version__} cannot use flash attention 3")
+        activate("FA3")
+    if name == "cudnn" and not ON_GPU:
+        raise Cannot("cuDNN's attention needs a GPU")
+    backend = SDPBackend.CUDNN_ATTENTION if name == "cudnn" else SDPBackend.FLASH_ATTENTION
+    try:
+        with sdpa_kernel(backend):
+            yield
+    finally:
+        if name == "flash 3":
+            torch.nn.attention.restore_flash_attention_impl()
+
+
+def hugging_face(size: Size, variant: Variant) -> Step:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if variant.liger:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama()
+    shape = size.model
+    config = LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.dim,
+        intermediate_size=shape.ffn_dim,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        max_position_embeddings=size.seq_len,
+        tie_word_embeddings=shape.tie_embeddings,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(0)
+    with torch.device(DEVICE):  # weights are drawn there too
+        model = LlamaForCausalLM(config).to(torch.bfloat16 if variant.bfloat16 else torch.float32)
+    model.train()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+    forward = compiled(model) if variant.compile else model
+
+    def step(rows: Tensor) -> tuple[Tensor, Tensor]:
+        total = torch.zeros((), device=DEVICE)
+        for row in rows[:, :-1].to(DEVICE, non_blocking=True).split(1):
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=not variant.bfloat16):
+                # their loss shifts the labels itself
+                loss = forward(input_ids=row, labels=row).loss / size.microbatches
+            loss.backward()
+            total += loss.detach()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total, norm
+
+    return step
+
+
+def mfu_points(
+    flops_per_token: float, saved_seconds: float, tokens: int, mfu: float, peak: float
+) -> float:
+    """The points (hundredths) of MFU that a step of `tokens` tokens at `mfu` gains, to first order,
+    if it takes `saved_seconds` less on a device of `peak` FLOP/s."""
+    return 100 * saved_seconds / tokens * mfu**2 * peak / flops_per_token
