@@ -20,7 +20,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 
@@ -32,7 +31,7 @@ from costs.storages import StorageWatch, key_of, local
 from parallel.mesh import Mesh
 from parallel.pipeline.actions import Action
 from tools.rehearse.fake_gpu import run_collective
-from tools.rehearse.tape import axes_by_ranks
+from tools.rehearse.tape import GroupAxes, group_of
 
 # The kinds of operators, in the order in which they are printed.
 PRODUCT, ATTENTION, TRITON, POINTWISE = "product", "attention", "Triton", "pointwise"
@@ -117,7 +116,7 @@ class Ledger(StorageWatch):
         super().__init__(DEVICE)
         self.operations: list[Operation] = []
         self.temporaries: list[Temporary] = []
-        self._axis_of_ranks = axes_by_ranks(mesh)
+        self._axes = GroupAxes(mesh)
         self._action: Action | None = None
         self._alive: dict[int, _Storage] = {}
         self._launches: list[Operation] = []  # of the custom operator that runs
@@ -176,12 +175,13 @@ class Ledger(StorageWatch):
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         kind, size = call_of(func, args)
-        group = next(a for a in args if isinstance(a, torch.ScriptObject) and _is_group(a))
-        ranks = frozenset(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
-        alone = len(ranks) == 1
-        axis = "one rank" if alone else self._axis_of_ranks(ranks)
+        axis = self._axes.of(group_of(args))
+        alone = axis is None
         done = Operation(
-            self._now[0], ALONE if alone else COLLECTIVE, f"{kind} over {axis}", self._now[1]
+            self._now[0],
+            ALONE if alone else COLLECTIVE,
+            f"{kind} over {axis or 'one rank'}",
+            self._now[1],
         )
         done.bytes, done.launches = size, 0 if alone else 1
         tensors = list(tensors_of(args))

@@ -52,9 +52,10 @@ class ReadyGradient(LocalJob):
 
     gradient: Tensor
     destination: Destination
+    times: Tensor | None = None  # a scalar, by which the gradient is multiplied
 
     def finish(self) -> None:
-        self.destination.add(self.gradient)
+        self.destination.add(self.gradient, self.times)
 
 
 @dataclass
@@ -147,20 +148,6 @@ class WeightGradientQueue:
             yield self._jobs
         finally:
             self._jobs = None
-
-
-def deliver(
-    dw: Tensor, destination: Destination, queue: WeightGradientQueue | None
-) -> Tensor | None:
-    """Hand over a weight gradient that its producer has just created: to the queue while it defers,
-    else to the sum. In isolation, without either, return it for autograd."""
-    if queue is not None and queue.is_deferring:
-        queue.add(ReadyGradient(dw, destination))
-    elif destination.sum is not None:
-        destination.add(dw)
-    else:
-        return dw
-    return None
 
 
 @torch.no_grad()

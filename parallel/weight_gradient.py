@@ -76,13 +76,18 @@ class Destination(NamedTuple):
     matmul: LinearProducts | None = None  # the products, for a linear layer
     sum: GradientSum | None = None  # None: in isolation; deferred gradients then go to `.grad`
 
-    def add(self, dw: Tensor) -> None:
-        """Add a gradient to the sum. Nothing else may refer to dw: it may become the sum."""
+    def add(self, dw: Tensor, times: Tensor | None = None) -> None:
+        """Add a gradient, or dw · times for a scalar tensor, to the sum. Nothing else may refer to
+        dw: it may become the sum."""
         place = self.sum or GradientSum(dw.dtype)
         total = place.get(self.weight)
         if total is not None:
-            (total if self.rows is None else total[self.rows]).add_(dw)
-        elif self.rows is None:
+            rows = total if self.rows is None else total[self.rows]
+            rows.add_(dw) if times is None else rows.addcmul_(dw, times)
+            return
+        if times is not None:
+            dw.mul_(times)
+        if self.rows is None:
             place.begin(self.weight, dw.to(place.dtype))
         else:
             total = dw.new_zeros(local_part(self.weight).shape, dtype=place.dtype)

@@ -48,7 +48,7 @@ from torch.distributed import ProcessGroup
 from model.kernels.backend import cdiv, exact
 from model.kernels.cross_entropy import gradient_over_logits_, normaliser, token_losses
 from parallel.collectives import Pending, start_all_gather, start_all_reduce_, start_reduce_scatter
-from parallel.deferred import WeightGradientQueue, deliver
+from parallel.deferred import ReadyGradient, WeightGradientQueue
 from parallel.weight_gradient import Destination, LinearProducts
 
 # The size of one piece's logits. On a GPU it is large enough that reading and writing the float32
@@ -117,12 +117,17 @@ class LinearCrossEntropy(torch.autograd.Function):
         assert dx is not None or dw is not None, (
             "backward was called a second time; the gradients were handed over in the first"
         )
-        for gradient in (dx, dw):
-            if gradient is not None:
-                gradient.mul_(dloss)  # in place: nothing else refers to it yet
-        if dw is not None and ctx.destination is not None:  # autograd would round it to bfloat16
-            dw = deliver(dw, ctx.destination, ctx.queue)
-        return dx, dw, *[None] * 11
+        destination, queue = ctx.destination, ctx.queue
+        if dx is not None:
+            dx.mul_(dloss)  # in place: nothing else refers to it yet
+        if dw is None or destination is None:
+            return dx, dw if dw is None else dw.mul_(dloss), *[None] * 11
+        # dw goes to the sum itself, because autograd would round it to bfloat16
+        if queue is not None and queue.is_deferring:
+            queue.add(ReadyGradient(dw, destination, dloss))
+        else:
+            destination.add(dw, dloss)
+        return dx, None, *[None] * 11
 
 
 def _pieces(

@@ -36,7 +36,7 @@ class Watch(StorageWatch):
         super().__init__(DEVICE)
         self.on, self.memory, self.nccl, self.overlap = device, memory, nccl, overlap
         self.operators = 0
-        self._pinned: set[int] = set()  # keys of storages of the host
+        self._pinned: dict[int, range] = {}  # addresses of storages of the host, by their keys
         self._lock = threading.RLock()
 
     # --- storages ---
@@ -50,13 +50,22 @@ class Watch(StorageWatch):
     def pin(self, tensor: Tensor) -> Tensor:
         """Treat a tensor of the host as pinned."""
         storage = tensor.untyped_storage()
-        self._pinned.add(storage._cdata)
+        begin = storage.data_ptr()
+        self._pinned[storage._cdata] = range(begin, begin + storage.nbytes())
         self.memory.allocate(storage._cdata, self.on.host(), line(), pinned=True)
         weakref.finalize(storage, self._unpin, storage._cdata).atexit = False
         return tensor
 
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        """Whether a tensor's memory is pinned; a storage inside that of another one is, too, and is
+        watched from now on."""
+        inside = any(tensor.data_ptr() in addresses for addresses in self._pinned.values())
+        if inside and key_of(tensor) not in self._pinned:
+            self.pin(tensor)
+        return inside
+
     def _unpin(self, key: int) -> None:
-        self._pinned.discard(key)
+        del self._pinned[key]
         self.memory.free(key, line())
 
     # --- operators ---
@@ -110,7 +119,7 @@ class Watch(StorageWatch):
 
     def _on_host(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         touched = list(accesses(func, args, kwargs, result))
-        if any(key_of(tensor) in self._pinned for tensor, _ in touched):
+        if any(self._is_pinned(tensor) for tensor, _ in touched if tensor.device.type == "cpu"):
             host = self.on.host()
             self.memory.access(host, host.advance(), f"{func} at {line()}", touched)
 
@@ -155,12 +164,13 @@ class Watch(StorageWatch):
         else:
             result = func(*args, **kwargs)
         self.saw(result)
+        host = read if source == "cpu" else result
+        pinned = not host.numel() or self._is_pinned(host)
         self.operators += 1
         stream, (here, there) = self.on.issue(), (read, result)
         name = f"the copy from {_name(source)} to {_name(target)} at {line()}"
         self.memory.access(stream, stream.advance(), name, [(here, False), (there, True)])
-        host = read if source == "cpu" else result
-        if not free or key_of(host) not in self._pinned:
+        if not free or not pinned:
             why = " with memory that is not pinned" if free else " without non_blocking"
             self._wait(f"a copy from {_name(source)} to {_name(target)}{why}")
         return result
@@ -194,8 +204,8 @@ class HostMemory(TorchFunctionMode):
             return self.watch.pin(args[0].clone())
         if func == torch.Tensor.to and len(args) > 1 and str(args[1]).startswith("cuda"):
             return func(args[0], DEVICE, *args[2:], **kwargs)
-        if kwargs.pop("pin_memory", False):  # zeros, in little memory
-            return self.watch.pin(torch.zeros((), dtype=kwargs.get("dtype")).expand(*args))
+        if kwargs.pop("pin_memory", False):  # zeros, because the save refuses what is not finite
+            return self.watch.pin(torch.zeros(*args, **kwargs))
         if func in (torch.tensor, torch.as_tensor) and str(kwargs.get("device")) == DEVICE:
             self.watch.on.waits(f"{func.__name__}() copies to the device", {})
         return func(*args, **kwargs)
