@@ -13,7 +13,9 @@ and the collectives.
     config.py       the section `parallel.` of a configuration file
     parameter.py    the description of a weight; layer.py: the base class of layers with weights
     collectives.py  the collectives of tensor parallelism
+    weight_gradient.py  where a weight's gradient goes, and its sum over micro-batches
     deferred.py     weight gradients that are formed later than their backward
+    whole.py        weights that no other rank shares: data parallelism over one rank
     partial.py      the sum over tp of gradients that are partial on each tp rank
     placement.py    which part of a global tensor a rank holds
     activation.py   activation checkpointing

@@ -5,7 +5,7 @@ others when backward needs them.
 |-----------|--------------------------------------------|-----------------------------------------|
 | none      | everything that autograd saves             | nothing                                 |
 | selective | outputs of matrix products and attention   | norms, rotary, activations              |
-| full      | the block's input                          | the whole forward                       |
+| full      | the block's input                          | the forward, but not its last product   |
 
 With tensor parallelism, selective also recomputes the first row-parallel product of a block and its
 reduction. The results of row-parallel products are partial sums, [S, B, D] on every rank; the two
