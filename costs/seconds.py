@@ -1,6 +1,7 @@
 """Seconds of a recorded computation, at the rates of a device.
 
-a matrix product        2·m·n·(k + ramp) / (peak · efficiency), or the time of its bytes if longer
+a matrix product        ⌈tiles / multiprocessors⌉ waves of tiles of the result, each at the peak ·
+                        efficiency of the whole device; or the time of its bytes if longer
 attention               FLOPs / (peak · efficiency)
 every other operation   bytes read and written / (memory bandwidth · efficiency)
 a collective over tp    links.py; hidden behind what is computed between its start and its wait
@@ -46,7 +47,9 @@ class Rates:
     def operation(self, event: Product | Attention | Moved) -> float:
         device = self.device
         if isinstance(event, Product):
-            flops = event.flops * (1 + device.matmul_ramp / event.inner)
+            waves = -(-event.tiles(device.tile) // device.multiprocessors)
+            # a wave takes equally long whether or not all multiprocessors have a tile
+            flops = 2.0 * waves * device.multiprocessors * device.tile**2 * event.inner
             busy = max(flops / (self._peak * device.matmul_efficiency), self.memory(event.bytes))
         elif isinstance(event, Attention):
             busy = event.flops / (self._peak * device.attention_efficiency)

@@ -54,8 +54,9 @@ def flops_per_token(model: ModelConfig, seq_len: int, whole_attention: bool = Fa
 def layer_costs(setting: Setting) -> LayerCosts:
     """Seconds of the embedding, of every block and of the head for one micro-batch, forward and
     backward, on H100s: computation and exposed communication over tp."""
-    # without the time to launch kernels: on a CPU, where small models run, it matters little
-    device = replace(H100, kernel_seconds=0.0, collective_seconds=0.0)
+    # Without the time to launch kernels, and without waves, in which the products of a small model
+    # would all take equally long: on a CPU, where small models run, neither matters.
+    device = replace(H100, kernel_seconds=0.0, collective_seconds=0.0, tile=1, multiprocessors=1)
     links = Links(device, setting.tp, 1, 1, setting.tp)
     rates = Rates(device, links, setting.dtype.itemsize)
 

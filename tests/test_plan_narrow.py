@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from costs.as_on_gpu import DEVICE, AsOnGpu
+from costs.links import Links
 from costs.recorder import Product, Recorder
+from costs.seconds import Rates
 from costs.storages import key_of
+from costs.summary import layer_costs
 from tools.plan.__main__ import main
-from tools.plan.hardware import find_device
+from tools.plan.hardware import Device, find_device
 from tools.plan.layout import Layout
 from tools.plan.narrow import describe_narrow, narrow_products
 from training.load_config import load_config
@@ -77,6 +80,51 @@ def test_key_and_value_of_70b_at_tp_8_are_narrow() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_split_backwards_have_the_same_narrow_products(schedule: str) -> None:
     assert narrow("llama3_70b", f"parallel.schedule={schedule}") == [(KEY_AND_VALUE, 64)]
+
+
+# --- what it costs --------------------------------------------------------------------------------
+
+
+def seconds(rows: int, columns: int, device: Device = H100) -> float:
+    """Seconds of a product in bfloat16 whose sums are so long that its bytes do not matter."""
+    rates = Rates(replace(device, kernel_seconds=0.0), Links(device, 1, 1, 1, 1), 2)
+    return rates.operation(Product(rows, columns, inner=2**20, bytes=0))
+
+
+def test_a_product_takes_whole_waves() -> None:
+    """1 to 132 tiles are one wave on an H100, 133 are two. Controls: full waves take the time of
+    their FLOPs, and on a device with a single multiprocessor every tile counts."""
+    one = seconds(128, 128)
+    assert seconds(64 * 128, 128) == seconds(132 * 128, 128) == one
+    assert seconds(133 * 128, 128) == seconds(128, 264 * 128) == 2 * one
+    flops = 2.0 * 132 * 128 * 128 * 2**20
+    assert one == pytest.approx(flops / (H100.peak_flops * H100.matmul_efficiency))
+    alone = replace(H100, multiprocessors=1)
+    assert seconds(64 * 128, 128, alone) == 64 * seconds(128, 128, alone)
+
+
+def test_what_key_and_value_of_70b_take() -> None:
+    """A wave of theirs takes twice their FLOPs, 132 / 64; but to read their input takes longer
+    still, as docs/plan_model.md says."""
+    (block,) = layout("llama3_70b").kinds
+    events = block.whole.phases["forward"].events
+    products = [event for event in events if isinstance(event, Product) and event.columns == 128]
+    assert [event.weight for event in products] == KEY_AND_VALUE
+    rates = Rates(replace(H100, kernel_seconds=0.0), Links(H100, 8, 8, 1, 256), 2)
+    for event in products:
+        wave = rates.operation(event._replace(bytes=0))
+        flops = event.flops / (H100.peak_flops * H100.matmul_efficiency)
+        assert wave == pytest.approx(132 / 64 * flops)
+        assert rates.operation(event) == rates.memory(event.bytes) > 1.5 * wave
+
+
+def test_layers_are_balanced_without_waves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, where small models are balanced too, a narrow product is as cheap as its FLOPs."""
+    setting = layout("laptop", world=8).setting
+    before = layer_costs.__wrapped__(setting)
+    more = replace(H100, multiprocessors=1000, tile=512)
+    monkeypatch.setattr("costs.summary.H100", more)
+    assert layer_costs.__wrapped__(setting) == before
 
 
 # --- what is printed ------------------------------------------------------------------------------
