@@ -138,12 +138,28 @@ class StepTime:
         gather, scatter, _ = self.data_parallel(stage)
         part = self.stages[stage]
         forward, backward = part.forward, part.input_grad + part.weight_grad
+        # Nothing runs beside the first gather of an action and the last reduction, for which FSDP
+        # waits at the end of each backward.
+        first, *_, last = [unit for _, unit in self.layout.fsdp_units(stage)] * 2
+        gather_first, gather_last, reduce_first = (
+            self.links.collective("dp_shard", size)
+            for size in (
+                gather_bytes(self.layout, first),
+                gather_bytes(self.layout, last),
+                reduce_bytes(self.layout, first),
+            )
+        )
         if zero == 3 and as_one:  # nothing hides it: the next action gathers over the same link
             return Part(gather, gather + scatter, 0.0)
         if zero == 3:  # every forward and backward gathers; every backward reduces too
-            return Part(max(0.0, gather - forward), max(0.0, gather + scatter - backward), 0.0)
+            bare = gather_last + reduce_first
+            return Part(
+                max(gather_first, gather - forward), max(bare, gather + scatter - backward), 0.0
+            )
+        if zero == 2 and as_one:  # it runs beside the next actions
+            return Part(0.0, 0.0, max(0.0, scatter - backward - forward))
         if zero == 2:
-            return Part(0.0, 0.0, max(0.0, scatter - backward - (forward if as_one else 0.0)))
+            return Part(0.0, 0.0, max(reduce_first, scatter - backward))
         return NOTHING
 
     @cached_property
