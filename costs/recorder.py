@@ -32,7 +32,8 @@ COLLECTIVES = {  # operators of torch.distributed → their names in records
 BACKWARD_OF_FORWARD = 2.5  # flash attention's FLOPs: five products in backward, two in forward
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}
 LOOKUPS = {"embedding", "index", "index_select", "gather"}  # read some rows of the first argument
-NO_WORK = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach"}
+NO_WORK = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach",
+           "_unsafe_view"}  # the last reshapes the result of a product  # fmt: skip
 
 
 class Product(NamedTuple):
