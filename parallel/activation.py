@@ -7,15 +7,17 @@ others when backward needs them.
 | selective | outputs of matrix products and attention   | norms, rotary, activations, collectives |
 | full      | the block's input                          | the whole forward                       |
 
-With tensor parallelism, selective also recomputes the row-parallel products. Their results are
-partial sums, [S, B, D] on every rank; the two of a block are 2 tp times as large as a rank's part
-of the residual stream (for Llama 3 405B with tp 8, over half of all that would be kept).
+With tensor parallelism, selective keeps the outputs of column-parallel layers (kept.py), but
+recomputes the row-parallel products. Their results are partial sums, [S, B, D] on every rank; the
+two of a block are 2 tp times as large as a rank's part of the residual stream (for Llama 3 405B
+with tp 8, over half of all that would be kept).
 
 (Chen et al. 2016, https://arxiv.org/abs/1604.06174; selective: Korthikanti et al. 2022, section 5,
 chosen by operation with torch's `create_selective_checkpoint_contexts`.)
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -28,10 +30,14 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from parallel.kept import KeptOutputs
+from parallel.tensor import ColumnParallelLinear
+
 _ops = torch.ops.aten
 PRODUCTS = {_ops.mm.default, _ops.addmm.default}
-# The operations that cost the most floating-point operations per byte of their result.
-EXPENSIVE = PRODUCTS | {
+# With products, the operations that cost the most floating-point operations per byte of their
+# result.
+ATTENTION = {
     _ops._scaled_dot_product_flash_attention.default,
     _ops._scaled_dot_product_flash_attention_for_cpu.default,
     _ops._scaled_dot_product_efficient_attention.default,
@@ -40,22 +46,27 @@ EXPENSIVE = PRODUCTS | {
 }
 
 
-def _keep_expensive(
-    width: int, tp: int, ctx: Any, op: Any, *args: Any, **kwargs: Any
-) -> CheckpointPolicy:
-    if op not in EXPENSIVE:
-        return CheckpointPolicy.PREFER_RECOMPUTE
-    # A column-parallel product sums over all of D, a row-parallel one over this rank's part of
-    # another dimension. If that part happens to be as wide as D, the product is kept: this takes
-    # more memory and gives the same numbers.
-    is_partial = op in PRODUCTS and tp > 1 and args[-2].shape[-1] != width
-    return CheckpointPolicy.PREFER_RECOMPUTE if is_partial else CheckpointPolicy.MUST_SAVE
+def _keep(operations: set[Any], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_kept = op in operations
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def wrap_blocks(blocks: Iterable[nn.Module], mode: str, compile: bool, width: int, tp: int) -> None:
+def _contexts_with(kept: KeptOutputs) -> tuple[AbstractContextManager[None], ...]:
+    """Keep what attention and column-parallel layers compute."""
+    operations = create_selective_checkpoint_contexts(partial(_keep, ATTENTION))
+    return tuple(map(_both, operations, kept.contexts()))
+
+
+@contextmanager
+def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:
+    with one, other:
+        yield
+
+
+def wrap_blocks(blocks: Iterable[nn.Module], mode: str, compile: bool, tp: int) -> None:
     """Wrap each block's forward in activation checkpointing and `torch.compile`, in place. Call it
     before `fully_shard`, so that recomputation and compiled code run while FSDP has the weights
-    gathered. `width` is D, `tp` the number of tensor-parallel ranks.
+    gathered. `tp` is the number of tensor-parallel ranks.
 
     Selective checkpointing is compiled with the block, and the compiler follows the same policy.
     Full checkpointing wraps the compiled block, which then runs its forward twice. It is not put
@@ -65,15 +76,24 @@ def wrap_blocks(blocks: Iterable[nn.Module], mode: str, compile: bool, width: in
     for block in blocks:
         forward: Callable[..., Any] = block.forward
         if mode == "selective":
-            policy = partial(
-                create_selective_checkpoint_contexts, partial(_keep_expensive, width, tp)
-            )
-            forward = _checkpointed(forward, context_fn=policy)
+            forward = _checkpointed(forward, context_fn=_selection(block, tp))
         if compile:
             forward = _compiled(forward)
         if mode == "full":
             forward = _checkpointed(forward)
         block.forward = forward
+
+
+def _selection(block: nn.Module, tp: int) -> Callable[[], Any]:
+    """What selective checkpointing keeps of a block: contexts for its forward and recomputation."""
+    if tp == 1:  # in this form, which the compiler knows
+        policy = partial(_keep, ATTENTION | PRODUCTS)
+        return partial(create_selective_checkpoint_contexts, policy)
+    kept = KeptOutputs()
+    for layer in block.modules():
+        if isinstance(layer, ColumnParallelLinear):
+            layer.kept = kept
+    return partial(_contexts_with, kept)
 
 
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -47,7 +47,7 @@ def block_gradients(case, mode, compile):
     x = torch.randn(S, B, config.model.dim, dtype=torch.float64, requires_grad=True)
     positions = BatchPositions(torch.arange(S).unsqueeze(1), None, torch.float64)
     inputs = block.attention.inputs(positions)
-    wrap_blocks([block], mode, compile, config.model.dim, mesh.tp.size())
+    wrap_blocks([block], mode, compile, mesh.tp.size())
     listener = Listener(mesh)
     # no Listener when compiling, because the compiler skips code under a dispatch mode
     with nullcontext() if compile else listener:
