@@ -103,6 +103,10 @@ CASES = [
     Case("llama3_70b", 8, 0,
          "parallel.tp=1 parallel.pp=1 parallel.zero_stage=3 train.activation_checkpointing=full"),
     Case("llama3_70b", 8, 7, "parallel.tp=8 parallel.pp=1 parallel.sequence_parallel=false"),
+    Case("llama3_70b", 8, 7, "parallel.tp=8 parallel.pp=1 parallel.tp_pieces=2", quick=True),
+    Case("llama3_70b", 8, 0,
+         "parallel.tp=4 parallel.pp=2 parallel.tp_pieces=4 parallel.schedule=zb_h1 "
+         "train.activation_checkpointing=selective"),
     Case("llama_1b", 8, 0, "train.global_batch_size=16"),
     Case("llama3_8b", 8, 0, "train.global_batch_size=16"),
     Case("llama3_70b", 256, 0, "whole train.global_batch_size=64"),

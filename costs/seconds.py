@@ -4,7 +4,8 @@ a matrix product        ⌈tiles / multiprocessors⌉ waves of tiles of the resu
                         efficiency of the whole device; or the time of its bytes if longer
 attention               FLOPs / (peak · efficiency)
 every other operation   bytes read and written / (memory bandwidth · efficiency)
-a collective over tp    links.py; hidden behind what is computed between its start and its wait
+a collective over tp    links.py; one runs after another, and is hidden behind what is computed
+                        between its start and its wait
 """
 
 from dataclasses import dataclass
@@ -62,19 +63,18 @@ class Rates:
         run continuously from unit to unit, so the first gather of a unit overlaps with the last
         products of the previous unit (run_jobs in parallel/deferred.py)."""
         computing = wire = exposed = last = 0.0
-        # by number: seconds computed before the start, and seconds that the collective takes
-        started: dict[int, tuple[float, float]] = {}
         at_once = 0.0  # seconds waited for before anything is computed
+        ends: dict[int, float] = {}  # by number: when the collective ends, in seconds of the phase
+        free = 0.0  # when the last one ends: collectives of one group run in the order of starts
         for event in phase.events:
             if isinstance(event, Sent):
                 times = 2 if event.kind == "all_reduce" else 1
                 seconds = self.links.collective("tp", event.bytes, times)
-                started[event.number] = computing, seconds
+                free = ends[event.number] = max(free, computing + exposed) + seconds
                 wire, last = wire + seconds, computing
             elif isinstance(event, Waited):
-                began, seconds = started.pop(event.number)
-                exposed += max(0.0, seconds - (computing - began))
-                at_once += seconds if computing == 0.0 else 0.0
+                exposed += max(0.0, ends.pop(event.number) - (computing + exposed))
+                at_once = exposed if computing == 0.0 else at_once
             else:
                 computing += self.operation(event)
         if is_weight:

@@ -59,6 +59,7 @@ class Setting:
     tp: int = 1
     tp_rank: int = 0
     sequence_parallel: bool = True
+    tp_pieces: int = 1
     micro_batch_size: int = 1
     document_mask: bool = False
     activation_checkpointing: str = "none"
@@ -195,11 +196,12 @@ def _stage(setting: Setting, names: Iterable[str]) -> Transformer:
     """A pipeline stage that consists of these units."""
     model, tp = setting.model, setting.tp
     group = dist.ProcessGroup(setting.tp_rank, tp)  # type: ignore[call-arg]  # Recorder's
-    at = TensorParallel(tp, setting.tp_rank, setting.sequence_parallel, None, group)
+    cut, pieces = setting.sequence_parallel, setting.tp_pieces
+    at = TensorParallel(tp, setting.tp_rank, cut, None, group, pieces)
     kinds = kinds_of_layers(model)
     layers = [kinds.index(name) for name in names if name in kinds]
     stage = Transformer(model, layers, EMBEDDING in names, HEAD in names, at).to(setting.dtype)
-    wrap_blocks(stage.blocks.values(), setting.activation_checkpointing, False)
+    wrap_blocks(stage.blocks.values(), setting.activation_checkpointing, False, tp)
     return stage
 
 

@@ -10,15 +10,26 @@ from torch.nn import functional
 class Matmul:
     """Computes the products in the dtype of their arguments."""
 
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        """y [..., F] = x [..., D] · weightᵀ, weight [F, D]."""
-        return functional.linear(x, weight)
+    def forward(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        """y [..., F] = x [..., D] · weightᵀ, weight [F, D]; written to `out`, which is contiguous,
+        if given (if y is computed piece by piece)."""
+        if out is None:
+            return functional.linear(x, weight)
+        torch.mm(x.flatten(0, -2), weight.t(), out=out.view(-1, out.shape[-1]))
+        return out
 
-    def input_gradient(self, dy: Tensor, weight: Tensor, into: Tensor | None = None) -> Tensor:
-        """dx [..., D] = dy [..., F] · weight, added to `into` if given (if several layers read the
-        same input). The sum so far is rounded to its dtype before each product: for three products
-        in bfloat16 the relative error is 2.3e-3 instead of 1.7e-3, and the sum over 8 tp ranks in
-        bfloat16 makes it 4.4e-3 instead of 4.0e-3. A float32 sum would move 2.6 times the bytes."""
+    def input_gradient(
+        self, dy: Tensor, weight: Tensor, into: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """dx [..., D] = dy [..., F] · weight; added to `into` if given (if several layers read the
+        same input), or written to `out`, which is contiguous (if dx is computed piece by piece).
+
+        The sum so far is rounded to its dtype before each product: for three products in bfloat16
+        the relative error is 2.3e-3 instead of 1.7e-3, and the sum over 8 tp ranks in bfloat16
+        makes it 4.4e-3 instead of 4.0e-3. A float32 sum would move 2.6 times the bytes."""
+        if out is not None:
+            torch.mm(dy.flatten(0, -2), weight, out=out.view(-1, out.shape[-1]))
+            return out
         if into is None:
             return dy @ weight
         into.view(-1, into.shape[-1]).addmm_(dy.reshape(-1, dy.shape[-1]), weight)

@@ -94,6 +94,7 @@ class Head(ColumnParallelLinear):
             self.tp.sequence_parallel,
             matmul=self.matmul,
             vocab_size=self.vocab_size,
+            sequence_pieces=self.tp.pieces,
             z_loss=self.z_loss if torch.is_grad_enabled() else 0.0,  # not added in evaluation
             kernels=self.kernels,
             destination=self.destination(),

@@ -5,10 +5,21 @@ its input, so callers need no special case for an axis of size 1. The sequence i
 dimension of activations, [S, B, …], because collectives concatenate and split along the first
 dimension: a gathered sequence is then contiguous without a copy.
 
+With sequence parallelism the sequence is cut into *pieces*, and rank r holds part r of each piece:
+
+    S = 16, 2 ranks    1 piece     rank 0 holds 0–7          rank 1 holds 8–15
+                       2 pieces    rank 0 holds 0–3, 8–11    rank 1 holds 4–7, 12–15
+
+So an all-gather of the ranks' i-th parts is piece i, and a reduce-scatter of piece i leaves each
+rank its i-th part: contiguous slices on both sides, so nothing is copied or reordered. A gather or
+scatter of the sequence is one collective for each piece, and a product of one piece runs while
+other pieces are sent. `by_rank` states which positions a rank holds.
+
 A tensor that autograd may still share is never reduced in place: when a gradient flows into two
 branches, both receive the same tensor.
 """
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,42 +33,67 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 class Pending:
-    """The result of a collective that may still be running. Operations issued after `wait()` run
-    after the collective."""
+    """The result of collectives that may still be running, one for each piece. Operations issued
+    after a wait run after the collectives that it waits for."""
 
-    def __init__(self, tensor: Tensor, work: Any) -> None:
-        self._tensor, self._work = tensor, work
+    def __init__(self, tensor: Tensor, works: Sequence[Any] = ()) -> None:
+        self._tensor, self._works = tensor, list(works)
 
     def wait(self) -> Tensor:
-        if self._work is not None:
-            self._work.wait()
+        """The whole result."""
+        for work in self._works:
+            work.wait()
+        self._works = []
         return self._tensor
 
+    def pieces(self) -> Iterator[Tensor]:
+        """Each piece of the result, as soon as its collective has ended."""
+        for piece in self._tensor.chunk(len(self._works)):
+            self._works.pop(0).wait()
+            yield piece
 
-def start_all_gather(x: Tensor, group: ProcessGroup) -> Pending:
-    """Start to gather [S/n, …] from each of n ranks into [S, …] on all, in rank order."""
+
+def by_rank(x: Tensor, ranks: int, pieces: int) -> Tensor:
+    """Map [S, …], in the order of the sequence, to [ranks, S/ranks, …]: what each rank holds, in
+    the order in which it holds it."""
+    return x.unflatten(0, (pieces, ranks, -1)).transpose(0, 1).flatten(1, 2)
+
+
+def start_all_gather(x: Tensor, group: ProcessGroup, pieces: int = 1) -> Pending:
+    """Start to gather [S/n, …] from each of n ranks into [S, …] on all. With one piece the ranks'
+    parts follow each other in rank order; else those of each piece do."""
     n = group.size()
     if n == 1:
-        return Pending(x, None)
+        return Pending(x)
     out = x.new_empty((n * x.shape[0], *x.shape[1:]))
-    return Pending(out, _all_gather_single(out, x.contiguous(), group=group, async_op=True))
+    parts = zip(out.chunk(pieces), x.contiguous().chunk(pieces), strict=True)
+    return Pending(
+        out, [_all_gather_single(whole, mine, group=group, async_op=True) for whole, mine in parts]
+    )
 
 
-def start_reduce_scatter(x: Tensor, group: ProcessGroup) -> Pending:
-    """Start to sum [S, …] over n ranks; each receives its slice [S/n, …] of the sum. `x` must not
-    be modified before `wait()`."""
+def start_reduce_scatter(
+    x: Tensor, group: ProcessGroup, pieces: int = 1, out: Tensor | None = None
+) -> Pending:
+    """Start to sum [S, …] over n ranks; each receives its part [S/n, …] of every piece of the sum,
+    in `out` if given. `x` must not be modified before `wait()`."""
     n = group.size()
     if n == 1:
-        return Pending(x, None)
-    out = x.new_empty((x.shape[0] // n, *x.shape[1:]))
-    return Pending(out, _reduce_scatter_single(out, x.contiguous(), group=group, async_op=True))
+        return Pending(x)
+    if out is None:
+        out = x.new_empty((x.shape[0] // n, *x.shape[1:]))
+    parts = zip(out.chunk(pieces), x.contiguous().chunk(pieces), strict=True)
+    return Pending(
+        out,
+        [_reduce_scatter_single(mine, whole, group=group, async_op=True) for mine, whole in parts],
+    )
 
 
 def start_all_reduce_(x: Tensor, group: ProcessGroup) -> Pending:
     """Start to sum `x` over the group in place: only for a tensor that the caller has just made."""
     if group.size() == 1:
-        return Pending(x, None)
-    return Pending(x, dist.all_reduce(x, group=group, async_op=True))
+        return Pending(x)
+    return Pending(x, [dist.all_reduce(x, group=group, async_op=True)])
 
 
 def all_reduce(x: Tensor, group: ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Tensor:
@@ -93,23 +129,26 @@ class ReduceScatterToSequence(torch.autograd.Function):
 
     | pass     | computes                  | local shapes              | communication over tp |
     |----------|---------------------------|---------------------------|-----------------------|
-    | forward  | y = (Σ_ranks x)[my slice] | [S, B, D] → [S/tp, B, D]  | reduce-scatter S·B·D  |
-    | backward | dx = concatenated dy      | [S/tp, B, D] → [S, B, D]  | all-gather S·B·D      |
+    | forward  | y = (Σ_ranks x)[my part]  | [S, B, D] → [S/tp, B, D]  | reduce-scatter S·B·D  |
+    | backward | dx = all ranks' dy        | [S/tp, B, D] → [S, B, D]  | all-gather S·B·D      |
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return start_reduce_scatter(x, group).wait()
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, pieces: int) -> Tensor:
+        ctx.group, ctx.pieces = group, pieces
+        return start_reduce_scatter(x, group, pieces).wait()
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return start_all_gather(dy, ctx.group).wait(), None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return start_all_gather(dy, ctx.group, ctx.pieces).wait(), None, None
 
 
-def reduce_over_tp(partial: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+def reduce_over_tp(
+    partial: Tensor, group: ProcessGroup, sequence_parallel: bool, pieces: int = 1
+) -> Tensor:
     """Sum [S, B, D] over tp: to [S/tp, B, D] with sequence parallelism, else to [S, B, D]."""
     if group.size() == 1:
         return partial  # no autograd function: its output would be a view, and FSDP warns of those
-    reduce = ReduceScatterToSequence if sequence_parallel else ReduceFromTensorParallel
-    return reduce.apply(partial, group)
+    if sequence_parallel:
+        return ReduceScatterToSequence.apply(partial, group, pieces)
+    return ReduceFromTensorParallel.apply(partial, group)

@@ -87,6 +87,7 @@ class LinearGradients:
         destinations: the destination of each layer's weight gradient.
         gather_x, gather_dys: the tp group to gather x or dys over, if they are this rank's part
             [S/tp, B, …] of the sequence; None: they are whole.
+        pieces: of the sequence (parallel/collectives.py).
     """
 
     communicates = True
@@ -98,8 +99,10 @@ class LinearGradients:
         destinations: Sequence[Destination],
         gather_x: ProcessGroup | None = None,
         gather_dys: ProcessGroup | None = None,
+        pieces: int = 1,
     ) -> None:
-        self.destinations, self.gather_x, self.gather_dys = destinations, gather_x, gather_dys
+        self.destinations, self.pieces = destinations, pieces
+        self.gather_x, self.gather_dys = gather_x, gather_dys
         self.x: Tensor | None = x.detach()
         self.dys: Sequence[Tensor] = dys
         self._gathering: list[Pending] = []
@@ -107,9 +110,12 @@ class LinearGradients:
     def start(self) -> None:
         """Start to gather x to [S, B, D], or each dy to [S, B, F], over tp."""
         assert self.x is not None
-        self._gathering = [_gather(self.x, self.gather_x)]
-        self._gathering += [_gather(dy, self.gather_dys) for dy in self.dys]
+        self._gathering = [self._gather(self.x, self.gather_x)]
+        self._gathering += [self._gather(dy, self.gather_dys) for dy in self.dys]
         self.x, self.dys = None, ()
+
+    def _gather(self, x: Tensor, group: ProcessGroup | None) -> Pending:
+        return Pending(x) if group is None else start_all_gather(x, group, self.pieces)
 
     def finish(self) -> None:
         x, *dys = (pending.wait() for pending in self._gathering)
@@ -118,10 +124,6 @@ class LinearGradients:
             dw = destination.add_product(dy, x)
             if dw is not None:
                 destination.add(dw)
-
-
-def _gather(x: Tensor, group: ProcessGroup | None) -> Pending:
-    return Pending(x, None) if group is None else start_all_gather(x, group)
 
 
 class WeightGradientQueue:

@@ -33,11 +33,13 @@ class TensorParallel:
     sequence_parallel: bool = True  # the residual stream is [S/tp, B, D] on a rank, else [S, B, D]
     mesh: DeviceMesh | None = None
     group: ProcessGroup = None  # type: ignore[assignment]  # the mesh's process group
+    pieces: int = 1  # of the sequence: one is computed while others are sent (collectives.py)
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, sequence_parallel: bool) -> "TensorParallel":
+    def of(cls, mesh: DeviceMesh, sequence_parallel: bool, pieces: int = 1) -> "TensorParallel":
         """Describe this rank's tp mesh."""
-        return cls(mesh.size(), mesh.get_local_rank(), sequence_parallel, mesh, mesh.get_group())
+        rank, group = mesh.get_local_rank(), mesh.get_group()
+        return cls(mesh.size(), rank, sequence_parallel, mesh, group, pieces)
 
 
 @dataclass(frozen=True)

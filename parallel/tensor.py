@@ -11,10 +11,16 @@ the output (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3). S
 splits the activations outside such a pair (norms, the residual stream) along the sequence, and
 replaces each all-reduce by a reduce-scatter and an all-gather: the same bytes are sent, and these
 activations take 1/tp of the memory (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198).
+
+If the sequence is cut into pieces (`parallel.tp_pieces`; collectives.py states which positions a
+rank then holds), the product of one piece runs while another is sent (Wang et al. 2023,
+https://doi.org/10.1145/3567955.3567959). With four pieces, in forward:
+
+    column   gather    0 1 2 3            row   product   0 1 2 3
+             product     0 1 2 3                scatter     0 1 2 3
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +28,6 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional
 
-from parallel.activation import Unread, partial_sums, products_are_kept
 from parallel.collectives import (
     reduce_over_tp,
     start_all_gather,
@@ -35,6 +40,7 @@ from parallel.deferred import (
     WeightGradientQueue,
     embedding_gradient,
 )
+from parallel.kept import KeptOutputs
 from parallel.layer import Layer, Pieces, TensorParallel
 from parallel.parameter import EMBEDDING, MATRIX, Normal, WeightSpec
 from parallel.weight_gradient import Destination, LinearProducts
@@ -47,7 +53,8 @@ class ColumnParallelFunction(torch.autograd.Function):
 
     | pass         | computes       | local shapes              | communication over tp       |
     |--------------|----------------|---------------------------|-----------------------------|
-    | forward      | yᵢ = x · wᵢᵀ   | [S/tp, B, D] → [S, B, Fᵢ] | all-gather x: S·B·D         |
+    | forward      | yᵢ = x · wᵢᵀ   | [S/tp, B, D] → [S, B, Fᵢ] | all-gather x: S·B·D,        |
+    |              |                | piece by piece            | overlaps the previous piece |
     | input grad.  | dx = Σ dyᵢ·wᵢ  | [S, B, Fᵢ] → [S/tp, B, D] | reduce-scatter dx: S·B·D,   |
     |              |                |                           | overlaps weight gradients   |
     | weight grad. | dwᵢ = dyᵢᵀ · x | → [Fᵢ, D]                 | all-gather x again: S·B·D,  |
@@ -68,39 +75,53 @@ class ColumnParallelFunction(torch.autograd.Function):
         matmuls: Sequence[LinearProducts],
         queue: WeightGradientQueue | None,
         destinations: Sequence[Destination],
+        kept: KeptOutputs | None,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.tp, ctx.matmuls, ctx.queue, ctx.destinations = tp, matmuls, queue, destinations
         ctx.save_for_backward(x, *weights)
-        if tp.sequence_parallel and tp.size > 1 and products_are_kept():
-            x = Unread(x, (tp.size * x.shape[0], *x.shape[1:]))
-        elif tp.sequence_parallel:
-            x = start_all_gather(x, tp.group).wait()  # [S, B, D]
-        return tuple(m.forward(x, weight) for m, weight in zip(matmuls, weights, strict=True))
+
+        def compute() -> tuple[Tensor, ...]:
+            if tp.size == 1 or not tp.sequence_parallel:
+                return tuple(m.forward(x, w) for m, w in zip(matmuls, weights, strict=True))
+            shape = (x.shape[0] * tp.size, x.shape[1])
+            gathering = start_all_gather(x, tp.group, tp.pieces)  # [S, B, D]
+            ys = tuple(x.new_empty((*shape, w.shape[0])) for w in weights)
+            parts = [y.chunk(tp.pieces) for y in ys]
+            for piece, *outs in zip(gathering.pieces(), *parts, strict=True):
+                for matmul, weight, out in zip(matmuls, weights, outs, strict=True):
+                    matmul.forward(piece, weight, out=out)
+            return ys
+
+        return compute() if kept is None else kept.of(compute)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        group, sequence_parallel = ctx.tp.group, ctx.tp.sequence_parallel
+        group, sequence_parallel, pieces = ctx.tp.group, ctx.tp.sequence_parallel, ctx.tp.pieces
         deferring = ctx.queue is not None and ctx.queue.is_deferring
         if sequence_parallel and not deferring:
-            gathering_x = start_all_gather(x, group)
+            gathering_x = start_all_gather(x, group, pieces)
         dx = None
         for matmul, dy, weight in zip(ctx.matmuls, dys, weights, strict=True):
             dx = matmul.input_gradient(dy, weight, into=dx)
         assert dx is not None
         if sequence_parallel and not deferring:
             x = gathering_x.wait()
-        start = start_reduce_scatter if sequence_parallel else start_all_reduce_
-        reducing_dx = start(dx, group)
+        if sequence_parallel:
+            reducing_dx = start_reduce_scatter(dx, group, pieces)
+        else:
+            reducing_dx = start_all_reduce_(dx, group)
         dws: list[Tensor | None]
         if deferring:
             gather_x = group if sequence_parallel else None
-            ctx.queue.add(LinearGradients(x, dys, ctx.destinations, gather_x=gather_x))
+            ctx.queue.add(
+                LinearGradients(x, dys, ctx.destinations, gather_x=gather_x, pieces=pieces)
+            )
             dws = [None] * len(dys)
         else:
             dws = [d.add_product(dy, x) for d, dy in zip(ctx.destinations, dys, strict=True)]
-        return reducing_dx.wait(), None, None, None, None, *dws
+        return reducing_dx.wait(), None, None, None, None, None, *dws
 
 
 class KeepForBackward(torch.autograd.Function):
@@ -123,16 +144,22 @@ class KeepForBackward(torch.autograd.Function):
 
 
 class RowParallelFunction(torch.autograd.Function):
-    """Multiply by one row-parallel weight. The result is a partial sum, which the caller reduces
-    over tp. x is the result of `KeepForBackward`, whose tensors backward reads.
+    """Multiply by one row-parallel weight, and sum over tp. x is the result of `KeepForBackward`,
+    whose tensors backward reads.
 
-    | pass         | computes     | local shapes              | communication |
-    |--------------|--------------|---------------------------|---------------|
-    | forward      | y = x · wᵀ   | [S, B, F/tp] → [S, B, D]  | none here     |
-    | input grad.  | dx = dy · w  | [S, B, D] → [S, B, F/tp]  | none here     |
-    | weight grad. | dw = dyᵀ · x | → [D, F/tp]               | none          |
+    With sequence parallelism (g-bar in Korthikanti et al.):
 
-    With sequence parallelism, a deferred weight gradient gathers dy again: S·B·D over tp.
+    | pass         | computes       | local shapes                | communication over tp       |
+    |--------------|----------------|-----------------------------|-----------------------------|
+    | forward      | y = Σ x · wᵀ   | [S, B, F/tp] → [S/tp, B, D] | reduce-scatter y: S·B·D,    |
+    |              |                | piece by piece              | overlaps the next piece     |
+    | input grad.  | dx = dy · w    | [S/tp, B, D] → [S, B, F/tp] | all-gather dy: S·B·D,       |
+    |              |                | piece by piece              | overlaps the previous piece |
+    | weight grad. | dw = dyᵀ · x   | → [D, F/tp]                 | none                        |
+
+    Without sequence parallelism (g in Shoeybi et al.) forward all-reduces y, S·B·D, also piece by
+    piece; dy is whole, so backward sends nothing. With sequence parallelism, a deferred weight
+    gradient gathers dy again: S·B·D.
     """
 
     @staticmethod
@@ -148,23 +175,48 @@ class RowParallelFunction(torch.autograd.Function):
         ctx.tp, ctx.matmul, ctx.queue, ctx.destination = tp, matmul, queue, destination
         if torch.compiler.is_compiling():  # the compiler itself decides what to recompute
             ctx.save_for_backward(x, weight)
-        with partial_sums() if tp.size > 1 else nullcontext():
+        if tp.size == 1:
             return matmul.forward(x, weight)
+        partial = x.new_empty((*x.shape[:-1], weight.shape[0]))  # [S, B, D]
+        y, parts = partial, partial.chunk(tp.pieces)
+        if tp.sequence_parallel:
+            y = x.new_empty((x.shape[0] // tp.size, *partial.shape[1:]))
+        reducing = []
+        for x_part, part, y_part in zip(x.chunk(tp.pieces), parts, y.chunk(tp.pieces), strict=True):
+            matmul.forward(x_part, weight, out=part)
+            if tp.sequence_parallel:
+                reducing.append(start_reduce_scatter(part, tp.group, out=y_part))
+            else:
+                reducing.append(start_all_reduce_(part, tp.group))
+        for each in reducing:
+            each.wait()
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors or ctx.next_functions[0][0].saved_tensors
-        tp, dw = ctx.tp, None
+        tp, matmul, dw, mine = ctx.tp, ctx.matmul, None, dy
+        gathers = tp.size > 1 and tp.sequence_parallel
+        if gathers:
+            gathering_dy = start_all_gather(dy, tp.group, tp.pieces)
+            dx = dy.new_empty(x.shape)
+            for piece, out in zip(gathering_dy.pieces(), dx.chunk(tp.pieces), strict=True):
+                matmul.input_gradient(piece, weight, out=out)
+            dy = gathering_dy.wait()  # [S, B, D]
+        else:
+            dx = matmul.input_gradient(dy, weight)
         if ctx.queue is None or not ctx.queue.is_deferring:
             dw = ctx.destination.add_product(dy, x)
-        elif tp.sequence_parallel and tp.size > 1:
-            # The backward of the reduce-scatter has gathered dy. Until the job runs, it keeps only
-            # this rank's part of dy, which it then gathers again.
-            mine = dy.chunk(tp.size)[tp.rank].clone()
-            ctx.queue.add(LinearGradients(x, (mine,), (ctx.destination,), gather_dys=tp.group))
+        elif gathers:
+            # Until the job runs, it keeps only this rank's part of dy, which it then gathers again.
+            # It is a copy, because dy itself also goes back along the residual stream.
+            job = LinearGradients(
+                x, (mine.clone(),), (ctx.destination,), gather_dys=tp.group, pieces=tp.pieces
+            )
+            ctx.queue.add(job)
         else:
             ctx.queue.add(LinearGradients(x, (dy,), (ctx.destination,)))
-        return ctx.matmul.input_gradient(dy, weight), None, None, None, None, dw
+        return dx, None, None, None, None, dw
 
 
 class ColumnParallelLinear(Layer):
@@ -176,6 +228,8 @@ class ColumnParallelLinear(Layer):
     covers only this slice, and only the contribution of the rank's own query heads: it is a partial
     sum (parallel/partial.py).
     """
+
+    kept: KeptOutputs | None = None  # set if selective checkpointing keeps its outputs (kept.py)
 
     def __init__(
         self,
@@ -221,8 +275,8 @@ def column_parallel(x: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor, .
     weights = [layer.local_weight() for layer in layers]
     matmuls = [layer.matmul for layer in layers]
     destinations = [layer.destination(layer.matmul, layer.rows) for layer in layers]
-    tp, queue = layers[0].tp, layers[0].queue
-    y = ColumnParallelFunction.apply(x, tp, matmuls, queue, destinations, *weights)
+    tp, queue, kept = layers[0].tp, layers[0].queue, layers[0].kept
+    y = ColumnParallelFunction.apply(x, tp, matmuls, queue, destinations, kept, *weights)
     return tuple(y)
 
 
@@ -254,8 +308,9 @@ class RowParallelLinear(Layer):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             x = KeepForBackward.apply(x, weight)
         destination = self.destination(matmul)
-        partial = RowParallelFunction.apply(x, tp, matmul, self.queue, destination, weight)
-        return reduce_over_tp(partial, tp.group, tp.sequence_parallel)
+        y = RowParallelFunction.apply(x, tp, matmul, self.queue, destination, weight)
+        assert isinstance(y, Tensor)
+        return y
 
 
 class EmbeddingFunction(torch.autograd.Function):
@@ -310,4 +365,5 @@ class VocabParallelEmbedding(Layer):
         weight = self.local_weight()
         local = EmbeddingFunction.apply(rows, self.queue, self.destination(), weight)
         partial = local.masked_fill(elsewhere.unsqueeze(-1), 0)
-        return reduce_over_tp(partial, self.tp.group, self.tp.sequence_parallel)
+        tp = self.tp
+        return reduce_over_tp(partial, tp.group, tp.sequence_parallel, tp.pieces)

@@ -23,11 +23,13 @@ from parallel.placement import as_dtensor_like, local_part
 class LinearProducts(Protocol):
     """The three products of a linear layer. Each layer has its own object (model/matmul.py)."""
 
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        """y [..., F] = x [..., D] · weightᵀ, weight [F, D]."""
+    def forward(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        """y [..., F] = x [..., D] · weightᵀ, weight [F, D]; written to `out` if given."""
 
-    def input_gradient(self, dy: Tensor, weight: Tensor, into: Tensor | None = None) -> Tensor:
-        """dx [..., D] = dy [..., F] · weight, added to `into` if given."""
+    def input_gradient(
+        self, dy: Tensor, weight: Tensor, into: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """dx [..., D] = dy [..., F] · weight; added to `into` or written to `out` if given."""
 
     def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
         """dw [F, D] = dyᵀ · x, summed over all leading dimensions."""

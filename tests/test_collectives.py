@@ -11,6 +11,7 @@ from model.kernels.cross_entropy import vocab_parallel_cross_entropy
 from model.positions import BatchPositions
 from model.transformer import Block
 from parallel.axes import MeshSizes
+from parallel.collectives import by_rank, start_all_gather, start_reduce_scatter
 from parallel.layer import TensorParallel
 from parallel.mesh import build_mesh
 from parallel.placement import chunk_range
@@ -30,7 +31,7 @@ def one_block(case):
     mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     torch.manual_seed(0)
     block = (
-        Block(config.model, 0, TensorParallel.of(mesh.tp, case.sequence_parallel))
+        Block(config.model, 0, TensorParallel.of(mesh.tp, case.sequence_parallel, case.tp_pieces))
         .to(torch.float64)
         .to_empty(device="cpu")
     )
@@ -48,32 +49,61 @@ def one_block(case):
     return forward.count(), backward.count()
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-def test_block_with_sequence_parallelism(ranks, tp):
+@pytest.mark.parametrize(("tp", "p"), [(2, 1), (4, 1), (2, 4), (4, 2)])
+def test_block_with_sequence_parallelism(ranks, tp, p):
     """Attention and feed-forward each all-gather their input and reduce-scatter their output.
-    Backward does the reverse, and all-gathers x again."""
+    Backward does the reverse, and all-gathers x again. In p pieces, these are p times as many
+    collectives with the same bytes."""
     size = S * B * 32 * DOUBLE
-    for forward, backward in ranks.run(one_block, tp, Case(MeshSizes(tp=tp))):
-        assert forward == {"all_gather": (2, 2 * size), "reduce_scatter": (2, 2 * size)}
-        assert backward == {"all_gather": (4, 4 * size), "reduce_scatter": (2, 2 * size)}
+    for forward, backward in ranks.run(one_block, tp, Case(MeshSizes(tp=tp), tp_pieces=p)):
+        assert forward == {"all_gather": (2 * p, 2 * size), "reduce_scatter": (2 * p, 2 * size)}
+        assert backward == {"all_gather": (4 * p, 4 * size), "reduce_scatter": (2 * p, 2 * size)}
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-def test_block_without_sequence_parallelism(ranks, tp):
-    """Attention and feed-forward each all-reduce their output, and in backward their input
-    gradient."""
+@pytest.mark.parametrize(("tp", "p"), [(2, 1), (4, 1), (2, 4)])
+def test_block_without_sequence_parallelism(ranks, tp, p):
+    """Attention and feed-forward each all-reduce their output, in p pieces, and in backward their
+    input gradient."""
     size = S * B * 32 * DOUBLE
     for forward, backward in ranks.run(
-        one_block, tp, Case(MeshSizes(tp=tp), sequence_parallel=False)
+        one_block, tp, Case(MeshSizes(tp=tp), sequence_parallel=False, tp_pieces=p)
     ):
-        assert forward == {"all_reduce": (2, 2 * size)}
+        assert forward == {"all_reduce": (2 * p, 2 * size)}
         assert backward == {"all_reduce": (2, 2 * size)}
 
 
+@pytest.mark.parametrize("p", [1, 2])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_block_on_one_rank_is_silent(ranks, sequence_parallel):
-    assert ranks.run(one_block, 1, Case(MeshSizes(), sequence_parallel=sequence_parallel)) == [
-        ({}, {})
+def test_block_on_one_rank_is_silent(ranks, sequence_parallel, p):
+    case = Case(MeshSizes(), sequence_parallel=sequence_parallel, tp_pieces=p)
+    assert ranks.run(one_block, 1, case) == [({}, {})]
+
+
+def gathered_and_scattered(pieces):
+    """For each of two ways to split 0 … 23 over the ranks: whether a gather of this rank's part
+    gives the sequence, piece by piece, and a scatter of the sequence gives n times the part."""
+    group, n = dist.group.WORLD, dist.get_world_size()
+    sequence = torch.arange(24.0).view(24, 1)
+    found = []
+    for cut in (pieces, 1):
+        mine = by_rank(sequence, n, cut)[dist.get_rank()]
+        gathering = start_all_gather(mine, group, pieces)
+        waited_for = torch.cat([piece.clone() for piece in gathering.pieces()])
+        assert torch.equal(waited_for, gathering.wait())
+        scattered = start_reduce_scatter(sequence, group, pieces).wait()
+        found.append((torch.equal(waited_for, sequence), torch.equal(scattered, n * mine)))
+    return found
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_pieces_are_in_the_order_of_the_sequence(ranks, tp):
+    """Collectives agree with `by_rank` about which positions a rank holds. Control: they do not
+    with parts that ignore the pieces."""
+    for found in ranks.run(gathered_and_scattered, tp, 3):
+        assert found == [(True, True), (False, False)]
+    assert by_rank(torch.arange(16), 2, 2).tolist() == [
+        [0, 1, 2, 3, 8, 9, 10, 11],
+        [4, 5, 6, 7, 12, 13, 14, 15],
     ]
 
 
@@ -216,11 +246,12 @@ def test_pipeline_sends_one_message_per_boundary_and_microbatch(ranks, sequence_
         assert axes["pp"] == {"send": once, "recv": once}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_whole_step_over_tp(ranks, schedule):
+@pytest.mark.parametrize(("schedule", "p"), [("1f1b", 1), ("zb_h1", 1), ("zb_h1", 4)])
+def test_whole_step_over_tp(ranks, schedule, p):
     """Over tp a step has the collectives of the blocks, the embedding, the head and the loss, and
-    one all-reduce of the partial gradients of the norms."""
-    case = Case(MeshSizes(dp_replicate=2, tp=2), schedule=schedule, num_microbatches=M)
+    one all-reduce of the partial gradients of the norms. The head divides the tokens in its own
+    way; the collectives of the others are one for each of the sequence's p pieces."""
+    case = Case(MeshSizes(dp_replicate=2, tp=2), schedule=schedule, num_microbatches=M, tp_pieces=p)
     hidden = SEQ_LEN * BATCH // 2 // M * 32 * DOUBLE
     tokens = SEQ_LEN * BATCH // 2 // M * DOUBLE
     blocks, norms = 2, 5
@@ -230,8 +261,11 @@ def test_whole_step_over_tp(ranks, schedule):
             # forward: 2 per block, the head's, and the loss's three numbers per token and rank;
             # backward: 4 per block and the embedding's gradient; deferred weight gradients gather
             # the output gradients of a block's row-parallel layers again
-            "all_gather": (M * (gathers + 1), M * (gathers * hidden + 2 * 3 * tokens)),
-            "reduce_scatter": (M * (4 * blocks + 2), M * (4 * blocks + 2) * hidden),
+            "all_gather": (
+                M * ((gathers - 1) * p + 2),
+                M * (gathers * hidden + 2 * 3 * tokens),
+            ),
+            "reduce_scatter": (M * ((4 * blocks + 1) * p + 1), M * (4 * blocks + 2) * hidden),
             "all_reduce": (1, norms * 32 * DOUBLE),
         }
 

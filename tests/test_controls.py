@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import model.kernels.linear_cross_entropy
 import model.norm
+import parallel.deferred
 import parallel.pipeline.runner
 import training.step
 from model.norm import RMSNorm
@@ -224,6 +225,31 @@ def softmax_over_own_columns():
 
 
 @contextlib.contextmanager
+def targets_of_a_contiguous_part():
+    """Plant: the head takes a rank's rows for one contiguous part of the sequence, as if it were
+    not cut into pieces."""
+    honest = model.kernels.linear_cross_entropy.by_rank
+
+    def by_rank(x, ranks, pieces):
+        return honest(x, ranks, 1)
+
+    with patch.object(model.kernels.linear_cross_entropy, "by_rank", by_rank):
+        yield
+
+
+@contextlib.contextmanager
+def deferred_gathers_ignore_pieces():
+    """Plant: jobs gather x and dy in the order of the ranks instead of that of the sequence."""
+    honest = parallel.deferred.start_all_gather
+
+    def start_all_gather(x, group, pieces):
+        return honest(x, group)
+
+    with patch.object(parallel.deferred, "start_all_gather", start_all_gather):
+        yield
+
+
+@contextlib.contextmanager
 def nothing_wrong():
     yield
 
@@ -263,6 +289,9 @@ def name_of(value: object) -> str:
          Case(MeshSizes(pp=2), tie_embeddings=True, schedule="zb_v", stages_per_rank=2),
          {"gradient", "spread"}, "embedding.weight"),
         (softmax_over_own_columns, TP, {"gradient", "loss"}, ""),
+        (targets_of_a_contiguous_part, replace(TP, tp_pieces=2), {"gradient", "loss"}, ""),
+        (deferred_gathers_ignore_pieces, replace(TP, tp_pieces=2, schedule="zb_h1"), {"gradient"},
+         ".weight"),
     ],
     ids=name_of,
 )  # fmt: skip

@@ -105,7 +105,7 @@ def small_model(case, checkpointing="none", compile=False):
     tp = TensorParallel.of(build_mesh(MeshSizes(), "cpu").tp, sequence_parallel=False)
     model = Transformer(config, range(config.num_layers), True, True, tp).to(torch.float64)
     with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
-        wrap_blocks(model.blocks.values(), checkpointing, compile)
+        wrap_blocks(model.blocks.values(), checkpointing, compile, 1)
     model.to_empty(device="cpu")
     initialise(model, seed=0)
     return model

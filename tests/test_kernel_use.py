@@ -17,7 +17,6 @@ from model.kernels import backend
 from model.kernels.rms_norm import add_rms_norm, rms_norm
 from model.kernels.rotary import rotate
 from model.kernels.swiglu import swiglu
-from model.matmul import Matmul
 from model.positions import BatchPositions
 from model.transformer import Block
 from parallel.activation import wrap_blocks
@@ -48,7 +47,7 @@ def block_gradients(case, mode, compile):
     x = torch.randn(S, B, config.model.dim, dtype=torch.float64, requires_grad=True)
     positions = BatchPositions(torch.arange(S).unsqueeze(1), None, torch.float64)
     inputs = block.attention.inputs(positions)
-    wrap_blocks([block], mode, compile)
+    wrap_blocks([block], mode, compile, mesh.tp.size())
     listener = Listener(mesh)
     # no Listener when compiling, because the compiler skips code under a dispatch mode
     with nullcontext() if compile else listener:
@@ -159,32 +158,3 @@ def test_nothing_needs_triton_to_be_installed():
         env={**os.environ, "TRITON_INTERPRET": "1"},
         check=True,
     )
-
-
-class Unlisted(Matmul):
-    """A product by an operator that selective recomputation does not know, so does not keep."""
-
-    def forward(self, x, weight):
-        return torch.bmm(x.flatten(0, 1)[None], weight.t()[None])[0].unflatten(0, x.shape[:2])
-
-
-def recompute_an_unlisted_product():
-    """Recompute a block whose gathered input is not there, because its product should be kept."""
-    case = Case(MeshSizes(tp=2))
-    mesh = build_mesh(case.config().parallel.mesh_sizes(2), "cpu")
-    block = Block(case.config().model, 0, TensorParallel.of(mesh.tp, True))
-    block = block.to(torch.float64).to_empty(device="cpu")
-    block.attention.query.matmul = Unlisted()
-    x = torch.randn(S // 2, B, case.config().model.dim, dtype=torch.float64, requires_grad=True)
-    inputs = block.attention.inputs(BatchPositions(torch.arange(S)[:, None], None, torch.float64))
-    wrap_blocks([block], "selective", False)
-    try:
-        block(x, *inputs).sum().backward()
-    except AssertionError as error:
-        return str(error)
-    return "computed with a tensor that was not gathered"
-
-
-def test_a_product_that_is_not_kept_needs_its_input(ranks):
-    for message in ranks.run(recompute_an_unlisted_product, 2):
-        assert "has not kept the result of aten.bmm" in message

@@ -14,6 +14,7 @@ from model.kernels.cross_entropy import vocab_parallel_cross_entropy
 from model.kernels.linear_cross_entropy import linear_cross_entropy
 from model.matmul import Matmul
 from parallel.axes import MeshSizes
+from parallel.collectives import by_rank
 from parallel.mesh import build_mesh
 from parallel.placement import chunk_range
 from tests.counting import Listener
@@ -49,14 +50,15 @@ def expected(vocab, dtype, z_loss):
     return loss.detach(), x.grad, weight.grad
 
 
-def in_pieces(vocab, dtype, sequence_parallel, z_loss, kernels, sizes):
+def in_pieces(vocab, dtype, sequence_parallel, z_loss, kernels, sizes, sequence_pieces=1, told=1):
     """For each size of a piece's logits in bytes: this rank's loss, dx and dw, the rows of each
     piece, the collectives of forward and backward, and the largest tensor."""
     mesh = build_mesh(MeshSizes(tp=dist.get_world_size()), "cpu")
     tp, rank = mesh.tp.size(), mesh.tp.get_local_rank()
     x, weight, targets = operands(vocab, dtype)
     rows = chunk_range(vocab, tp, rank)
-    x, weight = x.chunk(tp)[rank] if sequence_parallel else x, weight[rows.start : rows.stop]
+    x = by_rank(x, tp, sequence_pieces)[rank] if sequence_parallel else x
+    weight = weight[rows.start : rows.stop]
     scale = torch.tensor(1 / 7, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     cut, results = module._pieces, []
     for piece_bytes in sizes:
@@ -68,6 +70,7 @@ def in_pieces(vocab, dtype, sequence_parallel, z_loss, kernels, sizes):
             "z_loss": z_loss,
             "kernels": kernels,
             "piece_bytes": piece_bytes,
+            "sequence_pieces": told,
         }
         heights = []
 
@@ -130,6 +133,24 @@ def test_is_what_whole_logits_give(ranks, tp, sequence_parallel, dtype, bounds, 
         assert all(r[3] == heights for r in results)
         errors = relative(results[0][0], loss), relative(found_dx, dx), relative(found_dw, dw)
         assert all(error <= bound for error, bound in zip(errors, bounds, strict=True)), errors
+
+
+def test_a_sequence_in_pieces(ranks):
+    """If a rank holds its part of each of the sequence's pieces, every row still meets its own
+    target. Control: a head that is told of one piece gives another loss."""
+    loss, dx, dw = expected(51, torch.float64, 0.0)
+    sizes = [1 << 20, 14 * 26 * 8]  # the tokens at once, and in three pieces of the head's own
+    for told in (2, 1):
+        of_ranks = ranks.run(in_pieces, 2, 51, torch.float64, True, 0.0, "torch", sizes, 2, told)
+        for results in zip(*of_ranks, strict=True):
+            found_dx = by_rank(dx, 2, 2) - torch.stack([r[1] for r in results])
+            found_dw = torch.cat([r[2] for r in results])
+            right = [
+                relative(results[0][0], loss) < 1e-14,
+                found_dx.abs().max() < 1e-14,
+                relative(found_dw, dw) < 1e-14,
+            ]
+            assert right == [told == 2] * 3
 
 
 def test_more_ranks_than_rows_of_the_vocabulary(ranks):

@@ -187,6 +187,8 @@ LAYOUTS = [
          num_microbatches=8, tie_embeddings=True, zero_stage=2),
     Case(MeshSizes(dp_replicate=2, dp_shard=2, tp=2), sequence_parallel=False,
          activation_checkpointing="full", num_microbatches=2),
+    Case(MeshSizes(pp=2, tp=4), schedule="zb_h1", tp_pieces=4,
+         activation_checkpointing="selective", num_microbatches=4),
 ]  # fmt: skip
 
 

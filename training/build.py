@@ -28,17 +28,17 @@ def build_stages(config: Config, mesh: Mesh) -> dict[int, Transformer]:
 def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bool) -> Transformer:
     """Build one stage, ready to train."""
     precision = Precision.of(config)
-    tp = TensorParallel.of(mesh.tp, config.parallel.sequence_parallel)
+    parallel, train = config.parallel, config.train
+    tp = TensorParallel.of(mesh.tp, parallel.sequence_parallel, parallel.tp_pieces)
     stage = Transformer(config.model, layers, first, last, tp).to(precision.master)
     blocks = list(stage.blocks.values())
-    train = config.train
-    wrap_blocks(blocks, train.activation_checkpointing, train.compile)
+    wrap_blocks(blocks, train.activation_checkpointing, train.compile, tp.size)
     units: list[list[torch.nn.Module]] = [[block] for block in blocks]
     if stage.embedding is not None:
         units.insert(0, [stage.embedding])
     if stage.norm is not None and stage.head is not None:
         units.append([stage.norm, stage.head])
-    if config.parallel.fsdp_unit == "stage":
+    if parallel.fsdp_unit == "stage":
         units = [[module for unit in units for module in unit]]
     shard(
         stage,
@@ -46,10 +46,10 @@ def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bo
         mesh,
         compute_dtype=precision.compute,
         reduce_dtype=precision.reduce,
-        cpu_offload=config.parallel.cpu_offload,
+        cpu_offload=parallel.cpu_offload,
     )
-    stage.to_empty(device="cpu" if config.parallel.cpu_offload else mesh.device)
-    initialise(stage, config.train.seed)
+    stage.to_empty(device="cpu" if parallel.cpu_offload else mesh.device)
+    initialise(stage, train.seed)
     return stage
 
 

@@ -59,7 +59,7 @@ class Config:
         """The settings on which the recorded costs of this run's units depend."""
         parallel, train, dtype = self.parallel, self.train, Precision.of(self).compute
         return Setting(self.model, train.seq_len, parallel.tp, tp_rank, parallel.sequence_parallel,
-                       train.micro_batch_size, self.data.document_mask,
+                       parallel.tp_pieces, train.micro_batch_size, self.data.document_mask,
                        train.activation_checkpointing, dtype)  # fmt: skip
 
     def schedule(self, dp_size: int) -> list[list[Action]]:
@@ -135,10 +135,17 @@ def check_reduce_dtype(config: Config, sizes: MeshSizes) -> None:
 def check_tensor_parallel(config: Config, sizes: MeshSizes) -> None:
     check_tp(config.model, sizes.tp)
     length = config.train.seq_len
-    if config.parallel.sequence_parallel and length % sizes.tp:
-        why = f"sequence parallelism cuts it into parallel.tp={sizes.tp} equal parts"
-        remedy = f"use a multiple of {sizes.tp}, or parallel.sequence_parallel=false"
-        raise UserError("train.seq_len", length, why, remedy)
+    if not config.parallel.sequence_parallel or sizes.tp == 1:
+        return
+    pieces = config.parallel.tp_pieces
+    if length % (sizes.tp * pieces):
+        why = f"sequence parallelism cuts it into parallel.tp={sizes.tp} "
+        why += f"× parallel.tp_pieces={pieces} equal parts" if pieces > 1 else "equal parts"
+        remedy = f"use a multiple of {sizes.tp * pieces}, "
+        remedy += "fewer pieces, " if pieces > 1 else ""
+        raise UserError(
+            "train.seq_len", length, why, remedy + "or parallel.sequence_parallel=false"
+        )
 
 
 def check_pure_bfloat16(config: Config, sizes: MeshSizes) -> None:

@@ -47,7 +47,13 @@ from torch.distributed import ProcessGroup
 
 from model.kernels.backend import cdiv, exact
 from model.kernels.cross_entropy import gradient_over_logits_, normaliser, token_losses
-from parallel.collectives import Pending, start_all_gather, start_all_reduce_, start_reduce_scatter
+from parallel.collectives import (
+    Pending,
+    by_rank,
+    start_all_gather,
+    start_all_reduce_,
+    start_reduce_scatter,
+)
 from parallel.deferred import ReadyGradient, WeightGradientQueue
 from parallel.weight_gradient import Destination, LinearProducts
 
@@ -70,6 +76,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         first_row: int,
         group: ProcessGroup,
         sequence_parallel: bool,
+        sequence_pieces: int,
         matmul: LinearProducts,
         z_loss: float,
         kernels: str,
@@ -84,7 +91,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         dxs: list[Tensor] = []
         reducing: Pending | None = None  # the previous piece's dx
         dw: Tensor | None = None
-        pieces = _pieces(x, targets, group if sequence_parallel else None, piece_tokens)
+        gather_over = group if sequence_parallel else None
+        pieces = _pieces(x, targets, gather_over, sequence_pieces, piece_tokens)
         for piece, piece_targets in pieces:
             y = piece_targets.flatten()
             rows = piece.flatten(0, 1)  # [n·tp·B, D]
@@ -121,17 +129,21 @@ class LinearCrossEntropy(torch.autograd.Function):
         if dx is not None:
             dx.mul_(dloss)  # in place: nothing else refers to it yet
         if dw is None or destination is None:
-            return dx, dw if dw is None else dw.mul_(dloss), *[None] * 11
+            return dx, dw if dw is None else dw.mul_(dloss), *[None] * 12
         # dw goes to the sum itself, because autograd would round it to bfloat16
         if queue is not None and queue.is_deferring:
             queue.add(ReadyGradient(dw, destination, dloss))
         else:
             destination.add(dw, dloss)
-        return dx, None, *[None] * 11
+        return dx, None, *[None] * 12
 
 
 def _pieces(
-    x: Tensor, targets: Tensor, gather_over: ProcessGroup | None, piece_tokens: int
+    x: Tensor,
+    targets: Tensor,
+    gather_over: ProcessGroup | None,
+    sequence_pieces: int,
+    piece_tokens: int,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield pieces of x and of the targets, [n·tp, B, D] and [n·tp, B], and gather each while the
     caller works on the previous one.
@@ -139,14 +151,15 @@ def _pieces(
     x is [S/tp, B, D] if it is gathered over tp; else it is [S, B, D] and a piece [n, B, D]. targets
     are always [S, B].
     """
-    ranks = gather_over.size() if gather_over is not None else 1
-    by_rank = targets.unflatten(0, (ranks, -1))  # [tp, S/tp, B]
+    held = targets.unsqueeze(0)  # [tp, S/tp, B]: what each rank holds
+    if gather_over is not None and gather_over.size() > 1:
+        held = by_rank(targets, gather_over.size(), sequence_pieces)
     height = max(1, cdiv(x.shape[0], max(1, cdiv(targets.numel(), piece_tokens))))
     starts = range(0, x.shape[0], height)
 
     def start(at: int) -> Pending:
         piece = x[at : at + height]
-        return Pending(piece, None) if gather_over is None else start_all_gather(piece, gather_over)
+        return Pending(piece) if gather_over is None else start_all_gather(piece, gather_over)
 
     following = start(0)
     for at in starts:
@@ -154,7 +167,7 @@ def _pieces(
             following,
             start(at + height) if at + height < x.shape[0] else following,
         )
-        yield gathering.wait(), by_rank[:, at : at + height].flatten(0, 1)
+        yield gathering.wait(), held[:, at : at + height].flatten(0, 1)
 
 
 def linear_cross_entropy(
@@ -168,6 +181,7 @@ def linear_cross_entropy(
     *,
     matmul: LinearProducts,
     vocab_size: int,
+    sequence_pieces: int = 1,
     z_loss: float = 0.0,
     kernels: str = "auto",
     piece_bytes: int | None = None,
@@ -186,6 +200,8 @@ def linear_cross_entropy(
         group: the tp group.
         matmul: computes the matrix products.
         vocab_size: V. All ranks divide the tokens alike, by the bytes of the widest rank's logits.
+        sequence_pieces: the pieces into which sequence parallelism cuts the sequence
+            (parallel/collectives.py).
         z_loss, kernels: as in cross_entropy.py.
         piece_bytes: bytes of one piece's logits; None: the default for the device.
         destination, queue: the weight's (parallel/weight_gradient.py). If gradients of the weight
@@ -203,6 +219,7 @@ def linear_cross_entropy(
         first_row,
         group,
         sequence_parallel,
+        sequence_pieces,
         matmul,
         z_loss,
         kernels,

@@ -42,6 +42,7 @@ class Case:
 
     layout: MeshSizes
     sequence_parallel: bool = True
+    tp_pieces: int = 1
     schedule: str = "1f1b"
     stages_per_rank: int = 1
     zero_stage: int = 1
@@ -106,6 +107,7 @@ class Case:
             ParallelConfig(
                 **self.layout.by_axis(),
                 sequence_parallel=self.sequence_parallel,
+                tp_pieces=self.tp_pieces,
                 schedule=self.schedule,
                 stages_per_rank=self.stages_per_rank,
                 layers_per_stage=_layers_per_stage(self.layers, stages, num_layers),
@@ -157,6 +159,7 @@ def option_values() -> dict[str, Sequence[object]]:
     """The values of each option that the covering array combines."""
     return {
         "sequence_parallel": (True, False),
+        "tp_pieces": (1, 2, 4),
         # schedule, stages per rank
         "pipeline": [pair for pair in product(SCHEDULES, (1, 2, 4)) if _takes(*pair)],
         "zero_stage": get_args(get_type_hints(ParallelConfig)["zero_stage"]),

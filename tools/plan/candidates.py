@@ -71,6 +71,7 @@ def space(config: Config, world: int, device: Device) -> list[str]:
     kept = [
         f"parallel.fsdp_unit={parallel.fsdp_unit}",
         f"parallel.reduce_dtype={parallel.reduce_dtype}",
+        f"parallel.tp_pieces={parallel.tp_pieces}",
     ]
     kept += [f"train.{key}={str(getattr(train, key)).lower()}" for key in ("dtype", "compile")]
     tp = ", ".join(map(str, _tp_sizes(config, world, device)))
@@ -92,7 +93,9 @@ def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate
     for tp in _tp_sizes(config, world, device):
         sizes = sorted({*MICRO_BATCHES, config.train.micro_batch_size})
         for cut, size, mode in itertools.product((True, False), sizes, MODES):
-            if (tp == 1 and cut != config.parallel.sequence_parallel) or (cut and seq_len % tp):
+            if tp == 1 and cut != config.parallel.sequence_parallel:
+                continue
+            if tp > 1 and cut and seq_len % (tp * config.parallel.tp_pieces):
                 continue
             parallel = replace(config.parallel, tp=tp, pp=1, dp_shard=1, dp_replicate=1,
                                schedule="1f1b", stages_per_rank=1, layers_per_stage=None,

@@ -26,14 +26,15 @@ def hidden(layout: Layout, axis: str) -> str:
     parallel = layout.config.parallel
     as_one, zero = parallel.fsdp_unit == "stage", parallel.zero_stage
     if axis == "tp":
-        cut = (
-            "exposed in forward; in backward, gathers hidden behind input gradients, scatters "
-            "behind weight gradients"
-        )
+        pieces = parallel.tp_pieces
+        forward = "exposed in forward"
+        if pieces > 1:
+            forward = f"in forward, {pieces - 1} of {pieces} pieces hidden behind products"
+        if not parallel.sequence_parallel:
+            return f"{forward}; in backward, hidden behind weight gradients"
         return (
-            cut
-            if parallel.sequence_parallel
-            else "exposed in forward; in backward, hidden behind weight gradients"
+            f"{forward}; in backward, gathers hidden behind input gradients, scatters behind "
+            "weight gradients"
         )
     if axis == "dp_shard" and zero == 3:
         return (

@@ -12,6 +12,7 @@ from multiprocessing.connection import Listener
 from typing import Any
 from uuid import uuid4
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -82,6 +83,7 @@ class StrictGroup(dist.ProcessGroup):
         if hasattr(options, "rootRank"):
             said.append(f"root {options.rootRank}")
 
+        @torch.no_grad()  # a thread's own; without it autograd refuses to write to views
         def run() -> None:
             getattr(self.inner, COLLECTIVES[kind])(*arguments).wait()
 

@@ -1,0 +1,176 @@
+"""Tensor parallelism's communication is hidden behind products, piece by piece
+(parallel.tp_pieces), and selective checkpointing repeats none that it need not."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from costs.links import Links
+from costs.recorder import Effect, Event, Phase, Product, Sent, Waited
+from costs.seconds import Rates
+from costs.units import Setting, unit
+from model.config import ModelConfig
+from parallel.kept import KeptOutputs
+from tools.plan.hardware import find_device
+
+SMALL = ModelConfig(dim=256, num_layers=1, num_heads=8, num_kv_heads=4, ffn_dim=704,
+                    vocab_size=1000)  # fmt: skip
+LONG, TP = 512, 4
+HIDDEN = LONG * SMALL.dim * 2  # bytes of [S, 1, D] in bfloat16
+
+
+def phases(**changes: Any) -> dict[str, Phase]:
+    setting = replace(Setting(SMALL, LONG, tp=TP), **changes)
+    return unit(setting, "causal swiglu").whole.phases
+
+
+def behind_nothing(phase: Phase) -> dict[str, int]:
+    """For each kind, the bytes of collectives between whose start and wait no product runs."""
+    products = 0
+    started: dict[int, tuple[Sent, int]] = {}
+    found: Counter[str] = Counter()
+    for event in phase.events:
+        if isinstance(event, Product):
+            products += 1
+        elif isinstance(event, Sent):
+            started[event.number] = event, products
+        elif isinstance(event, Waited):
+            sent, before = started.pop(event.number)
+            found[sent.kind] += sent.bytes * (products == before)
+    assert not started, "every collective is waited for"
+    return {kind: size for kind, size in found.items() if size}
+
+
+# Hidden states that are sent behind no product, in forward and in backward, if the sequence is one
+# piece: forward's two gathers and scatters; backward's gathers of dy; what is recomputed.
+WHOLE: list[tuple[dict[str, Any], dict[str, int], dict[str, int]]] = [
+    ({}, {"all_gather": 2, "reduce_scatter": 2}, {"all_gather": 2}),
+    ({"activation_checkpointing": "full"}, {"all_gather": 2, "reduce_scatter": 2},
+     {"all_gather": 2 + 2, "reduce_scatter": 1}),
+    ({"activation_checkpointing": "selective"}, {"all_gather": 2, "reduce_scatter": 2},
+     {"all_gather": 2, "reduce_scatter": 1}),
+    ({"sequence_parallel": False}, {"all_reduce": 2}, {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+@pytest.mark.parametrize(("changes", "forward", "backward"), WHOLE, ids=str)
+def test_all_but_one_piece_is_behind_products(
+    changes: dict[str, Any], forward: dict[str, int], backward: dict[str, int], pieces: int
+) -> None:
+    """Of p pieces, only the first of a gather and the last of a scatter are sent while no product
+    runs: 1/p of the bytes. Control: with one piece, all of them."""
+    found = phases(tp_pieces=pieces, **changes)
+    for name, whole in (("forward", forward), ("backward", backward)):
+        expected = {kind: n * HIDDEN // pieces for kind, n in whole.items()}
+        assert behind_nothing(found[name]) == expected, name
+
+
+@pytest.mark.parametrize("changes", [changes for changes, _, _ in WHOLE], ids=str)
+def test_pieces_change_neither_operations_nor_bytes_nor_what_is_kept(
+    changes: dict[str, Any],
+) -> None:
+    one, four = phases(**changes), phases(tp_pieces=4, **changes)
+    for name in ("forward", "backward"):
+        assert four[name].product_flops == one[name].product_flops
+        sent = [sum(size for _, size in each[name].sends.elements()) for each in (one, four)]
+        assert sent[0] == sent[1] > 0
+        assert four[name].effect.changes == one[name].effect.changes
+
+
+def test_selective_gathers_nothing_again() -> None:
+    """Recomputation does not gather the input of column-parallel layers, because it has their
+    outputs. Full checkpointing gathers it again for both of a block's layers."""
+    plain, selective, full = (
+        Counter(kind for kind, _ in each["backward"].sends.elements())
+        for each in (
+            phases(activation_checkpointing=mode) for mode in ("none", "selective", "full")
+        )
+    )
+    assert selective - plain == {"reduce_scatter": 1}
+    assert full - plain == {"all_gather": 2, "reduce_scatter": 1}
+
+
+# --- seconds --------------------------------------------------------------------------------------
+
+
+def exposed(*events: Event) -> float:
+    """Exposed seconds, in units of those of one collective."""
+    device = find_device("h100")
+    rates = Rates(device, Links(device, TP, 1, 1, TP), 2)
+    one = rates.links.collective("tp", 1 << 30)
+    return rates.cost(Phase(events, Effect(0, {}, {}))).exposed / one
+
+
+def seconds_of_collectives(number: float) -> Product:
+    """A product that takes as long as this number of collectives."""
+    device = replace(find_device("h100"), kernel_seconds=0.0)
+    links = Links(device, TP, 1, 1, TP)
+    seconds = number * links.collective("tp", 1 << 30) - find_device("h100").kernel_seconds
+    inner = 1 << 40  # so long a sum that its ramp is nothing
+    return Product(seconds * device.peak(2) * device.matmul_efficiency, inner, 0)
+
+
+def test_collectives_of_one_group_run_one_after_another() -> None:
+    """Two collectives that start together end one after the other, so a product hides only its own
+    seconds of their sum."""
+    a, b = (Sent("all_gather", 1 << 30, number) for number in (0, 1))
+    wait_a, wait_b = Waited(0), Waited(1)
+    half = seconds_of_collectives(0.5)
+    assert exposed(a, wait_a, b, wait_b) == pytest.approx(2)
+    assert exposed(a, b, wait_a, wait_b) == pytest.approx(2)
+    assert exposed(a, b, half, wait_a, wait_b) == pytest.approx(1.5)
+    assert exposed(a, b, wait_a, half, wait_b) == pytest.approx(1.5)
+    assert exposed(a, b, wait_a, half, half, half, wait_b) == pytest.approx(1)
+
+
+# --- what selective checkpointing keeps -----------------------------------------------------------
+
+
+class Layer(torch.autograd.Function):
+    """As a column-parallel layer does, computes through `kept`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: KeptOutputs, compute: Callable[[Tensor], Tensor]) -> Any:
+        return kept.of(lambda: (compute(x),))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return dy, None, None
+
+
+def refuse(x: Tensor) -> Tensor:
+    raise AssertionError("computed again")
+
+
+def test_kept_outputs_come_back_in_order_for_each_micro_batch() -> None:
+    kept, x = KeptOutputs(), torch.ones(2, requires_grad=True)
+    contexts = []
+    for microbatch in range(2):
+        forward, again = kept.contexts()
+        with forward:
+            for layer in range(2):
+                Layer.apply(x, kept, lambda x, n=2 * microbatch + layer: x + n)
+        contexts.append(again)
+    for microbatch, again in enumerate(contexts):
+        with again:
+            found = [Layer.apply(x, kept, refuse)[0] for _ in range(2)]
+        assert [y[0].item() for y in found] == [1 + 2 * microbatch, 2 + 2 * microbatch]
+        assert all(y.requires_grad for y in found)
+    (y,) = Layer.apply(x, kept, lambda x: 3 * x)  # outside of the contexts, nothing is kept
+    assert y[0].item() == 3
+
+
+def test_a_kept_output_that_was_modified_is_refused() -> None:
+    kept, x = KeptOutputs(), torch.ones(2, requires_grad=True)
+    forward, again = kept.contexts()
+    with forward:
+        (y,) = Layer.apply(x, kept, lambda x: x + 1)
+        y.mul_(2)
+    with again, pytest.raises(RuntimeError, match="modified in place"):
+        Layer.apply(x, kept, refuse)
