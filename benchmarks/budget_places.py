@@ -88,7 +88,7 @@ def place(action: Action | None, operator: str = "") -> tuple[str, Where]:
         frame = frame.f_back
     if where is None:
         where = Where("(no code of the repository)", "", 0)
-    if where.file.startswith("FSDP"):
+    if where.file.startswith("FSDP") or where.file == "parallel/whole.py":
         return "FSDP", where
     if where.file == "model/positions.py":
         return "positions", where
