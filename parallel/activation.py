@@ -4,13 +4,13 @@ others when backward needs them.
 | mode      | kept per block                             | recomputed                              |
 |-----------|--------------------------------------------|-----------------------------------------|
 | none      | everything that autograd saves             | nothing                                 |
-| selective | outputs of matrix products and attention   | norms, rotary, activations, collectives |
+| selective | outputs of matrix products and attention   | norms, rotary, activation functions     |
 | full      | the block's input                          | the whole forward                       |
 
 With tensor parallelism, selective keeps the outputs of column-parallel layers (kept.py), but
-recomputes the row-parallel products. Their results are partial sums, [S, B, D] on every rank; the
-two of a block are 2 tp times as large as a rank's part of the residual stream (for Llama 3 405B
-with tp 8, over half of all that would be kept).
+recomputes the row-parallel products and their reductions. Their results are partial sums, [S, B, D]
+on every rank; the two of a block are 2 tp times as large as a rank's part of the residual stream
+(for Llama 3 405B with tp 8, over half of all that would be kept).
 
 (Chen et al. 2016, https://arxiv.org/abs/1604.06174; selective: Korthikanti et al. 2022, section 5,
 chosen by operation with torch's `create_selective_checkpoint_contexts`.)
