@@ -97,7 +97,7 @@ class Device(DataSheet):
     gpus_per_node: int = 8
     reserved_bytes: float = 8e9  # not available to a run: context, NCCL's buffers, fragmentation
     efficiencies_of: str = "h100"  # the device for which the efficiencies below were determined
-    matmul_efficiency: float = 0.76  # of matrix products that fill all multiprocessors
+    matmul_efficiency: float = 0.66  # of matrix products that fill all multiprocessors
     attention_efficiency: float = 0.27
     memory_efficiency: float = 0.45
     node_efficiency: float = 0.8
@@ -122,7 +122,7 @@ class Device(DataSheet):
 # (github.com/Azure/AI-benchmarking-guide, Azure_Results). A100's efficiencies are those of H100
 # times these quotients; no run on A100 was fitted.
 EFFICIENCIES: dict[str, dict[str, Any]] = {
-    "a100": {"efficiencies_of": "a100", "matmul_efficiency": 0.81, "attention_efficiency": 0.47,
+    "a100": {"efficiencies_of": "a100", "matmul_efficiency": 0.71, "attention_efficiency": 0.47,
              "memory_efficiency": 0.41},
     "h100": {},
     "h200": {},

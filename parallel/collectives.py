@@ -96,6 +96,20 @@ def start_all_reduce_(x: Tensor, group: ProcessGroup) -> Pending:
     return Pending(x, [dist.all_reduce(x, group=group, async_op=True)])
 
 
+def start_reduce_(
+    x: Tensor,
+    group: ProcessGroup,
+    sequence_parallel: bool,
+    pieces: int = 1,
+    out: Tensor | None = None,
+) -> Pending:
+    """Start to sum `x`, which the caller has just made, as the residual stream is split: with
+    sequence parallelism by a reduce-scatter, else by an all-reduce in place."""
+    if sequence_parallel:
+        return start_reduce_scatter(x, group, pieces, out)
+    return start_all_reduce_(x, group)
+
+
 def all_reduce(x: Tensor, group: ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """The sum (or `op`) of `x` over the group, in a new tensor."""
     if group.size() == 1:

@@ -28,12 +28,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional
 
-from parallel.collectives import (
-    reduce_over_tp,
-    start_all_gather,
-    start_all_reduce_,
-    start_reduce_scatter,
-)
+from parallel.collectives import reduce_over_tp, start_all_gather, start_reduce_
 from parallel.deferred import (
     EmbeddingGradient,
     LinearGradients,
@@ -84,10 +79,10 @@ class ColumnParallelFunction(torch.autograd.Function):
         def compute() -> tuple[Tensor, ...]:
             if tp.size == 1 or not tp.sequence_parallel:
                 return tuple(m.forward(x, w) for m, w in zip(matmuls, weights, strict=True))
-            shape = (x.shape[0] * tp.size, x.shape[1])
             gathering = start_all_gather(x, tp.group, tp.pieces)  # [S, B, D]
-            ys = tuple(x.new_empty((*shape, w.shape[0])) for w in weights)
-            parts = [y.chunk(tp.pieces) for y in ys]
+            s, b, _ = x.shape
+            ys = tuple(x.new_empty((s * tp.size, b, w.shape[0])) for w in weights)
+            parts = (y.chunk(tp.pieces) for y in ys)
             for piece, *outs in zip(gathering.pieces(), *parts, strict=True):
                 for matmul, weight, out in zip(matmuls, weights, outs, strict=True):
                     matmul.forward(piece, weight, out=out)
@@ -108,16 +103,11 @@ class ColumnParallelFunction(torch.autograd.Function):
         assert dx is not None
         if sequence_parallel and not deferring:
             x = gathering_x.wait()
-        if sequence_parallel:
-            reducing_dx = start_reduce_scatter(dx, group, pieces)
-        else:
-            reducing_dx = start_all_reduce_(dx, group)
+        reducing_dx = start_reduce_(dx, group, sequence_parallel, pieces)
         dws: list[Tensor | None]
         if deferring:
             gather_x = group if sequence_parallel else None
-            ctx.queue.add(
-                LinearGradients(x, dys, ctx.destinations, gather_x=gather_x, pieces=pieces)
-            )
+            ctx.queue.add(LinearGradients(x, dys, ctx.destinations, gather_x, pieces=pieces))
             dws = [None] * len(dys)
         else:
             dws = [d.add_product(dy, x) for d, dy in zip(ctx.destinations, dys, strict=True)]
@@ -157,9 +147,8 @@ class RowParallelFunction(torch.autograd.Function):
     |              |                | piece by piece              | overlaps the previous piece |
     | weight grad. | dw = dyᵀ · x   | → [D, F/tp]                 | none                        |
 
-    Without sequence parallelism (g in Shoeybi et al.) forward all-reduces y, S·B·D, also piece by
-    piece; dy is whole, so backward sends nothing. With sequence parallelism, a deferred weight
-    gradient gathers dy again: S·B·D.
+    A deferred weight gradient gathers dy again. Without sequence parallelism (g in Shoeybi et al.)
+    forward all-reduces y, S·B·D, also piece by piece; dy is whole, so backward sends nothing.
     """
 
     @staticmethod
@@ -178,16 +167,11 @@ class RowParallelFunction(torch.autograd.Function):
         if tp.size == 1:
             return matmul.forward(x, weight)
         partial = x.new_empty((*x.shape[:-1], weight.shape[0]))  # [S, B, D]
-        y, parts = partial, partial.chunk(tp.pieces)
-        if tp.sequence_parallel:
-            y = x.new_empty((x.shape[0] // tp.size, *partial.shape[1:]))
+        y = torch.empty_like(partial[: len(x) // tp.size]) if tp.sequence_parallel else partial
         reducing = []
-        for x_part, part, y_part in zip(x.chunk(tp.pieces), parts, y.chunk(tp.pieces), strict=True):
-            matmul.forward(x_part, weight, out=part)
-            if tp.sequence_parallel:
-                reducing.append(start_reduce_scatter(part, tp.group, out=y_part))
-            else:
-                reducing.append(start_all_reduce_(part, tp.group))
+        for xi, part, yi in zip(*(t.chunk(tp.pieces) for t in (x, partial, y)), strict=True):
+            matmul.forward(xi, weight, out=part)
+            reducing.append(start_reduce_(part, tp.group, tp.sequence_parallel, out=yi))
         for each in reducing:
             each.wait()
         return y
@@ -210,10 +194,8 @@ class RowParallelFunction(torch.autograd.Function):
         elif gathers:
             # Until the job runs, it keeps only this rank's part of dy, which it then gathers again.
             # It is a copy, because dy itself also goes back along the residual stream.
-            job = LinearGradients(
-                x, (mine.clone(),), (ctx.destination,), gather_dys=tp.group, pieces=tp.pieces
-            )
-            ctx.queue.add(job)
+            held = (mine.clone(),)
+            ctx.queue.add(LinearGradients(x, held, (ctx.destination,), None, tp.group, tp.pieces))
         else:
             ctx.queue.add(LinearGradients(x, (dy,), (ctx.destination,)))
         return dx, None, None, None, None, dw
@@ -308,8 +290,7 @@ class RowParallelLinear(Layer):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             x = KeepForBackward.apply(x, weight)
         destination = self.destination(matmul)
-        y = RowParallelFunction.apply(x, tp, matmul, self.queue, destination, weight)
-        assert isinstance(y, Tensor)
+        y: Tensor = RowParallelFunction.apply(x, tp, matmul, self.queue, destination, weight)
         return y
 
 

@@ -35,6 +35,21 @@ def written(folder: Path, text: str | bytes) -> str:
     return str(path)
 
 
+def test_a_sequence_that_cannot_be_cut() -> None:
+    """With sequence parallelism, tp × pieces parts must be equal. One rank, and ranks that hold the
+    whole sequence, cut nothing."""
+    message = refusal(["train.seq_len=132", "parallel.tp_pieces=4"])
+    assert message.startswith("train.seq_len = 132: ")
+    assert "parallel.tp=2 × parallel.tp_pieces=4 equal parts" in message
+    assert "use a multiple of 8, fewer pieces, or parallel.sequence_parallel=false" in message
+    for fits in (
+        ["train.seq_len=136", "parallel.tp_pieces=4"],
+        ["train.seq_len=132", "parallel.tp_pieces=4", "parallel.sequence_parallel=false"],
+        ["train.seq_len=133", "parallel.tp_pieces=4", "parallel.tp=1", "parallel.dp_shard=4"],
+    ):
+        load_config(LAPTOP, fits).validate(8)
+
+
 # --- bounds ---------------------------------------------------------------------------------------
 
 HINTS = {

@@ -47,13 +47,7 @@ from torch.distributed import ProcessGroup
 
 from model.kernels.backend import cdiv, exact
 from model.kernels.cross_entropy import gradient_over_logits_, normaliser, token_losses
-from parallel.collectives import (
-    Pending,
-    by_rank,
-    start_all_gather,
-    start_all_reduce_,
-    start_reduce_scatter,
-)
+from parallel.collectives import Pending, by_rank, start_all_gather, start_reduce_
 from parallel.deferred import ReadyGradient, WeightGradientQueue
 from parallel.weight_gradient import Destination, LinearProducts
 
@@ -105,11 +99,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 dx = matmul.input_gradient(z, weight).view_as(piece)
                 if reducing is not None:
                     dxs.append(reducing.wait())  # frees the unreduced dx of that piece
-                reducing = (
-                    start_reduce_scatter(dx, group)
-                    if sequence_parallel
-                    else start_all_reduce_(dx, group)
-                )
+                reducing = start_reduce_(dx, group, sequence_parallel)
             if wants_dw:
                 dw = matmul.add_weight_gradient(z, rows, into=dw, dtype=exact(x.dtype))
             del z  # before the next piece's logits are allocated
