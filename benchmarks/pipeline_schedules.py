@@ -29,6 +29,7 @@ import os
 import statistics
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from benchmarks.about import about
 from parallel.axes import MeshSizes
 from parallel.data import check_reduced, data_parallel, shard
+from parallel.deferred import LocalJob
 from parallel.layer import Layer, TensorParallel
 from parallel.mesh import Mesh, build_mesh
 from parallel.parameter import NORM, Constant, WeightSpec
@@ -136,15 +138,13 @@ class WeightGradient(torch.autograd.Function):
         return dw, None
 
 
-class WaitingJob(NamedTuple):
+@dataclass
+class WaitingJob(LocalJob):
     """A deferred weight gradient."""
 
     stage: WaitingStage
     dw: Tensor
     destination: Destination
-
-    def start(self) -> None:
-        pass
 
     def finish(self) -> None:
         self.stage.wait(BACKWARD_WEIGHT)

@@ -4,6 +4,7 @@ as_on_gpu.py  makes the model's code treat such tensors (torch's meta device) as
 storages.py   tracks when every storage is allocated and freed
 recorder.py   records the operations, collectives and storages of a computation
 units.py      records forward and backward of the embedding, each kind of block and the head
+ends.py       the input of a unit, and the gradient of its output
 links.py      seconds of a collective over each axis of the mesh
 seconds.py    seconds of a recorded computation, at the rates of a device
 summary.py    totals for other code: FLOPs per token, costs of the layers

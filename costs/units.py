@@ -14,12 +14,12 @@ it begins with the output's gradient, which autograd owns, and ends with the inp
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from costs.as_on_gpu import DEVICE, AsOnGpu
+from costs.ends import Begin, End
 from costs.recorder import Phase, Piece, Recorder, wire_bytes
 from costs.storages import key_of
 from errors import UserError
@@ -220,35 +221,6 @@ def _tensors(batch: Batch) -> list[Tensor]:
     return [value for value in vars(batch).values() if isinstance(value, Tensor)]
 
 
-class _Begin(torch.autograd.Function):
-    """Allocates the unit's input in forward; in backward, reports its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor, received: Callable[[Tensor], None]) -> Tensor:
-        ctx.received = received
-        return torch.empty_like(leaf)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[None, None]:
-        ctx.received(dx)
-        return None, None
-
-
-class _End(torch.autograd.Function):
-    """Allocates the gradient of the unit's output in backward, which only autograd then holds."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, sent: Callable[[Tensor], None]) -> Tensor:
-        ctx.shape, ctx.dtype, ctx.sent = y.shape, y.dtype, sent
-        return y.new_empty(())
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        dy = torch.empty(ctx.shape, dtype=ctx.dtype, device=DEVICE)
-        ctx.sent(dy)
-        return dy, None
-
-
 class CannotRecord(UserError):
     """A unit does not run on meta tensors. Training does not need it to."""
 
@@ -299,7 +271,7 @@ def _run(setting: Setting, name: str, split: bool, sums: Sums | None) -> Record:
     with torch.enable_grad(), _parts(stage, name, recorder), AsOnGpu(), recorder:
         x = None
         if name != EMBEDDING:
-            x = _Begin.apply(leaf, received)
+            x = Begin.apply(leaf, received)
             recorder.passes("x", x)
         with recorder.phase("forward"):
             y = stage(x, batch)
@@ -309,7 +281,7 @@ def _run(setting: Setting, name: str, split: bool, sums: Sums | None) -> Record:
             recorder.begin("input" if split else "backward")
         else:
             recorder.passes("y", y)
-            end = get_gradient_edge(_End.apply(y, sent))
+            end = get_gradient_edge(End.apply(y, sent))
         del y
         with deferring as jobs:
             torch.autograd.backward(end)

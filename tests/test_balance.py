@@ -77,7 +77,8 @@ def test_costs_are_of_the_layers_that_there_are():
     assert len(costs.blocks) == 32
     assert costs.blocks[0] == costs.blocks[2] > costs.blocks[1] == costs.blocks[31]
     again = load_config("configs/llama3_8b.yaml", ["train.activation_checkpointing=full"])
-    assert again.layer_costs().blocks[0] == pytest.approx(costs.blocks[0] * 4 / 3, rel=0.05)
+    # the last product of a block's forward is not computed again
+    assert 1.2 < again.layer_costs().blocks[0] / costs.blocks[0] < 1.3
 
 
 @pytest.mark.parametrize("pp", [4, 8])

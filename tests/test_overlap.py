@@ -112,8 +112,9 @@ def seconds_of_collectives(number: float) -> Product:
     device = replace(find_device("h100"), kernel_seconds=0.0)
     links = Links(device, TP, 1, 1, TP)
     seconds = number * links.collective("tp", 1 << 30) - find_device("h100").kernel_seconds
-    inner = 1 << 40  # so long a sum that its ramp is nothing
-    return Product(seconds * device.peak(2) * device.matmul_efficiency, inner, 0)
+    rows, columns = device.tile * device.multiprocessors, device.tile  # one wave of tiles
+    flops = seconds * device.peak(2) * device.matmul_efficiency
+    return Product(rows, columns, inner=round(flops / (2 * rows * columns)), bytes=0)
 
 
 def test_collectives_of_one_group_run_one_after_another() -> None:

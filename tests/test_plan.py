@@ -155,7 +155,7 @@ def test_a100_has_efficiencies_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
         for key in ("matmul_efficiency", "attention_efficiency", "memory_efficiency")
     }
     monkeypatch.setitem(DEVICES, "a100", replace(a100, **fitted))
-    assert of_its_own < 3.5
+    assert of_its_own < 4
     assert mean_error(rows) > 2 * of_its_own
 
 
