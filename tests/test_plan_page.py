@@ -114,8 +114,8 @@ def test_how_far_comparable_rows_are() -> None:
         f"{sum(one <= 0.1 for one in off)} of the {len(off)} comparable rows are nearer than that"
         in TEXT
     )
-    assert 0.2 <= max(off) <= 0.3
-    assert "the farthest is a quarter off" in TEXT
+    assert 0.14 <= max(off) <= 0.18
+    assert "the farthest is a sixth off" in TEXT
 
 
 def test_what_follows() -> None:
@@ -132,8 +132,7 @@ def test_what_follows() -> None:
         for key, rows in of.items()
     }
     assert f"attention made for Hopper (NeMo's 8B, {points['NeMo', '8B']:.0f} points)" in TEXT
-    large = [points["Megatron 2022", model] for model in ("530B", "1T")]
-    assert f"(Megatron's 530B and 1T, {large[0]:.0f} and {large[1]:.0f} points)" in TEXT
+    assert f"(Megatron's 1T, {points['Megatron 2022', '1T']:.0f} points)" in TEXT
 
 
 # --- rules of thumb for 8 A100 --------------------------------------------------------------------
@@ -203,18 +202,21 @@ def mfu(found: Found) -> str:
 
 
 def test_the_search_on_one_machine() -> None:
-    best = [
-        search(configuration("llama3_8b"), 8, find_device(name)).best[0]
-        for name in ("h100", "a100")
+    found = [
+        search(configuration("llama3_8b"), 8, find_device(name)).best for name in ("h100", "a100")
     ]
+    best = [ranked[0] for ranked in found]
     assert row("8B | 8 H100, 8 A100") == [
-        "FSDP 8, ZeRO-2, nothing recomputed",
+        "tp 2 × FSDP 4, ZeRO-1, nothing recomputed (without tp: FSDP 8, ZeRO-2, 1 point less)",
         ", ".join(map(mfu, best)),
     ]
-    for one in best:
-        parallel, train = one.config.parallel, one.config.train
-        assert (parallel.tp, parallel.pp, parallel.dp_shard, parallel.zero_stage) == (1, 1, 8, 2)
-        assert train.activation_checkpointing == "none"
+    for ranked in found:
+        simple = next(one for one in ranked if one.config.parallel.tp == one.config.parallel.pp)
+        for one, layout in ((ranked[0], (2, 1, 4, 1)), (simple, (1, 1, 8, 2))):
+            p = one.config.parallel
+            assert (p.tp, p.pp, p.dp_shard, p.zero_stage) == layout
+            assert one.config.train.activation_checkpointing == "none"
+        assert round(100 * (ranked[0].time.mfu - simple.time.mfu)) == 1
 
 
 @pytest.mark.slow
@@ -223,11 +225,14 @@ def test_the_search_on_more() -> None:
     parallel, train = small.config.parallel, small.config.train
     assert (parallel.dp_shard, parallel.zero_stage, train.activation_checkpointing) == (
         64,
-        2,
-        "none",
+        1,
+        "selective",
     )
-    assert row("8B | 64 H100") == ["FSDP 64, ZeRO-2, nothing recomputed", mfu(small)]
-    for name, layout in (("h100", (4, 4, 4, "1f1b", 2)), ("a100", (4, 1, 16, "1f1b", 3))):
+    assert row("8B | 64 H100") == ["FSDP 64, ZeRO-1, selective recomputation", mfu(small)]
+    for name, layout in (
+        ("h100", (4, 4, 4, "interleaved_1f1b", 1)),
+        ("a100", (4, 1, 16, "1f1b", 3)),
+    ):
         best = search(configuration("llama3_70b"), 64, find_device(name)).best[0]
         p = best.config.parallel
         assert (p.tp, p.pp, p.dp_shard, p.schedule, p.zero_stage) == layout

@@ -199,17 +199,17 @@ def test_where_states_alone_do_not_fit_no_layout_is_looked_at(
 # --- output ---------------------------------------------------------------------------------------
 
 TEN = """
-14.986  74.19  tp 1 pp 1 dp_shard 8 · 1f1b · micro-batch 1 · zero 2
-15.194  67.75  tp 1 pp 2 dp_shard 4 · zb_v×2, balanced · micro-batch 1 · zero 2
-15.202  76.96  tp 1 pp 2 dp_shard 4 · dualpipe_v×2, balanced · micro-batch 1 · zero 2
-15.262  73.75  tp 1 pp 2 dp_shard 4 · interleaved_1f1b×6, balanced · micro-batch 1 · zero 2
-15.262  74.64  tp 1 pp 2 dp_shard 4 · interleaved_1f1b×7, balanced · micro-batch 1 · zero 2
-15.263  75.52  tp 1 pp 2 dp_shard 4 · interleaved_1f1b×8, balanced · micro-batch 1 · zero 2
-15.270  74.02  tp 1 pp 2 dp_shard 4 · interleaved_1f1b×5, balanced · micro-batch 1 · zero 2
-15.279  74.28  tp 1 pp 2 dp_shard 4 · interleaved_1f1b×4, balanced · micro-batch 1 · zero 2
-15.287  74.54  tp 1 pp 2 dp_shard 4 · interleaved_1f1b×3, balanced · micro-batch 1 · zero 2
-15.365  64.17  tp 2 pp 1 dp_shard 4 · 1f1b · micro-batch 2 · zero 2
-"""  # all with dp_replicate 1 and without activation checkpointing
+15.148  75.16  tp 2 pp 1 dp_shard 4 · 1f1b · micro-batch 2 · zero 1
+15.243  75.10  tp 1 pp 2 dp_shard 4 · dualpipe_v×2, balanced · micro-batch 1 · zero 1 · selective
+15.245  70.01  tp 1 pp 2 dp_shard 4 · zb_v×2, balanced · micro-batch 1 · zero 1 · selective
+15.249  68.61  tp 1 pp 2 dp_shard 4 · interleaved_1f1b×16, balanced · micro-batch 1 · zero 1 · selective
+15.456  74.19  tp 1 pp 1 dp_shard 8 · 1f1b · micro-batch 1 · zero 2
+15.580  64.17  tp 2 pp 1 dp_shard 4 · 1f1b · micro-batch 2 · zero 2
+15.635  76.96  tp 1 pp 2 dp_shard 4 · dualpipe_v×2, balanced · micro-batch 1 · zero 2
+15.641  67.75  tp 1 pp 2 dp_shard 4 · zb_v×2, balanced · micro-batch 1 · zero 2
+15.883  74.54  tp 1 pp 2 dp_shard 4 · interleaved_1f1b×3, balanced · micro-batch 1 · zero 2
+15.911  64.53  tp 1 pp 1 dp_shard 8 · 1f1b · micro-batch 1 · zero 2 · selective
+"""  # noqa: E501  (all with dp_replicate 1, and without recomputation unless it is named)
 
 
 @pytest.fixture(scope="module")
@@ -221,11 +221,11 @@ def eight() -> Result:
 def test_the_ten_fastest(eight: Result) -> None:
     """The ten fastest layouts are those found when the hardware's rates were fitted, so a change of
     the search itself does not change its result."""
-    same = " dp_replicate 1", " · none checkpointing"
-    assert all(word in one.describe() for one in eight.best for word in same)
+    same = " dp_replicate 1", " · none"
+    assert all(same[0] in one.describe() for one in eight.best)
     assert TEN.strip().splitlines() == [
         f"{one.seconds:.3f}  {one.peak / 1e9:.2f}  "
-        + one.describe().replace(same[0], "").removesuffix(same[1])
+        + one.describe().replace(same[0], "").removesuffix(" checkpointing").removesuffix(same[1])
         for one in eight.best
     ]
 
@@ -247,11 +247,11 @@ def test_layouts_that_hardly_differ_are_one_row(eight: Result) -> None:
             )
             == 1
         )
-    many = shown[3]
-    assert len(many) >= 6
-    assert "interleaved_1f1b×3/4/5/6/7/8" in describe(many)
+    many = max(shown, key=len)
+    assert len(many) >= 4
+    assert "interleaved_1f1b×3/4/5/6" in describe(many)
     text = describe_search(eight)
-    assert f"15.262-{many[-1].seconds:.3f}" in text
+    assert f"{many[0].seconds:.3f}-{many[-1].seconds:.3f}" in text
     assert f"({len(many)} layouts)" in text
     assert text.count("interleaved_1f1b×") < 6
 
