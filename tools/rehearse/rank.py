@@ -1,6 +1,7 @@
 """Runs the step of one rank without the other ranks: on tensors without data, or for real on this
 machine's device."""
 
+import gc
 import multiprocessing
 import resource
 import time
@@ -91,8 +92,19 @@ def rehearse_for_real(config: Config, world: int, rank: int) -> dict[str, Any]:
 
 def alone(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
     """Call `function` in a separate process."""
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        return pool.apply(function, arguments)
+    # The new process must not collect garbage that it inherits: a process group in it waits, when
+    # it is destroyed, for threads that only the old process has.
+    gc.disable()
+    try:
+        with multiprocessing.get_context("fork").Pool(1, initializer=_keep_inherited) as pool:
+            return pool.apply(function, arguments)
+    finally:
+        gc.enable()
+
+
+def _keep_inherited() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def check_can_be_rehearsed(config: Config) -> None:
