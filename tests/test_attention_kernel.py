@@ -31,7 +31,7 @@ from model.kernels.attention import (
 )
 from model.kernels.attention_choice import CPU, PLANNED, Call, Choice, Device, choose, made_ready
 from model.mask import Mask, make_mask, scores_bias
-from parallel.activation import EXPENSIVE, PRODUCTS, _keep_expensive
+from parallel.activation import ATTENTION, _keep
 from runtime.attention import check_attention, describe_attention, try_out
 from training.load_config import load_config
 
@@ -185,31 +185,30 @@ def test_the_operator_that_runs_is_the_chosen_one(
 
 
 def missing(kept: set[object]) -> set[object]:
-    return {operator for kernel in KERNELS for operator in kernel.operators} ^ (kept - PRODUCTS)
+    return {operator for kernel in KERNELS for operator in kernel.operators} ^ kept
 
 
 def test_selective_recomputation_knows_every_operator() -> None:
-    assert missing(EXPENSIVE) == set()
+    assert missing(ATTENTION) == set()
     cudnn = CUDNN.operators[0]
-    assert missing(EXPENSIVE - {cudnn}) == {cudnn}  # control
+    assert missing(ATTENTION - {cudnn}) == {cudnn}  # control
 
 
 @pytest.mark.parametrize("kernel", [CUDNN, FLASH2, EFFICIENT], ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("forgotten", [False, True])
 def test_selective_recomputation_keeps_the_output(kernel: Kernel, forgotten: bool) -> None:
     operator = kernel.operators[0]
-    policy = partial(_keep_expensive, 8, 1)
-    with patch("parallel.activation.EXPENSIVE", EXPENSIVE - {operator} if forgotten else EXPENSIVE):
-        contexts = partial(create_selective_checkpoint_contexts, policy)
-        with Seen() as seen:
-            y = checkpoint(
-                lambda q, k, v: Mask(dense=kernel.run)(q * 2, k, v) * 2,
-                *inputs(CAUSAL, length=256),
-                use_reentrant=False,
-                preserve_rng_state=False,
-                context_fn=contexts,
-            )
-            y.sum().backward()
+    policy = partial(_keep, ATTENTION - {operator} if forgotten else ATTENTION)
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    with Seen() as seen:
+        y = checkpoint(
+            lambda q, k, v: Mask(dense=kernel.run)(q * 2, k, v) * 2,
+            *inputs(CAUSAL, length=256),
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=contexts,
+        )
+        y.sum().backward()
     # control: an operator that is not in the list runs again in backward
     assert seen.found.count(operator) == (2 if forgotten else 1)
 
