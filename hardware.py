@@ -110,6 +110,11 @@ class Device(DataSheet):
     hop_seconds: float = 14e-6
     step_seconds: float = 0.02  # overhead per step: the host, ranks that wait for each other
 
+    @property
+    def room(self) -> float:
+        """Bytes that a run's tensors may take."""
+        return self.memory_bytes - self.reserved_bytes
+
     def peak(self, width: int) -> float:
         """The peak for numbers of `width` bytes, in FLOP/s (two per multiply-add)."""
         return {2: self.peak_flops, 4: self.peak_flops_float32, 8: self.peak_flops_float64}[width]

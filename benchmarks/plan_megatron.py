@@ -54,7 +54,7 @@ ROWS = [
 def best(row: Row) -> Found:
     """The configuration chosen by the rule."""
     device = find_device("h100")
-    room = device.memory_bytes - device.reserved_bytes
+    room = device.room
     stages = [v for v in range(1, 9) if v == 1 or (row.pp > 1 and row.layers % (row.pp * v) == 0)]
     for mode in ("none", "selective", "full"):
         found = []

@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -165,6 +165,8 @@ def kinds_of_layers(model: ModelConfig) -> list[str]:
 def unit(setting: Setting, name: str) -> Unit:
     """The unit called EMBEDDING, HEAD or a kind of block. It is recorded when its records are first
     used."""
+    if name in (EMBEDDING, HEAD) and setting.activation_checkpointing != "none":
+        return unit(replace(setting, activation_checkpointing="none"), name)  # only blocks have it
     weights = weights_of(_stage(setting, [name]))
     local = tuple(LocalWeight(each.spec, tuple(each.parameter.shape)) for each in weights)
     return Unit(setting, name, local, _hidden(setting).nbytes)

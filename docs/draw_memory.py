@@ -15,7 +15,7 @@ from training.load_config import load_config
 
 WIDTH, HEIGHT = 960, 470
 GPU = find_device("h100")  # of 80 GB
-ROOM = GPU.memory_bytes - GPU.reserved_bytes  # for tensors
+ROOM = GPU.room  # for tensors
 ROOM_SAID = (
     f"each rank has its peak at a different moment; dashed: {ROOM / GB:.0f} GB, what CUDA and NCCL "
     "leave of a GPU of 80 GB"

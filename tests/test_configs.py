@@ -40,7 +40,7 @@ PARAMETERS = {  # as published with the models
     "llama3_405b": 405_853_388_800,
 }
 H100 = find_device("h100")
-ROOM = H100.memory_bytes - H100.reserved_bytes
+ROOM = H100.room
 
 
 def read(path: Path) -> tuple[Config, int]:

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from costs import summary
 from costs.as_on_gpu import DEVICE, AsOnGpu
 from costs.links import Links
 from costs.recorder import Product, Recorder
 from costs.seconds import Rates
 from costs.storages import key_of
-from costs.summary import layer_costs
 from tools.plan.__main__ import main
 from tools.plan.hardware import Device, find_device
 from tools.plan.layout import Layout
@@ -121,10 +121,10 @@ def test_what_key_and_value_of_70b_take() -> None:
 def test_layers_are_balanced_without_waves(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, where small models are balanced too, a narrow product is as cheap as its FLOPs."""
     setting = layout("laptop", world=8).setting
-    before = layer_costs.__wrapped__(setting)
+    before = summary._layer_costs.__wrapped__(setting)
     more = replace(H100, multiprocessors=1000, tile=512)
     monkeypatch.setattr("costs.summary.H100", more)
-    assert layer_costs.__wrapped__(setting) == before
+    assert summary._layer_costs.__wrapped__(setting) == before
 
 
 # --- what is printed ------------------------------------------------------------------------------

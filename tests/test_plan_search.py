@@ -145,12 +145,11 @@ def test_of_a_hard_case_few_layouts_are_counted() -> None:
     assert result.counted < 40
     # The reason is that the bound includes the memory of backward. Without it, more than twice as
     # many layouts would have to be counted.
-    room = device.memory_bytes - device.reserved_bytes
+    room = device.room
     every = list(candidates(config, 40, device))
     assert sum(one.bound <= room for one in every) < 0.5 * sum(one.kept <= room for one in every)
 
 
-@pytest.mark.thorough
 def test_a_hopeless_search_says_what_is_nearest() -> None:
     """If nothing fits, here with sequences of a million tokens, the error states the layout that
     comes nearest and what it needs."""
@@ -171,7 +170,7 @@ def test_a_hopeless_search_says_what_is_nearest() -> None:
     )
     nearest.config.validate(8)
     assert nearest.peak / 1e9 == pytest.approx(float(stated[1]), abs=0.05)
-    assert nearest.peak > device.memory_bytes - device.reserved_bytes
+    assert nearest.peak > device.room
     assert nearest.describe() in e.value.why
     # It is chosen by its bound, which is close to its real peak, and no other layout has a smaller
     # one.

@@ -17,7 +17,8 @@ time.py        seconds of each action and of a step; MFU
 narrow.py      matrix products that are too narrow for the device
 exposure.py    seconds of communication, and how many of them are exposed
 bounds.py      a lower bound on the bytes that a layout needs
-candidates.py  all layouts, each with an estimate of its time and a bound on its memory
+estimate.py    a quick estimate of a step's seconds
+candidates.py  all layouts, each with a bound on its memory and an estimate of its time
 peaks.py       bytes that a layout's pipeline ranks need, counted in a shortened step
 search.py      the fastest layouts that fit
 guide.py       ZeRO's memory and traffic as guides count them

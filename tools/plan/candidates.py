@@ -1,26 +1,24 @@
-"""Lists every layout of a model on a number of GPUs, each with an estimate of its step's seconds
-and a lower bound on its bytes.
-
-The estimate adds up what plan/time.py simulates: the work of the slowest rank, the schedule's
-bubble by its paper's formula, and the exposed communication of data parallelism. The bound
-(plan/bounds.py) is the largest of its ranks' bounds.
+"""Lists every layout of a model on a number of GPUs, each with a lower bound on its bytes
+(plan/bounds.py: the largest of its ranks' bounds) and, if the bound fits, an estimate of its step's
+seconds (plan/estimate.py).
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from costs.links import Links
 from errors import UserError
 from model.config import ModelConfig
 from model.transformer import check_tp
 from parallel.pipeline.balance import LayerCosts, balanced_split, even_split
-from tools.plan.bounds import GROWING, SPLIT, Block, least_bytes, most_alive, where
+from tools.plan.bounds import GROWING, SPLIT, least_bytes, most_alive, where
+from tools.plan.estimate import Estimate, Stage, ranks_of
 from tools.plan.hardware import Device
 from tools.plan.layout import Layout
-from tools.plan.time import NOTHING, Part, StepTime
+from tools.plan.time import StepTime
 from training.config import Config
 
 FIXED = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "zb_v": 2, "dualpipe_v": 2}  # stages per rank
@@ -43,7 +41,7 @@ class Pipeline(NamedTuple):
 class Candidate(NamedTuple):
     """A layout, with its estimate and its bound."""
 
-    estimate: float  # seconds of a step
+    estimate: float  # seconds of a step; infinite if the bound does not fit, as it is not needed
     bound: float  # bytes; the layout needs no less
     kept: float  # bytes of states and of what is kept for backward; the frontier compares these
     fullest: int  # the pipeline rank with the largest bound
@@ -110,33 +108,6 @@ def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate
                         yield from _data_parallel(stage, pipe, world, batch // (dp * size), dp)
 
 
-class Stage:
-    """What layouts have in common that differ only in pp, dp and the schedule."""
-
-    def __init__(self, time: StepTime) -> None:
-        self.time, self.layout, self.alike = time, time.layout, time.layout.config
-        kinds, embedding = self.layout.kinds, self.layout.embedding
-        # seconds per gradient element
-        self.summing = time.summing(embedding) / embedding.numel
-        # parameters of a block, on average
-        self.numel = sum(unit.numel * n for unit, n in kinds.items()) / kinds.total()
-        self.block = Block(self.layout)
-
-    @cache  # noqa: B019  (of one search)
-    def parts(self, split: bool) -> tuple[Part, Part, Part]:
-        """Seconds of a block (the mean over all blocks), of the embedding, and of the head."""
-        time, kinds = self.time, self.layout.kinds
-        blocks = (time.part(unit, split) * (n / kinds.total()) for unit, n in kinds.items())
-        embedding, head = (time.part(u, split) for u in (self.layout.embedding, self.layout.head))
-        return sum(blocks, NOTHING), embedding, head
-
-    @cache  # noqa: B019  (of one search)
-    def message_seconds(self, pp: int, world: int) -> float:
-        parallel = replace(self.alike.parallel, pp=pp, dp_shard=world // (self.layout.tp * pp))
-        layout = Layout(replace(self.alike, parallel=parallel), world, 0)
-        return StepTime(layout, self.time.device).message_seconds
-
-
 def pipelines(config: Config, pp: int, m: int) -> Iterator[Pipeline]:
     """Yield the schedules and splits of the layers for `m` micro-batches on `pp` ranks."""
     layers = config.model.num_layers
@@ -164,30 +135,10 @@ def _data_parallel(
     stage: Stage, pipe: Pipeline, world: int, m: int, dp: int
 ) -> Iterator[Candidate]:
     """Yield all ways to shard one pipeline's weights over `dp` ranks."""
-    layout, time, device, tp = stage.layout, stage.time, stage.time.device, stage.layout.tp
-    ranks = _ranks(pipe)
-    block, embedding, head = stage.parts(pipe.schedule in SPLIT)
-    seconds_of = {
-        r: block * r.blocks + (embedding if r.first else NOTHING) + (head if r.last else NOTHING)
-        for r in set(ranks)
-    }
-    parts = [seconds_of[r] for r in ranks]
-    numbers = [
-        round(r.blocks * stage.numel) + (r.first + r.last) * stage.block.table for r in ranks
-    ]
-    busiest = max(range(pipe.pp), key=lambda r: parts[r].total)
-    work, numel = block * max(1, max(r.blocks for r in ranks)), numbers[busiest]
-    slowest = parts[busiest].total + numel * stage.summing
-    step = m * slowest + _bubble(pipe.schedule, pipe.pp, pipe.stages_per_rank, work)
-    step += 2 * (pipe.pp - 1) * stage.message_seconds(pipe.pp, world) + device.step_seconds
-    units = max(1, ranks[busiest].blocks)
-    e, master, reduce = layout.compute, layout.master, layout.reduce
+    layout, device, tp = stage.layout, stage.time.device, stage.layout.tp
+    ranks = ranks_of(pipe.schedule, pipe.pp, pipe.stages_per_rank, pipe.counts)
+    numbers = stage.parameters(ranks)
     one_dtype = layout.config.parallel.reduce_dtype == layout.config.train.dtype == "bfloat16"
-    as_one = layout.config.parallel.fsdp_unit == "stage"
-    forward, backward = (
-        parts[busiest].forward,
-        parts[busiest].input_grad + parts[busiest].weight_grad,
-    )
     # in breadth_first a stage finishes all its backwards before the next stage begins its own
     several = pipe.stages_per_rank > 1
     again = m > (pipe.pp if several else 1) and not (several and pipe.schedule in GROWING)
@@ -195,57 +146,25 @@ def _data_parallel(
     alive = most_alive(
         stage.block, pipe.schedule, pipe.pp, pipe.stages_per_rank, pipe.counts, numbers, m, steady
     )
+    estimate: Estimate | None = None
     for shard in _divisors(dp):
         if shard < dp and shard * tp < min(device.gpus_per_node, dp * tp):
             continue
-        links = Links(device, tp, shard, dp // shard, world)
-        number = pipe.stages_per_rank if as_one else units
-        gather = links.collective("dp_shard", numel * e, number=number)
-        scatter = links.collective("dp_shard", numel * reduce, number=number)
-        replicas = links.collective("dp_replicate", numel * reduce / shard, 2, number)
-        cast = time.memory(numel * (3 * e + master / shard))
-        adam = time.updating(max(numbers) / shard)
         for zero in _zero_stages(shard):
             if one_dtype and ((m > 1 and zero < 2) or shard < dp):
                 continue
-            seconds = step + adam
-            behind = 0.0 if as_one else backward  # the computation that hides the last reductions
-            if zero == 3 and as_one:
-                seconds += m * (2 * gather + scatter + 2 * cast)
-            elif zero == 3:
-                seconds += m * (
-                    max(0.0, gather - forward) + max(0.0, gather + scatter - backward) + 2 * cast
-                )
-            else:
-                seconds += gather + cast if as_one else max(0.0, gather + cast - forward)
-                seconds += (
-                    m * max(0.0, scatter - backward - (forward if as_one else 0.0))
-                    if zero == 2
-                    else 0.0
-                )
-            seconds += max(0.0, replicas + (scatter if zero < 2 else 0.0) - behind)
             least = [least_bytes(one, layout, shard, zero, again, steady) for one in alive]
             bound, rank = max((b, -one.rank) for one, (b, _) in zip(alive, least, strict=True))
             kept = max(k for _, k in least)
+            seconds = math.inf
+            if bound <= device.room:
+                estimate = estimate or Estimate(
+                    stage, pipe.schedule, pipe.stages_per_rank, ranks, m, world
+                )
+                seconds = estimate.seconds(shard, dp // shard, zero)
             yield Candidate(
                 seconds, bound, kept, -rank, stage.alike, pipe, shard, dp // shard, zero
             )
-
-
-class Rank(NamedTuple):
-    """What one rank of a pipeline holds."""
-
-    blocks: int
-    first: bool  # has the embedding
-    last: bool  # has the head
-
-
-def _ranks(pipe: Pipeline) -> list[Rank]:
-    rank_of = where(pipe.schedule, pipe.pp, pipe.stages_per_rank)
-    blocks = [0] * pipe.pp
-    for rank, count in zip(rank_of, pipe.counts, strict=True):
-        blocks[rank] += count
-    return [Rank(blocks[r], r == rank_of[0], r == rank_of[-1]) for r in range(pipe.pp)]
 
 
 def _zero_stages(shard: int) -> tuple[Literal[0, 1, 2, 3], ...]:
@@ -271,18 +190,6 @@ def _schedules(pp: int, m: int, layers: int) -> Iterator[tuple[str, int]]:
         even = layers % (pp * v) == 0 or (layers + 2) % (pp * v) == 0
         if (v <= VIRTUAL or even) and m >= pp and not (name == "interleaved_1f1b" and m % pp):
             yield name, v
-
-
-def _bubble(schedule: str, pp: int, v: int, work: Part) -> float:
-    """Seconds that a rank is idle, by the papers' formulas (parallel/pipeline/schedules.py)."""
-    f, i, w = work.forward, work.input_grad, work.weight_grad
-    if schedule == "zb_h1":
-        return (pp - 1) * max(0.0, f + i - w)
-    if schedule == "zb_v":
-        return (pp - 1) * max(0.0, i - w)
-    if schedule == "dualpipe_v":
-        return (pp - 1) * max(0.0, f + i - w) / 2
-    return (pp - 1) * (f + i + w) / v
 
 
 def _tp_sizes(config: Config, world: int, device: Device) -> list[int]:

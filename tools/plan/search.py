@@ -1,11 +1,11 @@
 """Finds the fastest layouts of a model on a number of GPUs, and those that need the least memory
 for their speed.
 
-The search estimates all layouts (plan/candidates.py) and drops those whose lower bound exceeds the
-memory. It takes the others in the order of their estimates, until enough of them fit or none is
-left: it counts their memory on every pipeline rank, checks those that fit as a run would check them
-(both in a shortened step: plan/peaks.py), and simulates their step. For the frontier it also
-examines, in the same way, the layouts that keep less memory than every faster one.
+The search lists all layouts (plan/candidates.py), drops those whose lower bound exceeds the memory,
+and estimates the time of the others. It takes them in the order of their estimates, until enough of
+them fit or none is left: it counts their memory on every pipeline rank, checks those that fit as a
+run would check them (both in a shortened step: plan/peaks.py), and simulates their step. For the
+frontier it also examines, in the same way, the layouts that keep less memory than every faster one.
 
 If nothing fits, the error names the nearest alternative: the least number of GPUs whose memory
 holds weights, gradients and optimizer state (found without a search), or the layout that needs the
@@ -20,12 +20,12 @@ from functools import cached_property
 
 from errors import UserError
 from model.transformer import num_parameters
-from tools.plan.candidates import Candidate, Part, candidates, space
+from tools.plan.candidates import Candidate, candidates, space
 from tools.plan.check import check_before_search
 from tools.plan.hardware import GB, Device
 from tools.plan.layout import Layout
 from tools.plan.peaks import CHECKED, peaks, shared, shortened
-from tools.plan.time import StepTime
+from tools.plan.time import Part, StepTime
 from training.config import Config
 from training.optimizers import state_bytes
 
@@ -130,7 +130,7 @@ def search(config: Config, world: int, device: Device, wanted: int = 10) -> Resu
             layout.
     """
     check_before_search(config)
-    room = device.memory_bytes - device.reserved_bytes
+    room = device.room
     _check_states_fit(config, world, room)
     everything = list(candidates(config, world, device))
     if not everything:

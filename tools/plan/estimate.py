@@ -1,0 +1,136 @@
+"""An estimate of a step's seconds without a simulation, because a search needs it for many layouts.
+
+It adds up what plan/time.py simulates: the work of the slowest rank, the schedule's bubble by its
+paper's formula, and the exposed communication of data parallelism.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+from costs.links import Links
+from tools.plan.bounds import SPLIT, Block, where
+from tools.plan.layout import Layout
+from tools.plan.time import NOTHING, Part, StepTime
+
+
+class Rank(NamedTuple):
+    """What one rank of a pipeline holds."""
+
+    blocks: int
+    first: bool  # has the embedding
+    last: bool  # has the head
+
+
+def ranks_of(schedule: str, pp: int, v: int, counts: Sequence[int]) -> list[Rank]:
+    """What each pipeline rank holds. `counts`: blocks of each stage."""
+    rank_of = where(schedule, pp, v)
+    blocks = [0] * pp
+    for rank, count in zip(rank_of, counts, strict=True):
+        blocks[rank] += count
+    return [Rank(blocks[r], r == rank_of[0], r == rank_of[-1]) for r in range(pp)]
+
+
+class Stage:
+    """What layouts have in common that differ only in pp, dp and the schedule."""
+
+    def __init__(self, time: StepTime) -> None:
+        self.time, self.layout, self.alike = time, time.layout, time.layout.config
+        kinds, embedding = self.layout.kinds, self.layout.embedding
+        # seconds per gradient element
+        self.summing = time.summing(embedding) / embedding.numel
+        # parameters of a block, on average
+        self.numel = sum(unit.numel * n for unit, n in kinds.items()) / kinds.total()
+        self.block = Block(self.layout)
+
+    @cache  # noqa: B019  (of one search)
+    def parts(self, split: bool) -> tuple[Part, Part, Part]:
+        """Seconds of a block (the mean over all blocks), of the embedding, and of the head."""
+        time, kinds = self.time, self.layout.kinds
+        blocks = (time.part(unit, split) * (n / kinds.total()) for unit, n in kinds.items())
+        embedding, head = (time.part(u, split) for u in (self.layout.embedding, self.layout.head))
+        return sum(blocks, NOTHING), embedding, head
+
+    def parameters(self, ranks: Sequence["Rank"]) -> list[int]:
+        """The number of parameters of each pipeline rank."""
+        table = self.block.table
+        return [round(r.blocks * self.numel) + (r.first + r.last) * table for r in ranks]
+
+    @cache  # noqa: B019  (of one search)
+    def message_seconds(self, pp: int, world: int) -> float:
+        parallel = replace(self.alike.parallel, pp=pp, dp_shard=world // (self.layout.tp * pp))
+        layout = Layout(replace(self.alike, parallel=parallel), world, 0)
+        return StepTime(layout, self.time.device).message_seconds
+
+
+class Estimate:
+    """Estimates of the layouts that shard one pipeline's weights in different ways.
+
+    Args:
+        stage: what the inside of a stage costs.
+        schedule, v: the schedule, and its stages per rank.
+        ranks: what each pipeline rank holds.
+        m: number of micro-batches.
+        world: number of GPUs.
+    """
+
+    def __init__(
+        self, stage: Stage, schedule: str, v: int, ranks: Sequence[Rank], m: int, world: int
+    ) -> None:
+        self.stage, self.m, self.world = stage, m, world
+        device, pp = stage.time.device, len(ranks)
+        block, embedding, head = stage.parts(schedule in SPLIT)
+        seconds_of = {
+            r: block * r.blocks
+            + (embedding if r.first else NOTHING)
+            + (head if r.last else NOTHING)
+            for r in set(ranks)
+        }
+        parts = [seconds_of[r] for r in ranks]
+        numbers = stage.parameters(ranks)
+        busiest = max(range(pp), key=lambda r: parts[r].total)
+        self.part, self.numel, self.most = parts[busiest], numbers[busiest], max(numbers)
+        work = block * max(1, max(r.blocks for r in ranks))
+        slowest = self.part.total + self.numel * stage.summing
+        self.pipeline = m * slowest + _bubble(schedule, pp, v, work)
+        self.pipeline += 2 * (pp - 1) * stage.message_seconds(pp, world) + device.step_seconds
+        self.as_one = stage.alike.parallel.fsdp_unit == "stage"
+        self.units = v if self.as_one else max(1, ranks[busiest].blocks)
+
+    def seconds(self, shard: int, replicas: int, zero: int) -> float:
+        """Seconds of a step with weights sharded over `shard` ranks and replicated `replicas`
+        times."""
+        layout, time, m, as_one = self.stage.layout, self.stage.time, self.m, self.as_one
+        e, numel, number = layout.compute, self.numel, self.units
+        links = Links(time.device, layout.tp, shard, replicas, self.world)
+        gather = links.collective("dp_shard", numel * e, number=number)
+        scatter = links.collective("dp_shard", numel * layout.reduce, number=number)
+        replicate = links.collective("dp_replicate", numel * layout.reduce / shard, 2, number)
+        cast = time.memory(numel * (3 * e + layout.master / shard))
+        forward, backward = self.part.forward, self.part.input_grad + self.part.weight_grad
+        seconds = self.pipeline + time.updating(self.most / shard)
+        behind = 0.0 if as_one else backward  # the computation that hides the last reductions
+        if zero == 3 and as_one:
+            seconds += m * (2 * gather + scatter + 2 * cast)
+        elif zero == 3:
+            seconds += m * (
+                max(0.0, gather - forward) + max(0.0, gather + scatter - backward) + 2 * cast
+            )
+        else:
+            seconds += gather + cast if as_one else max(0.0, gather + cast - forward)
+            if zero == 2:
+                seconds += m * max(0.0, scatter - backward - (forward if as_one else 0.0))
+        return seconds + max(0.0, replicate + (scatter if zero < 2 else 0.0) - behind)
+
+
+def _bubble(schedule: str, pp: int, v: int, work: Part) -> float:
+    """Seconds that a rank is idle, by the papers' formulas (parallel/pipeline/schedules.py)."""
+    f, i, w = work.forward, work.input_grad, work.weight_grad
+    if schedule == "zb_h1":
+        return (pp - 1) * max(0.0, f + i - w)
+    if schedule == "zb_v":
+        return (pp - 1) * max(0.0, i - w)
+    if schedule == "dualpipe_v":
+        return (pp - 1) * max(0.0, f + i - w) / 2
+    return (pp - 1) * (f + i + w) / v
