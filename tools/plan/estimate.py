@@ -12,7 +12,7 @@ from typing import NamedTuple
 from costs.links import Links
 from tools.plan.bounds import SPLIT, Block, where
 from tools.plan.layout import Layout
-from tools.plan.time import NOTHING, Part, StepTime
+from tools.plan.time import NOTHING, Part, Sharding, StepTime
 
 
 class Rank(NamedTuple):
@@ -95,32 +95,31 @@ class Estimate:
         slowest = self.part.total + self.numel * stage.summing
         self.pipeline = m * slowest + _bubble(schedule, pp, v, work)
         self.pipeline += 2 * (pp - 1) * stage.message_seconds(pp, world) + device.step_seconds
-        self.as_one = stage.alike.parallel.fsdp_unit == "stage"
-        self.units = v if self.as_one else max(1, ranks[busiest].blocks)
+        self.v, self.unit = v, stage.alike.parallel.fsdp_unit
+        self.units = v if self.unit == "stage" else max(1, ranks[busiest].blocks)
 
     def seconds(self, shard: int, replicas: int, zero: int) -> float:
         """Seconds of a step with weights sharded over `shard` ranks and replicated `replicas`
         times."""
-        layout, time, m, as_one = self.stage.layout, self.stage.time, self.m, self.as_one
+        layout, time, m = self.stage.layout, self.stage.time, self.m
         e, numel, number = layout.compute, self.numel, self.units
         links = Links(time.device, layout.tp, shard, replicas, self.world)
         gather = links.collective("dp_shard", numel * e, number=number)
         scatter = links.collective("dp_shard", numel * layout.reduce, number=number)
         replicate = links.collective("dp_replicate", numel * layout.reduce / shard, 2, number)
         cast = time.memory(numel * (3 * e + layout.master / shard))
-        forward, backward = self.part.forward, self.part.input_grad + self.part.weight_grad
         seconds = self.pipeline + time.updating(self.most / shard)
-        behind = 0.0 if as_one else backward  # the computation that hides the last reductions
-        if zero == 3 and as_one:
-            seconds += m * (2 * gather + scatter + 2 * cast)
-        elif zero == 3:
-            seconds += m * (
-                max(0.0, gather - forward) + max(0.0, gather + scatter - backward) + 2 * cast
-            )
+        # the rank's v stages are taken as equal, and their units
+        one, ends = 1 / self.v, (gather / number, gather / number, scatter / number)
+        sharding = Sharding(gather * one, scatter * one, *ends)
+        seconds += m * self.v * sharding.waits(zero, self.unit, self.part * one).total
+        forward, backward = self.part.forward, self.part.input_grad + self.part.weight_grad
+        as_one = self.unit == "stage"
+        if zero == 3:
+            seconds += m * 2 * cast
         else:
             seconds += gather + cast if as_one else max(0.0, gather + cast - forward)
-            if zero == 2:
-                seconds += m * max(0.0, scatter - backward - (forward if as_one else 0.0))
+        behind = 0.0 if as_one else backward  # the computation that hides the last reductions
         return seconds + max(0.0, replicate + (scatter if zero < 2 else 0.0) - behind)
 
 

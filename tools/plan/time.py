@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
+from typing import NamedTuple
 
 from costs.links import Links
 from costs.seconds import Cost, Rates
@@ -47,6 +48,38 @@ class Part:
 
 
 NOTHING = Part(0.0, 0.0, 0.0)
+
+
+class Sharding(NamedTuple):
+    """Seconds of a stage's gathers and reductions over dp_shard."""
+
+    gather: float  # of all its units
+    scatter: float
+    gather_first: float  # of the first unit
+    gather_last: float  # of the last unit, which is the first in backward
+    scatter_last: float  # the last reduction, of the first unit
+
+    def waits(self, zero_stage: int, fsdp_unit: str, stage: Part) -> Part:
+        """Seconds by which the actions of `stage` are longer, in every micro-batch. Nothing runs
+        beside the first gather of an action and the last reduction, for which FSDP waits at the end
+        of each backward."""
+        forward, backward = stage.forward, stage.input_grad + stage.weight_grad
+        both = self.gather + self.scatter
+        if zero_stage < 2:
+            return NOTHING
+        if fsdp_unit == "stage":
+            if zero_stage == 3:  # nothing hides it: the next action gathers over the same link
+                return Part(self.gather, both, 0.0)
+            # it runs beside the next actions
+            return Part(0.0, 0.0, max(0.0, self.scatter - backward - forward))
+        if zero_stage == 3:  # every forward and backward gathers; every backward reduces too
+            bare = self.gather_last + self.scatter_last
+            return Part(
+                max(self.gather_first, self.gather - forward), max(bare, both - backward), 0.0
+            )
+        return Part(0.0, 0.0, max(self.scatter_last, self.scatter - backward))
+
+
 TOTAL, WIRE, EXPOSED = map(attrgetter, ("total", "wire", "exposed"))
 
 
@@ -133,34 +166,13 @@ class StepTime:
     def waits(self, stage: int) -> Part:
         """Seconds by which a stage's actions are longer because of the gathers and reductions of
         every micro-batch."""
-        parallel = self.layout.config.parallel
-        zero, as_one = parallel.zero_stage, parallel.fsdp_unit == "stage"
+        parallel, layout = self.layout.config.parallel, self.layout
         gather, scatter, _ = self.data_parallel(stage)
-        part = self.stages[stage]
-        forward, backward = part.forward, part.input_grad + part.weight_grad
-        # Nothing runs beside the first gather of an action and the last reduction, for which FSDP
-        # waits at the end of each backward.
-        first, *_, last = [unit for _, unit in self.layout.fsdp_units(stage)] * 2
-        gather_first, gather_last, reduce_first = (
-            self.links.collective("dp_shard", size)
-            for size in (
-                gather_bytes(self.layout, first),
-                gather_bytes(self.layout, last),
-                reduce_bytes(self.layout, first),
-            )
-        )
-        if zero == 3 and as_one:  # nothing hides it: the next action gathers over the same link
-            return Part(gather, gather + scatter, 0.0)
-        if zero == 3:  # every forward and backward gathers; every backward reduces too
-            bare = gather_last + reduce_first
-            return Part(
-                max(gather_first, gather - forward), max(bare, gather + scatter - backward), 0.0
-            )
-        if zero == 2 and as_one:  # it runs beside the next actions
-            return Part(0.0, 0.0, max(0.0, scatter - backward - forward))
-        if zero == 2:
-            return Part(0.0, 0.0, max(reduce_first, scatter - backward))
-        return NOTHING
+        first, *_, last = [unit for _, unit in layout.fsdp_units(stage)] * 2
+        sizes = gather_bytes(layout, first), gather_bytes(layout, last), reduce_bytes(layout, first)
+        ends = (self.links.collective("dp_shard", size) for size in sizes)
+        sharding = Sharding(gather, scatter, *ends)
+        return sharding.waits(parallel.zero_stage, parallel.fsdp_unit, self.stages[stage])
 
     @cached_property
     def costs(self) -> Costs:
