@@ -97,6 +97,8 @@ EFFICIENT = Kernel("efficient", by_efficient, (_efficient,))
 MATH = Kernel("math", by_math, ())
 ON_CPU = Kernel("flash (CPU)", by_torch, (_on_cpu,))
 KERNELS = (CUDNN, FLASH3, FLASH2, EFFICIENT, MATH, ON_CPU)
+# selective activation checkpointing keeps their results (parallel/activation.py)
+OPERATORS = frozenset(operator for kernel in KERNELS for operator in kernel.operators)
 
 
 @cache
