@@ -7,8 +7,8 @@ product dyᵀ · x adds to the sum itself:
     without   dw = dyᵀ · x in bfloat16, written and read again; total += dw in float32
     with      total = total + dyᵀ · x, in float32 inside the product, never rounded to bfloat16
 
-That is one pass over a whole stage's gradients less in every micro-batch, and it needs no memory
-for dw. (Megatron-LM calls it gradient accumulation fusion.) Autograd then gets None.
+This saves one pass over a stage's gradients in every micro-batch, and the memory for dw.
+(Megatron-LM calls it gradient accumulation fusion.) Autograd then gets None.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -60,14 +60,16 @@ class GradientSum:
 
     def get(self, weight: nn.Parameter) -> Tensor | None:
         """This tp rank's part of the sum."""
-        total = getattr(weight if self.holder is None else self.holder, self.name)
+        total = getattr(self._holder_for(weight), self.name)
         return None if total is None else local_part(total)
 
     def begin(self, weight: nn.Parameter, total: Tensor) -> None:
         """Make `total`, this tp rank's part, the sum."""
         tell(total, GRADIENTS)
-        holder = weight if self.holder is None else self.holder
-        setattr(holder, self.name, as_dtensor_like(total, weight))
+        setattr(self._holder_for(weight), self.name, as_dtensor_like(total, weight))
+
+    def _holder_for(self, weight: nn.Parameter) -> Any:
+        return weight if self.holder is None else self.holder
 
 
 class Destination(NamedTuple):
