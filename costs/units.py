@@ -32,6 +32,7 @@ from costs.recorder import Phase, Piece, Recorder, wire_bytes
 from costs.storages import key_of
 from errors import UserError
 from model.config import ModelConfig
+from model.kernels.attention import OPERATORS
 from model.kernels.backend import exact
 from model.positions import BatchPositions
 from model.transformer import Batch, Block, Transformer, hidden_shape
@@ -204,7 +205,8 @@ def _stage(setting: Setting, names: Iterable[str]) -> Transformer:
     kinds = kinds_of_layers(model)
     layers = [kinds.index(name) for name in names if name in kinds]
     stage = Transformer(model, layers, EMBEDDING in names, HEAD in names, at).to(setting.dtype)
-    wrap_blocks(stage.blocks.values(), setting.activation_checkpointing, False, tp)
+    mode = setting.activation_checkpointing
+    wrap_blocks(stage.blocks.values(), mode, False, tp, OPERATORS)
     return stage
 
 

@@ -9,17 +9,18 @@ and the collectives.
     tp            tensor.py  1 / tp of each matrix (and of the     activations, several times per
                              sequence)                             block
 
-    axes.py         the names and sizes of the axes; mesh.py: the DeviceMesh and its views
-    config.py       the section `parallel.` of a configuration file
-    parameter.py    the description of a weight; layer.py: the base class of layers with weights
-    collectives.py  the collectives of tensor parallelism
+    axes.py             the names and sizes of the axes; mesh.py: the DeviceMesh and its views
+    config.py           the section `parallel.` of a configuration file
+    parameter.py        the description of a weight; layer.py: the base class of layers with weights
+    collectives.py      the collectives of tensor parallelism
     weight_gradient.py  where a weight's gradient goes, and its sum over micro-batches
-    deferred.py     weight gradients that are formed later than their backward
-    whole.py        weights that no other rank shares: data parallelism over one rank
-    partial.py      the sum over tp of gradients that are partial on each tp rank
-    placement.py    which part of a global tensor a rank holds
-    activation.py   activation checkpointing
-    memory.py       the categories of memory use
+    deferred.py         weight gradients that are formed later than their backward
+    whole.py            weights that no other rank shares: data parallelism over one rank
+    partial.py          the sum over tp of gradients that are partial on each tp rank
+    placement.py        which part of a global tensor a rank holds
+    activation.py       activation checkpointing
+    kept.py             what it keeps of column-parallel layers
+    memory.py           the categories of memory use
 
 This package imports torch and, of this repository, only the modules in its root folder. `pipeline/`
 receives the stages as modules and never imports the model.

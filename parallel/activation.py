@@ -17,13 +17,12 @@ over half of all that would be kept). The second one is not needed again.
 chosen by operation with torch's `create_selective_checkpoint_contexts`.)
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.attention.varlen  # registers torch_attn::_varlen_attn
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -34,27 +33,19 @@ from torch.utils.checkpoint import (
 from parallel.kept import KeptOutputs
 from parallel.tensor import ColumnParallelLinear
 
-_ops = torch.ops.aten
-PRODUCTS = {_ops.mm.default, _ops.addmm.default}
-# With products, the operations that cost the most floating-point operations per byte of their
-# result.
-ATTENTION = {
-    _ops._scaled_dot_product_flash_attention.default,
-    _ops._scaled_dot_product_flash_attention_for_cpu.default,
-    _ops._scaled_dot_product_efficient_attention.default,
-    _ops._scaled_dot_product_cudnn_attention.default,
-    torch.ops.torch_attn._varlen_attn.default,
-}
+PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 
 
-def _keep(operations: set[Any], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _keep(operations: Set[Any], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     is_kept = op in operations
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _contexts_with(kept: KeptOutputs) -> tuple[AbstractContextManager[None], ...]:
+def _contexts_with(
+    attention: Set[Any], kept: KeptOutputs
+) -> tuple[AbstractContextManager[None], ...]:
     """Keep what attention and column-parallel layers compute."""
-    operations = create_selective_checkpoint_contexts(partial(_keep, ATTENTION))
+    operations = create_selective_checkpoint_contexts(partial(_keep, attention))
     return tuple(map(_both, operations, kept.contexts()))
 
 
@@ -64,10 +55,18 @@ def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) 
         yield
 
 
-def wrap_blocks(blocks: Iterable[nn.Module], mode: str, compile: bool, tp: int) -> None:
+def wrap_blocks(
+    blocks: Iterable[nn.Module], mode: str, compile: bool, tp: int, attention: Set[Any]
+) -> None:
     """Wrap each block's forward in activation checkpointing and `torch.compile`, in place. Call it
     before `fully_shard`, so that recomputation and compiled code run while FSDP has the weights
-    gathered. `tp` is the number of tensor-parallel ranks.
+    gathered.
+
+    Args:
+        mode: a row of the table above.
+        tp: the number of tensor-parallel ranks.
+        attention: the operators that compute attention, which the model knows. With products, they
+            cost the most floating-point operations per byte of their result.
 
     Selective checkpointing is compiled with the block, and the compiler follows the same policy.
     Full checkpointing wraps the compiled block, which then runs its forward twice. It is not put
@@ -77,7 +76,7 @@ def wrap_blocks(blocks: Iterable[nn.Module], mode: str, compile: bool, tp: int) 
     for block in blocks:
         forward: Callable[..., Any] = block.forward
         if mode == "selective":
-            forward = _checkpointed(forward, context_fn=_selection(block, tp))
+            forward = _checkpointed(forward, context_fn=_selection(block, tp, attention))
         if compile:
             forward = _compiled(forward)
         if mode == "full":
@@ -85,16 +84,16 @@ def wrap_blocks(blocks: Iterable[nn.Module], mode: str, compile: bool, tp: int) 
         block.forward = forward
 
 
-def _selection(block: nn.Module, tp: int) -> Callable[[], Any]:
+def _selection(block: nn.Module, tp: int, attention: Set[Any]) -> Callable[[], Any]:
     """What selective checkpointing keeps of a block: contexts for its forward and recomputation."""
     if tp == 1:  # in this form, which the compiler knows
-        policy = partial(_keep, ATTENTION | PRODUCTS)
+        policy = partial(_keep, attention | PRODUCTS)
         return partial(create_selective_checkpoint_contexts, policy)
     kept = KeptOutputs()
     for layer in block.modules():
         if isinstance(layer, ColumnParallelLinear):
             layer.kept = kept
-    return partial(_contexts_with, kept)
+    return partial(_contexts_with, attention, kept)
 
 
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:

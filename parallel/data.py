@@ -54,7 +54,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from parallel.layer import Layer
@@ -132,19 +132,18 @@ def fsdp_modules(stage: nn.Module) -> list[FSDPModule]:
     return [module for module in stage.modules() if isinstance(module, FSDPModule)]
 
 
-def fsdp_weights(stage: nn.Module) -> Iterator[FSDPParam]:
-    """FSDP's objects for the weights of a stage. In torch 2.11 to 2.13 only private attributes give
-    access."""
+def _fsdp_groups(stage: nn.Module) -> Iterator[FSDPParamGroup]:
+    """FSDP's objects for the units of a stage that have weights. In torch 2.11 to 2.13 only private
+    attributes give access."""
     for module in fsdp_modules(stage):
         group = module._get_fsdp_state()._fsdp_param_group
-        yield from group.fsdp_params if group is not None else ()
+        if group is not None:
+            yield group
 
 
 def fsdp_partial_sums(stage: nn.Module) -> list[torch.Tensor | None]:
     """The gradients that FSDP has reduced over dp_shard, and not yet over dp_replicate."""
-    states = [module._get_fsdp_state() for module in fsdp_modules(stage)]
-    groups = [state._fsdp_param_group for state in states]
-    return [group._partial_reduce_output for group in groups if group is not None]
+    return [group._partial_reduce_output for group in _fsdp_groups(stage)]
 
 
 class DataParallel(Protocol):
@@ -184,7 +183,8 @@ class FSDPSwitches:
         # few and do not change, so they are found once.
         self._units = cache(fsdp_modules)
         dtype = sum_dtype(False, zero_stage, compute, compute, reduce)
-        for weight in chain.from_iterable(map(fsdp_weights, stages)):
+        groups = (group for stage in stages for group in _fsdp_groups(stage))
+        for weight in chain.from_iterable(group.fsdp_params for group in groups):
             layer = weight._module_info.module
             assert isinstance(layer, Layer)
             if dtype == compute:

@@ -152,6 +152,24 @@ class WeightGradientQueue:
             self._jobs = None
 
 
+def deliver(
+    dw: Tensor,
+    queue: WeightGradientQueue | None,
+    destination: Destination | None,
+    times: Tensor | None = None,
+) -> Tensor | None:
+    """Hand over a finished gradient, or dw · times for a scalar tensor: to the queue if it defers,
+    else to the sum. Without a sum or a destination, return it, for autograd. Nothing else may refer
+    to dw."""
+    if destination is not None and queue is not None and queue.is_deferring:
+        queue.add(ReadyGradient(dw, destination, times))
+    elif destination is not None and destination.sum is not None:
+        destination.add(dw, times)
+    else:
+        return dw if times is None else dw.mul_(times)
+    return None
+
+
 @torch.no_grad()
 def run_jobs(jobs: list[Job]) -> None:
     """Form the gradients and empty the list. The gathers of each job overlap the products of the

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from errors import UserError
-from parallel.deferred import ReadyGradient, WeightGradientQueue
+from parallel.deferred import WeightGradientQueue, deliver
 from parallel.memory import GRADIENTS, tell
 from parallel.parameter import WeightSpec
 from parallel.placement import as_dtensor_like, chunk_range, local_part
@@ -152,14 +152,9 @@ class LocalTensor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dw: Tensor | None) -> tuple[Tensor | None, None, None]:
-        destination = ctx.destination
+        if dw is not None:
+            dw = deliver(dw, ctx.queue, ctx.destination)
         if dw is None:
             return None, None, None
-        if ctx.queue is not None and ctx.queue.is_deferring:
-            ctx.queue.add(ReadyGradient(dw, destination))
-        elif destination.sum is not None:
-            destination.add(dw)
-        else:
-            tell(dw, GRADIENTS)
-            return as_dtensor_like(dw, destination.weight), None, None
-        return None, None, None
+        tell(dw, GRADIENTS)
+        return as_dtensor_like(dw, ctx.destination.weight), None, None

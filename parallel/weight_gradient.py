@@ -7,8 +7,8 @@ product dyᵀ · x adds to the sum itself:
     without   dw = dyᵀ · x in bfloat16, written and read again; total += dw in float32
     with      total = total + dyᵀ · x, in float32 inside the product, never rounded to bfloat16
 
-That is one pass over a whole stage's gradients less in every micro-batch, and it needs no memory
-for dw. (Megatron-LM calls it gradient accumulation fusion.) Autograd then gets None.
+This saves one pass over a stage's gradients in every micro-batch, and the memory for dw.
+(Megatron-LM calls it gradient accumulation fusion.) Autograd then gets None.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -60,14 +60,16 @@ class GradientSum:
 
     def get(self, weight: nn.Parameter) -> Tensor | None:
         """This tp rank's part of the sum."""
-        total = getattr(weight if self.holder is None else self.holder, self.name)
+        total = getattr(self._holder_for(weight), self.name)
         return None if total is None else local_part(total)
 
     def begin(self, weight: nn.Parameter, total: Tensor) -> None:
         """Make `total`, this tp rank's part, the sum."""
         tell(total, GRADIENTS)
-        holder = weight if self.holder is None else self.holder
-        setattr(holder, self.name, as_dtensor_like(total, weight))
+        setattr(self._holder_for(weight), self.name, as_dtensor_like(total, weight))
+
+    def _holder_for(self, weight: nn.Parameter) -> Any:
+        return weight if self.holder is None else self.holder
 
 
 class Destination(NamedTuple):
@@ -82,32 +84,32 @@ class Destination(NamedTuple):
         """Add a gradient, or dw · times for a scalar tensor, to the sum. Nothing else may refer to
         dw: it may become the sum."""
         place = self.sum or GradientSum(dw.dtype)
-        total = place.get(self.weight)
-        if total is not None:
-            rows = total if self.rows is None else total[self.rows]
-            rows.add_(dw) if times is None else rows.addcmul_(dw, times)
-            return
-        if times is not None:
-            dw.mul_(times)
-        if self.rows is None:
+        total = self._begun(place, dw)
+        if total is None:
+            dw = dw if times is None else dw.mul_(times)
             place.begin(self.weight, dw.to(place.dtype))
         else:
-            total = dw.new_zeros(local_part(self.weight).shape, dtype=place.dtype)
-            total[self.rows] = dw
-            place.begin(self.weight, total)
+            total.add_(dw) if times is None else total.addcmul_(dw, times)
 
     def add_product(self, dy: Tensor, x: Tensor) -> Tensor | None:
         """Add dyᵀ · x to the sum, for dy [..., F] and x [..., D]; without a sum, return it."""
         assert self.matmul is not None
         if self.sum is None or torch.compiler.is_compiling():
             return self.matmul.weight_gradient(dy, x)
-        total, dtype = self.sum.get(self.weight), self.sum.dtype
-        if total is None and self.rows is not None:
-            total = dy.new_zeros(local_part(self.weight).shape, dtype=dtype)
+        begun = self._begun(self.sum, dy)
+        total = self.matmul.add_weight_gradient(dy, x, begun, self.sum.dtype)
+        if begun is None:
             self.sum.begin(self.weight, total)
-        if total is None:
-            self.sum.begin(self.weight, self.matmul.add_weight_gradient(dy, x, None, dtype))
-        else:
-            rows = total if self.rows is None else total[self.rows]
-            self.matmul.add_weight_gradient(dy, x, rows, dtype)
         return None
+
+    def _begun(self, place: GradientSum, like: Tensor) -> Tensor | None:
+        """What this gradient is to be added to: the sum, or its `rows`. None: the gradient is the
+        first and covers all rows, so that it becomes the sum; if it covers only some, the sum
+        begins with zeros (on the device of `like`)."""
+        total = place.get(self.weight)
+        if self.rows is None:
+            return total
+        if total is None:
+            total = like.new_zeros(local_part(self.weight).shape, dtype=place.dtype)
+            place.begin(self.weight, total)
+        return total[self.rows]

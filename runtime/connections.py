@@ -36,8 +36,8 @@ def set_connections(arguments: list[str]) -> None:
     """Set the variable for a run with these arguments of train.py, unless it is set already.
 
     CUDA reads it when it is initialized, and each rank initializes CUDA before the ranks can agree
-    that the configuration is valid. So this reads the layout first. Here, and not in a launcher,
-    because every way to start a run passes here.
+    that the configuration is valid. So this reads the layout first. It is not left to a
+    launcher, because there are several, and all of them start train.py.
 
     arguments: a configuration file, then section.key=value overrides.
     """

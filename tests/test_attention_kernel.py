@@ -4,15 +4,15 @@ says. test_gpu.py runs the kernels on a GPU."""
 
 import subprocess
 import sys
-from functools import partial
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from costs.as_on_gpu import AsOnGpu
 from errors import UserError
@@ -22,16 +22,16 @@ from model.kernels.attention import (
     EFFICIENT,
     FLASH2,
     FLASH3,
-    KERNELS,
     MATH,
     ON_CPU,
+    OPERATORS,
     Kernel,
     by_math,
     by_torch,
 )
 from model.kernels.attention_choice import CPU, PLANNED, Call, Choice, Device, choose, made_ready
 from model.mask import Mask, make_mask, scores_bias
-from parallel.activation import ATTENTION, _keep
+from parallel.activation import wrap_blocks
 from runtime.attention import check_attention, describe_attention, try_out
 from training.load_config import load_config
 
@@ -140,6 +140,16 @@ class Seen(TorchDispatchMode):
         self.found.append(func)
         return func(*args, **(kwargs or {}))
 
+    def attention(self) -> list[object]:
+        """Those that compute attention, by their names: an operator that no kernel names is found
+        too."""
+        names = ((each.name().split("::")[1], each) for each in self.found)
+        return [
+            each
+            for name, each in names
+            if ("attention" in name or "attn" in name) and "backward" not in name
+        ]
+
 
 def inputs(call: Call, device: str = "meta", length: int = 0) -> list[torch.Tensor]:
     """q [S, 1, 4, E], k and v [S, 1, 2, E]."""
@@ -177,40 +187,44 @@ def test_the_operator_that_runs_is_the_chosen_one(
         y.sum().backward()
     assert y.shape == q.shape
     assert [t.grad.shape for t in (q, k, v)] == [t.shape for t in (q, k, v)]
-    anything = {operator for kernel in KERNELS for operator in kernel.operators}
-    ran = [operator for operator in seen.found if operator in anything]
     dense, packed = (*chosen.operators, None, None)[:2]
     expected = packed if call.packed and chosen.packs else dense
-    assert ran == ([] if expected is None else [expected])
+    assert seen.attention() == ([] if expected is None else [expected])
 
 
-def missing(kept: set[object]) -> set[object]:
-    return {operator for kernel in KERNELS for operator in kernel.operators} ^ kept
+class Attending(nn.Module):
+    """A block that only computes attention."""
+
+    def __init__(self, mask: Mask) -> None:
+        super().__init__()
+        self.mask = mask
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return self.mask(q * 2, k, v) * 2
 
 
-def test_selective_recomputation_knows_every_operator() -> None:
-    assert missing(ATTENTION) == set()
-    cudnn = CUDNN.operators[0]
-    assert missing(ATTENTION - {cudnn}) == {cudnn}  # control
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(
+    ("mask", "operator"),
+    [
+        *((Mask(dense=kernel.run), kernel.operators[0]) for kernel in (CUDNN, FLASH2, EFFICIENT)),
+        (Mask(window=64), FLASH2.operators[1]),
+        (Mask(), ON_CPU.operators[0]),
+    ],
+    ids=["cuDNN", "flash", "efficient", "flash, packed", "flash (CPU)"],
+)
+def test_selective_recomputation_keeps_the_output(mask: Mask, operator: object, tp: int) -> None:
+    on_cpu = operator in ON_CPU.operators
 
+    def runs(kept: frozenset[object]) -> list[object]:
+        block = Attending(mask)
+        wrap_blocks([block], "selective", False, tp, kept)
+        with nullcontext() if on_cpu else AsOnGpu(), Seen() as seen:
+            block(*inputs(CAUSAL, "cpu" if on_cpu else "meta", length=128)).sum().backward()
+        return seen.attention()
 
-@pytest.mark.parametrize("kernel", [CUDNN, FLASH2, EFFICIENT], ids=lambda kernel: kernel.name)
-@pytest.mark.parametrize("forgotten", [False, True])
-def test_selective_recomputation_keeps_the_output(kernel: Kernel, forgotten: bool) -> None:
-    operator = kernel.operators[0]
-    policy = partial(_keep, ATTENTION - {operator} if forgotten else ATTENTION)
-    contexts = partial(create_selective_checkpoint_contexts, policy)
-    with Seen() as seen:
-        y = checkpoint(
-            lambda q, k, v: Mask(dense=kernel.run)(q * 2, k, v) * 2,
-            *inputs(CAUSAL, length=256),
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=contexts,
-        )
-        y.sum().backward()
-    # control: an operator that is not in the list runs again in backward
-    assert seen.found.count(operator) == (2 if forgotten else 1)
+    assert runs(OPERATORS) == [operator]
+    assert runs(OPERATORS - {operator}) == [operator] * 2  # control: it runs again in backward
 
 
 @pytest.mark.parametrize("kernel", [CUDNN, FLASH2, EFFICIENT, MATH], ids=lambda each: each.name)

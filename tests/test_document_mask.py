@@ -24,6 +24,7 @@ from data.dataset import open_data
 from errors import UserError
 from model.documents import find_documents
 from model.initialise import initialise
+from model.kernels.attention import OPERATORS
 from model.mask import Mask, make_mask, scores_bias
 from model.transformer import Batch, Transformer
 from parallel.activation import wrap_blocks
@@ -105,7 +106,7 @@ def small_model(case, checkpointing="none", compile=False):
     tp = TensorParallel.of(build_mesh(MeshSizes(), "cpu").tp, sequence_parallel=False)
     model = Transformer(config, range(config.num_layers), True, True, tp).to(torch.float64)
     with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
-        wrap_blocks(model.blocks.values(), checkpointing, compile, 1)
+        wrap_blocks(model.blocks.values(), checkpointing, compile, 1, OPERATORS)
     model.to_empty(device="cpu")
     initialise(model, seed=0)
     return model

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from errors import UserError
 from model.kernels import backend
+from model.kernels.attention import OPERATORS
 from model.kernels.rms_norm import add_rms_norm, rms_norm
 from model.kernels.rotary import rotate
 from model.kernels.swiglu import swiglu
@@ -47,7 +48,7 @@ def block_gradients(case, mode, compile):
     x = torch.randn(S, B, config.model.dim, dtype=torch.float64, requires_grad=True)
     positions = BatchPositions(torch.arange(S).unsqueeze(1), None, torch.float64)
     inputs = block.attention.inputs(positions)
-    wrap_blocks([block], mode, compile, mesh.tp.size())
+    wrap_blocks([block], mode, compile, mesh.tp.size(), OPERATORS)
     listener = Listener(mesh)
     # no Listener when compiling, because the compiler skips code under a dispatch mode
     with nullcontext() if compile else listener:

@@ -4,6 +4,7 @@ and compile → FSDP → memory → initial weights."""
 import torch
 
 from model.initialise import initialise
+from model.kernels.attention import OPERATORS
 from model.transformer import Transformer
 from parallel.activation import wrap_blocks
 from parallel.data import shard
@@ -32,7 +33,7 @@ def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bo
     tp = TensorParallel.of(mesh.tp, parallel.sequence_parallel, parallel.tp_pieces)
     stage = Transformer(config.model, layers, first, last, tp).to(precision.master)
     blocks = list(stage.blocks.values())
-    wrap_blocks(blocks, train.activation_checkpointing, train.compile, tp.size)
+    wrap_blocks(blocks, train.activation_checkpointing, train.compile, tp.size, OPERATORS)
     units: list[list[torch.nn.Module]] = [[block] for block in blocks]
     if stage.embedding is not None:
         units.insert(0, [stage.embedding])

@@ -11,12 +11,12 @@ decided in attention_choice.py.
 | flash (CPU) | _scaled_dot_product_flash_attention_for_cpu| a bias                               |
 
 The operators are called directly. torch's `scaled_dot_product_attention` would choose among them
-again in every call, from flags of the process, and takes another one without a word where a check
-fails; an operator that cannot run raises an error. On a CPU there is nothing to choose, and
+again in every call, by flags of the process, and would silently take another one if a check fails;
+an operator that cannot run raises an error. On a CPU there is nothing to choose, and
 `scaled_dot_product_attention` is called (and on a GPU for prompts of unequal length, in
 generation).
 
-flash 3 (Shah et al. 2024, https://arxiv.org/abs/2407.08608) is a package of its own. Once
+flash 3 (Shah et al. 2024, https://arxiv.org/abs/2407.08608) is a separate package. Once
 `load_flash3` has registered it, the two operators of flash attention run its kernels instead of
 those of flash 2 (Dao 2023, https://arxiv.org/abs/2307.08691), which torch contains.
 """
@@ -97,6 +97,8 @@ EFFICIENT = Kernel("efficient", by_efficient, (_efficient,))
 MATH = Kernel("math", by_math, ())
 ON_CPU = Kernel("flash (CPU)", by_torch, (_on_cpu,))
 KERNELS = (CUDNN, FLASH3, FLASH2, EFFICIENT, MATH, ON_CPU)
+# selective activation checkpointing keeps their results (parallel/activation.py)
+OPERATORS = frozenset(operator for kernel in KERNELS for operator in kernel.operators)
 
 
 @cache

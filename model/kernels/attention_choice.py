@@ -1,6 +1,6 @@
 """Which kernel computes attention (attention.py), and why.
 
-On a GPU the first kernel of its row runs that nothing speaks against:
+On a GPU, the first kernel in the row of the mask runs that nothing in the second table rules out:
 
 | mask                            | kernels, best first                          |
 |---------------------------------|----------------------------------------------|

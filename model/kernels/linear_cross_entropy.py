@@ -30,12 +30,13 @@ and dx is all-reduced.
 |          |                                  | reduce-scatter (all-reduce) S·B·D                  |
 | backward | scalar → [S/tp, B, D], [V/tp, D] | none                                               |
 
-The price: between a micro-batch's forward and backward the head holds dw, in the weight's dtype,
-instead of the whole logits: V/tp · D numbers instead of V/tp · T. A schedule with many forwards in
-flight on the last stage (gpipe, breadth_first) holds one dw for each. And where a schedule splits
-backward, the head's weight gradient is already computed in forward (F), so its weight phase (W) has
-nothing to compute and its time counts as F. (parallel/layer.py nevertheless adds the gradient in W,
-so that all gradients of a micro-batch are complete at the same time.)
+The price: between a micro-batch's forward and backward the head holds dw instead of the whole
+logits: V/tp · D numbers instead of V/tp · T. They are in float32 if they are added to a sum over
+micro-batches (parallel/weight_gradient.py), else in the weight's dtype. A schedule with many
+forwards in flight on the last stage (gpipe, breadth_first) holds one dw for each. And where a
+schedule splits backward, the head's weight gradient is already computed in forward (F), so its
+weight phase (W) has nothing to compute and its time counts as F. (The gradient is nevertheless
+added in W, so that all gradients of a micro-batch are complete at the same time.)
 """
 
 from collections.abc import Iterator
@@ -48,7 +49,7 @@ from torch.distributed import ProcessGroup
 from model.kernels.backend import cdiv, exact
 from model.kernels.cross_entropy import gradient_over_logits_, normaliser, token_losses
 from parallel.collectives import Pending, by_rank, start_all_gather, start_reduce_
-from parallel.deferred import ReadyGradient, WeightGradientQueue
+from parallel.deferred import WeightGradientQueue, deliver
 from parallel.weight_gradient import Destination, LinearProducts
 
 # The size of one piece's logits. On a GPU it is large enough that reading and writing the float32
@@ -78,8 +79,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         destination: Destination | None,
         queue: WeightGradientQueue | None,
     ) -> Tensor:
-        sums = destination is not None and destination.sum is not None
-        ctx.destination, ctx.queue = destination if sums else None, queue
+        ctx.destination, ctx.queue = destination, queue
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         loss = x.new_zeros((), dtype=exact(x.dtype))
         dxs: list[Tensor] = []
@@ -106,7 +106,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         if reducing is not None:
             dxs.append(reducing.wait())
         ctx.dx = torch.cat(dxs) if wants_dx else None
-        ctx.dw = dw if dw is None or sums else dw.to(weight.dtype)
+        if dw is not None and (destination is None or destination.sum is None):
+            dw = dw.to(weight.dtype)
+        ctx.dw = dw
         return loss * scale
 
     @staticmethod
@@ -115,17 +117,11 @@ class LinearCrossEntropy(torch.autograd.Function):
         assert dx is not None or dw is not None, (
             "backward was called a second time; the gradients were handed over in the first"
         )
-        destination, queue = ctx.destination, ctx.queue
         if dx is not None:
             dx.mul_(dloss)  # in place: nothing else refers to it yet
-        if dw is None or destination is None:
-            return dx, dw if dw is None else dw.mul_(dloss), *[None] * 12
-        # dw goes to the sum itself, because autograd would round it to bfloat16
-        if queue is not None and queue.is_deferring:
-            queue.add(ReadyGradient(dw, destination, dloss))
-        else:
-            destination.add(dw, dloss)
-        return dx, None, *[None] * 12
+        if dw is not None:  # to the sum itself: autograd would round it to bfloat16
+            dw = deliver(dw, ctx.queue, ctx.destination, dloss)
+        return dx, dw, *[None] * 12
 
 
 def _pieces(
