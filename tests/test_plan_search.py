@@ -203,12 +203,12 @@ TEN = """
 15.243  75.10  tp 1 pp 2 dp_shard 4 · dualpipe_v×2, balanced · micro-batch 1 · zero 1 · selective
 15.245  70.01  tp 1 pp 2 dp_shard 4 · zb_v×2, balanced · micro-batch 1 · zero 1 · selective
 15.249  68.61  tp 1 pp 2 dp_shard 4 · interleaved_1f1b×16, balanced · micro-batch 1 · zero 1 · selective
+15.252  69.38  tp 1 pp 2 dp_shard 4 · interleaved_1f1b×7, balanced · micro-batch 1 · zero 1 · selective
+15.253  69.38  tp 1 pp 2 dp_shard 4 · interleaved_1f1b×8, balanced · micro-batch 1 · zero 1 · selective
+15.280  76.31  tp 1 pp 2 dp_shard 4 · interleaved_1f1b×17, light ends · micro-batch 1 · zero 1
+15.302  75.16  tp 1 pp 2 dp_shard 4 · interleaved_1f1b×16 · micro-batch 1 · zero 1
 15.456  74.19  tp 1 pp 1 dp_shard 8 · 1f1b · micro-batch 1 · zero 2
 15.580  64.17  tp 2 pp 1 dp_shard 4 · 1f1b · micro-batch 2 · zero 2
-15.635  76.96  tp 1 pp 2 dp_shard 4 · dualpipe_v×2, balanced · micro-batch 1 · zero 2
-15.641  67.75  tp 1 pp 2 dp_shard 4 · zb_v×2, balanced · micro-batch 1 · zero 2
-15.883  74.54  tp 1 pp 2 dp_shard 4 · interleaved_1f1b×3, balanced · micro-batch 1 · zero 2
-15.911  64.53  tp 1 pp 1 dp_shard 8 · 1f1b · micro-batch 1 · zero 2 · selective
 """  # noqa: E501  (all with dp_replicate 1, and without recomputation unless it is named)
 
 
@@ -219,8 +219,8 @@ def eight() -> Result:
 
 
 def test_the_ten_fastest(eight: Result) -> None:
-    """The ten fastest layouts are those found when the hardware's rates were fitted, so a change of
-    the search itself does not change its result."""
+    """The ten fastest layouts are literal, so that a change of
+    the search that loses one of them is seen."""
     same = " dp_replicate 1", " · none"
     assert all(same[0] in one.describe() for one in eight.best)
     assert TEN.strip().splitlines() == [
