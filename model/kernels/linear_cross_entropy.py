@@ -10,10 +10,11 @@ that the whole logits are never in memory.
         dx     =  z · w ─ reduce-scatter over tp ─► this rank's slices             [n, B, D]
 
 The gradient of cross-entropy can be computed as soon as the normaliser is known. So forward
-computes both gradients, and backward returns them multiplied by the incoming gradient (1, unless
-something follows the loss). This takes the same three matrix products as with whole logits, at a
-fraction of the memory; without gradients (evaluation) it takes only the first. (The idea, on one
-device and with the whole vocabulary: Liger-Kernel, Hsu et al. 2024,
+computes both gradients, and backward multiplies them by the incoming gradient (1, unless something
+follows the loss), returns dx, and adds dw to the sum over micro-batches (weight_gradient.py; if
+there is no sum, it returns dw too). This takes the same three matrix products as with whole logits,
+at a fraction of the memory; without gradients (evaluation) it takes only the first. (The idea, on
+one device and with the whole vocabulary: Liger-Kernel, Hsu et al. 2024,
 https://arxiv.org/abs/2410.10989, section 3.2; Wijmans et al. 2024,
 https://arxiv.org/abs/2411.09009.)
 
@@ -30,12 +31,13 @@ and dx is all-reduced.
 |          |                                  | reduce-scatter (all-reduce) S·B·D                  |
 | backward | scalar → [S/tp, B, D], [V/tp, D] | none                                               |
 
-The price: between a micro-batch's forward and backward the head holds dw, in the weight's dtype,
-instead of the whole logits: V/tp · D numbers instead of V/tp · T. A schedule with many forwards in
+The price: between a micro-batch's forward and backward the head holds dw (in float32; if
+gradients are not summed, in the weight's dtype) instead of the whole logits: V/tp · D numbers
+instead of V/tp · T. A schedule with many forwards in
 flight on the last stage (gpipe, breadth_first) holds one dw for each. And where a schedule splits
 backward, the head's weight gradient is already computed in forward (F), so its weight phase (W) has
-nothing to compute and its time counts as F. (parallel/layer.py nevertheless adds the gradient in W,
-so that all gradients of a micro-batch are complete at the same time.)
+nothing to compute and its time counts as F. (It adds the gradient in W, so that all gradients of a
+micro-batch are complete at the same time.)
 """
 
 from collections.abc import Iterator
@@ -78,8 +80,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         destination: Destination | None,
         queue: WeightGradientQueue | None,
     ) -> Tensor:
-        sums = destination is not None and destination.sum is not None
-        ctx.destination, ctx.queue = destination if sums else None, queue
+        is_summed = destination is not None and destination.sum is not None  # over micro-batches
+        ctx.destination, ctx.queue = destination if is_summed else None, queue
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         loss = x.new_zeros((), dtype=exact(x.dtype))
         dxs: list[Tensor] = []
@@ -106,7 +108,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         if reducing is not None:
             dxs.append(reducing.wait())
         ctx.dx = torch.cat(dxs) if wants_dx else None
-        ctx.dw = dw if dw is None or sums else dw.to(weight.dtype)
+        ctx.dw = dw if dw is None or is_summed else dw.to(weight.dtype)
         return loss * scale
 
     @staticmethod
@@ -141,7 +143,7 @@ def _pieces(
     x is [S/tp, B, D] if it is gathered over tp; else it is [S, B, D] and a piece [n, B, D]. targets
     are always [S, B].
     """
-    held = targets.unsqueeze(0)  # [tp, S/tp, B]: what each rank holds
+    held = targets.unsqueeze(0)  # [tp, S/tp, B]: the targets of what each rank holds
     if gather_over is not None and gather_over.size() > 1:
         held = by_rank(targets, gather_over.size(), sequence_pieces)
     height = max(1, cdiv(x.shape[0], max(1, cdiv(targets.numel(), piece_tokens))))
