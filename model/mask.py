@@ -86,8 +86,8 @@ def make_mask(
     if window is not None and window >= length:
         window = None
     packed = boundaries is not None or window is not None
-    strict = torch.are_deterministic_algorithms_enabled()
-    call = Call(dtype, head_dim, head_dim, length, packed, strict)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    call = Call(dtype, head_dim, head_dim, length, packed, deterministic)
     chosen = made_ready(choose(device_of(positions), call, kernel))
     if not packed:
         return Mask(dense=chosen.run)

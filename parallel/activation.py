@@ -86,7 +86,7 @@ def wrap_blocks(
 
 def _selection(block: nn.Module, tp: int, attention: Set[Any]) -> Callable[[], Any]:
     """What selective checkpointing keeps of a block: contexts for its forward and recomputation."""
-    if tp == 1:  # in this form, which the compiler knows
+    if tp == 1:  # in a form that torch.compile can trace: its own function and a policy
         policy = partial(_keep, attention | PRODUCTS)
         return partial(create_selective_checkpoint_contexts, policy)
     kept = KeptOutputs()

@@ -26,8 +26,8 @@ class ParallelConfig:
 
     # in norms and in the residual stream, each tp rank keeps 1 / tp of the sequence
     sequence_parallel: bool = True
-    # The pieces of the sequence in which a product computes with tp: one is computed while another
-    # is gathered or reduced. 1: each product and its communication wait for each other.
+    # With tp, the number of pieces into which the sequence is cut: the product of one is computed
+    # while another is gathered or reduced. 1: products wait for their communication.
     tp_pieces: Count = 1
     schedule: Text = "1f1b"  # a name in parallel/pipeline/schedules.py
     stages_per_rank: Count = 1  # pipeline stages on each rank

@@ -18,7 +18,8 @@ the number of micro-batches in a step.
 | all        | sharded     | all-reduce, dp_replicate | reduce  | once, in the last backward     |
 |            | gradients   |                          |         |                                |
 
-A group of one rank sends nothing; if all groups have one rank, FSDP is not used (whole.py).
+A group of one rank sends nothing. If all groups have one rank, FSDP is used only for CPU offload,
+else whole.py takes its place.
 Between micro-batches a rank holds whole weights with zero_stage 0 to 2, and whole gradients with 0
 and 1; between steps, weights and moments are sharded with every zero_stage. (ZeRO: Rajbhandari et
 al. 2020, https://arxiv.org/abs/1910.02054; hybrid sharding: Zhao et al. 2023,
@@ -79,7 +80,8 @@ def shard(
     Parameters stay in their own dtype (the master weights); forward and backward see them in
     `compute_dtype`, and gradients are reduced in `reduce_dtype`.
 
-    If FSDP has nothing to do, the stage is left as it is (whole.py).
+    If no other rank shares the stage's weights, and they are not offloaded to the CPU, the stage is
+    left as it is (whole.py).
     """
     if not (cpu_offload or shares_weights(stage, mesh)):
         return

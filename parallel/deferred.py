@@ -90,7 +90,7 @@ class LinearGradients:
         pieces: of the sequence (parallel/collectives.py).
     """
 
-    communicates = True
+    communicates = True  # over tp, if it has a group to gather over
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ def deliver(
 def run_jobs(jobs: list[Job]) -> None:
     """Form the gradients and empty the list. The gathers of each job overlap the products of the
     job before it."""
-    jobs.reverse()
+    jobs.reverse()  # so that `pop` takes the first job, and each is freed after it has run
     started: Job | None = None
     while jobs:
         job = jobs.pop()

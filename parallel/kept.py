@@ -24,8 +24,9 @@ class KeptOutputs:
     """
 
     def __init__(self) -> None:
-        self._kept: deque[list[tuple[Tensor, int]]] | None = None  # of the forward that runs
-        self._again = False
+        # of the forward that runs: for each call of `of`, (output, its version); None: none runs
+        self._kept: deque[list[tuple[Tensor, int]]] | None = None
+        self._again = False  # whether it is a recomputation
 
     def of(self, compute: Callable[[], Outputs]) -> Outputs:
         """The result of `compute`, which the recomputation does not call."""

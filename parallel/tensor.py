@@ -83,7 +83,7 @@ class ColumnParallelFunction(torch.autograd.Function):
             s, b, _ = x.shape
             ys = tuple(x.new_empty((s * tp.size, b, w.shape[0])) for w in weights)
             parts = (y.chunk(tp.pieces) for y in ys)
-            for piece, *outs in zip(gathering.pieces(), *parts, strict=True):
+            for piece, *outs in zip(gathering.pieces(), *parts, strict=True):  # outs: of each y
                 for matmul, weight, out in zip(matmuls, weights, outs, strict=True):
                     matmul.forward(piece, weight, out=out)
             return ys
@@ -135,7 +135,7 @@ class KeepForBackward(torch.autograd.Function):
 
 class RowParallelFunction(torch.autograd.Function):
     """Multiply by one row-parallel weight, and sum over tp. x is the result of `KeepForBackward`,
-    whose tensors backward reads.
+    whose tensors backward reads (`next_functions[0]` leads to it; if compiled, its own tensors).
 
     With sequence parallelism (g-bar in Korthikanti et al.):
 

@@ -8,7 +8,8 @@ product dyᵀ · x adds to the sum itself:
     with      total = total + dyᵀ · x, in float32 inside the product, never rounded to bfloat16
 
 This saves one pass over a stage's gradients in every micro-batch, and the memory for dw.
-(Megatron-LM calls it gradient accumulation fusion.) Autograd then gets None.
+(Megatron-LM calls it gradient accumulation fusion.) Autograd then gets None. The gradients of norms
+and of the embedding are no such products; `LocalTensor` (layer.py) adds them to the sum.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -51,9 +52,9 @@ def sum_dtype(
 
 
 class GradientSum:
-    """The place of the sum of a weight's gradients over micro-batches: the attribute `name` of
-    `holder` (default: `grad` of the weight that forward used), in `dtype`; None before the first
-    gradient of a step."""
+    """The place of the sum of a weight's gradients over micro-batches, in `dtype`: the attribute
+    `name` of `holder`, which is None before the first gradient of a step. Without `holder`, it is
+    `grad` of the weight that forward used. (FSDP sums wider dtypes in an attribute of its own.)"""
 
     def __init__(self, dtype: torch.dtype, holder: Any = None, name: str = "grad") -> None:
         self.dtype, self.holder, self.name = dtype, holder, name

@@ -37,6 +37,7 @@ class WholeWeight:
             layer.gradient_sum = GradientSum(wide, self.master, "grad")
         else:
             layer.gradient_sum = GradientSum(wide, self.apart, "total")
+        # all dtypes are equal: forward uses the master itself, and there is no copy to make or free
         self.is_one = layer.gradient_sum.holder is None
 
     def begin(self) -> None:

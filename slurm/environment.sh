@@ -36,10 +36,16 @@ export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 
 # PyTorch's allocator extends its segments instead of reserving new ones for tensors that do not fit
 # between others: less fragmentation, so more of the memory can be used.
-export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+# PYTORCH_ALLOC_CONF is the variable's new name. If you have set that one, it holds alone: torch would
+# take some options from one variable and some from the other.
+if [ -z "${PYTORCH_ALLOC_CONF:-}" ]; then
+  export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+fi
 
-# What depends on the layout or on the GPU is set by each rank, however it was started: the number of
-# queues to the GPU (CUDA_DEVICE_MAX_CONNECTIONS), and the CPUs next to it. See docs/running.md.
+# Not here, because each rank sets it, however it was started: the number of queues to the GPU
+# (CUDA_DEVICE_MAX_CONNECTIONS, by the layout), the priority of NCCL's streams
+# (TORCH_NCCL_HIGH_PRIORITY), the CPUs next to its GPU, and the limit of open files. A value that you
+# export here for one of the two variables stays. See docs/running.md.
 
 # --- hangs and crashes ----------------------------------------------------------------------------
 

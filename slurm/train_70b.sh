@@ -30,6 +30,8 @@
 #SBATCH --nodes=32
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=96
+# Give the task all CPUs of a node (CPUTot of `scontrol show node`). With fewer, Slurm may choose them
+# all on one socket, and the ranks of the other socket's GPUs have none near them.
 #SBATCH --time=48:00:00
 # This many seconds before its time is up, the job receives a signal to save. Allow for two steps, a
 # save and a minute; 70B writes 0.85 TB.

@@ -20,7 +20,7 @@ On a GPU, the first kernel in the row of the mask runs that nothing in the secon
 |           | train.deterministic: its backward gave different bits in spite of the option (6)    |
 |           | not 16 bits; heads wider than 256 or not a multiple of 8                            |
 | flash 2   | not 16 bits; heads wider than 256 or not a multiple of 8; before Ampere             |
-| efficient | float64; heads whose rows are not a multiple of 16 bytes                            |
+| efficient | float64; heads whose rows are not a multiple of 16 bytes; 16 bits before Ampere     |
 | math      | nothing, but it keeps S × S scores                                                  |
 
 1. H100, causal, heads of 128, S = 8192, in TFLOP/s forward and backward: cuDNN 566 and 470, flash 2
@@ -66,7 +66,8 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class Device(NamedTuple):
-    """What the choice depends on in the machine and its packages."""
+    """What the choice depends on in the machine and its packages. For a CPU, only `capability` is
+    read."""
 
     capability: tuple[int, int] | None  # compute capability; None: a CPU
     cudnn: int | None = None  # 91501 is 9.15.1; None: not there

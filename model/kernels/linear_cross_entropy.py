@@ -10,10 +10,11 @@ that the whole logits are never in memory.
         dx     =  z · w ─ reduce-scatter over tp ─► this rank's slices             [n, B, D]
 
 The gradient of cross-entropy can be computed as soon as the normaliser is known. So forward
-computes both gradients, and backward returns them multiplied by the incoming gradient (1, unless
-something follows the loss). This takes the same three matrix products as with whole logits, at a
-fraction of the memory; without gradients (evaluation) it takes only the first. (The idea, on one
-device and with the whole vocabulary: Liger-Kernel, Hsu et al. 2024,
+computes both gradients, and backward multiplies them by the incoming gradient (1, unless something
+follows the loss), returns dx, and adds dw to the sum over micro-batches (weight_gradient.py; if
+there is no sum, it returns dw too). This takes the same three matrix products as with whole logits,
+at a fraction of the memory; without gradients (evaluation) it takes only the first. (The idea, on
+one device and with the whole vocabulary: Liger-Kernel, Hsu et al. 2024,
 https://arxiv.org/abs/2410.10989, section 3.2; Wijmans et al. 2024,
 https://arxiv.org/abs/2411.09009.)
 
@@ -137,7 +138,7 @@ def _pieces(
     x is [S/tp, B, D] if it is gathered over tp; else it is [S, B, D] and a piece [n, B, D]. targets
     are always [S, B].
     """
-    held = targets.unsqueeze(0)  # [tp, S/tp, B]: what each rank holds
+    held = targets.unsqueeze(0)  # [tp, S/tp, B]: the targets of what each rank holds
     if gather_over is not None and gather_over.size() > 1:
         held = by_rank(targets, gather_over.size(), sequence_pieces)
     height = max(1, cdiv(x.shape[0], max(1, cdiv(targets.numel(), piece_tokens))))
