@@ -26,8 +26,7 @@ from parallel.weight_gradient import Destination
 
 
 class Job(Protocol):
-    """The remaining work for a weight gradient: if it `communicates`, `start` that; then `finish`
-    it."""
+    """The rest of a weight gradient's work: `start` what it `communicates`, then `finish`."""
 
     @property
     def communicates(self) -> bool: ...

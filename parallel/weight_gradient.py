@@ -8,8 +8,8 @@ product dyᵀ · x adds to the sum itself:
     with      total = total + dyᵀ · x, in float32 inside the product, never rounded to bfloat16
 
 This saves one pass over a stage's gradients in every micro-batch, and the memory for dw.
-(Megatron-LM calls it gradient accumulation fusion.) Autograd then gets None. The gradients of norms
-and of the embedding are no such products; `LocalTensor` (layer.py) adds them to the sum.
+(Megatron-LM calls it gradient accumulation fusion.) Autograd then gets None. Gradients of norms and
+of the embedding are no such products: layer.py adds them.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -52,9 +52,9 @@ def sum_dtype(
 
 
 class GradientSum:
-    """The place of the sum of a weight's gradients over micro-batches, in `dtype`: the attribute
-    `name` of `holder`, which is None before the first gradient of a step. Without `holder`, it is
-    `grad` of the weight that forward used. (FSDP sums wider dtypes in an attribute of its own.)"""
+    """The sum of a weight's gradients over micro-batches, in `dtype`: the attribute `name` (None
+    before a step's first gradient) of `holder`, or of the weight that forward used. (FSDP sums
+    wider dtypes in an attribute of its own.)"""
 
     def __init__(self, dtype: torch.dtype, holder: Any = None, name: str = "grad") -> None:
         self.dtype, self.holder, self.name = dtype, holder, name
@@ -104,9 +104,8 @@ class Destination(NamedTuple):
         return None
 
     def _begun(self, place: GradientSum, like: Tensor) -> Tensor | None:
-        """What this gradient is to be added to: the sum, or its `rows`. None: the gradient is the
-        first and covers all rows, so that it becomes the sum; if it covers only some, the sum
-        begins with zeros (on the device of `like`)."""
+        """The sum, or its `rows`, to which this gradient is added; a sum of rows begins with zeros
+        (on the device of `like`). None: the gradient, the first, becomes the sum."""
         total = place.get(self.weight)
         if self.rows is None:
             return total
