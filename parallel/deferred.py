@@ -36,9 +36,7 @@ class Job(Protocol):
     def finish(self) -> None: ...
 
 
-class LocalJob:
-    """The base of jobs that do not communicate."""
-
+class LocalJob:  # does not communicate
     communicates = False
 
     def start(self) -> None:
