@@ -1,8 +1,7 @@
 """Where the gradient of a weight goes, and how it is summed over the micro-batches of a step.
 
-A layer in isolation returns the gradients of its weights to autograd, as any function does. In a
-training run the data-parallel code gives each layer a `GradientSum` (data.py, whole.py). Then the
-product dyᵀ · x adds to the sum itself:
+A layer in isolation returns the gradients of its weights to autograd. In a training run each layer
+has a `GradientSum` (from data.py or whole.py), to which the product dyᵀ · x adds:
 
     without   dw = dyᵀ · x in bfloat16, written and read again; total += dw in float32
     with      total = total + dyᵀ · x, in float32 inside the product, never rounded to bfloat16
