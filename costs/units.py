@@ -32,6 +32,7 @@ from costs.recorder import Phase, Piece, Recorder, wire_bytes
 from costs.storages import key_of
 from errors import UserError
 from model.config import ModelConfig
+from model.documents import Documents
 from model.kernels.attention import OPERATORS
 from model.kernels.backend import exact
 from model.positions import BatchPositions
@@ -180,7 +181,7 @@ def position_bytes(setting: Setting, kinds: frozenset[str]) -> int:
     recorder = Recorder(lambda piece: None)
     recorder.leave_out(*stage.parameters(), *_tensors(batch))
     with AsOnGpu(), recorder:
-        positions = BatchPositions(batch.positions, batch.documents, setting.dtype)
+        positions = BatchPositions(batch.positions, batch.documents, setting.dtype, stage.cp)
         inputs = []
         for block in stage.blocks.values():
             assert isinstance(block, Block)
@@ -218,7 +219,8 @@ def _batch(setting: Setting) -> Batch:
         return Batch(tokens, tokens, tokens[:, :1], loss_scale)
     # one document per sequence; the number of documents makes no difference
     bounds = torch.empty(shape[1] + 1, dtype=torch.int32, device=DEVICE)
-    return Batch(tokens, tokens, tokens, loss_scale, bounds)
+    documents = [Documents(bounds, bounds, (0,) * shape[1])]
+    return Batch(tokens, tokens, tokens, loss_scale, documents)
 
 
 def _tensors(batch: Batch) -> list[Tensor]:

@@ -15,6 +15,9 @@ The mask prevents documents that are in one sequence by chance from being each o
 https://arxiv.org/abs/2402.13991).
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -22,9 +25,21 @@ from torch.nn import functional
 from parallel.mesh import to_device
 
 
-def find_documents(tokens: Tensor, bos_id: int, device: str) -> tuple[Tensor, Tensor]:
+class Documents(NamedTuple):
+    """The documents of a part of each sequence, and the keys that its tokens see: from the begin of
+    the first document, which may lie before the part, to the part's end. Counted through the
+    micro-batch's sequences, one after another."""
+
+    queries: Tensor  # [N + 1] int32: where each of the N documents begins in the part, and the end
+    keys: Tensor  # [N + 1] int32: where it begins in the keys, and the end
+    first_keys: tuple[int, ...]  # of each sequence: the position of the first key
+
+
+def find_documents(
+    tokens: Tensor, bos_id: int, device: str, parts: Sequence[range]
+) -> tuple[Tensor, list[Documents]]:
     """Find the documents in tokens [B, S] on the host. Returns, on `device`, positions [S, B] int64
-    and the boundaries [N + 1] int32 of the N documents.
+    and the documents of each of `parts`, ranges of positions.
 
     N is part of a shape: if it were counted on a GPU, the host would have to wait for it.
     """
@@ -34,6 +49,19 @@ def find_documents(tokens: Tensor, bos_id: int, device: str) -> tuple[Tensor, Te
     index = torch.arange(tokens.shape[1])
     # [B, S]: where the document of each token begins
     begin_of = torch.where(begins, index, 0).cummax(dim=1).values
-    boundaries = functional.pad(begins.flatten().nonzero().flatten(), (0, 1), value=tokens.numel())
     positions = (index - begin_of).T.contiguous()
-    return to_device(positions, device), to_device(boundaries.to(torch.int32), device)
+    documents = []
+    for part in parts:
+        mine = begins[:, part.start : part.stop].clone()
+        mine[:, 0] = True
+        ends = functional.pad(mine.flatten().nonzero().flatten(), (0, 1), value=mine.numel())
+        first_keys = begin_of[:, part.start]
+        # Of each sequence, part.start − first_keys keys lie before the part. A sequence's first
+        # document includes its own; the other documents come after them.
+        before = functional.pad((part.start - first_keys).cumsum(0), (1, 0))
+        keys = ends + before[ends // len(part) + (ends % len(part) > 0)]
+        documents.append((ends, keys, tuple(first_keys.tolist())))
+    return to_device(positions, device), [
+        Documents(to_device(q.to(torch.int32), device), to_device(k.to(torch.int32), device), first)
+        for q, k, first in documents
+    ]

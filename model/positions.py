@@ -3,14 +3,17 @@
 https://arxiv.org/abs/2104.09864; applied in kernels/rotary.py)."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from model.config import RopeScaling
+from model.documents import Documents
 from model.kernels.backend import exact
-from model.mask import Attend, make_mask
+from model.mask import make_mask
+from parallel.context import Attend, ContextParallel, SplitAttention
 
 
 class Rotary(NamedTuple):
@@ -72,13 +75,22 @@ class BatchPositions:
     """The angles and masks of a micro-batch, each computed once for all layers that request it.
 
     Args:
-        positions: [S, B] int64, or [S, 1] if all sequences have the same positions.
-        boundaries: those of documents, [N + 1] int32 (documents.py); None: each sequence is one.
+        positions: [S/cp, B] int64, or [S/cp, 1] if all sequences have the same positions.
+        documents: those of each of this rank's chunks (documents.py); None: each sequence is one.
         dtype: that of activations.
+        cp: the axis that splits the sequence.
     """
 
-    def __init__(self, positions: Tensor, boundaries: Tensor | None, dtype: torch.dtype) -> None:
-        self.positions, self.boundaries, self.dtype = positions, boundaries, dtype
+    def __init__(
+        self,
+        positions: Tensor,
+        documents: Sequence[Documents] | None,
+        dtype: torch.dtype,
+        cp: ContextParallel,
+    ) -> None:
+        self.positions, self.dtype, self.cp = positions, dtype, cp
+        self.chunks = cp.chunks(positions.shape[0] * cp.size)
+        self.documents = [None] * len(self.chunks) if documents is None else documents
         self._angles: dict[Rotary, Angles] = {}
         self._masks: dict[tuple[int | None, int, str], Attend] = {}
 
@@ -90,6 +102,11 @@ class BatchPositions:
     def mask(self, window: int | None, head_dim: int, kernel: str) -> Attend:
         key = window, head_dim, kernel
         if key not in self._masks:
-            where = self.positions, self.boundaries
-            self._masks[key] = make_mask(*where, window, self.dtype, head_dim, kernel)
+            positions = self.positions.split([len(part) for part in self.chunks])
+            parts = zip(positions, self.documents, self.chunks, strict=True)
+            masks = [
+                make_mask(where, documents, window, self.dtype, head_dim, kernel, part)
+                for where, documents, part in parts
+            ]
+            self._masks[key] = SplitAttention(self.cp, self.chunks, masks)
         return self._masks[key]

@@ -4,11 +4,12 @@ the model.
 Shapes: S sequence, B sequences in a micro-batch, D model dim, V vocabulary, H query heads, K
 key/value heads, E head dim, F inner width. The sequence comes first, [S, B, D], so that
 sequence-parallel collectives need no copies (parallel/collectives.py). S is the whole sequence;
-with sequence parallelism a tp rank holds S/tp of it in norms and in the residual stream.
+with sequence parallelism a tp rank holds S/tp of it in norms and in the residual stream, and with
+context parallelism every rank holds S/cp where S is written (parallel/context.py).
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,11 +19,13 @@ from torch import Tensor, nn
 
 from model.attention import make_attention
 from model.config import ModelConfig
+from model.documents import Documents
 from model.feed_forward import make_feed_forward
 from model.kernels.linear_cross_entropy import linear_cross_entropy
 from model.matmul import Matmul
 from model.norm import RMSNorm
 from model.positions import BatchPositions
+from parallel.context import ContextParallel
 from parallel.layer import Pieces, TensorParallel
 from parallel.parameter import Normal, weights_of
 from parallel.tensor import ColumnParallelLinear, VocabParallelEmbedding
@@ -30,16 +33,16 @@ from parallel.tensor import ColumnParallelLinear, VocabParallelEmbedding
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch. Every rank that works on it has it whole, at each stage and on each tp
-    rank."""
+    """One micro-batch. Every rank that works on it has it whole, at each stage and on each tp rank;
+    with context parallelism S is this rank's part of the sequence."""
 
     tokens: Tensor  # [S, B] int64
     targets: Tensor | None  # [S, B] int64, IGNORE where there is none; None: return logits, no loss
     positions: Tensor  # [S, B] int64, or [S, 1] if all sequences have the same positions
     # scalar: 1 / target tokens of the global batch; in evaluation 1
     loss_scale: Tensor | None = None
-    # [N + 1] int32: boundaries of packed documents (documents.py); None: each sequence is one
-    documents: Tensor | None = None
+    # packed documents in each of this rank's chunks (documents.py); None: each sequence is one
+    documents: Sequence[Documents] | None = None
 
 
 class Block(nn.Module):
@@ -118,9 +121,10 @@ class Transformer(nn.Module):
         first: bool,
         last: bool,
         tp: TensorParallel,
+        cp: ContextParallel = ContextParallel(),  # noqa: B008  (it cannot be changed)
     ) -> None:
         super().__init__()
-        self.config, self.first, self.last = config, first, last
+        self.config, self.first, self.last, self.cp = config, first, last, cp
         self.embedding = None
         if first:
             initial = Normal(config.init_std)
@@ -136,7 +140,7 @@ class Transformer(nn.Module):
         if self.embedding is not None:
             hidden = self.embedding(batch.tokens)
         assert hidden is not None
-        positions = BatchPositions(batch.positions, batch.documents, hidden.dtype)
+        positions = BatchPositions(batch.positions, batch.documents, hidden.dtype, self.cp)
         for block in self.blocks.values():
             assert isinstance(block, Block)
             hidden = block(hidden, *block.attention.inputs(positions))

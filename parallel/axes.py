@@ -1,17 +1,24 @@
 """The mesh's axes: their names, their order, and how many ranks each has.
 
-    rank = ((pp · dp_replicate_size + dp_replicate) · dp_shard_size + dp_shard) · tp_size + tp
+    rank = (((pp · dp_replicate_size + dp_replicate) · dp_shard_size + dp_shard) · cp_size + cp)
+           · tp_size + tp
 
 The innermost axis, tp, changes fastest, so consecutive ranks form a tensor-parallel group. Tensor
 parallelism communicates most, several times per block, and gets the fastest links (inside a node);
-pipeline stages communicate least and are farthest apart. Megatron-LM uses the same order (Narayanan
-et al. 2021, https://arxiv.org/abs/2104.04473, section 3).
+context parallelism communicates once per block and direction; pipeline stages communicate least and
+are farthest apart. (Megatron-LM has the same order: Narayanan et al. 2021,
+https://arxiv.org/abs/2104.04473, section 3; Llama 3, https://arxiv.org/abs/2407.21783, section
+3.3.2.)
+
+Data-parallel ranks read different rows of the batch, and cp ranks different parts of the same rows;
+both have the same weights. So weights know only four axes, `WEIGHT_AXES`, in which cp is a part of
+dp_shard: FSDP shards over both.
 
 An axis of size 1 is not a special case: a single process is the mesh `MeshSizes()`.
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import product
 from typing import Self
 
@@ -23,7 +30,10 @@ class MeshSizes:
     pp: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
+    cp: int = 1
     tp: int = 1
+    # not an axis: whether cp ranks hold replicas of the weights (zero_stage 0), not shards
+    replicates_cp: bool = field(default=False, compare=False, kw_only=True)
 
     @property
     def world(self) -> int:
@@ -36,6 +46,17 @@ class MeshSizes:
 
     def by_axis(self) -> dict[str, int]:
         return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def with_cp(self) -> str:
+        """The axis of weights that contains cp."""
+        return "dp_replicate" if self.replicates_cp else "dp_shard"
+
+    def of_weights(self) -> dict[str, int]:
+        """The number of ranks on each of `WEIGHT_AXES`."""
+        sizes = {axis: getattr(self, axis) for axis in WEIGHT_AXES}
+        sizes[self.with_cp] *= self.cp
+        return sizes
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The coordinate of `rank` on each axis."""
@@ -55,4 +76,5 @@ class MeshSizes:
         return " × ".join(f"{axis} {size}" for axis, size in self.by_axis().items())
 
 
-AXES = tuple(field.name for field in fields(MeshSizes))
+AXES = tuple(each.name for each in fields(MeshSizes) if each.compare)
+WEIGHT_AXES = tuple(axis for axis in AXES if axis != "cp")

@@ -23,6 +23,7 @@ class ParallelConfig:
     # data parallel with sharded weights and optimizer state (FSDP); -1: all remaining ranks
     dp_shard: Annotated[int, between(-1, LARGEST)] = -1
     dp_replicate: Count = 1  # data parallel with replicas of the sharded groups (hybrid sharding)
+    cp: Count = 1  # context parallel: each sequence is split over cp ranks, which share attention
 
     # in norms and in the residual stream, each tp rank keeps 1 / tp of the sequence
     sequence_parallel: bool = True
@@ -87,7 +88,7 @@ class ParallelConfig:
             why = f"stage 0 keeps whole replicas, but dp_shard is {dp_shard}"
             remedy = f"set parallel.dp_shard=1 parallel.dp_replicate={self.dp_replicate * dp_shard}"
             raise UserError("parallel.zero_stage", 0, why, remedy + ", or zero_stage 1 to 3")
-        return MeshSizes(**given | {"dp_shard": dp_shard})
+        return MeshSizes(**given | {"dp_shard": dp_shard}, replicates_cp=self.zero_stage == 0)
 
     @property
     def ranks_of_stages(self) -> list[int]:

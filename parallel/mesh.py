@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from parallel.axes import AXES, MeshSizes
+from parallel.axes import WEIGHT_AXES, MeshSizes
 
 
 @dataclass(frozen=True)
@@ -14,25 +15,21 @@ class Mesh:
     """The mesh and its named views. Code uses a view wherever it does not mean one particular axis,
     so a new axis can be added to the view in one place.
 
-    | view   | ranks                    | purpose                                               |
-    |--------|--------------------------|-------------------------------------------------------|
-    | batch  | dp_replicate × dp_shard  | each reads different rows of the global batch         |
-    | loss   | dp_replicate × dp_shard  | each has the loss of different tokens, to be summed   |
-    | fsdp   | (dp_replicate, dp_shard) | FSDP2 shards over the last, replicates over the first |
-    | pp, tp | one axis each            | pipeline stages; parts of a layer                     |
+    | view       | ranks                    | purpose                                              |
+    |------------|--------------------------|------------------------------------------------------|
+    | batch      | dp_replicate × dp_shard  | each reads different rows of the global batch        |
+    | loss       | batch × cp               | each has the loss of different tokens, to be summed  |
+    | fsdp       | (dp_replicate, dp_shard) | FSDP2 shards over the last, replicates over the      |
+    |            |                          | first; one of them contains cp (axes.py)             |
+    | pp, cp, tp | one axis each            | pipeline stages; parts of the sequence; of a layer   |
     """
 
     device: str  # "cuda" or "cpu"
-    root: DeviceMesh  # axes AXES
+    sizes: MeshSizes
+    root: DeviceMesh  # WEIGHT_AXES
     batch: DeviceMesh
-
-    @property
-    def sizes(self) -> MeshSizes:
-        return MeshSizes(*self.root.shape)
-
-    @property
-    def loss(self) -> DeviceMesh:
-        return self.batch  # no other axis splits the tokens of which the loss is computed
+    loss: DeviceMesh
+    cp: DeviceMesh | None  # None: one rank
 
     @cached_property  # slicing a DeviceMesh builds a new one each time
     def pp(self) -> DeviceMesh:
@@ -59,6 +56,13 @@ class Mesh:
     def dp_size(self) -> int:
         return self.batch.size()
 
+    def views(self) -> dict[str, DeviceMesh]:
+        """The views of one group each, innermost first: the axes of weights, and those of
+        tokens."""
+        cp = {} if self.cp is None else {"cp": self.cp}
+        axes = {axis: self.root[axis] for axis in reversed(WEIGHT_AXES)}
+        return {"tp": axes.pop("tp"), **cp, **axes, "loss": self.loss, "batch": self.batch}
+
     def describe(self) -> str:
         """The rank order, for the log: `8 ranks = pp 2 × dp_replicate 1 × dp_shard 2 × tp 2 (tp
         fastest)`."""
@@ -66,7 +70,7 @@ class Mesh:
 
     def coordinates(self) -> dict[str, int]:
         """This rank's coordinate on each axis."""
-        return {axis: self.root.get_local_rank(axis) for axis in AXES}
+        return self.sizes.coordinates(dist.get_rank())
 
 
 def build_mesh(sizes: MeshSizes, device: str) -> Mesh:
@@ -74,8 +78,17 @@ def build_mesh(sizes: MeshSizes, device: str) -> Mesh:
 
     Needs an initialised default process group of `sizes.world` ranks.
     """
-    root = init_device_mesh(device, tuple(sizes.by_axis().values()), mesh_dim_names=AXES)
-    return Mesh(device, root, batch=root["dp_replicate", "dp_shard"]._flatten("batch"))
+    of_weights = sizes.of_weights()
+    root = init_device_mesh(device, tuple(of_weights.values()), mesh_dim_names=WEIGHT_AXES)
+    loss = root["dp_replicate", "dp_shard"]._flatten("loss")
+    if sizes.cp == 1:  # batch is then the same group, which is not created again
+        return Mesh(device, sizes, root, loss, loss, None)
+    split = of_weights[sizes.with_cp] // sizes.cp, sizes.cp
+    of_tokens = root._unflatten(sizes.with_cp, split, ("rows", "cp"))
+    other = "dp_shard" if sizes.replicates_cp else "dp_replicate"
+    in_order = [name for name in of_tokens.mesh_dim_names or () if name in ("rows", other)]
+    batch = of_tokens[tuple(in_order)]._flatten("batch")
+    return Mesh(device, sizes, root, batch, loss, of_tokens["cp"])
 
 
 def to_device(x: Tensor, device: str) -> Tensor:

@@ -80,7 +80,7 @@ def try_out(call: Call, choice: Choice, device_type: str) -> None:
     positions = torch.arange(length, device=device_type).unsqueeze(1)
     mask = Mask(dense=kernel.run)
     if call.packed and kernel.packs:
-        mask = Mask(window=length)
+        mask = Mask(packed=True, window=length)
     elif call.packed:
         mask = Mask(bias=scores_bias(positions, call.dtype), dense=kernel.run)
     q, k, v = (

@@ -26,7 +26,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Work
 from torch.profiler import ProfilerActivity, record_function
 
-from parallel.axes import AXES
 from parallel.mesh import Mesh
 from runtime.listener import Listener, Run
 from runtime.messages import log
@@ -145,13 +144,12 @@ class StepProfile(Listener):
 
 
 def axes_of_groups(mesh: Mesh) -> dict[str, str]:
-    """Map the name of each process group to its axis, to `loss` (both data-parallel axes) or to
-    `world`. An axis as large as the world shares the world's group, which is then listed under the
-    axis."""
+    """Map the name of each process group to its view of the mesh, or to `world`. An axis as large
+    as the world shares the world's group, which is then listed under the axis."""
     assert dist.group.WORLD is not None
     world = dist.group.WORLD.group_name
     axes: dict[str, str] = {}
-    for axis, view in [(axis, mesh.root[axis]) for axis in reversed(AXES)] + [("loss", mesh.loss)]:
+    for axis, view in mesh.views().items():
         group = view.get_group().group_name
         if group != world or view.size() > 1:  # in a world of one, all axes share its group
             axes.setdefault(group, axis)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from errors import RunFailed
-from parallel.axes import AXES
+from parallel.axes import WEIGHT_AXES
 from parallel.mesh import Mesh
 from parallel.placement import replicated_over
 from runtime.checkpoint import held_tensors
@@ -44,7 +44,7 @@ def check_replicas(train: TrainStep) -> None:
     for held in held_tensors(train):
         for axis in replicated_over(held.tensor):
             copied_over[axis].append(held.tensor)
-    odd = [line for axis in AXES for line in _odd_ones(axis, copied_over[axis], mesh)]
+    odd = [line for axis in WEIGHT_AXES for line in _odd_ones(axis, copied_over[axis], mesh)]
     everyone: list[list[str] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, odd)
     found = sorted({line for lines in everyone if lines for line in lines})

@@ -10,7 +10,6 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from parallel.axes import AXES
 from parallel.mesh import Mesh
 
 KINDS = {  # c10d's operator → kind; the largest tensor of each call is the whole tensor
@@ -43,10 +42,11 @@ class Listener(TorchDispatchMode):
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
         self.axes = {dist.group.WORLD.group_name: "world", mesh.loss.get_group().group_name: "loss"}
+        views = {axis: view for axis, view in mesh.views().items() if axis != "batch"}
         self.axes |= {
-            mesh.root[axis].get_group().group_name: axis
-            for axis in AXES
-            if mesh.root[axis].size() > 1
+            view.get_group().group_name: axis
+            for axis, view in reversed(views.items())
+            if axis != "loss" and view.size() > 1
         }
         self.collectives: list[Seen] = []
         self.operations: Counter[str] = Counter()

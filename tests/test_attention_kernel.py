@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from costs.as_on_gpu import AsOnGpu
 from errors import UserError
+from model.documents import Documents
 from model.kernels import attention_choice
 from model.kernels.attention import (
     CUDNN,
@@ -179,10 +180,13 @@ def test_the_operator_that_runs_is_the_chosen_one(
     monkeypatch.setattr(attention_choice, "PLANNED", device)
     assert choose(device, call).kernel is chosen
     positions = torch.empty((call.length, 1), dtype=torch.int64, device="meta")
-    boundaries = torch.empty(3, dtype=torch.int32, device="meta") if call.packed else None
+    documents = None
+    if call.packed:
+        boundaries = torch.empty(3, dtype=torch.int32, device="meta")
+        documents = Documents(boundaries, boundaries, (0, 0))
     q, k, v = inputs(call)
     with AsOnGpu(), Seen() as seen:
-        mask = make_mask(positions, boundaries, None, call.dtype, call.head_dim)
+        mask = make_mask(positions, documents, None, call.dtype, call.head_dim)
         y = mask(q, k, v)
         y.sum().backward()
     assert y.shape == q.shape
@@ -208,7 +212,7 @@ class Attending(nn.Module):
     ("mask", "operator"),
     [
         *((Mask(dense=kernel.run), kernel.operators[0]) for kernel in (CUDNN, FLASH2, EFFICIENT)),
-        (Mask(window=64), FLASH2.operators[1]),
+        (Mask(True, window=64), FLASH2.operators[1]),
         (Mask(), ON_CPU.operators[0]),
     ],
     ids=["cuDNN", "flash", "efficient", "flash, packed", "flash (CPU)"],

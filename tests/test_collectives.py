@@ -12,6 +12,7 @@ from model.positions import BatchPositions
 from model.transformer import Block
 from parallel.axes import MeshSizes
 from parallel.collectives import by_rank, start_all_gather, start_reduce_scatter
+from parallel.context import ContextParallel
 from parallel.layer import TensorParallel
 from parallel.mesh import build_mesh
 from parallel.placement import chunk_range
@@ -40,7 +41,7 @@ def one_block(case):
             p.to_local().normal_()
     rows = S // mesh.tp.size() if case.sequence_parallel else S
     x = torch.randn(rows, B, config.model.dim, dtype=torch.float64, requires_grad=True)
-    positions = BatchPositions(torch.arange(S).unsqueeze(1), None, torch.float64)
+    positions = BatchPositions(torch.arange(S).unsqueeze(1), None, torch.float64, ContextParallel())
     inputs = block.attention.inputs(positions)
     with Listener(mesh) as forward:
         y = block(x, *inputs)

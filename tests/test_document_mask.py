@@ -22,7 +22,7 @@ import training.step
 from data.config import DataConfig
 from data.dataset import open_data
 from errors import UserError
-from model.documents import find_documents
+from model.documents import Documents, find_documents
 from model.initialise import initialise
 from model.kernels.attention import OPERATORS
 from model.mask import Mask, make_mask, scores_bias
@@ -73,8 +73,11 @@ def documents_of(row):
 @pytest.mark.parametrize("name", WINDOWS)
 def test_positions_boundaries_and_mask_are_those_of_the_documents(name):
     tokens = window(name)
-    positions, boundaries = find_documents(tokens, BOS, "cpu")
+    positions, (documents,) = find_documents(tokens, BOS, "cpu", [range(S)])
+    boundaries = documents.queries
     assert boundaries.dtype == torch.int32
+    assert torch.equal(documents.keys, boundaries)
+    assert documents.first_keys == (0,) * len(tokens)
     mask = scores_bias(positions, torch.float64)
     starts = []
     sees = torch.zeros(len(tokens), 1, S, S, dtype=torch.bool)
@@ -89,10 +92,10 @@ def test_positions_boundaries_and_mask_are_those_of_the_documents(name):
 
 
 def test_a_mask_is_made_where_flash_attention_does_not_take_documents():
-    positions, boundaries = find_documents(window("consecutive"), BOS, "cpu")
+    positions, (documents,) = find_documents(window("consecutive"), BOS, "cpu", [range(S)])
     assert make_mask(positions, None, None, torch.float32, 64) == Mask()
-    mask = make_mask(positions, boundaries, None, torch.bfloat16, 64)  # the CPU
-    assert mask.boundaries is None
+    mask = make_mask(positions, documents, None, torch.bfloat16, 64)  # the CPU
+    assert not mask.packed
     assert mask.bias.dtype == torch.bfloat16
 
 
@@ -113,8 +116,8 @@ def small_model(case, checkpointing="none", compile=False):
 
 
 def packed(tokens):
-    positions, boundaries = find_documents(tokens, BOS, "cpu")
-    return Batch(tokens.T.contiguous(), None, positions, documents=boundaries)
+    positions, documents = find_documents(tokens, BOS, "cpu", [range(S)])
+    return Batch(tokens.T.contiguous(), None, positions, documents=documents)
 
 
 def plain(tokens):
@@ -252,12 +255,12 @@ def test_flash_attention_is_told_the_documents(name, kv_heads, seen):
         torch.randn(S, len(tokens), heads, 8, dtype=torch.float64, requires_grad=True)
         for heads in (4, kv_heads, kv_heads)
     )
-    positions, boundaries = find_documents(tokens, BOS, "cpu")
+    positions, (documents,) = find_documents(tokens, BOS, "cpu", [range(S)])
     weights = torch.randn(S, len(tokens), 4, 8, dtype=torch.float64)
     found = []
     with flash_attention_stands_in() as calls:
         for mask in (
-            Mask(boundaries=boundaries, window=seen),
+            Mask(True, documents, window=seen),
             Mask(bias=scores_bias(positions, torch.float64, seen)),
         ):
             y = mask(q, k, v)
@@ -301,15 +304,15 @@ def test_model_by_boundaries_is_the_model_by_mask(ranks, checkpointing, forwards
 
 def test_another_number_of_documents_compiles_no_more_than_once_again():
     def run(q, k, v, boundaries):
-        return Mask(boundaries=boundaries)(q, k, v)
+        return Mask(True, Documents(boundaries, boundaries, (0,)))(q, k, v)
 
     compiler = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(run, fullgraph=True, backend=compiler)
     q, k, v = (torch.randn(S, 1, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     with flash_attention_stands_in():
         for name in ("consecutive", "bos last", "no bos", "nothing but bos"):
-            positions, boundaries = find_documents(window(name), BOS, "cpu")
-            y = compiled(q, k, v, boundaries)
+            positions, (documents,) = find_documents(window(name), BOS, "cpu", [range(S)])
+            y = compiled(q, k, v, documents.queries)
             y.sum().backward()
             masked = Mask(bias=scores_bias(positions, q.dtype))(q, k, v)
             assert torch.allclose(y, masked, atol=1e-5)

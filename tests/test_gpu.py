@@ -81,9 +81,9 @@ def test_packed_documents_by_flash_attention(batch: int, kv_heads: int) -> None:
     generator = torch.Generator().manual_seed(0)
     # a document begins at each 1, which is about every hundredth token
     tokens = torch.randint(0, 100, (batch, length), generator=generator)
-    positions, boundaries = find_documents(tokens, 1, "cuda")
-    flash = make_mask(positions, boundaries, None, torch.bfloat16, head_dim)
-    assert flash == Mask(boundaries=boundaries)
+    positions, (documents,) = find_documents(tokens, 1, "cuda", [range(length)])
+    flash = make_mask(positions, documents, None, torch.bfloat16, head_dim)
+    assert flash == Mask(True, documents)
     shapes = [(length, batch, count, head_dim) for count in (heads, kv_heads, kv_heads, heads)]
     q, k, v, weights = (
         torch.randn(shape, generator=generator).cuda().bfloat16() for shape in shapes

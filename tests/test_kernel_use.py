@@ -22,6 +22,7 @@ from model.positions import BatchPositions
 from model.transformer import Block
 from parallel.activation import wrap_blocks
 from parallel.axes import MeshSizes
+from parallel.context import ContextParallel
 from parallel.layer import TensorParallel
 from parallel.mesh import build_mesh
 from tests.counting import Listener
@@ -46,7 +47,7 @@ def block_gradients(case, mode, compile):
         for p in block.parameters():
             p.to_local().normal_(std=0.2)
     x = torch.randn(S, B, config.model.dim, dtype=torch.float64, requires_grad=True)
-    positions = BatchPositions(torch.arange(S).unsqueeze(1), None, torch.float64)
+    positions = BatchPositions(torch.arange(S).unsqueeze(1), None, torch.float64, ContextParallel())
     inputs = block.attention.inputs(positions)
     wrap_blocks([block], mode, compile, mesh.tp.size(), OPERATORS)
     listener = Listener(mesh)

@@ -53,7 +53,7 @@ def test_a_window_in_every_second_layer(ranks, case):
 def window_forgotten():
     # Plant: every layer attends to all earlier tokens.
     return patch(
-        "model.positions.make_mask", lambda p, b, window, *rest: make_mask(p, b, None, *rest)
+        "model.positions.make_mask", lambda p, d, window, *rest: make_mask(p, d, None, *rest)
     )
 
 

@@ -3,6 +3,7 @@
 Validation raises errors and never changes a value.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -134,18 +135,33 @@ def check_reduce_dtype(config: Config, sizes: MeshSizes) -> None:
 
 def check_tensor_parallel(config: Config, sizes: MeshSizes) -> None:
     check_tp(config.model, sizes.tp)
-    length = config.train.seq_len
-    if not config.parallel.sequence_parallel or sizes.tp == 1:
-        return
-    pieces = config.parallel.tp_pieces
-    if length % (sizes.tp * pieces):
-        why = f"sequence parallelism cuts it into parallel.tp={sizes.tp} "
-        why += f"× parallel.tp_pieces={pieces} equal parts" if pieces > 1 else "equal parts"
-        remedy = f"use a multiple of {sizes.tp * pieces}, "
-        remedy += "fewer pieces, " if pieces > 1 else ""
-        raise UserError(
-            "train.seq_len", length, why, remedy + "or parallel.sequence_parallel=false"
-        )
+
+
+def check_sequence(config: Config, sizes: MeshSizes) -> None:
+    """Whether the sequence can be cut: over cp into 2 cp chunks, and each rank's part over tp."""
+    length, parallel = config.train.seq_len, config.parallel
+    cuts, remedies = {}, []
+    if sizes.cp > 1:
+        cuts[f"2 · parallel.cp={sizes.cp}"] = 2 * sizes.cp
+        remedies.append("a smaller parallel.cp")
+    if parallel.sequence_parallel and sizes.tp > 1:
+        cuts[f"parallel.tp={sizes.tp}"] = sizes.tp
+        if parallel.tp_pieces > 1:
+            cuts[f"parallel.tp_pieces={parallel.tp_pieces}"] = parallel.tp_pieces
+            remedies.append("fewer pieces")
+        remedies.append("parallel.sequence_parallel=false")
+    parts = math.prod(cuts.values())
+    if length % parts:
+        by = "sequence parallelism cuts"
+        if sizes.cp > 1:
+            by = (
+                "context and sequence parallelism cut"
+                if len(cuts) > 1
+                else "context parallelism cuts"
+            )
+        why = f"{by} it into {' × '.join(cuts)} equal parts"
+        *others, last = [f"use a multiple of {parts}", *remedies]
+        raise UserError("train.seq_len", length, why, f"{', '.join(others)}, or {last}")
 
 
 def check_pure_bfloat16(config: Config, sizes: MeshSizes) -> None:
@@ -182,6 +198,11 @@ def check_compile(config: Config, sizes: MeshSizes) -> None:
         why += "computation would hide them"
         remedy = "set train.compile=false, or parallel.tp=1"
         raise UserError("train.compile", True, why, remedy)
+    if sizes.cp > 1:
+        why = "the compiler does not trace the hooks by which parallel.cp > 1 gathers keys and "
+        why += "values again in backward"
+        remedy = "set train.compile=false, or parallel.cp=1"
+        raise UserError("train.compile", True, why, remedy)
     name = config.parallel.schedule
     if splits_backward(config.schedule(sizes.dp)):
         why = f"a compiled block forms its weight gradients in backward, and schedule {name} "
@@ -197,6 +218,7 @@ CHECKS: list[Callable[[Config, MeshSizes], None]] = [
     check_batch,
     check_reduce_dtype,
     check_tensor_parallel,
+    check_sequence,
     check_pure_bfloat16,
     check_decay_steps,
     check_schedule,

@@ -1,13 +1,15 @@
 """One training step: micro-batches through the schedule → norm → guard → clipped update."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from model.documents import find_documents
+from model.documents import Documents, find_documents
 from model.transformer import Batch, Transformer, hidden_shape
+from parallel.context import ContextParallel
 from parallel.data import check_reduced, data_parallel
 from parallel.mesh import Mesh, to_device
 from parallel.parameter import weights_of
@@ -62,7 +64,8 @@ class TrainStep:
         self.guard = UpdateGuard(config.guard.spike_sigmas, mesh.device)
         self.record: Recorder = record_nothing
 
-        cut = mesh.tp.size() if parallel.sequence_parallel else 1
+        self.cp = ContextParallel.of(mesh.cp)
+        cut = self.cp.size * (mesh.tp.size() if parallel.sequence_parallel else 1)
         shape = hidden_shape(config.model, train.seq_len // cut, train.micro_batch_size)
         transfers = Transfers(mesh.pp.get_group(), shape, self.precision.compute, mesh.device)
         schedule = config.schedule(mesh.dp_size)
@@ -122,26 +125,34 @@ class TrainStep:
         """The number of target tokens in the global batch, summed over data-parallel ranks: a
         scalar in the dtype of the loss."""
         num_targets = to_device((targets != IGNORE).sum(), self.mesh.device)
-        dist.all_reduce(num_targets, group=self.mesh.loss.get_group())
+        dist.all_reduce(num_targets, group=self.mesh.batch.get_group())  # of whole rows
         return num_targets.to(self.precision.exact)
 
     def microbatches(self, tokens: Tensor, targets: Tensor, loss_scale: Tensor) -> list[Batch]:
-        """Split [rows, S] into micro-batches of [S, micro_batch_size] on the device."""
-        size = self.config.train.micro_batch_size
+        """Split [rows, S] into micro-batches of this cp rank's [S/cp, micro_batch_size], on the
+        device."""
+        size, length = self.config.train.micro_batch_size, self.config.train.seq_len
         # [S, 1]
-        positions = torch.arange(self.config.train.seq_len, device=self.mesh.device).unsqueeze(1)
-        places: list[tuple[Tensor, Tensor | None]] = [(positions, None)] * (len(tokens) // size)
+        positions = torch.arange(length, device=self.mesh.device).unsqueeze(1)
+        places: list[tuple[Tensor, Sequence[Documents] | None]]
+        places = [(positions, None)] * (len(tokens) // size)
         if self.bos_id is not None:
-            places = [find_documents(t, self.bos_id, self.mesh.device) for t in tokens.split(size)]
-        tokens, targets = (to_device(t, self.mesh.device) for t in (tokens, targets))
+            chunks = self.cp.chunks(length)
+            places = [
+                find_documents(t, self.bos_id, self.mesh.device, chunks) for t in tokens.split(size)
+            ]
+        # Targets were shifted, and documents found, in whole rows. Only now are rows cut.
+        tokens, targets = (
+            to_device(self.cp.cut(t, 1), self.mesh.device) for t in (tokens, targets)
+        )
         cut = zip(tokens.split(size), targets.split(size), places, strict=True)
         return [
-            Batch(t.T.contiguous(), y.T.contiguous(), p, loss_scale, documents)
+            Batch(t.T.contiguous(), y.T.contiguous(), self.cp.cut(p, 0), loss_scale, documents)
             for t, y, (p, documents) in cut
         ]
 
     def sum_over_ranks(self, loss: Tensor | None) -> Tensor:
-        """The losses of the last stages, summed over data-parallel ranks, on every rank."""
+        """The losses of the last stages, summed over data-parallel and cp ranks, on every rank."""
         total = (
             torch.zeros((), dtype=self.precision.exact, device=self.mesh.device)
             if loss is None

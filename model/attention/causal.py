@@ -5,10 +5,10 @@ from torch import Tensor, nn
 
 from model.config import ModelConfig
 from model.kernels.rotary import rotate
-from model.mask import Attend
 from model.matmul import Matmul
 from model.norm import RMSNorm
 from model.positions import Angles, Positions, Rotary
+from parallel.context import Attend
 from parallel.layer import Pieces, TensorParallel
 from parallel.parameter import Normal
 from parallel.tensor import ColumnParallelLinear, RowParallelLinear, column_parallel

@@ -77,7 +77,9 @@ class Case:
             for f in fields(self)[1:]
             if getattr(self, f.name) != f.default
         ]
-        return " ".join([f"pp={at.pp} dp={at.dp_replicate}x{at.dp_shard} tp={at.tp}", *changed])
+        cp = f" cp={at.cp}" if at.cp > 1 else ""
+        dp = f"{at.dp_replicate}x{at.dp_shard}"
+        return " ".join([f"pp={at.pp} dp={dp}{cp} tp={at.tp}", *changed])
 
     def config(self) -> Config:
         """The whole configuration. Raises UserError if the options are incompatible."""

@@ -9,6 +9,7 @@ Tensors have shapes and dtypes but no memory (costs/as_on_gpu.py). Also replaced
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -96,7 +97,7 @@ def one_rank(sizes: MeshSizes, rank: int, device: str) -> Iterator[Mesh]:
     dist.init_process_group(backend, rank=rank, world_size=sizes.world, store=FakeStore())
     try:
         mesh = build_mesh(sizes, "cpu" if device == DEVICE else device)
-        yield Mesh(device, mesh.root, mesh.batch)
+        yield replace(mesh, device=device)
     finally:
         # destroying the group uses its default backend, which is set only if one was named
         if (group := dist.group.WORLD) is not None:

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from costs.recorder import call_of, tensors_of
 from costs.storages import StorageWatch, key_of, watch_resizes
-from parallel.axes import AXES
 from parallel.memory import (
     ACTIVATIONS,
     DEFERRED,
@@ -200,15 +199,13 @@ def group_of(args: Any) -> dist.ProcessGroup:
 
 
 class GroupAxes:
-    """Names a group by the axis with the same ranks: an axis of the mesh (the innermost first),
-    `loss` (both data-parallel axes), `world`, or `ends` (the ranks of the first and last stage, for
-    a tied embedding)."""
+    """Names a group by the view of the mesh with the same ranks (the innermost first), by `world`,
+    or by `ends` (the ranks of the first and last stage, for a tied embedding)."""
 
     def __init__(self, mesh: Mesh) -> None:
-        views = [(axis, mesh.root[axis]) for axis in reversed(AXES)] + [("loss", mesh.loss)]
         self._axes = [
             (name, frozenset(dist.get_process_group_ranks(view.get_group())))
-            for name, view in views
+            for name, view in mesh.views().items()
         ]
         self._axes.append(("world", frozenset(range(mesh.root.size()))))
         self._known: dict[str, str | None] = {}
