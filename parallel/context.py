@@ -62,11 +62,11 @@ class ContextParallel:
 
     def chunks(self, length: int) -> list[range]:
         """The positions of a sequence of `length` tokens that this rank holds, in order."""
-        c = length // (2 * self.size)
+        ends = [length * i // (2 * self.size) for i in range(2 * self.size + 1)]
         low, high = self.rank, 2 * self.size - 1 - self.rank
         if high == low + 1:
-            return [range(low * c, (high + 1) * c)]
-        return [range(low * c, (low + 1) * c), range(high * c, (high + 1) * c)]
+            return [range(ends[low], ends[high + 1])]
+        return [range(ends[i], ends[i + 1]) for i in (low, high)]
 
     def cut(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of a tensor with whole sequences along `dim`."""
