@@ -12,7 +12,8 @@ from typing import NamedTuple
 from torch.distributed.tensor import Shard
 
 from benchmarks.budget_cases import Case
-from costs.units import LocalWeight, Setting, kind_of, unit
+from costs.setting import Setting
+from costs.units import LocalWeight, kind_of, unit
 
 
 class Least(NamedTuple):

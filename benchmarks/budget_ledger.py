@@ -26,12 +26,12 @@ from torch._library.custom_ops import OPDEFS
 from benchmarks.budget_launches import recorded_launches, recorded_waits
 from benchmarks.budget_places import Where, place
 from costs.as_on_gpu import DEVICE, AsOnGpu
-from costs.recorder import LOOKUPS, NO_WORK, PRODUCTS, call_of, event_of, tensors_of
+from costs.events import LOOKUPS, NO_WORK, PRODUCTS, call_of, event_of, group_of, tensors_of
 from costs.storages import StorageWatch, key_of, local
 from parallel.mesh import Mesh
 from parallel.pipeline.actions import Action
 from tools.rehearse.fake_gpu import run_collective
-from tools.rehearse.tape import GroupAxes, group_of
+from tools.rehearse.tape import GroupAxes
 
 # The kinds of operators, in the order in which they are printed.
 PRODUCT, ATTENTION, TRITON, POINTWISE = "product", "attention", "Triton", "pointwise"

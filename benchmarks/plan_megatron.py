@@ -62,7 +62,7 @@ def best(row: Row) -> Found:
             config = config_of(row, size, v, mode)
             try:
                 layout = Layout(config, row.gpus, 0)
-                if config.num_microbatches(layout.dp_shard) and layout.schedule:
+                if config.num_microbatches(layout.sizes.dp) and layout.schedule:
                     found.append(Found(config, row.gpus, device))
             except UserError:  # a schedule that does not take this number of micro-batches
                 continue

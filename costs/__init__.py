@@ -2,7 +2,9 @@
 
 as_on_gpu.py  makes the model's code treat such tensors (torch's meta device) as GPU tensors
 storages.py   tracks when every storage is allocated and freed
+events.py     operations and collectives, as records hold them
 recorder.py   records the operations, collectives and storages of a computation
+setting.py    what a record depends on, and the inputs that follow from it
 units.py      records forward and backward of the embedding, each kind of block and the head
 ends.py       the input of a unit, and the gradient of its output
 links.py      seconds of a collective over each axis of the mesh

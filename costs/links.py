@@ -17,21 +17,25 @@ from hardware import Device
 
 @dataclass(frozen=True)
 class Links:
-    """The links of one mesh on one kind of device. Ranks are numbered as in parallel/axes.py: tp
-    innermost, then dp_shard."""
+    """The links of one mesh on one kind of device. dp_shard and dp_replicate are those of weights,
+    of which one contains cp (parallel/axes.py). Ranks are numbered as there: tp innermost, then cp,
+    then dp_shard."""
 
     device: Device
     tp: int
     dp_shard: int
     dp_replicate: int
     world: int
+    cp: int = 1
 
     def ranks(self, axis: str) -> int:
-        return {"tp": self.tp, "dp_shard": self.dp_shard, "dp_replicate": self.dp_replicate}[axis]
+        found: int = getattr(self, axis)
+        return found
 
     def in_node(self, axis: str) -> int:
         """How many ranks of a group share a node."""
-        inner = {"tp": 1, "dp_shard": self.tp, "dp_replicate": self.tp * self.dp_shard}[axis]
+        of_all = self.tp * self.dp_shard
+        inner = {"tp": 1, "cp": self.tp, "dp_shard": self.tp, "dp_replicate": of_all}[axis]
         ranks, node = self.ranks(axis), self.device.gpus_per_node
         whole = max(1, min(ranks, node // inner))
         # some groups span two nodes, and the others wait for them

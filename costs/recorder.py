@@ -1,14 +1,13 @@
 """Records a computation while it runs on meta tensors: its operations with their FLOPs and bytes,
 its collectives and what runs between their start and their wait, its storages and their lifetimes.
 
-    group = dist.ProcessGroup(rank, 8)           communicates with nothing, and is not registered
+    group = silent_group("tp", rank, 8)
     with AsOnGpu(), Recorder(category_of) as recorder:
         with recorder.phase("forward"): …
 
 `recorder.phases()` then returns a `Phase` for each name.
 """
 
-import math
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
@@ -21,69 +20,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from costs.as_on_gpu import DEVICE
+from costs.events import (
+    Attention,
+    Call,
+    Event,
+    Product,
+    Sent,
+    Waited,
+    call_of,
+    event_of,
+    group_of,
+    tensors_of,
+)
 from costs.storages import StorageWatch, key_of
-
-COLLECTIVES = {  # operators of torch.distributed → their names in records
-    "_allgather_base_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "allreduce_": "all_reduce",
-    "send": "send",
-    "recv_": "receive",
-}
-BACKWARD_OF_FORWARD = 2.5  # flash attention's FLOPs: five products in backward, two in forward
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}
-LOOKUPS = {"embedding", "index", "index_select", "gather"}  # read some rows of the first argument
-NO_WORK = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach",
-           "_unsafe_view"}  # the last reshapes the result of a product  # fmt: skip
-
-
-class Product(NamedTuple):
-    """A matrix product, or `number` products of the same shape in one operator."""
-
-    rows: int  # of the result
-    columns: int
-    inner: int  # length of the sums
-    bytes: int  # read and written
-    number: int = 1
-    weight: str = ""  # the name of the parameter among its factors (`Recorder.names`)
-
-    @property
-    def flops(self) -> float:
-        return 2.0 * self.number * self.rows * self.columns * self.inner
-
-    def tiles(self, side: int) -> int:
-        """The number of tiles of side × side that cover the results."""
-        return self.number * -(-self.rows // side) * -(-self.columns // side)
-
-
-class Attention(NamedTuple):
-    """Attention's scores, softmax and weighted sum in one operator, or their backward."""
-
-    flops: float  # of the scores that are not masked
-    whole_flops: float  # of all S × S scores
-
-
-class Moved(NamedTuple):
-    """An operation that is bound by memory bandwidth."""
-
-    bytes: int  # read and written
-
-
-class Sent(NamedTuple):
-    """The start of a collective."""
-
-    kind: str
-    bytes: int  # of the whole tensor: the output of a gather, the input of a scatter
-    number: int  # identifies the collective within the record
-
-
-class Waited(NamedTuple):
-    """The wait for a collective's result."""
-
-    number: int
-
-
-Event = Product | Attention | Moved | Sent | Waited
 
 
 class Effect(NamedTuple):
@@ -102,9 +51,9 @@ class Phase:
     effect: Effect
 
     @cached_property
-    def sends(self) -> Counter[tuple[str, int]]:
-        """The number of collectives of each kind and size in bytes."""
-        return Counter((e.kind, e.bytes) for e in self.events if isinstance(e, Sent))
+    def sends(self) -> Counter[Call]:
+        """The collectives, each with its count."""
+        return Counter(e.call for e in self.events if isinstance(e, Sent))
 
     @property
     def product_flops(self) -> float:
@@ -257,78 +206,9 @@ class Recorder(StorageWatch):
 
     def _collective(self, func: Any, args: Any) -> Any:
         number, events = len(self._works), self._events[self._phase]
-        events.append(Sent(*call_of(func, args), number))
+        axis = group_of(args).group_desc
+        events.append(Sent(Call(axis, *call_of(func, args)), number))
         work = _Work(lambda: self._events[self._phase].append(Waited(number)))
         self._works.append(work)
         returns_tensors = len(func._schema.returns) > 1
         return (args[0], work.boxed()) if returns_tensors else work.boxed()
-
-
-def call_of(func: Any, args: Any) -> tuple[str, int]:
-    """The kind of a collective and the bytes of its largest tensor, which is the whole tensor."""
-    name = func.name().split(".")[0].removeprefix("c10d::")
-    return COLLECTIVES.get(name, name), max(tensor.nbytes for tensor in tensors_of(args))
-
-
-def wire_bytes(kind: str, size: int, ranks: int) -> float:
-    """Bytes that one rank sends in a ring over `ranks`: in a gather or scatter all parts but one,
-    in an all-reduce twice that."""
-    if kind in ("send", "receive"):
-        return float(size) if kind == "send" else 0.0
-    return size * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
-
-
-def event_of(func: Any, args: Any, kwargs: Any, result: Any) -> Event | None:
-    """The event of an operator, or None if it neither reads nor writes memory (views, empty)."""
-    name = func._schema.name.split("::")[-1]
-    if func.is_view or name in NO_WORK:
-        return None
-    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    if "query" in named and "key" in named:
-        return _attention(named)
-    given, made = [*args, *kwargs.values()], list(tensors_of([result]))
-    if name in LOOKUPS:
-        given[0] = made
-    size = sum(t.nbytes for t in tensors_of(given))
-    size += sum(t.nbytes for t in made if not any(t is argument for argument in given))
-    if name.rstrip("_") in PRODUCTS:  # their right factor is the last matrix among the arguments
-        inner = [t for t in tensors_of(args) if t.dim() >= 2][-1].shape[-2]
-        *batch, rows, columns = result.shape
-        return Product(rows, columns, inner, size, math.prod(batch))
-    return Moved(size) if size else None
-
-
-def tensors_of(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_of(value)
-
-
-def _attention(named: dict[str, Any]) -> Attention:
-    """The event of scaled dot-product attention or of its backward: q is [B, H, S, E], or [T, H, E]
-    with sequences of at most max_q tokens. A bias counts as a causal mask, whatever it masks."""
-    q, v = named["query"], named["value"]
-    if q.dim() == 4:
-        batch, heads, length = q.shape[:3]
-        window = (-1, 0 if named.get("is_causal") or named.get("attn_bias") is not None else -1)
-    else:
-        heads, length = q.shape[1], named["max_q"]
-        batch, window = q.shape[0] // length, named["window_size"]
-    behind, ahead = (length if side < 0 else side for side in window)
-    each = 2.0 * batch * heads * (q.shape[-1] + v.shape[-1])
-    is_backward = "grad_out" in named or "grad_out_" in named
-    each *= BACKWARD_OF_FORWARD if is_backward else 1.0
-    return Attention(each * pairs(length, behind, ahead), each * length**2)
-
-
-def pairs(length: int, behind: int, ahead: int) -> float:
-    """The number of scores of a sequence whose tokens attend to at most `behind` tokens before and
-    `ahead` tokens after them. A causal mask counts as half of S × S, as is usual (PaLM, appendix
-    B)."""
-    if behind >= length:
-        sees = length**2 / 2
-    else:  # the first tokens have fewer tokens before them
-        sees = length * behind - behind**2 / 2
-    return sees * (1 if ahead == 0 else 2)

@@ -4,16 +4,19 @@ a matrix product        ⌈tiles / multiprocessors⌉ waves of tiles of the resu
                         efficiency of the whole device; or the time of its bytes if longer
 attention               FLOPs / (peak · efficiency)
 every other operation   bytes read and written / (memory bandwidth · efficiency)
-a collective over tp    links.py; one runs after another, and is hidden behind what is computed
-                        between its start and its wait
+a collective            links.py; over each of tp and cp one runs after another, and is hidden
+                        behind what is computed between its start and its wait
 """
 
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from costs.events import Attention, Moved, Product, Sent, Waited
 from costs.links import Links
-from costs.recorder import Attention, Moved, Phase, Product, Sent, Waited
+from costs.recorder import Phase
 from hardware import Device
 
 
@@ -21,12 +24,17 @@ class Cost(NamedTuple):
     """Seconds of one phase."""
 
     computing: float
-    wire: float  # of collectives over tp
-    exposed: float  # the part of `wire` during which computation waits
+    wire: Mapping[str, float]  # of collectives, by axis: tp and cp
+    exposed: Mapping[str, float]  # the part of `wire` during which computation waits
+
+    @property
+    def waiting(self) -> float:
+        """All exposed seconds."""
+        return sum(self.exposed.values())
 
     @property
     def total(self) -> float:
-        return self.computing + self.exposed
+        return self.computing + self.waiting
 
 
 @dataclass(frozen=True)
@@ -62,21 +70,28 @@ class Rates:
         """The cost of one phase. `is_weight`: the phase computes deferred weight gradients. These
         run continuously from unit to unit, so the first gather of a unit overlaps with the last
         products of the previous unit (run_jobs in parallel/deferred.py)."""
-        computing = wire = exposed = last = 0.0
+        computing = waited = last = 0.0
+        wire: dict[str, float] = defaultdict(float)
+        exposed: dict[str, float] = defaultdict(float)
         at_once = 0.0  # seconds waited for before anything is computed
-        ends: dict[int, float] = {}  # by number: when the collective ends, in seconds of the phase
-        free = 0.0  # when the last one ends: collectives of one group run in the order of starts
+        # by number: the axis of a collective, and when it ends, in seconds of the phase
+        ends: dict[int, tuple[str, float]] = {}
+        # when the last one ends: collectives of one group run in the order of starts
+        free: dict[str, float] = defaultdict(float)
         for event in phase.events:
             if isinstance(event, Sent):
-                times = 2 if event.kind == "all_reduce" else 1
-                seconds = self.links.collective("tp", event.bytes, times)
-                free = ends[event.number] = max(free, computing + exposed) + seconds
-                wire, last = wire + seconds, computing
+                axis, kind, size = event.call
+                seconds = self.links.collective(axis, size, 2 if kind == "all_reduce" else 1)
+                free[axis] = max(free[axis], computing + waited) + seconds
+                ends[event.number] = axis, free[axis]
+                wire[axis], last = wire[axis] + seconds, computing
             elif isinstance(event, Waited):
-                exposed += max(0.0, ends.pop(event.number) - (computing + exposed))
-                at_once = exposed if computing == 0.0 else at_once
+                axis, end = ends.pop(event.number)
+                wait = max(0.0, end - (computing + waited))
+                exposed[axis], waited = exposed[axis] + wait, waited + wait
+                at_once = waited if computing == 0.0 else at_once
             else:
                 computing += self.operation(event)
-        if is_weight:
-            exposed -= min(at_once, computing - last)
+        if is_weight and at_once:  # the inputs of weights are gathered over tp
+            exposed["tp"] -= min(at_once, computing - last)
         return Cost(computing, wire, exposed)

@@ -8,7 +8,8 @@ from functools import lru_cache
 
 from costs.links import Links
 from costs.seconds import Rates
-from costs.units import EMBEDDING, HEAD, Setting, Unit, kinds_of_layers, unit
+from costs.setting import Setting
+from costs.units import EMBEDDING, HEAD, Unit, kinds_of_layers, unit
 from hardware import H100
 from model.config import ModelConfig
 from parallel.pipeline.balance import LayerCosts
@@ -32,7 +33,7 @@ def mean_of_blocks(setting: Setting, figure: Callable[[Unit], float]) -> float:
 
 def model_flops(of: Unit, whole_attention: bool = False) -> float:
     """The floating-point operations of a unit for one micro-batch, forward and backward, on one tp
-    rank (tp 1: all); a multiplication and an addition count as two.
+    and cp rank; a multiplication and an addition count as two.
 
     These are the operations that the model needs, not those that this code does (PaLM, appendix B):
     recomputation is left out, and attention's backward counts as two forwards. A causal mask counts
@@ -56,8 +57,8 @@ def flops_per_token(model: ModelConfig, seq_len: int, whole_attention: bool = Fa
 
 def layer_costs(setting: Setting) -> LayerCosts:
     """Seconds of the embedding, of every block and of the head for one micro-batch, forward and
-    backward, on H100s: computation and exposed communication over tp. Of a long micro-batch the
-    seconds of some of its sequences: only relative costs matter."""
+    backward, on H100s: computation and exposed communication over tp and cp. Of a long micro-batch
+    the seconds of some of its sequences: only relative costs matter."""
     sequences = max(1, min(setting.micro_batch_size, PROPORTIONAL // setting.seq_len))
     return _layer_costs(replace(setting, micro_batch_size=sequences))
 
@@ -67,7 +68,8 @@ def _layer_costs(setting: Setting) -> LayerCosts:
     # Without the time to launch kernels, and without waves, in which the products of a small model
     # would all take equally long: on a CPU, where small models run, neither matters.
     device = replace(H100, kernel_seconds=0.0, collective_seconds=0.0, tile=1, multiprocessors=1)
-    links = Links(device, setting.tp, 1, 1, setting.tp)
+    tp, cp = setting.tp, setting.cp
+    links = Links(device, tp, cp, 1, tp * cp, cp)
     rates = Rates(device, links, setting.dtype.itemsize)
 
     def seconds(name: str) -> float:

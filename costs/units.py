@@ -22,21 +22,20 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from costs.as_on_gpu import DEVICE, AsOnGpu
+from costs.as_on_gpu import AsOnGpu
 from costs.ends import Begin, End
-from costs.recorder import Phase, Piece, Recorder, wire_bytes
+from costs.events import silent_group, wire_bytes
+from costs.recorder import Phase, Piece, Recorder
+from costs.setting import Setting, batch_of, context, hidden, tensors_in
 from costs.storages import key_of
 from errors import UserError
 from model.config import ModelConfig
-from model.documents import Documents
 from model.kernels.attention import OPERATORS
-from model.kernels.backend import exact
 from model.positions import BatchPositions
-from model.transformer import Batch, Block, Transformer, hidden_shape
+from model.transformer import Block, Transformer
 from parallel.activation import wrap_blocks
 from parallel.deferred import Job, run_jobs
 from parallel.layer import Layer, TensorParallel, share_queue
@@ -51,22 +50,6 @@ HIDDEN, POSITIONS = "hidden states between units", "angles and masks of position
 # Parts of a block are its layers, by their names, and this one: the residual sums, each with the
 # norm that is computed along with it.
 BLOCK = "sums of the block"
-
-
-@dataclass(frozen=True)
-class Setting:
-    """All that a record depends on, apart from the unit."""
-
-    model: ModelConfig
-    seq_len: int
-    tp: int = 1
-    tp_rank: int = 0
-    sequence_parallel: bool = True
-    tp_pieces: int = 1
-    micro_batch_size: int = 1
-    document_mask: bool = False
-    activation_checkpointing: str = "none"
-    dtype: torch.dtype = torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -108,7 +91,7 @@ class Record:
     def bytes_sent(self) -> float:
         """Bytes that one rank sends over tp, in rings."""
         calls = [call for phase in self.phases.values() for call in phase.sends.elements()]
-        return sum(wire_bytes(kind, size, self.tp) for kind, size in calls)
+        return sum(wire_bytes(c.kind, c.bytes, self.tp) for c in calls if c.axis == "tp")
 
 
 class Sums(NamedTuple):
@@ -171,15 +154,15 @@ def unit(setting: Setting, name: str) -> Unit:
         return unit(replace(setting, activation_checkpointing="none"), name)  # only blocks have it
     weights = weights_of(_stage(setting, [name]))
     local = tuple(LocalWeight(each.spec, tuple(each.parameter.shape)) for each in weights)
-    return Unit(setting, name, local, _hidden(setting).nbytes)
+    return Unit(setting, name, local, hidden(setting).nbytes)
 
 
 @lru_cache(maxsize=4096)
 def position_bytes(setting: Setting, kinds: frozenset[str]) -> int:
     """Bytes that a stage with blocks of these kinds derives from positions, once for all blocks."""
-    stage, batch = _stage(setting, sorted(kinds)), _batch(setting)
+    stage, batch = _stage(setting, sorted(kinds)), batch_of(setting)
     recorder = Recorder(lambda piece: None)
-    recorder.leave_out(*stage.parameters(), *_tensors(batch))
+    recorder.leave_out(*stage.parameters(), *tensors_in(batch))
     with AsOnGpu(), recorder:
         positions = BatchPositions(batch.positions, batch.documents, setting.dtype, stage.cp)
         inputs = []
@@ -191,40 +174,22 @@ def position_bytes(setting: Setting, kinds: frozenset[str]) -> int:
     return held
 
 
-def _hidden(setting: Setting) -> Tensor:
-    cut = setting.tp if setting.sequence_parallel else 1
-    shape = hidden_shape(setting.model, setting.seq_len // cut, setting.micro_batch_size)
-    return torch.empty(shape, dtype=setting.dtype, device=DEVICE)
-
-
 def _stage(setting: Setting, names: Iterable[str]) -> Transformer:
     """A pipeline stage that consists of these units."""
     model, tp = setting.model, setting.tp
-    group = dist.ProcessGroup(setting.tp_rank, tp)  # type: ignore[call-arg]  # Recorder's
-    cut, pieces = setting.sequence_parallel, setting.tp_pieces
+    group = silent_group("tp", setting.tp_rank, tp)
+    cut, pieces, mode = (
+        setting.sequence_parallel,
+        setting.tp_pieces,
+        setting.activation_checkpointing,
+    )
     at = TensorParallel(tp, setting.tp_rank, cut, None, group, pieces)
     kinds = kinds_of_layers(model)
     layers = [kinds.index(name) for name in names if name in kinds]
-    stage = Transformer(model, layers, EMBEDDING in names, HEAD in names, at).to(setting.dtype)
-    mode = setting.activation_checkpointing
+    cp = context(setting)
+    stage = Transformer(model, layers, EMBEDDING in names, HEAD in names, at, cp).to(setting.dtype)
     wrap_blocks(stage.blocks.values(), mode, False, tp, OPERATORS)
     return stage
-
-
-def _batch(setting: Setting) -> Batch:
-    shape = (setting.seq_len, setting.micro_batch_size)
-    tokens = torch.empty(shape, dtype=torch.int64, device=DEVICE)
-    loss_scale = torch.empty((), dtype=exact(setting.dtype), device=DEVICE)
-    if not setting.document_mask:
-        return Batch(tokens, tokens, tokens[:, :1], loss_scale)
-    # one document per sequence; the number of documents makes no difference
-    bounds = torch.empty(shape[1] + 1, dtype=torch.int32, device=DEVICE)
-    documents = [Documents(bounds, bounds, (0,) * shape[1])]
-    return Batch(tokens, tokens, tokens, loss_scale, documents)
-
-
-def _tensors(batch: Batch) -> list[Tensor]:
-    return [value for value in vars(batch).values() if isinstance(value, Tensor)]
 
 
 class CannotRecord(UserError):
@@ -243,7 +208,7 @@ def _record(setting: Setting, name: str, split: bool, sums: Sums | None) -> Reco
 
 
 def _run(setting: Setting, name: str, split: bool, sums: Sums | None) -> Record:
-    stage, batch = _stage(setting, [name]), _batch(setting)
+    stage, batch = _stage(setting, [name]), batch_of(setting)
     queue = share_queue(stage)
     totals = [] if sums is None else _sum_gradients(stage, sums)
     gradients: list[Piece] = []
@@ -269,9 +234,9 @@ def _run(setting: Setting, name: str, split: bool, sums: Sums | None) -> Record:
 
     recorder = Recorder(category_of)
     flow = recorder.flow
-    leaf = _hidden(setting).requires_grad_()
+    leaf = hidden(setting).requires_grad_()
     begun = [each.total for each in totals if each.total is not None]
-    recorder.leave_out(leaf, *stage.parameters(), *_tensors(batch), *begun)
+    recorder.leave_out(leaf, *stage.parameters(), *tensors_in(batch), *begun)
     recorder.names = {key_of(each): _label(path) for path, each in stage.named_parameters()}
     deferring: AbstractContextManager[list[Job]] = queue.deferring() if split else nullcontext([])
     with torch.enable_grad(), _parts(stage, name, recorder), AsOnGpu(), recorder:
@@ -291,6 +256,7 @@ def _run(setting: Setting, name: str, split: bool, sums: Sums | None) -> Record:
         del y
         with deferring as jobs:
             torch.autograd.backward(end)
+        del end  # and with it what operations keep until their graph is freed
         recorder.end()
         if split:
             with recorder.phase("weight"):

@@ -55,6 +55,12 @@ def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) 
         yield
 
 
+def gathers_again(mode: str) -> bool:
+    """Whether backward must itself gather the keys and values that forward gathered over cp
+    (context.py). In the other modes the recomputation of a block does."""
+    return mode == "none"
+
+
 def wrap_blocks(
     blocks: Iterable[nn.Module], mode: str, compile: bool, tp: int, attention: Set[Any]
 ) -> None:

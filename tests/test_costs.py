@@ -9,19 +9,11 @@ import torch
 import torch.distributed as dist
 
 from costs.as_on_gpu import DEVICE, AsOnGpu
-from costs.recorder import Attention, Moved, Product, Recorder, Sent, Waited, pairs
+from costs.events import Attention, Moved, Product, Sent, Waited, pairs, silent_group
+from costs.recorder import Recorder
+from costs.setting import Setting
 from costs.summary import flops_per_token, model_flops
-from costs.units import (
-    EMBEDDING,
-    HEAD,
-    HIDDEN,
-    CannotRecord,
-    Setting,
-    Unit,
-    kind_of,
-    position_bytes,
-    unit,
-)
+from costs.units import EMBEDDING, HEAD, HIDDEN, CannotRecord, Unit, kind_of, position_bytes, unit
 from model.config import ModelConfig
 from parallel.collectives import start_all_gather
 from parallel.memory import DEFERRED, GRADIENTS, TEMPORARY
@@ -73,11 +65,11 @@ def test_flops_of_a_token(model: ModelConfig) -> None:
 
 def test_a_window_counts_what_it_sees() -> None:
     model = KINDS["windows"]
-    seen = pairs(LONG, model.attention_window - 1, 0) / LONG
+    seen = pairs(LONG, LONG, model.attention_window - 1, 0) / LONG
     expected = 6 * matrices(model) + 12 * model.num_layers * seen * model.attention_width
     assert flops_per_token(model, LONG) == pytest.approx(expected)
-    assert pairs(LONG, LONG, 0) == LONG**2 / 2
-    assert pairs(1000, 10, 0) == pytest.approx(10_000, rel=0.01)
+    assert pairs(LONG, LONG, LONG, 0) == LONG**2 / 2
+    assert pairs(1000, 1000, 10, 0) == pytest.approx(10_000, rel=0.01)
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -109,7 +101,7 @@ def test_recomputation_computes_only_what_backward_reads(
     }
     before, after = (one.whole.phases["backward"] for one in (plain, again))
     assert after.product_flops - before.product_flops == expected[mode]
-    more = Counter(kind for kind, _ in (after.sends - before.sends).elements())
+    more = Counter(call.kind for call in (after.sends - before.sends).elements())
     reduces = "reduce_scatter" if sequence_parallel else "all_reduce"
     gathers = 2 if mode == "full" and sequence_parallel else 0  # only for products
     assert more == ({reduces: 1} | ({"all_gather": gathers} if gathers else {}) if tp > 1 else {})
@@ -172,7 +164,7 @@ def test_positions_are_made_once_for_a_stage() -> None:
 
 
 def test_what_runs_between_a_start_and_its_wait() -> None:
-    group = dist.ProcessGroup(0, 4)
+    group = silent_group("tp", 0, 4)
     x, w = (torch.empty(8, 8, device=DEVICE) for _ in range(2))
     recorder = Recorder(lambda piece: None)
     with AsOnGpu(), recorder, recorder.phase("forward"):
@@ -186,7 +178,7 @@ def test_what_runs_between_a_start_and_its_wait() -> None:
     assert [type(event) for event in events] == [Sent, Sent, Product, Waited, Waited, Moved, Moved]
     assert [event.number for event in events[:2]] == [0, 1]
     assert [event.number for event in events[3:5]] == [1, 0]
-    assert events[0].bytes == 4 * x.nbytes
+    assert events[0].call.bytes == 4 * x.nbytes
     assert events[2].flops == 2 * 8**3
 
 

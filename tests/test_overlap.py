@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from costs.events import Call, Event, Product, Sent, Waited
 from costs.links import Links
-from costs.recorder import Effect, Event, Phase, Product, Sent, Waited
+from costs.recorder import Effect, Phase
 from costs.seconds import Rates
-from costs.units import Setting, unit
+from costs.setting import Setting
+from costs.units import unit
 from model.config import ModelConfig
 from parallel.kept import KeptOutputs
 from tools.plan.hardware import find_device
@@ -41,7 +43,7 @@ def behind_nothing(phase: Phase) -> dict[str, int]:
             started[event.number] = event, products
         elif isinstance(event, Waited):
             sent, before = started.pop(event.number)
-            found[sent.kind] += sent.bytes * (products == before)
+            found[sent.call.kind] += sent.call.bytes * (products == before)
     assert not started, "every collective is waited for"
     return {kind: size for kind, size in found.items() if size}
 
@@ -78,7 +80,7 @@ def test_pieces_change_neither_operations_nor_bytes_nor_what_is_kept(
     one, four = phases(**changes), phases(tp_pieces=4, **changes)
     for name in ("forward", "backward"):
         assert four[name].product_flops == one[name].product_flops
-        sent = [sum(size for _, size in each[name].sends.elements()) for each in (one, four)]
+        sent = [sum(call.bytes for call in each[name].sends.elements()) for each in (one, four)]
         assert sent[0] == sent[1] > 0
         assert four[name].effect.changes == one[name].effect.changes
 
@@ -87,7 +89,7 @@ def test_selective_gathers_nothing_again() -> None:
     """Recomputation does not gather the input of column-parallel layers, because it has their
     outputs. Full checkpointing gathers it again for both of a block's layers."""
     plain, selective, full = (
-        Counter(kind for kind, _ in each["backward"].sends.elements())
+        Counter(call.kind for call in each["backward"].sends.elements())
         for each in (
             phases(activation_checkpointing=mode) for mode in ("none", "selective", "full")
         )
@@ -104,7 +106,7 @@ def exposed(*events: Event) -> float:
     device = find_device("h100")
     rates = Rates(device, Links(device, TP, 1, 1, TP), 2)
     one = rates.links.collective("tp", 1 << 30)
-    return rates.cost(Phase(events, Effect(0, {}, {}))).exposed / one
+    return rates.cost(Phase(events, Effect(0, {}, {}))).waiting / one
 
 
 def seconds_of_collectives(number: float) -> Product:
@@ -120,7 +122,7 @@ def seconds_of_collectives(number: float) -> Product:
 def test_collectives_of_one_group_run_one_after_another() -> None:
     """Two collectives that start together end one after the other, so a product hides only its own
     seconds of their sum."""
-    a, b = (Sent("all_gather", 1 << 30, number) for number in (0, 1))
+    a, b = (Sent(Call("tp", "all_gather", 1 << 30), number) for number in (0, 1))
     wait_a, wait_b = Waited(0), Waited(1)
     half = seconds_of_collectives(0.5)
     assert exposed(a, wait_a, b, wait_b) == pytest.approx(2)

@@ -9,8 +9,9 @@ import torch
 
 from costs import summary
 from costs.as_on_gpu import DEVICE, AsOnGpu
+from costs.events import Product
 from costs.links import Links
-from costs.recorder import Product, Recorder
+from costs.recorder import Recorder
 from costs.seconds import Rates
 from costs.storages import key_of
 from tools.plan.__main__ import main

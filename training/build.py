@@ -6,7 +6,7 @@ import torch
 from model.initialise import initialise
 from model.kernels.attention import OPERATORS
 from model.transformer import Transformer
-from parallel.activation import wrap_blocks
+from parallel.activation import gathers_again, wrap_blocks
 from parallel.context import ContextParallel
 from parallel.data import shard
 from parallel.layer import TensorParallel
@@ -32,7 +32,7 @@ def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bo
     precision = Precision.of(config)
     parallel, train = config.parallel, config.train
     tp = TensorParallel.of(mesh.tp, parallel.sequence_parallel, parallel.tp_pieces)
-    cp = ContextParallel.of(mesh.cp, gathers_again=train.activation_checkpointing == "none")
+    cp = ContextParallel.of(mesh.cp, gathers_again(train.activation_checkpointing))
     stage = Transformer(config.model, layers, first, last, tp, cp).to(precision.master)
     blocks = list(stage.blocks.values())
     wrap_blocks(blocks, train.activation_checkpointing, train.compile, tp.size, OPERATORS)

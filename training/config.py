@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from costs.setting import Setting
 from costs.summary import layer_costs
-from costs.units import Setting
 from data.config import DataConfig
 from errors import UserError
 from model.config import ModelConfig
@@ -56,12 +56,12 @@ class Config:
     def layer_costs(self) -> LayerCosts:
         return layer_costs(self.setting())
 
-    def setting(self, tp_rank: int = 0) -> Setting:
+    def setting(self, tp_rank: int = 0, cp_rank: int = 0) -> Setting:
         """The settings on which the recorded costs of this run's units depend."""
         parallel, train, dtype = self.parallel, self.train, Precision.of(self).compute
         return Setting(self.model, train.seq_len, parallel.tp, tp_rank, parallel.sequence_parallel,
                        parallel.tp_pieces, train.micro_batch_size, self.data.document_mask,
-                       train.activation_checkpointing, dtype)  # fmt: skip
+                       train.activation_checkpointing, dtype, parallel.cp, cp_rank)  # fmt: skip
 
     def schedule(self, dp_size: int) -> list[list[Action]]:
         """Each pipeline rank's actions in one step."""

@@ -25,6 +25,7 @@ FIXED = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "zb_v": 2, "dualpipe_v": 2}  # stage
 INTERLEAVED = ("interleaved_1f1b", "breadth_first")
 MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 MICRO_BATCHES = (1, 2, 4, 8)  # sequences
+CP_TOKENS = 8192  # of a sequence; a cp rank keeps at least as many, which fill its kernels
 VIRTUAL = 8  # stages per rank of interleaved schedules: all up to this; more only if even
 
 
@@ -73,14 +74,16 @@ def space(config: Config, world: int, device: Device) -> list[str]:
     ]
     kept += [f"train.{key}={str(getattr(train, key)).lower()}" for key in ("dtype", "compile")]
     tp = ", ".join(map(str, _tp_sizes(config, world, device)))
+    cp = ", ".join(map(str, _cp_sizes(config, world)))
     return [
-        f"tried: tp {tp}; pp, dp_shard, dp_replicate that divide the rest; micro-batches of "
-        f"{sizes} sequences; {', '.join(schedules)}; "
+        f"tried: tp {tp}; cp {cp}; pp, dp_shard, dp_replicate that divide the rest; "
+        f"micro-batches of {sizes} sequences; {', '.join(schedules)}; "
         f"2 to {VIRTUAL} stages per rank if interleaved, and more if layers divide evenly; "
         "layers split evenly, balanced, or with no block in the last or in both end stages; "
         "zero_stage 1 to 3 (0 if unsharded); no, selective and full recomputation",
-        "not tried: tp across nodes, or that does not divide a node; dp_shard that does not fill a "
-        "node; batches that do not divide evenly into micro-batches",
+        "not tried: tp across nodes, or that does not divide a node; cp that leaves a rank less "
+        f"than {CP_TOKENS:,} tokens of a sequence; dp_shard (with cp) that does not fill a node; "
+        "batches that do not divide evenly into micro-batches",
         f"kept as configured: {' '.join(kept)}",
     ]
 
@@ -88,21 +91,25 @@ def space(config: Config, world: int, device: Device) -> list[str]:
 def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate]:
     """Yield every layout that obeys the configuration's rules."""
     batch, seq_len = config.train.global_batch_size, config.train.seq_len
-    for tp in _tp_sizes(config, world, device):
+    axes = itertools.product(_tp_sizes(config, world, device), _cp_sizes(config, world))
+    for tp, cp in axes:
+        if world % (tp * cp):
+            continue
         sizes = sorted({*MICRO_BATCHES, config.train.micro_batch_size})
         for cut, size, mode in itertools.product((True, False), sizes, MODES):
             if tp == 1 and cut != config.parallel.sequence_parallel:
                 continue
-            if tp > 1 and cut and seq_len % (tp * config.parallel.tp_pieces):
+            pieces = tp * config.parallel.tp_pieces if tp > 1 and cut else 1
+            if seq_len % ((2 * cp if cp > 1 else 1) * pieces):
                 continue
-            parallel = replace(config.parallel, tp=tp, pp=1, dp_shard=1, dp_replicate=1,
+            parallel = replace(config.parallel, tp=tp, cp=cp, pp=1, dp_shard=1, dp_replicate=1,
                                schedule="1f1b", stages_per_rank=1, layers_per_stage=None,
                                sequence_parallel=cut, zero_stage=1)  # fmt: skip
             train = replace(config.train, micro_batch_size=size, activation_checkpointing=mode)
-            layout = Layout(replace(config, parallel=parallel, train=train), tp, 0)
+            layout = Layout(replace(config, parallel=parallel, train=train), tp * cp, 0)
             stage = Stage(StepTime(layout, device))
-            for pp in _divisors(world // tp):
-                dp = world // (tp * pp)
+            for pp in _divisors(world // (tp * cp)):
+                dp = world // (tp * cp * pp)
                 if pp <= config.model.num_layers + 2 and batch % (dp * size) == 0:
                     for pipe in pipelines(stage.alike, pp, batch // (dp * size)):
                         yield from _data_parallel(stage, pipe, world, batch // (dp * size), dp)
@@ -135,7 +142,8 @@ def _data_parallel(
     stage: Stage, pipe: Pipeline, world: int, m: int, dp: int
 ) -> Iterator[Candidate]:
     """Yield all ways to shard one pipeline's weights over `dp` ranks."""
-    layout, device, tp = stage.layout, stage.time.device, stage.layout.tp
+    layout, device, cp = stage.layout, stage.time.device, stage.layout.sizes.cp
+    inner = layout.world  # the ranks that share a stage's work on one sequence
     ranks = ranks_of(pipe.schedule, pipe.pp, pipe.stages_per_rank, pipe.counts)
     numbers = stage.parameters(ranks)
     one_dtype = layout.config.parallel.reduce_dtype == layout.config.train.dtype == "bfloat16"
@@ -148,12 +156,15 @@ def _data_parallel(
     )
     estimate: Estimate | None = None
     for shard in _divisors(dp):
-        if shard < dp and shard * tp < min(device.gpus_per_node, dp * tp):
+        if shard < dp and shard * inner < min(device.gpus_per_node, dp * inner):
             continue
-        for zero in _zero_stages(shard):
+        ranks_of_weights = shard * cp
+        for zero in _zero_stages(ranks_of_weights):
             if one_dtype and ((m > 1 and zero < 2) or shard < dp):
                 continue
-            least = [least_bytes(one, layout, shard, zero, again, steady) for one in alive]
+            least = [
+                least_bytes(one, layout, ranks_of_weights, zero, again, steady) for one in alive
+            ]
             bound, rank = max((b, -one.rank) for one, (b, _) in zip(alive, least, strict=True))
             kept = max(k for _, k in least)
             seconds = math.inf
@@ -161,7 +172,7 @@ def _data_parallel(
                 estimate = estimate or Estimate(
                     stage, pipe.schedule, pipe.stages_per_rank, ranks, m, world
                 )
-                seconds = estimate.seconds(shard, dp // shard, zero)
+                seconds = estimate.seconds(ranks_of_weights, dp // shard, zero)
             yield Candidate(
                 seconds, bound, kept, -rank, stage.alike, pipe, shard, dp // shard, zero
             )
@@ -198,6 +209,13 @@ def _tp_sizes(config: Config, world: int, device: Device) -> list[int]:
     node = 1 if config.train.compile else device.gpus_per_node
     sizes = [tp for tp in _divisors(world) if tp <= node and (world <= node or node % tp == 0)]
     return [tp for tp in sizes if _takes(config.model, tp)]
+
+
+def _cp_sizes(config: Config, world: int) -> list[int]:
+    """The sizes of cp that divide the world and leave a rank CP_TOKENS tokens of a sequence.
+    Compiled blocks run with cp 1 only."""
+    most = 1 if config.train.compile else max(1, config.train.seq_len // CP_TOKENS)
+    return [cp for cp in _divisors(world) if cp <= most]
 
 
 def _takes(model: ModelConfig, tp: int) -> bool:

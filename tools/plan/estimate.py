@@ -59,7 +59,7 @@ class Stage:
 
     @cache  # noqa: B019  (of one search)
     def message_seconds(self, pp: int, world: int) -> float:
-        parallel = replace(self.alike.parallel, pp=pp, dp_shard=world // (self.layout.tp * pp))
+        parallel = replace(self.alike.parallel, pp=pp, dp_shard=world // (self.layout.world * pp))
         layout = Layout(replace(self.alike, parallel=parallel), world, 0)
         return StepTime(layout, self.time.device).message_seconds
 
@@ -99,11 +99,11 @@ class Estimate:
         self.units = v if self.unit == "stage" else max(1, ranks[busiest].blocks)
 
     def seconds(self, shard: int, replicas: int, zero: int) -> float:
-        """Seconds of a step with weights sharded over `shard` ranks and replicated `replicas`
-        times."""
+        """Seconds of a step with weights sharded over `shard` ranks (cp included) and replicated
+        `replicas` times."""
         layout, time, m = self.stage.layout, self.stage.time, self.m
         e, numel, number = layout.compute, self.numel, self.units
-        links = Links(time.device, layout.tp, shard, replicas, self.world)
+        links = Links(time.device, layout.tp, shard, replicas, self.world, layout.sizes.cp)
         gather = links.collective("dp_shard", numel * e, number=number)
         scatter = links.collective("dp_shard", numel * layout.reduce, number=number)
         replicate = links.collective("dp_replicate", numel * layout.reduce / shard, 2, number)

@@ -1,10 +1,14 @@
 """Seconds of a rank's communication in a step, and how many of them are exposed."""
 
+from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import NamedTuple
 
+from costs.seconds import Cost
 from parallel.pipeline.actions import FORWARD
 from parallel.pipeline.lower import result_of
-from tools.plan.time import EXPOSED, WIRE, StepTime
+from tools.plan.layout import Layout
+from tools.plan.time import StepTime
 
 
 class Seconds(NamedTuple):
@@ -19,11 +23,8 @@ def seconds_on_the_wire(time: StepTime, pp_rank: int) -> dict[str, Seconds]:
     whole step is longer because messages take time."""
     layout = time.layout.at(pp_rank)
     parallel, m = layout.config.parallel, layout.num_microbatches
-    tp_wire = tp_exposed = gathers = waits = reductions = replicas = 0.0
+    gathers = waits = reductions = replicas = 0.0
     for stage in layout.stages:
-        for unit in layout.units(stage):
-            tp_wire += m * time.part(unit, seconds=WIRE).total
-            tp_exposed += m * time.part(unit, seconds=EXPOSED).total
         gather, scatter, over_replicas = time.data_parallel(stage)
         gathers += gather * (2 * m if parallel.zero_stage == 3 else 1)
         reductions += scatter * (m if parallel.zero_stage >= 2 else 1)
@@ -31,9 +32,10 @@ def seconds_on_the_wire(time: StepTime, pp_rank: int) -> dict[str, Seconds]:
         waits += m * time.waits(stage).total
     late = _late_start(time, pp_rank)
     tail = max(0.0, time.reductions[pp_rank] - time.timeline.ranks[pp_rank][-1].end)
-    over_shards = tail if layout.dp_replicate == 1 else max(0.0, tail - replicas)
+    over_shards = tail if layout.replicas == 1 else max(0.0, tail - replicas)
     table = {
-        "tp": Seconds(tp_wire, tp_exposed),
+        "tp": _inside_units(time, layout, "tp"),
+        "cp": _inside_units(time, layout, "cp"),
         "dp_shard": Seconds(gathers + reductions, waits + late + over_shards),
         "dp_replicate": Seconds(replicas, tail - over_shards),
     }
@@ -43,6 +45,20 @@ def seconds_on_the_wire(time: StepTime, pp_rank: int) -> dict[str, Seconds]:
     )
     table["pp"] = Seconds(sent * time.message_seconds, time.waiting_for_messages)
     return {axis: seconds for axis, seconds in table.items() if seconds.wire}
+
+
+def _inside_units(time: StepTime, layout: Layout, axis: str) -> Seconds:
+    """Seconds of the communication that is recorded from units."""
+    units = [unit for stage in layout.stages for unit in layout.units(stage)]
+
+    def seconds(which: Callable[[Cost], Mapping[str, float]]) -> float:
+        def over_axis(cost: Cost) -> float:
+            return which(cost).get(axis, 0.0)
+
+        parts = (time.part(unit, seconds=over_axis).total for unit in units)
+        return sum(layout.num_microbatches * part for part in parts)
+
+    return Seconds(seconds(attrgetter("wire")), seconds(attrgetter("exposed")))
 
 
 def _late_start(time: StepTime, pp_rank: int) -> float:

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 
 from costs.recorder import Phase
+from costs.setting import Setting
 from costs.summary import blocks
-from costs.units import EMBEDDING, HEAD, LocalWeight, Setting, Sums, Unit, kinds_of_layers, unit
+from costs.units import EMBEDDING, HEAD, LocalWeight, Sums, Unit, kinds_of_layers, unit
 from errors import UserError
 from parallel.axes import AXES, MeshSizes
 from parallel.pipeline.actions import (
@@ -85,18 +86,21 @@ def gathered(*units: Unit) -> Gathered:
 @dataclass(frozen=True)
 class Layout:
     """One rank's part of the job. Ranks that differ only in their data-parallel coordinates are
-    alike."""
+    alike; those that differ in their cp coordinate almost (`Setting` in costs/setting.py)."""
 
     config: Config
     world: int
     pp_rank: int
     tp_rank: int = 0
-    dp_shard_rank: int = 0
+    shard_rank: int = 0  # among the ranks that share the weights
+    cp_rank: int = 0
 
     @classmethod
     def of_rank(cls, config: Config, world: int, rank: int) -> "Layout":
-        at = config.parallel.mesh_sizes(world).coordinates(rank)
-        return cls(config, world, at["pp"], at["tp"], at["dp_shard"])
+        sizes = config.parallel.mesh_sizes(world)
+        at = sizes.coordinates(rank)
+        shard = at["dp_shard"] * sizes.cp + at["cp"] if sizes.with_cp == "dp_shard" else 0
+        return cls(config, world, at["pp"], at["tp"], shard, at["cp"])
 
     @cached_property
     def sizes(self) -> MeshSizes:
@@ -106,18 +110,20 @@ class Layout:
     def tp(self) -> int:
         return self.sizes.tp
 
-    @property
-    def dp_shard(self) -> int:
-        return self.sizes.dp_shard
+    @cached_property
+    def shards(self) -> int:
+        """The number of ranks that the weights are sharded over: dp_shard, cp included."""
+        return self.sizes.of_weights()["dp_shard"]
 
-    @property
-    def dp_replicate(self) -> int:
-        return self.sizes.dp_replicate
+    @cached_property
+    def replicas(self) -> int:
+        """The number of ranks that hold the same shard of the weights."""
+        return self.sizes.of_weights()["dp_replicate"]
 
     @property
     def whole(self) -> bool:
         """Whether no rank shares this rank's weights, so that FSDP is not used."""
-        return self.dp_shard * self.dp_replicate == 1 and not self.config.parallel.cpu_offload
+        return self.shards * self.replicas == 1 and not self.config.parallel.cpu_offload
 
     # --- widths, in bytes ---
 
@@ -160,23 +166,23 @@ class Layout:
 
     @property
     def tokens(self) -> int:
-        """The tokens of a micro-batch."""
-        return self.config.train.seq_len * self.config.train.micro_batch_size
+        """The tokens of a micro-batch on this rank."""
+        return self.setting.tokens * self.config.train.micro_batch_size
 
     @cached_property
     def num_microbatches(self) -> int:
-        return self.config.num_microbatches(self.dp_replicate * self.dp_shard)
+        return self.config.num_microbatches(self.sizes.dp)
 
     @cached_property
     def schedule(self) -> Sequence[Sequence[Action]]:
-        return self.config.schedule(self.dp_replicate * self.dp_shard)
+        return self.config.schedule(self.sizes.dp)
 
     # --- units ---
 
     @cached_property
     def setting(self) -> Setting:
         """All that the units' records depend on, apart from the unit."""
-        return self.config.setting(self.tp_rank)
+        return self.config.setting(self.tp_rank, self.cp_rank)
 
     @cached_property
     def embedding(self) -> Unit:

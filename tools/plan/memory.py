@@ -50,9 +50,9 @@ class Memory(Account):
         layout = self.layout
         for units in self.units.values():
             for unit in units:
-                weights, shards = gathered(unit), layout.dp_shard
+                weights, shards = gathered(unit), layout.shards
                 self.add(WEIGHTS, weights.padded(shards) // shards * layout.master)
-                local = weights.local(shards, layout.dp_shard_rank, lambda weight: True)
+                local = weights.local(shards, layout.shard_rank, lambda weight: True)
                 self.add(MOMENTS, layout.states_per_weight * local * layout.master)
         self.add(TEMPORARY, batch_bytes(layout))
 
@@ -152,7 +152,10 @@ class Memory(Account):
 
 def batch_bytes(layout: Layout) -> int:
     """Bytes of a step's tokens and targets (int64; twice if a micro-batch has several sequences,
-    for the transposed copy) and positions."""
-    numbers = layout.tokens * layout.num_microbatches
-    both = numbers * 16 * (2 if layout.config.train.micro_batch_size > 1 else 1)
-    return both + 8 * (numbers if layout.config.data.document_mask else layout.config.train.seq_len)
+    for the transposed copy) and positions, of which every micro-batch cuts its own with cp. (The
+    last cp rank has views of whole sequences' positions instead.)"""
+    numbers, train = layout.tokens * layout.num_microbatches, layout.config.train
+    both = numbers * 16 * (2 if train.micro_batch_size > 1 else 1)
+    if layout.config.data.document_mask:
+        return both + 8 * numbers
+    return both + 8 * (train.seq_len if layout.sizes.cp == 1 else numbers // train.micro_batch_size)

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from costs.recorder import Product
+from costs.events import Product
 from costs.units import Unit
 from tools.plan.hardware import Device
 from tools.plan.layout import PHASES, Layout

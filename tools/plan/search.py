@@ -45,6 +45,7 @@ class Found:
     device: Device
     fullest: int = 0  # the pipeline rank that probably needs the most memory
     estimate: float = 0.0  # seconds of a step; the search examines layouts in this order
+    searched_cp: int = 1  # that of the configuration that was searched
 
     @cached_property
     def layout(self) -> Layout:
@@ -100,8 +101,10 @@ class Found:
     def overrides(self) -> str:
         """The overrides that turn the searched configuration into this one."""
         p, t = self.config.parallel, self.config.train
+        cp = [] if p.cp == self.searched_cp else ["cp"]
         text = [
-            f"parallel.{key}={_value(getattr(p, key))}" for key in (*SEARCHED, "sequence_parallel")
+            f"parallel.{key}={_value(getattr(p, key))}"
+            for key in (*SEARCHED, *cp, "sequence_parallel")
         ]
         text += [
             f"train.{key}={_value(getattr(t, key))}"
@@ -138,7 +141,7 @@ def search(config: Config, world: int, device: Device, wanted: int = 10) -> Resu
         remedy = "choose numbers with more divisors"
         raise UserError("train.global_batch_size", config.train.global_batch_size, why, remedy)
     possible = sorted((c for c in everything if c.bound <= room), key=lambda c: c.estimate)
-    examine = Examiner(world, device, room)
+    examine = Examiner(world, device, room, config.parallel.cp)
     fitting: list[Found] = []
     for candidate in possible:
         if len(fitting) == ENOUGH:
@@ -197,8 +200,9 @@ def _check_states_fit(config: Config, world: int, room: float) -> None:
 class Examiner:
     """Decides whether candidates are valid and fit, each only once."""
 
-    def __init__(self, world: int, device: Device, room: float) -> None:
+    def __init__(self, world: int, device: Device, room: float, searched_cp: int) -> None:
         self.world, self.device, self.room = world, device, room
+        self.searched_cp = searched_cp
         self.known: dict[int, Found | None] = {}  # by id(), since a search keeps its candidates
         self.refused: UserError | None = None  # the last error of a layout that is not valid
         self.too_large = 0
@@ -223,7 +227,12 @@ class Examiner:
 
     def _found(self, candidate: Candidate) -> Found:
         return Found(
-            candidate.config(), self.world, self.device, candidate.fullest, candidate.estimate
+            candidate.config(),
+            self.world,
+            self.device,
+            candidate.fullest,
+            candidate.estimate,
+            self.searched_cp,
         )
 
     def _valid(self, found: Found) -> bool:
@@ -261,15 +270,15 @@ def _value(value: object) -> str:
 def rows(found: Sequence[Found]) -> list[list[Found]]:
     """Group layouts, given in the order of their seconds, into rows of layouts that hardly differ.
 
-    The layouts of a row compute the same (tp, pp, schedule, micro-batch, recomputation) and take at
-    most 1% longer than its first. They may differ in how layers and data-parallel ranks are
+    The layouts of a row compute the same (tp, cp, pp, schedule, micro-batch, recomputation) and
+    take at most 1% longer than its first. They may differ in how layers and data-parallel ranks are
     divided, and in the ZeRO stage.
     """
     together: dict[tuple[object, ...], list[list[Found]]] = {}
     ordered: list[list[Found]] = []
     for one in found:
         p, t = one.config.parallel, one.config.train
-        work = (p.tp, p.pp, p.schedule, p.sequence_parallel, t.micro_batch_size,
+        work = (p.tp, p.cp, p.pp, p.schedule, p.sequence_parallel, t.micro_batch_size,
                 t.activation_checkpointing)  # fmt: skip
         alike = together.setdefault(work, [])
         row = next((row for row in alike if one.seconds <= (1 + ALIKE) * row[0].seconds), None)
@@ -287,7 +296,8 @@ def describe(alike: Sequence[Found]) -> str:
     p = parallel[0]
     sizes = " ".join(
         f"{axis} {_each(getattr(q, axis) for q in parallel)}"
-        for axis in ("tp", "pp", "dp_shard", "dp_replicate")
+        for axis in ("tp", "cp", "pp", "dp_shard", "dp_replicate")
+        if axis != "cp" or p.cp > 1
     )
     stages = _each(sorted(q.stages_per_rank for q in parallel))
     schedule = p.schedule if stages == "1" else f"{p.schedule}×{stages}"

@@ -58,10 +58,10 @@ class Sharded:
         layout, (key, _, unit) = self.layout, self.unit_of[stage, index]
         if key in self.gathered:
             return before
-        size = unit.padded(layout.dp_shard) * layout.compute
-        buffer = size if layout.dp_shard > 1 else 0
-        copied = layout.compute != layout.master and layout.dp_shard > 1
-        flat = size // layout.dp_shard if copied else 0
+        size = unit.padded(layout.shards) * layout.compute
+        buffer = size if layout.shards > 1 else 0
+        copied = layout.compute != layout.master and layout.shards > 1
+        flat = size // layout.shards if copied else 0
         if forward:
             self.account.reach(gathering=before + buffer + flat)
         self.account.add(GATHERED, size)
@@ -72,9 +72,9 @@ class Sharded:
     def prefetched(self, stage: int, index: int) -> int:
         """Bytes gathered during a unit's backward for the unit whose backward comes next."""
         layout, (_, indices, _) = self.layout, self.unit_of[stage, index]
-        if not self.resharding or layout.dp_shard == 1 or not indices.start:
+        if not self.resharding or layout.shards == 1 or not indices.start:
             return 0
-        return self.unit_of[stage, indices.start - 1][2].padded(layout.dp_shard) * layout.compute
+        return self.unit_of[stage, indices.start - 1][2].padded(layout.shards) * layout.compute
 
     def after_forward(self, stage: int, index: int) -> None:
         if self.resharding and index + 1 == self.unit_of[stage, index][1].stop:
@@ -88,7 +88,7 @@ class Sharded:
         key, _, unit = self.unit_of[stage, index]
         if key in self.gathered:
             self.gathered.remove(key)
-            self.account.free(GATHERED, unit.padded(self.layout.dp_shard) * self.layout.compute)
+            self.account.free(GATHERED, unit.padded(self.layout.shards) * self.layout.compute)
 
     def after_backward(self, stage: int, index: int, last: bool) -> None:
         """After the backward of the last unit within an FSDP unit, reduce its gradients, or keep
@@ -110,14 +110,14 @@ class Sharded:
         layout, account = self.layout, self.account
         self.accumulated.discard(key)
         account.free(REDUCING, self.input_of_reduction.pop(stage, 0))
-        numbers = unit.padded(layout.dp_shard)
+        numbers = unit.padded(layout.shards)
         account.add(REDUCING, numbers * layout.reduce)
         self.input_of_reduction[stage] = numbers * layout.reduce
         account.free(GRADIENTS, unit.numel * layout.sum)
-        part = numbers // layout.dp_shard
+        part = numbers // layout.shards
         output, final = part * layout.reduce, part * layout.master
-        # With dp_shard 1 (replicas only), FSDP divides the gradients by 1, into a copy.
-        account.reach(reducing=output + (numbers * layout.reduce if layout.dp_shard == 1 else 0))
+        # With one shard (replicas only), FSDP divides the gradients by 1, into a copy.
+        account.reach(reducing=output + (numbers * layout.reduce if layout.shards == 1 else 0))
         if not last:
             if key not in self.reduced:
                 account.add(SHARDED_GRADIENTS, output)

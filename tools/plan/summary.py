@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from costs.recorder import wire_bytes
+from costs.events import Call, wire_bytes
 from costs.summary import model_flops
 from model.transformer import num_parameters
 from parallel.pipeline.lower import Program, lower
@@ -13,7 +13,7 @@ from tools.plan.layout import Layout
 from tools.plan.memory import Memory
 from tools.plan.narrow import describe_narrow, narrow_products
 from tools.plan.time import StepTime
-from tools.plan.traffic import Call, by_axis, collectives
+from tools.plan.traffic import by_axis, collectives
 from training.config import Config
 
 MFU_FORMULA = (
@@ -36,6 +36,8 @@ def hidden(layout: Layout, axis: str) -> str:
             f"{forward}; in backward, gathers hidden behind input gradients, scatters behind "
             "weight gradients"
         )
+    if axis == "cp":
+        return "keys and values of every attention layer, and their gradients"
     if axis == "dp_shard" and zero == 3:
         return (
             "nothing hidden, because a stage is one unit"
@@ -111,7 +113,7 @@ def summarise(
 
 def _rank(time: StepTime, program: Program, layout: Layout) -> dict[str, Any]:
     """The figures of one pipeline rank, for tp rank 0, which has the largest part of the
-    vocabulary."""
+    vocabulary, and cp rank 0."""
     memory, seconds = Memory(layout, program), seconds_on_the_wire(time, layout.pp_rank)
     calls = collectives(layout)
     traffic = by_axis(calls)
@@ -140,14 +142,20 @@ def _rank(time: StepTime, program: Program, layout: Layout) -> dict[str, Any]:
         ),
         "activations": memory.activations,
         "live_micro_batches": time.timeline.peak_live(layout.pp_rank),
-        "collectives": traffic,
+        "collectives": {_name(layout, axis): row for axis, row in traffic.items()},
     }
 
 
+def _name(layout: Layout, axis: str) -> str:
+    """The name of an axis in print: whether the axis of weights contains cp."""
+    sizes = layout.sizes
+    return f"{axis} × cp" if axis == sizes.with_cp and sizes.cp > 1 else axis
+
+
 def _ranks(layout: Layout, call: Call) -> int:
-    return {**layout.sizes.by_axis(), "loss": layout.sizes.dp, "ends": 2}.get(
-        call.axis, layout.world
-    )
+    sizes = layout.sizes
+    views = {"cp": sizes.cp, "loss": sizes.dp * sizes.cp, "batch": sizes.dp, "ends": 2}
+    return {**sizes.of_weights(), **views}.get(call.axis, layout.world)
 
 
 def _flops(layout: Layout) -> float:

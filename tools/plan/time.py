@@ -1,12 +1,12 @@
 """Seconds of each action of a pipeline stage and of a whole step, from the units' recorded code at
 the rates of a device (costs/seconds.py).
 
-Communication is hidden exactly where the code overlaps it with computation. Over tp, a collective
-is hidden behind what is computed between its start and its wait. Over dp, a unit is gathered during
-the previous unit's forward and reduced during the next unit's backward; time beyond that of the
-overlapping computation is exposed. With `fsdp_unit: stage` there is no previous or next unit, so
-gathers are exposed, and reductions overlap with the rank's next actions. The simulator accounts for
-the messages of the pipeline, which overlap with other actions as the schedule allows.
+Communication is hidden exactly where the code overlaps it with computation. Over tp and cp, a
+collective is hidden behind what is computed between its start and its wait. Over dp, a unit is
+gathered during the previous unit's forward and reduced during the next unit's backward; time beyond
+that of the overlapping computation is exposed. With `fsdp_unit: stage` there is no previous or next
+unit, so gathers are exposed, and reductions overlap with the rank's next actions. The simulator
+accounts for the messages of the pipeline, which overlap with other actions as the schedule allows.
 """
 
 from collections.abc import Callable
@@ -80,7 +80,7 @@ class Sharding(NamedTuple):
         return Part(0.0, 0.0, max(self.scatter_last, self.scatter - backward))
 
 
-TOTAL, WIRE, EXPOSED = map(attrgetter, ("total", "wire", "exposed"))
+TOTAL, EXPOSED = map(attrgetter, ("total", "waiting"))
 
 
 class StepTime:
@@ -89,7 +89,8 @@ class StepTime:
 
     def __init__(self, layout: Layout, device: Device) -> None:
         self.layout, self.device = layout, device
-        self.links = Links(device, layout.tp, layout.dp_shard, layout.dp_replicate, layout.world)
+        shards, replicas = layout.shards, layout.replicas
+        self.links = Links(device, layout.tp, shards, replicas, layout.world, layout.sizes.cp)
         self.rates = Rates(device, self.links, layout.compute)
         self._costs: dict[tuple[Unit, Kind], Cost] = {}
 
@@ -114,8 +115,8 @@ class StepTime:
             unit: of the model.
             split: whether the schedule splits backward (default: the layout's schedule). Otherwise
                 `input_grad` holds the whole backward.
-            seconds: which of a cost's seconds: computation and exposed communication over tp
-                (`TOTAL`), all communication over tp (`WIRE`), or its exposed part (`EXPOSED`).
+            seconds: which of a cost's seconds: computation and exposed communication over tp and cp
+                (`TOTAL`), or only the latter (`EXPOSED`).
         """
         split = self.layout.splits_backward if split is None else split
         kinds = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT) if split else (FORWARD, BACKWARD)
@@ -136,7 +137,7 @@ class StepTime:
         """Seconds to gather a stage's weights, to reduce its gradients over dp_shard, and then over
         dp_replicate."""
         layout, units = self.layout, [unit for _, unit in self.layout.fsdp_units(stage)]
-        links, shard, number = self.links, layout.dp_shard, len(units)
+        links, shard, number = self.links, layout.shards, len(units)
         gathered = sum(gather_bytes(layout, unit) for unit in units)
         gather = links.collective("dp_shard", gathered, number=number)
         reduced = sum(reduce_bytes(layout, unit) for unit in units)
@@ -148,7 +149,7 @@ class StepTime:
         """For each stage, the seconds to convert its weights to the compute dtype and to copy the
         gathered weights into place."""
         layout = self.layout
-        width = 3 * layout.compute + layout.master / layout.dp_shard
+        width = 3 * layout.compute + layout.master / layout.shards
         if layout.whole:
             width = layout.compute + layout.master if layout.compute != layout.master else 0
         stages = map(layout.units, range(layout.num_stages))
@@ -244,7 +245,7 @@ class StepTime:
         ranks = [0.0] * self.layout.sizes.pp
         for stage, rank in enumerate(self.layout.where):
             numel = sum(unit.numel for unit in self.layout.units(stage))
-            ranks[rank] += numel / self.layout.dp_shard
+            ranks[rank] += numel / self.layout.shards
         return self.updating(max(ranks))
 
     def updating(self, numbers: float) -> float:

@@ -2,10 +2,12 @@
 and their bytes.
 
 Bytes are those of the whole tensor: the output of an all-gather, the input of a reduce-scatter, the
-tensor of an all-reduce or a message. `wire_bytes` (costs/recorder.py) converts them to the bytes
+tensor of an all-reduce or a message. `wire_bytes` (costs/events.py) converts them to the bytes
 that one rank sends. Collectives over one rank move nothing and are not counted.
 
-The collectives over tp are recorded from the units (costs/units.py). The others are
+The collectives over tp and cp are recorded from the units (costs/units.py). The others are as
+follows; dp_shard and dp_replicate are those of weights, of which one contains cp
+(parallel/axes.py).
 
 | when             | over         | what                                                         |
 |------------------|--------------|--------------------------------------------------------------|
@@ -16,7 +18,8 @@ The collectives over tp are recorded from the units (costs/units.py). The others
 |                  |              | for every micro-batch                                        |
 |                  | dp_replicate | 1 / dp_shard of them, once a step                            |
 | once a step      | tp           | gradients that are partial on each tp rank, together         |
-|                  | loss         | the number of target tokens (int64), and the loss            |
+|                  | batch        | the number of target tokens (int64)                          |
+|                  | loss         | the loss                                                     |
 |                  | pp           | the loss                                                     |
 |                  | world        | the gradients' squares (float64)                             |
 |                  | ends         | a tied embedding's gradient, on two ranks                    |
@@ -24,20 +27,13 @@ The collectives over tp are recorded from the units (costs/units.py). The others
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
+from costs.events import Call
 from costs.units import LocalWeight, Unit
 from parallel.pipeline.actions import Action
 from parallel.pipeline.lower import need_of, result_of
 from tools.plan.layout import Gathered, Layout, gathered
-
-
-class Call(NamedTuple):
-    """A collective or message; `bytes` are those of the whole tensor."""
-
-    axis: str
-    kind: str
-    bytes: int
 
 
 def collectives(layout: Layout) -> Counter[Call]:
@@ -63,12 +59,20 @@ def collectives(layout: Layout) -> Counter[Call]:
     return calls
 
 
-def action_calls(layout: Layout, action: Action) -> Counter[Call]:
-    """The collectives over tp in one action."""
+def over_groups(layout: Layout) -> Counter[Call]:
+    """The collectives of one step as a rehearsal counts them, which knows groups, not axes: if cp
+    is the only axis, all of them share one group."""
     calls: Counter[Call] = Counter()
-    for unit in layout.units(action.stage) if layout.tp > 1 else ():
-        for (kind, size), number in layout.phase(action.kind, unit).sends.items():
-            calls[Call("tp", kind, size)] += number
+    for call, number in collectives(layout).items():
+        calls[call._replace(axis="cp") if layout.sizes.cp == layout.world > 1 else call] += number
+    return calls
+
+
+def action_calls(layout: Layout, action: Action) -> Counter[Call]:
+    """The collectives over tp and cp in one action."""
+    calls: Counter[Call] = Counter()
+    for unit in layout.units(action.stage):
+        calls += layout.phase(action.kind, unit).sends
     return calls
 
 
@@ -77,46 +81,46 @@ def fsdp_calls(layout: Layout, stage: int) -> Counter[Call]:
     calls: Counter[Call] = Counter()
     zero, m = layout.config.parallel.zero_stage, layout.num_microbatches
     for _, unit in layout.fsdp_units(stage):
-        if layout.dp_shard > 1:
+        if layout.shards > 1:
             calls[Call("dp_shard", "all_gather", gather_bytes(layout, unit))] += (
                 2 * m if zero == 3 else 1
             )
             calls[Call("dp_shard", "reduce_scatter", reduce_bytes(layout, unit))] += (
                 m if zero >= 2 else 1
             )
-        if layout.dp_replicate > 1:
+        if layout.replicas > 1:
             calls[
-                Call("dp_replicate", "all_reduce", reduce_bytes(layout, unit) // layout.dp_shard)
+                Call("dp_replicate", "all_reduce", reduce_bytes(layout, unit) // layout.shards)
             ] += 1
     return calls
 
 
 def gather_bytes(layout: Layout, unit: Gathered) -> int:
-    return unit.padded(layout.dp_shard) * layout.compute
+    return unit.padded(layout.shards) * layout.compute
 
 
 def reduce_bytes(layout: Layout, unit: Gathered) -> int:
-    return unit.padded(layout.dp_shard) * layout.reduce
+    return unit.padded(layout.shards) * layout.reduce
 
 
 def _once_a_step(layout: Layout) -> Counter[Call]:
     """The collectives of the loss, of the gradient norm, and of gradients that are summed after the
     last backward."""
     calls: Counter[Call] = Counter()
-    loss, world, ends = axis_names(layout)
-    pp = layout.sizes.pp
+    loss, batch, world, ends = axis_names(layout)
+    sizes = layout.sizes
 
     def add(axis: str, size: int, number: int) -> None:
         if size > 1:
             calls[Call(axis, "all_reduce", number)] += 1
 
-    add(loss, layout.dp_replicate * layout.dp_shard, 8)  # target tokens: int64
-    add(loss, layout.dp_replicate * layout.dp_shard, layout.exact)
-    add("pp", pp, layout.exact)
+    add(batch, sizes.dp, 8)  # target tokens: int64
+    add(loss, sizes.dp * sizes.cp, layout.exact)
+    add("pp", sizes.pp, layout.exact)
     add(world, layout.world, 8)  # squares: float64
 
     def local(units: Iterable[Unit], which: Callable[[LocalWeight], bool]) -> int:
-        shards, rank = layout.dp_shard, layout.dp_shard_rank
+        shards, rank = layout.shards, layout.shard_rank
         return layout.master * sum(gathered(unit).local(shards, rank, which) for unit in units)
 
     units = [unit for stage in layout.stages for unit in layout.units(stage)]
@@ -130,18 +134,20 @@ def _once_a_step(layout: Layout) -> Counter[Call]:
     return calls
 
 
-def axis_names(layout: Layout) -> tuple[str, str, str | None]:
-    """The axes by which collectives over `loss`, over `world`, and over the pair of the first and
-    last stage's ranks are counted: the innermost axis with the same ranks, if there is one."""
-    sizes = layout.sizes
-    loss = (
-        "dp_shard" if sizes.dp_replicate == 1 else "dp_replicate" if sizes.dp_shard == 1 else "loss"
-    )
-    alone = [axis for axis, size in reversed(sizes.by_axis().items()) if size == layout.world]
-    world = alone[0] if alone else "loss" if sizes.dp == layout.world else "world"
+def axis_names(layout: Layout) -> tuple[str, str, str, str | None]:
+    """The axes by which collectives over `loss`, over `batch`, over `world`, and over the pair of
+    the first and last stage's ranks are counted: the innermost axis of weights with the same ranks,
+    if there is one."""
+    sizes, of_weights = layout.sizes, layout.sizes.of_weights()
+    loss = "dp_shard" if layout.replicas == 1 else "dp_replicate" if layout.shards == 1 else "loss"
+    batch = loss
+    if sizes.cp > 1:
+        batch = "dp_replicate" if sizes.dp_replicate == layout.replicas == sizes.dp else "batch"
+    alone = [axis for axis, size in reversed(of_weights.items()) if size == layout.world]
+    world = alone[0] if alone else "loss" if sizes.dp * sizes.cp == layout.world else "world"
     where = layout.where
     ends = None if where[0] == where[-1] else "pp" if sizes.pp == 2 else "ends"
-    return loss, world, ends
+    return loss, batch, world, ends
 
 
 def by_axis(calls: Counter[Call]) -> dict[str, dict[str, Any]]:

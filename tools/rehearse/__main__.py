@@ -23,7 +23,7 @@ from tools.command import run_command
 from tools.plan.hardware import GB, find_device
 from tools.plan.layout import Layout, world_of
 from tools.plan.memory import Memory
-from tools.plan.traffic import by_axis, collectives
+from tools.plan.traffic import by_axis, over_groups
 from tools.rehearse.prediction import predicted_step
 from tools.rehearse.rank import alone, check_can_be_rehearsed, rehearse, rehearse_for_real
 from training.config import Config
@@ -47,7 +47,7 @@ def beside_the_plan(config: Config, report: dict[str, Any]) -> dict[str, Any]:
     return {
         "peak_memory_bytes": peak,
         "error": peak / report["peak_memory_bytes"] - 1,
-        "same_collectives": by_axis(collectives(layout)) == report["collectives"],
+        "same_collectives": by_axis(over_groups(layout)) == report["collectives"],
     }
 
 

@@ -21,11 +21,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from costs.recorder import call_of, tensors_of
+from costs.events import Call, call_of, group_of, tensors_of
 from costs.storages import StorageWatch, key_of, watch_resizes
 from parallel.memory import (
     ACTIVATIONS,
@@ -38,7 +37,6 @@ from parallel.memory import (
 )
 from parallel.mesh import Mesh
 from parallel.pipeline.actions import FORWARD, Action
-from tools.plan.traffic import Call
 from tools.rehearse.fake_gpu import DEVICE, run_collective
 
 DATA_PARALLEL = ("dp_replicate", "dp_shard")
@@ -188,27 +186,20 @@ class Tape(StorageWatch):
                     piece.label.buffer = BUFFERS[kind]
 
 
-def group_of(args: Any) -> dist.ProcessGroup:
-    """The group among the arguments of an operator of torch.distributed."""
-    boxed = next(
-        arg
-        for arg in args
-        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())
-    )
-    return dist.ProcessGroup.unbox(boxed)
-
-
 class GroupAxes:
     """Names a group by the view of the mesh with the same ranks (the innermost first), by `world`,
-    or by `ends` (the ranks of the first and last stage, for a tied embedding)."""
+    or by `ends` (the ranks of the first and last stage, for a tied embedding). `cp` is only the
+    name of its own group, as weights may be sharded over the same ranks. (If these are all ranks,
+    there is one group, and all collectives are counted over cp.)"""
 
     def __init__(self, mesh: Mesh) -> None:
+        groups = {name: view.get_group() for name, view in mesh.views().items()}
+        cp = groups.pop("cp", None)
         self._axes = [
-            (name, frozenset(dist.get_process_group_ranks(view.get_group())))
-            for name, view in mesh.views().items()
+            (name, frozenset(dist.get_process_group_ranks(group))) for name, group in groups.items()
         ]
         self._axes.append(("world", frozenset(range(mesh.root.size()))))
-        self._known: dict[str, str | None] = {}
+        self._known: dict[str, str | None] = {} if cp is None else {cp.group_name: "cp"}
 
     def of(self, group: dist.ProcessGroup) -> str | None:
         """The name of the axis, or None for a group of one rank."""

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup
 
-from costs.recorder import call_of, tensors_of
-from tools.rehearse.tape import GroupAxes, group_of
+from costs.events import call_of, group_of, tensors_of
+from tools.rehearse.tape import GroupAxes
 from tools.streams.clocks import Point
 from tools.streams.device import Device, Stream
 from tools.streams.findings import line

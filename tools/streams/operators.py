@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from costs.recorder import NO_WORK, tensors_of
+from costs.events import NO_WORK, tensors_of
 from costs.storages import key_of
 
 # Their schema declares no write, but they copy the inputs into the second argument

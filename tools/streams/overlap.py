@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from costs.recorder import Attention, Moved, Product
+from costs.events import Attention, Moved, Product
 from parallel.pipeline.actions import Action
 from tools.streams.clocks import Lane
 from tools.streams.device import Device

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from costs.as_on_gpu import DEVICE
-from costs.recorder import event_of, tensors_of
+from costs.events import event_of, tensors_of
 from costs.storages import StorageWatch, key_of
 from tools.streams.device import Device
 from tools.streams.findings import line

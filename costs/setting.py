@@ -1,0 +1,72 @@
+"""What a record depends on, and the inputs that follow from it: tensors that have only shapes."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from costs.as_on_gpu import DEVICE
+from costs.events import silent_group
+from model.config import ModelConfig
+from model.documents import Documents
+from model.kernels.backend import exact
+from model.transformer import Batch, hidden_shape
+from parallel.activation import gathers_again
+from parallel.context import ContextParallel
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that a record depends on, apart from the unit."""
+
+    model: ModelConfig
+    seq_len: int
+    tp: int = 1
+    tp_rank: int = 0
+    sequence_parallel: bool = True
+    tp_pieces: int = 1
+    micro_batch_size: int = 1
+    document_mask: bool = False
+    activation_checkpointing: str = "none"
+    dtype: torch.dtype = torch.bfloat16
+    cp: int = 1
+    # Rank 0 needs as much as any: all have equally many scores to compute, but the last has one
+    # chunk of queries where the others have two. (Of a window, later chunks have a little more.)
+    cp_rank: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of each sequence on one cp rank."""
+        return self.seq_len // self.cp
+
+
+def hidden(setting: Setting) -> Tensor:
+    """The hidden states that pass from unit to unit."""
+    cut = setting.tp if setting.sequence_parallel else 1
+    shape = hidden_shape(setting.model, setting.tokens // cut, setting.micro_batch_size)
+    return torch.empty(shape, dtype=setting.dtype, device=DEVICE)
+
+
+def context(setting: Setting) -> ContextParallel:
+    """The cp axis."""
+    group = silent_group("cp", setting.cp_rank, setting.cp)
+    again = gathers_again(setting.activation_checkpointing)
+    return ContextParallel(setting.cp, setting.cp_rank, group, again)
+
+
+def batch_of(setting: Setting) -> Batch:
+    """A micro-batch."""
+    shape = (setting.tokens, setting.micro_batch_size)
+    tokens = torch.empty(shape, dtype=torch.int64, device=DEVICE)
+    loss_scale = torch.empty((), dtype=exact(setting.dtype), device=DEVICE)
+    if not setting.document_mask:
+        return Batch(tokens, tokens, tokens[:, :1], loss_scale)
+    # one document per sequence; the number of documents makes no difference
+    bounds = torch.empty(shape[1] + 1, dtype=torch.int32, device=DEVICE)
+    one = Documents(bounds, bounds, (0,) * shape[1])
+    documents = [one] * len(context(setting).chunks(setting.seq_len))
+    return Batch(tokens, tokens, tokens, loss_scale, documents)
+
+
+def tensors_in(batch: Batch) -> list[Tensor]:
+    return [value for value in vars(batch).values() if isinstance(value, Tensor)]
