@@ -164,6 +164,17 @@ CASES = [
          "parallel.stages_per_rank=2 optimizer.pure_bfloat16=true model.tie_embeddings=true"),
     Case("llama3_70b", 1, 0, "parallel.tp=1 parallel.pp=1 train.global_batch_size=1 "
          "optimizer.pure_bfloat16=true parallel.reduce_dtype=bfloat16", quick=True),
+    # sequences split over ranks
+    Case("llama3_70b", 4, 3,
+         "parallel.tp=1 parallel.pp=1 parallel.cp=4 data.document_mask=true", quick=True),
+    Case("llama3_70b", 8, 0, "parallel.tp=2 parallel.pp=2 parallel.cp=2 data.document_mask=true "
+         "train.micro_batch_size=2"),
+    Case("llama3_70b", 8, 5, "parallel.tp=2 parallel.pp=1 parallel.cp=2 parallel.zero_stage=3 "
+         "train.activation_checkpointing=full", quick=True),
+    Case("llama3_70b", 32, 10, "parallel.tp=2 parallel.pp=2 parallel.cp=2 parallel.dp_replicate=2 "
+         "parallel.zero_stage=2 train.activation_checkpointing=selective", quick=True),
+    Case("llama3_70b", 16, 11, "parallel.tp=1 parallel.pp=2 parallel.cp=4 parallel.dp_replicate=2 "
+         "parallel.dp_shard=1 parallel.zero_stage=0 model.tie_embeddings=true"),
 ]  # fmt: skip
 
 

@@ -3,14 +3,15 @@ collectives."""
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from costs.as_on_gpu import DEVICE, AsOnGpu
-from costs.events import Attention, Moved, Product, Sent, Waited, pairs, silent_group
-from costs.recorder import Recorder
+from costs.events import Attention, Call, Moved, Product, Sent, Waited, pairs, silent_group
+from costs.recorder import Phase, Recorder
 from costs.setting import Setting
 from costs.summary import flops_per_token, model_flops
 from costs.units import EMBEDDING, HEAD, HIDDEN, CannotRecord, Unit, kind_of, position_bytes, unit
@@ -105,6 +106,79 @@ def test_recomputation_computes_only_what_backward_reads(
     reduces = "reduce_scatter" if sequence_parallel else "all_reduce"
     gathers = 2 if mode == "full" and sequence_parallel else 0  # only for products
     assert more == ({reduces: 1} | ({"all_gather": gathers} if gathers else {}) if tp > 1 else {})
+
+
+# --- context parallelism --------------------------------------------------------------------------
+
+
+def over_cp_ranks(model: ModelConfig, cp: int, **changes: Any) -> list[Phase]:
+    """A block's forward on every cp rank."""
+    of_rank = [Setting(model, LONG, cp=cp, cp_rank=rank, **changes) for rank in range(cp)]
+    return [units(setting)[1].whole.phases["forward"] for setting in of_rank]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"document_mask": True}, {"dtype": torch.float32}], ids=str
+)
+@pytest.mark.parametrize("kind", ["swiglu", "windows"])
+@pytest.mark.parametrize("cp", [2, 4])
+def test_cp_ranks_share_what_one_computes(cp: int, kind: str, changes: dict[str, Any]) -> None:
+    """All cp ranks together compute what one rank computes without cp, whichever operator computes
+    attention and with a window. Without a window they share it equally. Controls: two chunks of
+    queries have more keys than queries, so their scores are not those of two short sequences; and
+    contiguous halves would not be equal."""
+    model = KINDS[kind]
+    alone, *_ = over_cp_ranks(model, 1, **changes)
+    ranks = over_cp_ranks(model, cp, **changes)
+    scores = [rank.attention_flops() for rank in ranks]
+    assert sum(scores) == pytest.approx(alone.attention_flops())
+    assert sum(rank.product_flops for rank in ranks) == alone.product_flops
+    if kind == "swiglu":
+        assert scores == [alone.attention_flops() / cp] * cp
+        half = LONG // 2
+        assert pairs(half, LONG, LONG, 0) == 3 * pairs(half, half, LONG, 0)
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_what_is_sent_over_cp(mode: str) -> None:
+    """Per attention layer, keys beside values are gathered in forward and again in backward, and
+    their gradients are scattered in float32 (the table in parallel/context.py). tp and cp are told
+    apart: tp sends what it sends without cp, for a quarter of the tokens."""
+    model = KINDS["swiglu"]
+    settings = [Setting(model, LONG, tp=2, cp=cp, activation_checkpointing=mode) for cp in (1, 4)]
+    alone, split = (units(setting)[1].whole for setting in settings)
+    numbers = 2 * LONG * model.num_kv_heads // 2 * model.head_dim
+    gather, scatter = (
+        Call("cp", "all_gather", 2 * numbers),
+        Call("cp", "reduce_scatter", 4 * numbers),
+    )
+    found = [over(split.phases[name], "cp") for name in ("forward", "backward")]
+    assert found == [{gather: 1}, {gather: 1, scatter: 1}]
+    for name in ("forward", "backward"):
+        expected = {
+            call._replace(bytes=call.bytes // 4): number
+            for call, number in over(alone.phases[name], "tp").items()
+        }
+        assert over(split.phases[name], "tp") == expected
+        assert not over(alone.phases[name], "cp")
+    assert split.bytes_sent == alone.bytes_sent / 4
+
+
+def over(phase: Phase, axis: str) -> dict[Call, int]:
+    return {call: number for call, number in phase.sends.items() if call.axis == axis}
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_gathered_keys_and_values_are_not_kept(mode: str) -> None:
+    """What a block keeps for backward shrinks with cp: it keeps this rank's keys and values, not
+    the gathered ones, which are as large as those of cp 1."""
+    kept = []
+    for cp in (1, 4):
+        setting = Setting(SMALL, LONG, cp=cp, activation_checkpointing=mode)
+        forward = units(setting)[1].whole.phases["forward"]
+        kept.append(sum(forward.effect.changes.values()))
+    gathered = 2 * LONG * SMALL.num_kv_heads * SMALL.head_dim * 2
+    assert kept[0] / 4 <= kept[1] < kept[0] / 4 + gathered / 2
 
 
 # --- memory ---------------------------------------------------------------------------------------

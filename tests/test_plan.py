@@ -51,6 +51,17 @@ def test_another_layout_would_be_noticed() -> None:
     assert abs(Memory(other).peak / measured["peak_memory_bytes"] - 1) > plan_memory.LIMIT
 
 
+def test_a_forgotten_axis_would_be_noticed() -> None:
+    """Control: a plan in which cp is data parallelism differs from the rehearsal of a step with
+    cp."""
+    keys = [*plan_memory.SMALL.split(), "parallel.tp=2", "parallel.pp=1"]
+    path = str(CONFIGS / "llama3_70b.yaml")
+    measured = alone(rehearse, load_config(path, [*keys, "parallel.cp=2"]), 8, 0)
+    other = Layout.of_rank(load_config(path, keys), 8, 0)
+    assert by_axis(collectives(other)) != measured["collectives"]
+    assert abs(Memory(other).peak / measured["peak_memory_bytes"] - 1) > plan_memory.LIMIT
+
+
 @pytest.mark.parametrize(
     "schedule",
     ["1f1b", "gpipe", "zb_h1", "zb_v", "dualpipe_v", "interleaved_1f1b", "breadth_first"],
@@ -281,6 +292,36 @@ def test_latency_grows_with_the_group() -> None:
     small, large = (Links(device, 1, ranks, 1, ranks).latency("dp_shard") for ranks in (8, 2048))
     assert small == device.collective_seconds
     assert large == pytest.approx(small + 255 * device.hop_seconds)
+
+
+def test_a_cp_group_shares_a_node_as_far_as_it_fits() -> None:
+    """cp lies outside tp: of 8 GPUs in a node, tp 4 leaves 2 for a cp group. Its rate is that of
+    the node's links only if the whole group is inside."""
+    device = find_device("h100")
+    inside, across = (Links(device, 4, cp * 2, 1, cp * 8, cp) for cp in (2, 4))
+    assert [links.in_node("cp") for links in (inside, across)] == [2, 2]
+    assert inside.rate("cp") == device.node_bytes_per_second * device.node_efficiency
+    network = device.network_bytes_per_second * device.network_efficiency
+    assert across.rate("cp") == 2 * network
+    assert across.rate("dp_shard") == 2 * network  # 8 ranks, cp included
+
+
+def test_what_is_printed_of_cp(capsys: pytest.CaptureFixture[str]) -> None:
+    """cp has a line of its own, and the axis that weights are sharded over is named after both.
+    Control: without cp the same command prints neither."""
+    path, keys = str(CONFIGS / "llama3_70b.yaml"), plan_memory.SMALL.split()
+    arguments = [path, *keys, "parallel.tp=2", "parallel.pp=1", "--gpus", "8"]
+    printed = []
+    for cp in (1, 2):
+        assert main([*arguments, f"parallel.cp={cp}"]) == 0
+        printed.append(capsys.readouterr().out)
+    assert "over dp_shard in" in printed[0]
+    assert "over cp" not in printed[0]
+    assert "× cp in" not in printed[0]
+    assert "over dp_shard × cp in" in printed[1]
+    line = next(line for line in printed[1].splitlines() if "over cp in" in line)
+    assert "exposed; keys and values of every attention layer" in line
+    assert "over batch in 1 collectives" in printed[1]
 
 
 # --- rules of thumb from guides -------------------------------------------------------------------

@@ -267,3 +267,31 @@ def test_what_differs_more_is_another_row(eight: Result) -> None:
     slow = replace(first)
     vars(slow)["_simulated"] = (2 * first.seconds, 0.0)
     assert [len(row) for row in rows([first, first, other, slow])] == [2, 1, 1]
+
+
+def test_long_sequences_are_split_over_cp() -> None:
+    """The search tries cp while a rank keeps 8,192 tokens of a sequence, and prefers it where the
+    batch has fewer sequences than the world has GPUs. Bounds and estimates hold with cp, and the
+    printed overrides lead to the layout. Control: in sequences of 8,192 tokens only cp 1 is
+    tried."""
+    path, h100 = str(CONFIGS / "llama3_70b.yaml"), find_device("h100")
+    one_head = "model.dim=128 model.num_heads=1 model.num_kv_heads=1"  # so that only tp 1 is tried
+    keys = [*SMALL.split(), *one_head.split(), "model.num_layers=2", "train.global_batch_size=2"]
+    config = load_config(path, [*keys, "train.seq_len=32768"])
+    found = list(candidates(config, 4, h100))
+    assert {one.alike.parallel.cp for one in found} == {1, 2, 4}
+    split = [one for one in found if one.alike.parallel.cp > 1]
+    for one in split[:: len(split) // 10]:
+        assert one.bound <= Found(one.config(), 4, h100).peak
+    result = search(config, 4, h100, wanted=3)
+    best = result.best[0]
+    assert best.config.parallel.cp > 1
+    assert best.estimate == pytest.approx(best.seconds, rel=0.1)
+    assert f"cp {best.config.parallel.cp} pp" in best.describe()
+    overrides = [*keys, "train.seq_len=32768", *best.overrides().split()]
+    assert load_config(path, overrides) == best.config
+    back = replace(best, searched_cp=best.config.parallel.cp)
+    assert "parallel.cp" not in back.overrides()
+    assert "cp 1, 2, 4;" in result.space[0]
+    short = load_config(path, [*keys, "train.seq_len=8192"])
+    assert {one.alike.parallel.cp for one in candidates(short, 4, h100)} == {1}
