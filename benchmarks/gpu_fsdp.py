@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.gpu_programs import (
     WIDE,
@@ -31,11 +30,10 @@ from benchmarks.gpu_programs import (
 from benchmarks.gpu_rows import (
     Cannot,
     Measurement,
-    check_triton,
     exit_status,
     options,
     parse,
-    run_all,
+    run_training,
 )
 from benchmarks.gpu_timing import DEVICE, Clock, Work, peak_flops
 from costs.summary import flops_per_token
@@ -43,7 +41,6 @@ from model.transformer import Batch, Transformer
 from parallel.layer import TensorParallel
 from parallel.mesh import build_mesh
 from parallel.parameter import weights_of
-from runtime.init_distributed import init_distributed
 from tools.command import run_command
 from tools.rehearse.rank import draw_on_device
 from training.gradient import gradient_norm
@@ -178,7 +175,6 @@ def describe(row: dict[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parsed = parse(options(__doc__, budget_seconds=110), arguments)
-    check_triton()
     size, peak = sizes(parsed.tiny)[WIDE], None if parsed.tiny else peak_flops()
     clock = Clock(samples=1 if parsed.tiny else 3, warm_up=1 if parsed.tiny else 2, flush=False)
     found: dict[str, dict] = {}
@@ -194,12 +190,7 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     rows.append(Measurement(DIFFERENCE, 0, lambda: difference(found, size, peak)))
     rows += [Measurement(name, 15, partial(kept, name, build_run)) for name, build_run in others]
-    init_distributed()
-    try:
-        report = run_all(rows, parsed, describe)
-    finally:
-        dist.destroy_process_group()
-    return exit_status(report)
+    return exit_status(run_training(rows, parsed, describe))
 
 
 if __name__ == "__main__":

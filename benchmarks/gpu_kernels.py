@@ -23,7 +23,6 @@ import argparse
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.gpu_head import HEAD_PASS, head_case
 from benchmarks.gpu_operations import (
@@ -39,8 +38,6 @@ from benchmarks.gpu_operations import (
 )
 from benchmarks.gpu_optimizer import optimizer_cases
 from benchmarks.gpu_rows import (
-    MEASURED,
-    NO_TIME,
     Deadline,
     Report,
     attempt,
@@ -49,7 +46,9 @@ from benchmarks.gpu_rows import (
     milliseconds_or_why,
     options,
     parse,
+    process_group,
 )
+from benchmarks.gpu_status import MEASURED, NO_TIME
 from benchmarks.gpu_timing import (
     DEVICE,
     Clock,
@@ -61,7 +60,6 @@ from benchmarks.gpu_timing import (
 )
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
-from runtime.init_distributed import init_distributed
 from tools.command import run_command
 
 BANDWIDTH_AIM, PRODUCTS_AIM, MEMORY_AIM = 0.85, 1.1, 1 / 8
@@ -292,8 +290,7 @@ def main(arguments: list[str] | None = None) -> int:
     sizes = TINY if parsed.tiny else FULL
     clock = Clock(samples=2, warm_up=1, flush=False) if parsed.tiny else Clock(samples=25)
     torch.manual_seed(0)
-    init_distributed()
-    try:
+    with process_group():
         cases = [case for case in list_cases(sizes) if parsed.only in case.name]
         if parsed.compile:
             compile_only(cases, parsed.compile, Deadline(parsed.budget_seconds))
@@ -308,8 +305,6 @@ def main(arguments: list[str] | None = None) -> int:
         for case in cases:
             given = None if parsed.tiny else bandwidth
             measure(case, clock, deadline, report, parsed, given)
-    finally:
-        dist.destroy_process_group()
     checked = [row for row in report.rows if row.get("pass") == CHECK and "right" in row]
     print(f"\n{sum(row['right'] for row in checked)} of {len(checked)} kernels are right")
     return exit_status(report)

@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.gpu_programs import (
@@ -36,21 +35,19 @@ from benchmarks.gpu_programs import (
     sizes,
 )
 from benchmarks.gpu_rows import (
-    MEASURED,
     Measurement,
     Report,
-    check_triton,
     exit_status,
     milliseconds_or_why,
     options,
     parse,
-    run_all,
+    run_training,
 )
+from benchmarks.gpu_status import MEASURED
 from benchmarks.gpu_timing import ON_GPU, Clock, Work, peak_flops
 from costs.summary import flops_per_token
 from hardware import DEVICES, data_sheet_of
 from model.transformer import num_parameters
-from runtime.init_distributed import init_distributed
 from tools.command import run_command
 from tools.plan.layout import Layout
 from tools.plan.time import StepTime
@@ -187,7 +184,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser = options(__doc__, budget_seconds=300)
     parser.add_argument("--attention", action="store_true", help="compare kernels of attention")
     parsed = parse(parser, arguments)
-    check_triton()
     clock = Clock(samples=1 if parsed.tiny else 3, warm_up=1 if parsed.tiny else 2, flush=False)
     shapes = sizes(parsed.tiny)
     peak = None if parsed.tiny else peak_flops()
@@ -206,11 +202,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         for key, variant in (ATTENTION_ROWS if parsed.attention else ROWS)
     ]
-    init_distributed()
-    try:
-        report = run_all(rows, parsed, describe)
-    finally:
-        dist.destroy_process_group()
+    report = run_training(rows, parsed, describe)
     conclude(report)
     return exit_status(report)
 

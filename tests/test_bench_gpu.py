@@ -22,7 +22,8 @@ from benchmarks import (
 )
 from benchmarks.gpu_check import Check
 from benchmarks.gpu_programs import SMALL, WIDE, Size, Step, Variant, sizes
-from benchmarks.gpu_rows import MEASURED, NO_TIME, OUT_OF_MEMORY, Report, attempt
+from benchmarks.gpu_rows import Report, attempt
+from benchmarks.gpu_status import MEASURED, NO_TIME, OUT_OF_MEMORY
 from costs.summary import flops_per_token
 from model.kernels import linear_cross_entropy
 from model.kernels.backend import why_not_triton
