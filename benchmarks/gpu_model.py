@@ -184,7 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = options(__doc__, budget_seconds=300)
     parser.add_argument("--attention", action="store_true", help="compare kernels of attention")
     parsed = parse(parser, arguments)
-    clock = Clock(samples=1 if parsed.tiny else 3, warm_up=1 if parsed.tiny else 2, flush=False)
+    clock = Clock.of_steps(parsed.tiny)
     shapes = sizes(parsed.tiny)
     peak = None if parsed.tiny else peak_flops()
     for key, size in shapes.items():

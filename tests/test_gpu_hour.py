@@ -339,6 +339,30 @@ def test_memory_that_differs_from_the_rehearsal_is_found(
     assert [row["right"] for row in rows] == [status == 0]
 
 
+def test_a_step_is_compared_with_fsdp_and_without(tmp_path: Path) -> None:
+    status, rows = rows_of(gpu_fsdp, tmp_path)
+    assert (status, {row["status"] for row in rows}) == (0, {gpu_status.MEASURED})
+    assert [row["name"] for row in rows[:3]] == [
+        "step with FSDP", "step without FSDP", gpu_fsdp.DIFFERENCE,
+    ]  # fmt: skip
+    times = [row["milliseconds"]["median"] for row in rows]
+    assert times[2] == pytest.approx(times[0] - times[1])
+
+
+@pytest.mark.parametrize("way", gpu_fsdp.WAYS)
+def test_a_step_that_does_not_run_as_its_row_says_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """FSDP is not forced where it should be, or is where it should not be."""
+    (other,) = gpu_fsdp.WAYS.keys() - {way}
+    monkeypatch.setitem(gpu_fsdp.WAYS, way, gpu_fsdp.WAYS[other])
+    status, rows = rows_of(gpu_fsdp, tmp_path, "--only", "step")
+    assert status == 1
+    failed = [row for row in rows if row["status"].startswith(gpu_status.FAILED)]
+    assert len(failed) == len(rows) / 2
+    assert all(f"the step is not {way}" in row["status"] for row in failed)
+
+
 @pytest.mark.parametrize(
     ("off", "same", "status"), [(0.0, True, 0), (1e-7, True, 1), (0.0, False, 1)]
 )
