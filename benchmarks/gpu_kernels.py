@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_aims import bandwidth_aim, head_aims
 from benchmarks.gpu_head import HEAD_PASS, head_case
 from benchmarks.gpu_operations import (
     FULL,
@@ -62,7 +63,6 @@ from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
 from tools.command import run_command
 
-BANDWIDTH_AIM, PRODUCTS_AIM, MEMORY_AIM = 0.85, 1.1, 1 / 8
 COLUMNS = ("triton", "torch", "compile", "liger")
 SECONDS_FOR_A_CASE = 15  # expected time of a case, mostly for its compilers
 EXPECTED_SECONDS = {"compile": 10}  # expected time of a row; other rows take one second
@@ -222,56 +222,6 @@ def speed(milliseconds: float, moved: float, bandwidth: float | None) -> dict:
         "bytes_per_second": per_second,
         "fraction_of_copy": per_second / bandwidth if bandwidth is not None else None,
     }
-
-
-def bandwidth_aim(row: dict) -> str:
-    """Adds the aim to the row of our kernel, and returns a description of it for the table."""
-    fraction = row.get("fraction_of_copy")
-    if fraction is None:
-        return ""
-    row["aims"] = {
-        "fraction_of_copy": {"at_least": BANDWIDTH_AIM, "met": fraction >= BANDWIDTH_AIM}
-    }
-    return f"{fraction:.0%} of a copy: {verdict(fraction >= BANDWIDTH_AIM)}"
-
-
-def head_aims(rows: dict[str, dict], case: Case, at_full_size: bool) -> str:
-    """The same for projection and loss: time compared with that of the products, and memory with
-    that of eager PyTorch."""
-    ours, said = rows["triton"], []
-    if ours["status"] != MEASURED or not at_full_size:
-        return ""
-    ours["aims"] = {}
-    if rows["matmul"]["status"] == MEASURED:
-        ratio = ours["milliseconds"]["median"] / rows["matmul"]["milliseconds"]["median"]
-        ours["aims"]["over_three_products"] = {
-            "found": ratio,
-            "at_most": PRODUCTS_AIM,
-            "met": ratio <= PRODUCTS_AIM,
-        }
-        said.append(f"{ratio:.3f} of three products: {verdict(ratio <= PRODUCTS_AIM)}")
-    if rows["torch"]["status"] == MEASURED and ours["peak_memory_bytes"] is not None:
-        peaks = {name: rows[name]["peak_memory_bytes"] for name in ("triton", "torch")}
-        beyond = {name: peak - case.weight_gradient_bytes[name] for name, peak in peaks.items()}
-        ratio, with_gradient = (
-            bytes_of["triton"] / bytes_of["torch"] for bytes_of in (beyond, peaks)
-        )
-        ours["aims"]["memory_over_eager"] = {
-            "found": ratio,
-            "at_most": MEMORY_AIM,
-            "met": ratio <= MEMORY_AIM,
-            "bytes_beyond_weight_gradient": beyond,
-            "with_weight_gradient": with_gradient,
-        }
-        said.append(
-            f"1/{1 / ratio:.1f} of eager's memory: {verdict(ratio <= MEMORY_AIM)}"
-            f" (with the weight's gradients 1/{1 / with_gradient:.1f})"
-        )
-    return ", ".join(said)
-
-
-def verdict(met: bool) -> str:
-    return "met" if met else "MISSED"
 
 
 def line(case: Case, name_of_pass: str, rows: dict[str, dict], aims: str) -> str:
