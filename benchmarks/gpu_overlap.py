@@ -11,7 +11,7 @@ link, the wait for other ranks, and NCCL's own kernel.
 CUDA_DEVICE_MAX_CONNECTIONS, the number of hardware queues, is read when a process first uses the
 GPU, so each row is measured by its own process. Numbers of a row, in milliseconds:
 
-    products, traffic   each alone
+    products, traffic   while nothing else runs
     together            from the start of the first to the end of the last, both at once
     traffic_beside      the traffic's own time while products run
     hidden              (products + traffic − together) / the shorter of the two: 1 is perfect

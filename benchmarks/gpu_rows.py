@@ -195,7 +195,7 @@ def run_all(
 
 @contextlib.contextmanager
 def process_group() -> Iterator[None]:
-    """A context with a process group of this process alone, which every mesh needs."""
+    """A context with a process group of one process, which every mesh needs."""
     init_distributed()
     try:
         yield
