@@ -22,13 +22,22 @@ import torch
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 
+from benchmarks.budget_kinds import (
+    COLLECTIVE,
+    COPY,
+    LAUNCHES,
+    OF_ONE_RANK,
+    TRITON,
+    kind_of,
+    size_of,
+    traffic,
+)
 from benchmarks.budget_launches import recorded_launches, recorded_waits
 from benchmarks.budget_places import Where, place
 from costs.as_on_gpu import DEVICE, AsOnGpu
 from costs.collectives import arguments_of as arguments_of_collective
 from costs.collectives import call_of
 from costs.operators import (
-    arguments_of,
     host_copy,
     launches_nothing,
     name_of,
@@ -39,36 +48,12 @@ from costs.operators import (
     tensors_of,
     value_without_data,
 )
-from costs.recorder import LOOKUPS, Attention, Event, Product, event_of
-from costs.storages import StorageWatch, key_of, local, watch_resizes
+from costs.recorder import LOOKUPS, Attention, Product, event_of
+from costs.storages import StorageWatch, key_of, watch_resizes
 from parallel.mesh import Mesh
 from parallel.pipeline.actions import Action
 from tools.rehearse.fake_gpu import run_collective
 from tools.rehearse.tape import GroupAxes, group_of
-
-# The kinds of operators, in the order in which they are printed.
-PRODUCT, ATTENTION, TRITON, POINTWISE = "product", "attention", "Triton", "pointwise"
-COPY, FILL, COLLECTIVE, ALONE = "copy", "fill", "collective", "collective of one rank"
-KINDS = {
-    PRODUCT: "matrix products",
-    ATTENTION: "scaled dot-product attention (one library call, which may launch helpers)",
-    TRITON: "launches of this repository's Triton kernels",
-    POINTWISE: "elementwise operations, reductions and look-ups of PyTorch",
-    COPY: "copies, casts, clones, cat: the same numbers in another place or dtype",
-    FILL: "fills with one value, such as zeros",
-    COLLECTIVE: "collectives, and messages of the pipeline",
-    ALONE: "collectives of one rank in place, which launch nothing",
-}
-COPIES = {
-    "_to_copy", "copy", "copy_", "clone", "cat", "stack", "repeat", "_foreach_copy_",
-    "all_gather_copy_in", "split_with_sizes_copy", "chunk_cat", "_chunk_cat", "constant_pad_nd",
-}  # fmt: skip
-FILLS = {
-    "zeros", "zeros_like", "new_zeros", "zero_", "ones", "ones_like", "new_ones", "fill_", "full",
-    "full_like", "new_full", "scalar_tensor", "_foreach_zero_",
-}  # fmt: skip
-# PyTorch carries it out as two: a copy, and the same in place.
-LAUNCHES = {"masked_fill": 2}
 
 
 @dataclass(slots=True, eq=False)
@@ -185,14 +170,13 @@ class Ledger(StorageWatch):
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         kind, size = call_of(func, args)
         axis = self._axes.of(group_of(args))
-        alone = axis is None
         done = Operation(
             self._now[0],
-            ALONE if alone else COLLECTIVE,
+            COLLECTIVE if axis else OF_ONE_RANK,
             f"{kind} over {axis or 'one rank'}",
             self._now[1],
         )
-        done.bytes, done.launches = size, 0 if alone else 1
+        done.bytes, done.launches = size, 1 if axis else 0
         self.operations.append(done)
         read, written = arguments_of_collective(kind, args)
         self._read(read)
@@ -264,37 +248,6 @@ def recording(mesh: Mesh) -> Iterator[Ledger]:
     with lines, watch_resizes(ledger), launches, waits, ledger:
         yield ledger
     ledger.is_closed = True
-
-
-# --- what an operator is, and what it moves ---
-
-
-def kind_of(name: str, event: Event | None) -> str:
-    if isinstance(event, Product | Attention):
-        return PRODUCT if isinstance(event, Product) else ATTENTION
-    return COPY if name in COPIES else FILL if name in FILLS else POINTWISE
-
-
-def size_of(tensors: list[Tensor]) -> int:
-    """Bytes that the tensors occupy in memory; an expanded dimension counts once."""
-    return sum(min(t.nbytes, local(t).untyped_storage().nbytes()) for t in tensors)
-
-
-def traffic(
-    func: Any, args: Any, kwargs: Any, made: list[Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors that an operator reads, and those that it writes. `made`: its results."""
-    name = name_of(func)
-    if name == "all_gather_copy_in":  # FSDP: copies the inputs into a part of the output
-        return list(args[0]), made[:1]
-    read: list[Tensor] = []
-    written: list[Tensor] = []
-    for argument, tensors, mutated in arguments_of(func, args, kwargs):
-        written += tensors if mutated else []
-        if name not in FILLS and not (mutated and (argument.is_out or name in COPIES)):
-            read += tensors
-    written += [t for t in made if not any(t is other for other in written)]
-    return read, written
 
 
 def _longest(name: str, args: Any) -> Tensor:

@@ -24,7 +24,8 @@ from benchmarks.budget import (
 )
 from benchmarks.budget_bounds import least_flops, least_launches
 from benchmarks.budget_cases import CASES, Case, block, budget, step
-from benchmarks.budget_ledger import LAUNCHES, PRODUCT, recording
+from benchmarks.budget_kinds import LAUNCHES, PRODUCT
+from benchmarks.budget_ledger import recording
 from model.kernels.swiglu import swiglu
 from parallel.axes import MeshSizes
 from tools.rehearse.fake_gpu import DEVICE, fake_gpu, one_rank
