@@ -26,6 +26,7 @@ from parallel.config import ParallelConfig
 from parallel.mesh import build_mesh
 from parallel.pipeline.schedules import SCHEDULES
 from tools.command import run_command
+from tools.plan.candidates import FIXED
 from training.build import build_stages
 from training.config import Config
 from training.sections import (
@@ -61,11 +62,10 @@ class Mechanism:
 
 def _schedules() -> list[Mechanism]:
     """Every schedule, with as many stages on the one rank as it takes."""
-    stages = {"interleaved_1f1b": 2, "breadth_first": 2, "zb_v": 2, "dualpipe_v": 2}
     return [
         Mechanism(
             f"schedule {name}",
-            settings={"parallel": {"schedule": name, "stages_per_rank": stages.get(name, 1)}},
+            settings={"parallel": {"schedule": name, "stages_per_rank": FIXED.get(name, 2)}},
         )
         for name in SCHEDULES
         if name != "1f1b"
