@@ -18,10 +18,9 @@ from torch.overrides import TorchFunctionMode
 import model.kernels
 from costs.as_on_gpu import DEVICE
 from costs.operators import copies_values, on_host
+from hardware import H100
 from model.kernels import backend
 from tools.rehearse import fake_gpu
-
-MULTIPROCESSORS = 132  # of an H100: some kernels launch so many programs, and add up their parts
 
 
 class _Launcher:
@@ -57,9 +56,9 @@ def recorded_launches(launched: Callable[[str, tuple[Any, ...]], None]) -> Itera
         if isinstance(backend.tl, SimpleNamespace):  # no Triton: names of dtypes, which go unused
             for name in ("float32", "float64", "bfloat16"):
                 stack.enter_context(patch.object(backend.tl, name, name, create=True))
-        stack.enter_context(
-            patch.object(backend, "_multiprocessors", lambda device: MULTIPROCESSORS)
-        )
+        # some kernels launch so many programs, and add up their parts
+        count = H100.multiprocessors
+        stack.enter_context(patch.object(backend, "_multiprocessors", lambda device: count))
         yield
 
 
