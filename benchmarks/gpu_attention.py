@@ -17,11 +17,11 @@ from benchmarks.gpu_operations import draw
 from benchmarks.gpu_programs import Attention, attention_kernel
 from benchmarks.gpu_rows import Measurement, exit_status, options, parse, run_all
 from benchmarks.gpu_timing import DEVICE, ON_GPU, Clock, Work, peak_flops
+from costs.recorder import BACKWARD_OF_FORWARD
 from model.documents import find_documents
 from model.mask import Mask, make_mask
 from tools.command import run_command
 
-BACKWARD = 2.5  # times the FLOPs of forward
 BOUND = 0.02  # relative difference between two kernels in bfloat16
 SIZES = {False: (8192, 32, 8, 128, 2048), True: (32, 4, 2, 16, 8)}  # S, H, K, E, document
 KERNELS: tuple[Attention, ...] = ("auto", "cudnn", "flash 2", "flash 3")
@@ -58,7 +58,7 @@ def measure(kernel: Attention, documents: bool, tiny: bool) -> dict[str, Any]:
         choice = "varlen" if documents and ON_GPU else backend_of(qkv)
     off = ((found - expected).float().norm() / expected.float().norm()).item()
     flops = 4 * seen * width * heads
-    both = (1 + BACKWARD) * flops / (forward["median"] + backward["median"]) * 1e3
+    both = (1 + BACKWARD_OF_FORWARD) * flops / (forward["median"] + backward["median"]) * 1e3
     peak = None if tiny else peak_flops()
     return {
         "kernel": choice,

@@ -20,17 +20,18 @@ usual ones, which are the same for every layout, takes minutes on a CPU.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.gpu_rows import Cannot
+from benchmarks.gpu_rows import Cannot, Measurement
 from benchmarks.gpu_timing import DEVICE, ON_GPU, compiled
 from data.config import DataConfig
 from model.config import ModelConfig
@@ -107,6 +108,23 @@ class Variant:
     def of(self, size: Size) -> Size:
         """The size with this variant's number of micro-batches."""
         return replace(size, microbatches=size.microbatches * (4 if self.longer else 1))
+
+
+def measurements(
+    what: str,
+    rows: Iterable[tuple[str, Variant]],
+    shapes: Mapping[str, Size],
+    seconds: float,
+    measure: Callable[[Size, Variant], dict[str, Any]],
+) -> list[Measurement]:
+    """A row for each size and variant. `what`: the beginning of their names; `seconds`: what each
+    is expected to take."""
+    return [
+        Measurement(
+            f"{what}, {key}, {variant.name}", seconds, partial(measure, shapes[key], variant)
+        )
+        for key, variant in rows
+    ]
 
 
 # rows of tokens [microbatches, S + 1] → loss and gradient norm

@@ -2,6 +2,8 @@
 
 as_on_gpu.py  makes the model's code treat such tensors (torch's meta device) as GPU tensors
 storages.py   tracks when every storage is allocated and freed
+operators.py  what PyTorch's operators read and write, and when the host waits for them
+collectives.py  the same of collectives, and their handles
 recorder.py   records the operations, collectives and storages of a computation
 units.py      records forward and backward of the embedding, each kind of block and the head
 ends.py       the input of a unit, and the gradient of its output

@@ -17,24 +17,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor
 
 from costs.as_on_gpu import DEVICE
+from costs.collectives import Work, call_of, returned
+from costs.operators import NO_WORK, name_of, tensors_of
 from costs.storages import StorageWatch, key_of
 
-COLLECTIVES = {  # operators of torch.distributed → their names in records
-    "_allgather_base_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "allreduce_": "all_reduce",
-    "send": "send",
-    "recv_": "receive",
-}
 BACKWARD_OF_FORWARD = 2.5  # flash attention's FLOPs: five products in backward, two in forward
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}
 LOOKUPS = {"embedding", "index", "index_select", "gather"}  # read some rows of the first argument
-NO_WORK = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach",
-           "_unsafe_view"}  # the last reshapes the result of a product  # fmt: skip
 
 
 class Product(NamedTuple):
@@ -125,18 +117,6 @@ class Piece:
     died_in: int = sys.maxsize
 
 
-class _Work(dist._Work):
-    """The handle of a collective that is recorded but not carried out."""
-
-    def __init__(self, waited: Callable[[], None]) -> None:
-        super().__init__()
-        self.waited = waited
-
-    def wait(self, timeout: Any = None) -> bool:
-        self.waited()
-        return True
-
-
 class Recorder(StorageWatch):
     """Records what the calling thread computes, backward included.
 
@@ -156,7 +136,7 @@ class Recorder(StorageWatch):
         self._changes: list[list[tuple[Piece, int, str | None]]] = []
         self._phase = -1  # −1: between phases
         self.flow: dict[str, Piece] = {}  # inputs and outputs of the recorded part, by name
-        self._works: list[_Work] = []
+        self._works: list[Work] = []
         self._closed = False
 
     def __exit__(self, *error: Any) -> None:
@@ -258,29 +238,14 @@ class Recorder(StorageWatch):
     def _collective(self, func: Any, args: Any) -> Any:
         number, events = len(self._works), self._events[self._phase]
         events.append(Sent(*call_of(func, args), number))
-        work = _Work(lambda: self._events[self._phase].append(Waited(number)))
+        work = Work(lambda: self._events[self._phase].append(Waited(number)))
         self._works.append(work)
-        returns_tensors = len(func._schema.returns) > 1
-        return (args[0], work.boxed()) if returns_tensors else work.boxed()
-
-
-def call_of(func: Any, args: Any) -> tuple[str, int]:
-    """The kind of a collective and the bytes of its largest tensor, which is the whole tensor."""
-    name = func.name().split(".")[0].removeprefix("c10d::")
-    return COLLECTIVES.get(name, name), max(tensor.nbytes for tensor in tensors_of(args))
-
-
-def wire_bytes(kind: str, size: int, ranks: int) -> float:
-    """Bytes that one rank sends in a ring over `ranks`: in a gather or scatter all parts but one,
-    in an all-reduce twice that."""
-    if kind in ("send", "receive"):
-        return float(size) if kind == "send" else 0.0
-    return size * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
+        return returned(func, args, work)
 
 
 def event_of(func: Any, args: Any, kwargs: Any, result: Any) -> Event | None:
     """The event of an operator, or None if it neither reads nor writes memory (views, empty)."""
-    name = func._schema.name.split("::")[-1]
+    name = name_of(func)
     if func.is_view or name in NO_WORK:
         return None
     named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
@@ -296,14 +261,6 @@ def event_of(func: Any, args: Any, kwargs: Any, result: Any) -> Event | None:
         *batch, rows, columns = result.shape
         return Product(rows, columns, inner, size, math.prod(batch))
     return Moved(size) if size else None
-
-
-def tensors_of(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_of(value)
 
 
 def _attention(named: dict[str, Any]) -> Attention:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from costs.collectives import rounds
 from costs.links import Links
 from costs.recorder import Attention, Moved, Phase, Product, Sent, Waited
 from hardware import Device
@@ -68,8 +69,7 @@ class Rates:
         free = 0.0  # when the last one ends: collectives of one group run in the order of starts
         for event in phase.events:
             if isinstance(event, Sent):
-                times = 2 if event.kind == "all_reduce" else 1
-                seconds = self.links.collective("tp", event.bytes, times)
+                seconds = self.links.collective("tp", event.bytes, rounds(event.kind))
                 free = ends[event.number] = max(free, computing + exposed) + seconds
                 wire, last = wire + seconds, computing
             elif isinstance(event, Waited):

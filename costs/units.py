@@ -27,8 +27,9 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from costs.as_on_gpu import DEVICE, AsOnGpu
+from costs.collectives import wire_bytes
 from costs.ends import Begin, End
-from costs.recorder import Phase, Piece, Recorder, wire_bytes
+from costs.recorder import Phase, Piece, Recorder
 from costs.storages import key_of
 from errors import UserError
 from model.config import ModelConfig

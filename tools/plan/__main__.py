@@ -21,7 +21,7 @@ from typing import Any
 
 from errors import UserError
 from parallel.memory import ACTIVATIONS
-from tools.command import run_command
+from tools.command import add_overrides, run_command
 from tools.plan.beside import beside, read_report
 from tools.plan.check import check_can_be_planned
 from tools.plan.draw import draw_frontier, draw_memory
@@ -139,13 +139,7 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", metavar="CONFIG", help="a configuration file")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="section.key=value",
-        help="settings to override, as for train.py",
-    )
+    add_overrides(parser)
     parser.add_argument(
         "--gpus",
         type=int,

@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from costs.recorder import call_of, tensors_of
+from costs.collectives import call_of
+from costs.operators import tensors_of
 from costs.storages import StorageWatch, key_of, watch_resizes
 from parallel.memory import (
     ACTIVATIONS,

@@ -13,6 +13,7 @@ from typing import Any
 from parallel.axes import MeshSizes
 from parallel.pipeline.schedules import SCHEDULES
 from tools.parity.cases import Case
+from tools.plan.candidates import FIXED
 from tools.rehearse.rank import alone
 from tools.streams.step import check
 
@@ -48,7 +49,7 @@ LAYOUTS = {
     f"pp and tp, {name}": _case(
         MeshSizes(pp=2, tp=2),
         schedule=name,
-        stages_per_rank=1 if name in ("gpipe", "1f1b", "zb_h1") else 2,
+        stages_per_rank=FIXED.get(name, 2),
     )
     for name in SCHEDULES
 }
