@@ -15,8 +15,9 @@ from parallel.context import ContextParallel, by_rank, in_order
 from tests.test_controls import nothing_wrong
 from tokens import IGNORE
 from tools.parity.cases import BATCH, BOS, SEED, SEQ_LEN, Case
-from tools.parity.row import line
+from tools.parity.row import Row, line
 from tools.parity.run import Expected, check, compare, reference_model, run_on_ranks
+from tools.ranks import RankError
 
 CP2, CP4 = Case(MeshSizes(cp=2)), Case(MeshSizes(cp=4))
 WINDOW = {"attention": ("sliding_window", "causal"), "attention_window": 5}
@@ -106,7 +107,10 @@ def check_batch(ranks, case, name, bug=nothing_wrong):
     gradients = {n: p.grad for n, p in model.named_parameters()}
     norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
     expected = Expected(weights, gradients, loss.item(), norm, [], [])
-    runs = ranks.run(run_on_ranks, case.world, case, 0, partial(given, name, bug))
+    try:
+        runs = ranks.run(run_on_ranks, case.world, case, 0, partial(given, name, bug))
+    except RankError as error:
+        return Row(case, crash=str(error))
     return compare(case, runs, expected)
 
 
