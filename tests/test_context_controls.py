@@ -13,7 +13,7 @@ import parallel.context
 import training.step
 from model.mask import Mask
 from parallel.axes import MeshSizes
-from parallel.context import Gathering, GatherKeysAndValues, SplitAttention
+from parallel.context import BesideEachOther, Gather, Piece, SplitAttention
 from tests.test_context_parallel import CP2, check_batch, with_rows
 from tests.test_controls import gradients_averaged, name_of, replicas_counted_in_the_norm
 from tokens import IGNORE
@@ -105,13 +105,13 @@ def loss_of_one_rank():
 @contextlib.contextmanager
 def gradients_of_one_chunk():
     """Plant: the gradients of keys and values that come from a rank's low chunk are lost."""
-    honest = GatherKeysAndValues.backward
+    honest = Gather.backward
 
     def backward(ctx, *gradients):
         lost = [torch.zeros_like(gradient) for gradient in gradients[:-2]]
         return honest(ctx, *lost, *gradients[-2:])
 
-    with patch.object(GatherKeysAndValues, "backward", backward):
+    with patch.object(Gather, "backward", backward):
         yield
 
 
@@ -130,9 +130,22 @@ def gradients_in_the_order_of_the_sequence():
 
 
 @contextlib.contextmanager
+def gradients_of_other_heads():
+    """Plant: the pieces of the heads change places in backward."""
+    honest = BesideEachOther.backward
+
+    def backward(ctx, *placeholders):
+        ctx.pieces = ctx.pieces[::-1]
+        return honest(ctx, *placeholders)
+
+    with patch.object(BesideEachOther, "backward", backward):
+        yield
+
+
+@contextlib.contextmanager
 def other_keys_in_backward():
     """Plant: what backward gathers again is not what forward gathered."""
-    honest = Gathering.instead_of_keeping
+    honest = Piece.instead_of_keeping
 
     def instead_of_keeping(self):
         context = honest(self)
@@ -140,7 +153,7 @@ def other_keys_in_backward():
             self.local = self.local * 1.5
         return context
 
-    with patch.object(Gathering, "instead_of_keeping", instead_of_keeping):
+    with patch.object(Piece, "instead_of_keeping", instead_of_keeping):
         yield
 
 
@@ -159,6 +172,7 @@ def other_keys_in_backward():
         (gradients_of_one_chunk, CP2, {"gradient", "norm"}),
         (keys_in_the_order_of_ranks, CP2, {"gradient", "loss", "norm"}),
         (gradients_in_the_order_of_the_sequence, CP2, {"gradient", "norm"}),
+        (gradients_of_other_heads, CP2, {"gradient", "norm"}),
         (other_keys_in_backward, replace(CP2, num_kv_heads=8), {"gradient", "norm"}),
         (other_keys_in_backward, CP2, {"gradient", "norm"}),
     ],

@@ -110,7 +110,7 @@ DOCUMENTS_OF_2 = Case(MeshSizes(cp=2), document_mask=True, num_microbatches=16)
     "case",
     [
         DOCUMENTS_OF_2,
-        Case(MeshSizes(cp=2), num_microbatches=16),  # a chunk alone is packed, the first is not
+        Case(MeshSizes(cp=2), num_microbatches=32),  # chunks are packed, but for the first
         Case(MeshSizes(cp=4), document_mask=True, num_microbatches=32, **WINDOW),
     ],
     ids=str,
