@@ -24,7 +24,8 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 TINY = ["model.dim=64", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_dim=96",
         "model.vocab_size=128", "model.num_layers=4", "train.seq_len=32",
         "train.global_batch_size=8", "parallel.tp=2", "parallel.pp=2",
-        "parallel.dp_shard=2"]  # fmt: skip
+        "parallel.dp_shard=2", "parallel.schedule=1f1b", "parallel.stages_per_rank=1",
+        "parallel.tp_pieces=1"]  # fmt: skip
 
 
 @pytest.mark.parametrize(
