@@ -1,8 +1,8 @@
 """Draws docs/images/memory.svg: what the planner counts at the peak of memory. `python -m
 docs.draw_memory`
 
-Left: configs/llama3_70b.yaml with four pipeline ranks and 1F1B. Right: configs/llama3_8b.yaml, with less
-and less kept for backward. Prints the same numbers as text.
+Left: configs/llama3_70b.yaml with four pipeline ranks and 1F1B. Right: configs/llama3_8b.yaml, with
+less and less kept for backward. Prints the same numbers as text.
 """
 
 from docs import svg
