@@ -23,6 +23,7 @@ from training.step import TrainStep
 CONFIGS = Path(__file__).parent.parent / "configs"
 MODES = ("none", "selective", "full")
 MODELS = {"8B": ("llama3_8b.yaml", 1), "70B": ("llama3_70b.yaml", 8)}  # configuration, tp
+PIPELINE = ("parallel.schedule=1f1b", "parallel.stages_per_rank=1", "parallel.tp_pieces=1")
 STEP_BLOCKS, STEP_MICROBATCHES = 2, 2
 TEMPORARIES = 2  # of each pass: the largest are listed
 
@@ -50,7 +51,7 @@ def block(model: str, mode: str, *more: str) -> Case:
     tp = MODELS[model][1]
     keys = (
         f"parallel.tp={tp}", "parallel.pp=3", "parallel.dp_shard=1", "parallel.zero_stage=0",
-        "parallel.schedule=1f1b", "parallel.layers_per_stage=[1,1,1]", "model.num_layers=3",
+        *PIPELINE, "parallel.layers_per_stage=[1,1,1]", "model.num_layers=3",
         "train.seq_len=8192", "train.micro_batch_size=1", "train.global_batch_size=1",
         f"train.activation_checkpointing={mode}", *more,
     )  # fmt: skip
@@ -62,7 +63,7 @@ def step(model: str, zero_stage: int, dp_shard: int, *more: str) -> Case:
     tp = MODELS[model][1]
     keys = (
         f"parallel.tp={tp}", "parallel.pp=1", f"parallel.dp_shard={dp_shard}",
-        f"parallel.zero_stage={zero_stage}", "parallel.schedule=1f1b",
+        f"parallel.zero_stage={zero_stage}", *PIPELINE,
         f"model.num_layers={STEP_BLOCKS}", "train.seq_len=8192", "train.micro_batch_size=1",
         f"train.global_batch_size={STEP_MICROBATCHES * dp_shard}",
         "train.activation_checkpointing=none", *more,

@@ -22,7 +22,7 @@ from training.load_config import load_config
 CONFIGS = Path(__file__).parent.parent / "configs"
 SMALL = (
     "model.dim=1024 model.num_heads=8 model.num_kv_heads=8 model.ffn_dim=2816 "
-    "model.vocab_size=8192 train.seq_len=512"
+    "model.vocab_size=8192 train.seq_len=512 parallel.tp_pieces=1"
 )
 STAGES = {  # per rank
     "1f1b": (1,),
@@ -36,7 +36,7 @@ STAGES = {  # per rank
 GPT3 = (
     "model.dim=12288 model.num_layers=96 model.num_heads=96 model.num_kv_heads=96 "
     "model.ffn_dim=32768 model.vocab_size=51200 "
-    "train.seq_len=2048"
+    "train.seq_len=2048 parallel.tp_pieces=1"
 )
 
 

@@ -1,7 +1,7 @@
 """Predicts memory, traffic, time and MFU of a run for every pipeline rank, without a GPU.
 
     python -m tools.plan configs/llama3_70b.yaml                            on 256 H100 GPUs
-    python -m tools.plan configs/llama3_70b.yaml parallel.dp_shard=2 --device h200
+    python -m tools.plan configs/llama3_70b.yaml parallel.dp_shard=4 --device h200
     python -m tools.plan configs/llama3_405b.yaml --gpus 16384 --search     the fastest that fits
     python -m tools.plan configs/llama3_8b.yaml --tokens 15e12 --price 2.5  days, energy and cost
     python -m tools.plan configs/llama3_8b.yaml --guide 4                   ZeRO as guides count it
