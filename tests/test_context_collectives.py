@@ -33,10 +33,11 @@ def sent_over_cp(case, training):
 def once(case, kv_heads, itemsize):
     """A collective per piece of a layer's key/value heads of one tp rank, over all layers and
     micro-batches of a stage, and their bytes: 2 · S·B·K/tp·E numbers in each layer."""
-    model = case.config().model
-    passes = model.num_layers // case.layout.pp * M
+    model, microbatches = case.config().model, case.num_microbatches
+    passes = model.num_layers // case.layout.pp * microbatches
     pieces = max(n for n in range(1, PIECES + 1) if kv_heads % n == 0)
-    size = 2 * SEQ_LEN * (BATCH // case.layout.dp // M) * kv_heads * model.head_dim * itemsize
+    rows = BATCH // case.layout.dp // microbatches
+    size = 2 * SEQ_LEN * rows * kv_heads * model.head_dim * itemsize
     return passes * pieces, passes * size
 
 
