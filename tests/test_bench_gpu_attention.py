@@ -143,6 +143,7 @@ def test_a_row_names_the_kernel_that_was_chosen(
     assert load.called is chosen.startswith("flash 3")
 
 
+@pytest.mark.skipif(gpu_timing.ON_GPU, reason="there is a GPU")
 @pytest.mark.parametrize(
     ("program", "arguments"), [(gpu_attention, ()), (gpu_model, ("--attention",))]
 )
@@ -174,12 +175,15 @@ def test_after_a_row_torch_has_its_own_flash_attention_again() -> None:
     """Else the rows after that of flash 3 would run it too."""
     calls: list[str] = []
 
+    def restore() -> None:
+        calls.append("restored")
+
     def fails() -> list[str]:
         raise RuntimeError
 
     with (
-        patch("torch.nn.attention.activate_flash_attention_impl", calls.append),
-        patch("torch.nn.attention.restore_flash_attention_impl", lambda: calls.append("restored")),
+        patch("torch.nn.attention.activate_flash_attention_impl", calls.append, create=True),
+        patch("torch.nn.attention.restore_flash_attention_impl", restore, create=True),
     ):
         for kernel in ("flash3", "flash2", "flash3"):
             with attention_kernels():
