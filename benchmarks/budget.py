@@ -25,13 +25,13 @@ import torch
 
 from benchmarks.budget_bounds import Least, least_flops, least_launches
 from benchmarks.budget_cases import CASES, Case, budget
-from benchmarks.budget_ledger import (
-    ALONE,
+from benchmarks.budget_kinds import (
     ATTENTION,
     COLLECTIVE,
     COPY,
     FILL,
     KINDS,
+    OF_ONE_RANK,
     POINTWISE,
     PRODUCT,
 )  # fmt: skip
@@ -133,7 +133,7 @@ def describe(case: Case, found: dict[str, Any]) -> str:
         for kind in KINDS:
             count, size = launches[part, kind], sizes[part, kind]
             bound = least.get((part, kind), Least(0, ""))
-            if kind == ALONE or not (count or bound.launches):
+            if kind == OF_ONE_RANK or not (count or bound.launches):
                 continue
             shown = "" if kind == COLLECTIVE else f"{size / 1e6:10,.1f}"
             lines.append(

@@ -9,13 +9,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+
+from torch import Tensor
 
 from benchmarks.budget_ledger import Ledger, Operation, Temporary, recording
 from benchmarks.budget_places import OF_A_BLOCK, PASSES
 from tools.rehearse.fake_gpu import DEVICE, fake_gpu, one_rank
-from tools.rehearse.rank import alone, rows
-from training.build import build_stages
+from tools.rehearse.rank import alone, build_without_data, rows
 from training.config import Config
 from training.load_config import load_config
 from training.step import TrainStep
@@ -23,6 +23,7 @@ from training.step import TrainStep
 CONFIGS = Path(__file__).parent.parent / "configs"
 MODES = ("none", "selective", "full")
 MODELS = {"8B": ("llama3_8b.yaml", 1), "70B": ("llama3_70b.yaml", 8)}  # configuration, tp
+PIPELINE = ("parallel.schedule=1f1b", "parallel.stages_per_rank=1", "parallel.tp_pieces=1")
 STEP_BLOCKS, STEP_MICROBATCHES = 2, 2
 TEMPORARIES = 2  # of each pass: the largest are listed
 
@@ -50,7 +51,7 @@ def block(model: str, mode: str, *more: str) -> Case:
     tp = MODELS[model][1]
     keys = (
         f"parallel.tp={tp}", "parallel.pp=3", "parallel.dp_shard=1", "parallel.zero_stage=0",
-        "parallel.schedule=1f1b", "parallel.layers_per_stage=[1,1,1]", "model.num_layers=3",
+        *PIPELINE, "parallel.layers_per_stage=[1,1,1]", "model.num_layers=3",
         "train.seq_len=8192", "train.micro_batch_size=1", "train.global_batch_size=1",
         f"train.activation_checkpointing={mode}", *more,
     )  # fmt: skip
@@ -62,7 +63,7 @@ def step(model: str, zero_stage: int, dp_shard: int, *more: str) -> Case:
     tp = MODELS[model][1]
     keys = (
         f"parallel.tp={tp}", "parallel.pp=1", f"parallel.dp_shard={dp_shard}",
-        f"parallel.zero_stage={zero_stage}", "parallel.schedule=1f1b",
+        f"parallel.zero_stage={zero_stage}", *PIPELINE,
         f"model.num_layers={STEP_BLOCKS}", "train.seq_len=8192", "train.micro_batch_size=1",
         f"train.global_batch_size={STEP_MICROBATCHES * dp_shard}",
         "train.activation_checkpointing=none", *more,
@@ -79,14 +80,20 @@ CASES = [
 ]
 
 
+def without_waiting(tensor: Tensor, device: str) -> Tensor:
+    """Take the place of parallel.mesh.to_device. The fake GPU has no pinned memory, from which a
+    copy would start without making the host wait."""
+    return tensor.to(device, non_blocking=True)
+
+
 def record(case: Case) -> Ledger:
     """Record the second step of the case, in this process; the first one fills caches. A process
     can be only one rank of one world: see `budget`."""
     config = case.config()
     config.validate(case.world)
-    with one_rank(config.parallel.mesh_sizes(case.world), case.rank, DEVICE) as mesh, fake_gpu():
-        with patch("training.build.initialise", lambda stage, seed: None):
-            stages = build_stages(config, mesh)
+    sizes = config.parallel.mesh_sizes(case.world)
+    with one_rank(sizes, case.rank, DEVICE) as mesh, fake_gpu(to_device=without_waiting):
+        stages = build_without_data(config, mesh)
         with recording(mesh) as ledger:
             train = TrainStep(config, mesh, stages, bos_id=0)
             train.record = ledger.record

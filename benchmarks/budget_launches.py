@@ -17,11 +17,10 @@ from torch.overrides import TorchFunctionMode
 
 import model.kernels
 from costs.as_on_gpu import DEVICE
+from costs.operators import copies_values, on_host
+from hardware import H100
 from model.kernels import backend
 from tools.rehearse import fake_gpu
-
-MULTIPROCESSORS = 132  # of an H100: some kernels launch so many programs, and add up their parts
-COPY_TO_DEVICE = ("training.step", "model.documents")  # modules that call to_device
 
 
 class _Launcher:
@@ -57,9 +56,9 @@ def recorded_launches(launched: Callable[[str, tuple[Any, ...]], None]) -> Itera
         if isinstance(backend.tl, SimpleNamespace):  # no Triton: names of dtypes, which go unused
             for name in ("float32", "float64", "bfloat16"):
                 stack.enter_context(patch.object(backend.tl, name, name, create=True))
-        stack.enter_context(
-            patch.object(backend, "_multiprocessors", lambda device: MULTIPROCESSORS)
-        )
+        # some kernels launch so many programs, and add up their parts
+        count = H100.multiprocessors
+        stack.enter_context(patch.object(backend, "_multiprocessors", lambda device: count))
         yield
 
 
@@ -74,20 +73,16 @@ class _ReadsOnHost(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in (Tensor.tolist, Tensor.numpy) and args[0].device.type == DEVICE:
             self.waited(func.__name__)
-            return func(torch.zeros(args[0].shape, dtype=args[0].dtype))
-        device = torch.device(kwargs.get("device") or "cpu").type
-        if func in (torch.tensor, torch.as_tensor) and device == DEVICE:
-            self.waited(f"{func.__name__} on the device")  # copies from memory that is not pinned
+            return func(on_host(args[0], None))
+        if copies_values(func, kwargs):
+            self.waited(f"{func.__name__} on the device")
         return func(*args, **kwargs)
 
 
 @contextmanager
 def recorded_waits(waited: Callable[[str], None]) -> Iterator[None]:
-    """A context in which calls for which the host waits, and which are no operators, call `waited`.
-
-    A copy to the device that does not block is taken to start from pinned memory: the fake GPU has
-    none.
-    """
+    """A context in which calls for which the host waits, and which are no operators, call
+    `waited`."""
 
     def note(name: str) -> Callable[..., None]:
         return lambda *_, **__: waited(name)
@@ -101,9 +96,5 @@ def recorded_waits(waited: Callable[[str], None]) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name in synchronize:
             stack.enter_context(patch.object(owner, "synchronize", note(name)))
-        for module in COPY_TO_DEVICE:
-            stack.enter_context(
-                patch(f"{module}.to_device", lambda x, device: x.to(device, non_blocking=True))
-            )
         stack.enter_context(_ReadsOnHost(waited))
         yield

@@ -17,51 +17,43 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 
+from benchmarks.budget_kinds import (
+    COLLECTIVE,
+    COPY,
+    LAUNCHES,
+    OF_ONE_RANK,
+    TRITON,
+    kind_of,
+    size_of,
+    traffic,
+)
 from benchmarks.budget_launches import recorded_launches, recorded_waits
 from benchmarks.budget_places import Where, place
 from costs.as_on_gpu import DEVICE, AsOnGpu
-from costs.events import LOOKUPS, NO_WORK, PRODUCTS, call_of, event_of, group_of, tensors_of
-from costs.storages import StorageWatch, key_of, local
+from costs.collectives import arguments_of as arguments_of_collective
+from costs.collectives import call_of, group_of
+from costs.events import LOOKUPS, Attention, Product, event_of
+from costs.operators import (
+    host_copy,
+    launches_nothing,
+    name_of,
+    needs_value,
+    on_device,
+    on_host,
+    takes_from_host,
+    tensors_of,
+    value_without_data,
+)
+from costs.storages import StorageWatch, key_of, watch_resizes
 from parallel.mesh import Mesh
 from parallel.pipeline.actions import Action
 from tools.rehearse.fake_gpu import run_collective
 from tools.rehearse.tape import GroupAxes
-
-# The kinds of operators, in the order in which they are printed.
-PRODUCT, ATTENTION, TRITON, POINTWISE = "product", "attention", "Triton", "pointwise"
-COPY, FILL, COLLECTIVE, ALONE = "copy", "fill", "collective", "collective of one rank"
-KINDS = {
-    PRODUCT: "matrix products",
-    ATTENTION: "scaled dot-product attention (one library call, which may launch helpers)",
-    TRITON: "launches of this repository's Triton kernels",
-    POINTWISE: "elementwise operations, reductions and look-ups of PyTorch",
-    COPY: "copies, casts, clones, cat: the same numbers in another place or dtype",
-    FILL: "fills with one value, such as zeros",
-    COLLECTIVE: "collectives, and messages of the pipeline",
-    ALONE: "collectives of one rank in place, which launch nothing",
-}
-COPIES = {
-    "_to_copy", "copy", "copy_", "clone", "cat", "stack", "repeat", "_foreach_copy_",
-    "all_gather_copy_in", "split_with_sizes_copy", "chunk_cat", "_chunk_cat", "constant_pad_nd",
-}  # fmt: skip
-FILLS = {
-    "zeros", "zeros_like", "new_zeros", "zero_", "ones", "ones_like", "new_ones", "fill_", "full",
-    "full_like", "new_full", "scalar_tensor", "_foreach_zero_",
-}  # fmt: skip
-NO_LAUNCH = NO_WORK | {"_unsafe_view", "lift_fresh", "resize_", "set_"}
-# PyTorch carries it out as two: a copy, and the same in place.
-LAUNCHES = {"masked_fill": 2}
-# The host waits for a result, or for the number of its elements.
-WAITS = {
-    "_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_consecutive",
-    "unique_dim", "repeat_interleave",
-}  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
@@ -138,7 +130,7 @@ class Ledger(StorageWatch):
     # --- operators ---
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        name = func._schema.name.split("::")[-1]
+        name = name_of(func)
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
             # inside a custom operator, below autograd: record the operators that it consists of
             with self, torch._C.DisableTorchFunction():
@@ -149,25 +141,27 @@ class Ledger(StorageWatch):
         if func.namespace == "lattice":
             return self._as_on_gpu(func, args, kwargs)
         given = list(tensors_of([*args, *kwargs.values()]))
-        if (name in WAITS or _is_masked(name, args)) and on_device(given):
+        if on_device(given) and (what := needs_value(func, args)):
             self.waited(name)
-            return _instead(name, args)
-        if name == "_to_copy" and str(kwargs.get("device")) == "cpu" and on_device(given):
-            self.waited(name, waits=not kwargs.get("non_blocking"))
-            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+            return value_without_data(func, args) if what == "a value" else _longest(name, args)
+        copy = host_copy(func, args, kwargs)
+        if copy is not None and copy.target == "cpu" and name == "_to_copy":
+            self.waited(name, waits=copy.blocks)
+            return on_host(args[0], kwargs.get("dtype"))
         result = func(*args, **kwargs)
         made = list(tensors_of([result]))
-        if func.is_view or name in NO_LAUNCH or not on_device([*given, *made]):
+        if launches_nothing(func) or not on_device([*given, *made]):
             return result
         read, written = traffic(func, args, kwargs, made)
-        done = Operation(self._now[0], kind_of(func), name, self._now[1], LAUNCHES.get(name, 1))
+        event = event_of(func, args, kwargs, result)
+        kind = kind_of(name, event)
+        done = Operation(self._now[0], kind, name, self._now[1], LAUNCHES.get(name, 1))
         done.bytes = size_of(read) + size_of(written) + (done.launches - 1) * 2 * size_of(written)
         if name in LOOKUPS:  # reads as much of its first argument as it writes
             done.bytes += size_of(written) - size_of(read[:1])
-        if done.kind in (PRODUCT, ATTENTION):
-            done.flops = event_of(func, args, kwargs, result).flops  # type: ignore[union-attr]
-        blocks = not (kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,)))
-        done.waits = blocks and done.kind == COPY and crosses(read, written)
+        if isinstance(event, Product | Attention):
+            done.flops = event.flops
+        done.waits = takes_from_host(given) if copy is None else copy.blocks
         self.operations.append(done)
         self._read(read)
         self._wrote(done, written)
@@ -176,20 +170,17 @@ class Ledger(StorageWatch):
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         kind, size = call_of(func, args)
         axis = self._axes.of(group_of(args))
-        alone = axis is None
         done = Operation(
             self._now[0],
-            ALONE if alone else COLLECTIVE,
+            COLLECTIVE if axis else OF_ONE_RANK,
             f"{kind} over {axis or 'one rank'}",
             self._now[1],
         )
-        done.bytes, done.launches = size, 0 if alone else 1
-        tensors = list(tensors_of(args))
+        done.bytes, done.launches = size, 1 if axis else 0
         self.operations.append(done)
-        # A gather or scatter has its output first; an all-reduce works in place.
-        apart = kind in ("all_gather", "reduce_scatter")
-        self._read([] if kind == "receive" else tensors[1:] if apart else tensors)
-        self._wrote(done, [] if kind == "send" else tensors[:1] if apart else tensors)
+        read, written = arguments_of_collective(kind, args)
+        self._read(read)
+        self._wrote(done, written)
         return run_collective(func, args, kwargs)
 
     def _as_on_gpu(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -253,83 +244,15 @@ def recording(mesh: Mesh) -> Iterator[Ledger]:
         warnings.filterwarnings("ignore", "Anomaly Detection")
         # remembers for each node of autograd's graph the line that made it (budget_places.py)
         lines = torch.autograd.set_detect_anomaly(True, check_nan=False)
-    resize = torch.UntypedStorage.resize_
-
-    def resized(storage: torch.UntypedStorage, size: int) -> Any:
-        result = resize(storage, size)
-        ledger.resized(storage)
-        return result
-
-    # FSDP frees gathered weights by resizing their storages, which no operator does.
-    freeing = patch.object(torch.UntypedStorage, "resize_", resized)
     launches, waits = recorded_launches(ledger.launched), recorded_waits(ledger.waited)
-    with lines, freeing, launches, waits, ledger:
+    with lines, watch_resizes(ledger), launches, waits, ledger:
         yield ledger
     ledger.is_closed = True
 
 
-# --- what an operator is, and what it moves ---
-
-
-def on_device(tensors: list[Tensor]) -> bool:
-    return any(local(tensor).device.type == DEVICE for tensor in tensors)
-
-
-def crosses(read: list[Tensor], written: list[Tensor]) -> bool:
-    """Whether numbers go from the host to the device or back."""
-    return bool(read and written) and on_device(read[-1:]) != on_device(written[-1:])
-
-
-def kind_of(func: Any) -> str:
-    name = func._schema.name.split("::")[-1]
-    if {"query", "key"} <= {argument.name for argument in func._schema.arguments}:
-        return ATTENTION
-    if name.rstrip("_") in PRODUCTS:
-        return PRODUCT
-    return COPY if name in COPIES else FILL if name in FILLS else POINTWISE
-
-
-def size_of(tensors: list[Tensor]) -> int:
-    """Bytes that the tensors occupy in memory; an expanded dimension counts once."""
-    return sum(min(t.nbytes, local(t).untyped_storage().nbytes()) for t in tensors)
-
-
-def traffic(
-    func: Any, args: Any, kwargs: Any, made: list[Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors that an operator reads, and those that it writes. `made`: its results."""
-    name, arguments = func._schema.name.split("::")[-1], func._schema.arguments
-    if name == "all_gather_copy_in":  # FSDP: copies the inputs into a part of the output
-        return list(args[0]), made[:1]
-    given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
-    read: list[Tensor] = []
-    written: list[Tensor] = []
-    for argument in arguments:
-        tensors = list(tensors_of([given.get(argument.name)]))
-        mutated = argument.alias_info is not None and argument.alias_info.is_write
-        written += tensors if mutated else []
-        if name not in FILLS and not (mutated and (argument.is_out or name in COPIES)):
-            read += tensors
-    written += [t for t in made if not any(t is other for other in written)]
-    return read, written
-
-
-def _is_group(value: torch.ScriptObject) -> bool:
-    return "ProcessGroup" in str(value._type())
-
-
-def _is_masked(name: str, args: Any) -> bool:
-    """Whether an index is a mask, so that only the device knows the number of elements."""
-    return name == "index" and any(i.dtype == torch.bool for i in tensors_of([args[1]]))
-
-
-def _instead(name: str, args: Any) -> Any:
-    """A result of an operator for which the host waits: zeros, or as many elements as possible."""
-    tensor = args[0]
-    if name == "_local_scalar_dense":
-        return torch.zeros((), dtype=tensor.dtype).item()
-    if name == "equal":
-        return False
+def _longest(name: str, args: Any) -> Tensor:
+    """Stands for a result whose length the host reads from the device: as long as possible."""
+    tensor: Tensor = args[0]
     if name == "nonzero":
         return tensor.new_empty((tensor.numel(), tensor.dim()), dtype=torch.int64)
     if name == "index":

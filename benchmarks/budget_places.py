@@ -8,18 +8,14 @@ anomaly detection.
 
 import re
 import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from parallel.pipeline.actions import FORWARD, Action
 from parallel.pipeline.runner import PipelineRunner
+from tools.rehearse.code_lines import FSDP, code_file
 
-ROOT = Path(__file__).parent.parent
-# They watch; they do not cause.
-OBSERVERS = tuple(str(ROOT / name) for name in ("benchmarks", "costs", "tools/rehearse", "tests"))
-FSDP = "/torch/distributed/fsdp/"
 # Files that only pass a call on: the caller's line says more.
 PASS_ON = {"model/matmul.py", "parallel/collectives.py", "FSDP _fsdp_common.py"}
 # Python 3.12 runs comprehensions inside their function, 3.11 as functions of their own.
@@ -61,15 +57,6 @@ class Where(NamedTuple):
         return f"{self.file}:{self.line} {self.function}"
 
 
-def short(file: str) -> str | None:
-    """The name of a file of this repository or of FSDP, None for all others."""
-    if FSDP in file:
-        return f"FSDP {Path(file).name}"
-    if not file.startswith(f"{ROOT}/") or "/site-packages/" in file or file.startswith(OBSERVERS):
-        return None
-    return file[len(str(ROOT)) + 1 :]
-
-
 def place(action: Action | None, operator: str = "") -> tuple[str, Where]:
     """The pass and the place of the operator that runs now, inside `action`."""
     where: Where | None = None
@@ -77,7 +64,7 @@ def place(action: Action | None, operator: str = "") -> tuple[str, Where]:
     frame: Any = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        file = short(code.co_filename)
+        file = code_file(code.co_filename)
         if file is not None:
             if where is None or where.file in PASS_ON:
                 where = Where(file, INNER.sub("", code.co_qualname), frame.f_lineno)
@@ -88,7 +75,7 @@ def place(action: Action | None, operator: str = "") -> tuple[str, Where]:
         frame = frame.f_back
     if where is None:
         where = Where("(no code of the repository)", "", 0)
-    if where.file.startswith("FSDP") or where.file == "parallel/whole.py":
+    if where.file.startswith(FSDP) or where.file == "parallel/whole.py":
         return "FSDP", where
     if where.file == "model/positions.py":
         return "positions", where
@@ -106,7 +93,7 @@ def of_node(operator: str) -> Where | None:
     node = torch._C._current_autograd_node()
     for line in reversed(node.metadata.get("traceback_", []) if node is not None else []):
         path, number, function = line.strip().split("\n")[0].split(", ")
-        file = short(path.removeprefix('File "').removesuffix('"'))
+        file = code_file(path.removeprefix('File "').removesuffix('"'))
         if file is not None and file not in PASS_ON:
             name = f"backward of {function.removeprefix('in ')}"
             if operator == "add":

@@ -5,7 +5,7 @@
     apart      a product in bfloat16, then a sum into float32: what FSDP2 does
     together   the product adds its float32 result to the sum: Matmul.add_weight_gradient
                (cuBLAS reads bfloat16 and writes float32)
-    product    the product alone, in bfloat16
+    product    only the product, whose result is in bfloat16: nothing is summed
 
 Shapes are those of a block of an 8-billion model, 8192 tokens. The last row adds up a block, and
 converts the difference to points of MFU of the whole model at the estimated MFU. Errors are

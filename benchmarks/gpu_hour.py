@@ -31,10 +31,10 @@ from typing import Any
 from benchmarks.gpu_estimates import FAST, OPEN, RIGHT
 from benchmarks.gpu_machine import Meter, about
 from benchmarks.gpu_page import as_json, findings, page, wrong_rows
+from benchmarks.gpu_process import ROOT
 from benchmarks.gpu_tasks import Lane, Task
 from tools.command import run_command
 
-ROOT = Path(__file__).parent.parent
 PART_SECONDS = 460.0  # of eight minutes; the rest is for starting and for writing the page
 LOOK_SECONDS = 0.2
 # Those of requirements.txt that training imports, and Triton.

@@ -23,8 +23,8 @@ import argparse
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from benchmarks.gpu_aims import bandwidth_aim, head_aims
 from benchmarks.gpu_head import HEAD_PASS, head_case
 from benchmarks.gpu_operations import (
     FULL,
@@ -39,8 +39,6 @@ from benchmarks.gpu_operations import (
 )
 from benchmarks.gpu_optimizer import optimizer_cases
 from benchmarks.gpu_rows import (
-    MEASURED,
-    NO_TIME,
     Deadline,
     Report,
     attempt,
@@ -49,7 +47,9 @@ from benchmarks.gpu_rows import (
     milliseconds_or_why,
     options,
     parse,
+    process_group,
 )
+from benchmarks.gpu_status import MEASURED, NO_TIME
 from benchmarks.gpu_timing import (
     DEVICE,
     Clock,
@@ -61,10 +61,8 @@ from benchmarks.gpu_timing import (
 )
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
-from runtime.init_distributed import init_distributed
 from tools.command import run_command
 
-BANDWIDTH_AIM, PRODUCTS_AIM, MEMORY_AIM = 0.85, 1.1, 1 / 8
 COLUMNS = ("triton", "torch", "compile", "liger")
 SECONDS_FOR_A_CASE = 15  # expected time of a case, mostly for its compilers
 EXPECTED_SECONDS = {"compile": 10}  # expected time of a row; other rows take one second
@@ -226,56 +224,6 @@ def speed(milliseconds: float, moved: float, bandwidth: float | None) -> dict:
     }
 
 
-def bandwidth_aim(row: dict) -> str:
-    """Adds the aim to the row of our kernel, and returns a description of it for the table."""
-    fraction = row.get("fraction_of_copy")
-    if fraction is None:
-        return ""
-    row["aims"] = {
-        "fraction_of_copy": {"at_least": BANDWIDTH_AIM, "met": fraction >= BANDWIDTH_AIM}
-    }
-    return f"{fraction:.0%} of a copy: {verdict(fraction >= BANDWIDTH_AIM)}"
-
-
-def head_aims(rows: dict[str, dict], case: Case, at_full_size: bool) -> str:
-    """The same for projection and loss: time compared with that of the products, and memory with
-    that of eager PyTorch."""
-    ours, said = rows["triton"], []
-    if ours["status"] != MEASURED or not at_full_size:
-        return ""
-    ours["aims"] = {}
-    if rows["matmul"]["status"] == MEASURED:
-        ratio = ours["milliseconds"]["median"] / rows["matmul"]["milliseconds"]["median"]
-        ours["aims"]["over_three_products"] = {
-            "found": ratio,
-            "at_most": PRODUCTS_AIM,
-            "met": ratio <= PRODUCTS_AIM,
-        }
-        said.append(f"{ratio:.3f} of three products: {verdict(ratio <= PRODUCTS_AIM)}")
-    if rows["torch"]["status"] == MEASURED and ours["peak_memory_bytes"] is not None:
-        peaks = {name: rows[name]["peak_memory_bytes"] for name in ("triton", "torch")}
-        beyond = {name: peak - case.weight_gradient_bytes[name] for name, peak in peaks.items()}
-        ratio, with_gradient = (
-            bytes_of["triton"] / bytes_of["torch"] for bytes_of in (beyond, peaks)
-        )
-        ours["aims"]["memory_over_eager"] = {
-            "found": ratio,
-            "at_most": MEMORY_AIM,
-            "met": ratio <= MEMORY_AIM,
-            "bytes_beyond_weight_gradient": beyond,
-            "with_weight_gradient": with_gradient,
-        }
-        said.append(
-            f"1/{1 / ratio:.1f} of eager's memory: {verdict(ratio <= MEMORY_AIM)}"
-            f" (with the weight's gradients 1/{1 / with_gradient:.1f})"
-        )
-    return ", ".join(said)
-
-
-def verdict(met: bool) -> str:
-    return "met" if met else "MISSED"
-
-
 def line(case: Case, name_of_pass: str, rows: dict[str, dict], aims: str) -> str:
     times = "".join(f"{milliseconds_or_why(rows[c]) if c in rows else '':>10}" for c in COLUMNS)
     rate = rows["triton"].get("bytes_per_second")
@@ -292,8 +240,7 @@ def main(arguments: list[str] | None = None) -> int:
     sizes = TINY if parsed.tiny else FULL
     clock = Clock(samples=2, warm_up=1, flush=False) if parsed.tiny else Clock(samples=25)
     torch.manual_seed(0)
-    init_distributed()
-    try:
+    with process_group():
         cases = [case for case in list_cases(sizes) if parsed.only in case.name]
         if parsed.compile:
             compile_only(cases, parsed.compile, Deadline(parsed.budget_seconds))
@@ -308,8 +255,6 @@ def main(arguments: list[str] | None = None) -> int:
         for case in cases:
             given = None if parsed.tiny else bandwidth
             measure(case, clock, deadline, report, parsed, given)
-    finally:
-        dist.destroy_process_group()
     checked = [row for row in report.rows if row.get("pass") == CHECK and "right" in row]
     print(f"\n{sum(row['right'] for row in checked)} of {len(checked)} kernels are right")
     return exit_status(report)

@@ -12,27 +12,31 @@ The exit status is 1 if a measured peak is farther off.
 """
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from benchmarks.gpu_programs import SMALL, WIDE, Size, Variant, build, config_of, sizes
-from benchmarks.gpu_rows import Measurement, check_triton, exit_status, options, parse, run_all
+from benchmarks.gpu_process import run_python, without_gpu
+from benchmarks.gpu_programs import (
+    SMALL,
+    WIDE,
+    Size,
+    Variant,
+    build,
+    config_of,
+    measurements,
+    sizes,
+)
+from benchmarks.gpu_rows import exit_status, options, parse, run_training
 from benchmarks.gpu_timing import ON_GPU
-from runtime.init_distributed import init_distributed
 from tools.command import run_command
+from tools.rehearse.rank import rows as batch_of
 from training.config import Config
 from training.load_config import dump_config
 
-ROOT = Path(__file__).parent.parent
 BOUND = 0.05
 LAYERS = 4  # of the wide model: enough to tell what a layer takes
 ROWS = [
@@ -51,13 +55,8 @@ def predicted(config: Config, folder: Path) -> dict[str, Any]:
     """The report of `python -m tools.rehearse`, with the plan."""
     path, result = folder / "config.yaml", folder / "report.json"
     path.write_text(dump_config(config), encoding="utf-8")
-    command = [sys.executable, "-m", "tools.rehearse", str(path), "--rank", "0", "--gpus", "1"]
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*command, "--json", str(result)], cwd=ROOT, env=hidden, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise RuntimeError(f"rehearsal: {(done.stderr.strip().splitlines() or ['failed'])[-1]}")
+    asked = [str(path), "--rank", "0", "--gpus", "1", "--json", str(result)]
+    run_python("-m", "tools.rehearse", *asked, environment=without_gpu())
     return json.loads(result.read_text(encoding="utf-8"))
 
 
@@ -67,10 +66,9 @@ def measured_peak(config: Config) -> int | None:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     train = build(config)
-    shape = config.train.global_batch_size, config.train.seq_len
-    tokens = torch.randint(config.model.vocab_size, shape)
+    batch = batch_of(config, train.mesh)
     for step in range(2):
-        train(step, tokens, tokens)
+        train(step, *batch)
     return torch.cuda.max_memory_allocated() - before if ON_GPU else None
 
 
@@ -102,23 +100,12 @@ def describe(row: dict[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parsed = parse(options(__doc__, budget_seconds=150), arguments)
-    check_triton()
     shapes = sizes(parsed.tiny)
     if not parsed.tiny:
         wide = shapes[WIDE]
         shapes[WIDE] = replace(wide, model=replace(wide.model, num_layers=LAYERS))
-    init_distributed()
-    try:
-        rows = [
-            Measurement(
-                f"memory, {key}, {variant.name}", 20, partial(measure, shapes[key], variant)
-            )
-            for key, variant in ROWS
-        ]
-        report = run_all(rows, parsed, describe)
-    finally:
-        dist.destroy_process_group()
-    return exit_status(report)
+    rows = measurements("memory", ROWS, shapes, 20, measure)
+    return exit_status(run_training(rows, parsed, describe))
 
 
 if __name__ == "__main__":

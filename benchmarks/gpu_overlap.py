@@ -11,7 +11,7 @@ link, the wait for other ranks, and NCCL's own kernel.
 CUDA_DEVICE_MAX_CONNECTIONS, the number of hardware queues, is read when a process first uses the
 GPU, so each row is measured by its own process. Numbers of a row, in milliseconds:
 
-    products, traffic   each alone
+    products, traffic   while nothing else runs
     together            from the start of the first to the end of the last, both at once
     traffic_beside      the traffic's own time while products run
     hidden              (products + traffic − together) / the shorter of the two: 1 is perfect
@@ -20,20 +20,17 @@ GPU, so each row is measured by its own process. Numbers of a row, in millisecon
 import json
 import os
 import statistics
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.gpu_process import run_python
 from benchmarks.gpu_rows import Measurement, check_triton, exit_status, options, parse, run_all
 from benchmarks.gpu_timing import DEVICE, ON_GPU, Clock, Work
 from model.kernels.backend import jit, tl
 from tools.command import run_command
 
-ROOT = Path(__file__).parent.parent
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 PROGRAMS, BLOCK = 24, 8192
 PRIORITIES = {"high": -1, "normal": 0}
@@ -106,17 +103,13 @@ def measure_here(priority: str, tiny: bool) -> dict[str, float]:
 
 def measure(connections: str | None, priority: str, tiny: bool) -> dict[str, Any]:
     """Measures one row in a process of its own."""
-    environment = {**os.environ, **({VARIABLE: connections} if connections else {})}
-    if connections is None:
-        environment.pop(VARIABLE, None)
-    command = [sys.executable, "-m", "benchmarks.gpu_overlap", "--one", priority]
-    done = subprocess.run(
-        [*command, *["--tiny"] * tiny], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise RuntimeError((done.stderr.strip().splitlines() or ["no message"])[-1])
+    environment = {key: value for key, value in os.environ.items() if key != VARIABLE}
+    if connections is not None:
+        environment[VARIABLE] = connections
+    asked = ["--one", priority, *["--tiny"] * tiny]
+    said = run_python("-m", "benchmarks.gpu_overlap", *asked, environment=environment)
     return {"connections": connections or "not set", "priority": priority,
-            **json.loads(done.stdout.splitlines()[-1])}  # fmt: skip
+            **json.loads(said.splitlines()[-1])}  # fmt: skip
 
 
 def describe(row: dict[str, Any]) -> str:

@@ -4,8 +4,8 @@ why not; then every row, and what was wrong."""
 from typing import Any, NamedTuple
 
 from benchmarks.gpu_estimates import ESTIMATES, INFINITY, Estimate
+from benchmarks.gpu_status import MEASURED, why_wrong
 
-MEASURED = "measured"
 WITHIN, BELOW, ABOVE, OTHER_DEVICE = "within", "below", "above", "another device"
 
 
@@ -80,14 +80,9 @@ def interval(estimate: Estimate) -> str:
 
 
 def wrong_rows(rows: list[dict[str, Any]]) -> list[str]:
-    """The names of rows that are wrong, and of ours that failed, with what they say."""
-    wrong = [f"{row['name']}: is wrong" for row in rows if row.get("right") is False]
-    failed = [
-        f"{row['name']}: {row['status']}"
-        for row in rows
-        if row.get("ours", True) and row["status"].startswith("failed")
-    ]
-    return wrong + failed
+    """The names of rows that are wrong, then of ours that failed, with what they say."""
+    found = [f"{row['name']}: {why}" for row in rows if (why := why_wrong(row))]
+    return sorted(found, key=lambda said: not said.endswith(": is wrong"))
 
 
 def page(result: dict[str, Any], rows: list[dict[str, Any]]) -> str:

@@ -10,22 +10,29 @@ import json
 import re
 import tempfile
 from collections import defaultdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.gpu_programs import SMALL, WIDE, Size, Variant, build, config_of, sizes
-from benchmarks.gpu_rows import Measurement, check_triton, exit_status, options, parse, run_all
+from benchmarks.gpu_programs import (
+    SMALL,
+    WIDE,
+    Size,
+    Variant,
+    build,
+    config_of,
+    measurements,
+    sizes,
+)
+from benchmarks.gpu_rows import exit_status, options, parse, run_training
 from benchmarks.gpu_timing import ON_GPU
-from runtime.init_distributed import init_distributed
 from runtime.profile import axes_of_groups
 from runtime.profile_summary import describe as describe_summary
 from runtime.profile_summary import events_of, read_trace, summarise
 from tools.command import run_command
+from tools.rehearse.rank import rows as batch_of
 
 STEPS = 2
 # The kind of a kernel is the first whose expression its name contains, in lower case.
@@ -46,9 +53,8 @@ def kind_of(kernel: str) -> str:
 def profiled(size: Size, variant: Variant) -> dict[str, Any]:
     config = config_of(size, variant)
     train = build(config)
-    shape = config.train.global_batch_size, config.train.seq_len
-    tokens = torch.randint(config.model.vocab_size, shape)
-    train(0, tokens, tokens)  # compiles kernels, takes memory
+    batch = batch_of(config, train.mesh)
+    train(0, *batch)  # compiles kernels, takes memory
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * ON_GPU
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
@@ -59,7 +65,7 @@ def profiled(size: Size, variant: Variant) -> dict[str, Any]:
             profiler.add_metadata_json("lattice", json.dumps(about))
             for step in range(1, STEPS + 1):
                 with record_function(f"step {step}"):
-                    train(step, tokens, tokens)
+                    train(step, *batch)
                     if step == STEPS:
                         synchronize()
         profiler.export_chrome_trace(str(path))
@@ -94,20 +100,8 @@ ROWS = [(WIDE, Variant(checkpointing="selective")), (SMALL, Variant())]
 
 def main(arguments: list[str] | None = None) -> int:
     parsed = parse(options(__doc__, budget_seconds=60), arguments)
-    check_triton()
-    shapes = sizes(parsed.tiny)
-    init_distributed()
-    try:
-        rows = [
-            Measurement(
-                f"profile, {key}, {variant.name}", 20, partial(profiled, shapes[key], variant)
-            )
-            for key, variant in ROWS
-        ]
-        report = run_all(rows, parsed, describe)
-    finally:
-        dist.destroy_process_group()
-    return exit_status(report)
+    rows = measurements("profile", ROWS, sizes(parsed.tiny), 20, profiled)
+    return exit_status(run_training(rows, parsed, describe))
 
 
 if __name__ == "__main__":

@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.gpu_programs import compiler
+from benchmarks.gpu_rows import process_group
 from benchmarks.gpu_timing import DEVICE, free_memory
 from data.config import DataConfig
 from model.config import ModelConfig
 from parallel.config import ParallelConfig
 from parallel.mesh import build_mesh
 from parallel.pipeline.schedules import SCHEDULES
-from runtime.init_distributed import init_distributed
 from tools.command import run_command
+from tools.plan.candidates import FIXED
 from training.build import build_stages
 from training.config import Config
 from training.sections import (
@@ -62,11 +62,10 @@ class Mechanism:
 
 def _schedules() -> list[Mechanism]:
     """Every schedule, with as many stages on the one rank as it takes."""
-    stages = {"interleaved_1f1b": 2, "breadth_first": 2, "zb_v": 2, "dualpipe_v": 2}
     return [
         Mechanism(
             f"schedule {name}",
-            settings={"parallel": {"schedule": name, "stages_per_rank": stages.get(name, 1)}},
+            settings={"parallel": {"schedule": name, "stages_per_rank": FIXED.get(name, 2)}},
         )
         for name in SCHEDULES
         if name != "1f1b"
@@ -211,15 +210,12 @@ def main(arguments: list[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     asked = [m for m in MECHANISMS for k in m.kinds if parsed.only in f"{m.name}, {k}"]
     wanted = dict.fromkeys(m.mathematics for m in asked)
-    init_distributed()
-    torch.set_num_threads(THREADS if not parsed.tiny else 1)
-    try:
+    with process_group():
+        torch.set_num_threads(THREADS if not parsed.tiny else 1)
         for mechanism in MECHANISMS:
             if mechanism.name in wanted:
                 for kind in (EXACT, ROUNDED):
                     write(parsed.folder, mechanism, kind, parsed.tiny)
-    finally:
-        dist.destroy_process_group()
     return 0
 
 

@@ -12,8 +12,6 @@ The exit status is 1 if they are not equal.
 
 import hashlib
 import os
-import subprocess
-import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -22,10 +20,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.gpu_process import run_python
 from benchmarks.gpu_rows import Measurement, exit_status, options, parse, run_all
 from tools.command import run_command
 
-ROOT = Path(__file__).parent.parent
 HALF, WHOLE = 3, 6  # steps
 DIVERGENCE = 2**-8  # relative, of a loss, where bits may differ
 
@@ -36,15 +34,7 @@ def train(folder: Path, data: Path, **sections: dict[str, Any]) -> dict[int, flo
 
     folder.mkdir()
     config = write_config(folder, data, **sections)
-    done = subprocess.run(
-        [sys.executable, "train.py", config],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise RuntimeError(f"train.py: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+    run_python("train.py", config, environment={**os.environ, "OMP_NUM_THREADS": "1"})
     return losses(folder)
 
 

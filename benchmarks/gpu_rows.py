@@ -7,32 +7,37 @@ did not reach is known:
     {"planned": ["copy", …]}       the names, most important first
     {"row": {"name": "copy", "status": "measured", …}}
 
-A row's `status` is one of the texts below. A row whose `right` is false is wrong: the program then
-exits with status 1, as it does if one of our own rows failed.
+A row's `status` is one of the texts in gpu_status.py. A row whose `right` is false is wrong: the
+program then exits with status 1, as it does if one of our own rows failed.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from benchmarks.gpu_status import (
+    FAILED,
+    MEASURED,
+    NEEDS,
+    NO_TIME,
+    NOT_INSTALLED,
+    OUT_OF_MEMORY,
+    why_wrong,
+)
 from benchmarks.gpu_timing import DEVICE, ON_GPU, free_memory
 from model.kernels.backend import why_not_triton
+from runtime.init_distributed import init_distributed
 
-MEASURED, OUT_OF_MEMORY, NO_TIME, NOT_INSTALLED = (
-    "measured",
-    "out of memory",
-    "not measured (time)",
-    "not installed",
-)
-FAILED, NEEDS = "failed", "not measured"
 NO_MEASUREMENT = (
     "These are not measurements: tiny sizes, which prove that the program runs and that "
     "its checks pass."
@@ -104,13 +109,8 @@ class Report:
 
     @property
     def wrong(self) -> list[str]:
-        """What makes the exit status 1: rows that are wrong, and rows of ours that failed."""
-        return [
-            row["name"]
-            for row in self.rows
-            if row.get("right") is False
-            or (row.get("ours", True) and row["status"].startswith(FAILED))
-        ]
+        """The names of the rows that make the exit status 1."""
+        return [row["name"] for row in self.rows if why_wrong(row)]
 
 
 def strict(value: Any) -> Any:
@@ -191,6 +191,27 @@ def run_all(
         if found is not None:
             free_memory()
     return report
+
+
+@contextlib.contextmanager
+def process_group() -> Iterator[None]:
+    """A context with a process group of one process, which every mesh needs."""
+    init_distributed()
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def run_training(
+    measurements: Iterable[Measurement],
+    parsed: argparse.Namespace,
+    describe: Callable[[dict[str, Any]], str],
+) -> Report:
+    """`run_all` for rows that train: with Triton's kernels, or not at all, and on a mesh."""
+    check_triton()
+    with process_group():
+        return run_all(measurements, parsed, describe)
 
 
 def exit_status(report: Report) -> int:

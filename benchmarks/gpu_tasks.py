@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+from benchmarks.gpu_process import ROOT
+
 GRACE_SECONDS = 30.0  # beyond its own budget, before a program is killed
 LOG_CHARACTERS = 6000  # of a program's output that are printed, from its end
 

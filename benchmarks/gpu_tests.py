@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from benchmarks.gpu_process import ROOT
 from benchmarks.gpu_rows import Cannot, Measurement, exit_status, options, parse, run_all
 from tools.command import run_command
 
-ROOT = Path(__file__).parent.parent
 PROCESSES = 6
 # Row → tests, and the expected seconds.
 FILES = {

@@ -50,6 +50,11 @@ class Clock:
         self.samples, self.warm_up = samples, warm_up
         self.buffer = torch.zeros(FLUSH_BYTES // 4, device=DEVICE) if flush and ON_GPU else None
 
+    @classmethod
+    def of_steps(cls, tiny: bool) -> "Clock":
+        """A clock for whole training steps, which are long and of which few are needed."""
+        return cls(samples=1 if tiny else 3, warm_up=1 if tiny else 2, flush=False)
+
     def milliseconds(self, work: Work) -> dict[str, float]:
         """The median, minimum and maximum of all samples."""
         for _ in range(self.warm_up):

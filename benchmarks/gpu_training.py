@@ -28,21 +28,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.gpu_check import Check
+from benchmarks.gpu_process import ROOT, without_gpu
 from benchmarks.gpu_reference import EXACT, MECHANISMS, ROUNDED, Mechanism, load, train
-from benchmarks.gpu_rows import (
-    Cannot,
-    Measurement,
-    check_triton,
-    exit_status,
-    options,
-    parse,
-    run_all,
-)
-from runtime.init_distributed import init_distributed
+from benchmarks.gpu_rows import Cannot, Measurement, exit_status, options, parse, run_training
 from tools.command import run_command
 
 EXACT_BOUND = 1e-9
@@ -73,8 +64,8 @@ def reference(tiny: bool, only: str) -> Iterator[Reference]:
     """Starts the CPU's runs, and ends them at exit."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.gpu_reference", folder, only]
-        hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-        process = subprocess.Popen([*command, *["--tiny"] * tiny], env=hidden)
+        command += ["--tiny"] * tiny
+        process = subprocess.Popen(command, cwd=ROOT, env=without_gpu())
         try:
             yield Reference(Path(folder), process)
         finally:
@@ -132,25 +123,19 @@ def describe(row: dict[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parsed = parse(options(__doc__, budget_seconds=180), arguments)
-    check_triton()
     # deterministic cuBLAS requires it, and reads it at its first use, as in train.py
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    init_distributed()
-    try:
-        with reference(parsed.tiny, parsed.only) as cpu:
-            rows = [
-                Measurement(
-                    f"{mechanism.name}, {kind}",
-                    3,
-                    partial(measure, mechanism, kind, parsed.tiny, cpu),
-                )
-                for mechanism in MECHANISMS
-                for kind in mechanism.kinds
-            ]
-            report = run_all(rows, parsed, describe)
-    finally:
-        dist.destroy_process_group()
-    return exit_status(report)
+    with reference(parsed.tiny, parsed.only) as cpu:
+        rows = [
+            Measurement(
+                f"{mechanism.name}, {kind}",
+                3,
+                partial(measure, mechanism, kind, parsed.tiny, cpu),
+            )
+            for mechanism in MECHANISMS
+            for kind in mechanism.kinds
+        ]
+        return exit_status(run_training(rows, parsed, describe))
 
 
 if __name__ == "__main__":

@@ -87,6 +87,7 @@ def config_of(row: Row, micro_batch_size: int, virtual_stages: int, checkpointin
         "parallel.dp_shard": row.gpus // (row.tp * row.pp),
         "parallel.schedule": "1f1b" if virtual_stages == 1 else "interleaved_1f1b",
         "parallel.stages_per_rank": virtual_stages,
+        "parallel.tp_pieces": 1,
         "train.seq_len": 4096,
         "train.global_batch_size": row.batch,
         "train.micro_batch_size": micro_batch_size,

@@ -19,14 +19,19 @@ from training.load_config import load_config
 CONFIGS = Path(__file__).parent.parent / "configs"
 RESULTS = Path(__file__).parent / "results" / "plan_memory.json"
 LIMIT = 0.03
-SMALL = (  # of llama3_70b.yaml, whose micro-batches are one sequence
+PIPELINE = (  # for llama3_70b, if a case does not state another one
+    "parallel.pp=4 parallel.schedule=1f1b parallel.stages_per_rank=1 parallel.tp_pieces=1"
+)
+SMALL = (  # the same with a small model; its micro-batches are one sequence
+    f"{PIPELINE} "
     "model.dim=512 model.num_heads=8 model.num_kv_heads=4 model.ffn_dim=1536 model.vocab_size=8192 "
     "model.num_layers=8 train.seq_len=1024 train.global_batch_size=16"
 )
 
 
 class Case(NamedTuple):
-    """A rank of a job. For llama3_70b, overrides follow SMALL unless they begin with "whole"."""
+    """A rank of a job. For llama3_70b, overrides follow SMALL, or PIPELINE if they begin
+    with "whole"."""
 
     configuration: str
     world: int
@@ -184,7 +189,8 @@ def compare(
     """The row of one case."""
     keys = overrides.split()
     if name == "llama3_70b":
-        keys = keys[1:] if keys[0] == "whole" else SMALL.split() + keys
+        whole = keys[0] == "whole"
+        keys = [*PIPELINE.split(), *keys[1:]] if whole else [*SMALL.split(), *keys]
     config = load_config(str(CONFIGS / f"{name}.yaml"), keys)
     config.validate(world)
     measured = alone(rehearse, config, world, rank)

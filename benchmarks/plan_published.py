@@ -59,6 +59,7 @@ def config_of(row: Row) -> Config:
         "parallel.reduce_dtype": system.reduce_dtype,
         "parallel.schedule": "1f1b" if row.stages == 1 else "interleaved_1f1b",
         "parallel.stages_per_rank": row.stages,
+        "parallel.tp_pieces": 1,
         "parallel.layers_per_stage": layers_of(row),
         "parallel.sequence_parallel": system is not SC21,
         "train.seq_len": row.seq_len or system.seq_len,

@@ -27,7 +27,7 @@ LIMIT = 120.0  # CPU seconds
 GPT3 = (
     "model.dim=12288 model.num_layers=96 model.num_heads=96 model.num_kv_heads=96 "
     "model.ffn_dim=32768 model.vocab_size=51200 "
-    "train.seq_len=2048"
+    "train.seq_len=2048 parallel.tp_pieces=1"
 )
 
 

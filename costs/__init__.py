@@ -2,7 +2,9 @@
 
 as_on_gpu.py  makes the model's code treat such tensors (torch's meta device) as GPU tensors
 storages.py   tracks when every storage is allocated and freed
-events.py     operations and collectives, as records hold them
+operators.py  what PyTorch's operators read and write, and when the host waits for them
+collectives.py  the same of collectives, their groups and their handles
+events.py     the operations and collectives of a record
 recorder.py   records the operations, collectives and storages of a computation
 setting.py    what a record depends on, and the inputs that follow from it
 units.py      records forward and backward of the embedding, each kind of block and the head

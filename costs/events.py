@@ -2,25 +2,14 @@
 read from the operators that a computation calls."""
 
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from costs.collectives import Call
+from costs.operators import NO_WORK, name_of, tensors_of
 
-COLLECTIVES = {  # operators of torch.distributed → their names in records
-    "_allgather_base_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "allreduce_": "all_reduce",
-    "send": "send",
-    "recv_": "receive",
-}
 BACKWARD_OF_FORWARD = 2.5  # flash attention's FLOPs: five products in backward, two in forward
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}
 LOOKUPS = {"embedding", "index", "index_select", "gather"}  # read some rows of the first argument
-NO_WORK = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach",
-           "_unsafe_view"}  # the last reshapes the result of a product  # fmt: skip
 
 
 class Product(NamedTuple):
@@ -55,15 +44,6 @@ class Moved(NamedTuple):
     bytes: int  # read and written
 
 
-class Call(NamedTuple):
-    """A collective or message; `bytes` are those of the whole tensor: the output of a gather, the
-    input of a scatter."""
-
-    axis: str
-    kind: str
-    bytes: int
-
-
 class Sent(NamedTuple):
     """The start of a collective."""
 
@@ -80,40 +60,9 @@ class Waited(NamedTuple):
 Event = Product | Attention | Moved | Sent | Waited
 
 
-def silent_group(axis: str, rank: int, size: int) -> dist.ProcessGroup:
-    """A group that communicates with nothing and is not registered. Records name its axis."""
-    group = dist.ProcessGroup(rank, size)  # type: ignore[call-arg]
-    group._set_group_desc(axis)
-    return group
-
-
-def group_of(args: Any) -> dist.ProcessGroup:
-    """The group among the arguments of an operator of torch.distributed."""
-    boxed = next(
-        arg
-        for arg in args
-        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())
-    )
-    return dist.ProcessGroup.unbox(boxed)
-
-
-def call_of(func: Any, args: Any) -> tuple[str, int]:
-    """The kind of a collective and the bytes of its largest tensor, which is the whole tensor."""
-    name = func.name().split(".")[0].removeprefix("c10d::")
-    return COLLECTIVES.get(name, name), max(tensor.nbytes for tensor in tensors_of(args))
-
-
-def wire_bytes(kind: str, size: int, ranks: int) -> float:
-    """Bytes that one rank sends in a ring over `ranks`: in a gather or scatter all parts but one,
-    in an all-reduce twice that."""
-    if kind in ("send", "receive"):
-        return float(size) if kind == "send" else 0.0
-    return size * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
-
-
 def event_of(func: Any, args: Any, kwargs: Any, result: Any) -> Event | None:
     """The event of an operator, or None if it neither reads nor writes memory (views, empty)."""
-    name = func._schema.name.split("::")[-1]
+    name = name_of(func)
     if func.is_view or name in NO_WORK:
         return None
     named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
@@ -129,14 +78,6 @@ def event_of(func: Any, args: Any, kwargs: Any, result: Any) -> Event | None:
         *batch, rows, columns = result.shape
         return Product(rows, columns, inner, size, math.prod(batch))
     return Moved(size) if size else None
-
-
-def tensors_of(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_of(value)
 
 
 def _attention(named: dict[str, Any]) -> Attention:

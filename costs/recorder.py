@@ -16,22 +16,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor
 
 from costs.as_on_gpu import DEVICE
-from costs.events import (
-    Attention,
-    Call,
-    Event,
-    Product,
-    Sent,
-    Waited,
-    call_of,
-    event_of,
-    group_of,
-    tensors_of,
-)
+from costs.collectives import Call, Work, call_of, group_of, returned
+from costs.events import Attention, Event, Product, Sent, Waited, event_of
+from costs.operators import tensors_of
 from costs.storages import StorageWatch, key_of
 
 
@@ -74,18 +64,6 @@ class Piece:
     died_in: int = sys.maxsize
 
 
-class _Work(dist._Work):
-    """The handle of a collective that is recorded but not carried out."""
-
-    def __init__(self, waited: Callable[[], None]) -> None:
-        super().__init__()
-        self.waited = waited
-
-    def wait(self, timeout: Any = None) -> bool:
-        self.waited()
-        return True
-
-
 class Recorder(StorageWatch):
     """Records what the calling thread computes, backward included.
 
@@ -105,7 +83,7 @@ class Recorder(StorageWatch):
         self._changes: list[list[tuple[Piece, int, str | None]]] = []
         self._phase = -1  # −1: between phases
         self.flow: dict[str, Piece] = {}  # inputs and outputs of the recorded part, by name
-        self._works: list[_Work] = []
+        self._works: list[Work] = []
         self._closed = False
 
     def __exit__(self, *error: Any) -> None:
@@ -208,7 +186,6 @@ class Recorder(StorageWatch):
         number, events = len(self._works), self._events[self._phase]
         axis = group_of(args).group_desc
         events.append(Sent(Call(axis, *call_of(func, args)), number))
-        work = _Work(lambda: self._events[self._phase].append(Waited(number)))
+        work = Work(lambda: self._events[self._phase].append(Waited(number)))
         self._works.append(work)
-        returns_tensors = len(func._schema.returns) > 1
-        return (args[0], work.boxed()) if returns_tensors else work.boxed()
+        return returned(func, args, work)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from costs.collectives import rounds
 from costs.events import Attention, Moved, Product, Sent, Waited
 from costs.links import Links
 from costs.recorder import Phase
@@ -81,7 +82,7 @@ class Rates:
         for event in phase.events:
             if isinstance(event, Sent):
                 axis, kind, size = event.call
-                seconds = self.links.collective(axis, size, 2 if kind == "all_reduce" else 1)
+                seconds = self.links.collective(axis, size, rounds(kind))
                 free[axis] = max(free[axis], computing + waited) + seconds
                 ends[event.number] = axis, free[axis]
                 wire[axis], last = wire[axis] + seconds, computing

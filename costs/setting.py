@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from costs.as_on_gpu import DEVICE
-from costs.events import silent_group
+from costs.collectives import silent_group
 from model.config import ModelConfig
 from model.documents import Documents
 from model.kernels.backend import exact

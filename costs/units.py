@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from costs.as_on_gpu import AsOnGpu
+from costs.collectives import silent_group, wire_bytes
 from costs.ends import Begin, End
-from costs.events import silent_group, wire_bytes
 from costs.recorder import Phase, Piece, Recorder
 from costs.setting import Setting, batch_of, context, hidden, tensors_in
 from costs.storages import key_of

@@ -1,8 +1,8 @@
 """Draws docs/images/memory.svg: what the planner counts at the peak of memory. `python -m
 docs.draw_memory`
 
-Left: the four pipeline ranks of configs/llama3_70b.yaml. Right: configs/llama3_8b.yaml, with less
-and less kept for backward. Prints the same numbers as text.
+Left: configs/llama3_70b.yaml with four pipeline ranks and 1F1B. Right: configs/llama3_8b.yaml, with
+less and less kept for backward. Prints the same numbers as text.
 """
 
 from docs import svg
@@ -20,6 +20,7 @@ ROOM_SAID = (
     f"each rank has its peak at a different moment; dashed: {ROOM / GB:.0f} GB, what CUDA and NCCL "
     "leave of a GPU of 80 GB"
 )
+PIPELINE = "parallel.pp=4 parallel.schedule=1f1b parallel.stages_per_rank=1 parallel.tp_pieces=1"
 TOP, BOTTOM, HIGHEST = 100, 350, 86e9  # pixels; bytes of the whole height
 GROUPS = {  # name of a box → its colour, and the planner's categories in it
     "weights, optimizer, reduced gradients": (
@@ -48,9 +49,9 @@ def groups(memory: Memory) -> dict[str, float]:
 
 def bars() -> list[tuple[str, str, Memory]]:
     """(Title of the group of bars, name of the bar, the planner's result) of each bar."""
-    large = load_config("configs/llama3_70b.yaml", [])
+    large = load_config("configs/llama3_70b.yaml", PIPELINE.split())
     found = [
-        ("70B, 256 GPUs: rank of the pipeline", f"pp {r}", Memory(Layout(large, 256, r)))
+        ("70B, 256 GPUs, 1F1B: rank of the pipeline", f"pp {r}", Memory(Layout(large, 256, r)))
         for r in range(large.parallel.pp)
     ]
     for mode in ("none", "selective", "full"):

@@ -73,7 +73,8 @@ class MeshSizes:
         return [each for each in sizes if each.world == world]
 
     def __str__(self) -> str:
-        return " × ".join(f"{axis} {size}" for axis, size in self.by_axis().items())
+        named = {axis: n for axis, n in self.by_axis().items() if axis != "cp" or n > 1}
+        return " × ".join(f"{axis} {size}" for axis, size in named.items())
 
 
 AXES = tuple(each.name for each in fields(MeshSizes) if each.compare)

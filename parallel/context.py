@@ -16,6 +16,10 @@ kernel with the keys from 0 to that end. Rank cp − 1 has two adjacent chunks, 
 | backward | the same again: they are not kept          | all-gather of 2 · S·B·K/tp·E             |
 |          | their gradients, summed in float32         | reduce-scatter of 2 · S·B·K/tp·E         |
 
+The heads are divided into up to `PIECES` pieces, each with its own collectives: while attention is
+computed for one piece, the keys and values of the next one travel, and in backward also the
+gradients of the piece before.
+
 Keeping the gathered keys and values would take cp times the memory of a rank's own. With activation
 checkpointing the recomputation gathers them again; without it, a hook on what autograd saves does.
 The two chunks' gradients of a key are added in float32 before they are sent, because many terms are
@@ -26,9 +30,10 @@ partial results need no merging: Llama 3, https://arxiv.org/abs/2407.21783, sect
 zig-zag: https://github.com/zhuzilin/ring-flash-attention/issues/2.)
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,7 +42,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel.collectives import start_all_gather, start_reduce_scatter
+from parallel.collectives import Pending, start_all_gather, start_reduce_scatter
+
+PIECES = 4  # of the heads, at most; more would hide more, but send and compute in smaller parts
 
 # q [S, B, H, E], k and v [S, B, K, E] → [S, B, H, E]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -92,48 +99,80 @@ class SplitAttention:
         """Map q [S/cp, B, H, E], k and v [S/cp, B, K, E] to [S/cp, B, H, E]."""
         if self.cp.size == 1:
             return self.attend[0](q, k, v)
-        gathering = Gathering(self.cp)
-        seen = GatherKeysAndValues.apply(k, v, gathering, [part.stop for part in self.chunks])
-        queries = q.split([len(part) for part in self.chunks])
-        with gathering.instead_of_keeping():
-            parts = [
-                attend(mine, *keys_and_values)
-                for attend, mine, *keys_and_values in zip(
-                    self.attend, queries, seen[::2], seen[1::2], strict=True
-                )
+        number = max(n for n in range(1, PIECES + 1) if k.shape[2] % n == 0)
+        pieces = [Piece(self.cp, [part.stop for part in self.chunks]) for _ in range(number)]
+        local = BesideEachOther.apply(k, v, pieces)
+        for one, other in pairwise(pieces):
+            one.following, other.preceding = other, one
+        pieces[0].start()
+        queries = q.chunk(number, 2)
+        ys = [self._of(*each) for each in zip(pieces, local, queries, strict=True)]
+        return ys[0] if number == 1 else torch.cat(ys, 2)
+
+    def _of(self, piece: "Piece", local: Tensor, q: Tensor) -> Tensor:
+        """Attention of a piece of the heads."""
+        keys_and_values = iter(Gather.apply(local, piece))
+        parts = q.split([len(part) for part in self.chunks])
+        with piece.instead_of_keeping() as gathers_again:
+            ys = [
+                attend(mine, next(keys_and_values), next(keys_and_values))
+                for attend, mine in zip(self.attend, parts, strict=True)
             ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        y = ys[0] if len(ys) == 1 else torch.cat(ys)
+        return GatherAgain.apply(y, piece) if gathers_again else y
 
 
-class Gathering:
-    """The keys and values of one attention layer for one micro-batch, gathered in forward and, if
-    autograd would keep them, again in backward."""
+class Piece:
+    """The keys and values of some heads, for one layer and micro-batch: gathered in forward and, if
+    autograd would keep them, again in backward. Then their gradients are scattered.
 
-    def __init__(self, cp: ContextParallel) -> None:
-        self.cp = cp
-        self.local: Tensor | None = None  # this rank's, keys beside values
+    Forward goes through the pieces in order, and backward in the reverse order.
+    """
+
+    def __init__(self, cp: ContextParallel, ends: Sequence[int]) -> None:
+        self.cp, self.ends = cp, ends
+        self.local: Tensor | None = None  # [S/cp, B, K, E + E'], this rank's keys beside values
+        self.width = 0  # E
+        self.preceding: Piece | None = None
+        self.following: Piece | None = None
+        self.scattering: Pending | None = None
+        self._gathering: Pending | None = None
         self._whole: Tensor | None = None
-        self._is_kept = False
+
+    def start(self) -> None:
+        """Start to gather, unless that was done."""
+        if self._gathering is None and self._whole is None:
+            assert self.local is not None
+            self._gathering = start_all_gather(self.local, self.cp.group)
 
     def whole(self) -> Tensor:
-        """Gather [S, B, K, E + E'] in the order of the sequence."""
-        assert self.local is not None
+        """The gathered [S, B, K, E + E'], in the order of the sequence."""
         if self._whole is None:
-            self._whole = in_order(start_all_gather(self.local, self.cp.group).wait(), self.cp.size)
+            self.start()
+            assert self._gathering is not None
+            gathered, self._gathering = self._gathering.wait(), None
+            self._whole = in_order(gathered, self.cp.size)
         return self._whole
 
     def drop(self) -> None:
-        self._whole = None
+        if self._gathering is not None:  # no kernel has asked for it
+            self._gathering.wait()
+        self._gathering = self._whole = None
 
-    def instead_of_keeping(self) -> AbstractContextManager[Any]:
-        """A context in which autograd keeps, of a view of the gathered tensor, only its place; its
-        numbers are gathered again when backward asks for them."""
-        if not self.cp.gathers_again or self._whole is None or not torch.is_grad_enabled():
-            self.local = None  # nothing will be gathered again
-            self.drop()
-            return nullcontext()
-        storage = self._whole.untyped_storage()._cdata
+    @contextmanager
+    def instead_of_keeping(self) -> Iterator[bool]:
+        """A context in which autograd keeps, of a view of the gathered tensor, only its place,
+        because it will be gathered again. Yields whether that is so; every rank must agree.
+
+        With several sequences, kernels pack them into copies, which autograd keeps.
+        """
+        assert self._whole is not None
+        storage, sequences = self._whole.untyped_storage()._cdata, self._whole.shape[1]
         self.drop()
+        if not self.cp.gathers_again or sequences > 1 or not torch.is_grad_enabled():
+            self.local = None
+            yield False
+            return
 
         def pack(x: Tensor) -> Tensor | tuple[Any, ...]:
             if x.untyped_storage()._cdata != storage:
@@ -143,35 +182,76 @@ class Gathering:
         def unpack(kept: Any) -> Tensor:
             return kept if isinstance(kept, Tensor) else self.whole().as_strided(*kept)
 
-        return saved_tensors_hooks(pack, unpack)
+        with saved_tensors_hooks(pack, unpack):
+            yield True
 
 
-class GatherKeysAndValues(torch.autograd.Function):
-    """The operation that the top of this file describes: (k, v, gathering, ends) → for each end,
-    the keys and the values from 0 to there, views of one tensor."""
+class BesideEachOther(torch.autograd.Function):
+    """Keys beside values, for each piece of the heads: k [S/cp, B, K, E], v [S/cp, B, K, E'] →
+    [S/cp, B, K / pieces, E + E'] each. Backward waits until the pieces' gradients are scattered."""
 
     @staticmethod
-    def forward(
-        ctx: Any, k: Tensor, v: Tensor, gathering: Gathering, ends: Sequence[int]
-    ) -> tuple[Tensor, ...]:
-        ctx.gathering, ctx.ends, ctx.width = gathering, ends, k.shape[-1]
-        gathering.local = torch.cat((k, v), -1)
-        whole = gathering.whole()
+    def forward(ctx: Any, k: Tensor, v: Tensor, pieces: Sequence[Piece]) -> tuple[Tensor, ...]:
+        ctx.pieces, ctx.width = pieces, k.shape[-1]
+        n = len(pieces)
+        for piece, *parts in zip(pieces, k.chunk(n, 2), v.chunk(n, 2), strict=True):
+            piece.local, piece.width = torch.cat(parts, -1), k.shape[-1]
+        return tuple(piece.local for piece in pieces if piece.local is not None)
+
+    @staticmethod
+    def backward(ctx: Any, *placeholders: Tensor) -> tuple[Tensor, Tensor, None]:
+        dtype, mine = placeholders[0].dtype, []
+        for piece in ctx.pieces:
+            mine.append(piece.scattering.wait().to(dtype))
+            piece.scattering = None
+        together = torch.cat(mine, 2)
+        return together[..., : ctx.width], together[..., ctx.width :], None
+
+
+class Gather(torch.autograd.Function):
+    """Gather a piece's keys and values → for each end of a chunk, the keys and the values from 0 to
+    there, views of one tensor. Backward starts to scatter their gradients; `BesideEachOther` waits,
+    so this returns a placeholder."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, piece: Piece) -> tuple[Tensor, ...]:
+        ctx.piece = piece
+        whole = piece.whole()
+        if piece.following is not None:
+            piece.following.start()
         ctx.shape = whole.shape
-        k, v = whole[..., : ctx.width], whole[..., ctx.width :]
-        return tuple(part[:end] for end in ends for part in (k, v))
+        k, v = whole[..., : piece.width], whole[..., piece.width :]
+        return tuple(part[:end] for end in piece.ends for part in (k, v))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        gathering, width, dtype = ctx.gathering, ctx.width, gradients[0].dtype
-        gathering.drop()
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        piece, dtype = ctx.piece, gradients[0].dtype
+        piece.drop()
         total = gradients[0].new_zeros(ctx.shape, dtype=torch.promote_types(dtype, torch.float32))
-        for end, dk, dv in zip(ctx.ends, gradients[::2], gradients[1::2], strict=True):
-            total[:end, ..., :width] += dk
-            total[:end, ..., width:] += dv
-        of_ranks = by_rank(total, gathering.cp.size)
-        mine = start_reduce_scatter(of_ranks, gathering.cp.group).wait().to(dtype)
-        return mine[..., :width], mine[..., width:], None, None
+        for end, dk, dv in zip(piece.ends, gradients[::2], gradients[1::2], strict=True):
+            total[:end, ..., : piece.width] += dk
+            total[:end, ..., piece.width :] += dv
+        of_ranks = by_rank(total, piece.cp.size)
+        piece.scattering = start_reduce_scatter(of_ranks, piece.cp.group)
+        local = (ctx.shape[0] // piece.cp.size, *ctx.shape[1:])
+        return gradients[0].new_zeros(()).expand(local), None
+
+
+class GatherAgain(torch.autograd.Function):
+    """Start to gather again before the backward of a piece's attention, and also for the piece that
+    comes next in backward. Every rank does it, whatever its kernels have kept."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, piece: Piece) -> Tensor:
+        ctx.piece = piece
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        for piece in (ctx.piece, ctx.piece.preceding):
+            if piece is not None:
+                piece.start()
+        return dy, None
 
 
 def in_order(gathered: Tensor, ranks: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Which kernels compute attention in a run: its line at the start, and the check that they run.
 
     attention: cuDNN 9.20.0
-    attention: flash 2 (not flash 3: not installed)                           documents or windows
+    attention: flash 2 (not flash 3: not installed)                      documents, windows, or cp
     attention: cuDNN 9.20.0 in 24 layers, flash 2 (not flash 3: not installed) in 24 layers
     attention: flash (CPU)
 
@@ -45,6 +45,7 @@ def choices(config: Config, device_type: str) -> Counter[tuple[Call, Choice]]:
         block.attention.inputs(asked)
         for window, head_dim, wanted in asked.masks:
             packed = config.data.document_mask or (window or train.seq_len) < train.seq_len
+            packed |= config.parallel.cp > 1  # a chunk of queries, and more keys (mask.py)
             dtype = Precision.of(config).compute
             call = Call(dtype, head_dim, head_dim, train.seq_len, packed, train.deterministic)
             found[call, choose(this_device(device_type), call, wanted)] += layers

@@ -71,18 +71,18 @@ def open_files_needed(world_size: int) -> int:
 
     gloo connects every rank of a group with every other, and listens at one more socket. Three
     groups have all ranks: the default one, and those of saving (save.py) and stopping (stop.py).
-    The groups of the mesh, one for each axis and one for the batch, need at most two more of them.
+    The groups of the mesh, one for each of its views (mesh.py), need at most three more of them.
 
     TORCH_GLOO_LAZY_INIT=1 would open only the sockets that are used. It is left unset: in torch
     2.11 to 2.13, a rank whose peer dies before their first connection may wait for it forever,
     beyond the group's timeout (github.com/pytorch/gloo issue 520).
     """
-    return 5 * world_size + OTHER_FILES
+    return 6 * world_size + OTHER_FILES
 
 
 def raise_open_files(world_size: int) -> None:
     """Raise this process's limit of open files to what the run needs, as far as the system lets it:
-    the usual 1,024 are too few from some 130 ranks on. tools/preflight compares the two before."""
+    the usual 1,024 are too few from some 85 ranks on. tools/preflight compares the two before."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = open_files_needed(world_size)
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -101,10 +101,11 @@ def stay_on_this_machine() -> None:
 
 def use_gpu(gpu: int, rank: int, processes: int) -> None:
     """Apply settings for one of `processes` ranks of this machine that compute on its GPUs."""
-    if why_not := bind_to_gpu(gpu):
-        log(f"rank {rank} is not bound to the CPUs next to its GPU: {why_not}")
+    share = bind_to_gpu(gpu, processes)
+    if share.why_not:
+        log(f"rank {rank} is not bound to the CPUs next to its GPU: {share.why_not}")
     if "OMP_NUM_THREADS" not in os.environ:  # by default each rank would use all CPUs
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
+        torch.set_num_threads(share.threads)
     torch.cuda.set_device(gpu)
     # A collective's kernel must get its few multiprocessors while a matrix product runs that would
     # fill all of them, or communication in backward is not overlapped.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 #
 #   sbatch slurm/train_70b.sh                                        70B on 32 nodes of 8 GPUs
-#   sbatch --nodes 8 slurm/train_70b.sh configs/llama3_70b.yaml parallel.dp_shard=2     on 8 nodes
+#   sbatch --nodes 8 slurm/train_70b.sh configs/llama3_70b.yaml parallel.dp_shard=4     on 8 nodes
 #   sbatch --nodes 8 slurm/train_70b.sh configs/llama3_8b.yaml parallel.dp_replicate=8    another model
 #   sbatch --nodes 34 --export ALL,SPARE_NODES=2 slurm/train_70b.sh  the best 32 of 34 nodes
 #   sbatch --array 1-3%1 slurm/train_70b.sh                          a chain of three jobs

@@ -20,27 +20,32 @@ CALLS: Counter[str] = Counter()
 
 
 def segment_weights(q, k, scale, behind):
-    """Softmax weights [H, L, L] for one document's q and k [L, H, E]. `behind` is the number of
-    keys before its own that a query sees; -1 means all."""
+    """Softmax weights [H, L, M] for one document's q [L, H, E], the last L of its M positions, and
+    k [M, H, E]. `behind` is the number of keys before its own that a query sees; -1 means all."""
     scores = torch.einsum("ihe,jhe->hij", q, k) * scale
-    ones = torch.ones(scores.shape[-2:])
-    hidden = ones.triu(1) + (ones.tril(-behind - 1) if behind >= 0 else 0)
+    ones, before = torch.ones(scores.shape[-2:]), len(k) - len(q)
+    hidden = ones.triu(before + 1) + (ones.tril(before - behind - 1) if behind >= 0 else 0)
     return scores.masked_fill(hidden > 0, -math.inf).softmax(dim=-1)
 
 
 def segments(q, k, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, window_size):
-    """The documents as consecutive slices of T, and the number of query heads per key/value
-    head."""
+    """The documents as consecutive slices of queries and of keys, and the number of query heads per
+    key/value head."""
     behind, ahead = window_size
     assert ahead == 0
     assert is_causal == (behind == -1)
-    assert torch.equal(cu_seq_q, cu_seq_k)
-    assert cu_seq_q.dtype == torch.int32
-    ends = cu_seq_q.tolist()
-    assert ends[0] == 0
-    assert ends[-1] == len(q) == len(k)
-    assert all(0 < b - a <= max_q == max_k for a, b in pairwise(ends))
-    return [slice(a, b) for a, b in pairwise(ends)], q.shape[1] // k.shape[1]
+    found = []
+    for bounds, x, longest in ((cu_seq_q, q, max_q), (cu_seq_k, k, max_k)):
+        assert bounds.dtype == torch.int32
+        ends = bounds.tolist()
+        assert ends[0] == 0
+        assert ends[-1] == len(x)
+        assert all(0 < b - a <= longest for a, b in pairwise(ends))
+        found.append([slice(a, b) for a, b in pairwise(ends)])
+    documents = list(zip(*found, strict=True))
+    # a query before its document's first key would see nothing
+    assert all(of_q.stop - of_q.start <= of_k.stop - of_k.start for of_q, of_k in documents)
+    return documents, q.shape[1] // k.shape[1]
 
 
 def plain_forward(
@@ -52,8 +57,8 @@ def plain_forward(
     scale = scale or q.shape[-1] ** -0.5
     behind = window_size[0]
     y = [
-        torch.einsum("hij,jhe->ihe", segment_weights(q[d], k[d], scale, behind), v[d])
-        for d in documents
+        torch.einsum("hij,jhe->ihe", segment_weights(q[i], k[j], scale, behind), v[j])
+        for i, j in documents
     ]
     return (
         torch.cat(y),
@@ -84,13 +89,13 @@ def plain_backward(
     wide_k, wide_v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
     scale = scale or q.shape[-1] ** -0.5
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(wide_k), torch.zeros_like(wide_v)
-    for d in documents:
-        weights = segment_weights(q[d], wide_k[d], scale, window_size[0])
-        dv[d] = torch.einsum("hij,ihe->jhe", weights, dy[d])
-        d_weights = torch.einsum("ihe,jhe->hij", dy[d], wide_v[d])
+    for i, j in documents:
+        weights = segment_weights(q[i], wide_k[j], scale, window_size[0])
+        dv[j] = torch.einsum("hij,ihe->jhe", weights, dy[i])
+        d_weights = torch.einsum("ihe,jhe->hij", dy[i], wide_v[j])
         d_scores = weights * (d_weights - (d_weights * weights).sum(dim=-1, keepdim=True)) * scale
-        dq[d] = torch.einsum("hij,jhe->ihe", d_scores, wide_k[d])
-        dk[d] = torch.einsum("hij,ihe->jhe", d_scores, q[d])
+        dq[i] = torch.einsum("hij,jhe->ihe", d_scores, wide_k[j])
+        dk[j] = torch.einsum("hij,ihe->jhe", d_scores, q[i])
     return dq, *(t.unflatten(1, (-1, shared)).sum(dim=2) for t in (dk, dv))
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks import (
+    gpu_aims,
     gpu_head,
     gpu_kernels,
     gpu_model,
@@ -22,7 +23,8 @@ from benchmarks import (
 )
 from benchmarks.gpu_check import Check
 from benchmarks.gpu_programs import SMALL, WIDE, Size, Step, Variant, sizes
-from benchmarks.gpu_rows import MEASURED, NO_TIME, OUT_OF_MEMORY, Report, attempt
+from benchmarks.gpu_rows import Report, attempt
+from benchmarks.gpu_status import MEASURED, NO_TIME, OUT_OF_MEMORY
 from costs.summary import flops_per_token
 from model.kernels import linear_cross_entropy
 from model.kernels.backend import why_not_triton
@@ -131,14 +133,14 @@ def test_bytes_are_those_of_the_kernels_tables() -> None:
 def test_aims_are_held_against_what_was_measured() -> None:
     """Speed and memory are compared with their aims correctly. 1 MB in 1 µs is 1 TB/s. Memory
     excludes the weight's gradient, which takes 4 · D · V bytes, and half of that in eager."""
-    for bandwidth, fraction, met in ((1.25e12, 0.8, False), (1.0e12, 1.0, True)):
+    for bandwidth, fraction, reached in ((1.25e12, 0.8, False), (1.0e12, 1.0, True)):
         row = gpu_kernels.speed(1e-3, 1e6, bandwidth)
         assert row["bytes_per_second"] == pytest.approx(1e12)
         assert row["fraction_of_copy"] == pytest.approx(fraction)
-        assert ("MISSED" in gpu_kernels.bandwidth_aim(row)) is not met
-        assert row["aims"]["fraction_of_copy"] == {"at_least": 0.85, "met": met}
+        assert ("MISSED" in gpu_aims.bandwidth_aim(row)) is not reached
+        assert row["aims"]["fraction_of_copy"] == {"at_least": 0.85, "met": reached}
     case = gpu_head.head_case(4, 10, 100, group=None)
-    for milliseconds, memory, met in ((2.2, 4100, True), (2.3, 4200, False)):
+    for milliseconds, memory, reached in ((2.2, 4100, True), (2.3, 4200, False)):
         rows = {
             name: {"status": MEASURED, "milliseconds": {"median": t}, "peak_memory_bytes": peak}
             for name, t, peak in (
@@ -147,13 +149,13 @@ def test_aims_are_held_against_what_was_measured() -> None:
                 ("torch", 4.0, 2000 + 800),
             )
         }
-        said = gpu_kernels.head_aims(rows, case, at_full_size=True)
+        said = gpu_aims.head_aims(rows, case, at_full_size=True)
         aims = rows["triton"]["aims"]
         assert aims["over_three_products"]["found"] == pytest.approx(milliseconds / 2.05)
         assert aims["memory_over_eager"]["found"] == pytest.approx((memory - 4000) / 800)
         assert aims["memory_over_eager"]["with_weight_gradient"] == pytest.approx(memory / 2800)
-        assert [aim["met"] for aim in aims.values()] == [met, met]
-        assert said.count("MISSED") == (0 if met else 2)
+        assert [aim["met"] for aim in aims.values()] == [reached, reached]
+        assert said.count("MISSED") == (0 if reached else 2)
 
 
 def wrong_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: str) -> torch.Tensor:
@@ -369,9 +371,9 @@ def test_trouble_of_one_program_is_its_own(
     assert run(gpu_model, tmp_path)[0] == 0, "running out of memory is not an error"
 
 
-@pytest.mark.parametrize(("mfu", "met"), [(0.62, True), (0.61, False)])
+@pytest.mark.parametrize(("mfu", "reached"), [(0.62, True), (0.61, False)])
 def test_the_best_of_ours_is_held_against_the_aim(
-    capsys: pytest.CaptureFixture[str], mfu: float, met: bool
+    capsys: pytest.CaptureFixture[str], mfu: float, reached: bool
 ) -> None:
     """The aim is compared with our best result on the wide model, not with the small model's and
     not with another program's."""
@@ -389,8 +391,8 @@ def test_the_best_of_ours_is_held_against_the_aim(
     gpu_model.conclude(report)
     best = report.rows[-1]
     assert (best["name"], best["of"], best["mfu"]) == (gpu_model.BEST, "b", mfu)
-    assert best["met"] is met
-    assert ("MISSED" in capsys.readouterr().out) is not met
+    assert best["met"] is reached
+    assert ("MISSED" in capsys.readouterr().out) is not reached
 
 
 # --- shared by both -------------------------------------------------------------------------------

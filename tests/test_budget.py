@@ -24,7 +24,8 @@ from benchmarks.budget import (
 )
 from benchmarks.budget_bounds import least_flops, least_launches
 from benchmarks.budget_cases import CASES, Case, block, budget, step
-from benchmarks.budget_ledger import LAUNCHES, PRODUCT, recording
+from benchmarks.budget_kinds import LAUNCHES, PRODUCT
+from benchmarks.budget_ledger import recording
 from model.kernels.swiglu import swiglu
 from parallel.axes import MeshSizes
 from tools.rehearse.fake_gpu import DEVICE, fake_gpu, one_rank
@@ -106,21 +107,21 @@ def test_an_extra_clone_is_found_with_its_bytes_and_its_line() -> None:
     (found,) = found_by_planting(block("8B", "none"), target, with_clone)
     # [S, 1, F] in bfloat16, read and written
     assert f"launches 0 → 1, bytes 0 → {2 * 2 * 32 * 96:,}" in found
-    assert "forward: copy clone at model/feed_forward/swiglu.py FeedForward.forward" in found
+    assert "forward: copy clone at tests/test_budget.py with_clone" in found
     assert "now line " in found
 
 
 def test_a_wait_for_the_device_is_found() -> None:
     (found,) = found_by_planting(step("8B", 2, 8), "training.step.gradient_norm", with_item)
-    assert "_local_scalar_dense at training/step.py TrainStep.forward_backward" in found
+    assert "_local_scalar_dense at tests/test_budget.py with_item" in found
     assert "waits 0 → 1" in found
 
 
 def test_a_product_that_is_recomputed_for_nothing_is_found() -> None:
     target = "model.feed_forward.swiglu.swiglu"
     forward, again = sorted(found_by_planting(block("8B", "full"), target, with_product))
-    assert "it: forward: product mm at model/feed_forward/swiglu.py" in forward
-    assert "it: recomputation: product mm at model/feed_forward/swiglu.py" in again
+    assert "it: forward: product mm at tests/test_budget.py with_product" in forward
+    assert "it: recomputation: product mm at tests/test_budget.py with_product" in again
     assert f"flops 0 → {2 * 96}, for nothing 0 → 1" in again
 
 
@@ -151,12 +152,15 @@ def waiting() -> None:
     torch.cuda.Event.synchronize(None)  # without a GPU there can be no event
     x.cpu()
     torch.ones(4).to(DEVICE)
+    x[torch.tensor([0])]
+    x.copy_(torch.ones(4))
 
 
 def not_waiting() -> None:
     x = torch.ones(4).to(DEVICE, non_blocking=True)
     torch.where(x > 0, x, 0.0)
     x.masked_fill(x > 0, 1.0)
+    x.copy_(torch.ones(4), non_blocking=True)
     torch.ones(4).tolist()
     torch.tensor([1.0]).item()
 
@@ -166,6 +170,7 @@ def test_everything_that_waits_is_found() -> None:
     assert waits == [
         "tolist", "nonzero", "index", "_local_scalar_dense", "equal", "tensor on the device",
         "torch.cuda.synchronize", "Event.synchronize", "_to_copy", "_to_copy",
+        "index", "copy_",
     ]  # fmt: skip
     assert not [name for name, _, waits in alone(operations_of, not_waiting) if waits]
 

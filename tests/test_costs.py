@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from costs.as_on_gpu import DEVICE, AsOnGpu
-from costs.events import Attention, Call, Moved, Product, Sent, Waited, pairs, silent_group
+from costs.collectives import Call, silent_group
+from costs.events import Attention, Moved, Product, Sent, Waited, pairs
 from costs.recorder import Phase, Recorder
 from costs.setting import Setting
 from costs.summary import flops_per_token, model_flops

@@ -27,7 +27,7 @@ from benchmarks import (
     gpu_page,
     gpu_profile,
     gpu_resume,
-    gpu_rows,
+    gpu_status,
     gpu_tasks,
     gpu_timing,
     gpu_training,
@@ -90,7 +90,7 @@ def test_a_wrong_kernel_fails_the_part_by_name(planted: Any, tmp_path: Path) -> 
     assert status == 1
     assert "- rms_norm 64, check: is wrong" in text
     assert "add_rms_norm 64, check: is wrong" not in text
-    assert statuses(result)["attention, auto"] == gpu_rows.MEASURED
+    assert statuses(result)["attention, auto"] == gpu_status.MEASURED
 
 
 HANGS = """
@@ -113,8 +113,8 @@ def test_at_the_deadline_the_rest_is_listed_as_not_measured(
     assert time.monotonic() - began < 60
     assert status == 0
     found = statuses(result)
-    assert found["quick"] == gpu_rows.MEASURED
-    assert found["hangs"] == found["later"] != gpu_rows.MEASURED
+    assert found["quick"] == gpu_status.MEASURED
+    assert found["hangs"] == found["later"] != gpu_status.MEASURED
     assert found["later"].startswith("not measured (planted: killed after")
     assert [task["ended"] for task in result["tasks"]][1] == "not started (time)"
     assert "| after | 0 | not started (time) |" in text
@@ -134,7 +134,7 @@ def test_a_program_that_crashes_stops_no_other(planted: Any, tmp_path: Path) -> 
     status, result, _ = run(tmp_path)
     assert status == 1
     found = statuses(result)
-    assert found["first"] == found["attention, auto"] == gpu_rows.MEASURED
+    assert found["first"] == found["attention, auto"] == gpu_status.MEASURED
     assert "SIGABRT" in found["crash"]
 
 
@@ -149,7 +149,7 @@ def test_what_was_found_is_there_while_the_part_runs(tmp_path: Path) -> None:
         assert process.poll() is None
         time.sleep(0.1)
         rows = json.loads(file.read_text())["rows"] if file.exists() else []
-        measured = [row for row in rows if row["status"] == gpu_rows.MEASURED]
+        measured = [row for row in rows if row["status"] == gpu_status.MEASURED]
     children = subprocess.run(
         ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True
     ).stdout.split()
@@ -253,7 +253,7 @@ def result_of(**changes: Any) -> dict[str, Any]:
 )
 def test_an_estimate_beside_its_measurement(mfu: float, ratio: float, verdict: str) -> None:
     estimate = Estimate(FAST, "MFU", 0.57, 0.58, "a source", "a row", "deep.mfu", "H200")
-    rows = [{"name": "a row", "status": gpu_rows.MEASURED, "deep": {"mfu": mfu}}]
+    rows = [{"name": "a row", "status": gpu_status.MEASURED, "deep": {"mfu": mfu}}]
     found = gpu_page.find(estimate, result_of(), rows)
     assert (found.measured, found.verdict) == (mfu, verdict)
     assert found.ratio == pytest.approx(ratio)
@@ -268,8 +268,8 @@ def test_an_estimate_without_a_measurement_says_why() -> None:
     assert said(result_of(), [row]) == "out of memory"
     killed = [{"name": "model", "ended": "killed after 9 s", "seconds": 9.0}]
     assert said(result_of(tasks=killed), []) == "not measured: model killed after 9 s"
-    assert "hardware.py" in said(result_of(), [row | {"status": gpu_rows.MEASURED, "mfu": None}])
-    measured = [row | {"status": gpu_rows.MEASURED, "mfu": 0.575}]
+    assert "hardware.py" in said(result_of(), [row | {"status": gpu_status.MEASURED, "mfu": None}])
+    measured = [row | {"status": gpu_status.MEASURED, "mfu": 0.575}]
     assert "needs a GPU" in said(result_of(measurement=False), measured)
 
 
@@ -339,6 +339,30 @@ def test_memory_that_differs_from_the_rehearsal_is_found(
     assert [row["right"] for row in rows] == [status == 0]
 
 
+def test_a_step_is_compared_with_fsdp_and_without(tmp_path: Path) -> None:
+    status, rows = rows_of(gpu_fsdp, tmp_path)
+    assert (status, {row["status"] for row in rows}) == (0, {gpu_status.MEASURED})
+    assert [row["name"] for row in rows[:3]] == [
+        "step with FSDP", "step without FSDP", gpu_fsdp.DIFFERENCE,
+    ]  # fmt: skip
+    times = [row["milliseconds"]["median"] for row in rows]
+    assert times[2] == pytest.approx(times[0] - times[1])
+
+
+@pytest.mark.parametrize("way", gpu_fsdp.WAYS)
+def test_a_step_that_does_not_run_as_its_row_says_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """FSDP is not forced where it should be, or is where it should not be."""
+    (other,) = gpu_fsdp.WAYS.keys() - {way}
+    monkeypatch.setitem(gpu_fsdp.WAYS, way, gpu_fsdp.WAYS[other])
+    status, rows = rows_of(gpu_fsdp, tmp_path, "--only", "step")
+    assert status == 1
+    failed = [row for row in rows if row["status"].startswith(gpu_status.FAILED)]
+    assert len(failed) == len(rows) / 2
+    assert all(f"the step is not {way}" in row["status"] for row in failed)
+
+
 @pytest.mark.parametrize(
     ("off", "same", "status"), [(0.0, True, 0), (1e-7, True, 1), (0.0, False, 1)]
 )
@@ -373,5 +397,5 @@ def test_each_part_runs_to_its_end(part: str, tmp_path: Path) -> None:
     result = json.loads((tmp_path / f"{part}.json").read_text())
     tasks = [task for stage in gpu_hour.PARTS[part] for lane in stage for task in lane]
     assert {task["name"] for task in result["tasks"]} == {task.name for task in tasks}
-    assert any(row["status"] == gpu_rows.MEASURED for row in result["rows"])
+    assert any(row["status"] == gpu_status.MEASURED for row in result["rows"])
     assert sorted(file.name for file in tmp_path.iterdir()) == [f"{part}.json", f"{part}.md"]

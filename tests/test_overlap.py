@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from costs.events import Call, Event, Product, Sent, Waited
+from costs.collectives import Call
+from costs.events import Event, Product, Sent, Waited
 from costs.links import Links
 from costs.recorder import Effect, Phase
 from costs.seconds import Rates

@@ -22,11 +22,16 @@ from training.load_config import load_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 H100 = find_device("h100")
+PIPELINE = (  # of every layout here that does not state another
+    "parallel.schedule=1f1b",
+    "parallel.stages_per_rank=1",
+    "parallel.tp_pieces=1",
+)
 KEY_AND_VALUE = ["attention.key", "attention.value"]
 
 
 def layout(name: str, *keys: str, world: int = 256) -> Layout:
-    return Layout(load_config(str(CONFIGS / f"{name}.yaml"), list(keys)), world, 0)
+    return Layout(load_config(str(CONFIGS / f"{name}.yaml"), [*PIPELINE, *keys]), world, 0)
 
 
 def narrow(*arguments: Any, **world: int) -> list[tuple[list[str], int]]:
@@ -74,6 +79,8 @@ def test_key_and_value_of_70b_at_tp_8_are_narrow() -> None:
     )
     assert both == [(128, 8192), (8192, 128)]
     assert gradient == [(128, 8192)]
+    pieces = [(KEY_AND_VALUE, 32), (KEY_AND_VALUE, 64)]  # of the inputs, and weight gradients
+    assert narrow("llama3_70b", "parallel.tp_pieces=2") == pieces
     small = replace(H100, multiprocessors=64)
     assert narrow_products(layout("llama3_70b"), small) == []
 
@@ -106,17 +113,21 @@ def test_a_product_takes_whole_waves() -> None:
 
 def test_what_key_and_value_of_70b_take() -> None:
     """A wave of theirs takes twice their FLOPs, 132 / 64; but to read their input takes longer
-    still, as docs/plan_model.md says."""
-    (block,) = layout("llama3_70b").kinds
-    events = block.whole.phases["forward"].events
-    products = [event for event in events if isinstance(event, Product) and event.columns == 128]
-    assert [event.weight for event in products] == KEY_AND_VALUE
+    still, and nearly as long with two pieces, as docs/plan_model.md says."""
     rates = Rates(replace(H100, kernel_seconds=0.0), Links(H100, 8, 8, 1, 256), 2)
-    for event in products:
-        wave = rates.operation(event._replace(bytes=0))
-        flops = event.flops / (H100.peak_flops * H100.matmul_efficiency)
-        assert wave == pytest.approx(132 / 64 * flops)
-        assert rates.operation(event) == rates.memory(event.bytes) > 1.5 * wave
+    for pieces in (1, 2):
+        (block,) = layout("llama3_70b", f"parallel.tp_pieces={pieces}").kinds
+        events = block.whole.phases["forward"].events
+        products = [one for one in events if isinstance(one, Product) and one.columns == 128]
+        assert sorted(one.weight for one in products) == sorted(KEY_AND_VALUE * pieces)
+        for product in products:
+            wave = rates.operation(product._replace(bytes=0))
+            flops = product.flops / (H100.peak_flops * H100.matmul_efficiency)
+            assert wave == pytest.approx(132 * pieces / 64 * flops)
+            reading = rates.memory(product.bytes)
+            assert rates.operation(product) == max(reading, wave)
+            assert reading > (1.5 if pieces == 1 else 0.8) * wave
+            assert (reading > wave) == (pieces == 1)
 
 
 def test_layers_are_balanced_without_waves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,8 +146,8 @@ def test_the_warning_names_weights_sizes_and_remedies(capsys: pytest.CaptureFixt
     assert main([str(CONFIGS / "llama3_70b.yaml")]) == 0
     printed = capsys.readouterr().out
     assert "than the 132 multiprocessors" in printed
-    assert "attention.key, attention.value: results of 128 × 8,192 and 8,192 × 128" in printed
-    assert "64 tiles" in printed
+    assert "attention.key, attention.value: results of 4,096 × 128, 32 tiles" in printed
+    assert "attention.key, attention.value: results of 128 × 8,192, 64 tiles" in printed
     assert "a smaller parallel.tp; a larger train.micro_batch_size" in printed
 
 

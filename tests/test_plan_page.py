@@ -150,11 +150,16 @@ B13 = (
     A100 + "model.num_layers=40 model.dim=5120 model.num_heads=40 model.num_kv_heads=40 "
     "model.ffn_dim=13824 "
 )
-B70 = A100 + "parallel.tp=1 parallel.pp=1 "
-B175 = A100 + (
-    "parallel.tp=8 parallel.pp=2 model.dim=12288 model.num_layers=96 model.num_heads=96 "
-    "model.num_kv_heads=96 "
-    "model.ffn_dim=32768 train.activation_checkpointing=full "
+PIPELINE = "parallel.schedule=1f1b parallel.stages_per_rank=1 parallel.tp_pieces=1 "
+B70 = A100 + PIPELINE + "parallel.tp=1 parallel.pp=1 "
+B175 = (
+    A100
+    + PIPELINE
+    + (
+        "parallel.tp=8 parallel.pp=2 model.dim=12288 model.num_layers=96 model.num_heads=96 "
+        "model.num_kv_heads=96 "
+        "model.ffn_dim=32768 train.activation_checkpointing=full "
+    )
 )
 GUIDES = {
     "7B, DDP": ("llama3_8b", 8,
@@ -231,7 +236,7 @@ def test_the_search_on_more() -> None:
     assert row("8B | 64 H100") == ["FSDP 64, ZeRO-1, selective recomputation", mfu(small)]
     for name, layout in (
         ("h100", (4, 4, 4, "interleaved_1f1b", 1)),
-        ("a100", (4, 1, 16, "1f1b", 3)),
+        ("a100", (8, 4, 2, "interleaved_1f1b", 1)),
     ):
         best = search(configuration("llama3_70b"), 64, find_device(name)).best[0]
         p = best.config.parallel
@@ -245,6 +250,10 @@ def test_the_largest_configurations_layout_and_the_fastest() -> None:
     found = next(
         one for one in recorded("plan_search")["rows"] if (one["name"], one["gpus"]) == ("70B", 256)
     )
-    own = StepTime(Layout(configuration("llama3_70b"), 256, 0), find_device("h100")).step_seconds
-    assert f"interleaved 1F1B ({found['best_step_seconds']:.1f} s per step)" in TEXT
+    layouts = [
+        Layout(configuration("llama3_70b", keys), 256, 0) for keys in ("", "parallel.tp_pieces=1")
+    ]
+    own, whole = (StepTime(layout, find_device("h100")).step_seconds for layout in layouts)
+    assert f"tp 4 × FSDP 64 with ZeRO-3 first ({found['best_step_seconds']:.1f} s per step)" in TEXT
     assert f"({own:.1f} s), because tp costs more" in TEXT
+    assert f"with 1, the configuration takes {whole:.1f} s" in TEXT

@@ -27,6 +27,7 @@ LAPTOP = "2 stages of 2 blocks each: the slowest rank computes 24% more than the
         ),
         (
             "llama3_70b",
+            "parallel.pp=4 parallel.schedule=1f1b parallel.stages_per_rank=1 "
             "parallel.layers_per_stage=[20,20,21,19]",
             "4 stages of 20, 20, 21, 19 blocks: the slowest rank computes 4% more than the mean "
             "(even split: 3%)",
@@ -66,7 +67,7 @@ def test_a_world_that_the_axes_do_not_make() -> None:
     with pytest.raises(UserError) as refused:
         load_config("configs/llama3_70b.yaml", []).validate(12)
     assert refused.value.key == "parallel.tp"
-    assert "a multiple of 32 processes" in refused.value.remedy
+    assert "a multiple of 16 processes" in refused.value.remedy
     assert "--gpus 12 --search" in refused.value.remedy
 
 

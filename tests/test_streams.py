@@ -225,6 +225,10 @@ def copies(what: str) -> dict[str, Any]:
         elif what == "nonzero":
             with pytest.raises(NotImplementedError, match="a tensor without data"):
                 x.nonzero()
+        elif what == "equal":
+            torch.equal(x, x)
+        elif what == "host index":
+            x[torch.tensor([0])]
         elif what == "tensor":
             torch.tensor([1.0], device=DEVICE)
         else:
@@ -246,6 +250,8 @@ def copies(what: str) -> dict[str, Any]:
         ("unpinned", [SYNC]),
         ("tolist", [SYNC]),
         ("nonzero", [SYNC]),
+        ("equal", [SYNC]),
+        ("host index", [SYNC]),
         ("tensor", [SYNC]),
         ("read after waiting", []),
         ("read at once", [RACE]),

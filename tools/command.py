@@ -1,5 +1,7 @@
-"""Ends a command without a traceback on Ctrl-C, or when its output is cut off (`| head`)."""
+"""What commands share: ending without a traceback on Ctrl-C, or when their output is cut off
+(`| head`), and the argument for settings."""
 
+import argparse
 import os
 import select
 import signal
@@ -24,6 +26,17 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     sys.exit(status)
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Let a command take settings after the configuration."""
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="section.key=value",
+        help="settings to override, as for train.py",
+    )
 
 
 def _reader_is_gone() -> bool:

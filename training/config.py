@@ -125,7 +125,7 @@ def check_batch(config: Config, sizes: MeshSizes) -> None:
 def check_reduce_dtype(config: Config, sizes: MeshSizes) -> None:
     parallel = config.parallel
     sums_microbatches = config.num_microbatches(sizes.dp) > 1 and parallel.zero_stage < 2
-    sums = sums_microbatches or sizes.dp_replicate > 1
+    sums = sums_microbatches or sizes.of_weights()["dp_replicate"] > 1
     if parallel.reduce_dtype == config.train.dtype == "bfloat16" and sums:
         why = "gradients of micro-batches would be summed in bfloat16 too, before they are reduced"
         remedy = "use float32, or parallel.zero_stage=2 (or 3) and parallel.dp_replicate=1, where "

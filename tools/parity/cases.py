@@ -260,6 +260,14 @@ def kernel_cases(worlds: Sequence[int]) -> list[Case]:
             cpu_offload=True,
             qk_norm=True,
         ),
+        # rotates gradients that are parts of wider tensors
+        Case(
+            MeshSizes(cp=2),
+            kernels="triton",
+            activation_checkpointing="selective",
+            num_kv_heads=2,
+            document_mask=True,
+        ),
     ]
     return [case for case in cases if case.world in worlds]
 
@@ -278,6 +286,11 @@ QUICK_LAYOUTS = [
     MeshSizes(dp_replicate=2, tp=2),
     MeshSizes(pp=2, dp_shard=2, tp=2),
     MeshSizes(tp=8),
+    MeshSizes(cp=4),
+    MeshSizes(cp=2, tp=2),
+    MeshSizes(dp_shard=2, cp=2),
+    MeshSizes(dp_replicate=2, cp=2),
+    MeshSizes(pp=2, cp=2, tp=2),
 ]
 
 

@@ -1,7 +1,7 @@
 """Predicts memory, traffic, time and MFU of a run for every pipeline rank, without a GPU.
 
     python -m tools.plan configs/llama3_70b.yaml                            on 256 H100 GPUs
-    python -m tools.plan configs/llama3_70b.yaml parallel.dp_shard=2 --device h200
+    python -m tools.plan configs/llama3_70b.yaml parallel.dp_shard=4 --device h200
     python -m tools.plan configs/llama3_405b.yaml --gpus 16384 --search     the fastest that fits
     python -m tools.plan configs/llama3_8b.yaml --tokens 15e12 --price 2.5  days, energy and cost
     python -m tools.plan configs/llama3_8b.yaml --guide 4                   ZeRO as guides count it
@@ -21,7 +21,7 @@ from typing import Any
 
 from errors import UserError
 from parallel.memory import ACTIVATIONS
-from tools.command import run_command
+from tools.command import add_overrides, run_command
 from tools.plan.beside import beside, read_report
 from tools.plan.check import check_can_be_planned
 from tools.plan.draw import draw_frontier, draw_memory
@@ -139,13 +139,7 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", metavar="CONFIG", help="a configuration file")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="section.key=value",
-        help="settings to override, as for train.py",
-    )
+    add_overrides(parser)
     parser.add_argument(
         "--gpus",
         type=int,

@@ -21,7 +21,8 @@ from tools.plan.layout import Layout
 from tools.plan.time import StepTime
 from training.config import Config
 
-FIXED = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "zb_v": 2, "dualpipe_v": 2}  # stages per rank
+# Stages per rank of schedules that take no other number; the others take two or more.
+FIXED = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "zb_v": 2, "dualpipe_v": 2}
 INTERLEAVED = ("interleaved_1f1b", "breadth_first")
 MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 MICRO_BATCHES = (1, 2, 4, 8)  # sequences
@@ -154,7 +155,7 @@ def _data_parallel(
     alive = most_alive(
         stage.block, pipe.schedule, pipe.pp, pipe.stages_per_rank, pipe.counts, numbers, m, steady
     )
-    estimate: Estimate | None = None
+    estimates: dict[bool, Estimate] = {}
     for shard in _divisors(dp):
         if shard < dp and shard * inner < min(device.gpus_per_node, dp * inner):
             continue
@@ -169,10 +170,11 @@ def _data_parallel(
             kept = max(k for _, k in least)
             seconds = math.inf
             if bound <= device.room:
-                estimate = estimate or Estimate(
-                    stage, pipe.schedule, pipe.stages_per_rank, ranks, m, world
-                )
-                seconds = estimate.seconds(ranks_of_weights, dp // shard, zero)
+                reduced = zero >= 2
+                if reduced not in estimates:
+                    v = pipe.stages_per_rank
+                    estimates[reduced] = Estimate(stage, pipe.schedule, v, ranks, m, world, reduced)
+                seconds = estimates[reduced].seconds(ranks_of_weights, dp // shard, zero)
             yield Candidate(
                 seconds, bound, kept, -rank, stage.alike, pipe, shard, dp // shard, zero
             )

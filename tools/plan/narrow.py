@@ -13,8 +13,9 @@ from typing import Any
 
 from costs.events import Product
 from costs.units import Unit
+from parallel.pipeline.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from tools.plan.hardware import Device
-from tools.plan.layout import PHASES, Layout
+from tools.plan.layout import Layout
 
 
 def narrow_products(layout: Layout, device: Device) -> list[dict[str, Any]]:
@@ -46,8 +47,9 @@ def narrow_products(layout: Layout, device: Device) -> list[dict[str, Any]]:
 
 
 def _products(layout: Layout, unit: Unit) -> list[Product]:
-    phases = (unit.split if layout.splits_backward else unit.whole).phases
-    events = (event for name in PHASES.values() if name in phases for event in phases[name].events)
+    """Those of one micro-batch, as the layout runs them."""
+    backward = (BACKWARD_INPUT, BACKWARD_WEIGHT) if layout.splits_backward else (BACKWARD,)
+    events = (event for kind in (FORWARD, *backward) for event in layout.phase(kind, unit).events)
     return [event for event in events if isinstance(event, Product)]
 
 

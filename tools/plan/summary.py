@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from costs.events import Call, wire_bytes
+from costs.collectives import Call, wire_bytes
 from costs.summary import model_flops
 from model.transformer import num_parameters
 from parallel.pipeline.lower import Program, lower

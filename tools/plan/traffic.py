@@ -2,7 +2,7 @@
 and their bytes.
 
 Bytes are those of the whole tensor: the output of an all-gather, the input of a reduce-scatter, the
-tensor of an all-reduce or a message. `wire_bytes` (costs/events.py) converts them to the bytes
+tensor of an all-reduce or a message. `wire_bytes` (costs/collectives.py) converts them to the bytes
 that one rank sends. Collectives over one rank move nothing and are not counted.
 
 The collectives over tp and cp are recorded from the units (costs/units.py). The others are as
@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from costs.events import Call
+from costs.collectives import Call
 from costs.units import LocalWeight, Unit
 from parallel.pipeline.actions import Action
 from parallel.pipeline.lower import need_of, result_of

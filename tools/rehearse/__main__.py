@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError
-from tools.command import run_command
+from tools.command import add_overrides, run_command
 from tools.plan.hardware import GB, find_device
 from tools.plan.layout import Layout, world_of
 from tools.plan.memory import Memory
@@ -88,13 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", metavar="CONFIG", help="a configuration file")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="section.key=value",
-        help="settings to override, as for train.py",
-    )
+    add_overrides(parser)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--rank", type=int, metavar="R", help="the rank to run (default: 0)")
     which.add_argument(

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 
 from errors import UserError
-from model.transformer import vocabulary
+from model.transformer import Transformer, vocabulary
 from parallel.mesh import Mesh
 from parallel.parameter import Constant, weights_of
 from parallel.pipeline.simulate import Event
@@ -33,8 +33,7 @@ def rehearse(config: Config, world: int, rank: int, steps: int = 1) -> dict[str,
     steps. A process can be only one rank of one world, so call this through `alone`."""
     began, cpu_began = time.perf_counter(), time.process_time()
     with one_rank(config.parallel.mesh_sizes(world), rank, DEVICE) as mesh, fake_gpu():
-        with patch("training.build.initialise", lambda stage, seed: None):
-            stages = build_stages(config, mesh)
+        stages = build_without_data(config, mesh)
         with Tape(mesh) as tape:
             tape.weights([each.sharded for s in stages.values() for each in weights_of(s)])
             train = TrainStep(config, mesh, stages, bos_id=0)
@@ -59,6 +58,12 @@ def rehearse(config: Config, world: int, rank: int, steps: int = 1) -> dict[str,
         }
         del train, tape.held
     return report
+
+
+def build_without_data(config: Config, mesh: Mesh) -> dict[int, Transformer]:
+    """The stages of a rank on the fake GPU, where there is no weight to draw."""
+    with patch("training.build.initialise", lambda stage, seed: None):
+        return build_stages(config, mesh)
 
 
 def rehearse_for_real(config: Config, world: int, rank: int) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from costs.events import Call, call_of, group_of, tensors_of
+from costs.collectives import Call, call_of, group_of
+from costs.operators import tensors_of
 from costs.storages import StorageWatch, key_of, watch_resizes
 from parallel.memory import (
     ACTIVATIONS,

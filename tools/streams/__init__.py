@@ -4,7 +4,6 @@ __main__.py    the command
 step.py        runs the real step of one rank on the pretended device
 layouts.py     the layouts of the table of overlaps, and the comparison with it
 watch.py       issues every operator on the current stream
-operators.py   what an operator reads and writes, and when the host waits for it
 device.py      streams, events, and one current device per thread
 nccl.py        collectives and messages, on the streams that NCCL's group uses
 threads.py     threads of the host, and autograd's

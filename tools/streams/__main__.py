@@ -17,7 +17,7 @@ import sys
 from typing import Any
 
 from errors import UserError
-from tools.command import run_command
+from tools.command import add_overrides, run_command
 from tools.plan.hardware import find_device
 from tools.plan.layout import world_of
 from tools.rehearse.__main__ import ranks_asked_for
@@ -82,13 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "config", metavar="CONFIG", nargs="?", help="a configuration file (default: all layouts)"
     )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="section.key=value",
-        help="settings to override, as for train.py",
-    )
+    add_overrides(parser)
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank (default: 0)")
     parser.add_argument("--gpus", type=int, metavar="N", help="number of ranks")
     parser.add_argument(

@@ -2,16 +2,11 @@
 
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 
 import torch
 
-ROOT = str(Path(__file__).parent.parent.parent) + "/"
-_SKIPPED = tuple(
-    f"{ROOT}{name}" for name in (".venv/", "tools/streams/", "tools/rehearse/", "costs/")
-)
-_FSDP = "/torch/distributed/fsdp/_fully_shard/"
+from tools.rehearse.code_lines import FSDP, code_file
 
 RACE, REUSE, SYNC, THREAD = "race", "reused memory", "host waits", "wrong device"
 
@@ -22,11 +17,11 @@ def line() -> str:
     ours, fsdp = "", ""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not ours:
-        file = frame.f_code.co_filename
-        if _FSDP in file and not fsdp and "/_fsdp_" in file:
-            fsdp = f"{file.rsplit('/', 1)[1]}:{frame.f_lineno} {frame.f_code.co_name}"
-        if file.startswith(ROOT) and not file.startswith(_SKIPPED) and "site-packages" not in file:
-            ours = f"{file.removeprefix(ROOT)}:{frame.f_lineno}"
+        file = code_file(frame.f_code.co_filename) or ""
+        if not file.startswith(FSDP):
+            ours = file and f"{file}:{frame.f_lineno}"
+        elif not fsdp:
+            fsdp = f"{file.removeprefix(FSDP)}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     node = torch._C._current_autograd_node()
     if not ours and node is not None:

@@ -13,6 +13,7 @@ from typing import Any
 from parallel.axes import MeshSizes
 from parallel.pipeline.schedules import SCHEDULES
 from tools.parity.cases import Case
+from tools.plan.candidates import FIXED
 from tools.rehearse.rank import alone
 from tools.streams.step import check
 
@@ -41,6 +42,21 @@ LAYOUTS = {
     "3D, zero 3, full recomputation": _case(_3D, zero_stage=3, activation_checkpointing="full"),
     "3D, selective recomputation": _case(_3D, activation_checkpointing="selective"),
     "3D, tied, documents": _case(_3D, tie_embeddings=True, document_mask=True),
+    # heads of 8 numbers, which flash attention takes
+    "cp, no recomputation": _case(MeshSizes(dp_shard=2, cp=2), attention_dim=64),
+    "cp and tp, zero 3, selective, documents": _case(
+        MeshSizes(dp_shard=2, cp=2, tp=2),
+        attention_dim=64,
+        zero_stage=3,
+        activation_checkpointing="selective",
+        document_mask=True,
+    ),
+    "cp and pp, zb_h1, full recomputation": _case(
+        MeshSizes(pp=2, dp_replicate=2, cp=2),
+        attention_dim=64,
+        schedule="zb_h1",
+        activation_checkpointing="full",
+    ),
     "3D, zero 2, zb_h1, no sequence parallelism": _case(
         _3D, schedule="zb_h1", zero_stage=2, sequence_parallel=False
     ),
@@ -48,7 +64,7 @@ LAYOUTS = {
     f"pp and tp, {name}": _case(
         MeshSizes(pp=2, tp=2),
         schedule=name,
-        stages_per_rank=1 if name in ("gpipe", "1f1b", "zb_h1") else 2,
+        stages_per_rank=FIXED.get(name, 2),
     )
     for name in SCHEDULES
 }

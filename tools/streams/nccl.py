@@ -9,11 +9,9 @@ In torch 2.11 to 2.13 (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, `collec
     a batch of messages        is one kernel with one work
     memory                     the work holds the tensors until `wait()`, or if nobody waits, until
                                the watchdog finds it complete; `record_stream` is not called
-
-`is_completed()` says no, which it may do until the work is waited for.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -22,31 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup
 
-from costs.events import call_of, group_of, tensors_of
+from costs.collectives import Work, arguments_of, call_of, group_of, returned
+from costs.operators import tensors_of
 from tools.rehearse.tape import GroupAxes
 from tools.streams.clocks import Point
 from tools.streams.device import Device, Stream
 from tools.streams.findings import line
 from tools.streams.memory import Memory
 from tools.streams.overlap import Overlap
-
-READS = {"all_gather": [1], "reduce_scatter": [1], "all_reduce": [0], "send": [0], "receive": []}
-WRITES = {"all_gather": [0], "reduce_scatter": [0], "all_reduce": [0], "send": [], "receive": [0]}
-
-
-class Work(dist._Work):
-    """The handle of a collective, or of a batch of messages."""
-
-    def __init__(self, wait: Callable[[], None]) -> None:
-        super().__init__()
-        self._wait = wait
-
-    def wait(self, timeout: Any = None) -> bool:
-        self._wait()
-        return True
-
-    def is_completed(self) -> bool:
-        return False
 
 
 class Nccl:
@@ -60,8 +41,7 @@ class Nccl:
     def launch(self, func: Any, args: Sequence[Any]) -> Any:
         """Run an operator of torch.distributed, and return what it returns."""
         group, (kind, size) = group_of(args), call_of(func, args)
-        if kind not in READS:
-            raise NotImplementedError(f"{func} is not modelled, see {__name__}")
+        read, written = arguments_of(kind, args)
         current = self.device.issue()
         is_async = _is_async(func, args)
         stream = self._stream(group) if is_async else current
@@ -72,11 +52,10 @@ class Nccl:
         if axis is not None:
             self.overlap.launched(axis, kind, size, stream, number, sees)
         what = f"{kind} over {axis or 'one rank'} at {line()}"
-        self.memory.access(stream, number, what, _arguments(args, READS[kind], False))
-        self.memory.access(stream, number, what, _arguments(args, WRITES[kind], True))
+        self.memory.access(stream, number, what, [(tensor, False) for tensor in read])
+        self.memory.access(stream, number, what, [(tensor, True) for tensor in written])
         work = self._work(stream.point(), list(tensors_of(args)), is_async)
-        boxed = work.boxed()
-        return (args[0], boxed) if len(func._schema.returns) > 1 else boxed
+        return returned(func, args, work)
 
     def batch(self, operations: list[P2POp]) -> list[Work]:
         """Take the place of `dist.batch_isend_irecv`."""
@@ -115,10 +94,3 @@ def _is_async(func: Any, args: Sequence[Any]) -> bool:
     """The argument async_op, which messages do not have."""
     names = (argument.name for argument in func._schema.arguments)
     return all(value for name, value in zip(names, args, strict=False) if name == "async_op")
-
-
-def _arguments(
-    args: Sequence[Any], positions: list[int], writes: bool
-) -> Iterator[tuple[Tensor, bool]]:
-    for tensor in tensors_of([args[position] for position in positions]):
-        yield tensor, writes

@@ -1,5 +1,6 @@
 """How long collectives take on a device, and how much of it computing can hide."""
 
+from costs.collectives import rounds
 from tools.plan.time import StepTime
 from tools.streams.overlap import Flight, Overlap
 
@@ -22,6 +23,5 @@ def _wire(flight: Flight, time: StepTime) -> float:
     if flight.kind in ("send", "receive"):
         return time.message_seconds
     if flight.axis in ("tp", "dp_shard", "dp_replicate"):
-        times = 2 if flight.kind == "all_reduce" else 1
-        return time.links.collective(flight.axis, flight.bytes, times)
+        return time.links.collective(flight.axis, flight.bytes, rounds(flight.kind))
     return time.links.device.collective_seconds  # a few numbers

@@ -20,6 +20,7 @@ from runtime.save import Saver
 from tools.plan.layout import Layout
 from tools.plan.time import StepTime
 from tools.rehearse.fake_gpu import DEVICE, fake_gpu, one_rank
+from tools.rehearse.rank import build_without_data
 from tools.rehearse.rank import rows as batch_of
 from tools.rehearse.tape import GroupAxes
 from tools.streams.device import Device, Stream
@@ -30,7 +31,6 @@ from tools.streams.overlap import Overlap, table
 from tools.streams.seconds import seconds
 from tools.streams.threads import watched_threads
 from tools.streams.watch import HostMemory, InThisThread, Watch
-from training.build import build_stages
 from training.config import Config
 from training.step import TrainStep
 
@@ -101,9 +101,7 @@ def check(config: Config, world: int, rank: int, rates: Hardware | None = None) 
         one_rank(config.parallel.mesh_sizes(world), rank, DEVICE) as mesh,
         pretended_device(mesh) as pretended,
     ):
-        with patch("training.build.initialise", lambda stage, seed: None):
-            stages = build_stages(config, mesh)
-        train = TrainStep(config, mesh, stages, bos_id=0)
+        train = TrainStep(config, mesh, build_without_data(config, mesh), bos_id=0)
         with patch.object(dist, "new_group", lambda **_: None):
             saver = SaverWithoutFiles(train, Path(), None)  # type: ignore[arg-type]
         time = StepTime(Layout.of_rank(config, world, rank), rates) if rates else None

@@ -16,17 +16,25 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from costs.as_on_gpu import DEVICE
-from costs.events import event_of, tensors_of
+from costs.events import event_of
+from costs.operators import (
+    HostCopy,
+    accesses,
+    copies_values,
+    host_copy,
+    needs_value,
+    on_device,
+    on_host,
+    takes_from_host,
+    tensors_of,
+    value_without_data,
+)
 from costs.storages import StorageWatch, key_of
 from tools.streams.device import Device
 from tools.streams.findings import line
 from tools.streams.memory import Memory
 from tools.streams.nccl import Nccl
-from tools.streams.operators import accesses, needs_value
 from tools.streams.overlap import Computing, Overlap
-
-_aten = torch.ops.aten
-COPIES = {_aten.copy_.default, _aten._to_copy.default}
 
 
 class Watch(StorageWatch):
@@ -82,17 +90,16 @@ class Watch(StorageWatch):
         given = list(tensors_of([*args, *kwargs.values()]))
         for tensor in given:
             self.saw(tensor)
-        if func in COPIES and (between := self._between(func, args, kwargs)):
-            return self._copy(func, args, kwargs, *between)
-        on_device = any(tensor.device.type == DEVICE for tensor in given)
-        if on_device and (what := needs_value(func, args)):
+        if (copy := host_copy(func, args, kwargs)) is not None:
+            return self._copy(func, args, kwargs, copy)
+        if on_device(given) and (what := needs_value(func, args)):
             return self._read(func, args, kwargs, what)
         result = func(*args, **kwargs)
         made = list(tensors_of([result]))
         for tensor in made:
             self.saw(tensor)
-        if on_device or any(tensor.device.type == DEVICE for tensor in made):
-            if any(t.device.type == "cpu" and t.dim() for t in given):
+        if on_device([*given, *made]):
+            if takes_from_host(given):
                 self._wait(f"{func} copies a tensor of the host to the device")
             self._issue(func, args, kwargs, result)
         elif self._pinned:
@@ -130,36 +137,25 @@ class Watch(StorageWatch):
         """The host reads from the device: it waits. Zero or false stands for the value."""
         self._issue(func, args, kwargs, None)
         self._wait(f"{func} needs {what}")
-        if func is _aten._local_scalar_dense.default:
-            return torch.zeros((), dtype=args[0].dtype).item()
         if what == "a value":
-            return False
+            return value_without_data(func, args)
         raise NotImplementedError(
             f"{func} at {line()} needs {what}: the host waits, and a tensor without data has none"
         )
 
     # --- copies between host and device ---
 
-    def _between(self, func: Any, args: Any, kwargs: Any) -> tuple[str, str] | None:
-        """(from, to), if the copy is between host and device."""
-        if func is _aten.copy_.default:
-            source, target = args[1].device.type, args[0].device.type
-        else:
-            device = kwargs.get("device")
-            source = args[0].device.type
-            target = source if device is None else torch.device(device).type
-        return (source, target) if DEVICE in (source, target) and source != target else None
-
-    def _copy(self, func: Any, args: Any, kwargs: Any, source: str, target: str) -> Any:
+    def _copy(self, func: Any, args: Any, kwargs: Any, copy: HostCopy) -> Any:
         """A copy makes the host wait, unless it is asked not to and the host's memory is pinned."""
-        fills = func is _aten.copy_.default
-        free = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+        source, target, blocks = copy
+        fills = func is torch.ops.aten.copy_.default
         read = args[1] if fills else args[0]
         if fills:
             result = args[0] if target == "cpu" else func(*args, **kwargs)
         elif target == "cpu":
-            result = torch.zeros(read.shape, dtype=kwargs.get("dtype") or read.dtype)
-            if free:  # torch then pins the result (aten/src/ATen/native/TensorConversions.cpp)
+            result = on_host(read, kwargs.get("dtype"))
+            # torch then pins the result (aten/src/ATen/native/TensorConversions.cpp)
+            if not blocks:
                 self.pin(result)
         else:
             result = func(*args, **kwargs)
@@ -170,8 +166,8 @@ class Watch(StorageWatch):
         stream, (here, there) = self.on.issue(), (read, result)
         name = f"the copy from {_name(source)} to {_name(target)} at {line()}"
         self.memory.access(stream, stream.advance(), name, [(here, False), (there, True)])
-        if not free or not pinned:
-            why = " with memory that is not pinned" if free else " without non_blocking"
+        if blocks or not pinned:
+            why = " without non_blocking" if blocks else " with memory that is not pinned"
             self._wait(f"a copy from {_name(source)} to {_name(target)}{why}")
         return result
 
@@ -206,6 +202,6 @@ class HostMemory(TorchFunctionMode):
             return func(args[0], DEVICE, *args[2:], **kwargs)
         if kwargs.pop("pin_memory", False):  # zeros, because the save refuses what is not finite
             return self.watch.pin(torch.zeros(*args, **kwargs))
-        if func in (torch.tensor, torch.as_tensor) and str(kwargs.get("device")) == DEVICE:
+        if copies_values(func, kwargs):
             self.watch.on.waits(f"{func.__name__}() copies to the device", {})
         return func(*args, **kwargs)

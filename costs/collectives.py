@@ -1,0 +1,103 @@
+"""Collectives and messages as operators of torch.distributed: what they are called, send, read and
+write, and the handle that they return."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from costs.operators import tensors_of
+
+NAMES = {  # operators of torch.distributed → their names in records
+    "_allgather_base_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "send": "send",
+    "recv_": "receive",
+}
+# The arguments that they read and write.
+_READS = {"all_gather": [1], "reduce_scatter": [1], "all_reduce": [0], "send": [0], "receive": []}
+_WRITES = {"all_gather": [0], "reduce_scatter": [0], "all_reduce": [0], "send": [], "receive": [0]}
+
+
+class Call(NamedTuple):
+    """A collective or message; `bytes` are those of the whole tensor: the output of a gather, the
+    input of a scatter."""
+
+    axis: str
+    kind: str
+    bytes: int
+
+
+def silent_group(axis: str, rank: int, size: int) -> dist.ProcessGroup:
+    """A group that communicates with nothing and is not registered. Records name its axis."""
+    group = dist.ProcessGroup(rank, size)  # type: ignore[call-arg]
+    group._set_group_desc(axis)
+    return group
+
+
+def group_of(args: Any) -> dist.ProcessGroup:
+    """The group among the arguments of an operator of torch.distributed."""
+    boxed = next(
+        arg
+        for arg in args
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())
+    )
+    return dist.ProcessGroup.unbox(boxed)
+
+
+def call_of(func: Any, args: Any) -> tuple[str, int]:
+    """The kind of a collective and the bytes of its largest tensor, which is the whole tensor."""
+    name = func.name().split(".")[0].removeprefix("c10d::")
+    return NAMES.get(name, name), max(tensor.nbytes for tensor in tensors_of(args))
+
+
+def arguments_of(kind: str, args: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors that a collective reads, and those that it writes.
+
+    Raises:
+        NotImplementedError: nothing is known of this kind.
+    """
+    if kind not in _READS:
+        raise NotImplementedError(f"what {kind} reads and writes is not known, see {__name__}")
+    read, written = (
+        list(tensors_of([args[position] for position in positions[kind]]))
+        for positions in (_READS, _WRITES)
+    )
+    return read, written
+
+
+def rounds(kind: str) -> int:
+    """How many times a collective sends all parts but one round its ring."""
+    return 2 if kind == "all_reduce" else 1
+
+
+def wire_bytes(kind: str, size: int, ranks: int) -> float:
+    """Bytes that one rank sends in a ring over `ranks`: in a gather or scatter all parts but one,
+    in an all-reduce twice that."""
+    if kind in ("send", "receive"):
+        return float(size) if kind == "send" else 0.0
+    return size * (ranks - 1) / ranks * rounds(kind)
+
+
+class Work(dist._Work):
+    """The handle of a collective that is recorded but not carried out. `is_completed` says no,
+    which it may do until the work is waited for."""
+
+    def __init__(self, waited: Callable[[], None]) -> None:
+        super().__init__()
+        self.waited = waited
+
+    def wait(self, timeout: Any = None) -> bool:
+        self.waited()
+        return True
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def returned(func: Any, args: Sequence[Any], work: Work) -> Any:
+    """What an operator of torch.distributed returns: the handle, perhaps after its tensors."""
+    return (args[0], work.boxed()) if len(func._schema.returns) > 1 else work.boxed()

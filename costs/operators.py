@@ -1,0 +1,140 @@
+"""PyTorch's operators as a dispatch mode sees them: what each reads and writes, which launch
+nothing, and when the host waits for the device."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from costs.as_on_gpu import DEVICE
+from costs.storages import key_of, local
+
+_aten = torch.ops.aten
+
+NO_WORK = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach",
+           "_unsafe_view"}  # the last reshapes the result of a product  # fmt: skip
+# They neither compute nor copy: some return another view without being declared as views.
+NO_LAUNCH = NO_WORK | {"_reshape_alias", "lift_fresh", "is_pinned", "resize_", "set_"}
+# Their schemas declare no write, but they copy the inputs into this argument
+# (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, all_gather_copy_in_cuda).
+_WRITES_ARGUMENT = {"fsdp::all_gather_copy_in": 1}
+_HOST_COPIES = {_aten.copy_.default, _aten._to_copy.default}
+
+
+def name_of(func: Any) -> str:
+    """The name of an operator, without its library and its overload."""
+    name: str = func._schema.name.split("::")[-1]
+    return name
+
+
+def tensors_of(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_of(value)
+
+
+def on_device(tensors: list[Tensor]) -> bool:
+    """Whether one of them is on the device that stands for a GPU."""
+    return any(local(tensor).device.type == DEVICE for tensor in tensors)
+
+
+# --- what is read and written ---
+
+
+def launches_nothing(func: Any) -> bool:
+    return func.is_view or name_of(func) in NO_LAUNCH
+
+
+def arguments_of(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, list[Tensor], bool]]:
+    """Each argument of a call, by the operator's schema: the schema's entry, the tensors, and
+    whether they are written."""
+    schema = func._schema
+    for number, argument in enumerate(schema.arguments):
+        value = args[number] if number < len(args) else kwargs.get(argument.name)
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        writes = writes or _WRITES_ARGUMENT.get(schema.name) == number
+        yield argument, list(tensors_of([value])), writes
+
+
+def accesses(func: Any, args: Any, kwargs: Any, result: Any) -> Iterator[tuple[Tensor, bool]]:
+    """The tensors that an operator reads (False) and writes (True), by its schema."""
+    if launches_nothing(func):
+        return
+    name, given = name_of(func), set()
+    only_shape = name.endswith("_like") or name.startswith("new_")
+    for _, tensors, writes in arguments_of(func, args, kwargs):
+        for tensor in tensors:
+            given.add(key_of(tensor))
+            if not only_shape:
+                yield tensor, writes
+    for tensor in tensors_of([result]):
+        if key_of(tensor) not in given:
+            yield tensor, True
+
+
+# --- when the host waits ---
+
+
+def needs_value(func: Any, args: Any) -> str:
+    """What the host must read from the device before the operator can return: a value, or the shape
+    of the result. Empty: nothing."""
+    # torch does not tag equal, which returns a bool
+    if torch.Tag.data_dependent_output in func.tags or func is _aten.equal.default:
+        return "a value"
+    if torch.Tag.dynamic_output_shape in func.tags:
+        # the operator of x[indices] is the same for masks, which have to be counted
+        masks = any(t.dtype in (torch.bool, torch.uint8) for t in tensors_of(args[1:]))
+        if func is not _aten.index.Tensor or masks:
+            return "a shape"
+    return ""
+
+
+def value_without_data(func: Any, args: Any) -> Any:
+    """Stands for the value that such an operator returns: zero or false."""
+    if func is _aten._local_scalar_dense.default:
+        return torch.zeros((), dtype=args[0].dtype).item()
+    return False
+
+
+class HostCopy(NamedTuple):
+    """A copy between the host and the device."""
+
+    source: str  # types of devices
+    target: str
+    blocks: bool  # whether the host waits for it, whatever its memory is
+
+
+def host_copy(func: Any, args: Any, kwargs: Any) -> HostCopy | None:
+    """What the operator copies between host and device; None: nothing."""
+    if func not in _HOST_COPIES:
+        return None
+    if func is _aten.copy_.default:
+        source, target = args[1].device.type, args[0].device.type
+    else:
+        device, source = kwargs.get("device"), args[0].device.type
+        target = source if device is None else torch.device(device).type
+    if source == target or DEVICE not in (source, target):
+        return None
+    free = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+    return HostCopy(source, target, not free)
+
+
+def takes_from_host(tensors: Iterable[Tensor]) -> bool:
+    """Whether another operator of the device, with these arguments, first copies one from the host,
+    which waits. (A number without dimensions is passed with the launch.)"""
+    return any(tensor.device.type == "cpu" and tensor.dim() for tensor in tensors)
+
+
+def on_host(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Stands for a copy of the device's tensor on the host: zeros."""
+    return torch.zeros(tensor.shape, dtype=dtype or tensor.dtype)
+
+
+def copies_values(func: Any, kwargs: Any) -> bool:
+    """Whether a function of torch copies values of Python to the device: the host waits, because
+    their memory is not pinned."""
+    device = str(kwargs.get("device") or "cpu")
+    return func in (torch.tensor, torch.as_tensor) and torch.device(device).type == DEVICE

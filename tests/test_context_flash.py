@@ -1,0 +1,222 @@
+"""Flash attention's bookkeeping for the chunks of context parallelism: where documents begin among
+a chunk's queries, and where among the keys that they see."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import training.step
+from model.documents import Documents, find_documents
+from model.mask import Mask, make_mask, scores_bias
+from parallel.axes import MeshSizes
+from parallel.context import ContextParallel
+from tests.flash import flash_attention_stands_in
+from tests.test_context_collectives import once, sent_over_cp
+from tests.test_context_controls import other_keys_in_backward
+from tests.test_context_parallel import DOCUMENTS, WINDOW, check_batch, with_rows
+from tests.test_controls import name_of
+from tools.parity.cases import BOS, SEQ_LEN, Case
+from tools.parity.row import line
+from tools.parity.run import check
+from tools.ranks import Ranks
+
+PARTS = {  # of all ranks of cp 2, 4 and 8, and the whole sequence
+    f"{part.start}-{part.stop}": part
+    for size in (1, 2, 4, 8)
+    for rank in range(size)
+    for part in ContextParallel(size, rank).chunks(SEQ_LEN)
+}
+
+
+def rows_of(*numbers):
+    """Tokens [B, S] with the documents of these numbers."""
+    tokens = torch.full((len(numbers), SEQ_LEN), BOS + 1)
+    for row, number in zip(tokens, numbers, strict=True):
+        row[DOCUMENTS[number]] = BOS
+    return tokens
+
+
+# one sequence with each kind of documents, and two with any two kinds that follow each other
+ROWS = [(i,) for i in range(len(DOCUMENTS))] + [(i, i - 1) for i in range(len(DOCUMENTS))]
+
+
+@pytest.mark.parametrize("numbers", ROWS, ids=str)
+def test_the_documents_of_a_part(numbers):
+    """By the definition, token by token: the documents with tokens in the part, each with the keys
+    from its begin, which may lie before the part, to its end, or the part's."""
+    tokens = rows_of(*numbers)
+    positions, found = find_documents(tokens, BOS, "cpu", list(PARTS.values()))
+    for part, documents in zip(PARTS.values(), found, strict=True):
+        of_q, of_k, first = [], [], []
+        for number in numbers:
+            begins = [0, *DOCUMENTS[number]]
+            mine = [
+                range(begin, min(end, part.stop))
+                for begin, end in pairwise([*begins, SEQ_LEN])
+                if begin < part.stop and end > part.start
+            ]
+            of_q += [len(range(max(each.start, part.start), each.stop)) for each in mine]
+            of_k += [len(each) for each in mine]
+            first.append(mine[0].start)
+        assert documents.queries.diff().tolist() == of_q
+        assert documents.keys.diff().tolist() == of_k
+        assert documents.queries[0] == documents.keys[0] == 0
+        assert documents.first_keys == tuple(first)
+    assert positions.shape == tokens.T.shape
+
+
+@pytest.mark.parametrize("seen", [None, 5, 3, 1], ids="window {}".format)
+@pytest.mark.parametrize("part", PARTS)
+def test_a_chunk_s_mask_by_boundaries_and_by_bias(part, seen):
+    """Outputs and gradients from document boundaries equal those from an additive mask, for one and
+    two sequences, for documents of every kind and for none."""
+    part = PARTS[part]
+    with flash_attention_stands_in():
+        for numbers in ROWS:
+            tokens = rows_of(*numbers)
+            positions, (documents,) = find_documents(tokens, BOS, "cpu", [part])
+            whole = torch.arange(SEQ_LEN).unsqueeze(1)
+            for where, given in ((positions, documents), (whole, None)):
+                where = where[part.start : part.stop]
+                mask = make_mask(where, given, seen, torch.float64, 8, "auto", part)
+                bias = scores_bias(where, torch.float64, seen, part.start)
+                compare_masks(mask, Mask(bias=bias), part, len(numbers))
+
+
+def compare_masks(mask, other, part, batch):
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(length, batch, heads, 8, dtype=torch.float64, requires_grad=True)
+        for length, heads in ((len(part), 4), (part.stop, 2), (part.stop, 2))
+    )
+    weights = torch.randn(q.shape, dtype=torch.float64)
+    found = []
+    for each in (mask, other):
+        y = each(q, k, v)
+        found.append((y, *torch.autograd.grad((y * weights).sum(), (q, k, v))))
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.shape == theirs.shape
+        assert (ours - theirs).abs().max() < 1e-12
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+DOCUMENTS_OF_2 = Case(MeshSizes(cp=2), document_mask=True, num_microbatches=16)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        DOCUMENTS_OF_2,
+        Case(MeshSizes(cp=2), num_microbatches=32),  # chunks are packed, but for the first
+        Case(MeshSizes(cp=4), document_mask=True, num_microbatches=32, **WINDOW),
+    ],
+    ids=str,
+)
+def test_the_model_by_boundaries(ranks, case, checkpointing):
+    case = replace(case, activation_checkpointing=checkpointing)
+    row = check_batch(ranks, case, "all", flash_attention_stands_in)
+    assert not row.failures(), line(row, 0)
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[Ranks]:
+    with Ranks(2, timeout=60, backend="strict") as pool:
+        yield pool
+
+
+copies = pytest.mark.xfail(
+    strict=True,
+    reason="packing two sequences copies them, and what is no view is not gathered again",
+)
+
+
+@pytest.mark.parametrize("options", [{}, WINDOW, {"document_mask": True}], ids=str)
+@pytest.mark.parametrize("rows", [1, 2], ids="{} per micro-batch".format)
+def test_all_ranks_gather_again(strict, request, rows, options):
+    """Some chunks are packed and others are not, so ranks run different kernels. Still all must
+    gather as often."""
+    if rows == 2 and "document_mask" not in options:
+        request.applymarker(copies)
+    case = with_rows(Case(MeshSizes(cp=2), **options), rows)
+    row = check(strict, case, sabotage=flash_attention_stands_in)
+    assert not row.failures(), line(row, 0)
+
+
+def sent_with_flash(case):
+    with flash_attention_stands_in():
+        return sent_over_cp(case, True)
+
+
+@pytest.mark.parametrize("rows", [1, pytest.param(2, marks=copies)])
+def test_gathered_keys_are_not_kept_for_flash(ranks, rows):
+    case = with_rows(Case(MeshSizes(dp_shard=2, cp=2), document_mask=True), rows)
+    number, size = once(case, 4, itemsize=8)
+    for sent in ranks.run(sent_with_flash, 4, case):
+        assert sent == {"all_gather": (2 * number, 2 * size), "reduce_scatter": (number, size)}
+
+
+@contextlib.contextmanager
+def documents_changed(change):
+    """Boundaries go to the pretended kernel, changed by change(documents, part)."""
+    honest = training.step.find_documents
+
+    def find(tokens, bos_id, device, parts):
+        positions, found = honest(tokens, bos_id, device, parts)
+        return positions, [change(d, part) for d, part in zip(found, parts, strict=True)]
+
+    with flash_attention_stands_in(), patch.object(training.step, "find_documents", find):
+        yield
+
+
+def boundaries_divided_by_cp():
+    return documents_changed(
+        lambda d, part: d._replace(
+            queries=d.queries.div(2, rounding_mode="floor"),
+            keys=d.keys.div(2, rounding_mode="floor"),
+        )
+    )
+
+
+def documents_begin_in_the_chunk():
+    """Plant: a chunk's first document begins with the chunk."""
+    return documents_changed(
+        lambda d, part: d._replace(keys=d.queries, first_keys=(part.start,) * len(d.first_keys))
+    )
+
+
+def boundaries_of_one_document():
+    """Plant: all documents of a chunk are one."""
+
+    def change(d, part):
+        return Documents(d.queries[[0, -1]], d.keys[[0, -1]], d.first_keys)
+
+    return documents_changed(change)
+
+
+@contextlib.contextmanager
+def other_keys_for_flash():
+    with flash_attention_stands_in(), other_keys_in_backward():
+        yield
+
+
+@pytest.mark.parametrize(
+    ("bug", "where"),
+    [
+        (boundaries_divided_by_cp, {"crash"}),  # the pretended kernel refuses them
+        (documents_begin_in_the_chunk, {"gradient", "loss"}),
+        (boundaries_of_one_document, {"gradient", "loss"}),
+        (other_keys_for_flash, {"gradient"}),
+    ],
+    ids=name_of,
+)
+def test_planted_bug_is_found(ranks, bug, where):
+    """Also the last one, with one sequence per micro-batch: backward gathers keys again."""
+    row = check_batch(ranks, replace(DOCUMENTS_OF_2, num_microbatches=32), "all", bug)
+    assert where <= set(row.failures()), line(row, 0)

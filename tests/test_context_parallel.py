@@ -1,0 +1,202 @@
+"""Context parallelism computes what the unsharded model computes: with documents that begin
+anywhere, and with targets that some ranks lack. (test_context_controls.py has the controls.)"""
+
+import contextlib
+import math
+from dataclasses import replace
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from parallel.axes import MeshSizes
+from parallel.context import ContextParallel, by_rank, in_order
+from tests.test_controls import nothing_wrong
+from tokens import IGNORE
+from tools.parity.cases import BATCH, BOS, SEED, SEQ_LEN, Case
+from tools.parity.row import Row, line
+from tools.parity.run import Expected, check, compare, reference_model, run_on_ranks
+from tools.ranks import RankError
+
+CP2, CP4 = Case(MeshSizes(cp=2)), Case(MeshSizes(cp=4))
+WINDOW = {"attention": ("sliding_window", "causal"), "attention_window": 5}
+
+
+def layouts(*sizes):
+    return [ContextParallel(size, rank) for size in sizes for rank in range(size)]
+
+
+# --- who has what ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_ranks_share_the_sequence_and_the_work(size):
+    """Every position has one rank, all ranks have as many, and their queries see as many keys in
+    chunks (a chunk of c queries counts as c whole rows)."""
+    length = 2 * size * 3
+    parts = [cp.chunks(length) for cp in layouts(size)]
+    assert sorted(i for part in parts for chunk in part for i in chunk) == list(range(length))
+    seen = {sum(len(chunk) * (chunk.stop + chunk.start + 1) / 2 for chunk in p) for p in parts}
+    assert len({sum(map(len, part)) for part in parts}) == len(seen) == 1
+    assert [len(part) for part in parts] == [2] * (size - 1) + [1]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_order_of_ranks_and_that_of_the_sequence(size):
+    sequence = torch.arange(size * 6).unsqueeze(1)
+    cut = torch.cat([cp.cut(sequence, 0) for cp in layouts(size)])
+    assert not torch.equal(cut, sequence)
+    assert torch.equal(in_order(cut, size), sequence)
+    assert torch.equal(by_rank(sequence, size), cut)
+    assert torch.equal(ContextParallel(size).cut(sequence.T, 1).T, cut[:6])
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+# where documents begin, apart from position 0
+DOCUMENTS = [
+    [],
+    list(range(1, SEQ_LEN)),  # one token each
+    [3, 8, 15],  # of 3, 5, 7 and 1 tokens
+    [1],  # longer than any rank's part
+    [15],
+    [4, 8, 12],  # at edges of chunks (cp 2)
+    [2, 4, 6, 8, 10, 12, 14],  # at all edges (cp 4)
+    [3, 5, 9, 13],  # next to edges
+]
+
+
+def batch(name):
+    """Tokens and targets [BATCH, SEQ_LEN] with all kinds of `DOCUMENTS`, two of them in each pair
+    of rows; some positions have no target."""
+    generator = torch.Generator().manual_seed(3)
+    text = torch.randint(BOS + 1, 251, (BATCH, SEQ_LEN + 1), generator=generator)
+    for row in range(BATCH):
+        text[row, DOCUMENTS[(row + row // 8) % 8]] = BOS
+    tokens, targets = text[:, :-1].contiguous(), text[:, 1:].clone()
+    if name == "rows without":  # of 5 and 6, micro-batches of 2 rows have no target, or in one row
+        targets[torch.arange(BATCH) % 8 > 4] = IGNORE
+    elif name != "all":  # a whole rank has none
+        for chunk in ContextParallel(*TARGETS[name]).chunks(SEQ_LEN):
+            targets[:, chunk.start : chunk.stop] = IGNORE
+    return tokens, targets
+
+
+TARGETS = {  # the rank without targets: cp, rank
+    "first of 2 without": (2, 0),
+    "last of 2 without": (2, 1),
+    "first of 4 without": (4, 0),
+    "second of 4 without": (4, 1),
+}
+
+
+@contextlib.contextmanager
+def given(name, bug=nothing_wrong):
+    with patch("tools.parity.run.global_batch", lambda vocab_size, step: batch(name)), bug():
+        yield
+
+
+def check_batch(ranks, case, name, bug=nothing_wrong):
+    """As `check`, with the batch of this name."""
+    bos = BOS if case.document_mask else None
+    model = reference_model(case.config().model, torch.float64, SEED, bos)
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    loss = model.loss(*batch(name))
+    loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters()}
+    norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
+    expected = Expected(weights, gradients, loss.item(), norm, [], [])
+    try:
+        runs = ranks.run(run_on_ranks, case.world, case, 0, partial(given, name, bug))
+    except RankError as error:
+        return Row(case, crash=str(error))
+    return compare(case, runs, expected)
+
+
+def test_the_batch_has_what_is_asked_of_it():
+    """Documents of one token, of odd lengths, longer than a rank's part, and none; documents that
+    begin at edges of chunks, at all and at some, and next to them. Ranks without targets."""
+    edges = list(range(0, SEQ_LEN, SEQ_LEN // 4))[1:], list(range(0, SEQ_LEN, SEQ_LEN // 8))[1:]
+    assert [] in DOCUMENTS
+    assert all(begins in DOCUMENTS for begins in edges)
+    lengths = [
+        end - begin
+        for begins in DOCUMENTS
+        for begin, end in zip([0, *begins], [*begins, SEQ_LEN], strict=True)
+    ]
+    assert {1, 3, 5, 7, 15} <= set(lengths)
+    for name, (size, rank) in TARGETS.items():
+        targets = batch(name)[1]
+        counts = [(cp.cut(targets, 1) != IGNORE).sum().item() for cp in layouts(size)]
+        assert [count == 0 for count in counts] == [each == rank for each in range(size)]
+    of_pairs = (batch("rows without")[1] != IGNORE).sum(dim=1).view(-1, 2).bool().sum(dim=1)
+    assert set(of_pairs.tolist()) == {0, 1, 2}, "none, one and both rows have targets"
+
+
+def with_rows(case, rows):
+    """The case with micro-batches of `rows` sequences."""
+    return replace(case, num_microbatches=BATCH // case.layout.dp // rows)
+
+
+@pytest.mark.parametrize(
+    ("case", "rows"),
+    [
+        (Case(MeshSizes(cp=2), document_mask=True, num_kv_heads=8), 1),
+        (Case(MeshSizes(cp=2), document_mask=True, num_kv_heads=8), 2),
+        (Case(MeshSizes(cp=2, tp=2), document_mask=True, activation_checkpointing="full"), 2),
+        (Case(MeshSizes(cp=4), document_mask=True, **WINDOW), 1),
+        (Case(MeshSizes(cp=4), document_mask=True), 2),
+        # a chunk is one position
+        (Case(MeshSizes(cp=8), document_mask=True, **WINDOW), 2),
+        pytest.param(
+            Case(MeshSizes(cp=8), document_mask=True, activation_checkpointing="selective"),
+            1,
+            marks=pytest.mark.thorough,
+        ),
+    ],
+    ids=str,
+)
+def test_documents_begin_anywhere(ranks, case, rows):
+    case = with_rows(case, rows)
+    row = check_batch(ranks, case, "all")
+    assert not row.failures(), line(row, 0)
+
+
+@pytest.mark.parametrize("window", [1, 3, 4, 9, 15, 16])
+@pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
+def test_windows_end_anywhere(ranks, window, documents):
+    """Windows of less and more than a chunk (4 tokens) and a rank's part (8)."""
+    case = Case(
+        MeshSizes(cp=2),
+        attention="sliding_window",
+        attention_window=window,
+        document_mask=documents,
+        num_microbatches=16,
+    )
+    row = check_batch(ranks, case, "all")
+    assert not row.failures(), line(row, 0)
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
+@pytest.mark.parametrize("name", [*TARGETS, "rows without"])
+def test_targets_that_some_lack(ranks, name, documents):
+    size = TARGETS[name][0] if name in TARGETS else 2
+    case = Case(MeshSizes(cp=size), document_mask=documents, num_microbatches=16)
+    row = check_batch(ranks, case, name)
+    assert not row.failures(), line(row, 0)
+
+
+@pytest.mark.parametrize(
+    ("case", "steps"),
+    [
+        (CP2, 0),
+        (CP4, 20),
+        (Case(MeshSizes(cp=2), zero_stage=0), 2),
+        pytest.param(Case(MeshSizes(cp=2), dtype="float32"), 20, marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_cp_alone(ranks, case, steps):
+    row = check(ranks, case, steps)
+    assert not row.failures(), line(row, steps)
