@@ -47,11 +47,12 @@ def plan(row: Row) -> Found:
 def config_of(row: Row) -> Config:
     """The configuration of a row. Settings not in the row are those of llama3_70b.yaml, such as
     sequence parallelism over tp."""
-    system, dp = row.system, row.gpus // (row.tp * row.pp)
+    system, dp = row.system, row.gpus // (row.tp * row.cp * row.pp)
     replicas = dp if system.zero_stage == 0 else row.replicas
     keys: dict[str, Any] = {f"model.{key}": value for key, value in row.model._asdict().items()}
     keys |= {
         "parallel.tp": row.tp,
+        "parallel.cp": row.cp,
         "parallel.pp": row.pp,
         "parallel.dp_replicate": replicas,
         "parallel.dp_shard": dp // replicas,
@@ -100,6 +101,7 @@ def compare(row: Row) -> dict[str, Any]:
         "rates": system.rates,
         "gpus": row.gpus,
         "tp": row.tp,
+        "cp": row.cp,
         "pp": row.pp,
         "stages_per_rank": parallel.stages_per_rank,
         "dp_shard": parallel.dp_shard,

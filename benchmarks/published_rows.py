@@ -63,6 +63,7 @@ class Row(NamedTuple):
     mfu: float = 0.0  # percent, in the system's convention; or:
     tokens: float = 0.0  # tokens per second and GPU
     tp: int = 1
+    cp: int = 1
     pp: int = 1
     stages: int = 1  # stages per pipeline rank
     replicas: int = 1  # dp_replicate
@@ -74,7 +75,6 @@ PRODUCTS = "recomputes products"  # torchtitan's `selective`: every second produ
 EAGER = "eager"  # norms, rotation and gate take several kernels each
 CAPPED = "500 W"  # power limit; the data sheet has 700 W, so the clock is lower in products
 UNFUSED = "unfused attention"  # the scores are written to memory
-CONTEXT = "context parallel"  # cp 2; planned as twice the data parallelism
 BLOCKS = "recomputes some blocks"
 
 TITAN = System(
@@ -236,15 +236,13 @@ ROWS = [
     Row(NANOCHAT, "1.9B", gpt(2048, 32, 16, 65536, tied=False), 8, 256, 8, "none", mfu=50.9),
     Row(PICOTRON, "1.7B", Model(2048, 24, 32, 32, 8192, 49152, True), 8, 1024, 4, "none", mfu=50),
     Row(PICOTRON, "7B", LLAMA2_7B, 64, 2048, 4, "none", mfu=38, tp=2, pp=2),
-    Row(NEMO, "8B", LLAMA3_8B, 8, 128, 1, "none", mfu=62.47, apart=CONTEXT),
-    Row(NEMO, "8B", LLAMA3_8B, 128, 2048, 1, "none", mfu=62.16, apart=CONTEXT),
+    Row(NEMO, "8B", LLAMA3_8B, 8, 128, 1, "none", mfu=62.47, cp=2),
+    Row(NEMO, "8B", LLAMA3_8B, 128, 2048, 1, "none", mfu=62.16, cp=2),
     Row(
-        NEMO, "70B", LLAMA3_70B, 64, 128, 1, "none", mfu=54.52, tp=4, pp=4, stages=5, apart=CONTEXT
+        NEMO, "70B", LLAMA3_70B, 64, 128, 1, "none", mfu=54.52, tp=4, cp=2, pp=4, stages=5
     ),
-    Row(NEMO, "70B", LLAMA3_70B, 2048, 4096, 1, "none", mfu=53.68, tp=4, pp=4, stages=5,
-        apart=CONTEXT),
-    Row(NEMO, "405B", LLAMA3_405B, 1024, 512, 1, "none", mfu=55.31, tp=8, pp=8, stages=8,
-        apart=CONTEXT),
+    Row(NEMO, "70B", LLAMA3_70B, 2048, 4096, 1, "none", mfu=53.68, tp=4, cp=2, pp=4, stages=5),
+    Row(NEMO, "405B", LLAMA3_405B, 1024, 512, 1, "none", mfu=55.31, tp=8, cp=2, pp=8, stages=8),
     Row(NEMO_GPT, "15B", NEMOTRON_15B, 16, 64, 4, "none", tokens=93223 / 16, tp=4),
     Row(NEMO_GPT, "15B", NEMOTRON_15B, 2048, 8192, 4, "none", tokens=11622595 / 2048, tp=4),
     Row(NEMO_GPT, "175B", GPT_175B, 128, 256, 1, "none", mfu=53.54, tp=4, pp=8, stages=12,
@@ -257,6 +255,8 @@ ROWS = [
         stages=12),
     Row(LLAMA3, "405B", LLAMA3_405B, 8192, 2048, 1, "none", mfu=43, tp=8, pp=16, stages=8),
     Row(LLAMA3, "405B", LLAMA3_405B, 16384, 2048, 1, "none", mfu=41, tp=8, pp=16, stages=8),
+    Row(LLAMA3, "405B", LLAMA3_405B, 16384, 128, 1, "none", mfu=38, tp=8, cp=16, pp=16, stages=8,
+        seq_len=131072),
     Row(MEGATRON, "177B", GPT_177B, 96, 1152, 0, "", mfu=47, tp=8, pp=6, stages=0),
     Row(MEGATRON, "177B", GPT_177B, 4608, 1152, 0, "", mfu=42, tp=8, pp=6, stages=0),
     Row(TITAN_A100, "13B", LLAMA2_13B, 64, 128, 2, "none", mfu=61.1, apart=EAGER),

@@ -54,8 +54,11 @@ class Mask:
     def _packed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         (length, batch), longest = q.shape[:2], k.shape[0]
         if self.documents is None:
-            counts = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
-            of_q, of_k, first = counts * length, counts * longest, (0,) * batch
+            of_q, of_k = (
+                torch.arange(0, (batch + 1) * each, each, dtype=torch.int32, device=q.device)
+                for each in (length, longest)
+            )
+            first = (0,) * batch
         else:
             of_q, of_k, first = self.documents
         # [T, heads, E], sequence after sequence; views if B is 1

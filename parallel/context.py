@@ -16,9 +16,9 @@ kernel with the keys from 0 to that end. Rank cp − 1 has two adjacent chunks, 
 | backward | the same again: they are not kept          | all-gather of 2 · S·B·K/tp·E             |
 |          | their gradients, summed in float32         | reduce-scatter of 2 · S·B·K/tp·E         |
 
-The heads are divided into up to `PIECES` pieces, each with its own collectives: while attention is
-computed for one piece, the keys and values of the next one travel, and in backward also the
-gradients of the piece before.
+In long sequences the heads are divided into up to `PIECES` pieces, each with its own collectives:
+while attention is computed for one piece, the keys and values of the next one travel, and in
+backward also the gradients of the piece before.
 
 Keeping the gathered keys and values would take cp times the memory of a rank's own. With activation
 checkpointing the recomputation gathers them again; without it, a hook on what autograd saves does.
@@ -45,6 +45,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel.collectives import Pending, start_all_gather, start_reduce_scatter
 
 PIECES = 4  # of the heads, at most; more would hide more, but send and compute in smaller parts
+# Bytes of a gathered piece, at least. They take about 0.2 ms over NVLink, and as long take the
+# launches of the twenty kernels that one more piece needs (hardware.py).
+LEAST_BYTES = 64 * 2**20
 
 # q [S, B, H, E], k and v [S, B, K, E] → [S, B, H, E]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -99,7 +102,7 @@ class SplitAttention:
         """Map q [S/cp, B, H, E], k and v [S/cp, B, K, E] to [S/cp, B, H, E]."""
         if self.cp.size == 1:
             return self.attend[0](q, k, v)
-        number = max(n for n in range(1, PIECES + 1) if k.shape[2] % n == 0)
+        number = number_of_pieces(k.shape[2], (k.nbytes + v.nbytes) * self.cp.size)
         pieces = [Piece(self.cp, [part.stop for part in self.chunks]) for _ in range(number)]
         local = BesideEachOther.apply(k, v, pieces)
         for one, other in pairwise(pieces):
@@ -120,6 +123,12 @@ class SplitAttention:
             ]
         y = ys[0] if len(ys) == 1 else torch.cat(ys)
         return GatherAgain.apply(y, piece) if gathers_again else y
+
+
+def number_of_pieces(heads: int, gathered: int) -> int:
+    """The number of pieces of so many key/value heads, of `gathered` bytes."""
+    numbers = range(1, min(PIECES, gathered // LEAST_BYTES) + 1)
+    return max([n for n in numbers if heads % n == 0], default=1)
 
 
 class Piece:
@@ -192,7 +201,7 @@ class BesideEachOther(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, pieces: Sequence[Piece]) -> tuple[Tensor, ...]:
-        ctx.pieces, ctx.width = pieces, k.shape[-1]
+        ctx.pieces, ctx.heads, ctx.widths = pieces, k.shape[2], (k.shape[-1], v.shape[-1])
         n = len(pieces)
         for piece, *parts in zip(pieces, k.chunk(n, 2), v.chunk(n, 2), strict=True):
             piece.local, piece.width = torch.cat(parts, -1), k.shape[-1]
@@ -200,12 +209,15 @@ class BesideEachOther(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *placeholders: Tensor) -> tuple[Tensor, Tensor, None]:
-        dtype, mine = placeholders[0].dtype, []
-        for piece in ctx.pieces:
-            mine.append(piece.scattering.wait().to(dtype))
+        of_one, n = placeholders[0], len(ctx.pieces)
+        shape = (*of_one.shape[:2], ctx.heads)
+        dk, dv = (of_one.new_empty(*shape, width) for width in ctx.widths)
+        for piece, *parts in zip(ctx.pieces, dk.chunk(n, 2), dv.chunk(n, 2), strict=True):
+            total = piece.scattering.wait()
+            for part, gradient in zip(parts, total.split(ctx.widths, -1), strict=True):
+                part.copy_(gradient)
             piece.scattering = None
-        together = torch.cat(mine, 2)
-        return together[..., : ctx.width], together[..., ctx.width :], None
+        return dk, dv, None
 
 
 class Gather(torch.autograd.Function):
@@ -227,12 +239,10 @@ class Gather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         piece, dtype = ctx.piece, gradients[0].dtype
         piece.drop()
-        total = gradients[0].new_zeros(ctx.shape, dtype=torch.promote_types(dtype, torch.float32))
-        for end, dk, dv in zip(piece.ends, gradients[::2], gradients[1::2], strict=True):
-            total[:end, ..., : piece.width] += dk
-            total[:end, ..., piece.width :] += dv
-        of_ranks = by_rank(total, piece.cp.size)
-        piece.scattering = start_reduce_scatter(of_ranks, piece.cp.group)
+        total = gradients[0].new_empty(ctx.shape, dtype=torch.promote_types(dtype, torch.float32))
+        sum_by_rank(gradients[::2], total[..., : piece.width], piece.cp.size)
+        sum_by_rank(gradients[1::2], total[..., piece.width :], piece.cp.size)
+        piece.scattering = start_reduce_scatter(total, piece.cp.group)
         local = (ctx.shape[0] // piece.cp.size, *ctx.shape[1:])
         return gradients[0].new_zeros(()).expand(local), None
 
@@ -260,7 +270,14 @@ def in_order(gathered: Tensor, ranks: int) -> Tensor:
     return torch.cat([*low, *reversed(high.unbind())])
 
 
-def by_rank(x: Tensor, ranks: int) -> Tensor:
-    """The inverse of `in_order`."""
-    chunks = x.chunk(2 * ranks)
-    return torch.cat([chunks[i] for r in range(ranks) for i in (r, 2 * ranks - 1 - r)])
+def sum_by_rank(gradients: Sequence[Tensor], total: Tensor, ranks: int) -> None:
+    """Sum gradients of the keys from 0 to each chunk's end into `total` [S, …], with the ranks'
+    parts one after another: the inverse of `in_order`."""
+    low, high = total.unflatten(0, (ranks, 2, -1)).unbind(1)  # [cp, S / 2 cp, …] each
+    longest, *others = (x.unflatten(0, (-1, low.shape[1])) for x in reversed(gradients))
+    unseen = 2 * ranks - len(longest)
+    low.copy_(longest[:ranks])
+    high[unseen:].copy_(longest[ranks:].flip(0))
+    high[:unseen].zero_()
+    for one in others:  # of the low chunk, which sees only low chunks
+        low[: len(one)].add_(one)

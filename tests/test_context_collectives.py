@@ -12,7 +12,7 @@ from parallel.context import PIECES, ContextParallel, SplitAttention
 from parallel.mesh import build_mesh
 from tests.counting import Listener
 from tools.parity.cases import BATCH, BOS, SEQ_LEN, Case
-from tools.parity.run import global_batch
+from tools.parity.run import global_batch, heads_in_pieces
 from training.build import build_stages
 from training.step import TrainStep
 
@@ -25,7 +25,7 @@ def sent_over_cp(case, training):
     mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
     step = TrainStep(config, mesh, build_stages(config, mesh), BOS)
     rows = [t.chunk(mesh.dp_size)[mesh.dp_rank] for t in global_batch(case.vocab_size, 0)]
-    with Listener(mesh) as listener:
+    with heads_in_pieces(), Listener(mesh) as listener:
         step.forward_backward(*rows) if training else step.evaluate(*rows)
     return listener.count("cp")
 

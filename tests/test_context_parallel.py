@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from parallel.axes import MeshSizes
-from parallel.context import ContextParallel, by_rank, in_order
+from parallel.context import ContextParallel, in_order, number_of_pieces, sum_by_rank
 from tests.test_controls import nothing_wrong
 from tokens import IGNORE
 from tools.parity.cases import BATCH, BOS, SEED, SEQ_LEN, Case
@@ -48,8 +48,28 @@ def test_the_order_of_ranks_and_that_of_the_sequence(size):
     cut = torch.cat([cp.cut(sequence, 0) for cp in layouts(size)])
     assert not torch.equal(cut, sequence)
     assert torch.equal(in_order(cut, size), sequence)
-    assert torch.equal(by_rank(sequence, size), cut)
     assert torch.equal(ContextParallel(size).cut(sequence.T, 1).T, cut[:6])
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_gradients_of_all_chunks_are_summed_in_the_order_of_ranks(size):
+    torch.manual_seed(0)
+    for cp in layouts(size):
+        gradients = [torch.randn(chunk.stop, 2) for chunk in cp.chunks(size * 6)]
+        expected = torch.zeros(size * 6, 2)
+        for gradient in gradients:
+            expected[: len(gradient)] += gradient
+        total = torch.full_like(expected, torch.nan)
+        sum_by_rank(gradients, total, size)
+        assert torch.equal(in_order(total, size), expected)
+
+
+@pytest.mark.parametrize(
+    ("heads", "megabytes", "pieces"),
+    [(8, 32, 1), (8, 127, 1), (8, 128, 2), (8, 1000, 4), (1, 1000, 1), (6, 256, 3), (5, 1000, 1)],
+)
+def test_heads_are_divided_where_there_is_much_to_send(heads, megabytes, pieces):
+    assert number_of_pieces(heads, megabytes * 2**20) == pieces
 
 
 # --- batches --------------------------------------------------------------------------------------

@@ -143,18 +143,20 @@ def test_cp_ranks_share_what_one_computes(cp: int, kind: str, changes: dict[str,
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_what_is_sent_over_cp(mode: str) -> None:
     """Per attention layer, keys beside values are gathered in forward and again in backward, and
-    their gradients are scattered in float32 (the table in parallel/context.py). tp and cp are told
+    their gradients are scattered in float32 (the table in parallel/context.py), for pieces of the
+    heads. tp and cp are told
     apart: tp sends what it sends without cp, for a quarter of the tokens."""
     model = KINDS["swiglu"]
     settings = [Setting(model, LONG, tp=2, cp=cp, activation_checkpointing=mode) for cp in (1, 4)]
     alone, split = (units(setting)[1].whole for setting in settings)
-    numbers = 2 * LONG * model.num_kv_heads // 2 * model.head_dim
+    pieces = model.num_kv_heads // 2  # one head of tp 2 each
+    numbers = 2 * LONG * model.head_dim
     gather, scatter = (
         Call("cp", "all_gather", 2 * numbers),
         Call("cp", "reduce_scatter", 4 * numbers),
     )
     found = [over(split.phases[name], "cp") for name in ("forward", "backward")]
-    assert found == [{gather: 1}, {gather: 1, scatter: 1}]
+    assert found == [{gather: pieces}, {gather: pieces, scatter: pieces}]
     for name in ("forward", "backward"):
         expected = {
             call._replace(bytes=call.bytes // 4): number

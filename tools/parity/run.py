@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from model.config import ModelConfig
 from model.initialise import draw_rows
+from parallel import context
 from parallel.mesh import build_mesh
 from parallel.placement import local_region
 from tools.parity.cases import BATCH, BOS, OPTIMIZER, SEED, SEQ_LEN, STEPS, Case
@@ -63,10 +65,15 @@ def global_batch(vocab_size: int, step: int) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
+def heads_in_pieces() -> contextlib.AbstractContextManager[object]:
+    """Let context parallelism divide the heads as it does in long sequences."""
+    return patch.object(context, "LEAST_BYTES", 1)
+
+
 def run_on_ranks(case: Case, steps: int, sabotage: Sabotage | None = None) -> Run:
     """Run on each rank one forward and backward, then `steps` optimizer steps from the same
     weights."""
-    with sabotage() if sabotage is not None else contextlib.nullcontext():
+    with heads_in_pieces(), sabotage() if sabotage is not None else contextlib.nullcontext():
         config = case.config()
         mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
         stages = build_stages(config, mesh)

@@ -13,6 +13,7 @@ from typing import Any
 from parallel.axes import MeshSizes
 from parallel.pipeline.schedules import SCHEDULES
 from tools.parity.cases import Case
+from tools.parity.run import heads_in_pieces
 from tools.plan.candidates import FIXED
 from tools.rehearse.rank import alone
 from tools.streams.step import check
@@ -43,7 +44,10 @@ LAYOUTS = {
     "3D, selective recomputation": _case(_3D, activation_checkpointing="selective"),
     "3D, tied, documents": _case(_3D, tie_embeddings=True, document_mask=True),
     # heads of 8 numbers, which flash attention takes
-    "cp, no recomputation": _case(MeshSizes(dp_shard=2, cp=2), attention_dim=64),
+    # of single sequences, whose keys and values are gathered again
+    "cp, no recomputation": _case(
+        MeshSizes(dp_shard=2, cp=2), attention_dim=64, num_microbatches=8
+    ),
     "cp and tp, zero 3, selective, documents": _case(
         MeshSizes(dp_shard=2, cp=2, tp=2),
         attention_dim=64,
@@ -70,12 +74,17 @@ LAYOUTS = {
 }
 
 
+def _check(case: Case, rank: int) -> dict[str, Any]:
+    with heads_in_pieces():
+        return check(case.config(), case.world, rank)
+
+
 def reports(names: Iterator[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Check the first and the last rank of each layout."""
     for name in names:
         case = LAYOUTS[name]
         for rank in (0, case.world - 1):
-            yield f"{name}, rank {rank}", alone(check, case.config(), case.world, rank)
+            yield f"{name}, rank {rank}", alone(_check, case, rank)
 
 
 def table_of(report: dict[str, Any]) -> dict[str, list[int]]:
