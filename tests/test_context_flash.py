@@ -114,8 +114,12 @@ DOCUMENTS_OF_2 = Case(MeshSizes(cp=2), document_mask=True, num_microbatches=16)
     "case",
     [
         DOCUMENTS_OF_2,
-        Case(MeshSizes(cp=2), num_microbatches=32),  # chunks are packed, but for the first
-        Case(MeshSizes(cp=4), document_mask=True, num_microbatches=32, **WINDOW),
+        # without documents, chunks are packed, but for the first
+        pytest.param(Case(MeshSizes(cp=2), num_microbatches=32), marks=pytest.mark.thorough),
+        pytest.param(
+            Case(MeshSizes(cp=4), document_mask=True, num_microbatches=32, **WINDOW),
+            marks=pytest.mark.thorough,
+        ),
     ],
     ids=str,
 )
