@@ -94,6 +94,7 @@ bench: $(dev)
 	$(PYTHON) -m benchmarks.launchers
 	$(PYTHON) -m benchmarks.stop_matrix
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.schedule_checker
+	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.context_balance
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.pipeline_schedules
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.checkpoint
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.plan_memory
@@ -117,6 +118,7 @@ docs: $(runtime)
 	$(PYTHON) -m docs.draw_mesh
 	$(PYTHON) -m docs.draw_tensor
 	$(PYTHON) -m docs.draw_sequence
+	$(PYTHON) -m docs.draw_context
 	$(PYTHON) -m docs.draw_pipeline
 	$(PYTHON) -m docs.draw_data
 	$(PYTHON) -m docs.draw_memory

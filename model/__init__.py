@@ -9,7 +9,8 @@
     feed_forward/    kinds of feed-forward
     norm.py          RMSNorm
     matmul.py        the products of every linear layer
-    positions.py     angles and masks of a micro-batch; documents.py: where its documents begin
+    positions.py     angles and masks of a micro-batch; documents.py: where its documents begin, and
+                     which keys a part of a sequence sees
     initialise.py    initial weights
     config.py        dimensions, and kinds of layers
     kernels/         fused operations

@@ -6,6 +6,8 @@ and the collectives.
     dp_replicate  data.py    a replica of the sharded group        gradients, once per step
     dp_shard      data.py    1 / dp_shard of weights, gradients    weights (gather), gradients
                              and moments                           (reduce-scatter)
+    cp            context.py a part of each sequence               keys and values, once per
+                                                                   attention layer and pass
     tp            tensor.py  1 / tp of each matrix (and of the     activations, several times per
                              sequence)                             block
 

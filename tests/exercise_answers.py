@@ -12,8 +12,8 @@ from docs.exercises.test_kernels import Block
 from parallel.pipeline.actions import BACKWARD, FORWARD, Action
 
 
-def ranks_that_share(axis: str, rank: int, shape: tuple[int, int, int, int]) -> list[int]:
-    dim = ("pp", "dp_replicate", "dp_shard", "tp").index(axis)
+def ranks_that_share(axis: str, rank: int, shape: tuple[int, int, int, int, int]) -> list[int]:
+    dim = ("pp", "dp_replicate", "dp_shard", "cp", "tp").index(axis)
     stride = math.prod(shape[dim + 1 :])  # from one rank of the group to the next
     mine = rank // stride % shape[dim]
     return [rank + (other - mine) * stride for other in range(shape[dim])]
@@ -64,6 +64,19 @@ def norm_weight_gradient(
     if sequence_parallel:
         dist.all_reduce(gradient, group=group)
     return gradient
+
+
+def keys_that_are_needed(chunk: range, begins: list[int]) -> range:
+    return range(max(begin for begin in begins if begin <= chunk.start), chunk.stop)
+
+
+def gradient_of_my_keys(dk: Tensor, group: ProcessGroup) -> Tensor:
+    cp = group.size()
+    chunks = dk.chunk(2 * cp)
+    of_ranks = torch.cat([chunks[i] for r in range(cp) for i in (r, 2 * cp - 1 - r)])
+    mine = dk.new_empty(len(dk) // cp, *dk.shape[1:])
+    dist.reduce_scatter_tensor(mine, of_ranks, group=group)
+    return mine
 
 
 def idle_fraction(schedule: str, p: int, m: int) -> float:

@@ -45,8 +45,8 @@ def nav(section: str) -> list[str]:
 
 TOUR = [name for name in nav("Tour") if name not in ("tour", "words", "one_step")]
 # Pages with pictures that can be compared exactly; matplotlib draws the others.
-DRAWN = ["words", "mesh", "tensor", "sequence", "data", "memory", "checkpoints", "slurm",
-         "extending"]  # fmt: skip
+DRAWN = ["words", "mesh", "tensor", "sequence", "context", "data", "memory", "checkpoints",
+         "slurm", "extending"]  # fmt: skip
 # Commands that are parsed but not run: page → number of commands by reason.
 EXERCISE = "an exercise"  # tests/test_exercises.py runs them with answers
 FIGURE = re.compile(r"\d\s?(%|[kMGT]i?B\b|bytes\b|m?s\b|seconds\b)")

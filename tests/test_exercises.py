@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests import exercise_answers
 from tools.ranks import RankError, Ranks
@@ -80,10 +81,12 @@ def test_a_page_names_its_exercises(name: str) -> None:
 
 
 def test_a_wrong_answer_is_not_accepted(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: the exercises' tests reject two answers that lack the communication."""
+    """Control: the exercises' tests reject two answers that lack the communication, and one with
+    the ranks' parts in the wrong order."""
     for name, exercise in (
         ("test_tensor", "column_parallel_backward"),
         ("test_sequence", "norm_weight_gradient"),
+        ("test_context", "gradient_of_my_keys"),
     ):
         module = importlib.import_module(f"docs.exercises.{name}")
         monkeypatch.setattr(
@@ -104,7 +107,14 @@ def without_the_other_rows(dy: Any, normed: Any, group: Any, sequence_parallel: 
     return (dy * normed).sum(0)
 
 
+def without_the_zigzag(dk: Any, group: Any) -> Any:
+    mine = dk.new_empty(len(dk) // group.size(), *dk.shape[1:])
+    dist.reduce_scatter_tensor(mine, dk.contiguous(), group=group)
+    return mine
+
+
 WRONG = {
     "column_parallel_backward": without_all_reduce,
     "norm_weight_gradient": without_the_other_rows,
+    "gradient_of_my_keys": without_the_zigzag,
 }

@@ -203,12 +203,12 @@ TEN = """
 15.243  75.10  tp 1 pp 2 dp_shard 4 · dualpipe_v×2, balanced · micro-batch 1 · zero 1 · selective
 15.245  70.01  tp 1 pp 2 dp_shard 4 · zb_v×2, balanced · micro-batch 1 · zero 1 · selective
 15.249  68.61  tp 1 pp 2 dp_shard 4 · interleaved_1f1b×16, balanced · micro-batch 1 · zero 1 · selective
+15.251  69.37  tp 1 pp 2 dp_shard 4 · interleaved_1f1b×6, balanced · micro-batch 1 · zero 1 · selective
 15.252  69.38  tp 1 pp 2 dp_shard 4 · interleaved_1f1b×7, balanced · micro-batch 1 · zero 1 · selective
 15.253  69.38  tp 1 pp 2 dp_shard 4 · interleaved_1f1b×8, balanced · micro-batch 1 · zero 1 · selective
-15.280  76.31  tp 1 pp 2 dp_shard 4 · interleaved_1f1b×17, light ends · micro-batch 1 · zero 1
-15.302  75.16  tp 1 pp 2 dp_shard 4 · interleaved_1f1b×16 · micro-batch 1 · zero 1
-15.456  74.19  tp 1 pp 1 dp_shard 8 · 1f1b · micro-batch 1 · zero 2
-15.580  64.17  tp 2 pp 1 dp_shard 4 · 1f1b · micro-batch 2 · zero 2
+15.260  70.20  tp 1 pp 2 dp_shard 4 · interleaved_1f1b×5, balanced · micro-batch 1 · zero 1 · selective
+15.269  71.03  tp 1 pp 2 dp_shard 4 · interleaved_1f1b×4, balanced · micro-batch 1 · zero 1 · selective
+15.279  71.86  tp 1 pp 2 dp_shard 4 · interleaved_1f1b×3, balanced · micro-batch 1 · zero 1 · selective
 """  # noqa: E501  (all with dp_replicate 1, and without recomputation unless it is named)
 
 

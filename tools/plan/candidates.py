@@ -147,7 +147,7 @@ def _data_parallel(
     alive = most_alive(
         stage.block, pipe.schedule, pipe.pp, pipe.stages_per_rank, pipe.counts, numbers, m, steady
     )
-    estimate: Estimate | None = None
+    estimates: dict[bool, Estimate] = {}
     for shard in _divisors(dp):
         if shard < dp and shard * tp < min(device.gpus_per_node, dp * tp):
             continue
@@ -159,10 +159,11 @@ def _data_parallel(
             kept = max(k for _, k in least)
             seconds = math.inf
             if bound <= device.room:
-                estimate = estimate or Estimate(
-                    stage, pipe.schedule, pipe.stages_per_rank, ranks, m, world
-                )
-                seconds = estimate.seconds(shard, dp // shard, zero)
+                reduced = zero >= 2
+                if reduced not in estimates:
+                    v = pipe.stages_per_rank
+                    estimates[reduced] = Estimate(stage, pipe.schedule, v, ranks, m, world, reduced)
+                seconds = estimates[reduced].seconds(shard, dp // shard, zero)
             yield Candidate(
                 seconds, bound, kept, -rank, stage.alike, pipe, shard, dp // shard, zero
             )

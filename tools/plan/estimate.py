@@ -33,26 +33,40 @@ def ranks_of(schedule: str, pp: int, v: int, counts: Sequence[int]) -> list[Rank
 
 
 class Stage:
-    """What layouts have in common that differ only in pp, dp and the schedule."""
+    """What layouts have in common that differ only in pp, dp and the schedule. `reduced`: whether
+    the gradients of every micro-batch are reduced (zero_stage 2 and 3), so that products do not add
+    to a sum of gradients."""
 
     def __init__(self, time: StepTime) -> None:
         self.time, self.layout, self.alike = time, time.layout, time.layout.config
-        kinds, embedding = self.layout.kinds, self.layout.embedding
-        # seconds per gradient element
-        self.summing = time.summing(embedding) / embedding.numel
+        kinds = self.layout.kinds
         # parameters of a block, on average
         self.numel = sum(unit.numel * n for unit, n in kinds.items()) / kinds.total()
         self.block = Block(self.layout)
 
     @cache  # noqa: B019  (of one search)
-    def parts(self, split: bool) -> tuple[Part, Part, Part]:
+    def of(self, reduced: bool) -> StepTime:
+        if not reduced:
+            return self.time
+        parallel = replace(self.alike.parallel, dp_shard=2, zero_stage=2)
+        config = replace(self.alike, parallel=parallel)
+        return StepTime(Layout(config, 2 * self.layout.world, 0), self.time.device)
+
+    def summing(self, reduced: bool) -> float:
+        """Seconds per gradient element."""
+        time = self.of(reduced)
+        return time.summing(time.layout.embedding) / time.layout.embedding.numel
+
+    @cache  # noqa: B019  (of one search)
+    def parts(self, split: bool, reduced: bool) -> tuple[Part, Part, Part]:
         """Seconds of a block (the mean over all blocks), of the embedding, and of the head."""
-        time, kinds = self.time, self.layout.kinds
+        time = self.of(reduced)
+        layout, kinds = time.layout, time.layout.kinds
         blocks = (time.part(unit, split) * (n / kinds.total()) for unit, n in kinds.items())
-        embedding, head = (time.part(u, split) for u in (self.layout.embedding, self.layout.head))
+        embedding, head = (time.part(u, split) for u in (layout.embedding, layout.head))
         return sum(blocks, NOTHING), embedding, head
 
-    def parameters(self, ranks: Sequence["Rank"]) -> list[int]:
+    def parameters(self, ranks: Sequence[Rank]) -> list[int]:
         """The number of parameters of each pipeline rank."""
         table = self.block.table
         return [round(r.blocks * self.numel) + (r.first + r.last) * table for r in ranks]
@@ -73,14 +87,22 @@ class Estimate:
         ranks: what each pipeline rank holds.
         m: number of micro-batches.
         world: number of GPUs.
+        reduced: as in `Stage`.
     """
 
     def __init__(
-        self, stage: Stage, schedule: str, v: int, ranks: Sequence[Rank], m: int, world: int
+        self,
+        stage: Stage,
+        schedule: str,
+        v: int,
+        ranks: Sequence[Rank],
+        m: int,
+        world: int,
+        reduced: bool,
     ) -> None:
         self.stage, self.m, self.world = stage, m, world
         device, pp = stage.time.device, len(ranks)
-        block, embedding, head = stage.parts(schedule in SPLIT)
+        block, embedding, head = stage.parts(schedule in SPLIT, reduced)
         seconds_of = {
             r: block * r.blocks
             + (embedding if r.first else NOTHING)
@@ -92,7 +114,7 @@ class Estimate:
         busiest = max(range(pp), key=lambda r: parts[r].total)
         self.part, self.numel, self.most = parts[busiest], numbers[busiest], max(numbers)
         work = block * max(1, max(r.blocks for r in ranks))
-        slowest = self.part.total + self.numel * stage.summing
+        slowest = self.part.total + self.numel * stage.summing(reduced)
         self.pipeline = m * slowest + _bubble(schedule, pp, v, work)
         self.pipeline += 2 * (pp - 1) * stage.message_seconds(pp, world) + device.step_seconds
         self.v, self.unit = v, stage.alike.parallel.fsdp_unit
