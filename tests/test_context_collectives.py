@@ -16,8 +16,6 @@ from tools.parity.run import global_batch, heads_in_pieces
 from training.build import build_stages
 from training.step import TrainStep
 
-M = 4  # micro-batches
-
 
 def sent_over_cp(case, training):
     """The collectives over cp of a step's forward and backward, or of an evaluation."""
@@ -41,38 +39,69 @@ def once(case, kv_heads, itemsize):
     return passes * pieces, passes * size
 
 
+def gathers(case):
+    """How often backward and forward together gather a layer's keys and values: again in the
+    recomputation, or without one if a micro-batch is one sequence. Of several sequences, what
+    forward gathered is kept."""
+    single = case.config().train.micro_batch_size == 1
+    return 1 if case.activation_checkpointing == "none" and not single else 2
+
+
+LAYERS = [  # layout, options, key/value heads of a tp rank, sequences per micro-batch in make test
+    (MeshSizes(dp_shard=2, cp=2), {"document_mask": True}, 4, 1),
+    (MeshSizes(dp_shard=2, cp=2), {"num_kv_heads": 8, "activation_checkpointing": "full"}, 8, 4),
+    (MeshSizes(dp_replicate=2, cp=2), {"activation_checkpointing": "selective"}, 4, 4),
+    (MeshSizes(dp_shard=2, cp=2, tp=2), {"activation_checkpointing": "selective"}, 2, 4),
+    (MeshSizes(dp_shard=2, cp=2, tp=2), {"sequence_parallel": False, "num_kv_heads": 2}, 1, 4),
+    (MeshSizes(pp=2, dp_shard=2, cp=2), {"schedule": "zb_h1"}, 4, 4),
+    (MeshSizes(dp_shard=2, cp=4), {"num_kv_heads": 8}, 8, None),
+]
+
+
 @pytest.mark.parametrize(
-    ("layout", "options", "kv_heads"),
+    ("layout", "options", "kv_heads", "rows"),
     [
-        (MeshSizes(dp_shard=2, cp=2), {"document_mask": True}, 4),
-        (MeshSizes(dp_shard=2, cp=2), {"num_kv_heads": 8, "activation_checkpointing": "full"}, 8),
-        (MeshSizes(dp_replicate=2, cp=2), {"activation_checkpointing": "selective"}, 4),
-        (MeshSizes(dp_shard=2, cp=2, tp=2), {"activation_checkpointing": "selective"}, 2),
-        (MeshSizes(dp_shard=2, cp=2, tp=2), {"sequence_parallel": False, "num_kv_heads": 2}, 1),
-        (MeshSizes(pp=2, dp_shard=2, cp=2), {"schedule": "zb_h1"}, 4),
+        pytest.param(*case, rows, marks=[] if rows == quick else pytest.mark.thorough)
+        for *case, quick in LAYERS
+        for rows in (1, 4)
     ],
     ids=str,
 )
-def test_keys_and_values_are_gathered_twice_and_their_gradients_scattered_once(
-    ranks, layout, options, kv_heads
-):
+def test_gathers_and_scatters_of_a_layer(ranks, layout, options, kv_heads, rows):
     """Per layer and micro-batch, in every mode of activation checkpointing, and with a backward in
-    two parts. A tp rank sends its own heads. Evaluation gathers once."""
-    case = Case(layout, num_microbatches=M, **options)
+    two parts: gradients are scattered once. A tp rank sends its own heads. Evaluation gathers once,
+    and the pieces of the heads do not change the bytes."""
+    case = Case(layout, num_microbatches=BATCH // layout.dp // rows, **options)
     number, size = once(case, kv_heads, itemsize=8)
+    times = gathers(case)
     for sent in ranks.run(sent_over_cp, layout.world, case, True):
-        assert sent == {"all_gather": (2 * number, 2 * size), "reduce_scatter": (number, size)}
+        assert sent == {"all_gather": (times * number, times * size),
+                        "reduce_scatter": (number, size)}  # fmt: skip
     for sent in ranks.run(sent_over_cp, layout.world, case, False):
         assert sent == {"all_gather": (number, size)}
 
 
+def sent_in_one_piece(case):
+    with patch("parallel.context.PIECES", 1):
+        return sent_over_cp(case, True)
+
+
+def test_pieces_send_the_same_bytes(ranks):
+    case = Case(MeshSizes(dp_shard=2, cp=2), num_kv_heads=8, num_microbatches=16)
+    whole = ranks.run(sent_in_one_piece, 4, case)[0]
+    parts = ranks.run(sent_over_cp, 4, case, True)[0]
+    assert whole.keys() == parts.keys() == {"all_gather", "reduce_scatter"}
+    for kind, (number, size) in whole.items():
+        assert parts[kind] == (PIECES * number, size)
+
+
 @pytest.mark.parametrize(("dtype", "itemsize"), [("bfloat16", 2), ("float32", 4)])
 def test_gradients_travel_in_float32(ranks, dtype, itemsize):
-    case = Case(MeshSizes(dp_shard=2, cp=2), dtype=dtype, num_microbatches=M)
+    case = Case(MeshSizes(dp_shard=2, cp=2), dtype=dtype, num_microbatches=4)
     number, size = once(case, 4, itemsize)
     in_float32 = once(case, 4, 4)
     for sent in ranks.run(sent_over_cp, 4, case, True):
-        assert sent == {"all_gather": (2 * number, 2 * size), "reduce_scatter": in_float32}
+        assert sent == {"all_gather": (number, size), "reduce_scatter": in_float32}
 
 
 def error_of_the_sum(in_bfloat16):

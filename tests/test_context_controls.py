@@ -178,8 +178,8 @@ def other_keys_in_backward():
         (keys_in_the_order_of_ranks, CP2, {"gradient", "loss", "norm"}),
         (gradients_in_the_order_of_the_sequence, CP2, {"gradient", "norm"}),
         (gradients_of_other_heads, CP2, {"gradient", "norm"}),
-        (other_keys_in_backward, replace(CP2, num_kv_heads=8), {"gradient", "norm"}),
-        (other_keys_in_backward, CP2, {"gradient", "norm"}),
+        (other_keys_in_backward, with_rows(replace(CP2, num_kv_heads=8), 1), {"gradient", "norm"}),
+        (other_keys_in_backward, with_rows(CP2, 1), {"gradient", "norm"}),
     ],
     ids=name_of,
 )  # fmt: skip

@@ -14,9 +14,9 @@ import training.step
 from model.documents import Documents, find_documents
 from model.mask import Mask, make_mask, scores_bias
 from parallel.axes import MeshSizes
-from parallel.context import ContextParallel
+from parallel.context import ContextParallel, Piece
 from tests.flash import flash_attention_stands_in
-from tests.test_context_collectives import once, sent_over_cp
+from tests.test_context_collectives import gathers, once, sent_over_cp
 from tests.test_context_controls import other_keys_in_backward
 from tests.test_context_parallel import DOCUMENTS, WINDOW, check_batch, with_rows
 from tests.test_controls import name_of
@@ -114,8 +114,12 @@ DOCUMENTS_OF_2 = Case(MeshSizes(cp=2), document_mask=True, num_microbatches=16)
     "case",
     [
         DOCUMENTS_OF_2,
-        Case(MeshSizes(cp=2), num_microbatches=32),  # chunks are packed, but for the first
-        Case(MeshSizes(cp=4), document_mask=True, num_microbatches=32, **WINDOW),
+        # without documents, chunks are packed, but for the first
+        pytest.param(Case(MeshSizes(cp=2), num_microbatches=32), marks=pytest.mark.thorough),
+        pytest.param(
+            Case(MeshSizes(cp=4), document_mask=True, num_microbatches=32, **WINDOW),
+            marks=pytest.mark.thorough,
+        ),
     ],
     ids=str,
 )
@@ -131,22 +135,64 @@ def strict() -> Iterator[Ranks]:
         yield pool
 
 
-copies = pytest.mark.xfail(
-    strict=True,
-    reason="packing two sequences copies them, and what is no view is not gathered again",
-)
+ROWS_OF_RANKS = pytest.mark.parametrize("rows", [1, 2], ids="{} per micro-batch".format)
 
 
 @pytest.mark.parametrize("options", [{}, WINDOW, {"document_mask": True}], ids=str)
-@pytest.mark.parametrize("rows", [1, 2], ids="{} per micro-batch".format)
-def test_all_ranks_gather_again(strict, request, rows, options):
-    """Some chunks are packed and others are not, so ranks run different kernels. Still all must
-    gather as often."""
-    if rows == 2 and "document_mask" not in options:
-        request.applymarker(copies)
+@ROWS_OF_RANKS
+def test_all_ranks_gather_alike(strict, rows, options):
+    """Some chunks are packed and others are not, so ranks run different kernels, and these keep
+    views of gathered keys, or copies. Still all ranks gather at the same places."""
     case = with_rows(Case(MeshSizes(cp=2), **options), rows)
     row = check(strict, case, sabotage=flash_attention_stands_in)
     assert not row.failures(), line(row, 0)
+
+
+@contextlib.contextmanager
+def each_rank_decides_by_its_kernels():
+    """Plant: a rank gathers again when, and only if, autograd asks for a view."""
+
+    @contextlib.contextmanager
+    def instead_of_keeping(self):
+        storage = self._whole.untyped_storage()._cdata
+        self.drop()
+
+        def pack(x):
+            mine = x.untyped_storage()._cdata == storage
+            return (x.shape, x.stride(), x.storage_offset()) if mine else x
+
+        def unpack(kept):
+            return self.whole().as_strided(*kept) if isinstance(kept, tuple) else kept
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield False
+
+    with flash_attention_stands_in(), patch.object(Piece, "instead_of_keeping", instead_of_keeping):
+        yield
+
+
+@contextlib.contextmanager
+def one_rank_keeps():
+    """Plant: rank 1 keeps what it has gathered."""
+    honest = Piece.instead_of_keeping
+
+    def instead_of_keeping(self):
+        self.cp = replace(self.cp, gathers_again=self.cp.gathers_again and self.cp.rank == 0)
+        return honest(self)
+
+    with flash_attention_stands_in(), patch.object(Piece, "instead_of_keeping", instead_of_keeping):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("bug", "rows"), [(each_rank_decides_by_its_kernels, 2), (one_rank_keeps, 1)], ids=name_of
+)
+def test_a_rank_that_decides_alone_is_found(strict, bug, rows):
+    """Without documents, rank 0's first chunk is not packed: its kernel keeps views where those of
+    rank 1 keep copies of two sequences."""
+    case = with_rows(Case(MeshSizes(cp=2)), rows)
+    found = check(strict, case, sabotage=bug).crash
+    assert "different collectives" in found or "deadlock" in found, found
 
 
 def sent_with_flash(case):
@@ -154,12 +200,16 @@ def sent_with_flash(case):
         return sent_over_cp(case, True)
 
 
-@pytest.mark.parametrize("rows", [1, pytest.param(2, marks=copies)])
-def test_gathered_keys_are_not_kept_for_flash(ranks, rows):
+@ROWS_OF_RANKS
+def test_flash_gathers_as_often(ranks, rows):
+    """One sequence is gathered again. Two are packed into copies, which are kept."""
     case = with_rows(Case(MeshSizes(dp_shard=2, cp=2), document_mask=True), rows)
     number, size = once(case, 4, itemsize=8)
+    times = gathers(case)
+    assert times == 3 - rows
     for sent in ranks.run(sent_with_flash, 4, case):
-        assert sent == {"all_gather": (2 * number, 2 * size), "reduce_scatter": (number, size)}
+        assert sent == {"all_gather": (times * number, times * size),
+                        "reduce_scatter": (number, size)}  # fmt: skip
 
 
 @contextlib.contextmanager

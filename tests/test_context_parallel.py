@@ -5,6 +5,7 @@ import contextlib
 import math
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -163,16 +164,21 @@ def with_rows(case, rows):
     ("case", "rows"),
     [
         (Case(MeshSizes(cp=2), document_mask=True, num_kv_heads=8), 1),
-        (Case(MeshSizes(cp=2), document_mask=True, num_kv_heads=8), 2),
         (Case(MeshSizes(cp=2, tp=2), document_mask=True, activation_checkpointing="full"), 2),
-        (Case(MeshSizes(cp=4), document_mask=True, **WINDOW), 1),
         (Case(MeshSizes(cp=4), document_mask=True), 2),
         # a chunk is one position
         (Case(MeshSizes(cp=8), document_mask=True, **WINDOW), 2),
-        pytest.param(
-            Case(MeshSizes(cp=8), document_mask=True, activation_checkpointing="selective"),
-            1,
-            marks=pytest.mark.thorough,
+        *(
+            pytest.param(
+                Case(MeshSizes(cp=cp), document_mask=True, **options),
+                rows,
+                marks=pytest.mark.thorough,
+            )
+            for cp, rows, options in (
+                (2, 2, {"num_kv_heads": 8}),
+                (4, 1, WINDOW),
+                (8, 1, {"activation_checkpointing": "selective"}),
+            )
         ),
     ],
     ids=str,
@@ -183,8 +189,14 @@ def test_documents_begin_anywhere(ranks, case, rows):
     assert not row.failures(), line(row, 0)
 
 
-@pytest.mark.parametrize("window", [1, 3, 4, 9, 15, 16])
-@pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
+@pytest.mark.parametrize(
+    ("window", "documents"),
+    [
+        (3, False), (4, True), (9, False), (9, True),
+        *(pytest.param(w, d, marks=pytest.mark.thorough)
+          for w, d in product((1, 5, 8, 15, 16), (False, True))),
+    ],
+)  # fmt: skip
 def test_windows_end_anywhere(ranks, window, documents):
     """Windows of less and more than a chunk (4 tokens) and a rank's part (8)."""
     case = Case(
@@ -199,7 +211,13 @@ def test_windows_end_anywhere(ranks, window, documents):
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
-@pytest.mark.parametrize("name", [*TARGETS, "rows without"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.thorough) if "of 4" in name else name
+        for name in (*TARGETS, "rows without")
+    ],
+)
 def test_targets_that_some_lack(ranks, name, documents):
     size = TARGETS[name][0] if name in TARGETS else 2
     case = Case(MeshSizes(cp=size), document_mask=documents, num_microbatches=16)
@@ -210,8 +228,9 @@ def test_targets_that_some_lack(ranks, name, documents):
 @pytest.mark.parametrize(
     ("case", "steps"),
     [
-        (CP2, 0),
-        (CP4, 20),
+        (CP2, 2),
+        (CP4, 0),
+        pytest.param(CP4, 20, marks=pytest.mark.thorough),
         (Case(MeshSizes(cp=2), zero_stage=0), 2),
         pytest.param(Case(MeshSizes(cp=2), dtype="float32"), 20, marks=pytest.mark.thorough),
     ],

@@ -2,11 +2,11 @@
 
 Every way to split the model must compute the same as the unsharded model (reference.py). For every
 layout of 1, 2, 4 and 8 ranks, it compares initial weights, loss, gradient norm, every parameter's
-gradient, and 20 optimizer steps, in float64 and in float32. Then it compares every schedule, and a
-covering array over layouts and options, in float64, and, with TRITON_INTERPRET=1 before the command
-(or on a GPU machine), also the model with Triton's kernels. It prints one line per case with the
-largest relative errors, and exits with status 1 if any is out of bounds (row.py). On two cores,
-over gloo, all cases together take minutes.
+gradient, and 20 optimizer steps, in float64 and in float32. Then it compares every schedule,
+context parallelism with single sequences, and a covering array over layouts and options, in
+float64, and, with TRITON_INTERPRET=1 before the command (or on a GPU machine), also the model with
+Triton's kernels. It prints one line per case with the largest relative errors, and exits with
+status 1 if any is out of bounds (row.py). On two cores, over gloo, all cases together take minutes.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from tools.parity.cases import (
     STEPS,
     Case,
     Pair,
+    context_cases,
     covering_cases,
     kernel_cases,
     schedule_cases,
@@ -52,8 +53,9 @@ def plan(worlds: tuple[int, ...], quick: bool) -> tuple[list[tuple[Case, int]], 
     )
     combined, impossible = covering_cases(layouts)
     schedules = [] if quick else schedule_cases(worlds)
+    context = [] if quick else context_cases(worlds)
     kernels = [] if quick or why_not_triton("cpu") else kernel_cases(worlds)
-    return bases + [(case, 0) for case in schedules + kernels + combined], impossible
+    return bases + [(case, 0) for case in schedules + context + kernels + combined], impossible
 
 
 def run(ranks: Ranks, cases: list[tuple[Case, int]]) -> Iterator[tuple[Row, int]]:

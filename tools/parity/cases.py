@@ -8,7 +8,7 @@ Kuhn et al. 2004, https://doi.org/10.1109/TSE.2004.24.)
 import functools
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import combinations, product
 from typing import Any, get_args, get_type_hints
 
@@ -216,6 +216,40 @@ def schedule_cases(worlds: Sequence[int]) -> list[Case]:
                 if case.world in worlds and case.is_valid():
                     cases.append(case)
     return cases
+
+
+def context_cases(worlds: Sequence[int]) -> list[Case]:
+    """Context parallelism with micro-batches of one sequence and without activation checkpointing,
+    where backward gathers keys and values again: with every schedule, and with the options that
+    affect what else a backward sends. (The covering array's micro-batches have more sequences.)"""
+    cases = [
+        Case(
+            MeshSizes(pp=2, cp=2),
+            schedule=schedule,
+            stages_per_rank=stages_per_rank,
+            zero_stage=1 + number % 3,
+            tie_embeddings=number % 2 == 1,
+            document_mask=number % 2 == 0,
+        )
+        for number, (schedule, stages_per_rank) in enumerate(option_values()["pipeline"])
+    ]
+    cases += [
+        Case(MeshSizes(cp=4), num_kv_heads=8, document_mask=True, cpu_offload=True),
+        Case(MeshSizes(cp=2, tp=2), num_kv_heads=8, tp_pieces=2),
+        Case(MeshSizes(cp=2, tp=2), num_kv_heads=2, sequence_parallel=False, document_mask=True),
+        Case(
+            MeshSizes(dp_shard=2, cp=2),
+            zero_stage=3,
+            attention=("sliding_window", "causal"),
+            attention_window=5,
+        ),
+        Case(MeshSizes(dp_replicate=2, cp=2), zero_stage=0, tie_embeddings=True),
+        Case(MeshSizes(dp_replicate=2, dp_shard=2, cp=2), zero_stage=2, cpu_offload=True),
+        Case(MeshSizes(pp=2, cp=2, tp=2), schedule="zb_h1", tp_pieces=2, document_mask=True),
+        Case(MeshSizes(pp=2, dp_shard=2, cp=2), schedule="zb_v", stages_per_rank=2, zero_stage=3),
+    ]
+    cases = [replace(case, num_microbatches=BATCH // case.layout.dp) for case in cases]
+    return [case for case in cases if case.world in worlds]
 
 
 def kernel_cases(worlds: Sequence[int]) -> list[Case]:
