@@ -46,7 +46,7 @@ LAYOUTS = {
     # heads of 8 numbers, which flash attention takes
     # of single sequences, whose keys and values are gathered again
     "cp, no recomputation": _case(
-        MeshSizes(dp_shard=2, cp=2), attention_dim=64, num_microbatches=8
+        MeshSizes(dp_shard=2, cp=2), attention_dim=64, num_microbatches=16
     ),
     "cp and tp, zero 3, selective, documents": _case(
         MeshSizes(dp_shard=2, cp=2, tp=2),
