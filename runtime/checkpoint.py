@@ -18,7 +18,7 @@ names are explained in run_folder.py. Nothing is pickled.
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,13 @@ from runtime.run_folder import (
     step_of,
 )
 from runtime.tiling import Point, random_point
-from runtime.trainer_state import FREE_MODEL_KEYS, TrainerState, parse_trainer, read_trainer
+from runtime.trainer_state import (
+    FREE_MODEL_KEYS,
+    ROTATION_KEYS,
+    TrainerState,
+    parse_trainer,
+    read_trainer,
+)
 from training.config import Config
 from training.step import TrainStep
 
@@ -144,7 +150,7 @@ def _start_from(
     start = Start()
     if path is not None:
         trainer = read_trainer(path, "checkpoint.resume")
-        _check_model(path, trainer, config)
+        _check_model(path, trainer, config, FREE_MODEL_KEYS)
         if trainer.optimizer != config.optimizer.name:
             why = f"the checkpoint {path} has the state of optimizer.name={trainer.optimizer}"
             remedy = "use the checkpoint's value, or start a new run from its weights: "
@@ -186,9 +192,8 @@ def _start_from(
         remedy = "choose another run.dir, or checkpoint.resume=auto"
         raise UserError("run.dir", config.run.dir, why, remedy)
     if path is None and first_weights is not None:
-        _check_model(
-            first_weights, read_trainer(first_weights, "checkpoint.load_weights_only"), config
-        )
+        trainer = read_trainer(first_weights, "checkpoint.load_weights_only")
+        _check_model(first_weights, trainer, config, FREE_MODEL_KEYS | ROTATION_KEYS)
         return Start(first_weights, weights_only=True)
     return start
 
@@ -262,13 +267,15 @@ def _damage(path: Path) -> str | None:
     return None
 
 
-def _check_model(path: Path, trainer: TrainerState, config: Config) -> None:
+def _check_model(path: Path, trainer: TrainerState, config: Config, free: Set[str]) -> None:
     # A field that did not exist when the checkpoint was written has its default value.
     saved = dataclasses.asdict(trainer.model_config_saved)
     for name, value in dataclasses.asdict(config.model).items():
-        if name not in FREE_MODEL_KEYS and saved.get(name) != value:
+        if name not in free and saved.get(name) != value:
             why = f"the checkpoint {path} has model.{name}={saved.get(name)!r}"
             remedy = "use the checkpoint's value, or another checkpoint or run.dir"
+            if name in ROTATION_KEYS:
+                remedy += ", or start a new run from its weights: checkpoint.load_weights_only"
             raise UserError(f"model.{name}", value, why, remedy)
 
 

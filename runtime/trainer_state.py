@@ -16,7 +16,13 @@ from runtime.schema import MAX_INT, Count, Name, Strict, first_problem, load_jso
 FILE = "trainer.json"
 MAX_DIMENSION = 10**8  # of a model
 # Not stored: initialization, the loss and kernels do not decide whether weights fit a model.
-FREE_MODEL_KEYS = {"init_std", "z_loss", "kernels"}
+FREE_MODEL_KEYS = {"init_std", "z_loss", "kernels", "attention_kernel"}
+# How positions are rotated. A new run that starts from weights may change it, for example to learn
+# from longer sequences (docs/context.md).
+ROTATION_KEYS = {
+    "rope_theta", "rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor",
+    "rope_original_length",
+}  # fmt: skip
 
 Dimension = Annotated[int, Field(le=MAX_DIMENSION)]
 

@@ -36,6 +36,7 @@ CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 PARAMETERS = {  # as published with the models
     "llama_1b": 1_235_814_400,
     "llama3_8b": 8_030_261_248,
+    "llama3_8b_131072": 8_030_261_248,
     "llama3_70b": 70_553_706_496,
     "llama3_405b": 405_853_388_800,
 }

@@ -159,6 +159,7 @@ def test_a_checkpoint_older_than_a_field_of_the_model(
     message = ranks.run(train_run, 4, [config, "model.rope_scaling_factor=8"])[0]
     assert message.startswith("model.rope_scaling_factor = 8.0: the checkpoint ")
     assert "has model.rope_scaling_factor=1.0" in message
+    assert "start a new run from its weights" in message
     run(ranks, 4, config, "train.steps=7")
     assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5, 6, 7]
 
@@ -311,8 +312,10 @@ def test_load_weights_only_starts_anew(ranks: Ranks, data: Path, tmp_path: Path)
     saved = tmp_path / "run" / "checkpoints" / "step-00000006"
     other = tmp_path / "other"
     other.mkdir()
-    config = write_config(other, data, train={"seq_len": 16})  # a resume would refuse this
-    run(ranks, 2, config, f"checkpoint.load_weights_only={saved}", "parallel.pp=2")
+    # a resume would refuse these
+    config = write_config(other, data, train={"seq_len": 16})
+    longer = ["model.rope_theta=1e6", "model.rope_scaling_factor=2"]
+    run(ranks, 2, config, f"checkpoint.load_weights_only={saved}", "parallel.pp=2", *longer)
     lines = losses(other)
     assert sorted(lines) == [1, 2, 3, 4, 5, 6]
     assert lines[1] < losses(tmp_path)[2], "it starts from trained weights"
