@@ -7,7 +7,7 @@ compute in float32 and round once at the end, so only the two conversions and `t
 patching. For other arithmetic on bfloat16, the patched interpreter raises an error instead of
 computing with the raw bits.
 
-Only the interpreter's builder is changed; compiled kernels are not affected.
+Only the interpreter is changed; compiled kernels are not affected.
 """
 
 from typing import Any
@@ -64,5 +64,14 @@ def mend() -> None:
             )
         return binary(self, left, right, operation)
 
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def with_index(tensor: Any, *others: Any) -> None:
+        # Triton 3.6 (of torch 2.11) converts an array of one element by int(), which numpy 2.4
+        # refuses.
+        patch_tensor(tensor, *others)
+        tensor.__index__ = lambda self: self.handle.data.item()
+
+    interpreter._patch_lang_tensor = with_index
     builder.cast_impl, builder.create_dot, builder.binary_op = cast_impl, create_dot, binary_op
     builder.computes_bfloat16 = True

@@ -21,8 +21,9 @@ while attention is computed for one piece, the keys and values of the next one t
 backward also the gradients of the piece before.
 
 Keeping the gathered keys and values would take cp times the memory of a rank's own. With activation
-checkpointing the recomputation gathers them again; without it, a hook on what autograd saves does.
-The two chunks' gradients of a key are added in float32 before they are sent, because many terms are
+checkpointing the recomputation gathers them again; without it, a hook on what autograd saves does,
+if a micro-batch is one sequence. (Kernels for several need copies, which autograd keeps.) The two
+chunks' gradients of a key are added in float32 before they are sent, because many terms are
 added to the gradients of a long sequence's first keys.
 
 (All-gather rather than a ring: with grouped queries, keys and values are small, any mask works, and

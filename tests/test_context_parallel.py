@@ -13,9 +13,12 @@ import torch
 
 from parallel.axes import MeshSizes
 from parallel.context import ContextParallel, in_order, number_of_pieces, sum_by_rank
+from parallel.pipeline.schedules import SCHEDULES
 from tests.test_controls import nothing_wrong
 from tokens import IGNORE
-from tools.parity.cases import BATCH, BOS, SEED, SEQ_LEN, Case
+from tools.parity.__main__ import WORLDS, plan
+from tools.parity.cases import BATCH, BOS, SEED, SEQ_LEN, Case, option_values
+from tools.parity.chosen import context_cases
 from tools.parity.row import Row, line
 from tools.parity.run import Expected, check, compare, reference_model, run_on_ranks
 from tools.ranks import RankError
@@ -212,17 +215,59 @@ def test_windows_end_anywhere(ranks, window, documents):
 
 @pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
 @pytest.mark.parametrize(
-    "name",
+    ("name", "rows"),
     [
-        pytest.param(name, marks=pytest.mark.thorough) if "of 4" in name else name
+        pytest.param(name, rows, marks=pytest.mark.thorough if thorough else [])
         for name in (*TARGETS, "rows without")
+        for rows, thorough in ((2, "of 4" in name), (1, True))
     ],
 )
-def test_targets_that_some_lack(ranks, name, documents):
+def test_targets_that_some_lack(ranks, name, rows, documents):
+    """Micro-batches of one sequence gather keys and values again in backward."""
     size = TARGETS[name][0] if name in TARGETS else 2
-    case = Case(MeshSizes(cp=size), document_mask=documents, num_microbatches=16)
+    case = with_rows(Case(MeshSizes(cp=size), document_mask=documents), rows)
     row = check_batch(ranks, case, name)
     assert not row.failures(), line(row, 0)
+
+
+GATHERS_AGAIN = context_cases(WORLDS)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        case if (case.zero_stage, case.world, case.schedule) == (3, 4, "zb_h1")
+        else pytest.param(case, marks=pytest.mark.thorough)
+        for case in GATHERS_AGAIN
+    ],
+    ids=str,
+)  # fmt: skip
+def test_gathering_again_with_other_options(ranks, case):
+    row = check(ranks, case)
+    assert not row.failures(), line(row, 0)
+
+
+def test_every_option_meets_a_backward_that_gathers_again():
+    """Without recomputation, and a micro-batch is one sequence. The whole matrix has these cases,
+    and its covering array has every pair of options with cp, but with several sequences."""
+    assert {case.config().train.micro_batch_size for case in GATHERS_AGAIN} == {1}
+    assert {case.activation_checkpointing for case in GATHERS_AGAIN} == {"none"}
+    values = option_values()
+    assert {(case.schedule, case.stages_per_rank) for case in GATHERS_AGAIN} == set(
+        values["pipeline"]
+    )
+    for name in (
+        "sequence_parallel",
+        "zero_stage",
+        "tie_embeddings",
+        "cpu_offload",
+        "num_kv_heads",
+    ):
+        assert {getattr(case, name) for case in GATHERS_AGAIN} == set(values[name])
+    cases, _ = plan(WORLDS, quick=False)
+    assert set(GATHERS_AGAIN) <= {case for case, _ in cases}
+    others = [case for case, _ in cases if case.layout.cp > 1 and case not in GATHERS_AGAIN]
+    assert {case.schedule for case in others} == set(SCHEDULES)
 
 
 @pytest.mark.parametrize(

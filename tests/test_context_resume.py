@@ -1,14 +1,18 @@
 """Runs with context parallelism evaluate, save, and resume in other layouts."""
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from tests.runs import copy_of, global_state, losses, write_config
+from tests.runs import copy_of, global_state, losses, train_run, write_config
 from tests.test_train import forget_step_6, run
 from tools.ranks import Ranks
+from training.step import TrainStep
 
 SAVED_AT = ["parallel.cp=2", "parallel.tp=2"]
 OTHERS = [  # world, layout
@@ -83,3 +87,42 @@ def test_every_layout_loads_the_same_tensors(ranks: Ranks, saved_with_cp: Path) 
         state = ranks.run(global_state, world, [*arguments, *layout], checkpoint)[0]
         assert state.keys() == expected.keys()
         assert all(torch.equal(state[name], tensor) for name, tensor in expected.items()), layout
+
+
+def batches_of(arguments: list[str]) -> dict[int, torch.Tensor]:
+    """Train; return this rank's tokens and targets of each step, before they are cut over cp."""
+    batches, call = {}, TrainStep.__call__
+
+    def noted(self: TrainStep, step: int, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
+        batches[step] = torch.stack((tokens, targets))
+        return call(self, step, tokens, targets)
+
+    with patch.object(TrainStep, "__call__", noted):
+        assert train_run(arguments) == ""
+    return batches
+
+
+@pytest.mark.thorough
+def test_from_cp_to_tp_to_one_rank(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """A run that goes on in two other layouts gets, in each, the tokens of an undisturbed run on
+    one rank, bit for bit, and has its losses."""
+    alone, moved = tmp_path / "alone", tmp_path / "moved"
+    for folder in (alone, moved):
+        folder.mkdir()
+        sections = {"train": {"dtype": "float64", "micro_batch_size": 1}}
+        write_config(folder, data, checkpoint={"interval": 2, "keep_last": 9}, **sections)
+    (expected,) = ranks.run(batches_of, 1, [str(alone / "config.yaml")])
+    assert expected.keys() == set(range(6))
+    assert not torch.equal(expected[0], expected[1])
+    done = 0
+    for layout in (["parallel.cp=2"], ["parallel.tp=2"], []):
+        for batches in ranks.run(
+            batches_of, len(layout) + 1, [str(moved / "config.yaml"), *layout]
+        ):
+            assert batches.keys() == set(range(done, 6))
+            assert all(torch.equal(batches[step], expected[step]) for step in batches)
+        done += 2
+        if layout:  # as if the run had died after these steps
+            for step in range(done + 2, 7, 2):
+                shutil.rmtree(moved / "run" / "checkpoints" / f"step-{step:08}")
+    assert losses(moved) == pytest.approx(losses(alone), rel=1e-9)

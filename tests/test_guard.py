@@ -22,7 +22,12 @@ from tools.ranks import RankError, Ranks
 from training.guard import WINDOW, UpdateGuard
 from training.step import TrainStep
 
-LAYOUTS = {4: {"tp": 2, "dp_shard": 2}, 8: {"tp": 2, "pp": 2, "dp_shard": 2}}  # world → 2D, 3D
+PLANE, SPACE = {"tp": 2, "dp_shard": 2}, {"tp": 2, "pp": 2, "dp_shard": 2}
+SPLIT = {"cp": 2, "dp_shard": 2}
+
+
+def world_of(layout: dict[str, int]) -> int:
+    return math.prod(layout.values())
 
 
 # --- decisions of the guard -----------------------------------------------------------------------
@@ -128,15 +133,20 @@ def run_with_bad_steps(arguments: list[str], rank: int, bad: set[int]) -> str:
         return train_run(arguments)
 
 
-@pytest.mark.parametrize("world", [4, pytest.param(8, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "layout",
+    [PLANE, *(pytest.param(other, marks=pytest.mark.thorough) for other in (SPACE, SPLIT))],
+    ids=str,
+)
 def test_a_nan_in_one_ranks_gradient_skips_one_update(
-    ranks: Ranks, data: Path, tmp_path: Path, world: int
+    ranks: Ranks, data: Path, tmp_path: Path, layout: dict[str, int]
 ) -> None:
     """A NaN in one rank's gradient skips one update on all ranks (each save compares what ranks
     hold in common). The skip is counted, and the run resumes bitwise."""
     config = write_config(
-        tmp_path, data, parallel=LAYOUTS[world], checkpoint={"interval": 3, "keep_last": 9}
+        tmp_path, data, parallel=layout, checkpoint={"interval": 3, "keep_last": 9}
     )
+    world = world_of(layout)
     rank = world - 1
     assert ranks.run(run_with_bad_steps, world, [config], rank, {3}) == [""] * world
     written = (tmp_path / "run" / "metrics.jsonl").read_text()
@@ -190,15 +200,20 @@ def run_without(arguments: list[str], samples: tuple[int, int]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("world", "log_interval"), [(4, 1), pytest.param(8, 2, marks=pytest.mark.thorough)]
+    ("layout", "log_interval"),
+    [
+        (PLANE, 1),
+        *(pytest.param(other, 2, marks=pytest.mark.thorough) for other in (SPACE, SPLIT)),
+    ],
+    ids=str,
 )
 def test_bad_batches_are_left_out(
-    ranks: Ranks, data: Path, tmp_path: Path, world: int, log_interval: int
+    ranks: Ranks, data: Path, tmp_path: Path, layout: dict[str, int], log_interval: int
 ) -> None:
     """Steps 6 and 7 of 10 have bad batches. The run returns to the checkpoint of step 4 and then
     has the losses of a run whose data never contained these batches."""
-    kept = {"interval": 4, "keep_last": 9}
-    sections = {"parallel": LAYOUTS[world], "train": {"steps": 10}, "guard": {"max_bad_steps": 2}}
+    kept, world = {"interval": 4, "keep_last": 9}, world_of(layout)
+    sections = {"parallel": layout, "train": {"steps": 10}, "guard": {"max_bad_steps": 2}}
     sections["run"] = {"log_interval": log_interval}
     config = write_config(tmp_path, data, checkpoint=kept, **sections)
     marks = ranks.run(batches_of, world, [config])[0]
@@ -256,8 +271,13 @@ def run_with_a_spike(arguments: list[str]) -> str:
         return train_run(arguments)
 
 
-def test_a_spike_is_skipped_in_a_run(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path, data, parallel=LAYOUTS[4])
+@pytest.mark.parametrize(
+    "layout", [PLANE, pytest.param(SPLIT, marks=pytest.mark.thorough)], ids=str
+)
+def test_a_spike_is_skipped_in_a_run(
+    ranks: Ranks, data: Path, tmp_path: Path, layout: dict[str, int]
+) -> None:
+    config = write_config(tmp_path, data, parallel=layout)
     skipped = []
     for sigmas in (6.0, 0.0):
         assert ranks.run(run_with_a_spike, 4, [config, f"guard.spike_sigmas={sigmas}"]) == [""] * 4
@@ -301,7 +321,7 @@ def test_what_was_saved_among_bad_steps_is_not_gone_back_to(
     """A run ends with two bad steps and is saved. When it resumes with a third, it goes back to the
     checkpoint before the first."""
     bounds = {"guard": {"max_bad_steps": 3}, "checkpoint": {"interval": 2, "keep_last": 1}}
-    config = write_config(tmp_path, data, parallel=LAYOUTS[4], **bounds)
+    config = write_config(tmp_path, data, parallel=PLANE, **bounds)
     checkpoints = tmp_path / "run" / "checkpoints"
     assert ranks.run(run_with_bad_steps, 4, [config, "train.steps=4"], 2, {3, 4}) == [""] * 4
     assert sorted(path.name for path in checkpoints.iterdir()) == [

@@ -21,16 +21,8 @@ from parallel.config import ParallelConfig
 from parallel.mesh import build_mesh
 from parallel.pipeline.schedules import SCHEDULES
 from tools.parity import __main__ as parity
-from tools.parity.cases import (
-    OPTIMIZER,
-    STEPS,
-    Case,
-    covering_cases,
-    kernel_cases,
-    option_values,
-    pairs_of,
-    schedule_cases,
-)
+from tools.parity.cases import OPTIMIZER, STEPS, Case, covering_cases, option_values, pairs_of
+from tools.parity.chosen import kernel_cases, schedule_cases
 from tools.parity.row import line
 from tools.parity.run import assemble, check, expected, parts, run_on_ranks
 from training.build import build_stages

@@ -187,6 +187,10 @@ LAYOUTS = [
          num_microbatches=2),
     Case(MeshSizes(dp_replicate=2, cp=2, tp=2), zero_stage=0, activation_checkpointing="full",
          num_microbatches=2),
+    # single sequences: backward gathers keys and values again, among weights and messages
+    Case(MeshSizes(pp=2, dp_shard=2, cp=2), schedule="zb_h1", zero_stage=3, num_microbatches=16),
+    Case(MeshSizes(dp_shard=2, cp=2, tp=2), tp_pieces=2, num_kv_heads=8, document_mask=True,
+         num_microbatches=16),
     Case(MeshSizes(pp=4, tp=2), schedule="zb_v", stages_per_rank=2, num_microbatches=8),
     Case(MeshSizes(pp=4, dp_replicate=2), schedule="interleaved_1f1b", stages_per_rank=2,
          num_microbatches=8, tie_embeddings=True, zero_stage=2),
@@ -212,13 +216,16 @@ def test_a_layout_trains(strict: Ranks, case: Case) -> None:
 
 
 @pytest.mark.thorough
-def test_a_run_saves_evaluates_and_resumes(strict: Ranks, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [LAYOUT_3D, {"cp": 2, "tp": 2}], ids=str)
+def test_a_run_saves_evaluates_and_resumes(
+    strict: Ranks, data: Path, tmp_path: Path, layout: dict[str, int]
+) -> None:
     """Saving, agreements on stops, guards and evaluation beside training; a run that is resumed has
     the numbers of the whole one."""
     config = write_config(
         tmp_path,
         data,
-        parallel=LAYOUT_3D,
+        parallel=layout,
         checkpoint={"interval": 3},
         train={"eval_interval": 3},
     )

@@ -2,6 +2,7 @@
 
 __main__.py   the command
 cases.py      the layouts and options that are compared
+chosen.py     cases chosen by hand: schedules, context parallelism, Triton's kernels
 run.py        runs one case on all ranks and compares it with the reference
 row.py        the errors of one case, and their bounds
 reference.py  the model in plain PyTorch, which shares no code with parallel/

@@ -19,16 +19,8 @@ from pathlib import Path
 from model.kernels.backend import why_not_triton
 from parallel.axes import MeshSizes
 from tools.command import run_command
-from tools.parity.cases import (
-    QUICK_LAYOUTS,
-    STEPS,
-    Case,
-    Pair,
-    context_cases,
-    covering_cases,
-    kernel_cases,
-    schedule_cases,
-)
+from tools.parity.cases import QUICK_LAYOUTS, STEPS, Case, Pair, covering_cases
+from tools.parity.chosen import context_cases, kernel_cases, schedule_cases
 from tools.parity.row import BOUNDS, Row, as_json, line
 from tools.parity.run import check
 from tools.ranks import Ranks
