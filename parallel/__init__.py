@@ -21,6 +21,7 @@ and the collectives.
     partial.py          the sum over tp of gradients that are partial on each tp rank
     placement.py        which part of a global tensor a rank holds
     activation.py       activation checkpointing
+    compiled.py         compiled blocks
     kept.py             what it keeps of column-parallel layers
     memory.py           the categories of memory use
 

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from parallel.compiled import Forward, compiled, compiled_around_attention
 from parallel.kept import KeptOutputs
 from parallel.tensor import ColumnParallelLinear
 
@@ -62,7 +63,7 @@ def gathers_again(mode: str) -> bool:
 
 
 def wrap_blocks(
-    blocks: Iterable[nn.Module], mode: str, compile: bool, tp: int, attention: Set[Any]
+    blocks: Iterable[nn.Module], mode: str, compile: bool, tp: int, attention: Set[Any], cp: int = 1
 ) -> None:
     """Wrap each block's forward in activation checkpointing and `torch.compile`, in place. Call it
     before `fully_shard`, so that recomputation and compiled code run while FSDP has the weights
@@ -73,18 +74,25 @@ def wrap_blocks(
         tp: the number of tensor-parallel ranks.
         attention: the operators that compute attention, which the model knows. With products, they
             cost the most floating-point operations per byte of their result.
+        cp: the number of context-parallel ranks. With several, compiled blocks are two graphs
+            (compiled.py).
 
     Selective checkpointing is compiled with the block, and the compiler follows the same policy.
+    With several cp ranks, each graph and the attention between them is checkpointed by itself: so
+    what attention is called with is kept too.
     Full checkpointing wraps the compiled block, which then runs its forward twice. It is not put
     inside: torch 2.13 fails there on the mesh of a DTensor weight, which it would have to keep for
     the recomputation.
     """
     for block in blocks:
-        forward: Callable[..., Any] = block.forward
+        forward: Forward = block.forward
+        selective: Callable[[Forward], Forward] = _unchanged
         if mode == "selective":
-            forward = _checkpointed(forward, context_fn=_selection(block, tp, attention))
-        if compile:
-            forward = _compiled(forward)
+            selective = partial(_checkpointed, context_fn=_selection(block, tp, attention))
+        if compile and cp > 1:
+            forward = compiled_around_attention(forward, selective)
+        else:
+            forward = compiled(selective(forward)) if compile else selective(forward)
         if mode == "full":
             forward = _checkpointed(forward)
         block.forward = forward
@@ -102,15 +110,8 @@ def _selection(block: nn.Module, tp: int, attention: Set[Any]) -> Callable[[], A
     return partial(_contexts_with, attention, kept)
 
 
-def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    training = torch.compile(forward, fullgraph=True)
-
-    # Evaluation runs uncompiled: without gradients, torch 2.13's tracer loses the context of an
-    # autograd operation.
-    def compiled(*args: Any) -> Any:
-        return training(*args) if torch.is_grad_enabled() else forward(*args)
-
-    return compiled
+def _unchanged(forward: Forward) -> Forward:
+    return forward
 
 
 def _checkpointed(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:

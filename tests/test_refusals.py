@@ -98,14 +98,6 @@ def test_compiled_blocks_do_not_communicate(ranks: Ranks, data: Path, tmp_path: 
     assert not (tmp_path / "run").exists()
 
 
-def test_compiled_blocks_do_not_gather_keys(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    overrides = ["train.compile=true", "parallel.cp=2"]
-    message = ranks.run(train_run, 2, [write_config(tmp_path, data), *overrides])[0]
-    assert message.startswith("train.compile = True: the compiler does not trace the hooks")
-    assert message.endswith("set train.compile=false, or parallel.cp=1")
-    assert not (tmp_path / "run").exists()
-
-
 def test_micro_batches_are_not_summed_in_bfloat16(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     overrides = ["parallel.reduce_dtype=bfloat16", "train.dtype=bfloat16"]
     message = ranks.run(train_run, 2, [write_config(tmp_path, data), *overrides])[0]

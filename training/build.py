@@ -35,7 +35,7 @@ def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bo
     cp = ContextParallel.of(mesh.cp, gathers_again(train.activation_checkpointing))
     stage = Transformer(config.model, layers, first, last, tp, cp).to(precision.master)
     blocks = list(stage.blocks.values())
-    wrap_blocks(blocks, train.activation_checkpointing, train.compile, tp.size, OPERATORS)
+    wrap_blocks(blocks, train.activation_checkpointing, train.compile, tp.size, OPERATORS, cp.size)
     units: list[list[torch.nn.Module]] = [[block] for block in blocks]
     if stage.embedding is not None:
         units.insert(0, [stage.embedding])

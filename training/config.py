@@ -198,11 +198,6 @@ def check_compile(config: Config, sizes: MeshSizes) -> None:
         why += "computation would hide them"
         remedy = "set train.compile=false, or parallel.tp=1"
         raise UserError("train.compile", True, why, remedy)
-    if sizes.cp > 1:
-        why = "the compiler does not trace the hooks by which parallel.cp > 1 gathers keys and "
-        why += "values again in backward"
-        remedy = "set train.compile=false, or parallel.cp=1"
-        raise UserError("train.compile", True, why, remedy)
     name = config.parallel.schedule
     if splits_backward(config.schedule(sizes.dp)):
         why = f"a compiled block forms its weight gradients in backward, and schedule {name} "

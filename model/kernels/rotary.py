@@ -64,7 +64,10 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     first, second = x.to(cos.dtype).chunk(2, dim=-1)  # [S, B, H, E/2] each
     turned_first = (first * cos).addcmul_(second, sin, value=-direction)
     turned_second = (second * cos).addcmul_(first, sin, value=direction)
-    return torch.cat((turned_first, turned_second), dim=-1).to(x.dtype)
+    # Rounded before they are joined. A cast at the end that does nothing would return the tensor of
+    # the operation before, and torch 2.11 then compiles `Rotate` to gradients of zero
+    # (https://github.com/pytorch/pytorch/issues/180642).
+    return torch.cat((turned_first.to(x.dtype), turned_second.to(x.dtype)), dim=-1)
 
 
 @jit
