@@ -23,18 +23,19 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu_rows import Cannot, Measurement
 from benchmarks.gpu_timing import DEVICE, ON_GPU, compiled
 from data.config import DataConfig
+from errors import UserError
 from model.config import ModelConfig
+from model.kernels.attention import load_flash3
+from model.kernels.attention_choice import BY_REQUEST, KEY
 from parallel.config import ParallelConfig
 from parallel.mesh import build_mesh
 from tools.rehearse.rank import draw_on_device
@@ -50,9 +51,8 @@ from training.sections import (
 from training.step import TrainStep
 
 WIDE, SMALL = "8B width", "1B"
-FLASH_3 = "flash_attn_interface"  # the module of flash attention 3
-# A kernel of attention: torch's own choice, cuDNN's, or flash attention 2 or 3.
-Attention = Literal["auto", "cudnn", "flash 2", "flash 3"]
+AUTO = "auto"
+ATTENTION_KERNELS = (AUTO, *BY_REQUEST)  # the values of model.attention_kernel
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Variant:
     compile: bool = False
     liger: bool = False  # hugging face only
     bfloat16: bool = False  # whether weights and moments are stored in bfloat16
-    attention: Attention = "auto"
+    attention: str = AUTO  # lattice only: one of ATTENTION_KERNELS
     zero_stage: Literal[0, 1, 2, 3] = 1  # lattice only
     longer: bool = False  # a step of four times as many micro-batches
 
@@ -100,7 +100,7 @@ class Variant:
         parts += [self.kernels] if self.program == "lattice" else []
         parts += ["liger"] * self.liger
         parts += [f"{self.checkpointing} checkpointing"] * (self.checkpointing != "none")
-        parts += [self.attention] * (self.attention != "auto")
+        parts += [self.attention] * (self.attention != AUTO)
         parts += ["compiled"] * self.compile + ["bfloat16"] * self.bfloat16
         parts += [f"zero_stage {self.zero_stage}"] * (self.zero_stage != 1)
         return ", ".join(parts + ["long step"] * self.longer)
@@ -133,8 +133,9 @@ Step = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 def config_of(size: Size, variant: Variant) -> Config:
     """The configuration of one of our programs."""
+    kernels: dict[str, Any] = {"kernels": variant.kernels, "attention_kernel": variant.attention}
     config = Config(
-        model=replace(size.model, kernels=variant.kernels),
+        model=replace(size.model, **kernels),
         parallel=ParallelConfig(zero_stage=variant.zero_stage),
         train=TrainConfig(
             steps=100,
@@ -182,28 +183,23 @@ def compiler() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def attention_kernel(name: Attention) -> Iterator[None]:
-    """Makes causal attention use this kernel, in every thread. Raises Cannot or
-    ModuleNotFoundError if there is none."""
-    if name == "auto":
-        yield
-        return
-    if name == "flash 3":
-        if find_spec(FLASH_3) is None:
-            raise ModuleNotFoundError(f"no module named {FLASH_3}", name=FLASH_3)
-        activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
-        if activate is None:
-            raise Cannot(f"torch {torch.__version__} cannot use flash attention 3")
-        activate("FA3")
-    if name == "cudnn" and not ON_GPU:
-        raise Cannot("cuDNN's attention needs a GPU")
-    backend = SDPBackend.CUDNN_ATTENTION if name == "cudnn" else SDPBackend.FLASH_ATTENTION
+def attention_kernels() -> Iterator[None]:
+    """A context for one row, in which kernels of attention are chosen. Raises Cannot if the wanted
+    kernel cannot run.
+
+    A process that has loaded flash 3 runs it in place of flash 2, and in torch's own choice. At the
+    end of this context torch's flash 2 is there again.
+    """
     try:
-        with sdpa_kernel(backend):
-            yield
+        yield
+    except UserError as error:
+        if error.key != KEY:
+            raise
+        raise Cannot(f"{error.value}: {error.why}") from error
     finally:
-        if name == "flash 3":
+        if load_flash3.cache_info().currsize:
             torch.nn.attention.restore_flash_attention_impl()
+            load_flash3.cache_clear()
 
 
 def hugging_face(size: Size, variant: Variant) -> Step:

@@ -30,8 +30,8 @@ partial results need no merging: Llama 3, https://arxiv.org/abs/2407.21783, sect
 zig-zag: https://github.com/zhuzilin/ring-flash-attention/issues/2.)
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -113,12 +113,13 @@ class SplitAttention:
         """Attention of a piece of the heads."""
         keys_and_values = iter(Gather.apply(local, piece))
         parts = q.split([len(part) for part in self.chunks])
-        with piece.instead_of_keeping():
+        with piece.instead_of_keeping() as gathers_again:
             ys = [
                 attend(mine, next(keys_and_values), next(keys_and_values))
                 for attend, mine in zip(self.attend, parts, strict=True)
             ]
-        return ys[0] if len(ys) == 1 else torch.cat(ys)
+        y = ys[0] if len(ys) == 1 else torch.cat(ys)
+        return GatherAgain.apply(y, piece) if gathers_again else y
 
 
 class Piece:
@@ -144,30 +145,34 @@ class Piece:
             assert self.local is not None
             self._gathering = start_all_gather(self.local, self.cp.group)
 
-    def whole(self, then: "Piece | None") -> Tensor:
-        """The gathered [S, B, K, E + E'], in the order of the sequence. Starts to gather the piece
-        that is needed `then`."""
-        self.start()
-        if self._gathering is not None:
+    def whole(self) -> Tensor:
+        """The gathered [S, B, K, E + E'], in the order of the sequence."""
+        if self._whole is None:
+            self.start()
+            assert self._gathering is not None
             gathered, self._gathering = self._gathering.wait(), None
-            if then is not None:
-                then.start()
             self._whole = in_order(gathered, self.cp.size)
-        assert self._whole is not None
         return self._whole
 
     def drop(self) -> None:
-        self._whole = None
+        if self._gathering is not None:  # no kernel has asked for it
+            self._gathering.wait()
+        self._gathering = self._whole = None
 
-    def instead_of_keeping(self) -> AbstractContextManager[Any]:
-        """A context in which autograd keeps, of a view of the gathered tensor, only its place; its
-        numbers are gathered again when backward asks for them."""
+    @contextmanager
+    def instead_of_keeping(self) -> Iterator[bool]:
+        """A context in which autograd keeps, of a view of the gathered tensor, only its place,
+        because it will be gathered again. Yields whether that is so; every rank must agree.
+
+        With several sequences, kernels pack them into copies, which autograd keeps.
+        """
         assert self._whole is not None
-        storage = self._whole.untyped_storage()._cdata
+        storage, sequences = self._whole.untyped_storage()._cdata, self._whole.shape[1]
         self.drop()
-        if not (self.cp.gathers_again and torch.is_grad_enabled()):
+        if not self.cp.gathers_again or sequences > 1 or not torch.is_grad_enabled():
             self.local = None
-            return nullcontext()
+            yield False
+            return
 
         def pack(x: Tensor) -> Tensor | tuple[Any, ...]:
             if x.untyped_storage()._cdata != storage:
@@ -175,11 +180,10 @@ class Piece:
             return x.shape, x.stride(), x.storage_offset()
 
         def unpack(kept: Any) -> Tensor:
-            if isinstance(kept, Tensor):
-                return kept
-            return self.whole(then=self.preceding).as_strided(*kept)
+            return kept if isinstance(kept, Tensor) else self.whole().as_strided(*kept)
 
-        return saved_tensors_hooks(pack, unpack)
+        with saved_tensors_hooks(pack, unpack):
+            yield True
 
 
 class BesideEachOther(torch.autograd.Function):
@@ -212,7 +216,9 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, piece: Piece) -> tuple[Tensor, ...]:
         ctx.piece = piece
-        whole = piece.whole(then=piece.following)
+        whole = piece.whole()
+        if piece.following is not None:
+            piece.following.start()
         ctx.shape = whole.shape
         k, v = whole[..., : piece.width], whole[..., piece.width :]
         return tuple(part[:end] for end in piece.ends for part in (k, v))
@@ -229,6 +235,23 @@ class Gather(torch.autograd.Function):
         piece.scattering = start_reduce_scatter(of_ranks, piece.cp.group)
         local = (ctx.shape[0] // piece.cp.size, *ctx.shape[1:])
         return gradients[0].new_zeros(()).expand(local), None
+
+
+class GatherAgain(torch.autograd.Function):
+    """Start to gather again before the backward of a piece's attention, and also for the piece that
+    comes next in backward. Every rank does it, whatever its kernels have kept."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, piece: Piece) -> Tensor:
+        ctx.piece = piece
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        for piece in (ctx.piece, ctx.piece.preceding):
+            if piece is not None:
+                piece.start()
+        return dy, None
 
 
 def in_order(gathered: Tensor, ranks: int) -> Tensor:

@@ -101,10 +101,11 @@ def stay_on_this_machine() -> None:
 
 def use_gpu(gpu: int, rank: int, processes: int) -> None:
     """Apply settings for one of `processes` ranks of this machine that compute on its GPUs."""
-    if why_not := bind_to_gpu(gpu):
-        log(f"rank {rank} is not bound to the CPUs next to its GPU: {why_not}")
+    share = bind_to_gpu(gpu, processes)
+    if share.why_not:
+        log(f"rank {rank} is not bound to the CPUs next to its GPU: {share.why_not}")
     if "OMP_NUM_THREADS" not in os.environ:  # by default each rank would use all CPUs
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
+        torch.set_num_threads(share.threads)
     torch.cuda.set_device(gpu)
     # A collective's kernel must get its few multiprocessors while a matrix product runs that would
     # fill all of them, or communication in backward is not overlapped.

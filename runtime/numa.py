@@ -16,7 +16,7 @@ know (-1) is not taken to be on node 0.
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,18 +25,34 @@ SYSTEM = Path("/sys")
 CPUS_PER_RANK = 4
 
 
-def bind_to_gpu(gpu: int, system: Path = SYSTEM) -> str:
+class Share(NamedTuple):
+    """The CPUs of a rank, and with how many others it shares them."""
+
+    cpus: set[int]
+    ranks: int  # of this machine, that run on these CPUs, this one included
+    why_not: str = ""  # why these are all that are allowed; "": they are near, or there is one node
+
+    @property
+    def threads(self) -> int:
+        """A rank's part of the CPUs."""
+        return max(1, len(self.cpus) // self.ranks)
+
+
+def bind_to_gpu(gpu: int, ranks: int, system: Path = SYSTEM) -> Share:
     """Bind the calling thread, and all threads that it starts later, to the CPUs of a GPU's NUMA
     node, as far as they are allowed. Call it before the device's context exists, whose threads
     and host memory then follow.
 
-    Returns the reason why nothing was bound; "" if it was, or if there is only one node.
+    ranks: the number of this machine's ranks; rank i of them has GPU i.
     """
     mine = pci_address(gpu)  # raises if there is no such GPU
-    everyone = [pci_address(each) for each in range(torch.cuda.device_count())]
-    cpus, why_not = cpus_near(mine, everyone, os.sched_getaffinity(0), system)
-    os.sched_setaffinity(0, cpus)
-    return why_not
+    if ranks <= torch.cuda.device_count():
+        everyone = [pci_address(each) for each in sorted({*range(ranks), gpu})]
+    else:  # each sees only its own GPU; the others may be beside it
+        everyone = [mine] * ranks
+    share = cpus_near(mine, everyone, os.sched_getaffinity(0), system)
+    os.sched_setaffinity(0, share.cpus)
+    return share
 
 
 def pci_address(gpu: int) -> str:
@@ -45,13 +61,11 @@ def pci_address(gpu: int) -> str:
     return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
 
-def cpus_near(
-    gpu: str, gpus: Sequence[str], allowed: set[int], system: Path = SYSTEM
-) -> tuple[set[int], str]:
-    """The CPUs on which the rank of a GPU should run, and why these are all that are allowed.
+def cpus_near(gpu: str, gpus: Sequence[str], allowed: set[int], system: Path = SYSTEM) -> Share:
+    """The CPUs on which the rank of a GPU should run.
 
     Args:
-        gpu: its PCI address. gpus: those of all GPUs of the host.
+        gpu: its PCI address. gpus: those of all ranks of the host.
         allowed: the CPUs that Slurm's --cpu-bind, a container or taskset leave to this process. No
             others are chosen.
         system: where sysfs is mounted.
@@ -61,18 +75,18 @@ def cpus_near(
         for folder in (system / "devices/system/node").glob("node[0-9]*")
     }
     if len([node for node, cpus in nodes.items() if cpus]) < 2:
-        return allowed, ""
+        return Share(allowed, len(gpus))
     node = _node_of(gpu, system)
     if node not in nodes:
-        return allowed, f"the system does not know the NUMA node of {gpu}"
+        return Share(allowed, len(gpus), f"the system does not know the NUMA node of {gpu}")
     near = allowed & nodes[node]
     ranks = [_node_of(each, system) for each in gpus].count(node)
     if len(near) < CPUS_PER_RANK * ranks:
         why = (
             f"it may use {len(near)} CPUs of NUMA node {node}, too few for the {ranks} ranks there"
         )
-        return allowed, why
-    return near, ""
+        return Share(allowed, len(gpus), why)
+    return Share(near, ranks)
 
 
 def _cpus_of(node: Path) -> set[int]:

@@ -50,6 +50,38 @@ def test_a_sequence_that_cannot_be_cut() -> None:
         load_config(LAPTOP, fits).validate(8)
 
 
+def test_a_sequence_that_cannot_be_cut_over_cp() -> None:
+    """With context parallelism, 2 cp chunks must be equal, and each rank's part must be cut over
+    tp. The key, the parts and the remedies are named."""
+    shared, alone = ["parallel.dp_shard=-1"], ["parallel.dp_shard=-1", "parallel.tp=1"]
+    message = refusal(["train.seq_len=132", "parallel.cp=4", *alone])
+    assert message.startswith("train.seq_len = 132: context parallelism cuts it into ")
+    assert "into 2 · parallel.cp=4 equal parts" in message
+    assert "use a multiple of 8, or a smaller parallel.cp" in message
+    message = refusal(["train.seq_len=140", "parallel.cp=2", *shared, "parallel.tp_pieces=2"])
+    assert message.startswith("train.seq_len = 140: context and sequence parallelism cut it into ")
+    assert "2 · parallel.cp=2 × parallel.tp=2 × parallel.tp_pieces=2 equal parts" in message
+    assert "use a multiple of 16, a smaller parallel.cp, fewer pieces, or " in message
+    for fits in (
+        ["train.seq_len=136", "parallel.cp=4", *alone],
+        ["train.seq_len=144", "parallel.cp=2", *shared, "parallel.tp_pieces=2"],
+        ["train.seq_len=140", "parallel.cp=2", *shared, "parallel.sequence_parallel=false"],
+    ):
+        load_config(LAPTOP, fits).validate(8)
+
+
+def test_whole_replicas_over_cp() -> None:
+    """With zero_stage 0 cp ranks hold replicas; dp_shard ranks must not exist."""
+    overrides = ["parallel.zero_stage=0", "parallel.pp=1", "parallel.tp=1"]
+    replicas = ["parallel.dp_shard=1", "parallel.dp_replicate=2"]
+    config = load_config(LAPTOP, [*overrides, "parallel.cp=4", *replicas])
+    config.validate(8)
+    sizes = config.parallel.mesh_sizes(8)
+    assert sizes.of_weights() == {"pp": 1, "dp_replicate": 8, "dp_shard": 1, "tp": 1}
+    message = refusal([*overrides, "parallel.cp=4", "parallel.dp_shard=2"])
+    assert message.startswith("parallel.zero_stage = 0")
+
+
 # --- bounds ---------------------------------------------------------------------------------------
 
 HINTS = {
@@ -123,6 +155,9 @@ WRONG = [
     ("optimizer.learning_rate=1", "did you mean optimizer.lr?"),
     ("train.lr=1", "did you mean optimizer.lr?"),
     ("model.hidden_size=1", "did you mean model.dim?"),
+    ("parallel.context_parallel=2", "did you mean parallel.cp?"),
+    ("parallel.context_parallel_size=2", "did you mean parallel.cp?"),
+    ("train.cp_size=2", "did you mean parallel.cp?"),
     ("train.batch_size=1", "did you mean train.global_batch_size?"),
     ("optimizer.weight_decy=1", "did you mean optimizer.weight_decay?"),
     ("data.zzz=1", "choose from data.path, data.tokenizer"),

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from runtime import init_distributed, numa
-from runtime.numa import bind_to_gpu, cpus_near
+from runtime.numa import Share, bind_to_gpu, cpus_near
 
 GPUS = [f"0000:{bus:02x}:00.0" for bus in (0x1B, 0x3C, 0x9A, 0xBB)]
 NODES = {"0": "0-15,32-47\n", "1": "16-31,48-63\n", "2": "\n"}  # node 2 has only memory
@@ -35,14 +35,14 @@ def pretend(
 def test_each_gpu_has_the_cpus_of_its_node(tmp_path: Path) -> None:
     system = pretend(tmp_path)
     chosen = [cpus_near(gpu, GPUS, ALL, system) for gpu in GPUS]
-    assert chosen == [(FIRST, ""), (FIRST, ""), (SECOND, ""), (SECOND, "")]
+    assert chosen == [Share(FIRST, 2), Share(FIRST, 2), Share(SECOND, 2), Share(SECOND, 2)]
 
 
 def test_only_cpus_that_are_allowed(tmp_path: Path) -> None:
     """Slurm's --cpu-bind, a container or taskset has chosen some; no others are added."""
     system = pretend(tmp_path)
-    assert cpus_near(GPUS[0], GPUS, set(range(8, 24)), system) == (set(range(8, 16)), "")
-    assert cpus_near(GPUS[0], GPUS, set(range(8)), system) == (set(range(8)), "")
+    assert cpus_near(GPUS[0], GPUS, set(range(8, 24)), system) == Share(set(range(8, 16)), 2)
+    assert cpus_near(GPUS[0], GPUS, set(range(8)), system) == Share(set(range(8)), 2)
 
 
 @pytest.mark.parametrize(
@@ -54,25 +54,23 @@ def test_only_cpus_that_are_allowed(tmp_path: Path) -> None:
     ],
 )
 def test_too_few_cpus_leave_it_as_it_is(tmp_path: Path, allowed: set[int], why_not: str) -> None:
-    cpus, why = cpus_near(GPUS[0], GPUS, allowed, pretend(tmp_path))
-    assert cpus == allowed
-    assert why.startswith(why_not)
+    share = cpus_near(GPUS[0], GPUS, allowed, pretend(tmp_path))
+    assert (share.cpus, share.ranks) == (allowed, len(GPUS))
+    assert share.why_not.startswith(why_not)
 
 
 @pytest.mark.parametrize("node", ["-1", "", "7", "x"])
 def test_an_unknown_node_leaves_it_as_it_is(tmp_path: Path, node: str) -> None:
     system = pretend(tmp_path, of_gpus=[node, "0", "1", "1"])
-    assert cpus_near(GPUS[0], GPUS, ALL, system) == (
-        ALL,
-        f"the system does not know the NUMA node of {GPUS[0]}",
-    )
-    assert cpus_near(GPUS[1], GPUS, ALL, system) == (FIRST, ""), "the others are bound"
+    why = f"the system does not know the NUMA node of {GPUS[0]}"
+    assert cpus_near(GPUS[0], GPUS, ALL, system) == Share(ALL, len(GPUS), why)
+    assert cpus_near(GPUS[1], GPUS, ALL, system) == Share(FIRST, 1), "the others are bound"
 
 
 @pytest.mark.parametrize("nodes", [{}, {"0": "0-63\n"}, {"0": "0-63\n", "1": "\n"}])
 def test_with_one_node_nothing_is_to_be_done(tmp_path: Path, nodes: dict[str, str]) -> None:
     system = pretend(tmp_path, nodes, of_gpus=["-1"] * 4)
-    assert cpus_near(GPUS[0], GPUS, ALL, system) == (ALL, "")
+    assert cpus_near(GPUS[0], GPUS, ALL, system) == Share(ALL, len(GPUS))
 
 
 class Properties:
@@ -95,7 +93,7 @@ def test_threads_that_start_later_are_bound_too(tmp_path: Path) -> None:
     system, found = pretend(tmp_path, nodes), []
 
     def rank() -> None:
-        assert bind_to_gpu(2, system) == ""
+        assert bind_to_gpu(2, len(GPUS), system) == Share({first}, 2)
         found.append(os.sched_getaffinity(0))
         later = threading.Thread(target=lambda: found.append(os.sched_getaffinity(0)))
         later.start()
@@ -113,6 +111,45 @@ def test_threads_that_start_later_are_bound_too(tmp_path: Path) -> None:
     assert os.sched_getaffinity(0) == {first, *others}
 
 
+@pytest.mark.parametrize(
+    ("of_gpus", "ranks", "threads"),
+    [
+        ("0011", 4, [16, 16, 16, 16]),  # 32 CPUs of a node for two ranks
+        ("0001", 4, [10, 10, 10, 32]),
+        ("0011", 3, [16, 16, 32]),  # the last GPU has no rank
+        ("0011", 2, [16, 16]),  # nobody uses the other node's CPUs
+        ("0101", 1, [32]),
+        ("0000", 4, [8, 8, 8, 8]),
+        (["-1", "0", "1", "1"], 4, [16, 32, 16, 16]),  # the first is bound to no node
+        ("0011", 8, [4, 4, 4, 4]),  # each of 8 ranks sees 4 GPUs: which it shares is not known
+    ],
+)
+def test_the_ranks_of_a_node_divide_its_cpus(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    of_gpus: str | list[str],
+    ranks: int,
+    threads: list[int],
+) -> None:
+    system, found = pretend(tmp_path, of_gpus=of_gpus), []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(GPUS))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    bound = [ALL]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: bound[-1])
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: bound.append(cpus))
+    monkeypatch.setattr(
+        init_distributed, "bind_to_gpu", lambda gpu, ranks: bind_to_gpu(gpu, ranks, system)
+    )
+    monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", "1")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for gpu in range(min(ranks, len(GPUS))):
+        bound[:] = [ALL]  # each rank is a process of its own
+        init_distributed.use_gpu(gpu, gpu, ranks)
+    assert found == threads
+
+
 @pytest.mark.parametrize(("given", "threads"), [(None, ["3 threads"]), ("5", [])])
 def test_a_rank_is_bound_before_its_device_is_set(
     capsys: pytest.CaptureFixture[str],
@@ -124,14 +161,13 @@ def test_a_rank_is_bound_before_its_device_is_set(
     user has said how. If nothing was bound, the rank says why."""
     calls: list[str] = []
 
-    def bind(gpu: int) -> str:
+    def bind(gpu: int, ranks: int) -> Share:
         calls.append(f"bind {gpu}")
-        return "a reason"
+        return Share(FIRST, ranks, "a reason")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: calls.append(f"device {gpu}"))
     monkeypatch.setattr(torch, "set_num_threads", lambda count: calls.append(f"{count} threads"))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: FIRST)
     monkeypatch.setattr(init_distributed, "bind_to_gpu", bind)
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     for name in ("OMP_NUM_THREADS", "TORCH_NCCL_HIGH_PRIORITY"):

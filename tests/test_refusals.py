@@ -32,6 +32,8 @@ WRONG = [
     ("steps=3", "command line", "section.key=value"),
     ("parallel.tp=4", "parallel.tp", "does not make the world of 2"),
     ("parallel.dp_shard=4", "parallel.dp_shard", "start exactly 4 processes"),
+    ("parallel.cp=0", "parallel.cp", "at least 1"),
+    ("parallel.cp_size=2", "parallel.cp_size", "did you mean parallel.cp?"),
     ("model.num_heads=3", "model.num_heads", "choose one of"),
     ("model.num_kv_heads=3", "model.num_kv_heads", "choose one of [1, 2, 4]"),
     ("model.attention_dim=30", "model.attention_dim", "for example 512, or null for model.dim"),
@@ -93,6 +95,14 @@ def test_compiled_blocks_do_not_communicate(ranks: Ranks, data: Path, tmp_path: 
     message = ranks.run(train_run, 2, [write_config(tmp_path, data), *overrides])[0]
     assert message.startswith("train.compile = True: the compiler runs the collectives")
     assert message.endswith("set train.compile=false, or parallel.tp=1")
+    assert not (tmp_path / "run").exists()
+
+
+def test_compiled_blocks_do_not_gather_keys(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    overrides = ["train.compile=true", "parallel.cp=2"]
+    message = ranks.run(train_run, 2, [write_config(tmp_path, data), *overrides])[0]
+    assert message.startswith("train.compile = True: the compiler does not trace the hooks")
+    assert message.endswith("set train.compile=false, or parallel.cp=1")
     assert not (tmp_path / "run").exists()
 
 

@@ -182,6 +182,11 @@ def test_the_pipeline_makes_its_communicator(strict: Ranks) -> None:
 
 LAYOUTS = [
     Case(MeshSizes(pp=2, dp_shard=2, tp=2), num_microbatches=4, zero_stage=3),
+    Case(MeshSizes(pp=2, cp=2, tp=2), schedule="zb_h1", num_microbatches=4, document_mask=True),
+    Case(MeshSizes(dp_shard=2, cp=4), zero_stage=3, activation_checkpointing="selective",
+         num_microbatches=2),
+    Case(MeshSizes(dp_replicate=2, cp=2, tp=2), zero_stage=0, activation_checkpointing="full",
+         num_microbatches=2),
     Case(MeshSizes(pp=4, tp=2), schedule="zb_v", stages_per_rank=2, num_microbatches=8),
     Case(MeshSizes(pp=4, dp_replicate=2), schedule="interleaved_1f1b", stages_per_rank=2,
          num_microbatches=8, tie_embeddings=True, zero_stage=2),
@@ -195,7 +200,7 @@ LAYOUTS = [
 @pytest.mark.parametrize(
     "case",
     [
-        case if i == 0 else pytest.param(case, marks=pytest.mark.thorough)
+        case if i < 2 else pytest.param(case, marks=pytest.mark.thorough)
         for i, case in enumerate(LAYOUTS)
     ],
     ids=str,

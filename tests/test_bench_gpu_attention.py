@@ -1,0 +1,212 @@
+"""The rows that compare kernels of attention: each runs the kernel of its name, says which one that
+was, and does not affect the next."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+from unittest.mock import patch
+
+import pytest
+from torch import Tensor
+
+from benchmarks import gpu_attention, gpu_model, gpu_programs, gpu_timing
+from benchmarks.gpu_programs import ATTENTION_KERNELS, AUTO, Variant, attention_kernels, config_of
+from benchmarks.gpu_rows import attempt
+from benchmarks.gpu_status import FAILED, MEASURED, NEEDS
+from costs.as_on_gpu import AsOnGpu
+from errors import UserError
+from model import mask
+from model.config import ModelConfig
+from model.kernels import attention_choice
+from model.kernels.attention import CUDNN, FLASH2, FLASH3, Kernel, by_torch, load_flash3
+from model.kernels.attention_choice import BY_REQUEST, PLANNED, choose
+from model.kernels.backend import why_not_triton
+from runtime.attention import choices
+from tests.test_attention_kernel import Seen
+
+pytestmark = pytest.mark.skipif(
+    why_not_triton(gpu_timing.DEVICE) is not None, reason="needs Triton"
+)
+MODEL_ROW = "8B width, lattice, triton, selective checkpointing, {}, long step"
+ATTENTION_ROW = "attention, {}"
+
+
+def rows_of(program: Any, folder: Path, *arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
+    """The exit status of a program, and its rows by their names."""
+    file = folder / "rows"
+    file.unlink(missing_ok=True)
+    status = program.main(["--tiny", "--out", str(file), *arguments])
+    entries = [json.loads(line) for line in file.read_text().splitlines()]
+    return status, {entry["row"]["name"]: entry["row"] for entry in entries if "row" in entry}
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Pretends that every kernel that may be demanded runs on a CPU. Returns the list of the names
+    of those that ran."""
+    names: list[str] = []
+
+    def noted(name: str) -> Callable[..., Tensor]:
+        def run(*arguments: Any) -> Tensor:
+            names.append(name)
+            return by_torch(*arguments)
+
+        return run
+
+    pretended = {name: Kernel(f"{name} here", noted(name), ()) for name in BY_REQUEST}
+    impossible = attention_choice._impossible
+    monkeypatch.setattr(
+        attention_choice,
+        "_impossible",
+        lambda kernel, *rest: () if kernel in pretended.values() else impossible(kernel, *rest),
+    )
+    for name, kernel in pretended.items():
+        monkeypatch.setitem(BY_REQUEST, name, kernel)
+    choose.cache_clear()
+    yield names
+    choose.cache_clear()
+
+
+@pytest.mark.parametrize("kernel", BY_REQUEST)
+@pytest.mark.parametrize(
+    ("program", "row", "arguments"),
+    [(gpu_attention, ATTENTION_ROW, ()), (gpu_model, MODEL_ROW, ("--attention",))],
+)
+def test_a_row_runs_the_kernel_of_its_name(
+    ran: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    program: Any,
+    row: str,
+    arguments: tuple[str, ...],
+    kernel: str,
+) -> None:
+    # PyTorch's operations, because Triton's interpreter is slow
+    modes = [(key, replace(variant, kernels="torch")) for key, variant in gpu_model.ATTENTION_ROWS]
+    monkeypatch.setattr(gpu_model, "ATTENTION_ROWS", modes)
+    name = row.format(kernel).replace("triton", "torch")
+    status, rows = rows_of(program, tmp_path, "--only", name, *arguments)
+    assert (status, rows[name]["status"]) == (0, MEASURED), rows
+    assert set(ran) == {kernel}
+    assert f"{kernel} here" in rows[name]["kernel"]
+
+
+def test_the_automatic_choice_in_its_place_is_noticed(
+    ran: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Plant: the model does not hear of the wanted kernel.
+    monkeypatch.setattr(mask, "choose", lambda device, call, _: choose(device, call))
+    name = ATTENTION_ROW.format("flash2")
+    assert rows_of(gpu_attention, tmp_path, "--only", name)[0] == 0
+    assert ran == []
+
+
+def test_the_names_are_those_of_the_configuration() -> None:
+    assert get_args(get_type_hints(ModelConfig)["attention_kernel"]) == ATTENTION_KERNELS
+    size = gpu_programs.sizes(True)[gpu_programs.WIDE]
+    for kernel in ATTENTION_KERNELS:
+        assert config_of(size, Variant(attention=kernel)).model.attention_kernel == kernel
+
+
+WITH_3 = PLANNED._replace(flash3=True)
+
+
+@pytest.mark.parametrize(
+    ("device", "kernel", "documents", "said", "operator"),
+    [
+        (PLANNED, AUTO, False, "cuDNN 9.20.0", CUDNN.operators[0]),
+        (PLANNED, "cudnn", False, "cuDNN 9.20.0", CUDNN.operators[0]),
+        (PLANNED, "flash2", False, "flash 2", FLASH2.operators[0]),
+        (WITH_3, "flash3", False, "flash 3", FLASH3.operators[0]),
+        (PLANNED, AUTO, True, "flash 2 (not flash 3: not installed)", FLASH2.operators[1]),
+        (WITH_3, AUTO, True, "flash 3", FLASH3.operators[1]),
+    ],
+)
+def test_a_row_names_the_kernel_that_was_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+    device: attention_choice.Device,
+    kernel: str,
+    documents: bool,
+    said: str,
+    operator: object,
+) -> None:
+    """At full size, on tensors without data."""
+    monkeypatch.setattr(attention_choice, "PLANNED", device)
+    monkeypatch.setattr("model.documents.to_device", Tensor.to)  # it knows only "cuda"
+    with AsOnGpu(), Seen() as seen, patch.object(attention_choice, "load_flash3") as load:
+        attend, chosen = gpu_attention.mask_of(kernel, documents, False, "meta")
+        attend(*(t.to("meta") for t in gpu_attention.inputs(True)[:3]))
+    assert chosen == said
+    assert seen.attention() == [operator]
+    assert load.called is chosen.startswith("flash 3")
+
+
+@pytest.mark.skipif(gpu_timing.ON_GPU, reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("program", "arguments"), [(gpu_attention, ()), (gpu_model, ("--attention",))]
+)
+def test_a_kernel_that_cannot_run_is_skipped_with_the_reason(
+    tmp_path: Path, program: Any, arguments: tuple[str, ...]
+) -> None:
+    status, rows = rows_of(program, tmp_path, *arguments)
+    assert status == 0
+    row = MODEL_ROW if arguments else ATTENTION_ROW
+    for kernel in BY_REQUEST:
+        assert rows[row.format(kernel)]["status"] == f"{NEEDS}: {kernel}: there is no GPU"
+    if not arguments:
+        measured = {name for name, each in rows.items() if each["status"] == MEASURED}
+        assert measured == {
+            ATTENTION_ROW.format(each) for each in (AUTO, gpu_attention.TORCH, "documents")
+        }
+
+
+def test_another_error_of_the_configuration_is_a_failure() -> None:
+    def wrong(key: str) -> None:
+        with attention_kernels():
+            raise UserError(key, "flash2", "a reason", "a remedy")
+
+    assert attempt(lambda: wrong(attention_choice.KEY))[1] == f"{NEEDS}: flash2: a reason"
+    assert attempt(lambda: wrong("model.dim"))[1].startswith(FAILED)
+
+
+def test_after_a_row_torch_has_its_own_flash_attention_again() -> None:
+    """Else the rows after that of flash 3 would run it too."""
+    calls: list[str] = []
+
+    def restore() -> None:
+        calls.append("restored")
+
+    def fails() -> list[str]:
+        raise RuntimeError
+
+    with (
+        patch("torch.nn.attention.activate_flash_attention_impl", calls.append, create=True),
+        patch("torch.nn.attention.restore_flash_attention_impl", restore, create=True),
+    ):
+        for kernel in ("flash3", "flash2", "flash3"):
+            with attention_kernels():
+                attention_choice.made_ready(attention_choice.Choice(BY_REQUEST[kernel], "", ()))
+                calls.append(kernel)
+        with pytest.raises(RuntimeError), attention_kernels():  # after a failure too
+            calls.extend(load_flash3() or fails())
+    assert calls == [
+        "FA3", "flash3", "restored", "flash2", "FA3", "flash3", "restored", "FA3", "restored",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_another_mask_is_found(monkeypatch: pytest.MonkeyPatch, documents: bool) -> None:
+    assert gpu_attention.measure(AUTO, documents, True)["right"]
+    found = gpu_attention.mask_of(AUTO, not documents, True)
+    monkeypatch.setattr(gpu_attention, "mask_of", lambda *_: found)
+    assert not gpu_attention.measure(AUTO, documents, True)["right"]
+
+
+def test_the_model_s_layers_ask_for_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.attention.this_device", lambda _: WITH_3)
+    size = gpu_programs.sizes(True)[gpu_programs.WIDE]
+    for kernel in ("flash2", "flash3"):
+        ((_, choice),) = choices(config_of(size, Variant(attention=kernel)), "cuda")
+        assert choice.kernel is BY_REQUEST[kernel]

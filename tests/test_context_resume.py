@@ -1,0 +1,85 @@
+"""Runs with context parallelism evaluate, save, and resume in other layouts."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.runs import copy_of, global_state, losses, write_config
+from tests.test_train import forget_step_6, run
+from tools.ranks import Ranks
+
+SAVED_AT = ["parallel.cp=2", "parallel.tp=2"]
+OTHERS = [  # world, layout
+    (4, ["parallel.cp=1", "parallel.tp=1", "parallel.dp_shard=4"]),
+    (4, ["parallel.cp=4", "parallel.tp=1"]),
+    (4, ["parallel.cp=2", "parallel.pp=2", "parallel.tp=1"]),
+    (1, ["parallel.cp=1", "parallel.tp=1"]),
+]
+
+
+def evaluations(folder: Path) -> dict[int, float]:
+    lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
+
+
+@pytest.fixture(scope="module")
+def saved_with_cp(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 6 steps at cp 2 × tp 2, with checkpoints after steps 3 and 6."""
+    folder = tmp_path_factory.mktemp("cp")
+    config = write_config(
+        folder,
+        data,
+        parallel={"cp": 2, "tp": 2},
+        train={"dtype": "float64", "eval_interval": 3, "eval_samples": 5},
+        checkpoint={"interval": 3},
+    )
+    text = Path(config).read_text()
+    Path(config).write_text(text.replace("data:\n", "data:\n  document_mask: true\n"))
+    run(ranks, 4, config)
+    return folder
+
+
+def test_a_run_is_that_of_one_rank(ranks: Ranks, saved_with_cp: Path, tmp_path: Path) -> None:
+    """The same tokens, so the same losses in training and in evaluation."""
+    config = (saved_with_cp / "config.yaml").read_text()
+    path = tmp_path / "config.yaml"
+    path.write_text(config.replace(str(saved_with_cp), str(tmp_path)))
+    run(ranks, 1, str(path), "parallel.cp=1", "parallel.tp=1")
+    assert losses(tmp_path) == pytest.approx(losses(saved_with_cp), rel=1e-9)
+    assert evaluations(tmp_path) == pytest.approx(evaluations(saved_with_cp), rel=1e-9)
+    assert evaluations(tmp_path).keys() == {3, 6}
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (4, SAVED_AT),
+        OTHERS[0],
+        *(pytest.param(*other, marks=pytest.mark.thorough) for other in OTHERS[1:3]),
+    ],
+)
+def test_it_resumes_in_another_layout(
+    ranks: Ranks, saved_with_cp: Path, tmp_path: Path, world: int, layout: list[str]
+) -> None:
+    """With the same tokens: the losses are those of the undisturbed run, and in the same layout
+    they are so bit for bit."""
+    config, _ = copy_of(saved_with_cp, tmp_path)
+    forget_step_6(tmp_path)
+    run(ranks, world, config, *layout)
+    whole = losses(saved_with_cp)
+    assert losses(tmp_path) == (whole if layout == SAVED_AT else pytest.approx(whole, rel=1e-9))
+    assert evaluations(tmp_path) == pytest.approx(evaluations(saved_with_cp), rel=1e-9)
+
+
+def test_every_layout_loads_the_same_tensors(ranks: Ranks, saved_with_cp: Path) -> None:
+    """Weights and moments, bit for bit."""
+    arguments = [str(saved_with_cp / "config.yaml"), "data.document_mask=false"]
+    checkpoint = str(saved_with_cp / "run" / "checkpoints" / "step-00000003")
+    expected = ranks.run(global_state, 4, [*arguments, *SAVED_AT], checkpoint)[0]
+    assert any(t.abs().max() > 0 for name, t in expected.items() if name.endswith("exp_avg_sq"))
+    for world, layout in OTHERS:
+        state = ranks.run(global_state, world, [*arguments, *layout], checkpoint)[0]
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], tensor) for name, tensor in expected.items()), layout
