@@ -19,8 +19,9 @@ from training.load_config import load_config
 CONFIGS = Path(__file__).parent.parent / "configs"
 RESULTS = Path(__file__).parent / "results" / "plan_memory.json"
 LIMIT = 0.03
-PIPELINE = (  # for llama3_70b, if a case does not state another one
-    "parallel.pp=4 parallel.schedule=1f1b parallel.stages_per_rank=1 parallel.tp_pieces=1"
+PIPELINE = (  # for llama3_70b, what a case does not state otherwise
+    "parallel.tp=8 parallel.pp=4 parallel.schedule=1f1b parallel.stages_per_rank=1 "
+    "parallel.tp_pieces=1 train.activation_checkpointing=none"
 )
 SMALL = (  # the same with a small model; its micro-batches are one sequence
     f"{PIPELINE} "

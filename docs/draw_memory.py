@@ -1,8 +1,8 @@
 """Draws docs/images/memory.svg: what the planner counts at the peak of memory. `python -m
 docs.draw_memory`
 
-Left: configs/llama3_70b.yaml with four pipeline ranks and 1F1B. Right: configs/llama3_8b.yaml, with
-less and less kept for backward. Prints the same numbers as text.
+Left: configs/llama3_70b.yaml with tp 8, four pipeline ranks, 1F1B and no recomputation. Right:
+configs/llama3_8b.yaml, with less and less kept for backward. Prints the same numbers as text.
 """
 
 from docs import svg
@@ -20,7 +20,10 @@ ROOM_SAID = (
     f"each rank has its peak at a different moment; dashed: {ROOM / GB:.0f} GB, what CUDA and NCCL "
     "leave of a GPU of 80 GB"
 )
-PIPELINE = "parallel.pp=4 parallel.schedule=1f1b parallel.stages_per_rank=1 parallel.tp_pieces=1"
+PIPELINE = (
+    "parallel.tp=8 parallel.pp=4 parallel.schedule=1f1b parallel.stages_per_rank=1 "
+    "parallel.tp_pieces=1 train.activation_checkpointing=none"
+)
 TOP, BOTTOM, HIGHEST = 100, 350, 86e9  # pixels; bytes of the whole height
 GROUPS = {  # name of a box → its colour, and the planner's categories in it
     "weights, optimizer, reduced gradients": (

@@ -18,7 +18,7 @@ from runtime.signals import Signals
 from training.load_config import load_config
 
 ROOT = Path(__file__).parent.parent
-CONFIG = str(ROOT / "configs/llama3_70b.yaml")  # tp 8, zero_stage 1
+CONFIG = str(ROOT / "configs/llama3_70b.yaml")  # tp 4, zero_stage 1
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ PIPELINE = (  # of every layout here that does not state another
     "parallel.stages_per_rank=1",
     "parallel.tp_pieces=1",
 )
+LARGE = ("llama3_70b", "parallel.tp=8")
 KEY_AND_VALUE = ["attention.key", "attention.value"]
 
 
@@ -70,24 +71,24 @@ def test_key_and_value_of_70b_at_tp_8_are_narrow() -> None:
     """128 columns of 8,192 tokens are 64 tiles of 128 × 128, of which an H100 computes 132 at
     once. Controls: at tp 2 the weights are wide enough; with four sequences in a micro-batch only
     the weight gradients are narrow; a device of 64 multiprocessors has work for all of them."""
-    assert narrow("llama3_70b") == [(KEY_AND_VALUE, 64)]
-    assert narrow("llama3_70b", "parallel.tp=4") == [(KEY_AND_VALUE, 128)]
-    assert narrow("llama3_70b", "parallel.tp=2") == []
+    assert narrow(*LARGE) == [(KEY_AND_VALUE, 64)]
+    assert narrow(*LARGE, "parallel.tp=4") == [(KEY_AND_VALUE, 128)]
+    assert narrow(*LARGE, "parallel.tp=2") == []
     both, gradient = (
-        narrow_products(layout("llama3_70b", f"train.micro_batch_size={size}"), H100)[0]["results"]
+        narrow_products(layout(*LARGE, f"train.micro_batch_size={size}"), H100)[0]["results"]
         for size in (1, 4)
     )
     assert both == [(128, 8192), (8192, 128)]
     assert gradient == [(128, 8192)]
     pieces = [(KEY_AND_VALUE, 32), (KEY_AND_VALUE, 64)]  # of the inputs, and weight gradients
-    assert narrow("llama3_70b", "parallel.tp_pieces=2") == pieces
+    assert narrow(*LARGE, "parallel.tp_pieces=2") == pieces
     small = replace(H100, multiprocessors=64)
-    assert narrow_products(layout("llama3_70b"), small) == []
+    assert narrow_products(layout(*LARGE), small) == []
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_split_backwards_have_the_same_narrow_products(schedule: str) -> None:
-    assert narrow("llama3_70b", f"parallel.schedule={schedule}") == [(KEY_AND_VALUE, 64)]
+    assert narrow(*LARGE, f"parallel.schedule={schedule}") == [(KEY_AND_VALUE, 64)]
 
 
 # --- what it costs --------------------------------------------------------------------------------
@@ -116,7 +117,7 @@ def test_what_key_and_value_of_70b_take() -> None:
     still, and nearly as long with two pieces, as docs/plan_model.md says."""
     rates = Rates(replace(H100, kernel_seconds=0.0), Links(H100, 8, 8, 1, 256), 2)
     for pieces in (1, 2):
-        (block,) = layout("llama3_70b", f"parallel.tp_pieces={pieces}").kinds
+        (block,) = layout(*LARGE, f"parallel.tp_pieces={pieces}").kinds
         events = block.whole.phases["forward"].events
         products = [one for one in events if isinstance(one, Product) and one.columns == 128]
         assert sorted(one.weight for one in products) == sorted(KEY_AND_VALUE * pieces)
@@ -143,7 +144,7 @@ def test_layers_are_balanced_without_waves(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_warning_names_weights_sizes_and_remedies(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(CONFIGS / "llama3_70b.yaml")]) == 0
+    assert main([str(CONFIGS / "llama3_70b.yaml"), "parallel.tp=8"]) == 0
     printed = capsys.readouterr().out
     assert "than the 132 multiprocessors" in printed
     assert "attention.key, attention.value: results of 4,096 × 128, 32 tiles" in printed

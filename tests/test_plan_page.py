@@ -12,7 +12,7 @@ from model.transformer import num_parameters
 from tools.plan.hardware import GB, find_device
 from tools.plan.layout import Layout
 from tools.plan.peaks import peaks
-from tools.plan.search import Found, search
+from tools.plan.search import ALIKE, Found, search
 from tools.plan.time import StepTime
 from training.config import Config
 from training.load_config import load_config
@@ -244,16 +244,28 @@ def test_the_search_on_more() -> None:
         assert row(f"70B | 64 {name.upper()}")[1] == mfu(best)
 
 
-def test_the_largest_configurations_layout_and_the_fastest() -> None:
-    """The page has the step times of the 70B configuration and of the fastest layout that the
-    search found; the latter is recorded in the benchmark's file."""
+def test_the_70b_configuration_is_as_fast_as_the_fastest_layout() -> None:
+    """The page has the step times of the 70B configuration, and of it with tp 8 × pp 2. The step
+    time of the fastest layout that the search found is recorded in the benchmark's file; the
+    configuration's is nearer to it than the search tells apart."""
     found = next(
         one for one in recorded("plan_search")["rows"] if (one["name"], one["gpus"]) == ("70B", 256)
     )
+    none = "parallel.tp=8 parallel.pp=2 train.activation_checkpointing=none"
+    two = f"{none} train.micro_batch_size=2 parallel.stages_per_rank=20"
     layouts = [
-        Layout(configuration("llama3_70b", keys), 256, 0) for keys in ("", "parallel.tp_pieces=1")
+        Layout(configuration("llama3_70b", keys), 256, 0)
+        for keys in ("", "parallel.tp=8 parallel.pp=2", none, two, "parallel.tp_pieces=1")
     ]
-    own, whole = (StepTime(layout, find_device("h100")).step_seconds for layout in layouts)
-    assert f"tp 4 × FSDP 64 with ZeRO-3 first ({found['best_step_seconds']:.1f} s per step)" in TEXT
-    assert f"({own:.1f} s), because tp costs more" in TEXT
-    assert f"with 1, the configuration takes {whole:.1f} s" in TEXT
+    device = find_device("h100")
+    seconds = [StepTime(layout, device).step_seconds for layout in layouts]
+    best = found["best_step_seconds"]
+    assert best <= seconds[0] <= (1 + ALIKE) * best < seconds[1]  # the last is a control
+    first, wide, nothing, pairs, whole = (f"{one:.1f} s" for one in seconds)
+    assert f"tp 4 × pp 4 first ({first} per step)" in TEXT
+    assert f"With tp 8 × pp 2 instead, it takes {wide}, because" in TEXT
+    assert f"to recompute nothing ({nothing})" in TEXT
+    assert f"are large enough again ({pairs}), but less than 1 GB stays free" in TEXT
+    assert f"with 1, it takes {whole}" in TEXT
+    assert 0 <= device.room - max(peaks(layouts[3])) < GB
+    assert max(peaks(layouts[2])) <= device.room

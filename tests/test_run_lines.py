@@ -27,7 +27,7 @@ LAPTOP = "2 stages of 2 blocks each: the slowest rank computes 24% more than the
         ),
         (
             "llama3_70b",
-            "parallel.pp=4 parallel.schedule=1f1b parallel.stages_per_rank=1 "
+            "parallel.tp=8 parallel.pp=4 parallel.schedule=1f1b parallel.stages_per_rank=1 "
             "parallel.layers_per_stage=[20,20,21,19]",
             "4 stages of 20, 20, 21, 19 blocks: the slowest rank computes 4% more than the mean "
             "(even split: 3%)",
