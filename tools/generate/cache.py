@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from model.mask import Attend, Mask, make_mask, scores_bias
+from model.mask import Mask, make_mask, scores_bias
 from model.positions import Angles, Rotary, rotary_angles
+from parallel.context import Attend
 
 
 class LayerCache:
