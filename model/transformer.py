@@ -84,9 +84,13 @@ class Head(ColumnParallelLinear):
         self.vocab_size, self.z_loss, self.kernels = rows.count, config.z_loss, config.kernels
         self.first_row = rows.of(tp.size, tp.rank).start
 
-    def loss(self, x: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
-        """Map x [S/tp, B, D] and targets [S, B] to scale · the summed cross-entropy, a scalar.
-        (`forward` returns the logits, [S, B, V/tp].)"""
+    def forward(
+        self, x: Tensor, targets: Tensor | None = None, scale: Tensor | None = None
+    ) -> Tensor:
+        """Map x [S/tp, B, D] and targets [S, B] to scale · the summed cross-entropy, a scalar; or,
+        without targets, x to the logits [S, B, V/tp]."""
+        if targets is None or scale is None:
+            return super().forward(x)
         return linear_cross_entropy(
             x,
             self.local_weight(),
@@ -145,11 +149,9 @@ class Transformer(nn.Module):
             assert isinstance(block, Block)
             hidden = block(hidden, *block.attention.inputs(positions))
         if self.norm is not None and self.head is not None:
-            hidden = self.norm(hidden)
-            if batch.targets is None or batch.loss_scale is None:
-                hidden = self.head(hidden)
-            else:
-                hidden = self.head.loss(hidden, batch.targets, batch.loss_scale)
+            # Both are called as modules: FSDP gathers them before the first call, and shards them
+            # after the last.
+            hidden = self.head(self.norm(hidden), batch.targets, batch.loss_scale)
         assert isinstance(hidden, torch.Tensor)
         return hidden
 

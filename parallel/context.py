@@ -202,7 +202,7 @@ class BesideEachOther(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, pieces: Sequence[Piece]) -> tuple[Tensor, ...]:
-        ctx.pieces, ctx.heads, ctx.widths = pieces, k.shape[2], (k.shape[-1], v.shape[-1])
+        ctx.pieces, ctx.shapes = pieces, (k.shape, v.shape)
         n = len(pieces)
         for piece, *parts in zip(pieces, k.chunk(n, 2), v.chunk(n, 2), strict=True):
             piece.local, piece.width = torch.cat(parts, -1), k.shape[-1]
@@ -210,12 +210,10 @@ class BesideEachOther(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *placeholders: Tensor) -> tuple[Tensor, Tensor, None]:
-        of_one, n = placeholders[0], len(ctx.pieces)
-        shape = (*of_one.shape[:2], ctx.heads)
-        dk, dv = (of_one.new_empty(*shape, width) for width in ctx.widths)
+        n, (dk, dv) = len(ctx.pieces), map(placeholders[0].new_empty, ctx.shapes)
         for piece, *parts in zip(ctx.pieces, dk.chunk(n, 2), dv.chunk(n, 2), strict=True):
-            total = piece.scattering.wait()
-            for part, gradient in zip(parts, total.split(ctx.widths, -1), strict=True):
+            total = piece.scattering.wait().split([part.shape[-1] for part in parts], -1)
+            for part, gradient in zip(parts, total, strict=True):
                 part.copy_(gradient)
             piece.scattering = None
         return dk, dv, None

@@ -2,6 +2,7 @@
 collectives and their bytes."""
 
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,10 +10,11 @@ import torch.distributed as dist
 
 from model.kernels.cross_entropy import vocab_parallel_cross_entropy
 from model.positions import BatchPositions
-from model.transformer import Block
+from model.transformer import Block, Head
 from parallel.axes import MeshSizes
 from parallel.collectives import by_rank, start_all_gather, start_reduce_scatter
 from parallel.context import ContextParallel
+from parallel.data import fsdp_modules
 from parallel.layer import TensorParallel
 from parallel.mesh import build_mesh
 from parallel.placement import chunk_range
@@ -224,6 +226,37 @@ def test_a_stage_as_one_unit_moves_the_same_bytes_at_once(
             "reduce_scatter": (scatters, scatters * size),
         }
         assert axes["dp_replicate"] == {"all_reduce": (1, size // 2)}
+
+
+def modules_not_called(case):
+    """The modules under FSDP whose forward a step does not call as that of a module."""
+    mesh = build_mesh(case.layout, "cpu")
+    config = case.config()
+    stages = build_stages(config, mesh)
+    step = TrainStep(config, mesh, stages)
+    left = set()
+    for stage in stages.values():
+        for module in fsdp_modules(stage):
+            left.add(type(module).__name__)
+            module.register_forward_hook(lambda one, *_: left.discard(type(one).__name__))
+    step.forward_backward(*(t.chunk(2)[mesh.dp_rank] for t in global_batch(case.vocab_size, 0)))
+    return left
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_every_module_of_an_fsdp_unit_is_called(ranks, zero_stage):
+    """FSDP gathers a unit before the first of its modules is called, and shards it after the last.
+    If one is never called (the head, if its loss were another method), torch 2.11 trains with
+    weights that were not gathered again. Control: a step that calls the head's forward directly."""
+    case = Case(MeshSizes(dp_shard=2), zero_stage=zero_stage)
+    assert ranks.run(modules_not_called, 2, case) == [set(), set()]
+    if zero_stage == 1:
+        assert ranks.run(beside_the_head, 2, case) == [{"FSDPHead"}] * 2
+
+
+def beside_the_head(case):
+    with patch.object(Head, "__call__", Head.forward):
+        return modules_not_called(case)
 
 
 def test_zero_stage_0_only_reduces_gradients(ranks):
