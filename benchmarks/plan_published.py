@@ -4,10 +4,11 @@ were not fitted.
     python -m benchmarks.plan_published
 
 Every row uses the constants of hardware.py, except those that a publication states for its own
-machines (memory and network bandwidth). A row of benchmarks/published_rows.py is planned as Lattice
-would run it, with the same dimensions, layout, batch and recomputation. If the published system
-does different work, the column `apart` names the difference; the file of results has more detail,
-and the source and settings of every row. No row is left out because its error is large.
+machines or kernels (memory and network bandwidth, cuDNN's attention). A row of
+benchmarks/published_rows.py is planned as Lattice would run it, with the same dimensions, layout,
+batch and recomputation. If the published system does different work, the column `apart` names the
+difference; the file of results has more detail, and the source and settings of every row. No row is
+left out because its error is large.
 
 A feed-forward without a gate, 4·D wide, is planned as a gated one of 8/3·D, which has the same
 operations and the same bytes. MFU is in the convention of the publication, with Lattice's

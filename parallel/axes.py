@@ -63,7 +63,7 @@ class MeshSizes:
         found = {}
         for axis, size in reversed(self.by_axis().items()):
             rank, found[axis] = divmod(rank, size)
-        return found
+        return {axis: found[axis] for axis in AXES}
 
     @classmethod
     def all_of(cls, world: int) -> list[Self]:

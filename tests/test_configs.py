@@ -189,7 +189,7 @@ def stage_parameters(config: Config, pp_rank: int) -> int:
 
 def local_parameters_expected(config: Config, world: int, pp_rank: int) -> float:
     sizes = config.parallel.mesh_sizes(world)
-    return stage_parameters(config, pp_rank) / (sizes.tp * sizes.dp_shard)
+    return stage_parameters(config, pp_rank) / (sizes.tp * sizes.of_weights()["dp_shard"])
 
 
 def peak(config: Config, world: int) -> int:
@@ -211,10 +211,14 @@ def test_the_plan_can_refuse(override: str) -> None:
 
 def test_the_8b_file_is_the_fastest_layout_with_data_parallelism_only() -> None:
     config, world = read(CONFIGS[0].parent / "llama3_8b.yaml")
-    best = search(config, world, H100).best
-    simple = next(one for one in best if one.config.parallel.tp == one.config.parallel.pp == 1)
+    found = search(config, world, H100)
+    simple = next(
+        one
+        for one in (*found.best, *found.also)
+        if one.config.parallel.tp == one.config.parallel.pp == 1
+    )
     assert simple.config == config
-    assert simple.seconds < 1.03 * best[0].seconds
+    assert simple.seconds < 1.03 * found.best[0].seconds
 
 
 # --- figures in the manual and in comments --------------------------------------------------------
@@ -239,7 +243,12 @@ def test_the_manual_states_what_is_planned(path: Path) -> None:
     assert sizes.dp_replicate == 1
     axes = [
         f"{axis} {size}"
-        for axis, size in (("tp", sizes.tp), ("pp", sizes.pp), ("FSDP", sizes.dp_shard))
+        for axis, size in (
+            ("tp", sizes.tp),
+            ("cp", sizes.cp),
+            ("pp", sizes.pp),
+            ("FSDP", sizes.dp_shard),
+        )
         if size > 1
     ]
     assert layout == f"{' × '.join(axes)}, ZeRO-{config.parallel.zero_stage}"
@@ -252,10 +261,12 @@ def test_tokens_and_checkpoints_are_as_the_comments_say(name: str) -> None:
     config, world = read(path)
     text, train = path.read_text(encoding="utf-8"), config.train
     batch = train.global_batch_size * train.seq_len
-    total = re.search(r"steps: \d+ # ([\d.e]+) tokens, 20 per parameter", text)
+    total = re.search(r"steps: \d+ # ([\d.e]+) tokens(, 20 per parameter)?", text)
     assert total
     assert float(total[1]) == pytest.approx(train.steps * batch, rel=0.01)
-    assert float(total[1]) == pytest.approx(20 * num_parameters(config.model), rel=0.02)
+    assert bool(total[2]) == (name != "llama3_8b_131072")  # it continues another run
+    if total[2]:
+        assert float(total[1]) == pytest.approx(20 * num_parameters(config.model), rel=0.02)
     stated = re.search(r"global_batch_size: \d+ # ([\d,]+) tokens(?:; (\d+) micro-batches)?", text)
     assert stated
     assert int(stated[1].replace(",", "")) == batch

@@ -27,7 +27,7 @@ from tests.test_context_parallel import with_rows
 from tests.test_controls import nothing_wrong
 from tools.parity.cases import BOS, Case
 from tools.parity.row import Row, line
-from tools.parity.run import compare, expected, global_batch, run_on_ranks
+from tools.parity.run import compare, expected, global_batch, heads_in_pieces, run_on_ranks
 from tools.ranks import RankError
 from training.build import build_stages
 from training.step import TrainStep
@@ -169,6 +169,7 @@ def in_order(case, pieces=parallel.context.PIECES):
     config = case.config()
     with (
         traced(),
+        heads_in_pieces(),
         patch.object(parallel.context, "PIECES", pieces),
         patched(parallel.collectives, "_all_gather_single"),
         patched(parallel.collectives, "_reduce_scatter_single"),

@@ -77,7 +77,9 @@ NOT_RUN["install.md"] = Counter({"trains for minutes": 1, "needs `make train`": 
 NOT_RUN["your_data.md"] = Counter(
     {"needs your text": 3, "needs those weights": 1, "needs that run": 1}
 )
-NOT_RUN["longer_sequences.md"] = Counter({"needs Slurm": 1, "needs that run": 1})
+NOT_RUN["longer_sequences.md"] = Counter(
+    {"needs Slurm": 1, "needs that run": 1, "takes a minute": 1}
+)
 NOT_RUN["running.md"] = Counter(
     {"needs 8 GPUs": 1, "needs two machines": 1, "needs root, and your network": 1,
      "needs Slurm": 2, "takes a while": 1, "takes half a minute": 1}

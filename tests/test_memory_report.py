@@ -69,7 +69,7 @@ def test_out_of_memory(
         written = tmp_path / "run" / "memory" / f"step-00000002-rank-{rank:05d}.txt"
         report = written.read_text()
         assert report.startswith(
-            f"rank {rank} of 2 (pp 0, dp_replicate 0, dp_shard {rank}, tp 0), stage 0\n"
+            f"rank {rank} of 2 (pp 0, dp_replicate 0, dp_shard {rank}, cp 0, tp 0), stage 0\n"
             "out of memory in step 2: "
         )
         assert "Tried to allocate 2.00 GiB." in report

@@ -250,7 +250,7 @@ def test_layouts_that_hardly_differ_are_one_row(eight: Result) -> None:
         )
     many = max(shown, key=len)
     assert len(many) >= 4
-    assert "interleaved_1f1b×3/4/5/6" in describe(many)
+    assert "interleaved_1f1b×2/3/4/5/6/7/8/16, balanced" in describe(many)
     text = describe_search(eight)
     assert f"{many[0].seconds:.3f}-{many[-1].seconds:.3f}" in text
     assert f"({len(many)} layouts)" in text

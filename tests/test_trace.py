@@ -32,7 +32,7 @@ def test_every_action_of_every_rank_is_there_in_order(ranks, tmp_path):
     # 8 sequences, two data-parallel ranks, micro-batches of 1
     schedule = build_schedule("zb_v", 2, 2, 4)
     names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
-    assert names == [f"dp_replicate 0 dp_shard {d} tp {t}" for d in (0, 1) for t in (0, 1)]
+    assert names == [f"dp_replicate 0 dp_shard {d} cp 0 tp {t}" for d in (0, 1) for t in (0, 1)]
     for pipeline in range(4):
         timeline = from_chrome(trace, pipeline=pipeline)
         assert [[event.action for event in lane] for lane in timeline.ranks] == schedule

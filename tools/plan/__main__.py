@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError
+from parallel.axes import MeshSizes
 from parallel.memory import ACTIVATIONS
 from tools.command import add_overrides, run_command
 from tools.plan.beside import beside, read_report
@@ -38,7 +39,7 @@ from training.load_config import load_config
 
 
 def describe(plan: dict[str, Any]) -> str:
-    mesh = " × ".join(f"{axis} {size}" for axis, size in plan["mesh"].items())
+    mesh = str(MeshSizes(**plan["mesh"]))
     lines = [
         f"{plan['parameters']:,} parameters on {plan['world']} × {plan['device']} = {mesh}, "
         f"{plan['micro_batches']} micro-batches each",
