@@ -72,9 +72,8 @@ def test_how_far_it_is_off() -> None:
     )
 
 
-PUBLISHED: dict[
-    tuple[str, str], list[tuple[object, ...]]
-] = {  # label and column of GPUs → the rows of the file
+# label and column of GPUs → the rows of the file
+PUBLISHED: dict[tuple[str, str], list[tuple[object, ...]]] = {
     ("NeMo, GPT-3 175B, tp 4 × pp 8", "128, 2048 H100"): [
         ("NeMo", "175B", 128),
         ("NeMo", "175B", 2048),
@@ -84,7 +83,7 @@ PUBLISHED: dict[
         ("Llama 3", "405B", 16384),
     ],
     ("the same with cp 16, 131,072 tokens", "16384 H100"): [("Llama 3", "405B", 16384, 131072)],
-    ("NeMo 8B, cp 2; 70B, tp 4 × cp 2 × pp 4", "8; 64 H100"): [
+    ("NeMo 8B, cp 2; 70B, tp 4 × cp 2 × pp 4", "8, 64 H100"): [
         ("NeMo", "8B", 8),
         ("NeMo", "70B", 64),
     ],
