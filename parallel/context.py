@@ -34,7 +34,6 @@ zig-zag: https://github.com/zhuzilin/ring-flash-attention/issues/2.)
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -46,8 +45,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel.collectives import Pending, start_all_gather, start_reduce_scatter
 
 PIECES = 4  # of the heads, at most; more would hide more, but send and compute in smaller parts
-# Bytes of a gathered piece, at least. They take about 0.2 ms over NVLink, and as long take the
-# launches of the twenty kernels that one more piece needs (hardware.py).
+# Bytes of a gathered piece, at least. To gather them takes about 0.2 ms over NVLink, as long as to
+# launch the twenty kernels that one more piece needs (hardware.py).
 LEAST_BYTES = 64 * 2**20
 
 # q [S, B, H, E], k and v [S, B, K, E] → [S, B, H, E]
@@ -106,24 +105,22 @@ class SplitAttention:
         number = number_of_pieces(k.shape[2], (k.nbytes + v.nbytes) * self.cp.size)
         pieces = [Piece(self.cp, [part.stop for part in self.chunks]) for _ in range(number)]
         local = BesideEachOther.apply(k, v, pieces)
-        for one, other in pairwise(pieces):
-            one.following, other.preceding = other, one
         pieces[0].start()
         queries = q.chunk(number, 2)
-        ys = [self._of(*each) for each in zip(pieces, local, queries, strict=True)]
+        ys = [self._of(pieces, i, local[i], queries[i]) for i in range(number)]
         return ys[0] if number == 1 else torch.cat(ys, 2)
 
-    def _of(self, piece: "Piece", local: Tensor, q: Tensor) -> Tensor:
-        """Attention of a piece of the heads."""
-        keys_and_values = iter(Gather.apply(local, piece))
+    def _of(self, pieces: Sequence["Piece"], i: int, local: Tensor, q: Tensor) -> Tensor:
+        """Attention of piece i of the heads."""
+        keys_and_values = iter(Gather.apply(local, pieces[i : i + 2]))
         parts = q.split([len(part) for part in self.chunks])
-        with piece.instead_of_keeping() as gathers_again:
+        with pieces[i].instead_of_keeping() as gathers_again:
             ys = [
                 attend(mine, next(keys_and_values), next(keys_and_values))
                 for attend, mine in zip(self.attend, parts, strict=True)
             ]
         y = ys[0] if len(ys) == 1 else torch.cat(ys)
-        return GatherAgain.apply(y, piece) if gathers_again else y
+        return GatherAgain.apply(y, pieces[max(i - 1, 0) : i + 1]) if gathers_again else y
 
 
 def number_of_pieces(heads: int, gathered: int) -> int:
@@ -136,15 +133,15 @@ class Piece:
     """The keys and values of some heads, for one layer and micro-batch: gathered in forward and, if
     autograd would keep them, again in backward. Then their gradients are scattered.
 
-    Forward goes through the pieces in order, and backward in the reverse order.
+    Forward goes through the pieces in order, and backward in the reverse order. A piece must not
+    refer to a tensor with a `grad_fn`, nor to another piece: the graph refers to pieces, and memory
+    in a cycle stays until Python's collector runs, or for ever.
     """
 
     def __init__(self, cp: ContextParallel, ends: Sequence[int]) -> None:
         self.cp, self.ends = cp, ends
         self.local: Tensor | None = None  # [S/cp, B, K, E + E'], this rank's keys beside values
         self.width = 0  # E
-        self.preceding: Piece | None = None
-        self.following: Piece | None = None
         self.scattering: Pending | None = None
         self._gathering: Pending | None = None
         self._whole: Tensor | None = None
@@ -204,9 +201,11 @@ class BesideEachOther(torch.autograd.Function):
     def forward(ctx: Any, k: Tensor, v: Tensor, pieces: Sequence[Piece]) -> tuple[Tensor, ...]:
         ctx.pieces, ctx.shapes = pieces, (k.shape, v.shape)
         n = len(pieces)
-        for piece, *parts in zip(pieces, k.chunk(n, 2), v.chunk(n, 2), strict=True):
-            piece.local, piece.width = torch.cat(parts, -1), k.shape[-1]
-        return tuple(piece.local for piece in pieces if piece.local is not None)
+        parts = zip(k.chunk(n, 2), v.chunk(n, 2), strict=True)
+        together = tuple(torch.cat(each, -1) for each in parts)
+        for piece, local in zip(pieces, together, strict=True):
+            piece.local, piece.width = local.detach(), k.shape[-1]
+        return together
 
     @staticmethod
     def backward(ctx: Any, *placeholders: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -220,16 +219,16 @@ class BesideEachOther(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """Gather a piece's keys and values → for each end of a chunk, the keys and the values from 0 to
-    there, views of one tensor. Backward starts to scatter their gradients; `BesideEachOther` waits,
-    so this returns a placeholder."""
+    """Gather a piece's keys and values, and start to gather those of the next → for each end of a
+    chunk, the keys and the values from 0 to there, views of one tensor. Backward starts to scatter
+    their gradients; `BesideEachOther` waits, so this returns a placeholder."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, piece: Piece) -> tuple[Tensor, ...]:
-        ctx.piece = piece
-        whole = piece.whole()
-        if piece.following is not None:
-            piece.following.start()
+    def forward(ctx: Any, local: Tensor, pieces: Sequence[Piece]) -> tuple[Tensor, ...]:
+        piece, *following = pieces
+        ctx.piece, whole = piece, piece.whole()
+        for each in following:
+            each.start()
         ctx.shape = whole.shape
         k, v = whole[..., : piece.width], whole[..., piece.width :]
         return tuple(part[:end] for end in piece.ends for part in (k, v))
@@ -238,6 +237,7 @@ class Gather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         piece, dtype = ctx.piece, gradients[0].dtype
         piece.drop()
+        piece.local = None  # it is not gathered any more
         total = gradients[0].new_empty(ctx.shape, dtype=torch.promote_types(dtype, torch.float32))
         sum_by_rank(gradients[::2], total[..., : piece.width], piece.cp.size)
         sum_by_rank(gradients[1::2], total[..., piece.width :], piece.cp.size)
@@ -247,19 +247,18 @@ class Gather(torch.autograd.Function):
 
 
 class GatherAgain(torch.autograd.Function):
-    """Start to gather again before the backward of a piece's attention, and also for the piece that
-    comes next in backward. Every rank does it, whatever its kernels have kept."""
+    """Before the backward of the last piece's attention, start to gather that piece again, and the
+    one that comes next in backward. Every rank does it, whatever its kernels have kept."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, piece: Piece) -> Tensor:
-        ctx.piece = piece
+    def forward(ctx: Any, y: Tensor, pieces: Sequence[Piece]) -> Tensor:
+        ctx.pieces = pieces
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        for piece in (ctx.piece, ctx.piece.preceding):
-            if piece is not None:
-                piece.start()
+        for piece in reversed(ctx.pieces):
+            piece.start()
         return dy, None
 
 

@@ -84,7 +84,7 @@ def build_mesh(sizes: MeshSizes, device: str) -> Mesh:
     if sizes.cp == 1:  # batch is then the same group, which is not created again
         return Mesh(device, sizes, root, loss, loss, None)
     split = of_weights[sizes.with_cp] // sizes.cp, sizes.cp
-    at = WEIGHT_AXES.index(sizes.with_cp)  # torch 2.11 does not accept the name
+    at = WEIGHT_AXES.index(sizes.with_cp)  # torch 2.11 does not accept an axis by name here
     of_tokens = root._unflatten(at, split, ("rows", "cp"))
     other = "dp_shard" if sizes.replicates_cp else "dp_replicate"
     in_order = [name for name in of_tokens.mesh_dim_names or () if name in ("rows", other)]

@@ -1,14 +1,17 @@
 """What context parallelism sends, and in which dtype."""
 
+import gc
+import weakref
 from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from parallel.axes import MeshSizes
-from parallel.context import PIECES, ContextParallel, SplitAttention
+from parallel.context import PIECES, ContextParallel, Piece, SplitAttention
 from parallel.mesh import build_mesh
 from tests.counting import Listener
 from tools.parity.cases import BATCH, BOS, SEQ_LEN, Case
@@ -142,3 +145,52 @@ def test_gradients_are_summed_in_float32(ranks):
     hundred times as large."""
     assert ranks.run(error_of_the_sum, 4, False)[0] < 2**-8
     assert ranks.run(error_of_the_sum, 4, True)[0] > 100 * 2**-9
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def pieces_left(gathers_again, heads, backward, keeps_outputs=False):
+    """How many pieces of attention's heads are left when nothing refers to its results any more,
+    and their tensors; Python's collector does not run."""
+    mesh = build_mesh(MeshSizes(cp=2), "cpu")
+    cp = ContextParallel.of(mesh.cp, gathers_again)
+    made, honest = [], Piece.__init__
+
+    def noted(self, *arguments):
+        honest(self, *arguments)
+        made.append(weakref.ref(self))
+
+    def attend(q, k, v):
+        return q * k.sum(0) * v.sum(0)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with (
+            heads_in_pieces(),
+            patch.object(Piece, "__init__", noted),
+            patch.object(Tensor, "detach", lambda x: x) if keeps_outputs else nullcontext(),
+        ):
+            q, k, v = (torch.ones(4, 1, heads, 2, requires_grad=True) for _ in range(3))
+            y = SplitAttention(cp, cp.chunks(8), [attend] * len(cp.chunks(8)))(q, k, v)
+            if backward:
+                y.sum().backward()
+            del y, q, k, v
+        left = [piece() for piece in made]
+        return len(made), [piece.local is not None for piece in left if piece is not None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("gathers_again", [False, True])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_nothing_is_left_of_a_layer(ranks, heads, gathers_again):
+    """After backward, or if there is none. Control: a piece that keeps a tensor with its place in
+    the graph stays, since the graph refers to the piece."""
+    for backward in (True, False):
+        found = ranks.run(pieces_left, 2, gathers_again, heads, backward)
+        assert found == [(heads, [])] * 2
+    if gathers_again:
+        for number, left in ranks.run(pieces_left, 2, gathers_again, heads, False, True):
+            assert left == [True] * number
