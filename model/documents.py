@@ -26,8 +26,8 @@ from parallel.mesh import to_device
 
 
 class Documents(NamedTuple):
-    """The documents of a part of each sequence, and the keys that its tokens see: from the begin of
-    the first document, which may lie before the part, to the part's end. Counted through the
+    """The documents of a part of each sequence, and the keys that its tokens see: from the start
+    of the first document, which may lie before the part, to the part's end. Counted through the
     micro-batch's sequences, one after another."""
 
     queries: Tensor  # [N + 1] int32: where each of the N documents begins in the part, and the end

@@ -5,10 +5,10 @@
 
 The innermost axis, tp, changes fastest, so consecutive ranks form a tensor-parallel group. Tensor
 parallelism communicates most, several times per block, and gets the fastest links (inside a node);
-context parallelism communicates once per block and direction; pipeline stages communicate least and
-are farthest apart. (Megatron-LM has the same order: Narayanan et al. 2021,
-https://arxiv.org/abs/2104.04473, section 3; Llama 3, https://arxiv.org/abs/2407.21783, section
-3.3.2.)
+context parallelism communicates in the attention of every block; pipeline stages communicate least
+and are farthest apart. (Megatron-LM has the same order: Narayanan et al. 2021,
+https://arxiv.org/abs/2104.04473, section 3. In Llama 3, https://arxiv.org/abs/2407.21783, section
+3.3.2, data parallelism is outermost, outside pp.)
 
 Data-parallel ranks read different rows of the batch, and cp ranks different parts of the same rows;
 both have the same weights. So weights know only four axes, `WEIGHT_AXES`, in which cp is a part of
@@ -79,3 +79,4 @@ class MeshSizes:
 
 AXES = tuple(each.name for each in fields(MeshSizes) if each.compare)
 WEIGHT_AXES = tuple(axis for axis in AXES if axis != "cp")
+assert AXES[AXES.index("cp") - 1] == "dp_shard", "weights see the two as one axis"

@@ -49,7 +49,8 @@ def compiled_around_attention(
     first, last = (torch.compile(checkpointed(part), fullgraph=True) for part in (before, after))
 
     def training(x: Tensor, *inputs: Any) -> Any:
-        (attend,) = (each for each in inputs if isinstance(each, SplitAttention))
+        attend, *others = (each for each in inputs if isinstance(each, SplitAttention))
+        assert not others, "a compiled block with cp has one attention: set train.compile=false"
         return last(checkpointed(attend)(*first(x, *inputs)), x, *inputs)
 
     return _in_training(training, otherwise=forward)

@@ -214,9 +214,8 @@ def _tp_sizes(config: Config, world: int, device: Device) -> list[int]:
 
 
 def _cp_sizes(config: Config, world: int) -> list[int]:
-    """The sizes of cp that divide the world and leave a rank CP_TOKENS tokens of a sequence.
-    Compiled blocks run with cp 1 only."""
-    most = 1 if config.train.compile else max(1, config.train.seq_len // CP_TOKENS)
+    """The sizes of cp that divide the world and leave a rank CP_TOKENS tokens of a sequence."""
+    most = max(1, config.train.seq_len // CP_TOKENS)
     return [cp for cp in _divisors(world) if cp <= most]
 
 
