@@ -186,6 +186,29 @@ def test_gathered_keys_and_values_are_not_kept(mode: str) -> None:
     assert kept[0] / 4 <= kept[1] < kept[0] / 4 + gathered / 2
 
 
+@pytest.mark.parametrize("document_mask", [False, True])
+def test_no_tensor_has_a_score_of_every_query_and_key(
+    document_mask: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank's block on 131,072 tokens, cp 8: a mask of its queries and their keys would have 2.1e9
+    elements. Control: flash attention does not take float32, and the others take such a mask."""
+    sizes: list[int] = []
+    honest = Recorder.born
+
+    def born(self: Recorder, key: int, size: int, label: Any = None) -> None:
+        sizes.append(size)
+        honest(self, key, size, label)
+
+    monkeypatch.setattr(Recorder, "born", born)
+    of_8b = replace(SMALL, dim=4096, num_heads=32, num_kv_heads=8, ffn_dim=14336)
+    long = 2**17
+    for dtype in (torch.bfloat16, torch.float32):
+        setting = Setting(of_8b, long, cp=8, document_mask=document_mask, dtype=dtype)
+        sizes.clear()
+        assert units(setting)[1].whole.phases
+        assert (max(sizes) >= long * long // 8) == (dtype is torch.float32)
+
+
 # --- memory ---------------------------------------------------------------------------------------
 
 
