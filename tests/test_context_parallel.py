@@ -247,6 +247,7 @@ def test_gathering_again_with_other_options(ranks, case):
     assert not row.failures(), line(row, 0)
 
 
+@pytest.mark.thorough
 def test_every_option_meets_a_backward_that_gathers_again():
     """Without recomputation, and a micro-batch is one sequence. The whole matrix has these cases,
     and its covering array has every pair of options with cp, but with several sequences."""
