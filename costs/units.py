@@ -178,16 +178,13 @@ def _stage(setting: Setting, names: Iterable[str]) -> Transformer:
     """A pipeline stage that consists of these units."""
     model, tp = setting.model, setting.tp
     group = silent_group("tp", setting.tp_rank, tp)
-    cut, pieces, mode = (
-        setting.sequence_parallel,
-        setting.tp_pieces,
-        setting.activation_checkpointing,
-    )
+    cut, pieces = setting.sequence_parallel, setting.tp_pieces
     at = TensorParallel(tp, setting.tp_rank, cut, None, group, pieces)
     kinds = kinds_of_layers(model)
     layers = [kinds.index(name) for name in names if name in kinds]
     cp = context(setting)
     stage = Transformer(model, layers, EMBEDDING in names, HEAD in names, at, cp).to(setting.dtype)
+    mode = setting.activation_checkpointing
     wrap_blocks(stage.blocks.values(), mode, False, tp, OPERATORS)
     return stage
 

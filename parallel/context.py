@@ -134,8 +134,8 @@ class Piece:
     autograd would keep them, again in backward. Then their gradients are scattered.
 
     Forward goes through the pieces in order, and backward in the reverse order. A piece must not
-    refer to a tensor with a `grad_fn`, nor to another piece: the graph refers to pieces, and memory
-    in a cycle stays until Python's collector runs, or for ever.
+    refer to a tensor with a `grad_fn`, nor to another piece. The graph refers to pieces, so this
+    would be a cycle, whose memory is freed late or never.
     """
 
     def __init__(self, cp: ContextParallel, ends: Sequence[int]) -> None:

@@ -76,7 +76,7 @@ def documents_found_after_the_cut():
 
 @contextlib.contextmanager
 def nothing_gathered():
-    """Plant: each rank attends to its own part alone."""
+    """Plant: a rank's queries see only the keys of that rank."""
     with patch.object(SplitAttention, "__call__", lambda self, q, k, v: Mask()(q, k, v)):
         yield
 

@@ -137,19 +137,27 @@ def check_tensor_parallel(config: Config, sizes: MeshSizes) -> None:
     check_tp(config.model, sizes.tp)
 
 
-def check_sequence(config: Config, sizes: MeshSizes) -> None:
-    """Whether the sequence can be cut: over cp into 2 cp chunks, and each rank's part over tp."""
-    length, parallel = config.train.seq_len, config.parallel
-    cuts, remedies = {}, []
-    if sizes.cp > 1:
-        cuts[f"2 · parallel.cp={sizes.cp}"] = 2 * sizes.cp
-        remedies.append("a smaller parallel.cp")
-    if parallel.sequence_parallel and sizes.tp > 1:
-        cuts[f"parallel.tp={sizes.tp}"] = sizes.tp
+def cuts_of_sequence(parallel: ParallelConfig) -> dict[str, int]:
+    """The keys of `parallel` that cut a sequence, each with its number of equal parts: cp cuts it
+    into two chunks per rank, and sequence parallelism each rank's part over tp."""
+    cuts = {"cp": 2 * parallel.cp} if parallel.cp > 1 else {}
+    if parallel.sequence_parallel and parallel.tp > 1:
+        cuts["tp"] = parallel.tp
         if parallel.tp_pieces > 1:
-            cuts[f"parallel.tp_pieces={parallel.tp_pieces}"] = parallel.tp_pieces
-            remedies.append("fewer pieces")
-        remedies.append("parallel.sequence_parallel=false")
+            cuts["tp_pieces"] = parallel.tp_pieces
+    return cuts
+
+
+REMEDIES_OF_CUTS = {
+    "cp": "a smaller parallel.cp",
+    "tp_pieces": "fewer pieces",
+    "tp": "parallel.sequence_parallel=false",
+}
+
+
+def check_sequence(config: Config, sizes: MeshSizes) -> None:
+    length, parallel = config.train.seq_len, config.parallel
+    cuts = cuts_of_sequence(parallel)
     parts = math.prod(cuts.values())
     if length % parts:
         by = "sequence parallelism cuts"
@@ -159,7 +167,12 @@ def check_sequence(config: Config, sizes: MeshSizes) -> None:
                 if len(cuts) > 1
                 else "context parallelism cuts"
             )
-        why = f"{by} it into {' × '.join(cuts)} equal parts"
+        factors = " × ".join(
+            f"{'2 · ' if key == 'cp' else ''}parallel.{key}={getattr(parallel, key)}"
+            for key in cuts
+        )
+        why = f"{by} it into {factors} equal parts"
+        remedies = [remedy for key, remedy in REMEDIES_OF_CUTS.items() if key in cuts]
         *others, last = [f"use a multiple of {parts}", *remedies]
         raise UserError("train.seq_len", length, why, f"{', '.join(others)}, or {last}")
 

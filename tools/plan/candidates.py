@@ -19,7 +19,7 @@ from tools.plan.estimate import Estimate, Stage, ranks_of
 from tools.plan.hardware import Device
 from tools.plan.layout import Layout
 from tools.plan.time import StepTime
-from training.config import Config
+from training.config import Config, cuts_of_sequence
 
 # Stages per rank of schedules that take no other number; the others take two or more.
 FIXED = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "zb_v": 2, "dualpipe_v": 2}
@@ -100,12 +100,11 @@ def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate
         for cut, size, mode in itertools.product((True, False), sizes, MODES):
             if tp == 1 and cut != config.parallel.sequence_parallel:
                 continue
-            pieces = tp * config.parallel.tp_pieces if tp > 1 and cut else 1
-            if seq_len % ((2 * cp if cp > 1 else 1) * pieces):
-                continue
             parallel = replace(config.parallel, tp=tp, cp=cp, pp=1, dp_shard=1, dp_replicate=1,
                                schedule="1f1b", stages_per_rank=1, layers_per_stage=None,
                                sequence_parallel=cut, zero_stage=1)  # fmt: skip
+            if seq_len % math.prod(cuts_of_sequence(parallel).values()):
+                continue
             train = replace(config.train, micro_batch_size=size, activation_checkpointing=mode)
             layout = Layout(replace(config, parallel=parallel, train=train), tp * cp, 0)
             stage = Stage(StepTime(layout, device))
