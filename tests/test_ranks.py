@@ -10,6 +10,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+import tools.ranks
+from parallel.axes import MeshSizes
+from tools.parity.cases import Case
+from tools.parity.run import check
 from tools.ranks import RankError, Ranks
 
 
@@ -82,3 +86,26 @@ def test_no_mesh_of_an_earlier_task_comes_back(ranks):
     assert all(same for same, _ in results)
     assert results[0][1] == [0, 0, 1, 1]
     assert results[3][1] == [2, 2, 3, 3]
+
+
+def count_threads():
+    return len(os.listdir("/proc/self/task"))
+
+
+def keep_meshes():
+    """Introduces a bug: the rank keeps torch's caches from one task to the next."""
+    tools.ranks._forget_meshes = lambda: None
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")
+@pytest.mark.parametrize("bug", [None, keep_meshes], ids=str)
+def test_a_task_leaves_no_thread_of_its_groups(bug):
+    """gloo's threads wake a hundred times a second, so those of a thousand groups would take all
+    the processors' time."""
+    with Ranks(2) as pool:
+        if bug is not None:
+            pool.run(bug, 2)
+        before = pool.run(count_threads, 2)
+        assert not check(pool, Case(MeshSizes(tp=2), num_microbatches=2)).failures()
+        after = pool.run(count_threads, 2)
+    assert (after == before) is (bug is None)

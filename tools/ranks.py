@@ -195,12 +195,18 @@ def _serve(rank: int, pipe: Connection) -> None:
 def _forget_meshes() -> None:
     """Clears torch's caches that are keyed by meshes. Meshes of the same shape compare equal, so a
     cached result could contain a mesh whose process groups no longer exist, or belong to another
-    task under the same name."""
-    from torch.distributed.tensor import debug
+    task under the same name. A mesh that a cache keeps also keeps its groups' threads, of which
+    gloo wakes one in three every 10 ms."""
+    from torch.distributed.tensor import _redistribute, debug
 
     debug._clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
     for name, module in list(sys.modules.items()):
         if name.startswith("torch.distributed.") and module is not None:
-            for value in list(vars(module).values()):
-                if type(value) is _CACHED:
-                    value.cache_clear()
+            values = list(vars(module).values())
+            classes = [value for value in values if issubclass(type(value), type)]
+            values += [value for each in classes for value in vars(each).values()]
+            for value in values:
+                function = value.__func__ if type(value) is staticmethod else value
+                if type(function) is _CACHED:
+                    function.cache_clear()
