@@ -98,7 +98,7 @@ def keep_meshes():
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")
-@pytest.mark.parametrize("bug", [None, keep_meshes], ids=str)
+@pytest.mark.parametrize("bug", [None, keep_meshes], ids=["as it is", "meshes are kept"])
 def test_a_task_leaves_no_thread_of_its_groups(bug):
     """gloo's threads wake a hundred times a second, so those of a thousand groups would take all
     the processors' time."""
