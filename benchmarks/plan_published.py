@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import plan_megatron
-from benchmarks.published_rows import MEGATRON, ROWS, SC21, Row
+from benchmarks.published_rows import MEGATRON, NEMO, ROWS, SC21, Row
 from costs.summary import flops_per_token
 from tools.plan.hardware import find_device
 from tools.plan.search import Found
@@ -83,6 +83,15 @@ def layers_of(row: Row) -> str:
 
 
 def compare(row: Row) -> dict[str, Any]:
+    """The published and the planned speed of a row, with its settings. A row with context
+    parallelism has a second error: as if it had none, with otherwise the same settings."""
+    figures = _compare(row)
+    if row.cp > 1:
+        figures["error_points_without_cp"] = _compare(row._replace(cp=1))["error_points"]
+    return figures
+
+
+def _compare(row: Row) -> dict[str, Any]:
     one, system = plan(row), row.system
     parallel, train = one.config.parallel, one.config.train
     flops = flops_per_token(
@@ -130,12 +139,19 @@ def summary(table: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """For each group of rows: their number, the mean and the largest error in points, and the
     signed mean error."""
     alike = [row for row in table if not row["apart"]]
+    with_cp = [row for row in alike if row["cp"] > 1]
+    # Without cp, Llama 3's row would have one micro-batch for 16 pipeline stages.
+    of_nemo = [row for row in with_cp if row["system"] == NEMO.name]
+    without_cp = [row | {"error_points": row["error_points_without_cp"]} for row in of_nemo]
     groups = {
         "all": table,
         "comparable": alike,
         "    of these, H100": [row for row in alike if row["device"] == "h100"],
         "    of these, A100": [row for row in alike if row["device"] == "a100"],
         "    of these, every setting verified": [row for row in alike if not row["unverified"]],
+        "    of these, with context parallelism": with_cp,
+        "        of these, NeMo's": of_nemo,
+        "        NeMo's, planned without it": without_cp,
         "not comparable": [row for row in table if row["apart"]],
     }
     result = {}

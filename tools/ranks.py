@@ -204,6 +204,7 @@ def _forget_meshes() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("torch.distributed.") and module is not None:
             values = list(vars(module).values())
+            # not isinstance: it makes torch warn of a deprecated object
             classes = [value for value in values if issubclass(type(value), type)]
             values += [value for each in classes for value in vars(each).values()]
             for value in values:
