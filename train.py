@@ -82,7 +82,8 @@ def start_run(config: Config, device: str, signals: Signals) -> None:
         # deterministic cuBLAS requires it, and reads it at its first use
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), device)
+    sizes = config.parallel.mesh_sizes(dist.get_world_size())
+    mesh = build_mesh(sizes, device, config.model.has_experts)
 
     # Find the user's mistakes before anything is built or written.
     train_data, heldout_data = on_all_ranks(lambda: open_train_and_heldout(config), device)

@@ -46,6 +46,22 @@ class ModelConfig:
     # Kinds of layers: one for all layers, or a list through which the layers cycle.
     attention: Kinds = "causal"  # one or more files of model/attention/
     feed_forward: Kinds = "swiglu"  # one or more files of model/feed_forward/
+    # Layers of kind experts. Each token goes to experts_per_token of num_experts; 0: no experts.
+    num_experts: Annotated[int, between(0, 2**16)] = 0
+    experts_per_token: Annotated[int, between(1, 2**16)] = 1
+    expert_ffn_dim: Width | None = None  # inner width of each expert; null: ffn_dim
+    # experts to which every token goes, as one feed-forward of their width together
+    num_shared_experts: Annotated[int, between(0, 2**10)] = 0
+    num_dense_layers: Annotated[int, between(0, 4096)] = 0  # first layers that are swiglu instead
+    router: Text = "softmax_renormalised"  # a file of model/router/
+    router_scale: Annotated[float, between(1e-6, 1e6, example=2.5)] = 1.0  # of all its weights
+    # weight of the loss that evens the load of experts in each sequence (model/router/_base.py)
+    router_aux_weight: Annotated[float, between(0, 1000, example=1e-2)] = 0.0
+    # weight of log² of the sum of exp(logits), which keeps the router's logits small
+    router_z_weight: Annotated[float, between(0, 1000, example=1e-3)] = 0.0
+    # what router sigmoid_bias adds to an expert's bias after a step in which it had less than its
+    # share of tokens, or takes from it; 0: the bias stays as it is
+    router_bias_rate: Annotated[float, between(0, 1000, example=1e-3)] = 0.0
     # number of tokens that a token sees in layers of kind sliding_window, itself included
     attention_window: Annotated[int, between(1, 2**31 - 1, example=4096)] | None = None
     norm_eps: Annotated[float, between(1e-30, 1, example=1e-5)] = 1e-5
@@ -91,10 +107,44 @@ class ModelConfig:
             if not set([value] if isinstance(value, str) else value) <= set(known):
                 why = "there is no such kind of layer"
                 raise UserError(f"model.{key}", value, why, f"choose from {known}")
+        self._check_experts()
         if not self.rope_low_freq_factor < self.rope_high_freq_factor:
             why = f"must be below model.rope_high_freq_factor={self.rope_high_freq_factor}"
             key, remedy = "model.rope_low_freq_factor", "for example 1 and 4, as in Llama 3.1"
             raise UserError(key, self.rope_low_freq_factor, why, remedy)
+
+    def _check_experts(self) -> None:
+        given = self.feed_forward
+        used = "experts" in ([given] if isinstance(given, str) else given)
+        if used and not self.num_experts:
+            remedy = "give the number of experts, for example 8"
+            raise UserError("model.num_experts", 0, "model.feed_forward has experts", remedy)
+        if self.num_experts and not used:
+            why, remedy = "no layer has experts", "set model.feed_forward=experts"
+            raise UserError("model.num_experts", self.num_experts, why, remedy)
+        if not used:
+            return
+        if self.experts_per_token > self.num_experts:
+            why = f"a token would choose more than all model.num_experts={self.num_experts} experts"
+            remedy = "give a smaller number, for example 2"
+            raise UserError("model.experts_per_token", self.experts_per_token, why, remedy)
+        if self.router not in kinds_in("model.router"):
+            known = kinds_in("model.router")
+            why = "there is no such router"
+            raise UserError("model.router", self.router, why, f"choose one of {known}")
+
+    @property
+    def has_experts(self) -> bool:
+        return self.num_experts > 0
+
+    @property
+    def expert_width(self) -> int:
+        """The inner width of each expert."""
+        return self.expert_ffn_dim or self.ffn_dim
+
+    @property
+    def has_router_losses(self) -> bool:
+        return self.router_aux_weight > 0 or self.router_z_weight > 0
 
     def kinds_of(self, layer: int) -> tuple[str, str]:
         """The kinds of attention and of feed-forward of block `layer`. Blocks of the same kinds
@@ -107,7 +157,8 @@ class ModelConfig:
 
     def feed_forward_of(self, layer: int) -> str:
         """The kind of feed-forward of block `layer`."""
-        return _in_turn(self.feed_forward, layer)
+        kind = _in_turn(self.feed_forward, layer)
+        return "swiglu" if kind == "experts" and layer < self.num_dense_layers else kind
 
     @property
     def attention_width(self) -> int:  # H·E

@@ -6,6 +6,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from model.kernels.grouped_matmul import (
+    add_grouped_weight_gradient,
+    grouped_mm,
+    grouped_weight_gradient,
+)
+from parallel.expert import Groups
+
 
 class Matmul:
     """Computes the products in the dtype of their arguments."""
@@ -55,3 +62,45 @@ class Matmul:
         if wide:  # CPUs and AMD's libraries have no such product
             dy, x = dy.to(dtype), x.to(dtype)
         return into.addmm_(dy.t(), x, beta=beta)
+
+
+class GroupedMatmul:
+    """The products of all experts of a layer, each with its own rows. (The products that
+    `LinearProducts` names, for weights [X, F, D].)"""
+
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
+
+    def forward(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        """y [R, F] = x [R, D] · weightᵀ, weight [X, F, D]."""
+        assert out is None
+        return self._product(x, weight.transpose(1, 2))
+
+    def input_gradient(
+        self, dy: Tensor, weight: Tensor, into: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """dx [R, D] = dy [R, F] · weight, added to `into` if given."""
+        assert out is None
+        dx = self._product(dy, weight)
+        return dx if into is None else into.add_(dx)
+
+    def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+        """dw [X, F, D] = dyᵀ · x over each expert's rows."""
+        sizes, offsets = self.groups
+        dw: Tensor = grouped_weight_gradient(dy.contiguous(), x.contiguous(), offsets, sizes)
+        return dw
+
+    def add_weight_gradient(
+        self, dy: Tensor, x: Tensor, into: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """into + dyᵀ · x over each expert's rows, summed in `dtype`."""
+        beta = 1
+        if into is None:
+            sizes = self.groups.sizes
+            into, beta = dy.new_empty((len(sizes), dy.shape[1], x.shape[1]), dtype=dtype), 0
+        add_grouped_weight_gradient(into, dy, x, self.groups.sizes, beta)
+        return into
+
+    def _product(self, x: Tensor, matrices: Tensor) -> Tensor:
+        y: Tensor = grouped_mm(x.contiguous(), matrices, self.groups.offsets, self.groups.sizes)
+        return y

@@ -26,6 +26,7 @@ from model.matmul import Matmul
 from model.norm import RMSNorm
 from model.positions import BatchPositions
 from parallel.context import ContextParallel
+from parallel.expert import ExpertParallel
 from parallel.layer import Pieces, TensorParallel
 from parallel.parameter import Normal, weights_of
 from parallel.tensor import ColumnParallelLinear, VocabParallelEmbedding
@@ -48,12 +49,18 @@ class Batch:
 class Block(nn.Module):
     """One layer: h = x + attention(norm(x)), then h + feed_forward(norm(h)), all [S/tp, B, D]."""
 
-    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        tp: TensorParallel,
+        ep: ExpertParallel = ExpertParallel(),  # noqa: B008  (it cannot be changed)
+    ) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config, config.dim, tp, tp.sequence_parallel)
         self.attention = make_attention(config, layer, tp)
         self.feed_forward_norm = RMSNorm(config, config.dim, tp, tp.sequence_parallel)
-        self.feed_forward = make_feed_forward(config, layer, tp)
+        self.feed_forward = make_feed_forward(config, layer, tp, ep)
 
     def forward(self, x: Tensor, *inputs: Any) -> Tensor:
         """`inputs`: the inputs that this layer's attention derives from the positions."""
@@ -126,6 +133,7 @@ class Transformer(nn.Module):
         last: bool,
         tp: TensorParallel,
         cp: ContextParallel = ContextParallel(),  # noqa: B008  (it cannot be changed)
+        ep: ExpertParallel = ExpertParallel(),  # noqa: B008
     ) -> None:
         super().__init__()
         self.config, self.first, self.last, self.cp = config, first, last, cp
@@ -133,7 +141,7 @@ class Transformer(nn.Module):
         if first:
             initial = Normal(config.init_std)
             self.embedding = VocabParallelEmbedding(vocabulary(config), config.dim, tp, initial)
-        self.blocks = nn.ModuleDict({str(layer): Block(config, layer, tp) for layer in layers})
+        self.blocks = nn.ModuleDict({str(layer): Block(config, layer, tp, ep) for layer in layers})
         self.norm = RMSNorm(config, config.dim, tp, tp.sequence_parallel) if last else None
         self.head = Head(config, tp) if last else None
 

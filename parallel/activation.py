@@ -13,6 +13,9 @@ reduction. The results of these products are partial sums, [S, B, D] on every ra
 block are 2 tp times as large as a rank's part of the residual stream (for Llama 3 405B with tp 8,
 over half of all that would be kept). The second one is not needed again.
 
+Of experts, selective keeps the rows that a rank has received and the outputs of the first products.
+Every mode keeps which experts the tokens chose (kept.py).
+
 (Chen et al. 2016, https://arxiv.org/abs/1604.06174; selective: Korthikanti et al. 2022, section 5,
 chosen by operation with torch's `create_selective_checkpoint_contexts`.)
 """
@@ -31,6 +34,8 @@ from torch.utils.checkpoint import (
 )
 
 from parallel.compiled import Forward, compiled, compiled_around_attention
+from parallel.expert import TokenDispatch
+from parallel.expert_linear import ExpertLinear
 from parallel.kept import KeptOutputs
 from parallel.tensor import ColumnParallelLinear
 
@@ -43,11 +48,11 @@ def _keep(operations: Set[Any], ctx: Any, op: Any, *args: Any, **kwargs: Any) ->
 
 
 def _contexts_with(
-    attention: Set[Any], kept: KeptOutputs
+    operations: Set[Any], kept: KeptOutputs
 ) -> tuple[AbstractContextManager[None], ...]:
-    """Keep what attention and column-parallel layers compute."""
-    operations = create_selective_checkpoint_contexts(partial(_keep, attention))
-    return tuple(map(_both, operations, kept.contexts()))
+    """Keep what these operations compute, and what the layers that share `kept` do."""
+    of_operations = create_selective_checkpoint_contexts(partial(_keep, operations))
+    return tuple(map(_both, of_operations, kept.contexts()))
 
 
 @contextmanager
@@ -94,20 +99,33 @@ def wrap_blocks(
         else:
             forward = compiled(selective(forward)) if compile else selective(forward)
         if mode == "full":
-            forward = _checkpointed(forward)
+            forward = _checkpointed(forward, **_kept_routes(block))
         block.forward = forward
 
 
 def _selection(block: nn.Module, tp: int, attention: Set[Any]) -> Callable[[], Any]:
     """What selective checkpointing keeps of a block: contexts for its forward and recomputation."""
-    if tp == 1:  # in a form that torch.compile can trace: its own function and a policy
-        policy = partial(_keep, attention | PRODUCTS)
-        return partial(create_selective_checkpoint_contexts, policy)
+    operations = attention | PRODUCTS if tp == 1 else attention
     kept = KeptOutputs()
+    keeping = (ExpertLinear,) if tp == 1 else (ExpertLinear, ColumnParallelLinear)
     for layer in block.modules():
-        if isinstance(layer, ColumnParallelLinear):
+        if isinstance(layer, keeping):
             layer.kept = kept
-    return partial(_contexts_with, attention, kept)
+        if isinstance(layer, TokenDispatch):
+            layer.kept, layer.keeps_rows = kept, True
+    if tp == 1 and not any(isinstance(layer, TokenDispatch) for layer in block.modules()):
+        # in a form that torch.compile can trace: its own function and a policy
+        return partial(create_selective_checkpoint_contexts, partial(_keep, operations))
+    return partial(_contexts_with, operations, kept)
+
+
+def _kept_routes(block: nn.Module) -> dict[str, Any]:
+    """The options by which full checkpointing keeps the routes of tokens to experts."""
+    kept = KeptOutputs()
+    dispatches = [each for each in block.modules() if isinstance(each, TokenDispatch)]
+    for dispatch in dispatches:
+        dispatch.kept = kept
+    return {"context_fn": kept.contexts} if dispatches else {}
 
 
 def _unchanged(forward: Forward) -> Forward:

@@ -14,11 +14,17 @@ Data-parallel ranks read different rows of the batch, and cp ranks different par
 both have the same weights. So weights know only four axes, `WEIGHT_AXES`, in which cp is a part of
 dp_shard: FSDP shards over both.
 
+Experts (expert.py) know other axes, `EXPERT_AXES`, of the same ranks: all ranks of a pipeline stage
+and replica have different tokens, those of dp_shard × cp × tp. `ep` of them, the innermost, share
+the experts; FSDP shards each expert over the rest, `efsdp`:
+
+    rank = ((pp · ep_replicate_size + ep_replicate) · efsdp_size + efsdp) · ep_size + ep
+
 An axis of size 1 is not a special case: a single process is the mesh `MeshSizes()`.
 """
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Self
 
@@ -32,6 +38,8 @@ class MeshSizes:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    # not an axis of its own: a part of dp_shard × cp × tp (EXPERT_AXES)
+    ep: int = field(default=1, kw_only=True)
     # not an axis: whether cp ranks hold replicas of the weights (zero_stage 0), not shards
     replicates_cp: bool = field(default=False, compare=False, kw_only=True)
 
@@ -58,6 +66,13 @@ class MeshSizes:
         sizes[self.with_cp] *= self.cp
         return sizes
 
+    def of_experts(self) -> dict[str, int]:
+        """The number of ranks on each of `EXPERT_AXES`."""
+        others = self.dp_shard * self.cp * self.tp // self.ep
+        replicas, shards = (others, 1) if self.replicates_cp else (1, others)
+        sizes = self.pp, self.dp_replicate * replicas, shards, self.ep
+        return dict(zip(EXPERT_AXES, sizes, strict=True))
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """The coordinate of `rank` on each axis."""
         found = {}
@@ -74,9 +89,11 @@ class MeshSizes:
 
     def __str__(self) -> str:
         named = {axis: n for axis, n in self.by_axis().items() if axis != "cp" or n > 1}
-        return " × ".join(f"{axis} {size}" for axis, size in named.items())
+        experts = f", ep {self.ep}" if self.ep > 1 else ""
+        return " × ".join(f"{axis} {size}" for axis, size in named.items()) + experts
 
 
-AXES = tuple(each.name for each in fields(MeshSizes) if each.compare)
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 WEIGHT_AXES = tuple(axis for axis in AXES if axis != "cp")
+EXPERT_AXES = ("pp", "ep_replicate", "efsdp", "ep")
 assert AXES[AXES.index("cp") - 1] == "dp_shard", "weights see the two as one axis"

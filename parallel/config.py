@@ -25,6 +25,10 @@ class ParallelConfig:
     dp_replicate: Count = 1  # data parallel with replicas of the sharded groups (hybrid sharding)
     cp: Count = 1  # context parallel: each sequence is split over cp ranks, which share attention
 
+    # expert parallel: experts are spread over ep of the dp_shard · cp · tp ranks; not an axis of its
+    # own (axes.py)
+    ep: Count = 1
+
     # in norms and in the residual stream, each tp rank keeps 1 / tp of the sequence
     sequence_parallel: bool = True
     # With tp, the number of pieces into which the sequence is cut: the product of one is computed
@@ -88,7 +92,15 @@ class ParallelConfig:
             why = f"stage 0 keeps whole replicas, but dp_shard is {dp_shard}"
             remedy = f"set parallel.dp_shard=1 parallel.dp_replicate={self.dp_replicate * dp_shard}"
             raise UserError("parallel.zero_stage", 0, why, remedy + ", or zero_stage 1 to 3")
-        return MeshSizes(**given | {"dp_shard": dp_shard}, replicates_cp=self.zero_stage == 0)
+        folded = dp_shard * self.cp * self.tp
+        if folded % self.ep:
+            why = f"must divide dp_shard · cp · tp = {dp_shard} · {self.cp} · {self.tp}, of which "
+            why += "it is a part"
+            fits = [n for n in range(1, folded + 1) if folded % n == 0]
+            raise UserError("parallel.ep", self.ep, why, f"choose one of {fits}")
+        whole = self.zero_stage == 0
+        given |= {"dp_shard": dp_shard}
+        return MeshSizes(**given, ep=self.ep, replicates_cp=whole)
 
     @property
     def ranks_of_stages(self) -> list[int]:

@@ -56,11 +56,11 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from parallel.layer import Layer
 from parallel.mesh import Mesh
-from parallel.parameter import weights_of
+from parallel.parameter import WeightSpec, weights_of
 from parallel.weight_gradient import GradientSum, sum_dtype
 from parallel.whole import WholeWeights
 
@@ -94,7 +94,14 @@ def shard(
     offload = CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy()
     for unit in (*units, [stage]):
         over = view_of(unit, mesh)
-        fully_shard(unit, mesh=over, mp_policy=precision, offload_policy=offload)
+        within = cut_within_experts(unit, over)
+        fully_shard(
+            unit,
+            mesh=over,
+            mp_policy=precision,
+            offload_policy=offload,
+            shard_placement_fn=lambda p, within=within: Shard(1) if id(p) in within else None,
+        )
     if units:
         # In backward, while one unit computes, FSDP prefetches the unit that ran before it in
         # forward. For the first unit this is the last unit of the previous micro-batch, which would
@@ -121,13 +128,46 @@ def view_of(unit: Sequence[nn.Module], mesh: Mesh) -> DeviceMesh:
     left = [
         each
         for each in weights
-        if "dp_shard" not in (each.sharded.device_mesh.mesh_dim_names or ())
+        if each.sharded.device_mesh.ndim == 1  # tp or ep
     ]
     names = {each.spec.sharded_over for each in left} or {"fsdp"}
     assert len(names) == 1, f"the weights of one FSDP unit name several views: {sorted(names)}"
     view = getattr(mesh, names.pop())
     assert isinstance(view, DeviceMesh)
     return view
+
+
+def with_inner_units(units: Sequence[list[nn.Module]]) -> list[list[nn.Module]]:
+    """`units`, each preceded by the modules in it whose weights are sharded over another view of
+    the mesh than the rest: a unit of their own."""
+    found = []
+    for unit in units:
+        inner = [
+            module
+            for outer in unit
+            for module in outer.modules()
+            if (
+                mine := {each.sharded_over for layer in module.children() for each in _specs(layer)}
+            )
+            and mine != {"fsdp"}
+        ]
+        found += [inner, unit] if inner else [unit]
+    return found
+
+
+def _specs(layer: nn.Module) -> Iterable[WeightSpec]:
+    return layer.weights.values() if isinstance(layer, Layer) else ()
+
+
+def cut_within_experts(unit: Sequence[nn.Module], over: DeviceMesh) -> set[int]:
+    """The ids of the weights [X, out, in] that FSDP shards over dimension 1, because this rank has
+    fewer experts than there are ranks. It shards all others over dimension 0."""
+    return {
+        id(each.parameter)
+        for module in unit
+        for each in weights_of(module)
+        if len(each.spec.shape) == 3 and each.sharded.to_local().shape[0] < over.size(-1)
+    }
 
 
 def fsdp_modules(stage: nn.Module) -> list[FSDPModule]:

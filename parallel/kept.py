@@ -1,32 +1,43 @@
-"""What selective activation checkpointing keeps of a block under tensor parallelism: the outputs of
-its column-parallel layers.
+"""What activation checkpointing keeps of a block as the result of several operations: the outputs
+of column-parallel layers, and what experts are sent (only selective checkpointing), and which
+experts each token was sent to (always).
 
 torch's selective checkpointing keeps the result of an operation, and in the recomputation returns
 it instead of running the operation again. A column-parallel layer is more than one operation: it
 gathers its input piece by piece, and writes each piece's products into its outputs. So the layer as
 a whole is treated in this way: the recomputation neither gathers nor multiplies.
+
+The choice of experts must be kept: numbers that are computed again may differ in their last bits,
+and a token would then go to another expert in backward.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 Outputs = tuple[Tensor, ...]
+T = TypeVar("T")
 
 
 class KeptOutputs:
-    """Shared by the column-parallel layers of one block. Outside of its contexts it does nothing.
+    """Shared by the layers of one block. Outside of its contexts it does nothing.
 
     As in torch's own, a block must call its layers in the same order again, and nothing may modify
     an output in place.
     """
 
     def __init__(self) -> None:
-        # of the forward that runs: for each call of `of`, (output, its version); None: none runs
-        self._kept: deque[list[tuple[Tensor, int]]] | None = None
+        # of the forward that runs: the result of each call of `once`; None: none runs
+        self._kept: deque[Any] | None = None
         self._again = False  # whether it is a recomputation
+
+    @property
+    def has_result(self) -> bool:
+        """Whether this is a recomputation, in which `of` and `once` compute nothing."""
+        return self._kept is not None and self._again
 
     def of(self, compute: Callable[[], Outputs]) -> Outputs:
         """The result of `compute`, which the recomputation does not call."""
@@ -39,16 +50,25 @@ class KeptOutputs:
             return outputs
         found = self._kept.popleft()
         if any(y._version != version for y, version in found):
-            raise RuntimeError("a kept output of a column-parallel layer was modified in place")
+            raise RuntimeError("a kept output of a layer was modified in place")
         return tuple(y for y, _ in found)
+
+    def once(self, compute: Callable[[], T]) -> T:
+        """The result of `compute`, which has no tensor that autograd follows."""
+        if self._kept is None:
+            return compute()
+        result: T = self._kept.popleft() if self._again else compute()
+        if not self._again:
+            self._kept.append(result)
+        return result
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """For one micro-batch: a context for the block's forward, and one for its recomputation."""
-        kept: deque[list[tuple[Tensor, int]]] = deque()
+        kept: deque[Any] = deque()
         return self._during(kept, again=False), self._during(kept, again=True)
 
     @contextmanager
-    def _during(self, kept: deque[list[tuple[Tensor, int]]], again: bool) -> Iterator[None]:
+    def _during(self, kept: deque[Any], again: bool) -> Iterator[None]:
         self._kept, self._again = kept, again
         try:
             yield

@@ -6,7 +6,7 @@ backward compute with the local tensor, which `Layer.local_weight` returns.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,19 @@ from parallel.memory import GRADIENTS, tell
 from parallel.parameter import WeightSpec
 from parallel.placement import as_dtensor_like, chunk_range, local_part
 from parallel.weight_gradient import Destination, GradientSum, LinearProducts
+
+
+class Axis(Protocol):
+    """The axis of the mesh over which a layer's weight is placed."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def mesh(self) -> DeviceMesh | None: ...
 
 
 @dataclass(frozen=True)
@@ -86,18 +99,19 @@ class Layer(nn.Module):
         self.tp = tp
         self.weights: dict[str, WeightSpec] = {}  # kept here because FSDP2 replaces the parameters
 
-    def add_weight(self, weight: WeightSpec) -> None:
-        """Register the parameter on the meta device: this tp rank's part of `weight`."""
-        tp, shape, local_shape = self.tp, torch.Size(weight.shape), list(weight.shape)
+    def add_weight(self, weight: WeightSpec, over: Axis | None = None) -> None:
+        """Register the parameter on the meta device: this rank's part of `weight`, which is placed
+        over the axis `over` (None: tp)."""
+        axis, shape, local_shape = over or self.tp, torch.Size(weight.shape), list(weight.shape)
         if isinstance(weight.placement, Shard):
             dim = weight.placement.dim
-            local_shape[dim] = len(chunk_range(shape[dim], tp.size, tp.rank))
+            local_shape[dim] = len(chunk_range(shape[dim], axis.size, axis.rank))
         local = torch.empty(local_shape, device="meta")
-        if tp.mesh is not None:
+        if axis.mesh is not None:
             stride = torch.empty(shape, device="meta").stride()
             placements = [weight.placement]
             local = DTensor.from_local(
-                local, tp.mesh, placements, run_check=False, shape=shape, stride=stride
+                local, axis.mesh, placements, run_check=False, shape=shape, stride=stride
             )
         self.weight = nn.Parameter(local)
         self.weights["weight"] = weight

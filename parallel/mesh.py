@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from parallel.axes import WEIGHT_AXES, MeshSizes
+from parallel.axes import EXPERT_AXES, WEIGHT_AXES, MeshSizes
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Mesh:
     | fsdp       | (dp_replicate, dp_shard) | FSDP2 shards over the last, replicates over the      |
     |            |                          | first; one of them contains cp (axes.py)             |
     | pp, cp, tp | one axis each            | pipeline stages; parts of the sequence; of a layer   |
+    | ep         | one axis                 | each has different experts                           |
+    | fsdp_ep    | (ep_replicate, efsdp)    | what fsdp is, for the weights of experts             |
     """
 
     device: str  # "cuda" or "cpu"
@@ -30,6 +32,7 @@ class Mesh:
     batch: DeviceMesh
     loss: DeviceMesh
     cp: DeviceMesh | None  # None: one rank
+    experts: DeviceMesh | None = None  # EXPERT_AXES; None: the model has no experts
 
     @cached_property  # slicing a DeviceMesh builds a new one each time
     def pp(self) -> DeviceMesh:
@@ -42,6 +45,16 @@ class Mesh:
     @cached_property
     def tp(self) -> DeviceMesh:
         return self.root["tp"]
+
+    @cached_property
+    def ep(self) -> DeviceMesh:
+        assert self.experts is not None
+        return self.experts["ep"]
+
+    @cached_property
+    def fsdp_ep(self) -> DeviceMesh:
+        assert self.experts is not None
+        return self.experts["ep_replicate", "efsdp"]
 
     @property
     def pp_rank(self) -> int:
@@ -61,7 +74,15 @@ class Mesh:
         tokens."""
         cp = {} if self.cp is None else {"cp": self.cp}
         axes = {axis: self.root[axis] for axis in reversed(WEIGHT_AXES)}
+        of_experts = EXPERT_AXES[:0:-1] if self.experts is not None else ()
+        axes |= {axis: self.axis(axis) for axis in of_experts}
         return {"tp": axes.pop("tp"), **cp, **axes, "loss": self.loss, "batch": self.batch}
+
+    def axis(self, name: str) -> DeviceMesh:
+        """The group of this rank on one of `WEIGHT_AXES` or `EXPERT_AXES`."""
+        mesh = self.root if name in WEIGHT_AXES else self.experts
+        assert mesh is not None
+        return mesh[name]
 
     def describe(self) -> str:
         """The rank order, for the log: `8 ranks = pp 2 × dp_replicate 1 × dp_shard 2 × tp 2 (tp
@@ -73,23 +94,28 @@ class Mesh:
         return self.sizes.coordinates(dist.get_rank())
 
 
-def build_mesh(sizes: MeshSizes, device: str) -> Mesh:
-    """Create the mesh over all processes; every rank calls it.
+def build_mesh(sizes: MeshSizes, device: str, has_experts: bool = False) -> Mesh:
+    """Create the mesh over all processes; every rank calls it. `has_experts`: the model has
+    experts.
 
     Needs an initialised default process group of `sizes.world` ranks.
     """
     of_weights = sizes.of_weights()
     root = init_device_mesh(device, tuple(of_weights.values()), mesh_dim_names=WEIGHT_AXES)
     loss = root["dp_replicate", "dp_shard"]._flatten("loss")
+    experts = None
+    if has_experts:
+        shape = tuple(sizes.of_experts().values())
+        experts = init_device_mesh(device, shape, mesh_dim_names=EXPERT_AXES)
     if sizes.cp == 1:  # batch is then the same group, which is not created again
-        return Mesh(device, sizes, root, loss, loss, None)
+        return Mesh(device, sizes, root, loss, loss, None, experts)
     split = of_weights[sizes.with_cp] // sizes.cp, sizes.cp
     at = WEIGHT_AXES.index(sizes.with_cp)  # torch 2.11 does not accept an axis by name here
     of_tokens = root._unflatten(at, split, ("rows", "cp"))
     other = "dp_shard" if sizes.replicates_cp else "dp_replicate"
     in_order = [name for name in of_tokens.mesh_dim_names or () if name in ("rows", other)]
     batch = of_tokens[tuple(in_order)]._flatten("batch")
-    return Mesh(device, sizes, root, batch, loss, of_tokens["cp"])
+    return Mesh(device, sizes, root, batch, loss, of_tokens["cp"], experts)
 
 
 def to_device(x: Tensor, device: str) -> Tensor:

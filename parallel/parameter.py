@@ -57,7 +57,8 @@ class WeightSpec:
     """The description of one weight of the model."""
 
     shape: tuple[int, ...]  # global
-    # over tp; shards are uneven if tp does not divide the dimension (`chunk_range`)
+    # over tp (of experts: over ep); shards are uneven if it does not divide the dimension
+    # (`chunk_range`)
     placement: Shard | Replicate
     initial: Normal | Constant
     group: Group  # how the optimizer treats it

@@ -6,7 +6,7 @@ from typing import TypeVar, cast
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from parallel.axes import WEIGHT_AXES
+from parallel.axes import EXPERT_AXES, WEIGHT_AXES
 
 T = TypeVar("T", bound=Tensor)
 
@@ -44,7 +44,8 @@ def replicated_over(tensor: DTensor) -> list[str]:
     mesh that do not shard it, and those that its mesh does not have."""
     names = tensor.device_mesh.mesh_dim_names or ()
     cut = [a for a, p in zip(names, tensor.placements, strict=True) if not p.is_replicate()]
-    return [axis for axis in WEIGHT_AXES if axis != "pp" and axis not in cut]
+    axes = EXPERT_AXES if "ep" in names else WEIGHT_AXES
+    return [axis for axis in axes if axis != "pp" and axis not in cut]
 
 
 def local_part(tensor: Tensor) -> Tensor:

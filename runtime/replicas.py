@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from errors import RunFailed
-from parallel.axes import WEIGHT_AXES
+from parallel.axes import EXPERT_AXES, WEIGHT_AXES
 from parallel.mesh import Mesh
 from parallel.placement import replicated_over
 from runtime.checkpoint import held_tensors
@@ -44,7 +44,8 @@ def check_replicas(train: TrainStep) -> None:
     for held in held_tensors(train):
         for axis in replicated_over(held.tensor):
             copied_over[axis].append(held.tensor)
-    odd = [line for axis in WEIGHT_AXES for line in _odd_ones(axis, copied_over[axis], mesh)]
+    axes = WEIGHT_AXES if mesh.experts is None else dict.fromkeys(WEIGHT_AXES + EXPERT_AXES)
+    odd = [line for axis in axes for line in _odd_ones(axis, copied_over[axis], mesh)]
     everyone: list[list[str] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, odd)
     found = sorted({line for lines in everyone if lines for line in lines})
@@ -55,7 +56,7 @@ def check_replicas(train: TrainStep) -> None:
 
 def _odd_ones(axis: str, tensors: list[DTensor], mesh: Mesh) -> list[str]:
     """Describe the ranks of this rank's group on `axis` that differ from the others."""
-    group = mesh.root[axis].get_group()
+    group = mesh.axis(axis).get_group()
     if group.size() == 1 or not tensors:
         return []
     mine = hash_of(tensor.to_local() for tensor in tensors).to(mesh.device)

@@ -8,7 +8,8 @@ from model.kernels.attention import OPERATORS
 from model.transformer import Transformer
 from parallel.activation import gathers_again, wrap_blocks
 from parallel.context import ContextParallel
-from parallel.data import shard
+from parallel.data import shard, with_inner_units
+from parallel.expert import ExpertParallel
 from parallel.layer import TensorParallel
 from parallel.mesh import Mesh
 from parallel.pipeline.tied import TiedEmbedding, first_and_last_stage_group
@@ -33,7 +34,8 @@ def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bo
     parallel, train = config.parallel, config.train
     tp = TensorParallel.of(mesh.tp, parallel.sequence_parallel, parallel.tp_pieces)
     cp = ContextParallel.of(mesh.cp, gathers_again(train.activation_checkpointing))
-    stage = Transformer(config.model, layers, first, last, tp, cp).to(precision.master)
+    ep = ExpertParallel.of(mesh)
+    stage = Transformer(config.model, layers, first, last, tp, cp, ep).to(precision.master)
     blocks = list(stage.blocks.values())
     wrap_blocks(blocks, train.activation_checkpointing, train.compile, tp.size, OPERATORS, cp.size)
     units: list[list[torch.nn.Module]] = [[block] for block in blocks]
@@ -43,6 +45,7 @@ def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bo
         units.append([stage.norm, stage.head])
     if parallel.fsdp_unit == "stage":
         units = [[module for unit in units for module in unit]]
+    units = with_inner_units(units)
     shard(
         stage,
         units,

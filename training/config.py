@@ -19,6 +19,7 @@ from parallel.pipeline.actions import Action, splits_backward
 from parallel.pipeline.balance import LayerCosts
 from parallel.pipeline.check import Fault, check
 from parallel.pipeline.schedules import build_schedule
+from training.check_experts import check_experts
 from training.precision import Precision
 from training.sections import (
     MAX_TOKENS,
@@ -155,6 +156,10 @@ REMEDIES_OF_CUTS = {
 }
 
 
+def check_routing(config: Config, sizes: MeshSizes) -> None:
+    check_experts(config.model, config.parallel, config.train, sizes)
+
+
 def check_sequence(config: Config, sizes: MeshSizes) -> None:
     length, parallel = config.train.seq_len, config.parallel
     cuts = cuts_of_sequence(parallel)
@@ -226,6 +231,7 @@ CHECKS: list[Callable[[Config, MeshSizes], None]] = [
     check_batch,
     check_reduce_dtype,
     check_tensor_parallel,
+    check_routing,
     check_sequence,
     check_pure_bfloat16,
     check_decay_steps,

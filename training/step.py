@@ -19,6 +19,7 @@ from parallel.pipeline.lower import Program, lower
 from parallel.pipeline.runner import PipelineRunner, Recorder, record_nothing
 from parallel.pipeline.transfer import Transfers
 from tokens import IGNORE
+from training.balance import Balance, Loads
 from training.build import build_tied_embedding
 from training.config import Config
 from training.gradient import gradient_norm
@@ -38,6 +39,7 @@ class StepResult:
     grad_norm: Tensor  # before clipping
     updates: Tensor  # number of updates so far: steps minus those that the guard skipped
     bad_in_a_row: Tensor  # number of consecutive skipped updates, up to this step
+    loads: Loads | None  # of experts; None: the model has none
 
 
 class TrainStep:
@@ -61,6 +63,7 @@ class TrainStep:
         self.partial = PartialGradients(self.weights, mesh.tp.get_group())
         self.tied = build_tied_embedding(config, mesh, stages)
         self.optimizer = optimizer_class(config.optimizer.name)(self.weights, config)
+        self.balance = Balance.of(config, mesh, stages)
         self.guard = UpdateGuard(config.guard.spike_sigmas, mesh.device)
         self.record: Recorder = record_nothing
 
@@ -85,7 +88,9 @@ class TrainStep:
         lr = learning_rate(step, self.config.train.steps, self.config.optimizer)
         norm_or_inf = self.guard(loss, norm)  # inf: the optimizer changes nothing
         self.optimizer.step(lr, norm_or_inf, self.config.optimizer.grad_clip)
-        return StepResult(lr, loss, norm, self.optimizer.updates, self.guard.bad_in_a_row)
+        loads = None if self.balance is None else self.balance(norm_or_inf)
+        updates, bad = self.optimizer.updates, self.guard.bad_in_a_row
+        return StepResult(lr, loss, norm, updates, bad, loads)
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the reduced gradients of the mean loss over the global batch's target tokens, in
@@ -95,6 +100,8 @@ class TrainStep:
         microbatches = self.microbatches(
             tokens, targets, loss_scale=1 / self.count_targets(targets)
         )
+        if self.balance is not None:
+            self.balance.begin()
         loss = self.runner.step(self.program, microbatches, self.record)
         check_reduced(weight.parameter for weight in self.weights)
         self.partial.sum_over_tp()

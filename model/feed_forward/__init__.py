@@ -2,19 +2,23 @@
 list through which the layers cycle. The file's class `FeedForward` is used.
 
     swiglu.py   gated, as in Llama
+    experts.py  a mixture of experts
 
-A kind is constructed with (config, tp) and maps x [S/tp, B, D] to the same shape.
+A kind is constructed with (config, tp, ep) and maps x [S/tp, B, D] to the same shape.
 """
 
 from torch import nn
 
 from kinds import load_kind
 from model.config import ModelConfig
+from parallel.expert import ExpertParallel
 from parallel.layer import TensorParallel
 
 
-def make_feed_forward(config: ModelConfig, layer: int, tp: TensorParallel) -> nn.Module:
+def make_feed_forward(
+    config: ModelConfig, layer: int, tp: TensorParallel, ep: ExpertParallel
+) -> nn.Module:
     """The feed-forward of block `layer`."""
     kind = load_kind(__name__, config.feed_forward_of(layer), "FeedForward")
-    made: nn.Module = kind(config, tp)
+    made: nn.Module = kind(config, tp, ep)
     return made

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from model.config import ModelConfig
 from model.kernels.swiglu import swiglu
 from model.matmul import Matmul
+from parallel.expert import ExpertParallel
 from parallel.layer import Pieces, TensorParallel
 from parallel.parameter import Normal
 from parallel.tensor import ColumnParallelLinear, RowParallelLinear, column_parallel
@@ -16,13 +17,21 @@ class FeedForward(nn.Module):
 
     gate and up are separate weights, so that a tp slice of each is a true slice of the global
     tensor (a fused [gate; up], split in two, would put all of gate on one rank).
+
+    inner: the width F; None: `ffn_dim`.
     """
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: TensorParallel,
+        ep: ExpertParallel,
+        inner: Pieces | None = None,
+    ) -> None:
         super().__init__()
         self.kernels = config.kernels
-        dim, width = config.dim, config.ffn_dim
-        pieces = Pieces(width, "model.ffn_dim")
+        pieces = inner or Pieces(config.ffn_dim, "model.ffn_dim")
+        dim, width = config.dim, pieces.count
         std, last_std = Normal(config.init_std), Normal(config.residual_init_std)
         self.gate = ColumnParallelLinear(dim, width, pieces, tp, Matmul(), std)
         self.up = ColumnParallelLinear(dim, width, pieces, tp, Matmul(), std)

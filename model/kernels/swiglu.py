@@ -24,6 +24,14 @@ def swiglu(gate: Tensor, up: Tensor, kernels: str) -> Tensor:
     return SwiGLU.apply(gate, up)
 
 
+def swiglu_gradients(dy: Tensor, gate: Tensor, up: Tensor, kernels: str) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up, from that of `swiglu`'s result."""
+    if use_triton(gate, kernels):
+        found: tuple[Tensor, Tensor] = torch.ops.lattice.swiglu_backward(dy, gate, up)
+        return found
+    return torch.ops.aten.silu_backward(dy * up, gate), dy * functional.silu(gate)
+
+
 class SwiGLU(torch.autograd.Function):
     """The PyTorch implementation. Plain autograd would save silu(g) too."""
 
@@ -34,8 +42,7 @@ class SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(dy * up, gate), dy * functional.silu(gate)
+        return swiglu_gradients(dy, *ctx.saved_tensors, kernels="torch")
 
 
 @jit

@@ -32,6 +32,7 @@ SEED = 0
 SEQ_LEN = 16
 BATCH = 32  # sequences of a global batch
 BOS = 1  # begins a document
+EXPERTS = 8
 # Warmup, decay, and clipping that takes effect in some steps only: parity of the whole step.
 OPTIMIZER = OptimizerConfig(lr=3e-3, warmup_steps=5, grad_clip=1.45)
 
@@ -63,6 +64,11 @@ class Case:
     document_mask: bool = False
     num_microbatches: int = 4
     dtype: str = "float64"
+    # a file of model/router/: the feed-forward of each layer is then a mixture of experts
+    router: str | None = None
+    num_shared_experts: int = 0
+    num_dense_layers: int = 0
+    router_losses: bool = False
     # or "triton": interpreted kernels are slow, so they have separate cases (chosen.py)
     kernels: str = "torch"
 
@@ -78,8 +84,23 @@ class Case:
             if getattr(self, f.name) != f.default
         ]
         cp = f" cp={at.cp}" if at.cp > 1 else ""
+        ep = f" ep={at.ep}" if at.ep > 1 else ""
         dp = f"{at.dp_replicate}x{at.dp_shard}"
-        return " ".join([f"pp={at.pp} dp={dp}{cp} tp={at.tp}", *changed])
+        return " ".join([f"pp={at.pp} dp={dp}{cp} tp={at.tp}{ep}", *changed])
+
+    def experts(self) -> dict[str, Any]:
+        """The keys of `model` for a mixture of experts."""
+        if self.router is None:
+            return {}
+        return {
+            **{"num_experts": EXPERTS, "experts_per_token": 3, "expert_ffn_dim": 16},
+            **{"router": self.router, "router_scale": 2.5},
+            "num_shared_experts": self.num_shared_experts,
+            "num_dense_layers": self.num_dense_layers,
+            "router_aux_weight": 0.01 if self.router_losses else 0.0,
+            "router_z_weight": 0.003 if self.router_losses else 0.0,
+            "router_bias_rate": 0.01 if self.router == "sigmoid_bias" else 0.0,
+        }
 
     def config(self) -> Config:
         """The whole configuration. Raises UserError if the options are incompatible."""
@@ -95,7 +116,7 @@ class Case:
                 qk_norm=self.qk_norm,
                 attention=self.attention,
                 attention_window=self.attention_window,
-                feed_forward=self.feed_forward,
+                feed_forward=self.feed_forward if self.router is None else "experts",
                 rope_scaling_factor=self.rope_scaling_factor,
                 # half of SEQ_LEN: one of a head's two frequencies is scaled partly, the other fully
                 rope_original_length=8,
@@ -103,11 +124,13 @@ class Case:
                 vocab_size=self.vocab_size,
                 tie_embeddings=self.tie_embeddings,
                 kernels=self.kernels,
+                **self.experts(),
                 # large, so that attention is far from uniform and every part matters
                 init_std=0.15,
             ),
             ParallelConfig(
                 **self.layout.by_axis(),
+                ep=self.layout.ep,
                 sequence_parallel=self.sequence_parallel,
                 tp_pieces=self.tp_pieces,
                 schedule=self.schedule,

@@ -2,18 +2,21 @@
 
 It is deliberately a second implementation, written from the papers with nothing but torch: nothing
 here imports `model/`, `parallel/` or `training/`, layers are `nn.Linear` and `nn.Embedding`, the
-batch comes first, [B, S, D], attention is a masked softmax, and AdamW is torch's own. Parameter
-names are the same, so that gradients can be compared by name. `tools/parity` compares the two.
+batch comes first, [B, S, D], attention is a masked softmax, a mixture of experts is a loop over
+experts (reference_experts.py), and AdamW is torch's own (reference_training.py). Parameter names
+are the same, so that gradients can be compared by name. `tools/parity` compares the two.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+
+from tools.parity.reference_experts import Experts, Routing, set_padding
 
 IGNORE = -100  # F.cross_entropy's default
 
@@ -176,14 +179,19 @@ class Reference(nn.Module):
         rotary: Rotary,
         tie_embeddings: bool,
         bos_id: int | None = None,
+        routing: Routing | None = None,
     ) -> None:
         super().__init__()
         self.bos_id = bos_id
         self.embedding = nn.Embedding(vocab_size, dim)
         qk_norm_eps = norm_eps if qk_norm else None
         heads = (dim, head_dim, num_heads, num_kv_heads, rotary, qk_norm_eps, window)
+
+        def make_feed_forward(kind: str) -> nn.Module:
+            return Experts(dim, routing) if kind == "experts" else FEED_FORWARD[kind](dim, ffn_dim)
+
         self.blocks = nn.ModuleList(
-            Block(dim, ATTENTION[a](*heads), FEED_FORWARD[f](dim, ffn_dim), norm_eps)
+            Block(dim, ATTENTION[a](*heads), make_feed_forward(f), norm_eps)
             for a, f in zip(attention, feed_forward, strict=True)
         )
         self.norm = Norm(dim, norm_eps)
@@ -199,10 +207,9 @@ class Reference(nn.Module):
         documents = [document for row in cut for document in row if len(document)]
         # Each document is a row, padded at its end. That changes nothing, because no position
         # attends to a later one.
-        alone = self.logits(pad_sequence(documents, batch_first=True))
-        return torch.cat(
-            [logits[: len(d)] for logits, d in zip(alone, documents, strict=True)]
-        ).unflatten(0, tokens.shape)
+        padded = pad_sequence(documents, batch_first=True, padding_value=-1)
+        set_padding(self, padded >= 0, len(tokens))
+        return self.logits(padded.clamp(min=0))[padded >= 0].unflatten(0, tokens.shape)
 
     def logits(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -213,59 +220,3 @@ class Reference(nn.Module):
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy over the targets that are not ignored."""
         return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
-
-
-def warmup_cosine(*, peak: float, warmup: int, steps: int, floor: float) -> Callable[[int], float]:
-    """The learning rate as a function of the update's index from 0: linear to `peak` in `warmup`
-    updates, then half a cosine down to floor · peak."""
-
-    def rate(step: int) -> float:
-        if step < warmup:
-            return peak * (step + 1) / warmup
-        angle = math.pi * (step - warmup) / (steps - warmup)
-        return peak * (1 + floor + (1 - floor) * math.cos(angle)) / 2
-
-    return rate
-
-
-def train(
-    model: Reference,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    *,
-    rate: Callable[[int], float],
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    grad_clip: float,
-) -> tuple[list[float], list[float]]:
-    """Make one AdamW update per (tokens, targets). Return the loss and the unclipped gradient norm
-    of each step."""
-    parameters = list(model.parameters())
-    matrices = [p for p in parameters if p.ndim > 1]
-    vectors = [p for p in parameters if p.ndim == 1]
-    groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=rate(0), betas=betas, eps=eps)
-    losses, norms = [], []
-    for step, (tokens, targets) in enumerate(batches):
-        optimizer.zero_grad()
-        loss = model.loss(tokens, targets)
-        loss.backward()
-        norm = gradient_norm(parameters)
-        # not torch's clip_grad_norm_, which adds 1e-6 to the norm: too large an error here
-        if norm > grad_clip:
-            for p in parameters:
-                p.grad.mul_(grad_clip / norm)
-        for group in optimizer.param_groups:
-            group["lr"] = rate(step)
-        optimizer.step()
-        losses.append(loss.item())
-        norms.append(norm)
-    return losses, norms
-
-
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> float:
-    """The L2 norm of all gradients together."""
-    return math.sqrt(sum(p.grad.double().square().sum().item() for p in parameters))

@@ -13,11 +13,11 @@ from tools.parity.cases import Case
 BOUNDS: dict[str, dict[str, float]] = {
     "float64": {
         **{"weights": 0.0, "spread": 0.0, "loss": 1e-11, "norm": 1e-11, "gradient": 1e-11},
-        **{"loss_steps": 1e-9, "norm_steps": 1e-9},
+        **{"loss_steps": 1e-9, "norm_steps": 1e-9, "routes": 0.0, "balance": 1e-11, "bias": 0.0},
     },
     "float32": {
         **{"weights": 0.0, "spread": 0.0, "loss": 1e-5, "norm": 1e-5, "gradient": 1e-4},
-        **{"loss_steps": 1e-4, "norm_steps": 1e-4},
+        **{"loss_steps": 1e-4, "norm_steps": 1e-4, "routes": 0.0, "balance": 1e-5, "bias": 0.0},
     },
 }
 
@@ -36,6 +36,9 @@ class Row:
     worst: str = ""  # the parameter with the error `gradient`
     loss_steps: float = 0.0  # the worst of all optimizer steps
     norm_steps: float = 0.0
+    routes: int = 0  # tokens that chose other experts, and layers with other counts
+    balance: float = 0.0  # the losses of routers
+    bias: float = 0.0  # the largest difference, after all steps
     seconds: float = 0.0
     crash: str = ""  # the ranks' messages, if they did not finish
 

@@ -24,8 +24,11 @@ from model.initialise import draw_rows
 from parallel import context
 from parallel.mesh import build_mesh
 from parallel.placement import local_region
-from tools.parity.cases import BATCH, BOS, OPTIMIZER, SEED, SEQ_LEN, STEPS, Case
-from tools.parity.reference import IGNORE, Reference, Rotary, train, warmup_cosine
+from tools.parity.cases import BATCH, BOS, EXPERTS, OPTIMIZER, SEED, SEQ_LEN, STEPS, Case
+from tools.parity.reference import IGNORE, Reference, Rotary
+from tools.parity.reference_experts import Routing, auxiliary_losses, experts_of
+from tools.parity.reference_training import train, warmup_cosine
+from tools.parity.routing import Choices, assemble_choices, recording
 from tools.parity.row import Row
 from tools.ranks import RankError, Ranks
 from training.build import build_stages
@@ -49,6 +52,10 @@ class Run:
     norm: float = 0.0
     losses: list[float] = field(default_factory=list)  # of each optimizer step
     norms: list[float] = field(default_factory=list)
+    choices: list[Choices] = field(default_factory=list)  # of experts, in the first step
+    counts: list[list[int]] = field(default_factory=list)  # of each layer's experts, likewise
+    auxiliary: list[float] = field(default_factory=list)  # the two losses of routers, likewise
+    biases: dict[str, Tensor] = field(default_factory=dict)  # of routers, after all steps
 
 
 def global_batch(vocab_size: int, step: int) -> tuple[Tensor, Tensor]:
@@ -75,7 +82,8 @@ def run_on_ranks(case: Case, steps: int, sabotage: Sabotage | None = None) -> Ru
     weights."""
     with heads_in_pieces(), sabotage() if sabotage is not None else contextlib.nullcontext():
         config = case.config()
-        mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
+        sizes = config.parallel.mesh_sizes(dist.get_world_size())
+        mesh = build_mesh(sizes, "cpu", config.model.has_experts)
         stages = build_stages(config, mesh)
         step = TrainStep(config, mesh, stages, BOS)
 
@@ -87,7 +95,11 @@ def run_on_ranks(case: Case, steps: int, sabotage: Sabotage | None = None) -> Ru
 
         named = [(weight.global_name, weight.parameter) for weight in step.weights]
         run = Run(weights=parts(named))
-        loss, norm = step.forward_backward(*rows(0))
+        with recording(step) as run.choices:
+            loss, norm = step.forward_backward(*rows(0))
+        if step.balance is not None:
+            loads = step.balance.sum_over_ranks()
+            run.counts, run.auxiliary = loads.counts.tolist(), loads.losses.tolist()
         run.loss, run.norm = loss.item(), norm.item()
         run.gradients = parts((name, p.grad) for name, p in named)
         for _, p in named:
@@ -97,6 +109,8 @@ def run_on_ranks(case: Case, steps: int, sabotage: Sabotage | None = None) -> Ru
             run.losses.append(result.loss.item())
             run.norms.append(result.grad_norm.item())
         run.final_weights = parts(named)
+        if step.balance is not None:
+            run.biases = {name: bias.to_local() for name, bias in step.balance.tensors()}
     return run
 
 
@@ -159,11 +173,22 @@ def reference_model(
         ),
         tie_embeddings=model.tie_embeddings,
         bos_id=bos_id,
+        routing=Routing(
+            model.router,
+            model.num_experts,
+            model.experts_per_token,
+            model.expert_width,
+            model.num_shared_experts * model.expert_width,
+            model.router_scale,
+            model.router_aux_weight,
+            model.router_z_weight,
+            model.router_bias_rate,
+        ),
     ).to(dtype)
     with torch.no_grad():
         for name, p in reference.named_parameters():
             if p.ndim > 1:
-                writes = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
+                writes = name.endswith(("attention.output.weight", "down.weight"))
                 std = model.init_std / math.sqrt(2 * model.num_layers) if writes else model.init_std
                 p.copy_(draw_rows(name, p.shape, range(p.shape[0]), std, seed))
     return reference
@@ -179,6 +204,9 @@ class Expected:
     norm: float
     losses: list[float]
     norms: list[float]
+    choices: dict[int, Tensor]  # of experts, by layer: [BATCH, SEQ_LEN, k]
+    auxiliary: list[float]
+    biases: dict[str, Tensor]
 
 
 def expected(case: Case, steps: int) -> Expected:
@@ -193,7 +221,14 @@ def _expected(model: ModelConfig, dtype: str, bos_id: int | None, steps: int) ->
     reference = reference_model(model, DTYPES[dtype], SEED, bos_id)
     weights = {name: p.detach().clone() for name, p in reference.named_parameters()}
     loss = reference.loss(*global_batch(model.vocab_size, 0))
-    loss.backward()
+    auxiliary = auxiliary_losses(reference)
+    (loss + auxiliary.sum()).backward()
+    experts = {
+        layer: each.feed_forward
+        for layer, each in enumerate(reference.blocks)
+        if each.feed_forward in experts_of(reference)
+    }
+    choices = {layer: each.choices for layer, each in experts.items()}
     gradients = {name: p.grad.clone() for name, p in reference.named_parameters()}
     norm = math.sqrt(sum(g.double().square().sum().item() for g in gradients.values()))
     o = OPTIMIZER
@@ -206,7 +241,11 @@ def _expected(model: ModelConfig, dtype: str, bos_id: int | None, steps: int) ->
         weight_decay=o.weight_decay,
         grad_clip=o.grad_clip,
     )
-    return Expected(weights, gradients, loss.item(), norm, losses, norms)
+    biases = {f"blocks.{layer}.feed_forward.router.bias": e.bias for layer, e in experts.items()}
+    return Expected(
+        *(weights, gradients, loss.item(), norm, losses, norms),
+        *(choices, auxiliary.tolist(), biases),
+    )
 
 
 def compare(case: Case, runs: list[Run], reference: Expected) -> Row:
@@ -229,6 +268,7 @@ def compare(case: Case, runs: list[Run], reference: Expected) -> Row:
         name: error_of(gradients[0].get(name), gradient)
         for name, gradient in reference.gradients.items()
     }
+    compare_routing(row, runs, reference)
     row.worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
     row.gradient = errors[row.worst]
     row.loss = abs(runs[0].loss / reference.loss - 1)
@@ -236,6 +276,28 @@ def compare(case: Case, runs: list[Run], reference: Expected) -> Row:
     row.loss_steps = worst_of(runs[0].losses, reference.losses)
     row.norm_steps = worst_of(runs[0].norms, reference.norms)
     return row
+
+
+def compare_routing(row: Row, runs: list[Run], reference: Expected) -> None:
+    """Compare the experts that tokens chose, how many chose each, the losses of routers and their
+    biases."""
+    if not reference.choices:
+        return
+    layers, one = max(reference.choices) + 1, next(iter(reference.choices.values()))
+    chosen = assemble_choices((c for run in runs for c in run.choices), (layers, *one.shape))
+    for layer, choices in reference.choices.items():
+        row.routes += int((chosen[layer] != choices).any(-1).sum())
+        counts = torch.bincount(choices.flatten(), minlength=EXPERTS).tolist()
+        row.routes += sum(run.counts[layer] != counts for run in runs)
+    for run in runs:
+        errors = map(relative, run.auxiliary, reference.auxiliary)
+        row.balance = max(row.balance, *errors)
+        for name, bias in run.biases.items():
+            row.bias = max(row.bias, (bias - reference.biases[name]).abs().max().item())
+
+
+def relative(ours: float, theirs: float) -> float:
+    return abs(ours - theirs) / (abs(theirs) or 1.0)
 
 
 def error_of(ours: Tensor | None, theirs: Tensor) -> float:

@@ -1,0 +1,37 @@
+"""Kinds of routers, one file each: how a token chooses its experts, and with what weights.
+`model.router` names the file, whose class `Router` is used.
+
+    softmax.py               probabilities of all experts; the chosen ones' are the weights
+    softmax_renormalised.py  the same, with weights that add up to 1 (Mixtral, Qwen3)
+    sigmoid_bias.py          a bias for each expert keeps their load even (DeepSeek-V3)
+
+A kind derives from `BaseRouter` (_base.py). To add a router, add a file here; nothing else changes.
+"""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from kinds import load_kind
+from model.config import ModelConfig
+from model.router._base import Account, BaseRouter
+from parallel.expert import ExpertParallel
+from parallel.layer import TensorParallel
+
+__all__ = ["Account", "BaseRouter", "make_router", "router_class", "routers_of"]
+
+
+def router_class(name: str) -> type[BaseRouter]:
+    found: type[BaseRouter] = load_kind(__name__, name, "Router")
+    return found
+
+
+def make_router(config: ModelConfig, tp: TensorParallel, ep: ExpertParallel) -> BaseRouter:
+    return router_class(config.router)(config, tp, ep)
+
+
+def routers_of(stage: nn.Module) -> Iterator[tuple[int, BaseRouter]]:
+    """The routers of a stage, each with the number of its layer."""
+    for name, module in stage.named_modules():
+        if isinstance(module, BaseRouter):
+            yield int(name.split(".")[1]), module  # blocks.17.feed_forward.router

@@ -1,0 +1,76 @@
+"""The linear layers of experts: one weight [X, out, in] for all experts of a layer, of which each ep
+rank holds X/ep, and grouped products of each expert's rows.
+
+An expert is whole on its rank, so the functions of tensor parallelism (tensor.py) are used as over
+one rank; what differs are the products.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Shard
+
+from parallel.expert import ExpertParallel, Groups
+from parallel.kept import KeptOutputs
+from parallel.layer import Layer, TensorParallel
+from parallel.parameter import MATRIX, Normal, WeightSpec
+from parallel.tensor import ColumnParallelFunction, KeepForBackward, RowParallelFunction
+from parallel.weight_gradient import LinearProducts
+
+WHOLE = TensorParallel(sequence_parallel=False)
+
+
+class ExpertLinear(Layer):
+    """The weights [X, out, in] of a linear layer of all experts. `expert_linear` and
+    `last_expert_linear` compute with it.
+
+    Args:
+        num_experts: X.
+        grouped: the products of rows in `Groups`.
+    """
+
+    kept: KeptOutputs | None = None  # set if selective checkpointing keeps its outputs (kept.py)
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        ep: ExpertParallel,
+        grouped: Callable[[Groups], LinearProducts],
+        initial: Normal,
+    ) -> None:
+        super().__init__(WHOLE)
+        self.grouped = grouped
+        weight = WeightSpec(
+            shape=(num_experts, out_features, in_features),
+            placement=Shard(0),
+            initial=initial,
+            group=MATRIX,
+            gradient_is_partial=False,
+            sharded_over="fsdp_ep",
+        )
+        self.add_weight(weight, over=ep)
+
+
+def expert_linear(rows: Tensor, groups: Groups, *layers: ExpertLinear) -> tuple[Tensor, ...]:
+    """Map rows [R, in], those of each expert together, to one [R, out] for each of `layers`."""
+    weights = [layer.local_weight() for layer in layers]
+    matmuls = [layer.grouped(groups) for layer in layers]
+    destinations = [
+        layer.destination(matmul) for layer, matmul in zip(layers, matmuls, strict=True)
+    ]
+    queue, kept = layers[0].queue, layers[0].kept
+    y = ColumnParallelFunction.apply(rows, WHOLE, matmuls, queue, destinations, kept, *weights)
+    return tuple(y)
+
+
+def last_expert_linear(rows: Tensor, groups: Groups, layer: ExpertLinear) -> Tensor:
+    """Map rows [R, in] to [R, out]. A recomputation ends before this product."""
+    weight, matmul = layer.local_weight(), layer.grouped(groups)
+    if torch.is_grad_enabled():
+        rows = KeepForBackward.apply(rows, weight)
+    destination = layer.destination(matmul)
+    y: Tensor = RowParallelFunction.apply(rows, WHOLE, matmul, layer.queue, destination, weight)
+    return y

@@ -1,0 +1,68 @@
+"""Which experts the tokens chose, on the ranks and in the reference."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from model.router import BaseRouter, routers_of
+from parallel.collectives import by_rank
+from parallel.expert import Routes
+from training.step import TrainStep
+
+
+class Choices(NamedTuple):
+    """Of some tokens in one layer."""
+
+    layer: int
+    rows: Tensor  # of the global batch
+    positions: Tensor  # in the sequence
+    experts: Tensor  # [positions, rows, k], ascending
+
+
+@contextmanager
+def recording(step: TrainStep) -> Iterator[list[Choices]]:
+    """Record what this rank's tokens choose. Forwards of a stage come in the order of their
+    micro-batches."""
+    found: list[Choices] = []
+    train, parallel, mesh = step.config.train, step.config.parallel, step.mesh
+    positions = step.cp.cut(torch.arange(train.seq_len), 0)
+    if parallel.sequence_parallel:
+        positions = by_rank(positions, mesh.tp.size(), parallel.tp_pieces)[mesh.tp.get_local_rank()]
+    first_row = mesh.dp_rank * train.global_batch_size // mesh.dp_size
+    made = []
+    for stage in step.stages.values():
+        for layer, router in routers_of(stage):
+            made.append(router)
+            _record(router, layer, positions, first_row, train.micro_batch_size, found)
+    yield found
+    for router in made:
+        del router.find  # type: ignore[attr-defined]  # the class's again
+
+
+def _record(
+    router: BaseRouter, layer: int, positions: Tensor, row: int, height: int, found: list[Choices]
+) -> None:
+    find, forwards = router.find, iter(range(1 << 30))
+
+    def recorded(logits: Tensor, sequences: int) -> Routes:
+        routes = find(logits, sequences)
+        rows = torch.arange(height) + row + next(forwards) * height
+        chosen = routes.chosen.sort(1).values.unflatten(0, (len(positions), height))
+        found.append(Choices(layer, rows, positions, chosen.clone()))
+        return routes
+
+    router.find = recorded  # type: ignore[method-assign]
+
+
+def assemble_choices(parts: Iterable[Choices], shape: tuple[int, ...]) -> Tensor:
+    """The choices of all ranks [L, B, S, k]; −1 where no rank has one, −2 where two differ."""
+    whole = torch.full(shape, -1)
+    for layer, rows, positions, experts in parts:
+        place = whole[layer][rows[:, None], positions[None, :]]
+        mine = experts.transpose(0, 1)
+        same = (place == -1) | (place == mine)
+        whole[layer][rows[:, None], positions[None, :]] = torch.where(same, mine, -2)
+    return whole

@@ -1,0 +1,111 @@
+"""The load of experts: counted in every step, and evened by the bias of router `sigmoid_bias`.
+
+Routers count the rows that this rank's tokens send to each expert (model/router/_base.py). After the
+last backward the counts are summed over all ranks with different tokens, as integers: a sum in
+bfloat16 would lose ones above 256, and a wrong sign would move a bias the wrong way. Then each
+expert's bias grows by `router_bias_rate` if it had less than the mean of its layer, else it shrinks:
+
+    bias += rate · sign(mean − count)
+
+The bias is float32 and equal on all ranks. Like a weight it is changed only by a step that the guard
+lets through, is saved, loaded on any layout, and rolled back.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from model.router import Account, BaseRouter, routers_of
+from model.transformer import Transformer
+from parallel.axes import WEIGHT_AXES
+from parallel.mesh import Mesh
+from training.config import Config
+from training.precision import Precision
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Of one step, the same on every rank; on the device."""
+
+    counts: Tensor  # [L, X] int64: rows of each expert in each layer; dense layers have zeros
+    losses: Tensor  # [2]: the balance loss and the z-loss, weighted, summed over layers
+
+
+class Balance:
+    """The routers of this rank's stages, in a training run."""
+
+    def __init__(self, config: Config, mesh: Mesh, stages: Mapping[int, Transformer]) -> None:
+        self.config, self.mesh = config, mesh
+        self.routers = {
+            layer: router for stage in stages.values() for layer, router in routers_of(stage)
+        }
+        exact, on = Precision.of(config).exact, mesh.device
+        for router in self.routers.values():
+            router.account = Account(
+                torch.zeros(router.num_experts, dtype=torch.int64, device=on),
+                torch.zeros(2, dtype=exact, device=on),
+                config.train.global_batch_size,
+            )
+            if router.has_bias:
+                router.bias = torch.zeros(router.num_experts, device=on)
+
+    @classmethod
+    def of(cls, config: Config, mesh: Mesh, stages: Mapping[int, Transformer]) -> "Balance | None":
+        """None: the model has no experts."""
+        return cls(config, mesh, stages) if config.model.has_experts else None
+
+    def __call__(self, norm: Tensor) -> Loads:
+        """After the last backward of a step: sum the loads, and change the biases, unless the guard
+        skips the step (`norm` is not finite). Every rank calls it; the host does not wait."""
+        loads = self.sum_over_ranks()
+        self.update(loads, norm)
+        return loads
+
+    def begin(self) -> None:
+        """Before the first forward of a step."""
+        for account in self._accounts().values():
+            account.counts.zero_()
+            account.losses.zero_()
+
+    def sum_over_ranks(self) -> Loads:
+        """The loads since `begin`."""
+        model, accounts = self.config.model, self._accounts()
+        shape = model.num_layers, model.num_experts
+        counts = torch.zeros(shape, dtype=torch.int64, device=self.mesh.device)
+        losses = torch.zeros(2, dtype=Precision.of(self.config).exact, device=self.mesh.device)
+        for layer, account in accounts.items():
+            counts[layer] = account.counts
+            losses += account.losses
+        for view in (self.mesh.loss, self.mesh.tp, self.mesh.pp):
+            for each in (counts, losses):
+                dist.all_reduce(each, group=view.get_group())
+        return Loads(counts, losses)
+
+    @torch.no_grad()
+    def update(self, loads: Loads, norm: Tensor) -> None:
+        rate = self.config.model.router_bias_rate
+        for layer, router in self.routers.items():
+            if router.bias is not None and rate:
+                counts = loads.counts[layer]
+                below = (counts.sum() - counts * len(counts)).sign()  # integers: exact
+                router.bias += torch.where(norm.isfinite(), rate * below, 0.0)
+
+    def tensors(self) -> Iterator[tuple[str, DTensor]]:
+        """The biases as global tensors that share their memory, with their names."""
+        over = self.mesh.root[WEIGHT_AXES[1:]]
+        for layer, router in self.routers.items():
+            if router.bias is not None:
+                whole = DTensor.from_local(router.bias, over, [Replicate()] * 3, run_check=False)
+                yield f"blocks.{layer}.feed_forward.router.bias", whole
+
+    def _accounts(self) -> dict[int, Account]:
+        return {layer: _account(router) for layer, router in self.routers.items()}
+
+
+def _account(router: BaseRouter) -> Account:
+    assert router.account is not None
+    return router.account

@@ -1,0 +1,59 @@
+"""The checks of a configuration with experts."""
+
+from errors import UserError
+from model.config import ModelConfig
+from model.router import router_class
+from parallel.axes import MeshSizes
+from parallel.config import ParallelConfig
+from training.sections import TrainConfig
+
+
+def check_experts(
+    model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, sizes: MeshSizes
+) -> None:
+    """Raises UserError."""
+    if not model.has_experts:
+        if sizes.ep > 1:
+            why, remedy = (
+                "the model has no experts",
+                "set parallel.ep=1, or model.feed_forward=experts",
+            )
+            raise UserError("parallel.ep", sizes.ep, why, remedy)
+        return
+    if model.num_experts % sizes.ep:
+        why = f"does not divide model.num_experts={model.num_experts}"
+        fits = [n for n in range(1, model.num_experts + 1) if model.num_experts % n == 0]
+        raise UserError("parallel.ep", sizes.ep, why, f"choose one of {fits}")
+    if sizes.tp > 1 and not parallel.sequence_parallel:
+        why = "tp ranks must have different tokens, which go to different experts"
+        raise UserError(
+            "parallel.sequence_parallel", False, why, "set it to true, or parallel.tp=1"
+        )
+    if train.compile:
+        why = "the numbers of an expert's rows are known only while a step runs, and a compiled "
+        why += "block is one graph"
+        raise UserError("train.compile", True, why, "set train.compile=false")
+    router = router_class(model.router)
+    if model.router_bias_rate and not router.has_bias:
+        why, remedy = (
+            f"router {model.router} has no bias",
+            "set it to 0, or model.router=sigmoid_bias",
+        )
+        raise UserError("model.router_bias_rate", model.router_bias_rate, why, remedy)
+    if model.experts_per_token == 1 and router.renormalises and not model.has_router_losses:
+        why = (
+            f"router {model.router} divides weights by their sum, so a single one is always 1 and "
+        )
+        why += "the router would learn nothing"
+        remedy = "set model.router=softmax, or choose 2 experts or more"
+        raise UserError("model.experts_per_token", 1, why, remedy)
+    shards, local = sizes.of_experts()["efsdp"], model.num_experts // sizes.ep
+    for key, width in (("expert_ffn_dim", model.expert_width), ("dim", model.dim)):
+        if local < shards and width % shards:
+            why = f"must be a multiple of {shards}: a rank has {local} of the experts, fewer than "
+            why += (
+                f"the {shards} ranks (dp_shard · cp · tp / ep) that shard them, so each expert is "
+            )
+            why += "cut"
+            remedy = f"give {max(1, width // shards) * shards}, or another parallel.ep"
+            raise UserError(f"model.{key}", width, why, remedy)
