@@ -1,9 +1,9 @@
 """The collectives of tensor parallelism, and the autograd operations built from them.
 
 Every function takes the process group that it communicates over; None is a group of one rank. A
-collective over one rank returns its input, so callers need no special case for an axis of size 1. The sequence is the *first*
-dimension of activations, [S, B, …], because collectives concatenate and split along the first
-dimension: a gathered sequence is then contiguous without a copy.
+collective over one rank returns its input, so callers need no special case for an axis of size 1.
+The sequence is the *first* dimension of activations, [S, B, …], because collectives concatenate and
+split along the first dimension: a gathered sequence is then contiguous without a copy.
 
 With sequence parallelism the sequence is cut into *pieces*, and rank r holds part r of each piece:
 

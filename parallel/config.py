@@ -25,8 +25,8 @@ class ParallelConfig:
     dp_replicate: Count = 1  # data parallel with replicas of the sharded groups (hybrid sharding)
     cp: Count = 1  # context parallel: each sequence is split over cp ranks, which share attention
 
-    # expert parallel: experts are spread over ep of the dp_shard · cp · tp ranks; not an axis of its
-    # own (axes.py)
+    # expert parallel: the experts of a layer are spread over ep ranks, which are a part of the
+    # dp_shard · cp · tp ranks (axes.py)
     ep: Count = 1
 
     # in norms and in the residual stream, each tp rank keeps 1 / tp of the sequence
@@ -96,11 +96,10 @@ class ParallelConfig:
         if folded % self.ep:
             why = f"must divide dp_shard · cp · tp = {dp_shard} · {self.cp} · {self.tp}, of which "
             why += "it is a part"
-            fits = [n for n in range(1, folded + 1) if folded % n == 0]
-            raise UserError("parallel.ep", self.ep, why, f"choose one of {fits}")
-        whole = self.zero_stage == 0
+            divisors = [n for n in range(1, folded + 1) if folded % n == 0]
+            raise UserError("parallel.ep", self.ep, why, f"choose one of {divisors}")
         given |= {"dp_shard": dp_shard}
-        return MeshSizes(**given, ep=self.ep, replicates_cp=whole)
+        return MeshSizes(**given, ep=self.ep, replicates_cp=self.zero_stage == 0)
 
     @property
     def ranks_of_stages(self) -> list[int]:

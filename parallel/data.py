@@ -41,7 +41,7 @@ batch before backward, so a mean of means is never taken.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from typing import Protocol
 
@@ -94,13 +94,13 @@ def shard(
     offload = CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy()
     for unit in (*units, [stage]):
         over = view_of(unit, mesh)
-        within = cut_within_experts(unit, over)
+        dimensions = partial(_dimension, cut_within_experts(unit, over))
         fully_shard(
             unit,
             mesh=over,
+            shard_placement_fn=dimensions,
             mp_policy=precision,
             offload_policy=offload,
-            shard_placement_fn=lambda p, within=within: Shard(1) if id(p) in within else None,
         )
     if units:
         # In backward, while one unit computes, FSDP prefetches the unit that ran before it in
@@ -168,6 +168,11 @@ def cut_within_experts(unit: Sequence[nn.Module], over: DeviceMesh) -> set[int]:
         for each in weights_of(module)
         if len(each.spec.shape) == 3 and each.sharded.to_local().shape[0] < over.size(-1)
     }
+
+
+def _dimension(within: set[int], parameter: nn.Parameter) -> Shard:
+    """The dimension over which FSDP shards a parameter."""
+    return Shard(1 if id(parameter) in within else 0)
 
 
 def fsdp_modules(stage: nn.Module) -> list[FSDPModule]:

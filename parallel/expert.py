@@ -14,12 +14,12 @@ All ranks of dp_shard × cp × tp have different tokens (with sequence paralleli
 and ep is a part of them (axes.py). So the gradient of an expert covers all tokens of its ep group,
 and FSDP's plain sum over efsdp and ep_replicate adds the rest: no factor is needed.
 
-| pass     | what travels over ep, per layer          | bytes that leave a rank, of `b` each         |
-|----------|------------------------------------------|----------------------------------------------|
-| forward  | counts of rows, for each expert          | 8 · X · (ep − 1) / ep                        |
-|          | rows there, beside the router's weights  | T·k · (D·b + 4) · (ep − 1) / ep if balanced  |
-|          | results back                             | T·k · D·b · (ep − 1) / ep                    |
-| backward | gradients of results there, of rows back | the same as in forward                       |
+| pass     | what travels over ep, per layer          | bytes that leave a rank, of `b` each        |
+|----------|------------------------------------------|---------------------------------------------|
+| forward  | counts of rows, for each expert          | 8 · X · (ep − 1) / ep                       |
+|          | rows there, beside the router's weights  | T·k · (D·b + 4) · (ep − 1) / ep if balanced |
+|          | results back                             | T·k · D·b · (ep − 1) / ep                   |
+| backward | gradients of results there, of rows back | the same as in forward                      |
 
 T is the number of tokens of a rank, k of experts that a token chooses, X of experts. With full
 checkpointing, rows and weights are sent there again. The router's weight is multiplied between an
@@ -38,7 +38,7 @@ https://arxiv.org/abs/2504.14960.)
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel.collectives import Pending, all_reduce, start_all_to_all
 from parallel.kept import KeptOutputs
 from parallel.mesh import Mesh
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -155,9 +157,10 @@ class TokenDispatch(nn.Module):
         self.kept: KeptOutputs | None = None  # set by activation checkpointing, which keeps routes
         self.keeps_rows = False  # and with selective checkpointing, received rows
 
-    def route_once(self, find: Callable[[], Routes]) -> Routes:
-        """The routes that `find` finds, which the recomputation does not call."""
-        return find() if self.kept is None else self.kept.once(find)
+    def once(self, compute: Callable[[], T]) -> T:
+        """The result of `compute`, which the recomputation does not call: routes are found, and
+        counted, once."""
+        return compute() if self.kept is None else self.kept.once(compute)
 
     def send(self, x: Tensor, weights: Tensor, routes: Routes) -> "Sent":
         """Start to send x [T, D] and the router's weights [T, k]. In backward, waits for their

@@ -1,5 +1,5 @@
-"""The linear layers of experts: one weight [X, out, in] for all experts of a layer, of which each ep
-rank holds X/ep, and grouped products of each expert's rows.
+"""The linear layers of experts: one weight [X, out, in] for all experts of a layer, of which each
+ep rank holds X/ep, and grouped products of each expert's rows.
 
 An expert is whole on its rank, so the functions of tensor parallelism (tensor.py) are used as over
 one rank; what differs are the products.

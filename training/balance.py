@@ -1,14 +1,14 @@
 """The load of experts: counted in every step, and evened by the bias of router `sigmoid_bias`.
 
-Routers count the rows that this rank's tokens send to each expert (model/router/_base.py). After the
-last backward the counts are summed over all ranks with different tokens, as integers: a sum in
-bfloat16 would lose ones above 256, and a wrong sign would move a bias the wrong way. Then each
-expert's bias grows by `router_bias_rate` if it had less than the mean of its layer, else it shrinks:
+Routers count the rows that this rank's tokens send to each expert (model/router/_base.py). After
+the last backward the counts are summed over all ranks with different tokens, as integers: a sum in
+bfloat16 would lose ones above 256, and a wrong sign would move a bias the wrong way. Then the bias
+of each expert with less than its layer's mean grows by `router_bias_rate`, and the others' shrink:
 
     bias += rate · sign(mean − count)
 
-The bias is float32 and equal on all ranks. Like a weight it is changed only by a step that the guard
-lets through, is saved, loaded on any layout, and rolled back.
+The bias is float32 and equal on all ranks. Like a weight it is changed only by a step that the
+guard lets through, is saved, loaded on any layout, and rolled back.
 """
 
 from collections.abc import Iterator, Mapping

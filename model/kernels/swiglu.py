@@ -42,7 +42,8 @@ class SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        return swiglu_gradients(dy, *ctx.saved_tensors, kernels="torch")
+        gate, up = ctx.saved_tensors
+        return swiglu_gradients(dy, gate, up, kernels="torch")
 
 
 @jit

@@ -14,7 +14,7 @@ neither on how the batch is split over ranks nor on micro-batches:
 
 (Balance, per sequence: DeepSeek-V3, https://arxiv.org/abs/2412.19437, equations 17 to 20; z: Zoph
 et al. 2022, https://arxiv.org/abs/2202.08906, equation 5.) They enter backward where they are
-made, whichever pipeline stage that is: `AddLoss`. The loss that a run reports does not contain them.
+made, whichever pipeline stage that is (`AddLoss`), and are no part of the loss that a run reports.
 """
 
 from abc import abstractmethod
@@ -111,11 +111,11 @@ class BaseRouter(Layer):
         """Map x [S/tp, B, D] to each token's weights [T, k] in at least float32, and its routes."""
         exact = torch.promote_types(x.dtype, torch.float32)
         logits = RouterScores.apply(x.flatten(0, 1), self.local_weight(), exact)
-        routes = dispatch.route_once(lambda: self.find(logits, x.shape[1]))
+        routes = dispatch.once(lambda: self.find(logits, x.shape[1]))
         weights = self.weigh(logits, routes.chosen) * self.config.router_scale
         if self.account is not None and torch.is_grad_enabled():
             losses = self.losses(logits, routes, self.account.global_sequences)
-            dispatch.route_once(lambda: self.count(self.account, routes, losses))
+            dispatch.once(lambda: self.count(self.account, routes, losses))
             if self.config.has_router_losses:
                 weights = AddLoss.apply(weights, losses.sum())
         return weights, routes
