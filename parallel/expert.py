@@ -14,12 +14,12 @@ All ranks of dp_shard × cp × tp have different tokens (with sequence paralleli
 and ep is a part of them (axes.py). So the gradient of an expert covers all tokens of its ep group,
 and FSDP's plain sum over efsdp and ep_replicate adds the rest: no factor is needed.
 
-| pass     | what travels over ep, per layer          | bytes that leave a rank, of `b` each        |
-|----------|------------------------------------------|---------------------------------------------|
-| forward  | counts of rows, for each expert          | 8 · X · (ep − 1) / ep                       |
-|          | rows there, beside the router's weights  | T·k · (D·b + 4) · (ep − 1) / ep if balanced |
-|          | results back                             | T·k · D·b · (ep − 1) / ep                   |
-| backward | gradients of results there, of rows back | the same as in forward                      |
+| pass     | what travels over ep, per layer         | bytes that leave a rank, of `b` each        |
+|----------|-----------------------------------------|---------------------------------------------|
+| forward  | counts of rows, for each expert         | 8 · X · (ep − 1) / ep                       |
+|          | rows there, beside the router's weights | T·k · (D·b + 4) · (ep − 1) / ep if balanced |
+|          | results back                            | T·k · D·b · (ep − 1) / ep                   |
+| backward | gradients of results there, rows' back  | the same as in forward                      |
 
 T is the number of tokens of a rank, k of experts that a token chooses, X of experts. With full
 checkpointing, rows and weights are sent there again. The router's weight is multiplied between an
