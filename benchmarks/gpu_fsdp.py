@@ -49,7 +49,7 @@ SETTINGS = {
 
 def forced() -> AbstractContextManager[Any]:
     """A context in which stages are wrapped in FSDP although no rank shares their weights."""
-    return patch("parallel.data.shares_weights", lambda *_: True)
+    return patch("parallel.fsdp_units.shares_weights", lambda *_: True)
 
 
 WAYS: dict[str, Callable[[], AbstractContextManager[Any]]] = {

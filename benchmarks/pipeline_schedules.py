@@ -40,8 +40,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from benchmarks.about import about
 from parallel.axes import MeshSizes
-from parallel.data import check_reduced, data_parallel, shard
+from parallel.data import check_reduced, data_parallel
 from parallel.deferred import LocalJob
+from parallel.fsdp_units import shard
 from parallel.layer import Layer, TensorParallel
 from parallel.mesh import Mesh, build_mesh
 from parallel.parameter import NORM, Constant, WeightSpec

@@ -6,7 +6,7 @@
 
     transformer.py   a pipeline stage: blocks, and the embedding or the head
     attention/       kinds of attention; mask.py: which tokens a token sees
-    feed_forward/    kinds of feed-forward
+    feed_forward/    kinds of feed-forward; router/: how a token chooses experts
     norm.py          RMSNorm
     matmul.py        the products of every linear layer
     positions.py     angles and masks of a micro-batch; documents.py: where its documents begin, and

@@ -6,6 +6,8 @@ and the collectives.
     dp_replicate  data.py    a replica of the sharded group        gradients, once per step
     dp_shard      data.py    1 / dp_shard of weights, gradients    weights (gather), gradients
                              and moments                           (reduce-scatter)
+    (ep)          expert.py  1 / ep of the experts; a part of      tokens, to their experts and
+                             dp_shard × cp × tp                    back, once per layer and pass
     cp            context.py a part of each sequence               keys and values, once per
                                                                    attention layer and pass
     tp            tensor.py  1 / tp of each matrix (and of the     activations, several times per
@@ -14,7 +16,9 @@ and the collectives.
     axes.py             the names and sizes of the axes; mesh.py: the DeviceMesh and its views
     config.py           the section `parallel.` of a configuration file
     parameter.py        the description of a weight; layer.py: the base class of layers with weights
-    collectives.py      the collectives of tensor parallelism
+    fsdp_units.py       what FSDP gathers together, and over which view of the mesh
+    expert_linear.py    the linear layers of experts
+    collectives.py      the collectives of tensor and expert parallelism
     weight_gradient.py  where a weight's gradient goes, and its sum over micro-batches
     deferred.py         weight gradients that are formed later than their backward
     whole.py            weights that no other rank shares: data parallelism over one rank
@@ -22,7 +26,7 @@ and the collectives.
     placement.py        which part of a global tensor a rank holds
     activation.py       activation checkpointing
     compiled.py         compiled blocks
-    kept.py             what it keeps of column-parallel layers
+    kept.py             what activation checkpointing keeps as the result of several operations
     memory.py           the categories of memory use
 
 This package imports torch and, of this repository, only the modules in its root folder. `pipeline/`

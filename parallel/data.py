@@ -1,9 +1,10 @@
 """Data parallelism: FSDP2 over dp_shard, replicas of the sharded groups over dp_replicate, and the
 meaning of `zero_stage`.
 
-The table shows what FSDP sends for each unit. Each block is a unit, the embedding is one, and the
-final norm and the head together are one. (With `fsdp_unit: stage` a whole stage is one unit.) M is
-the number of micro-batches in a step.
+The table shows what FSDP sends for each unit (fsdp_units.py). Each block is a unit, the embedding
+is one, and the final norm and the head together are one. (With `fsdp_unit: stage` a whole stage is
+one unit.) Experts are a unit of their own, for which the axes are efsdp and ep_replicate. M is the
+number of micro-batches in a step.
 
 | zero_stage | what        | collective               | dtype   | when, in a step                |
 |------------|-------------|--------------------------|---------|--------------------------------|
@@ -40,143 +41,23 @@ Every reduction is a plain sum. The loss is divided by the number of target toke
 batch before backward, so a mean of means is never taken.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Collection, Iterable, Iterator
+from functools import cache
 from itertools import chain
 from typing import Protocol
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
     FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
+from parallel.fsdp_units import fsdp_modules
 from parallel.layer import Layer
-from parallel.mesh import Mesh
-from parallel.parameter import WeightSpec, weights_of
 from parallel.weight_gradient import GradientSum, sum_dtype
 from parallel.whole import WholeWeights
-
-
-def shard(
-    stage: nn.Module,
-    units: Sequence[list[nn.Module]],
-    mesh: Mesh,
-    *,
-    compute_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    cpu_offload: bool,
-) -> None:
-    """Apply `fully_shard` to each of `units` and then to `stage` itself, each over the mesh view
-    that its weights name: `fsdp`, the 2-D mesh (dp_replicate, dp_shard).
-
-    Parameters stay in their own dtype (the master weights); forward and backward see them in
-    `compute_dtype`, and gradients are reduced in `reduce_dtype`.
-
-    If no other rank shares the stage's weights, and they are not offloaded to the CPU, the stage is
-    left as it is (whole.py).
-    """
-    if not (cpu_offload or shares_weights(stage, mesh)):
-        return
-    # FSDP must not cast inputs: hidden states already have the compute dtype, and rotary angles
-    # must stay in float32.
-    precision = MixedPrecisionPolicy(
-        param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
-    )
-    on_gpu = torch.cuda.is_available() and mesh.device == "cuda"
-    offload = CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy()
-    for unit in (*units, [stage]):
-        over = view_of(unit, mesh)
-        dimensions = partial(_dimension, cut_within_experts(unit, over))
-        fully_shard(
-            unit,
-            mesh=over,
-            shard_placement_fn=dimensions,
-            mp_policy=precision,
-            offload_policy=offload,
-        )
-    if units:
-        # In backward, while one unit computes, FSDP prefetches the unit that ran before it in
-        # forward. For the first unit this is the last unit of the previous micro-batch, which would
-        # be gathered needlessly. The first unit prefetches only itself, so nothing is gathered.
-        first = units[0][0]
-        assert isinstance(first, FSDPModule)
-        first.set_modules_to_backward_prefetch([first])
-    for module in fsdp_modules(stage):
-        # A plain sum needs both calls: by default FSDP divides by the number of ranks, and it
-        # implements any other factor by pre- and post-division unless a sum is forced.
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-
-
-def shares_weights(stage: nn.Module, mesh: Mesh) -> bool:
-    """Whether other ranks have the same weights as this one: some view has more than one rank."""
-    return any(getattr(mesh, each.spec.sharded_over).size() > 1 for each in weights_of(stage))
-
-
-def view_of(unit: Sequence[nn.Module], mesh: Mesh) -> DeviceMesh:
-    """The mesh view to shard the unit's weights over. Weights of inner units are sharded already
-    and do not count; if none are left, the view is `fsdp`."""
-    weights = [each for module in unit for each in weights_of(module)]
-    left = [
-        each
-        for each in weights
-        if each.sharded.device_mesh.ndim == 1  # tp or ep
-    ]
-    names = {each.spec.sharded_over for each in left} or {"fsdp"}
-    assert len(names) == 1, f"the weights of one FSDP unit name several views: {sorted(names)}"
-    view = getattr(mesh, names.pop())
-    assert isinstance(view, DeviceMesh)
-    return view
-
-
-def with_inner_units(units: Sequence[list[nn.Module]]) -> list[list[nn.Module]]:
-    """`units`, each preceded by the modules in it whose weights are sharded over another view of
-    the mesh than the rest: a unit of their own."""
-    found = []
-    for unit in units:
-        inner = [
-            module
-            for outer in unit
-            for module in outer.modules()
-            if (
-                mine := {each.sharded_over for layer in module.children() for each in _specs(layer)}
-            )
-            and mine != {"fsdp"}
-        ]
-        found += [inner, unit] if inner else [unit]
-    return found
-
-
-def _specs(layer: nn.Module) -> Iterable[WeightSpec]:
-    return layer.weights.values() if isinstance(layer, Layer) else ()
-
-
-def cut_within_experts(unit: Sequence[nn.Module], over: DeviceMesh) -> set[int]:
-    """The ids of the weights [X, out, in] that FSDP shards over dimension 1, because this rank has
-    fewer experts than there are ranks. It shards all others over dimension 0."""
-    return {
-        id(each.parameter)
-        for module in unit
-        for each in weights_of(module)
-        if len(each.spec.shape) == 3 and each.sharded.to_local().shape[0] < over.size(-1)
-    }
-
-
-def _dimension(within: set[int], parameter: nn.Parameter) -> Shard:
-    """The dimension over which FSDP shards a parameter."""
-    return Shard(1 if id(parameter) in within else 0)
-
-
-def fsdp_modules(stage: nn.Module) -> list[FSDPModule]:
-    return [module for module in stage.modules() if isinstance(module, FSDPModule)]
 
 
 def _fsdp_groups(stage: nn.Module) -> Iterator[FSDPParamGroup]:

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from errors import UserError
 from model.transformer import Transformer, num_parameters
-from parallel.data import shard
+from parallel.fsdp_units import shard
 from parallel.layer import TensorParallel
 from parallel.mesh import Mesh, build_mesh
 from tools.launch import layout

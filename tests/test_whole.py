@@ -45,7 +45,7 @@ def storage(tensor):
 
 def train(case, setting, fsdp=False):
     """Losses, gradient norms and last weights of two steps."""
-    with patch("parallel.data.shares_weights", lambda *_: True) if fsdp else nullcontext():
+    with patch("parallel.fsdp_units.shares_weights", lambda *_: True) if fsdp else nullcontext():
         step = make_step(case, **setting)
     assert all(isinstance(stage, FSDPModule) == fsdp for stage in step.stages.values())
     results = [step(index, *global_batch(case.vocab_size, index)) for index in range(2)]

@@ -7,6 +7,7 @@
     precision.py      the dtypes of a run
     gradient.py       the norm of all gradients
     guard.py          decides which updates are made
+    balance.py        the load of experts; check_experts.py: checks of a configuration with experts
     optimizers/       update the weights; learning_rate.py: the learning rate of each step
 
 May import `model/`, `parallel/`, `data/` and `costs/`. The code that starts, saves, stops and

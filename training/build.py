@@ -8,8 +8,8 @@ from model.kernels.attention import OPERATORS
 from model.transformer import Transformer
 from parallel.activation import gathers_again, wrap_blocks
 from parallel.context import ContextParallel
-from parallel.data import shard, with_inner_units
 from parallel.expert import ExpertParallel
+from parallel.fsdp_units import shard
 from parallel.layer import TensorParallel
 from parallel.mesh import Mesh
 from parallel.pipeline.tied import TiedEmbedding, first_and_last_stage_group
@@ -45,7 +45,6 @@ def build_stage(config: Config, mesh: Mesh, layers: range, first: bool, last: bo
         units.append([stage.norm, stage.head])
     if parallel.fsdp_unit == "stage":
         units = [[module for unit in units for module in unit]]
-    units = with_inner_units(units)
     shard(
         stage,
         units,

@@ -1,0 +1,142 @@
+"""FSDP's units: which modules are gathered and reduced together, over which view of the mesh, and
+along which dimension of their weights.
+
+    embedding │ experts of block 0 │ the rest of block 0 │ experts of block 1 │ … │ norm and head
+
+A layer names the view that shards its weight (`sharded_over`, parameter.py). All weights of a unit
+have one view, so experts are a unit inside their block's unit.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import Shard
+
+from parallel.layer import Layer
+from parallel.mesh import Mesh
+from parallel.parameter import weights_of
+
+
+def shard(
+    stage: nn.Module,
+    units: Sequence[list[nn.Module]],
+    mesh: Mesh,
+    *,
+    compute_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    cpu_offload: bool,
+) -> None:
+    """Apply `fully_shard` to each of `units`, to the units inside of it before, and then to `stage`
+    itself, each over the mesh view that its weights name: `fsdp`, the 2-D mesh (dp_replicate,
+    dp_shard), or `fsdp_ep`.
+
+    Parameters stay in their own dtype (the master weights); forward and backward see them in
+    `compute_dtype`, and gradients are reduced in `reduce_dtype`.
+
+    If no other rank shares the stage's weights, and they are not offloaded to the CPU, the stage is
+    left as it is (whole.py).
+    """
+    if not (cpu_offload or shares_weights(stage, mesh)):
+        return
+    # FSDP must not cast inputs: hidden states already have the compute dtype, and rotary angles
+    # must stay in float32.
+    precision = MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+    )
+    on_gpu = torch.cuda.is_available() and mesh.device == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy()
+    nested = [(inner_units(unit), unit) for unit in units]
+    in_order = [unit for pair in nested for unit in pair if unit]
+    for unit in (*in_order, [stage]):
+        over = view_of(unit, mesh)
+        dimension = partial(_dimension, cut_within_experts(unit, over))
+        fully_shard(
+            unit,
+            mesh=over,
+            shard_placement_fn=dimension,
+            mp_policy=precision,
+            offload_policy=offload,
+        )
+    for inner, outer in nested:
+        # Routing makes the host wait in the middle of a block. Experts are gathered with their
+        # block: if they were gathered only after the wait, the device would wait for them.
+        if inner:
+            _fsdp(outer[0]).set_modules_to_forward_prefetch([_fsdp(inner[0])])
+    if units:
+        # In backward, while one unit computes, FSDP prefetches the unit that ran before it in
+        # forward. For the first unit this is the last unit of the previous micro-batch, which would
+        # be gathered needlessly. The first unit prefetches only itself, so nothing is gathered.
+        first = _fsdp(in_order[0][0])
+        first.set_modules_to_backward_prefetch([first])
+    for module in fsdp_modules(stage):
+        # A plain sum needs both calls: by default FSDP divides by the number of ranks, and it
+        # implements any other factor by pre- and post-division unless a sum is forced.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def _fsdp(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule)
+    return module
+
+
+def shares_weights(stage: nn.Module, mesh: Mesh) -> bool:
+    """Whether other ranks have the same weights as this one: some view has more than one rank."""
+    return any(getattr(mesh, each.spec.sharded_over).size() > 1 for each in weights_of(stage))
+
+
+def view_of(unit: Sequence[nn.Module], mesh: Mesh) -> DeviceMesh:
+    """The mesh view to shard the unit's weights over. Weights of inner units are sharded already
+    and do not count; if none are left, the view is `fsdp`."""
+    weights = [each for module in unit for each in weights_of(module)]
+    left = [
+        each
+        for each in weights
+        if each.sharded.device_mesh.ndim == 1  # tp or ep
+    ]
+    names = {each.spec.sharded_over for each in left} or {"fsdp"}
+    assert len(names) == 1, f"the weights of one FSDP unit name several views: {sorted(names)}"
+    view = getattr(mesh, names.pop())
+    assert isinstance(view, DeviceMesh)
+    return view
+
+
+def inner_units(unit: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules inside of `unit` whose layers name another view than `fsdp`."""
+    return [module for outer in unit for module in outer.modules() if _views(module) - {"fsdp"}]
+
+
+def _views(module: nn.Module) -> set[str]:
+    """The views that the layers of a module name, without those of the modules in it."""
+    layers = [each for each in module.children() if isinstance(each, Layer)]
+    return {weight.sharded_over for layer in layers for weight in layer.weights.values()}
+
+
+def cut_within_experts(unit: Sequence[nn.Module], over: DeviceMesh) -> set[int]:
+    """The ids of the weights [X, out, in] that FSDP shards over dimension 1, because this rank has
+    fewer experts than there are ranks. It shards all others over dimension 0."""
+    return {
+        id(each.parameter)
+        for module in unit
+        for each in weights_of(module)
+        if len(each.spec.shape) == 3 and each.sharded.to_local().shape[0] < over.size(-1)
+    }
+
+
+def _dimension(within: set[int], parameter: nn.Parameter) -> Shard:
+    """The dimension over which FSDP shards a parameter."""
+    return Shard(1 if id(parameter) in within else 0)
+
+
+def fsdp_modules(stage: nn.Module) -> list[FSDPModule]:
+    return [module for module in stage.modules() if isinstance(module, FSDPModule)]
