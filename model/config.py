@@ -143,6 +143,11 @@ class ModelConfig:
         return self.expert_ffn_dim or self.ffn_dim
 
     @property
+    def expert_sides(self) -> dict[str, int]:
+        """The sides of an expert's matrices, by the keys that set them."""
+        return {"model.expert_ffn_dim": self.expert_width, "model.dim": self.dim}
+
+    @property
     def has_router_losses(self) -> bool:
         return self.router_aux_weight > 0 or self.router_z_weight > 0
 

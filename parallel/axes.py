@@ -14,12 +14,6 @@ Data-parallel ranks read different rows of the batch, and cp ranks different par
 both have the same weights. So weights know only four axes, `WEIGHT_AXES`, in which cp is a part of
 dp_shard: FSDP shards over both.
 
-Experts (expert.py) know other axes, `EXPERT_AXES`, of the same ranks: all ranks of a pipeline stage
-and replica have different tokens, those of dp_shard × cp × tp. `ep` of them, the innermost, share
-the experts; FSDP shards each expert over the rest, `efsdp`:
-
-    rank = ((pp · ep_replicate_size + ep_replicate) · efsdp_size + efsdp) · ep_size + ep
-
 An axis of size 1 is not a special case: a single process is the mesh `MeshSizes()`.
 """
 
@@ -95,5 +89,9 @@ class MeshSizes:
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 WEIGHT_AXES = tuple(axis for axis in AXES if axis != "cp")
+# The axes of experts (expert.py), of the same ranks. Those of dp_shard × cp × tp all have different
+# tokens: `ep` of them, the innermost, share a layer's experts, and FSDP shards each of the experts
+# over the rest, `efsdp`.
+#     rank = ((pp · ep_replicate_size + ep_replicate) · efsdp_size + efsdp) · ep_size + ep
 EXPERT_AXES = ("pp", "ep_replicate", "efsdp", "ep")
 assert AXES[AXES.index("cp") - 1] == "dp_shard", "weights see the two as one axis"

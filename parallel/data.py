@@ -54,10 +54,13 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
-from parallel.fsdp_units import fsdp_modules
 from parallel.layer import Layer
 from parallel.weight_gradient import GradientSum, sum_dtype
 from parallel.whole import WholeWeights
+
+
+def fsdp_modules(stage: nn.Module) -> list[FSDPModule]:
+    return [module for module in stage.modules() if isinstance(module, FSDPModule)]
 
 
 def _fsdp_groups(stage: nn.Module) -> Iterator[FSDPParamGroup]:

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
+from parallel.data import fsdp_modules
 from parallel.layer import Layer
 from parallel.mesh import Mesh
 from parallel.parameter import weights_of
@@ -136,7 +137,3 @@ def cut_within_experts(unit: Sequence[nn.Module], over: DeviceMesh) -> set[int]:
 def _dimension(within: set[int], parameter: nn.Parameter) -> Shard:
     """The dimension over which FSDP shards a parameter."""
     return Shard(1 if id(parameter) in within else 0)
-
-
-def fsdp_modules(stage: nn.Module) -> list[FSDPModule]:
-    return [module for module in stage.modules() if isinstance(module, FSDPModule)]

@@ -14,7 +14,7 @@ from model.transformer import Block, Head
 from parallel.axes import MeshSizes
 from parallel.collectives import by_rank, start_all_gather, start_reduce_scatter
 from parallel.context import ContextParallel
-from parallel.fsdp_units import fsdp_modules
+from parallel.data import fsdp_modules
 from parallel.layer import TensorParallel
 from parallel.mesh import build_mesh
 from parallel.placement import chunk_range

@@ -48,7 +48,7 @@ def check_experts(
         remedy = "set model.router=softmax, or choose 2 experts or more"
         raise UserError("model.experts_per_token", 1, why, remedy)
     shards, local = sizes.of_experts()["efsdp"], model.num_experts // sizes.ep
-    for key, width in (("expert_ffn_dim", model.expert_width), ("dim", model.dim)):
+    for key, width in model.expert_sides.items():
         if local < shards and width % shards:
             why = f"must be a multiple of {shards}: a rank has {local} of the experts, fewer than "
             why += (
@@ -56,4 +56,4 @@ def check_experts(
             )
             why += "cut"
             remedy = f"give {max(1, width // shards) * shards}, or another parallel.ep"
-            raise UserError(f"model.{key}", width, why, remedy)
+            raise UserError(key, width, why, remedy)
