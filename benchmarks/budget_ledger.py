@@ -169,7 +169,7 @@ class Ledger(StorageWatch):
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         kind, size = call_of(func, args)
-        axis = self._axes.of(group_of(args))
+        axis = self._axes.of(group_of(args), kind)
         done = Operation(
             self._now[0],
             COLLECTIVE if axis else OF_ONE_RANK,

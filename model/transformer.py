@@ -9,7 +9,7 @@ context parallelism every rank holds S/cp where S is written (parallel/context.p
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -28,7 +28,7 @@ from model.positions import BatchPositions
 from parallel.context import ContextParallel
 from parallel.expert import ExpertParallel
 from parallel.layer import Pieces, TensorParallel
-from parallel.parameter import Normal, weights_of
+from parallel.parameter import NamedWeight, Normal, weights_of
 from parallel.tensor import ColumnParallelLinear, VocabParallelEmbedding
 
 
@@ -179,9 +179,25 @@ def kinds_of_blocks(config: ModelConfig, tp: int = 1) -> list[tuple[Block, int]]
 @lru_cache(maxsize=64)
 def num_parameters(config: ModelConfig) -> int:
     """The number of trainable parameters of the whole model; a tied embedding counts once."""
+    return _count(config, lambda each: each.numel)
 
+
+@lru_cache(maxsize=64)
+def num_active_parameters(config: ModelConfig) -> int:
+    """The number of parameters that one token is computed with: of the experts only those that it
+    chooses."""
+
+    def active(each: NamedWeight) -> int:
+        if each.spec.sharded_over != "fsdp_ep":
+            return each.numel
+        return each.numel // config.num_experts * config.experts_per_token
+
+    return _count(config, active)
+
+
+def _count(config: ModelConfig, numel: Callable[[NamedWeight], int]) -> int:
     def count(module: nn.Module) -> int:
-        return sum(each.numel for each in weights_of(module) if not each.is_copy)
+        return sum(numel(each) for each in weights_of(module) if not each.is_copy)
 
     ends = Transformer(config, [], True, True, TensorParallel())
     return count(ends) + sum(n * count(block) for block, n in kinds_of_blocks(config))

@@ -6,8 +6,9 @@
 
 It runs one whole step of the training code itself: the model, the pipeline's runner, FSDP2 and the
 optimizer. The other ranks are fake: collectives return at once, and the data that should arrive is
-whatever was in memory. Without --real nothing is computed either: tensors have shapes but no data
-(fake_gpu.py). Memory is then counted for a GPU with Triton's kernels and flash attention, and
+whatever was in memory. Experts receive --imbalance times their balanced share of rows. Without
+--real nothing is computed either: tensors have shapes but no data (fake_gpu.py). Memory is then
+counted for a GPU with Triton's kernels and flash attention, and, if the experts are balanced,
 compared with the plan that tools/plan makes for the rank. The number of ranks is that of --gpus, of
 the configuration's axes, or of its first line (`# world: N`).
 """
@@ -18,6 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from costs.routing import check_imbalance
 from errors import UserError
 from tools.command import add_overrides, run_command
 from tools.plan.hardware import GB, find_device
@@ -108,6 +110,13 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="NAME",
         help="with --real --stages: the device whose links are modelled (default: h100)",
     )
+    parser.add_argument(
+        "--imbalance",
+        type=float,
+        default=1.0,
+        metavar="FACTOR",
+        help="rows that the rank's experts receive, over their balanced share (default: 1)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
     options = parser.parse_intermixed_args(arguments)
     try:
@@ -119,13 +128,18 @@ def main(arguments: list[str] | None = None) -> int:
         if options.json is not None and not options.json.absolute().parent.is_dir():
             why = "its folder does not exist"
             raise UserError("--json", str(options.json), why, "create the folder, or name another")
+        check_imbalance("--imbalance", options.imbalance, config.model, config.parallel.ep)
         ranks = ranks_asked_for(config, world, None if options.stages else options.rank or 0)
         if not options.real:
             check_can_be_rehearsed(config)
         reports = []
         for rank in ranks:
-            report = alone(rehearse_for_real if options.real else rehearse, config, world, rank)
-            if not options.real:
+            given = config, world, rank
+            if options.real:
+                report = alone(rehearse_for_real, *given, options.imbalance)
+            else:
+                report = alone(rehearse, *given, 1, options.imbalance)
+            if not options.real and options.imbalance == 1:
                 report["planned"] = beside_the_plan(config, report)
             print(describe(report), flush=True)
             reports.append(report)

@@ -91,12 +91,12 @@ def fake_gpu(
 
 
 @contextmanager
-def one_rank(sizes: MeshSizes, rank: int, device: str) -> Iterator[Mesh]:
+def one_rank(sizes: MeshSizes, rank: int, device: str, has_experts: bool = False) -> Iterator[Mesh]:
     """The mesh of rank `rank`; all other ranks are fake. `device`: meta, cpu or cuda."""
     backend = f"cpu:fake,{DEVICE}:fake" if device == DEVICE else "fake"
     dist.init_process_group(backend, rank=rank, world_size=sizes.world, store=FakeStore())
     try:
-        mesh = build_mesh(sizes, "cpu" if device == DEVICE else device)
+        mesh = build_mesh(sizes, "cpu" if device == DEVICE else device, has_experts)
         yield replace(mesh, device=device)
     finally:
         # destroying the group uses its default backend, which is set only if one was named
@@ -107,5 +107,6 @@ def one_rank(sizes: MeshSizes, rank: int, device: str) -> Iterator[Mesh]:
 
 def run_collective(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run an operator of torch.distributed on the fake GPU's tensors. The fake group does not read
-    tensors, but needs them on the CPU."""
-    return func(*tree_map_only(torch.Tensor, lambda tensor: torch.empty(0), args), **kwargs)
+    tensors, but needs them on the CPU, and of an all-to-all the number of rows."""
+    empty = tree_map_only(torch.Tensor, lambda tensor: torch.empty(*tensor.shape[:1], 0), args)
+    return func(*empty, **kwargs)

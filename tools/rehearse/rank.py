@@ -5,15 +5,21 @@ import gc
 import multiprocessing
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.distributed import ProcessGroup
 
+from costs.routing import Routing
+from costs.stage import routing
 from errors import UserError
 from model.transformer import Transformer, vocabulary
+from parallel.collectives import Pending, ranks_in, start_all_to_all
 from parallel.mesh import Mesh
 from parallel.parameter import Constant, weights_of
 from parallel.pipeline.simulate import Event
@@ -28,11 +34,18 @@ from training.config import Config
 from training.step import TrainStep
 
 
-def rehearse(config: Config, world: int, rank: int, steps: int = 1) -> dict[str, Any]:
+def rehearse(
+    config: Config, world: int, rank: int, steps: int = 1, imbalance: float = 1.0
+) -> dict[str, Any]:
     """Report the peak memory of `rank` of `world`, and the collectives of the last of `steps`
-    steps. A process can be only one rank of one world, so call this through `alone`."""
+    steps. Its experts receive `imbalance` times their balanced share of rows. A process can be only
+    one rank of one world, so call this through `alone`."""
     began, cpu_began = time.perf_counter(), time.process_time()
-    with one_rank(config.parallel.mesh_sizes(world), rank, DEVICE) as mesh, fake_gpu():
+    with (
+        the_rank(config, world, rank, DEVICE) as mesh,
+        fake_gpu(),
+        routing_of(config, mesh, imbalance),
+    ):
         stages = build_without_data(config, mesh)
         with Tape(mesh) as tape:
             tape.weights([each.sharded for s in stages.values() for each in weights_of(s)])
@@ -66,11 +79,42 @@ def build_without_data(config: Config, mesh: Mesh) -> dict[int, Transformer]:
         return build_stages(config, mesh)
 
 
-def rehearse_for_real(config: Config, world: int, rank: int) -> dict[str, Any]:
+def the_rank(config: Config, world: int, rank: int, device: str) -> AbstractContextManager[Mesh]:
+    """The mesh of `rank` of `world`; all other ranks are fake."""
+    return one_rank(config.parallel.mesh_sizes(world), rank, device, config.model.has_experts)
+
+
+def routing_of(config: Config, mesh: Mesh, imbalance: float) -> Routing:
+    """The numbers of rows that this rank's experts receive."""
+    ep_rank = mesh.ep.get_local_rank() if config.model.has_experts else 0
+    return routing(replace(config.setting(), ep_rank=ep_rank, imbalance=imbalance))
+
+
+@contextmanager
+def told_by_others(found: Routing) -> Iterator[None]:
+    """A context in which routers, on a real device, receive these counts from the other ranks."""
+
+    def start(
+        x: torch.Tensor, group: ProcessGroup | None, send: Sequence[int], receive: Sequence[int]
+    ) -> Pending:
+        if x.dtype == torch.int64 and ranks_in(group) > 1:
+            return Pending(x.new_tensor(found.receive).flatten())
+        return start_all_to_all(x, group, send, receive)
+
+    with patch("parallel.expert.start_all_to_all", start):
+        yield
+
+
+def rehearse_for_real(
+    config: Config, world: int, rank: int, imbalance: float = 1.0
+) -> dict[str, Any]:
     """Report the same from a run on a real device: memory as torch measures it (on a GPU only), and
     the seconds of each kind of action. Collectives are not reported."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with one_rank(config.parallel.mesh_sizes(world), rank, device) as mesh:
+    with (
+        the_rank(config, world, rank, device) as mesh,
+        told_by_others(routing_of(config, mesh, imbalance)),
+    ):
         with patch("training.build.initialise", draw_on_device):
             train = TrainStep(config, mesh, build_stages(config, mesh), bos_id=0)
         batch = rows(config, mesh)

@@ -27,6 +27,7 @@ from torch import Tensor
 from costs.collectives import Call, call_of, group_of
 from costs.operators import tensors_of
 from costs.storages import StorageWatch, key_of, watch_resizes
+from parallel.axes import EXPERT_AXES
 from parallel.memory import (
     ACTIVATIONS,
     DEFERRED,
@@ -40,7 +41,7 @@ from parallel.mesh import Mesh
 from parallel.pipeline.actions import FORWARD, Action
 from tools.rehearse.fake_gpu import DEVICE, run_collective
 
-DATA_PARALLEL = ("dp_replicate", "dp_shard")
+DATA_PARALLEL = ("dp_replicate", "dp_shard", "ep_replicate", "efsdp")
 BUFFERS = {"all_gather": GATHERING, "reduce_scatter": REDUCING, "all_reduce": REDUCING}
 
 
@@ -175,10 +176,10 @@ class Tape(StorageWatch):
         return piece.label
 
     def _heard(self, func: Any, args: Any) -> None:
-        axis = self._axes.of(group_of(args))
+        kind, size = call_of(func, args)
+        axis = self._axes.of(group_of(args), kind)
         if axis is None:
             return
-        kind, size = call_of(func, args)
         self.collectives[Call(axis, kind, size)] += 1
         if axis in DATA_PARALLEL and kind in BUFFERS:
             for tensor in tensors_of(args):
@@ -189,21 +190,30 @@ class Tape(StorageWatch):
 
 class GroupAxes:
     """Names a group by the view of the mesh with the same ranks (the innermost first), by `world`,
-    or by `ends` (the ranks of the first and last stage, for a tied embedding). `cp` is only the
-    name of its own group, as weights may be sharded over the same ranks. (If these are all ranks,
-    there is one group, and all collectives are counted over cp.)"""
+    or by `ends` (the ranks of the first and last stage, for a tied embedding). `cp` and the axes of
+    experts are only the names of their own groups, as other axes may have the same ranks. Of all
+    ranks there is one group: if they are those of cp, all its collectives are counted over cp; if
+    of an axis of experts, over the axis of weights that has them, or else the world."""
 
     def __init__(self, mesh: Mesh) -> None:
         groups = {name: view.get_group() for name, view in mesh.views().items()}
-        cp = groups.pop("cp", None)
+        own = {axis: groups.pop(axis) for axis in ("cp", *EXPERT_AXES[1:]) if axis in groups}
+        world = frozenset(range(mesh.root.size()))
         self._axes = [
             (name, frozenset(dist.get_process_group_ranks(group))) for name, group in groups.items()
         ]
-        self._axes.append(("world", frozenset(range(mesh.root.size()))))
-        self._known: dict[str, str | None] = {} if cp is None else {cp.group_name: "cp"}
+        self._axes.append(("world", world))
+        self._known: dict[str, str | None] = {
+            group.group_name: axis if group.size() > 1 else None
+            for axis, group in own.items()
+            if axis == "cp" or group.size() < len(world)
+        }
 
-    def of(self, group: dist.ProcessGroup) -> str | None:
-        """The name of the axis, or None for a group of one rank."""
+    def of(self, group: dist.ProcessGroup, kind: str = "") -> str | None:
+        """The name of the axis of a collective of this kind, or None for a group of one rank.
+        Every all-to-all is over ep."""
+        if kind == "all_to_all":
+            return "ep"
         name = group.group_name
         if name not in self._known:
             ranks = frozenset(dist.get_process_group_ranks(group))

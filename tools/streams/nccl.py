@@ -48,7 +48,7 @@ class Nccl:
         if is_async:
             stream.after(current.point())
         sees = stream.seen(self.device.compute)
-        axis, number = self.axes.of(group), stream.advance()
+        axis, number = self.axes.of(group, kind), stream.advance()
         if axis is not None:
             self.overlap.launched(axis, kind, size, stream, number, sees)
         what = f"{kind} over {axis or 'one rank'} at {line()}"
