@@ -7,6 +7,8 @@ collectives.py  the same of collectives, their groups and their handles
 events.py     the operations and collectives of a record
 recorder.py   records the operations, collectives and storages of a computation
 setting.py    what a record depends on, and the inputs that follow from it
+routing.py    how many rows experts receive, where tensors have no data
+stage.py      the part of the model that is recorded
 units.py      records forward and backward of the embedding, each kind of block and the head
 ends.py       the input of a unit, and the gradient of its output
 links.py      seconds of a collective over each axis of the mesh

@@ -14,17 +14,20 @@ NAMES = {  # operators of torch.distributed → their names in records
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
     "allreduce_": "all_reduce",
+    "alltoall_base_": "all_to_all",
     "send": "send",
     "recv_": "receive",
 }
 # The arguments that they read and write.
-_READS = {"all_gather": [1], "reduce_scatter": [1], "all_reduce": [0], "send": [0], "receive": []}
-_WRITES = {"all_gather": [0], "reduce_scatter": [0], "all_reduce": [0], "send": [], "receive": [0]}
+_READS = {"all_gather": [1], "reduce_scatter": [1], "all_to_all": [1], "all_reduce": [0],
+          "send": [0], "receive": []}  # fmt: skip
+_WRITES = {"all_gather": [0], "reduce_scatter": [0], "all_to_all": [0], "all_reduce": [0],
+           "send": [], "receive": [0]}  # fmt: skip
 
 
 class Call(NamedTuple):
     """A collective or message; `bytes` are those of the whole tensor: the output of a gather, the
-    input of a scatter."""
+    input of a scatter, the larger one of an all-to-all."""
 
     axis: str
     kind: str
@@ -75,8 +78,8 @@ def rounds(kind: str) -> int:
 
 
 def wire_bytes(kind: str, size: int, ranks: int) -> float:
-    """Bytes that one rank sends in a ring over `ranks`: in a gather or scatter all parts but one,
-    in an all-reduce twice that."""
+    """Bytes that one rank sends over `ranks`: in a gather or scatter (a ring) all parts but one, in an
+    all-reduce twice that, and in an all-to-all all parts but its own if they are equal."""
     if kind in ("send", "receive"):
         return float(size) if kind == "send" else 0.0
     return size * (ranks - 1) / ranks * rounds(kind)

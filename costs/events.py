@@ -9,11 +9,14 @@ from costs.operators import NO_WORK, name_of, tensors_of
 
 BACKWARD_OF_FORWARD = 2.5  # flash attention's FLOPs: five products in backward, two in forward
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}
+# of experts (model/kernels/grouped_matmul.py)
+GROUPED = {"grouped_mm", "grouped_weight_gradient", "add_grouped_weight_gradient"}
 LOOKUPS = {"embedding", "index", "index_select", "gather"}  # read some rows of the first argument
 
 
 class Product(NamedTuple):
-    """A matrix product, or `number` products of the same shape in one operator."""
+    """A matrix product, or `number` products in one operator. Those of experts may have different
+    sizes: then `rows` and `inner` are the largest."""
 
     rows: int  # of the result
     columns: int
@@ -21,9 +24,13 @@ class Product(NamedTuple):
     bytes: int  # read and written
     number: int = 1
     weight: str = ""  # the name of the parameter among its factors (`Recorder.names`)
+    launches: int = 1  # kernels: `number` if the products run one after another
+    unequal: float | None = None  # the FLOPs of all products, if they have different sizes
 
     @property
     def flops(self) -> float:
+        if self.unequal is not None:
+            return self.unequal
         return 2.0 * self.number * self.rows * self.columns * self.inner
 
     def tiles(self, side: int) -> int:
@@ -73,11 +80,26 @@ def event_of(func: Any, args: Any, kwargs: Any, result: Any) -> Event | None:
         given[0] = made
     size = sum(t.nbytes for t in tensors_of(given))
     size += sum(t.nbytes for t in made if not any(t is argument for argument in given))
+    if name in GROUPED:
+        return _grouped(name, named, size)
     if name.rstrip("_") in PRODUCTS:  # their right factor is the last matrix among the arguments
         inner = [t for t in tensors_of(args) if t.dim() >= 2][-1].shape[-2]
         *batch, rows, columns = result.shape
         return Product(rows, columns, inner, size, math.prod(batch))
     return Moved(size) if size else None
+
+
+def _grouped(name: str, named: dict[str, Any], size: int) -> Product:
+    """The event of the products of all experts of a layer: x [R, N] with matrices b [X, N, M] or
+    with dy [R, M], where `sizes` are the rows of each expert."""
+    sizes, (total, inner) = named["sizes"], named["x"].shape
+    columns, most = named["b" if name == "grouped_mm" else "dy"].shape[-1], max(sizes)
+    shape = (most, columns, inner) if name == "grouped_mm" else (columns, inner, most)
+    # for 16-bit factors torch has one kernel, but not if it should add
+    together = factor.itemsize == 2 and name != "add_grouped_weight_gradient"
+    launches = 1 if together else len(sizes)
+    flops = 2.0 * total * columns * inner
+    return Product(*shape, size, len(sizes), "", launches, flops)
 
 
 def _attention(named: dict[str, Any]) -> Attention:

@@ -4,7 +4,7 @@ a matrix product        ⌈tiles / multiprocessors⌉ waves of tiles of the resu
                         efficiency of the whole device; or the time of its bytes if longer
 attention               FLOPs / (peak · efficiency)
 every other operation   bytes read and written / (memory bandwidth · efficiency)
-a collective            links.py; over each of tp and cp one runs after another, and is hidden
+a collective            links.py; over each of tp, cp and ep one runs after another, and is hidden
                         behind what is computed between its start and its wait
 """
 
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from costs.collectives import rounds
 from costs.events import Attention, Moved, Product, Sent, Waited
 from costs.links import Links
 from costs.recorder import Phase
@@ -25,7 +24,7 @@ class Cost(NamedTuple):
     """Seconds of one phase."""
 
     computing: float
-    wire: Mapping[str, float]  # of collectives, by axis: tp and cp
+    wire: Mapping[str, float]  # of collectives, by axis: tp, cp and ep
     exposed: Mapping[str, float]  # the part of `wire` during which computation waits
 
     @property
@@ -57,7 +56,8 @@ class Rates:
     def operation(self, event: Product | Attention | Moved) -> float:
         device = self.device
         if isinstance(event, Product):
-            waves = -(-event.tiles(device.tile) // device.multiprocessors)
+            tiles = event.tiles(device.tile) // event.launches
+            waves = -(-tiles // device.multiprocessors) * event.launches
             # a wave takes equally long whether or not all multiprocessors have a tile
             flops = 2.0 * waves * device.multiprocessors * device.tile**2 * event.inner
             busy = max(flops / (self._peak * device.matmul_efficiency), self.memory(event.bytes))
@@ -65,7 +65,8 @@ class Rates:
             busy = event.flops / (self._peak * device.attention_efficiency)
         else:
             busy = self.memory(event.bytes)
-        return busy + device.kernel_seconds
+        launches = event.launches if isinstance(event, Product) else 1
+        return busy + launches * device.kernel_seconds
 
     def cost(self, phase: Phase, is_weight: bool = False) -> Cost:
         """The cost of one phase. `is_weight`: the phase computes deferred weight gradients. These
@@ -82,7 +83,7 @@ class Rates:
         for event in phase.events:
             if isinstance(event, Sent):
                 axis, kind, size = event.call
-                seconds = self.links.collective(axis, size, rounds(kind))
+                seconds = self.links.seconds(kind, axis, size)
                 free[axis] = max(free[axis], computing + waited) + seconds
                 ends[event.number] = axis, free[axis]
                 wire[axis], last = wire[axis] + seconds, computing

@@ -33,11 +33,20 @@ class Setting:
     # Rank 0 needs as much as any: all have equally many scores to compute, but the last has one
     # chunk of queries where the others have two. (Of a window, later chunks have a little more.)
     cp_rank: int = 0
+    ep: int = 1
+    ep_rank: int = 0
+    imbalance: float = 1.0  # of the rows that experts receive (routing.py)
 
     @property
     def tokens(self) -> int:
         """The tokens of each sequence on one cp rank."""
         return self.seq_len // self.cp
+
+    @property
+    def tokens_of_rank(self) -> int:
+        """The tokens of a micro-batch in the residual stream of one rank."""
+        cut = self.tp if self.sequence_parallel else 1
+        return self.tokens // cut * self.micro_batch_size
 
 
 def hidden(setting: Setting) -> Tensor:

@@ -57,8 +57,8 @@ def flops_per_token(model: ModelConfig, seq_len: int, whole_attention: bool = Fa
 
 def layer_costs(setting: Setting) -> LayerCosts:
     """Seconds of the embedding, of every block and of the head for one micro-batch, forward and
-    backward, on H100s: computation and exposed communication over tp and cp. Of a long micro-batch
-    the seconds of some of its sequences: only relative costs matter."""
+    backward, on H100s: computation and exposed communication over tp, cp and ep. Of a long
+    micro-batch the seconds of some of its sequences: only relative costs matter."""
     sequences = max(1, min(setting.micro_batch_size, PROPORTIONAL // setting.seq_len))
     return _layer_costs(replace(setting, micro_batch_size=sequences))
 
@@ -68,8 +68,8 @@ def _layer_costs(setting: Setting) -> LayerCosts:
     # Without the time to launch kernels, and without waves, in which the products of a small model
     # would all take equally long: on a CPU, where small models run, neither matters.
     device = replace(H100, kernel_seconds=0.0, collective_seconds=0.0, tile=1, multiprocessors=1)
-    tp, cp = setting.tp, setting.cp
-    links = Links(device, tp, cp, 1, tp * cp, cp)
+    tp, cp, ep = setting.tp, setting.cp, setting.ep
+    links = Links(device, tp, cp, 1, max(tp * cp, ep), cp, ep)
     rates = Rates(device, links, setting.dtype.itemsize)
 
     def seconds(name: str) -> float:

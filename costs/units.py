@@ -27,20 +27,19 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from costs.as_on_gpu import AsOnGpu
-from costs.collectives import silent_group, wire_bytes
+from costs.collectives import wire_bytes
 from costs.ends import Begin, End, Entrance
 from costs.recorder import Phase, Piece, Recorder
-from costs.setting import Setting, batch_of, context, hidden, tensors_in
+from costs.setting import Setting, batch_of, hidden, tensors_in
+from costs.stage import build_stage, routing, state_of
 from costs.storages import key_of
 from errors import UserError
 from model.config import ModelConfig
-from model.kernels.attention import OPERATORS
 from model.positions import BatchPositions
 from model.transformer import Block, Transformer
-from parallel.activation import wrap_blocks
 from parallel.data import with_inner_units
 from parallel.deferred import Job, run_jobs
-from parallel.layer import Layer, TensorParallel, share_queue
+from parallel.layer import Layer, share_queue
 from parallel.memory import DEFERRED, GRADIENTS, TEMPORARY
 from parallel.parameter import WeightSpec, weights_of
 from parallel.weight_gradient import GradientSum
@@ -56,7 +55,7 @@ BLOCK = "sums of the block"
 
 @dataclass(frozen=True)
 class LocalWeight:
-    """One tp rank's shard of a weight."""
+    """One rank's shard of a weight: over tp, or of experts over ep."""
 
     spec: WeightSpec
     shape: tuple[int, ...]
@@ -115,7 +114,7 @@ class Unit:
 
     @cached_property
     def numel(self) -> int:
-        """Parameters on the tp rank."""
+        """Parameters on the rank, before FSDP shards them."""
         return sum(weight.numel for weight in self.weights)
 
     def record(self, split: bool, sums: Sums | None = None) -> Record:
@@ -178,17 +177,9 @@ def position_bytes(setting: Setting, kinds: frozenset[str]) -> int:
 
 def _stage(setting: Setting, names: Iterable[str]) -> Transformer:
     """A pipeline stage that consists of these units."""
-    model, tp = setting.model, setting.tp
-    group = silent_group("tp", setting.tp_rank, tp)
-    cut, pieces = setting.sequence_parallel, setting.tp_pieces
-    at = TensorParallel(tp, setting.tp_rank, cut, None, group, pieces)
-    kinds = kinds_of_layers(model)
+    kinds = kinds_of_layers(setting.model)
     layers = [kinds.index(name) for name in names if name in kinds]
-    cp = context(setting)
-    stage = Transformer(model, layers, EMBEDDING in names, HEAD in names, at, cp).to(setting.dtype)
-    mode = setting.activation_checkpointing
-    wrap_blocks(stage.blocks.values(), mode, False, tp, OPERATORS)
-    return stage
+    return build_stage(setting, layers, EMBEDDING in names, HEAD in names)
 
 
 class CannotRecord(UserError):
@@ -235,10 +226,11 @@ def _run(setting: Setting, name: str, split: bool, sums: Sums | None) -> Record:
     flow = recorder.flow
     leaf = hidden(setting).requires_grad_()
     begun = [each.total for each in totals if each.total is not None]
-    recorder.leave_out(leaf, *stage.parameters(), *tensors_in(batch), *begun)
+    recorder.leave_out(leaf, *state_of(stage), *tensors_in(batch), *begun)
     recorder.names = {key_of(each): _label(path) for path, each in stage.named_parameters()}
     deferring: AbstractContextManager[list[Job]] = queue.deferring() if split else nullcontext([])
-    with torch.enable_grad(), _parts(stage, name, recorder), AsOnGpu(), recorder:
+    routed, parts = routing(setting), _parts(stage, name, recorder)
+    with torch.enable_grad(), parts, AsOnGpu(), routed, recorder:
         x = None
         if name != EMBEDDING:
             x = Begin.apply(leaf, received)

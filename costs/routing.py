@@ -1,0 +1,92 @@
+"""How many rows the experts of a rank send and receive, where tensors have no data.
+
+The host reads these numbers from the device (`counts_on_host` in parallel/expert.py). For tensors
+without data they are assumed. T·k rows leave each of the `ep` ranks:
+
+    balanced       T·k arrive at each rank, as many from each other and for each of its experts
+    imbalance f    f · T·k arrive at this rank, and the other ranks share the rest
+
+Where a division leaves a remainder, some numbers are larger by one, and the totals are exact.
+"""
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from costs.as_on_gpu import DEVICE
+from errors import UserError
+from model.config import ModelConfig
+
+
+def parts(total: int, number: int) -> list[int]:
+    """`total` as a sum of `number` integers that differ by at most one."""
+    return [(i + 1) * total // number - i * total // number for i in range(number)]
+
+
+def largest_imbalance(model: ModelConfig, ep: int) -> float:
+    """The imbalance at which one rank receives all that it can: a token goes to each of its experts
+    at most once."""
+    return min(ep, model.num_experts / model.experts_per_token)
+
+
+def check_imbalance(key: str, imbalance: float, model: ModelConfig, ep: int) -> None:
+    """Raise UserError, which names `key`, if no rank can receive so many rows."""
+    largest = largest_imbalance(model, ep) if model.has_experts else 1.0
+    if not 1.0 <= imbalance <= largest:
+        why = "a rank receives this times its balanced share of rows, and the busiest receives "
+        why += f"1 to {largest:g} times" if largest > 1 else "all: there is one rank"
+        raise UserError(key, imbalance, why, f"give a number from 1 to {largest:g}")
+
+
+class Routing(TorchFunctionMode):
+    """A context in which the calling thread's routers, on tensors without data, find these numbers.
+
+    Args:
+        rows: T·k, the rows that each rank sends.
+        num_experts: X.
+        ep, rank: the number of ep ranks, and this one.
+        imbalance: this rank receives so many times its balanced share.
+    """
+
+    def __init__(
+        self, rows: int, num_experts: int, ep: int = 1, rank: int = 0, imbalance: float = 1.0
+    ) -> None:
+        super().__init__()
+        self.rows, self.local, self.ep, self.rank = rows, num_experts // ep, ep, rank
+        self.received = round(rows * imbalance)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.tolist and args[0].device.type == DEVICE:
+            numbers = self.numbers
+            if args[0].shape == (len(numbers),):
+                return numbers
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def numbers(self) -> list[int]:
+        """In the order of `counts_on_host`."""
+        return [*self.send, *(number for each in self.receive for number in each)]
+
+    @cached_property
+    def receive(self) -> list[list[int]]:
+        """From each rank, for each of this rank's experts."""
+        n, found, begin = self.local, [], 0
+        for count in self._from_each:  # rows go to one expert after another, like dealt cards
+            end = begin + count
+            found.append([(end - e - 1) // n - (begin - e - 1) // n for e in range(n)])
+            begin = end
+        return found
+
+    @cached_property
+    def send(self) -> list[int]:
+        """To each rank."""
+        mine = self._from_each[self.rank]
+        others = parts(self.rows - mine, self.ep - 1) if self.ep > 1 else []
+        return [*others[: self.rank], mine, *others[self.rank :]]
+
+    @property
+    def _from_each(self) -> list[int]:
+        received = parts(self.received, self.ep)
+        return received[self.rank :] + received[: self.rank]
