@@ -78,8 +78,8 @@ def rounds(kind: str) -> int:
 
 
 def wire_bytes(kind: str, size: int, ranks: int) -> float:
-    """Bytes that one rank sends over `ranks`: in a gather or scatter (a ring) all parts but one, in an
-    all-reduce twice that, and in an all-to-all all parts but its own if they are equal."""
+    """Bytes that one rank sends over `ranks`: in a gather or scatter all parts but one (a ring), in
+    an all-reduce twice that, in an all-to-all all parts but its own if they are equal."""
     if kind in ("send", "receive"):
         return float(size) if kind == "send" else 0.0
     return size * (ranks - 1) / ranks * rounds(kind)

@@ -92,11 +92,15 @@ def event_of(func: Any, args: Any, kwargs: Any, result: Any) -> Event | None:
 def _grouped(name: str, named: dict[str, Any], size: int) -> Product:
     """The event of the products of all experts of a layer: x [R, N] with matrices b [X, N, M] or
     with dy [R, M], where `sizes` are the rows of each expert."""
-    sizes, (total, inner) = named["sizes"], named["x"].shape
-    columns, most = named["b" if name == "grouped_mm" else "dy"].shape[-1], max(sizes)
+    sizes, x = named["sizes"], named["x"]
+    (total, inner), columns, most = (
+        x.shape,
+        named["b" if name == "grouped_mm" else "dy"].shape[-1],
+        max(sizes),
+    )
     shape = (most, columns, inner) if name == "grouped_mm" else (columns, inner, most)
     # for 16-bit factors torch has one kernel, but not if it should add
-    together = factor.itemsize == 2 and name != "add_grouped_weight_gradient"
+    together = x.itemsize == 2 and name != "add_grouped_weight_gradient"
     launches = 1 if together else len(sizes)
     flops = 2.0 * total * columns * inner
     return Product(*shape, size, len(sizes), "", launches, flops)

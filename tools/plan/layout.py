@@ -103,6 +103,27 @@ def gathered(*units: Unit) -> tuple[Gathered, ...]:
     return tuple(Gathered(v, [w for w in weights if w.spec.sharded_over == v]) for v in views)
 
 
+class Numbers(NamedTuple):
+    """Numbers of parameters, or of the ranks that share them."""
+
+    rest: int  # all but experts
+    experts: int
+
+    @property
+    def total(self) -> int:
+        return self.rest + self.experts
+
+    def over(self, shards: "Numbers") -> float:
+        """Parameters on each rank."""
+        return self.rest / shards.rest + self.experts / shards.experts
+
+
+def numbers_of(unit: Unit) -> Numbers:
+    """The parameters of a unit on the tp and ep rank."""
+    numel = {each.over: each.numel for each in gathered(unit)}
+    return Numbers(numel.get("fsdp", 0), numel.get("fsdp_ep", 0))
+
+
 class Sharding(NamedTuple):
     """The ranks over which weights are sharded, and those that have the same shard."""
 
@@ -122,6 +143,8 @@ class Layout:
     tp_rank: int = 0
     shard_rank: int = 0  # among the ranks that share the weights
     cp_rank: int = 0
+    # of the rows that this rank's experts receive: so many times their balanced share
+    imbalance: float = 1.0
 
     @classmethod
     def of_rank(cls, config: Config, world: int, rank: int) -> "Layout":
@@ -225,7 +248,7 @@ class Layout:
     @cached_property
     def setting(self) -> Setting:
         """All that the units' records depend on, apart from the unit."""
-        return self.config.setting(self.tp_rank, self.cp_rank)
+        return replace(self.config.setting(self.tp_rank, self.cp_rank), imbalance=self.imbalance)
 
     @cached_property
     def embedding(self) -> Unit:
@@ -247,8 +270,8 @@ class Layout:
 
     @cached_property
     def smallest_block(self) -> int:
-        """Parameters of the smallest kind of block."""
-        return min(unit.numel for unit in self.kinds)
+        """Parameters of the smallest kind of block, without experts."""
+        return min(numbers_of(unit).rest for unit in self.kinds)
 
     @cached_property
     def _units(self) -> list[list[Unit]]:

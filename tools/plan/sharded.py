@@ -8,8 +8,8 @@ from parallel.memory import GATHERED, GRADIENTS, REDUCING, SHARDED_GRADIENTS
 from tools.plan.account import Account
 from tools.plan.layout import Gathered, Layout
 
-# identifies a unit of FSDP: the stage, the first of the stage's units, and the view of the mesh that
-# its weights are sharded over
+# identifies a unit of FSDP: the stage, the first of the stage's units, and the view of the mesh over
+# which its weights are sharded
 Key = tuple[int, int, str]
 OUTER, EXPERTS = "fsdp", "fsdp_ep"
 
@@ -55,9 +55,7 @@ class Sharded:
         ]
         return (*counts, self.input_of_reduction[stage], self.outputs_of_reductions[stage])
 
-    def gather(
-        self, stage: int, index: int, forward: bool, before: int, over: str = OUTER
-    ) -> int:
+    def gather(self, stage: int, index: int, forward: bool, before: int, over: str = OUTER) -> int:
         """Before a unit's forward or backward, gather the weights of the FSDP unit that contains
         it.
 

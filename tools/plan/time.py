@@ -7,6 +7,11 @@ gathered during the previous unit's forward and reduced during the next unit's b
 that of the overlapping computation is exposed. With `fsdp_unit: stage` there is no previous or next
 unit, so gathers are exposed, and reductions overlap with the rank's next actions. The simulator
 accounts for the messages of the pipeline, which overlap with other actions as the schedule allows.
+
+In a forward of experts the host waits for the device, to learn how many rows go to each rank. Then
+it has launched nothing that the device could compute meanwhile, and it has not started to gather
+the experts, so with zero_stage 3 that gather is exposed. Each such wait takes `host_wait_seconds`
+of the device.
 """
 
 from collections.abc import Callable
@@ -22,7 +27,7 @@ from costs.units import Unit
 from parallel.pipeline.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Kind
 from parallel.pipeline.simulate import Costs, Timeline, simulate
 from tools.plan.hardware import Device
-from tools.plan.layout import SHARDED_OVER, Gathered, Layout
+from tools.plan.layout import SHARDED_OVER, Gathered, Layout, numbers_of
 from tools.plan.traffic import gather_bytes, reduce_bytes
 
 
@@ -107,7 +112,10 @@ class StepTime:
         """The cost of a unit in an action of this kind."""
         if (unit, kind) not in self._costs:
             phase = self.layout.phase(kind, unit)
-            self._costs[unit, kind] = self.rates.cost(phase, kind is BACKWARD_WEIGHT)
+            cost = self.rates.cost(phase, kind is BACKWARD_WEIGHT)
+            if kind is FORWARD and numbers_of(unit).experts:  # `counts_on_host`
+                cost = cost._replace(computing=cost.computing + self.device.host_wait_seconds)
+            self._costs[unit, kind] = cost
         return self._costs[unit, kind]
 
     def part(

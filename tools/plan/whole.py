@@ -36,9 +36,7 @@ class Whole:
     def state(self, stage: int) -> Hashable:
         return sum(key[0] == stage for key in self.summed)
 
-    def gather(
-        self, stage: int, index: int, forward: bool, before: int, over: str = OUTER
-    ) -> int:
+    def gather(self, stage: int, index: int, forward: bool, before: int, over: str = OUTER) -> int:
         return 0
 
     def prefetched(self, stage: int, index: int, over: str = OUTER) -> int:
