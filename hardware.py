@@ -108,6 +108,9 @@ class Device(DataSheet):
     collective_seconds: float = 12e-6  # latency of one collective inside a node
     # latency from node to node in a ring or tree: NCCL's own figure for its Simple protocol
     hop_seconds: float = 14e-6
+    # the device idles while the host, which has waited for it, launches the next kernels: estimated
+    # as a copy to the host, some twenty operations of Python, and a launch; not measured
+    host_wait_seconds: float = 100e-6
     step_seconds: float = 0.02  # overhead per step: the host, ranks that wait for each other
 
     @property

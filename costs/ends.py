@@ -1,5 +1,6 @@
 """The two ends of a recorded unit: its input and the gradient of its output, which a neighbouring
-unit would allocate, and the moments at which backward begins and ends."""
+unit would allocate, and the moments at which backward begins and ends. Also the moment at which it
+ends for a module inside of a unit."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,3 +38,17 @@ class End(torch.autograd.Function):
         dy = torch.empty(ctx.shape, dtype=ctx.dtype, device=DEVICE)
         ctx.sent(dy)
         return dy, None
+
+
+class Entrance(torch.autograd.Function):
+    """x, unchanged, at the beginning of a module's forward; in backward, reports its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, received: Callable[[], None]) -> Tensor:
+        ctx.received = received
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        ctx.received()
+        return dx, None

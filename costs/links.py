@@ -32,6 +32,8 @@ class Links:
     world: int
     cp: int = 1
     ep: int = 1
+    efsdp: int = 1
+    ep_replicate: int = 1
 
     def ranks(self, axis: str) -> int:
         found: int = getattr(self, axis)
@@ -39,8 +41,9 @@ class Links:
 
     def in_node(self, axis: str) -> int:
         """How many ranks of a group share a node."""
-        of_all = self.tp * self.dp_shard
-        inner = {"tp": 1, "ep": 1, "cp": self.tp, "dp_shard": self.tp, "dp_replicate": of_all}[axis]
+        inner = {"tp": 1, "cp": self.tp, "dp_shard": self.tp,
+                 "dp_replicate": self.tp * self.dp_shard, "ep": 1, "efsdp": self.ep,
+                 "ep_replicate": self.ep * self.efsdp}[axis]  # fmt: skip
         ranks, node = self.ranks(axis), self.device.gpus_per_node
         whole = max(1, min(ranks, node // inner))
         # some groups span two nodes, and the others wait for them
@@ -59,7 +62,8 @@ class Links:
     def latency(self, axis: str) -> float:
         """Seconds of latency of one gather or scatter, or of half an all-reduce."""
         nodes = -(-self.ranks(axis) // self.in_node(axis))
-        hops = math.ceil(math.log2(nodes)) if axis == "dp_replicate" else nodes - 1
+        tree = axis in ("dp_replicate", "ep_replicate")
+        hops = math.ceil(math.log2(nodes)) if tree else nodes - 1
         return self.device.collective_seconds + hops * self.device.hop_seconds
 
     def collective(self, axis: str, size: float, times: float = 1, number: int = 1) -> float:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -39,6 +40,8 @@ class Phase:
 
     events: tuple[Event, ...]
     effect: Effect
+    # the same in parts, between the phase's marks
+    effects: tuple[Effect, ...]
 
     @cached_property
     def sends(self) -> Counter[Call]:
@@ -81,6 +84,7 @@ class Recorder(StorageWatch):
         self.names: dict[int, str] = {}  # of parameters, by the key of their storage
         # for each phase: (piece, change in bytes, the category if `hand_over` assigned one)
         self._changes: list[list[tuple[Piece, int, str | None]]] = []
+        self._marks: list[list[int]] = []  # for each phase: numbers of changes
         self._phase = -1  # −1: between phases
         self.flow: dict[str, Piece] = {}  # inputs and outputs of the recorded part, by name
         self._works: list[Work] = []
@@ -97,6 +101,16 @@ class Recorder(StorageWatch):
         self._names.append(name)
         self._events.append([])
         self._changes.append([])
+        self._marks.append([])
+
+    def mark(self) -> None:
+        """Divide the phase here (`Phase.effects`)."""
+        self._marks[self._phase].append(len(self._changes[self._phase]))
+
+    @property
+    def marks(self) -> int:
+        """How often the phase is divided already."""
+        return len(self._marks[self._phase])
 
     def end(self) -> None:
         self._phase = -1
@@ -111,9 +125,15 @@ class Recorder(StorageWatch):
         """The recorded phases by name. The storages of `flow` that `holding` names do not count, as
         if other code kept them alive throughout."""
         found, held = {}, [self.flow[name] for name in holding if name in self.flow]
-        for name, events, changes in zip(self._names, self._events, self._changes, strict=True):
-            kept = [change for change in changes if change[0] not in held]
-            found[name] = Phase(tuple(events), self._effect(kept))
+        each = zip(self._names, self._events, self._changes, self._marks, strict=True)
+        for name, events, changes, marks in each:
+            parts = [
+                [change for change in changes[begin:end] if change[0] not in held]
+                for begin, end in pairwise((0, *marks, len(changes)))
+            ]
+            effect = self._effect([change for part in parts for change in part])
+            effects = tuple(map(self._effect, parts)) if marks else (effect,)
+            found[name] = Phase(tuple(events), effect, effects)
         return found
 
     def _effect(self, changes: list[tuple[Piece, int, str | None]]) -> Effect:

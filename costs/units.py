@@ -18,16 +18,17 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import chain
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from costs.as_on_gpu import AsOnGpu
 from costs.collectives import wire_bytes
-from costs.ends import Begin, End
+from costs.ends import Begin, End, Entrance
 from costs.recorder import Phase, Piece, Recorder
 from costs.setting import Setting, batch_of, hidden, tensors_in
 from costs.stage import build_stage, routing, state_of
@@ -36,6 +37,7 @@ from errors import UserError
 from model.config import ModelConfig
 from model.positions import BatchPositions
 from model.transformer import Block, Transformer
+from parallel.data import with_inner_units
 from parallel.deferred import Job, run_jobs
 from parallel.layer import Layer, share_queue
 from parallel.memory import DEFERRED, GRADIENTS, TEMPORARY
@@ -296,8 +298,32 @@ def _parts(stage: Transformer, name: str, recorder: Recorder) -> Iterator[None]:
         recorder.part = stack[-1]
 
     for block in stage.blocks.values():
+        _mark_experts(block, recorder)
         for label, module in [(BLOCK, block), *block.named_children()]:
             module.register_forward_pre_hook(lambda *_, label=label: enter(label))
             # recomputation may end a forward early, with an exception
             module.register_forward_hook(lambda *_: leave(), always_call=True)
     yield
+
+
+def _mark_experts(block: nn.Module, recorder: Recorder) -> None:
+    """Mark when FSDP treats the experts of a block, which are a unit of their own: in forward,
+    before and after them; in backward, before what is recomputed of them (or where it would be),
+    before their backward and after it."""
+
+    def enter(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if not recorder.marks:
+            recorder.mark()
+        return Entrance.apply(args[0], recorder.mark), *args[1:]
+
+    def leave(_: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
+        recorder.mark()
+        y.register_hook(begin_backward)
+
+    def begin_backward(_: Tensor) -> None:
+        while recorder.marks < 2:
+            recorder.mark()
+
+    for module in chain.from_iterable(with_inner_units([[block]])[:-1]):
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)

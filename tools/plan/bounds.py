@@ -24,7 +24,7 @@ from costs.units import Sums
 from parallel.pipeline.actions import BACKWARD, BACKWARD_INPUT, FORWARD, Action, stage_ranks
 from parallel.pipeline.schedules import build_schedule
 from parallel.weight_gradient import sum_dtype
-from tools.plan.layout import Layout
+from tools.plan.layout import Layout, Numbers, numbers_of
 from training.precision import Precision
 
 GROWING = ("gpipe", "breadth_first")  # keep every micro-batch until all forwards are done
@@ -49,7 +49,8 @@ class Block:
         self.kept = min(_stays(each["forward"]) for each in phases)
         # the peak of backward above its beginning
         self.whole = min(each["backward"].effect.height for each in phases)
-        self.numel = min(unit.numel for unit in kinds)
+        # of the FSDP unit that is reduced last, which is the one without experts
+        self.numel = min(numbers_of(unit).rest for unit in kinds)
         self.table = layout.embedding.numel  # or that of the head
         self._kinds = kinds
 
@@ -83,7 +84,7 @@ class Alive(NamedTuple):
     """What is alive on a pipeline rank at the moment that the top of this file describes."""
 
     rank: int  # the first of the ranks with equal figures
-    numel: int  # parameters
+    numel: Numbers  # parameters
     kept: int  # bytes that blocks keep
     backward: int  # bytes that the backward needs in addition
     unreduced: int  # elements of the gradients that each stage reduced last, before reduction
@@ -95,7 +96,7 @@ def most_alive(
     pp: int,
     v: int,
     counts: list[int],
-    numbers: list[int],
+    numbers: list[Numbers],
     m: int,
     steady: bool,
 ) -> list[Alive]:
@@ -117,7 +118,7 @@ def most_alive(
         live = [m * count for count in blocks]
     else:
         live = _live(schedule, pp, v, tuple(counts), min(m, 2 * pp) if m > 1 else 1)
-    found: dict[tuple[int, int, int, int], int] = {}
+    found: dict[tuple[Numbers, int, int, int], int] = {}
     for rank in reversed(range(pp)):
         # At each block an input gradient may keep more than it frees; the last block is the peak.
         backward = block.whole
@@ -132,16 +133,17 @@ def most_alive(
 
 
 def least_bytes(
-    alive: Alive, layout: Layout, shard: int, zero: int, again: bool, steady: bool
+    alive: Alive, layout: Layout, shards: Numbers, zero: int, again: bool, steady: bool
 ) -> tuple[float, float]:
-    """Two figures for a rank whose weights are sharded over `shard` ranks: the bound, and the part
+    """Two figures for a rank whose weights are sharded over `shards` ranks: the bound, and the part
     of it that is kept (states, gradients and activations). `again`: every stage has whole gradients
     of some micro-batch before any stage reduces those of the last micro-batch."""
     e, master, reduce = layout.compute, layout.master, layout.reduce
-    states = alive.numel / shard * (1 + layout.states_per_weight) * master
+    states = alive.numel.over(shards) * (1 + layout.states_per_weight) * master
     if zero < 3 and (zero > 0 or e != master):  # unsharded weights of this dtype are not copied
-        states += alive.numel * e
-    summed = alive.numel * reduce * (1.0 if zero < 2 and again else 1 / shard)
+        states += alive.numel.total * e
+    whole = zero < 2 and again
+    summed = reduce * (alive.numel.total if whole else alive.numel.over(shards))
     before = summed if steady else 0.0
     kept = states + max(alive.kept + before, summed)
     if not alive.kept:

@@ -17,7 +17,7 @@ from parallel.pipeline.balance import LayerCosts, balanced_split, even_split
 from tools.plan.bounds import GROWING, SPLIT, least_bytes, most_alive, where
 from tools.plan.estimate import Estimate, Stage, ranks_of
 from tools.plan.hardware import Device
-from tools.plan.layout import Layout
+from tools.plan.layout import Layout, Numbers
 from tools.plan.time import StepTime
 from training.config import Config, cuts_of_sequence
 
@@ -75,9 +75,11 @@ def space(config: Config, world: int, device: Device) -> list[str]:
     ]
     kept += [f"train.{key}={str(getattr(train, key)).lower()}" for key in ("dtype", "compile")]
     tp = ", ".join(map(str, _tp_sizes(config, world, device)))
+    experts = ", ".join(map(str, _ep_sizes(config, world)))
+    ep = f" ep {experts}, where it divides dp_shard · cp · tp;" if config.model.has_experts else ""
     cp = ", ".join(map(str, _cp_sizes(config, world)))
     return [
-        f"tried: tp {tp}; cp {cp}; pp, dp_shard, dp_replicate that divide the rest; "
+        f"tried: tp {tp}; cp {cp};{ep} pp, dp_shard, dp_replicate that divide the rest; "
         f"micro-batches of {sizes} sequences; {', '.join(schedules)}; "
         f"2 to {VIRTUAL} stages per rank if interleaved, and more if layers divide evenly; "
         "layers split evenly, balanced, or with no block in the last or in both end stages; "
@@ -92,21 +94,29 @@ def space(config: Config, world: int, device: Device) -> list[str]:
 def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate]:
     """Yield every layout that obeys the configuration's rules."""
     batch, seq_len = config.train.global_batch_size, config.train.seq_len
-    axes = itertools.product(_tp_sizes(config, world, device), _cp_sizes(config, world))
-    for tp, cp in axes:
-        if world % (tp * cp):
+    axes = itertools.product(
+        _tp_sizes(config, world, device), _cp_sizes(config, world), _ep_sizes(config, world)
+    )
+    for tp, cp, ep in axes:
+        # the fewest data-parallel ranks with which ep has its ranks
+        dp_shard = ep // math.gcd(ep, tp * cp)
+        if world % (tp * cp * dp_shard):
             continue
         sizes = sorted({*MICRO_BATCHES, config.train.micro_batch_size})
         for cut, size, mode in itertools.product((True, False), sizes, MODES):
             if tp == 1 and cut != config.parallel.sequence_parallel:
                 continue
-            parallel = replace(config.parallel, tp=tp, cp=cp, pp=1, dp_shard=1, dp_replicate=1,
-                               schedule="1f1b", stages_per_rank=1, layers_per_stage=None,
-                               sequence_parallel=cut, zero_stage=1)  # fmt: skip
+            if tp > 1 and not cut and config.model.has_experts:  # training/check_experts.py
+                continue
+            parallel = replace(config.parallel, tp=tp, cp=cp, pp=1, dp_shard=dp_shard,
+                               dp_replicate=1, ep=ep, schedule="1f1b", stages_per_rank=1,
+                               layers_per_stage=None, sequence_parallel=cut,
+                               zero_stage=1)  # fmt: skip
             if seq_len % math.prod(cuts_of_sequence(parallel).values()):
                 continue
             train = replace(config.train, micro_batch_size=size, activation_checkpointing=mode)
-            layout = Layout(replace(config, parallel=parallel, train=train), tp * cp, 0)
+            alike = replace(config, parallel=parallel, train=train)
+            layout = Layout(alike, tp * cp * dp_shard, 0)
             stage = Stage(StepTime(layout, device))
             for pp in _divisors(world // (tp * cp)):
                 dp = world // (tp * cp * pp)
@@ -142,8 +152,9 @@ def _data_parallel(
     stage: Stage, pipe: Pipeline, world: int, m: int, dp: int
 ) -> Iterator[Candidate]:
     """Yield all ways to shard one pipeline's weights over `dp` ranks."""
-    layout, device, cp = stage.layout, stage.time.device, stage.layout.sizes.cp
-    inner = layout.world  # the ranks that share a stage's work on one sequence
+    layout, device, sizes = stage.layout, stage.time.device, stage.layout.sizes
+    cp, ep = sizes.cp, sizes.ep
+    inner = sizes.tp * cp  # the ranks that share a stage's work on one sequence
     ranks = ranks_of(pipe.schedule, pipe.pp, pipe.stages_per_rank, pipe.counts)
     numbers = stage.parameters(ranks)
     one_dtype = layout.config.parallel.reduce_dtype == layout.config.train.dtype == "bfloat16"
@@ -158,13 +169,15 @@ def _data_parallel(
     for shard in _divisors(dp):
         if shard < dp and shard * inner < min(device.gpus_per_node, dp * inner):
             continue
-        ranks_of_weights = shard * cp
-        for zero in _zero_stages(ranks_of_weights):
+        if shard * inner % ep or not _cuts(layout.config.model, ep, shard * inner // ep):
+            continue
+        has_experts = layout.config.model.has_experts
+        shards = Numbers(shard * cp, shard * inner // ep if has_experts else 1)
+        replicas = Numbers(dp // shard, dp // shard)
+        for zero in _zero_stages(max(shards)):
             if one_dtype and ((m > 1 and zero < 2) or shard < dp):
                 continue
-            least = [
-                least_bytes(one, layout, ranks_of_weights, zero, again, steady) for one in alive
-            ]
+            least = [least_bytes(one, layout, shards, zero, again, steady) for one in alive]
             bound, rank = max((b, -one.rank) for one, (b, _) in zip(alive, least, strict=True))
             kept = max(k for _, k in least)
             seconds = math.inf
@@ -173,7 +186,7 @@ def _data_parallel(
                 if reduced not in estimates:
                     v = pipe.stages_per_rank
                     estimates[reduced] = Estimate(stage, pipe.schedule, v, ranks, m, world, reduced)
-                seconds = estimates[reduced].seconds(ranks_of_weights, dp // shard, zero)
+                seconds = estimates[reduced].seconds(shards, replicas, zero)
             yield Candidate(
                 seconds, bound, kept, -rank, stage.alike, pipe, shard, dp // shard, zero
             )
@@ -216,6 +229,17 @@ def _cp_sizes(config: Config, world: int) -> list[int]:
     """The sizes of cp that divide the world and leave a rank CP_TOKENS tokens of a sequence."""
     most = max(1, config.train.seq_len // CP_TOKENS)
     return [cp for cp in _divisors(world) if cp <= most]
+
+
+def _ep_sizes(config: Config, world: int) -> list[int]:
+    """The sizes of ep that divide the world and the number of experts."""
+    return _divisors(math.gcd(world, config.model.num_experts)) if config.model.has_experts else [1]
+
+
+def _cuts(model: ModelConfig, ep: int, shards: int) -> bool:
+    """Whether `shards` ranks can share the experts of an ep rank (training/check_experts.py)."""
+    few = model.has_experts and model.num_experts // ep < shards
+    return not few or (model.expert_width % shards == 0 and model.dim % shards == 0)
 
 
 def _takes(model: ModelConfig, tp: int) -> bool:

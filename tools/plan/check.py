@@ -20,7 +20,7 @@ def check_before_search(config: Config) -> None:
     check_can_be_planned(config)
     # Settings that are wrong only in some layouts are replaced by ones that are valid on one rank.
     # The micro-batch size, which this replaces too, is checked below.
-    parallel = replace(config.parallel, tp=1, pp=1, cp=1, dp_shard=1, dp_replicate=1,
+    parallel = replace(config.parallel, tp=1, pp=1, cp=1, ep=1, dp_shard=1, dp_replicate=1,
                        schedule="1f1b", stages_per_rank=1, layers_per_stage=None,
                        zero_stage=2)  # fmt: skip
     alone = replace(config, parallel=parallel, train=replace(config.train, micro_batch_size=1),

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from costs.links import Links
 from tools.plan.bounds import SPLIT, Block, where
-from tools.plan.layout import Layout
-from tools.plan.time import NOTHING, Part, Sharding, StepTime
+from tools.plan.layout import SHARDED_OVER, Layout, Numbers, numbers_of
+from tools.plan.time import NOTHING, Gathers, Part, StepTime
 
 
 class Rank(NamedTuple):
@@ -40,15 +40,18 @@ class Stage:
     def __init__(self, time: StepTime) -> None:
         self.time, self.layout, self.alike = time, time.layout, time.layout.config
         kinds = self.layout.kinds
-        # parameters of a block, on average
-        self.numel = sum(unit.numel * n for unit, n in kinds.items()) / kinds.total()
+        # parameters of all blocks, and their number
+        each = [(numbers_of(unit), n) for unit, n in kinds.items()]
+        self.numel = Numbers(*(sum(size[i] * n for size, n in each) for i in range(2)))
+        self.blocks = kinds.total()
         self.block = Block(self.layout)
 
     @cache  # noqa: B019  (of one search)
     def of(self, reduced: bool) -> StepTime:
         if not reduced:
             return self.time
-        parallel = replace(self.alike.parallel, dp_shard=2, zero_stage=2)
+        twice = 2 * self.alike.parallel.dp_shard
+        parallel = replace(self.alike.parallel, dp_shard=twice, zero_stage=2)
         config = replace(self.alike, parallel=parallel)
         return StepTime(Layout(config, 2 * self.layout.world, 0), self.time.device)
 
@@ -66,14 +69,19 @@ class Stage:
         embedding, head = (time.part(u, split) for u in (layout.embedding, layout.head))
         return sum(blocks, NOTHING), embedding, head
 
-    def parameters(self, ranks: Sequence[Rank]) -> list[int]:
-        """The number of parameters of each pipeline rank."""
-        table = self.block.table
-        return [round(r.blocks * self.numel) + (r.first + r.last) * table for r in ranks]
+    def parameters(self, ranks: Sequence[Rank]) -> list[Numbers]:
+        """The parameters of each pipeline rank."""
+
+        def of(rank: Rank) -> Numbers:
+            rest, experts = (round(rank.blocks * n / self.blocks) for n in self.numel)
+            return Numbers(rest + (rank.first + rank.last) * self.block.table, experts)
+
+        return list(map(of, ranks))
 
     @cache  # noqa: B019  (of one search)
     def message_seconds(self, pp: int, world: int) -> float:
-        parallel = replace(self.alike.parallel, pp=pp, dp_shard=world // (self.layout.world * pp))
+        p = self.alike.parallel
+        parallel = replace(p, pp=pp, dp_shard=world // (p.tp * p.cp * pp))
         layout = Layout(replace(self.alike, parallel=parallel), world, 0)
         return StepTime(layout, self.time.device).message_seconds
 
@@ -112,28 +120,43 @@ class Estimate:
         parts = [seconds_of[r] for r in ranks]
         numbers = stage.parameters(ranks)
         busiest = max(range(pp), key=lambda r: parts[r].total)
-        self.part, self.numel, self.most = parts[busiest], numbers[busiest], max(numbers)
+        self.part, self.numel, self.numbers = parts[busiest], numbers[busiest], numbers
         work = block * max(1, max(r.blocks for r in ranks))
-        slowest = self.part.total + self.numel * stage.summing(reduced)
+        slowest = self.part.total + self.numel.total * stage.summing(reduced)
         self.pipeline = m * slowest + _bubble(schedule, pp, v, work)
         self.pipeline += 2 * (pp - 1) * stage.message_seconds(pp, world) + device.step_seconds
         self.v, self.unit = v, stage.alike.parallel.fsdp_unit
         self.units = v if self.unit == "stage" else max(1, ranks[busiest].blocks)
 
-    def seconds(self, shard: int, replicas: int, zero: int) -> float:
-        """Seconds of a step with weights sharded over `shard` ranks (cp included) and replicated
+    def seconds(self, shards: Numbers, replicas: Numbers, zero: int) -> float:
+        """Seconds of a step with weights sharded over `shards` ranks (cp included) and replicated
         `replicas` times."""
         layout, time, m = self.stage.layout, self.stage.time, self.m
-        e, numel, number = layout.compute, self.numel, self.units
-        links = Links(time.device, layout.tp, shard, replicas, self.world, layout.sizes.cp)
-        gather = links.collective("dp_shard", numel * e, number=number)
-        scatter = links.collective("dp_shard", numel * layout.reduce, number=number)
-        replicate = links.collective("dp_replicate", numel * layout.reduce / shard, 2, number)
-        cast = time.memory(numel * (3 * e + layout.master / shard))
-        seconds = self.pipeline + time.updating(self.most / shard)
+        sizes, e, number = layout.sizes, layout.compute, self.units
+        links = Links(time.device, layout.tp, shards.rest, replicas.rest, self.world, sizes.cp,
+                      sizes.ep, shards.experts, replicas.experts)  # fmt: skip
+
+        def of(view: str, numel: int, over: int) -> tuple[float, float, float]:
+            """Seconds to gather, to reduce over shards, and over replicas."""
+            if not numel:
+                return 0.0, 0.0, 0.0
+            axis, copies = SHARDED_OVER[view]
+            reduced = numel * layout.reduce
+            return (
+                links.collective(axis, numel * e, number=number),
+                links.collective(axis, reduced, number=number),
+                links.collective(copies, reduced / over, 2, number),
+            )
+
+        rest = of("fsdp", self.numel.rest, shards.rest)
+        experts = of("fsdp_ep", self.numel.experts, shards.experts)
+        gather, scatter, replicate = (a + b for a, b in zip(rest, experts, strict=True))
+        cast = time.memory(self.numel.total * 3 * e + self.numel.over(shards) * layout.master)
+        most = max(numbers.over(shards) for numbers in self.numbers)
+        seconds = self.pipeline + time.updating(most)
         # the rank's v stages are taken as equal, and their units
-        one, ends = 1 / self.v, (gather / number, gather / number, scatter / number)
-        sharding = Sharding(gather * one, scatter * one, *ends)
+        one, ends = 1 / self.v, (rest[0] / number, rest[0] / number, rest[1] / number)
+        sharding = Gathers(gather * one, scatter * one, *ends, experts[0] * one)
         seconds += m * self.v * sharding.waits(zero, self.unit, self.part * one).total
         forward, backward = self.part.forward, self.part.input_grad + self.part.weight_grad
         as_one = self.unit == "stage"

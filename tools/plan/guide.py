@@ -28,7 +28,7 @@ def our_bytes(config: Config, ranks: int, zero_stage: ZeroStage) -> dict[str, fl
     """Bytes that Lattice holds on each of `ranks` data-parallel ranks between two micro-batches,
     without activations and buffers."""
     shard, replicate = (1, ranks) if zero_stage == 0 else (ranks, 1)
-    parallel = replace(config.parallel, tp=1, pp=1, cp=1, schedule="1f1b", stages_per_rank=1,
+    parallel = replace(config.parallel, tp=1, pp=1, cp=1, ep=1, schedule="1f1b", stages_per_rank=1,
                        layers_per_stage=None, dp_shard=shard, dp_replicate=replicate,
                        zero_stage=zero_stage)  # fmt: skip
     layout = Layout(replace(config, parallel=parallel), ranks, 0)
@@ -58,7 +58,7 @@ def guide_traffic(parameters: float, ranks: int, strategy: str) -> float:
 def our_traffic(config: Config, ranks: int, strategy: str) -> float:
     """The same for Lattice, which reduces gradients in parallel.reduce_dtype (an all-reduce counts
     twice, a reduce-scatter once) and gathers weights in train.dtype."""
-    parallel = replace(config.parallel, tp=1, pp=1, cp=1, schedule="1f1b", stages_per_rank=1,
+    parallel = replace(config.parallel, tp=1, pp=1, cp=1, ep=1, schedule="1f1b", stages_per_rank=1,
                        layers_per_stage=None, dp_shard=ranks, dp_replicate=1)  # fmt: skip
     layout = Layout(replace(config, parallel=parallel), ranks, 0)
     passes = {"ddp": (2, 0), "zero 1": (1, 1), "zero 2": (1, 1), "zero 3": (1, 2)}

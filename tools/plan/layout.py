@@ -3,10 +3,11 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -31,6 +32,9 @@ from training.config import Config
 from training.optimizers import optimizer_class
 from training.precision import Precision
 
+# The views of the mesh that weights are sharded over, and the axes of each: shards and replicas. In
+# a forward, FSDP is done with the weights of the first before those of the second.
+SHARDED_OVER = {"fsdp_ep": ("efsdp", "ep_replicate"), "fsdp": ("dp_shard", "dp_replicate")}
 PHASES = {FORWARD: "forward", BACKWARD: "backward", BACKWARD_INPUT: "input",
           BACKWARD_WEIGHT: "weight"}  # fmt: skip
 
@@ -55,32 +59,77 @@ def world_of(path: str, config: Config, gpus: int | None) -> int:
 
 
 class Gathered:
-    """Weights that FSDP gathers and reduces together: those of a unit, or of all units of a stage.
-    Shapes are those of the tp rank's weights, before FSDP shards their rows."""
+    """Weights that FSDP gathers and reduces together: those of a unit, or of all units of a stage,
+    that are sharded `over` the same view of the mesh (parallel/mesh.py). Shapes are those of the tp
+    rank's or ep rank's weights, before FSDP shards them."""
 
-    def __init__(self, units: Iterable[Unit]) -> None:
-        self.weights = [weight for unit in units for weight in unit.weights]
-        self.numel = sum(weight.numel for weight in self.weights)
-        self.widest = max(weight.numel for weight in self.weights)
+    def __init__(self, over: str, weights: Sequence[LocalWeight]) -> None:
+        self.over, self.weights = over, weights
+        self.numel = sum(weight.numel for weight in weights)
+        self.widest = max(weight.numel for weight in weights)
         self.padded = lru_cache(self._padded)
 
     def _padded(self, ranks: int) -> int:
         """The number of elements in a gather or reduction over `ranks`, with the rows of each
         weight padded to a multiple of `ranks`."""
-        return sum(-(-w.shape[0] // ranks) * ranks * (w.numel // w.shape[0]) for w in self.weights)
+        rows = [(_rows(w, ranks), w.numel) for w in self.weights]
+        return sum(-(-n // ranks) * ranks * (numel // n) for n, numel in rows)
 
     def local(self, ranks: int, rank: int, which: Callable[[LocalWeight], bool]) -> int:
         """The number of elements that rank `rank` of `ranks` keeps of the weights for which `which`
         is true."""
-        chosen = filter(which, self.weights)
-        return sum(
-            len(chunk_range(w.shape[0], ranks, rank)) * (w.numel // w.shape[0]) for w in chosen
-        )
+        rows = [(_rows(w, ranks), w.numel) for w in filter(which, self.weights)]
+        return sum(len(chunk_range(n, ranks, rank)) * (numel // n) for n, numel in rows)
+
+    def cut_within(self, ranks: int) -> int:
+        """The number of elements of the experts that FSDP cuts (`cut_within_experts` in
+        parallel/data.py)."""
+        return sum(w.numel for w in self.weights if _rows(w, ranks) != w.shape[0])
+
+
+def _rows(weight: LocalWeight, ranks: int) -> int:
+    """The length of the dimension over which FSDP shards a weight: the first, unless those are
+    experts, fewer than ranks."""
+    shape = weight.shape
+    return shape[1] if len(shape) == 3 and shape[0] < ranks else shape[0]
 
 
 @lru_cache(maxsize=4096)
-def gathered(*units: Unit) -> Gathered:
-    return Gathered(units)
+def gathered(*units: Unit) -> tuple[Gathered, ...]:
+    """The FSDP units of `units`, in the order in which a forward has used them: experts are inside
+    of the others."""
+    weights = [weight for unit in units for weight in unit.weights]
+    views = sorted({weight.spec.sharded_over for weight in weights}, key=list(SHARDED_OVER).index)
+    return tuple(Gathered(v, [w for w in weights if w.spec.sharded_over == v]) for v in views)
+
+
+class Numbers(NamedTuple):
+    """Numbers of parameters, or of the ranks that share them."""
+
+    rest: int  # all but experts
+    experts: int
+
+    @property
+    def total(self) -> int:
+        return self.rest + self.experts
+
+    def over(self, shards: "Numbers") -> float:
+        """Parameters on each rank."""
+        return self.rest / shards.rest + self.experts / shards.experts
+
+
+def numbers_of(unit: Unit) -> Numbers:
+    """The parameters of a unit on the tp and ep rank."""
+    numel = {each.over: each.numel for each in gathered(unit)}
+    return Numbers(numel.get("fsdp", 0), numel.get("fsdp_ep", 0))
+
+
+class Sharding(NamedTuple):
+    """The ranks over which weights are sharded, and those that have the same shard."""
+
+    shards: int
+    replicas: int
+    rank: int  # of `shards`
 
 
 @dataclass(frozen=True)
@@ -94,6 +143,8 @@ class Layout:
     tp_rank: int = 0
     shard_rank: int = 0  # among the ranks that share the weights
     cp_rank: int = 0
+    # of the rows that this rank's experts receive: so many times their balanced share
+    imbalance: float = 1.0
 
     @classmethod
     def of_rank(cls, config: Config, world: int, rank: int) -> "Layout":
@@ -111,19 +162,34 @@ class Layout:
         return self.sizes.tp
 
     @cached_property
+    def sharding(self) -> dict[str, Sharding]:
+        """By the view of the mesh that a weight is sharded over."""
+        weights, experts = self.sizes.of_weights(), self.sizes.of_experts()
+        shards, of_experts = weights["dp_shard"], experts["efsdp"]
+        inside = (self.shard_rank * self.tp + self.tp_rank) // self.sizes.ep
+        return {
+            "fsdp": Sharding(shards, weights["dp_replicate"], self.shard_rank),
+            "fsdp_ep": Sharding(of_experts, experts["ep_replicate"], inside % of_experts),
+        }
+
+    @cached_property
     def shards(self) -> int:
-        """The number of ranks that the weights are sharded over: dp_shard, cp included."""
-        return self.sizes.of_weights()["dp_shard"]
+        """The number of ranks that the weights other than experts are sharded over: dp_shard, cp
+        included."""
+        return self.sharding["fsdp"].shards
 
     @cached_property
     def replicas(self) -> int:
-        """The number of ranks that hold the same shard of the weights."""
-        return self.sizes.of_weights()["dp_replicate"]
+        """The number of ranks that hold the same shard of these weights."""
+        return self.sharding["fsdp"].replicas
 
-    @property
+    @cached_property
     def whole(self) -> bool:
         """Whether no rank shares this rank's weights, so that FSDP is not used."""
-        return self.shards * self.replicas == 1 and not self.config.parallel.cpu_offload
+        views = ["fsdp", "fsdp_ep"] if self.config.model.has_experts else ["fsdp"]
+        sharding = [self.sharding[view] for view in views]
+        alone = all(each.shards * each.replicas == 1 for each in sharding)
+        return alone and not self.config.parallel.cpu_offload
 
     # --- widths, in bytes ---
 
@@ -182,7 +248,7 @@ class Layout:
     @cached_property
     def setting(self) -> Setting:
         """All that the units' records depend on, apart from the unit."""
-        return self.config.setting(self.tp_rank, self.cp_rank)
+        return replace(self.config.setting(self.tp_rank, self.cp_rank), imbalance=self.imbalance)
 
     @cached_property
     def embedding(self) -> Unit:
@@ -204,8 +270,8 @@ class Layout:
 
     @cached_property
     def smallest_block(self) -> int:
-        """Parameters of the smallest kind of block."""
-        return min(unit.numel for unit in self.kinds)
+        """Parameters of the smallest kind of block, without experts."""
+        return min(numbers_of(unit).rest for unit in self.kinds)
 
     @cached_property
     def _units(self) -> list[list[Unit]]:
@@ -239,11 +305,12 @@ class Layout:
 
     def fsdp_units(self, stage: int) -> list[tuple[range, Gathered]]:
         """The weights that are gathered and reduced together, each with the indices of the `units`
-        that they belong to."""
+        that they belong to. Experts come before the rest of their unit."""
         units = self.units(stage)
-        if self.config.parallel.fsdp_unit == "stage":
-            return [(range(len(units)), gathered(*units))]
-        return [(range(i, i + 1), gathered(unit)) for i, unit in enumerate(units)]
+        parts = [range(len(units))]
+        if self.config.parallel.fsdp_unit == "block":
+            parts = [range(i, i + 1) for i in range(len(units))]
+        return [(part, unit) for part in parts for unit in gathered(*(units[i] for i in part))]
 
     @property
     def hidden_bytes(self) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Hashable
 from dataclasses import replace
 from functools import partial
 
-from costs.recorder import Phase
+from costs.recorder import Effect, Phase
 from costs.units import HIDDEN, POSITIONS, TEMPORARY, position_bytes
 from parallel.memory import GATHERING, MESSAGES, MOMENTS, WEIGHTS
 from parallel.pipeline.actions import (
@@ -24,7 +24,7 @@ from parallel.pipeline.actions import (
 from parallel.pipeline.lower import Exchange, Program, lower, need_of, result_of
 from tools.plan.account import Account
 from tools.plan.layout import Layout, gathered
-from tools.plan.sharded import Sharded
+from tools.plan.sharded import EXPERTS, OUTER, Sharded
 from tools.plan.whole import Whole
 
 
@@ -50,10 +50,11 @@ class Memory(Account):
         layout = self.layout
         for units in self.units.values():
             for unit in units:
-                weights, shards = gathered(unit), layout.shards
-                self.add(WEIGHTS, weights.padded(shards) // shards * layout.master)
-                local = weights.local(shards, layout.shard_rank, lambda weight: True)
-                self.add(MOMENTS, layout.states_per_weight * local * layout.master)
+                for weights in gathered(unit):
+                    shards, _, rank = layout.sharding[weights.over]
+                    self.add(WEIGHTS, weights.padded(shards) // shards * layout.master)
+                    local = weights.local(shards, rank, lambda weight: True)
+                    self.add(MOMENTS, layout.states_per_weight * local * layout.master)
         self.add(TEMPORARY, batch_bytes(layout))
 
     # --- the program ---
@@ -105,13 +106,17 @@ class Memory(Account):
     def _forward(self, stage: int) -> None:
         layout, units = self.layout, self.units[stage]
         self.add(POSITIONS, self.positions[stage])
-        buffer = 0
+        buffer, sharded = 0, self.sharded
         for index in range(len(units)):
-            buffer = self.sharded.gather(stage, index, True, buffer)
-            self.add(GATHERING, buffer)
-            self.apply(self._phase(FORWARD, stage, index).effect)
-            self.free(GATHERING, buffer)
-            self.sharded.after_forward(stage, index)
+            buffer = sharded.gather(stage, index, True, buffer)
+            first, *inside = self._phase(FORWARD, stage, index).effects
+            self._apply(first, buffer)
+            if inside:
+                buffer = sharded.gather(stage, index, True, buffer, EXPERTS)
+                self._apply(inside[0], buffer)
+                sharded.after_forward(stage, index, EXPERTS)
+                self._apply(inside[1], buffer)
+            sharded.after_forward(stage, index)
         if stage < layout.num_stages - 1:  # the last block's output goes to the next stage
             self.free(HIDDEN, units[-1].hidden_bytes)
 
@@ -121,13 +126,20 @@ class Memory(Account):
         layout, sharded = self.layout, self.sharded
         for index in reversed(range(len(self.units[stage]))):
             sharded.gather(stage, index, False, 0)
+            first, *inside = self._phase(kind, stage, index).effects
             prefetched = sharded.prefetched(stage, index)
+            self._apply(first, prefetched)
+            if inside:
+                sharded.gather(stage, index, False, 0, EXPERTS)
+                self.apply(inside[0])  # what is recomputed of them
+                prefetched = sharded.prefetched(stage, index, EXPERTS)
+                self._apply(inside[1], prefetched)
+                self.add(GATHERING, prefetched)
+                self._after(kind, stage, index, last, EXPERTS)
+                self.free(GATHERING, prefetched)
+                self._apply(inside[2], prefetched)
             self.add(GATHERING, prefetched)
-            self.apply(self._phase(kind, stage, index).effect)
-            if kind is BACKWARD:
-                sharded.after_backward(stage, index, last)
-            else:
-                sharded.after_input_gradient(stage, index)
+            self._after(kind, stage, index, last)
             self.free(GATHERING, prefetched)
         self.free(POSITIONS, self.positions[stage])
         if stage > 0:  # its input, and the outgoing gradient
@@ -136,12 +148,26 @@ class Memory(Account):
         if stage < layout.num_stages - 1:  # the incoming gradient
             self.free(TEMPORARY, layout.hidden_bytes)
 
+    def _after(self, kind: Kind, stage: int, index: int, last: bool, over: str = OUTER) -> None:
+        if kind is BACKWARD:
+            self.sharded.after_backward(stage, index, last, over)
+        else:
+            self.sharded.after_input_gradient(stage, index, over)
+
+    def _apply(self, effect: Effect, buffer: int) -> None:
+        """Apply the effect beside a buffer of gathers."""
+        self.add(GATHERING, buffer)
+        self.apply(effect)
+        self.free(GATHERING, buffer)
+
     def _weight_gradients(self, stage: int, last: bool) -> None:
         units = range(len(self.units[stage]))
         for index in reversed(units):
             self.apply(self._phase(BACKWARD_WEIGHT, stage, index).effect)
         for index in units:
             self.sharded.after_backward(stage, index, last)
+            if self.sharded.has_experts(stage, index):
+                self.sharded.after_backward(stage, index, last, EXPERTS)
 
     def _phase(self, kind: Kind, stage: int, index: int) -> Phase:
         units = self.units[stage]

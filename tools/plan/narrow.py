@@ -32,18 +32,23 @@ def narrow_products(layout: Layout, device: Device) -> list[dict[str, Any]]:
         for product in products:
             alike[tuple(sorted((product.rows, product.columns, product.inner)))].append(product)
         for same in alike.values():
-            narrow = [p for p in same if p.tiles(device.tile) < device.multiprocessors]
+            narrow = [p for p in same if _tiles(p, device) < device.multiprocessors]
             if narrow:
                 found.append(
                     {
                         "unit": unit.name,
                         "weights": sorted({product.weight for product in same} - {""}),
                         "results": sorted({(product.rows, product.columns) for product in narrow}),
-                        "tiles": min(product.tiles(device.tile) for product in narrow),
+                        "tiles": min(_tiles(product, device) for product in narrow),
                         "share": sum(product.flops for product in narrow) / flops,
                     }
                 )
     return sorted(found, key=lambda one: -one["share"])
+
+
+def _tiles(product: Product, device: Device) -> int:
+    """Those that are computed at once."""
+    return product.tiles(device.tile) // product.launches
 
 
 def _products(layout: Layout, unit: Unit) -> list[Product]:

@@ -102,6 +102,7 @@ class Found:
         """The overrides that turn the searched configuration into this one."""
         p, t = self.config.parallel, self.config.train
         cp = [] if p.cp == self.searched_cp else ["cp"]
+        cp += ["ep"] if self.config.model.has_experts else []
         text = [
             f"parallel.{key}={_value(getattr(p, key))}"
             for key in (*SEARCHED, *cp, "sequence_parallel")
@@ -270,7 +271,7 @@ def _value(value: object) -> str:
 def rows(found: Sequence[Found]) -> list[list[Found]]:
     """Group layouts, given in the order of their seconds, into rows of layouts that hardly differ.
 
-    The layouts of a row compute the same (tp, cp, pp, schedule, micro-batch, recomputation) and
+    The layouts of a row compute the same (tp, cp, ep, pp, schedule, micro-batch, recomputation) and
     take at most 1% longer than its first. They may differ in how layers and data-parallel ranks are
     divided, and in the ZeRO stage.
     """
@@ -278,7 +279,7 @@ def rows(found: Sequence[Found]) -> list[list[Found]]:
     ordered: list[list[Found]] = []
     for one in found:
         p, t = one.config.parallel, one.config.train
-        work = (p.tp, p.cp, p.pp, p.schedule, p.sequence_parallel, t.micro_batch_size,
+        work = (p.tp, p.cp, p.ep, p.pp, p.schedule, p.sequence_parallel, t.micro_batch_size,
                 t.activation_checkpointing)  # fmt: skip
         alike = together.setdefault(work, [])
         row = next((row for row in alike if one.seconds <= (1 + ALIKE) * row[0].seconds), None)
@@ -296,8 +297,8 @@ def describe(alike: Sequence[Found]) -> str:
     p = parallel[0]
     sizes = " ".join(
         f"{axis} {_each(getattr(q, axis) for q in parallel)}"
-        for axis in ("tp", "cp", "pp", "dp_shard", "dp_replicate")
-        if axis != "cp" or p.cp > 1
+        for axis in ("tp", "cp", "ep", "pp", "dp_shard", "dp_replicate")
+        if axis not in ("cp", "ep") or getattr(p, axis) > 1
     )
     stages = _each(sorted(q.stages_per_rank for q in parallel))
     schedule = p.schedule if stages == "1" else f"{p.schedule}×{stages}"

@@ -7,6 +7,11 @@ gathered during the previous unit's forward and reduced during the next unit's b
 that of the overlapping computation is exposed. With `fsdp_unit: stage` there is no previous or next
 unit, so gathers are exposed, and reductions overlap with the rank's next actions. The simulator
 accounts for the messages of the pipeline, which overlap with other actions as the schedule allows.
+
+In a forward of experts the host waits for the device, to learn how many rows go to each rank. Then
+it has launched nothing that the device could compute meanwhile, and it has not started to gather
+the experts, so with zero_stage 3 that gather is exposed. Each such wait takes `host_wait_seconds`
+of the device.
 """
 
 from collections.abc import Callable
@@ -22,7 +27,7 @@ from costs.units import Unit
 from parallel.pipeline.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Kind
 from parallel.pipeline.simulate import Costs, Timeline, simulate
 from tools.plan.hardware import Device
-from tools.plan.layout import Layout
+from tools.plan.layout import SHARDED_OVER, Gathered, Layout, numbers_of
 from tools.plan.traffic import gather_bytes, reduce_bytes
 
 
@@ -50,14 +55,17 @@ class Part:
 NOTHING = Part(0.0, 0.0, 0.0)
 
 
-class Sharding(NamedTuple):
-    """Seconds of a stage's gathers and reductions over dp_shard."""
+class Gathers(NamedTuple):
+    """Seconds of a stage's gathers and reductions over the ranks that share its weights."""
 
     gather: float  # of all its units
     scatter: float
     gather_first: float  # of the first unit
     gather_last: float  # of the last unit, which is the first in backward
     scatter_last: float  # the last reduction, of the first unit
+    # of the experts: in forward the host starts them when it has waited for the experts' numbers of
+    # rows, and all that was to be computed before them has been
+    late: float = 0.0
 
     def waits(self, zero_stage: int, fsdp_unit: str, stage: Part) -> Part:
         """Seconds by which the actions of `stage` are longer, in every micro-batch. Nothing runs
@@ -74,9 +82,9 @@ class Sharding(NamedTuple):
             return Part(0.0, 0.0, max(0.0, self.scatter - backward - forward))
         if zero_stage == 3:  # every forward and backward gathers; every backward reduces too
             bare = self.gather_last + self.scatter_last
-            return Part(
-                max(self.gather_first, self.gather - forward), max(bare, both - backward), 0.0
-            )
+            early = self.gather - self.late
+            first = max(self.gather_first, early - forward) + self.late
+            return Part(first, max(bare, both - backward), 0.0)
         return Part(0.0, 0.0, max(self.scatter_last, self.scatter - backward))
 
 
@@ -89,8 +97,9 @@ class StepTime:
 
     def __init__(self, layout: Layout, device: Device) -> None:
         self.layout, self.device = layout, device
-        shards, replicas = layout.shards, layout.replicas
-        self.links = Links(device, layout.tp, shards, replicas, layout.world, layout.sizes.cp)
+        sizes, experts = layout.sizes, layout.sharding["fsdp_ep"]
+        self.links = Links(device, layout.tp, layout.shards, layout.replicas, layout.world,
+                           sizes.cp, sizes.ep, experts.shards, experts.replicas)  # fmt: skip
         self.rates = Rates(device, self.links, layout.compute)
         self._costs: dict[tuple[Unit, Kind], Cost] = {}
 
@@ -103,7 +112,10 @@ class StepTime:
         """The cost of a unit in an action of this kind."""
         if (unit, kind) not in self._costs:
             phase = self.layout.phase(kind, unit)
-            self._costs[unit, kind] = self.rates.cost(phase, kind is BACKWARD_WEIGHT)
+            cost = self.rates.cost(phase, kind is BACKWARD_WEIGHT)
+            if kind is FORWARD and numbers_of(unit).experts:  # `counts_on_host`
+                cost = cost._replace(computing=cost.computing + self.device.host_wait_seconds)
+            self._costs[unit, kind] = cost
         return self._costs[unit, kind]
 
     def part(
@@ -134,26 +146,41 @@ class StepTime:
         return self.memory(unit.numel * (layout.compute + 2 * layout.reduce))
 
     def data_parallel(self, stage: int) -> tuple[float, float, float]:
-        """Seconds to gather a stage's weights, to reduce its gradients over dp_shard, and then over
-        dp_replicate."""
-        layout, units = self.layout, [unit for _, unit in self.layout.fsdp_units(stage)]
-        links, shard, number = self.links, layout.shards, len(units)
-        gathered = sum(gather_bytes(layout, unit) for unit in units)
-        gather = links.collective("dp_shard", gathered, number=number)
-        reduced = sum(reduce_bytes(layout, unit) for unit in units)
-        scatter = links.collective("dp_shard", reduced, number=number)
-        return gather, scatter, links.collective("dp_replicate", reduced / shard, 2, number)
+        """Seconds to gather a stage's weights, to reduce its gradients over their shards, and then
+        over their replicas."""
+        each = [self.of_unit(unit) for _, unit in self.layout.fsdp_units(stage)]
+        gather, scatter, replicate = map(sum, zip(*each, strict=True))
+        return gather, scatter, replicate
+
+    def of_unit(self, unit: Gathered) -> tuple[float, float, float]:
+        """The same of one FSDP unit. Experts are sharded over another axis, whose groups share the
+        links with those of the other: one collective runs after another."""
+        layout, links = self.layout, self.links
+        shards, replicas = SHARDED_OVER[unit.over]
+        reduced = reduce_bytes(layout, unit)
+        return (
+            links.collective(shards, gather_bytes(layout, unit)),
+            links.collective(shards, reduced),
+            links.collective(replicas, reduced / layout.sharding[unit.over].shards, 2),
+        )
 
     @cached_property
     def casts(self) -> list[float]:
         """For each stage, the seconds to convert its weights to the compute dtype and to copy the
         gathered weights into place."""
+        stages = range(self.layout.num_stages)
+        units = ([unit for _, unit in self.layout.fsdp_units(stage)] for stage in stages)
+        return [self.memory(sum(map(self._copied, each))) for each in units]
+
+    def _copied(self, unit: Gathered) -> float:
         layout = self.layout
-        width = 3 * layout.compute + layout.master / layout.shards
         if layout.whole:
             width = layout.compute + layout.master if layout.compute != layout.master else 0
-        stages = map(layout.units, range(layout.num_stages))
-        return [self.memory(sum(unit.numel for unit in units) * width) for units in stages]
+            return unit.numel * width
+        shards = layout.sharding[unit.over].shards
+        # experts that are cut are copied once more
+        again = 2 * unit.cut_within(shards) * layout.compute
+        return unit.numel * (3 * layout.compute + layout.master / shards) + again
 
     @cached_property
     def stages(self) -> list[Part]:
@@ -169,10 +196,10 @@ class StepTime:
         every micro-batch."""
         parallel, layout = self.layout.config.parallel, self.layout
         gather, scatter, _ = self.data_parallel(stage)
-        first, *_, last = [unit for _, unit in layout.fsdp_units(stage)] * 2
-        sizes = gather_bytes(layout, first), gather_bytes(layout, last), reduce_bytes(layout, first)
-        ends = (self.links.collective("dp_shard", size) for size in sizes)
-        sharding = Sharding(gather, scatter, *ends)
+        units = [unit for _, unit in layout.fsdp_units(stage)]
+        first, *_, last = [self.of_unit(unit) for unit in units if unit.over == "fsdp"] * 2
+        late = sum(self.of_unit(unit)[0] for unit in units if unit.over == "fsdp_ep")
+        sharding = Gathers(gather, scatter, first[0], last[0], first[1], late)
         return sharding.waits(parallel.zero_stage, parallel.fsdp_unit, self.stages[stage])
 
     @cached_property
@@ -244,8 +271,8 @@ class StepTime:
         """Seconds of the optimizer on the rank with the most parameters."""
         ranks = [0.0] * self.layout.sizes.pp
         for stage, rank in enumerate(self.layout.where):
-            numel = sum(unit.numel for unit in self.layout.units(stage))
-            ranks[rank] += numel / self.layout.shards
+            for _, unit in self.layout.fsdp_units(stage):
+                ranks[rank] += unit.numel / self.layout.sharding[unit.over].shards
         return self.updating(max(ranks))
 
     def updating(self, numbers: float) -> float:

@@ -5,9 +5,9 @@ Bytes are those of the whole tensor: the output of an all-gather, the input of a
 tensor of an all-reduce or a message. `wire_bytes` (costs/collectives.py) converts them to the bytes
 that one rank sends. Collectives over one rank move nothing and are not counted.
 
-The collectives over tp and cp are recorded from the units (costs/units.py). The others are as
+The collectives over tp, cp and ep are recorded from the units (costs/units.py). The others are as
 follows; dp_shard and dp_replicate are those of weights, of which one contains cp
-(parallel/axes.py).
+(parallel/axes.py). For the weights of experts, read efsdp and ep_replicate instead.
 
 | when             | over         | what                                                         |
 |------------------|--------------|--------------------------------------------------------------|
@@ -23,6 +23,7 @@ follows; dp_shard and dp_replicate are those of weights, of which one contains c
 |                  | pp           | the loss                                                     |
 |                  | world        | the gradients' squares (float64)                             |
 |                  | ends         | a tied embedding's gradient, on two ranks                    |
+|                  | loss, tp, pp | the load of experts (int64), and the routers' losses         |
 """
 
 from collections import Counter
@@ -33,7 +34,7 @@ from costs.collectives import Call
 from costs.units import LocalWeight, Unit
 from parallel.pipeline.actions import Action
 from parallel.pipeline.lower import need_of, result_of
-from tools.plan.layout import Gathered, Layout, gathered
+from tools.plan.layout import SHARDED_OVER, Gathered, Layout, gathered
 
 
 def collectives(layout: Layout) -> Counter[Call]:
@@ -60,16 +61,37 @@ def collectives(layout: Layout) -> Counter[Call]:
 
 
 def over_groups(layout: Layout) -> Counter[Call]:
-    """The collectives of one step as a rehearsal counts them, which knows groups, not axes: if cp
-    is the only axis, all of them share one group."""
+    """The collectives of one step as a rehearsal counts them, which knows groups, not axes: a group
+    has the name of the innermost axis with the same ranks, and if cp is the only axis, all of them
+    share one group."""
     calls: Counter[Call] = Counter()
+    same = _same_groups(layout)
     for call, number in collectives(layout).items():
-        calls[call._replace(axis="cp") if layout.sizes.cp == layout.world > 1 else call] += number
+        axis = same.get(call.axis, call.axis)
+        axis = "cp" if layout.sizes.cp == layout.world > 1 else axis
+        calls[call._replace(axis=axis)] += number
     return calls
 
 
+def _same_groups(layout: Layout) -> dict[str, str]:
+    """The axes of experts, and `world`, with the name of an earlier axis that has the same
+    ranks."""
+    if not layout.config.model.has_experts:
+        return {}
+    sizes, first = layout.sizes, dict[tuple[int, int], str]()
+    of_weights, of_experts = sizes.of_weights(), sizes.of_experts()
+    strides = {"tp": 1, "dp_shard": sizes.tp, "dp_replicate": sizes.tp * layout.shards,
+               "ep": 1, "efsdp": sizes.ep, "ep_replicate": sizes.ep * of_experts["efsdp"],
+               "world": 1}  # fmt: skip
+    numbers = {**of_weights, **of_experts, "world": layout.world}
+    # the ranks of a group are evenly spaced
+    return {
+        axis: first.setdefault((stride, numbers[axis]), axis) for axis, stride in strides.items()
+    }
+
+
 def action_calls(layout: Layout, action: Action) -> Counter[Call]:
-    """The collectives over tp and cp in one action."""
+    """The collectives over tp, cp and ep in one action."""
     calls: Counter[Call] = Counter()
     for unit in layout.units(action.stage):
         calls += layout.phase(action.kind, unit).sends
@@ -81,26 +103,24 @@ def fsdp_calls(layout: Layout, stage: int) -> Counter[Call]:
     calls: Counter[Call] = Counter()
     zero, m = layout.config.parallel.zero_stage, layout.num_microbatches
     for _, unit in layout.fsdp_units(stage):
-        if layout.shards > 1:
-            calls[Call("dp_shard", "all_gather", gather_bytes(layout, unit))] += (
-                2 * m if zero == 3 else 1
-            )
-            calls[Call("dp_shard", "reduce_scatter", reduce_bytes(layout, unit))] += (
-                m if zero >= 2 else 1
-            )
-        if layout.replicas > 1:
-            calls[
-                Call("dp_replicate", "all_reduce", reduce_bytes(layout, unit) // layout.shards)
-            ] += 1
+        shards, replicas, _ = layout.sharding[unit.over]
+        over_shards, over_replicas = SHARDED_OVER[unit.over]
+        reduced = reduce_bytes(layout, unit)
+        if shards > 1:
+            gathers, reductions = 2 * m if zero == 3 else 1, m if zero >= 2 else 1
+            calls[Call(over_shards, "all_gather", gather_bytes(layout, unit))] += gathers
+            calls[Call(over_shards, "reduce_scatter", reduced)] += reductions
+        if replicas > 1:
+            calls[Call(over_replicas, "all_reduce", reduced // shards)] += 1
     return calls
 
 
 def gather_bytes(layout: Layout, unit: Gathered) -> int:
-    return unit.padded(layout.shards) * layout.compute
+    return unit.padded(layout.sharding[unit.over].shards) * layout.compute
 
 
 def reduce_bytes(layout: Layout, unit: Gathered) -> int:
-    return unit.padded(layout.shards) * layout.reduce
+    return unit.padded(layout.sharding[unit.over].shards) * layout.reduce
 
 
 def _once_a_step(layout: Layout) -> Counter[Call]:
@@ -118,10 +138,17 @@ def _once_a_step(layout: Layout) -> Counter[Call]:
     add(loss, sizes.dp * sizes.cp, layout.exact)
     add("pp", sizes.pp, layout.exact)
     add(world, layout.world, 8)  # squares: float64
+    if (model := layout.config.model).has_experts:  # training/balance.py
+        for axis, size in ((loss, sizes.dp * sizes.cp), ("tp", sizes.tp), ("pp", sizes.pp)):
+            add(axis, size, 8 * model.num_layers * model.num_experts)
+            add(axis, size, 2 * layout.exact)
 
     def local(units: Iterable[Unit], which: Callable[[LocalWeight], bool]) -> int:
-        shards, rank = layout.shards, layout.shard_rank
-        return layout.master * sum(gathered(unit).local(shards, rank, which) for unit in units)
+        numbers = 0
+        for weights in (each for unit in units for each in gathered(unit)):
+            shards, _, rank = layout.sharding[weights.over]
+            numbers += weights.local(shards, rank, which)
+        return layout.master * numbers
 
     units = [unit for stage in layout.stages for unit in layout.units(stage)]
     partial = local(units, lambda weight: weight.spec.gradient_is_partial)

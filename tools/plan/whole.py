@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from parallel.memory import GATHERED, GRADIENTS, SHARDED_GRADIENTS
 from tools.plan.account import Account
 from tools.plan.layout import Layout, gathered
+from tools.plan.sharded import OUTER
 
 
 class Whole:
@@ -29,25 +30,28 @@ class Whole:
     def begun(self, stage: int, index: int) -> bool:
         return (stage, index) in self.summed
 
+    def has_experts(self, stage: int, index: int) -> bool:
+        return False  # they are no unit of their own
+
     def state(self, stage: int) -> Hashable:
         return sum(key[0] == stage for key in self.summed)
 
-    def gather(self, stage: int, index: int, forward: bool, before: int) -> int:
+    def gather(self, stage: int, index: int, forward: bool, before: int, over: str = OUTER) -> int:
         return 0
 
-    def prefetched(self, stage: int, index: int) -> int:
+    def prefetched(self, stage: int, index: int, over: str = OUTER) -> int:
         return 0
 
-    def after_forward(self, stage: int, index: int) -> None:
+    def after_forward(self, stage: int, index: int, over: str = OUTER) -> None:
         pass
 
-    def after_input_gradient(self, stage: int, index: int) -> None:
+    def after_input_gradient(self, stage: int, index: int, over: str = OUTER) -> None:
         pass
 
-    def after_backward(self, stage: int, index: int, last: bool) -> None:
+    def after_backward(self, stage: int, index: int, last: bool, over: str = OUTER) -> None:
         """After a unit's backward: its sums, if they are new and in the master dtype, are the
         gradients that the optimizer reads."""
-        if (stage, index) not in self.summed:
+        if (stage, index) not in self.summed and over == OUTER:
             self.summed.add((stage, index))
             if self.layout.sum == self.layout.master:
                 self._hand_over(stage, index)
@@ -64,5 +68,6 @@ class Whole:
             if self.copies:
                 account.free(GATHERED, unit.numel * layout.compute)
             if layout.sum != layout.master:
-                account.reach(gradients=gathered(unit).widest * layout.master)
+                widest = max(each.widest for each in gathered(unit))
+                account.reach(gradients=widest * layout.master)
                 self._hand_over(stage, index)
