@@ -20,6 +20,7 @@ from parallel.axes import AXES, MeshSizes
 from parallel.config import ParallelConfig
 from parallel.mesh import build_mesh
 from parallel.pipeline.schedules import SCHEDULES
+from tests.parity_tiers import each_value_once, thorough_but, values_of
 from tools.parity import __main__ as parity
 from tools.parity.cases import OPTIMIZER, STEPS, Case, covering_cases, option_values, pairs_of
 from tools.parity.chosen import kernel_cases, schedule_cases
@@ -31,32 +32,6 @@ from training.step import TrainStep
 VALUES = {"layout": parity.layouts_of(parity.WORLDS, quick=True), **option_values()}
 QUICK, IMPOSSIBLE = covering_cases(VALUES)
 PAIRS = {case: pairs_of(case, VALUES) for case in QUICK}
-
-
-def values_of(pairs):
-    return {value for pair in pairs for value in pair}
-
-
-def each_value_once(pairs):
-    """A few cases, in which every value of every option occurs. They are chosen greedily: the next
-    is the case with the most new values.
-
-    pairs: of all cases, their pairs of option values.
-    """
-    values = {case: values_of(mine) for case, mine in pairs.items()}
-    left = set().union(*values.values())
-    chosen = []
-    while left:
-        chosen.append(max(values, key=lambda case: len(values[case] & left)))
-        left -= values[chosen[-1]]
-    return chosen
-
-
-def thorough_but(kept, cases):
-    """`cases` as test parameters, with all that are not in `kept` marked thorough."""
-    return [
-        case if case in kept else pytest.param(case, marks=pytest.mark.thorough) for case in cases
-    ]
 
 
 @pytest.mark.parametrize("case", thorough_but(each_value_once(PAIRS), PAIRS), ids=str)
