@@ -20,6 +20,7 @@ from parallel.axes import AXES, MeshSizes
 from parallel.config import ParallelConfig
 from parallel.mesh import build_mesh
 from parallel.pipeline.schedules import SCHEDULES
+from tests.parity_tiers import each_value_once, thorough_but, values_of
 from tools.parity import __main__ as parity
 from tools.parity.cases import OPTIMIZER, STEPS, Case, covering_cases, option_values, pairs_of
 from tools.parity.chosen import kernel_cases, schedule_cases
@@ -28,33 +29,12 @@ from tools.parity.run import assemble, check, expected, parts, run_on_ranks
 from training.build import build_stages
 from training.step import TrainStep
 
-QUICK, IMPOSSIBLE = parity.plan(parity.WORLDS, quick=True)
-PAIRS = {case: pairs_of(case) for case, _ in QUICK}
+VALUES = {"layout": parity.layouts_of(parity.WORLDS, quick=True), **option_values()}
+QUICK, IMPOSSIBLE = covering_cases(VALUES)
+PAIRS = {case: pairs_of(case, VALUES) for case in QUICK}
 
 
-def values_of(case):
-    return {value for pair in PAIRS[case] for value in pair}
-
-
-def each_value_once():
-    """A few of the quick cases, in which every value of every option occurs. They are chosen
-    greedily: the next is the case with the most new values."""
-    left = set().union(*map(values_of, PAIRS))
-    chosen = []
-    while left:
-        chosen.append(max(PAIRS, key=lambda case: len(values_of(case) & left)))
-        left -= values_of(chosen[-1])
-    return chosen
-
-
-def thorough_but(kept, cases):
-    """`cases` as test parameters, with all that are not in `kept` marked thorough."""
-    return [
-        case if case in kept else pytest.param(case, marks=pytest.mark.thorough) for case in cases
-    ]
-
-
-@pytest.mark.parametrize("case", thorough_but(each_value_once(), PAIRS), ids=str)
+@pytest.mark.parametrize("case", thorough_but(each_value_once(PAIRS), PAIRS), ids=str)
 def test_every_pair_of_options(ranks, case):
     row = check(ranks, case)
     assert not row.failures(), line(row, 0)
@@ -95,10 +75,8 @@ def test_clipping_is_active_in_some_of_the_steps(stages):
 def test_covering_array_covers():
     """Every pair of option values occurs in a case, except for pairs that contradict each other."""
     met = set().union(*PAIRS.values())
-    layouts = {case.layout for case, _ in QUICK}
-    values = {"layout": layouts, **option_values()}
     wanted = {
-        ((a, x), (b, y)) for a, b in combinations(values, 2) for x in values[a] for y in values[b]
+        ((a, x), (b, y)) for a, b in combinations(VALUES, 2) for x in VALUES[a] for y in VALUES[b]
     }
     assert wanted - met == set(IMPOSSIBLE)
     for (option, given), (name, value) in IMPOSSIBLE:
@@ -115,9 +93,8 @@ def test_covering_array_covers():
 
 
 def test_every_value_is_in_make_test():
-    values = {"layout": {case.layout for case in PAIRS}, **option_values()}
-    assert set().union(*map(values_of, each_value_once())) == {
-        (name, value) for name in values for value in values[name]
+    assert set().union(*(values_of(PAIRS[case]) for case in each_value_once(PAIRS))) == {
+        (name, value) for name in VALUES for value in VALUES[name]
     }
 
 
@@ -183,9 +160,8 @@ def test_heads_narrower_than_dp_shard(ranks):
 
 
 def test_covering_array_is_the_same_every_time():
-    assert covering_cases([MeshSizes(tp=2), MeshSizes(pp=2)]) == covering_cases(
-        [MeshSizes(tp=2), MeshSizes(pp=2)]
-    )
+    few = {**VALUES, "layout": [MeshSizes(tp=2), MeshSizes(pp=2)]}
+    assert covering_cases(few) == covering_cases(few)
 
 
 def test_every_option_of_the_code_is_combined():

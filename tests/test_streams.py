@@ -58,7 +58,8 @@ def test_the_table_has_every_layout() -> None:
 def covering() -> Iterator[Case]:
     """The parity proof's cases, in which every pair of option values occurs, on the kernels of a
     GPU, and mostly in bfloat16."""
-    for number, (case, _) in enumerate(parity.plan(parity.WORLDS, quick=True)[0]):
+    cases = [case for case, _ in parity.plan(parity.WORLDS, quick=True)[0] if case.router is None]
+    for number, case in enumerate(cases):
         dtype = "float32" if number % 4 == 0 else "bfloat16"
         yield replace(case, dtype=dtype, kernels="auto", cpu_offload=False)
 

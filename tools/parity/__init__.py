@@ -1,9 +1,13 @@
 """Proves that every layout computes the same as the unsharded model: `python -m tools.parity`.
 
-__main__.py   the command
-cases.py      the layouts and options that are compared
-chosen.py     cases chosen by hand: schedules, context parallelism, Triton's kernels
-run.py        runs one case on all ranks and compares it with the reference
-row.py        the errors of one case, and their bounds
-reference.py  the model in plain PyTorch, which shares no code with parallel/
+__main__.py           the command
+cases.py              the layouts and options that are compared
+chosen.py             cases chosen by hand: schedules, context parallelism, Triton's kernels
+expert_cases.py       the cases of mixtures of experts
+run.py                runs one case on all ranks and compares it with the reference
+routing.py            which experts the tokens chose
+row.py                the errors of one case, and their bounds
+reference.py          the model in plain PyTorch, which shares no code with parallel/
+reference_experts.py  its mixture of experts
+reference_training.py its optimizer steps
 """

@@ -4,9 +4,12 @@ Every way to split the model must compute the same as the unsharded model (refer
 layout of 1, 2, 4 and 8 ranks, it compares initial weights, loss, gradient norm, every parameter's
 gradient, and 20 optimizer steps, in float64 and in float32. Then it compares every schedule,
 context parallelism with single sequences, and a covering array over layouts and options, in
-float64, and, with TRITON_INTERPRET=1 before the command (or on a GPU machine), also the model with
-Triton's kernels. It prints one line per case with the largest relative errors, and exits with
-status 1 if any is out of bounds (row.py). On two cores, over gloo, all cases together take minutes.
+float64. Of mixtures of experts it compares every layout with every ep of 1, 2 and 4, a
+covering array, and loads as uneven as they can be, with the experts that each token chooses, the
+routers' losses, and biases after 3 steps (expert_cases.py). With TRITON_INTERPRET=1 before the
+command (or on a GPU machine), it also compares the model with Triton's kernels. It prints one line
+per case with the largest relative errors, and exits with status 1 if any is out of bounds (row.py).
+On two cores, over gloo, all cases together take minutes.
 """
 
 import argparse
@@ -19,8 +22,11 @@ from pathlib import Path
 from model.kernels.backend import why_not_triton
 from parallel.axes import MeshSizes
 from tools.command import run_command
-from tools.parity.cases import QUICK_LAYOUTS, STEPS, Case, Pair, covering_cases
+from tools.parity.cases import QUICK_LAYOUTS, STEPS, Case, Pair, covering_cases, option_values
 from tools.parity.chosen import context_cases, kernel_cases, schedule_cases
+from tools.parity.expert_cases import LAYOUTS as EXPERT_LAYOUTS
+from tools.parity.expert_cases import STEPS as EXPERT_STEPS
+from tools.parity.expert_cases import expert_layout_cases, expert_values, extreme_cases
 from tools.parity.row import BOUNDS, Row, as_json, line
 from tools.parity.run import check
 from tools.ranks import Ranks
@@ -28,14 +34,19 @@ from tools.ranks import Ranks
 WORLDS = (1, 2, 4, 8)
 
 
+def layouts_of(worlds: tuple[int, ...], quick: bool) -> list[MeshSizes]:
+    layouts = [sizes for world in worlds for sizes in MeshSizes.all_of(world)]
+    return [
+        sizes
+        for sizes in layouts
+        if Case(sizes).is_valid() and (not quick or sizes in QUICK_LAYOUTS)
+    ]
+
+
 def plan(worlds: tuple[int, ...], quick: bool) -> tuple[list[tuple[Case, int]], list[Pair]]:
     """Return the cases, each with its number of optimizer steps, and the pairs of option values
     that no valid case contains."""
-    layouts = [
-        sizes for world in worlds for sizes in MeshSizes.all_of(world) if Case(sizes).is_valid()
-    ]
-    if quick:
-        layouts = [sizes for sizes in layouts if sizes in QUICK_LAYOUTS]
+    layouts = layouts_of(worlds, quick)
     # Without a pipeline, two micro-batches are enough to show every error of accumulation.
     bases = [(Case(sizes, num_microbatches=4 if sizes.pp > 1 else 2), STEPS) for sizes in layouts]
     bases = (
@@ -43,11 +54,16 @@ def plan(worlds: tuple[int, ...], quick: bool) -> tuple[list[tuple[Case, int]], 
         if quick
         else [(replace(case, dtype=dtype), steps) for case, steps in bases for dtype in BOUNDS]
     )
-    combined, impossible = covering_cases(layouts)
+    combined, impossible = covering_cases({"layout": layouts, **option_values()})
+    of_experts = [sizes for sizes in EXPERT_LAYOUTS if sizes.world in worlds]
+    with_experts, impossible_too = covering_cases(expert_values(of_experts))
+    chosen = [] if quick else expert_layout_cases(worlds) + extreme_cases(worlds)
     schedules = [] if quick else schedule_cases(worlds)
     context = [] if quick else context_cases(worlds)
     kernels = [] if quick or why_not_triton("cpu") else kernel_cases(worlds)
-    return bases + [(case, 0) for case in schedules + context + kernels + combined], impossible
+    cases = bases + [(case, 0) for case in schedules + context + kernels + combined]
+    cases += [(case, EXPERT_STEPS) for case in with_experts + chosen]
+    return cases, impossible + impossible_too
 
 
 def run(ranks: Ranks, cases: list[tuple[Case, int]]) -> Iterator[tuple[Row, int]]:
@@ -67,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="only the covering array over a few layouts, in a minute or two",
+        help="only the covering arrays over a few layouts, in minutes",
     )
     parser.add_argument(
         "--strict",

@@ -7,7 +7,7 @@ Kuhn et al. 2004, https://doi.org/10.1109/TSE.2004.24.)
 
 import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import combinations, product
 from typing import Any, get_args, get_type_hints
@@ -32,7 +32,6 @@ SEED = 0
 SEQ_LEN = 16
 BATCH = 32  # sequences of a global batch
 BOS = 1  # begins a document
-EXPERTS = 8
 # Warmup, decay, and clipping that takes effect in some steps only: parity of the whole step.
 OPTIMIZER = OptimizerConfig(lr=3e-3, warmup_steps=5, grad_clip=1.45)
 
@@ -66,6 +65,10 @@ class Case:
     dtype: str = "float64"
     # a file of model/router/: the feed-forward of each layer is then a mixture of experts
     router: str | None = None
+    num_experts: int = 8
+    experts_per_token: int = 3
+    # where the bias of each expert of router sigmoid_bias begins; None: at 0
+    first_bias: tuple[float, ...] | None = None
     num_shared_experts: int = 0
     num_dense_layers: int = 0
     router_losses: bool = False
@@ -93,8 +96,11 @@ class Case:
         if self.router is None:
             return {}
         return {
-            **{"num_experts": EXPERTS, "experts_per_token": 3, "expert_ffn_dim": 16},
-            **{"router": self.router, "router_scale": 2.5},
+            "num_experts": self.num_experts,
+            "experts_per_token": self.experts_per_token,
+            "expert_ffn_dim": 16,
+            "router": self.router,
+            "router_scale": 2.5,
             "num_shared_experts": self.num_shared_experts,
             "num_dense_layers": self.num_dense_layers,
             "router_aux_weight": 0.01 if self.router_losses else 0.0,
@@ -236,24 +242,25 @@ QUICK_LAYOUTS = [
 ]
 
 
-def pairs_of(case: Case) -> set[Pair]:
-    """Every two option values that occur together in `case`; the layout counts as an option."""
+def pairs_of(case: Case, names: Iterable[str]) -> set[Pair]:
+    """Every two values of the options `names` that occur together in `case`."""
     given = {
         **asdict(case),
         "layout": case.layout,
         "pipeline": (case.schedule, case.stages_per_rank),
     }
-    return set(combinations([(name, given[name]) for name in ("layout", *option_values())], 2))
+    return set(combinations([(name, given[name]) for name in names], 2))
 
 
-def covering_cases(layouts: Sequence[MeshSizes], seed: int = 0) -> tuple[list[Case], list[Pair]]:
-    """Return cases in which every two option values occur together, and the pairs that no valid
-    case contains. The result is deterministic.
+def covering_cases(
+    values: Mapping[str, Sequence[object]], seed: int = 0
+) -> tuple[list[Case], list[Pair]]:
+    """Return cases in which every two values of different options occur together, and the pairs
+    that no valid case contains. The result is deterministic.
 
     The algorithm is greedy: it fixes the first pair that is not yet covered, and of many random
     completions takes the one that covers the most new pairs.
     """
-    values: dict[str, Sequence[object]] = {"layout": tuple(layouts), **option_values()}
     uncovered: dict[Pair, None] = {}  # an ordered set
     for (a, a_values), (b, b_values) in combinations(values.items(), 2):
         uncovered.update({((a, x), (b, y)): None for x, y in product(a_values, b_values)})
@@ -272,7 +279,7 @@ def covering_cases(layouts: Sequence[MeshSizes], seed: int = 0) -> tuple[list[Ca
             schedule, stages_per_rank = chosen.pop("pipeline")
             case = Case(**chosen, schedule=schedule, stages_per_rank=stages_per_rank)
             if case.is_valid():
-                new = sum(pair in uncovered for pair in pairs_of(case))
+                new = sum(pair in uncovered for pair in pairs_of(case, values))
                 best, gain = (case, new) if new > gain else (best, gain)
             if attempt >= ENOUGH and best is not None:
                 break
@@ -281,6 +288,6 @@ def covering_cases(layouts: Sequence[MeshSizes], seed: int = 0) -> tuple[list[Ca
             del uncovered[wanted]
             continue
         cases.append(best)
-        for pair in pairs_of(best):
+        for pair in pairs_of(best, values):
             uncovered.pop(pair, None)
     return cases, impossible

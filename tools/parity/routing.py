@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import cycle
 from typing import NamedTuple
 
 import torch
@@ -25,31 +26,38 @@ class Choices(NamedTuple):
 @contextmanager
 def recording(step: TrainStep) -> Iterator[list[Choices]]:
     """Record what this rank's tokens choose. Forwards of a stage come in the order of their
-    micro-batches."""
+    micro-batches. (A recomputation that chooses again is taken for one of them, and has other
+    tokens.)"""
     found: list[Choices] = []
     train, parallel, mesh = step.config.train, step.config.parallel, step.mesh
     positions = step.cp.cut(torch.arange(train.seq_len), 0)
     if parallel.sequence_parallel:
         positions = by_rank(positions, mesh.tp.size(), parallel.tp_pieces)[mesh.tp.get_local_rank()]
-    first_row = mesh.dp_rank * train.global_batch_size // mesh.dp_size
+    height, of_rank = train.micro_batch_size, train.global_batch_size // mesh.dp_size
+    starts = range(mesh.dp_rank * of_rank, (mesh.dp_rank + 1) * of_rank, height)
     made = []
     for stage in step.stages.values():
         for layer, router in routers_of(stage):
             made.append(router)
-            _record(router, layer, positions, first_row, train.micro_batch_size, found)
+            _record(router, layer, positions, starts, height, found)
     yield found
     for router in made:
         del router.find  # type: ignore[attr-defined]  # the class's again
 
 
 def _record(
-    router: BaseRouter, layer: int, positions: Tensor, row: int, height: int, found: list[Choices]
+    router: BaseRouter,
+    layer: int,
+    positions: Tensor,
+    starts: Iterable[int],
+    height: int,
+    found: list[Choices],
 ) -> None:
-    find, forwards = router.find, iter(range(1 << 30))
+    find, first_rows = router.find, cycle(starts)
 
     def recorded(logits: Tensor, sequences: int) -> Routes:
         routes = find(logits, sequences)
-        rows = torch.arange(height) + row + next(forwards) * height
+        rows = torch.arange(height) + next(first_rows)
         chosen = routes.chosen.sort(1).values.unflatten(0, (len(positions), height))
         found.append(Choices(layer, rows, positions, chosen.clone()))
         return routes

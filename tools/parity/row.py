@@ -66,6 +66,8 @@ def line(row: Row, steps: int) -> str:
     text += f"gradient {row.gradient:.0e} ({row.worst})"
     if steps:
         text += f" | {steps} steps: loss {row.loss_steps:.0e} norm {row.norm_steps:.0e}"
+    if row.case.router is not None:
+        text += f" | routes {row.routes} balance {row.balance:.0e} bias {row.bias:.0e}"
     text += f"  {row.case}"
     return f"{text}\n     out of bounds: {', '.join(row.failures())}" if row.failures() else text
 
@@ -78,6 +80,7 @@ def as_json(row: Row, steps: int) -> dict[str, Any]:
     options = {name: value for name, value in asdict(row.case).items() if name != "layout"}
     return {
         **row.case.layout.by_axis(),
+        "ep": row.case.layout.ep,
         **options,
         "steps": steps,
         **numbers,

@@ -21,10 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from model.config import ModelConfig
 from model.initialise import draw_rows
+from model.router import routers_of
 from parallel import context
 from parallel.mesh import build_mesh
 from parallel.placement import local_region
-from tools.parity.cases import BATCH, BOS, EXPERTS, OPTIMIZER, SEED, SEQ_LEN, STEPS, Case
+from tools.parity.cases import BATCH, BOS, OPTIMIZER, SEED, SEQ_LEN, STEPS, Case
 from tools.parity.reference import IGNORE, Reference, Rotary
 from tools.parity.reference_experts import Routing, auxiliary_losses, experts_of
 from tools.parity.reference_training import train, warmup_cosine
@@ -86,6 +87,10 @@ def run_on_ranks(case: Case, steps: int, sabotage: Sabotage | None = None) -> Ru
         mesh = build_mesh(sizes, "cpu", config.model.has_experts)
         stages = build_stages(config, mesh)
         step = TrainStep(config, mesh, stages, BOS)
+        if case.first_bias is not None:
+            for stage in stages.values():
+                for _, router in routers_of(stage):
+                    router.bias = torch.tensor(case.first_bias)
 
         def rows(index: int) -> tuple[Tensor, Tensor]:
             tokens, targets = global_batch(case.vocab_size, index)
@@ -213,12 +218,22 @@ def expected(case: Case, steps: int) -> Expected:
     """The reference's results for a case, computed once for all cases that differ only in the
     layout."""
     model = replace(case.config().model, kernels="torch")
-    return _expected(model, case.dtype, BOS if case.document_mask else None, steps)
+    bos_id = BOS if case.document_mask else None
+    return _expected(model, case.dtype, bos_id, case.first_bias, steps)
 
 
 @functools.lru_cache(maxsize=64)
-def _expected(model: ModelConfig, dtype: str, bos_id: int | None, steps: int) -> Expected:
+def _expected(
+    model: ModelConfig,
+    dtype: str,
+    bos_id: int | None,
+    first_bias: tuple[float, ...] | None,
+    steps: int,
+) -> Expected:
     reference = reference_model(model, DTYPES[dtype], SEED, bos_id)
+    if first_bias is not None:
+        for layer in experts_of(reference):
+            layer.bias = torch.tensor(first_bias)
     weights = {name: p.detach().clone() for name, p in reference.named_parameters()}
     loss = reference.loss(*global_batch(model.vocab_size, 0))
     auxiliary = auxiliary_losses(reference)
@@ -287,7 +302,7 @@ def compare_routing(row: Row, runs: list[Run], reference: Expected) -> None:
     chosen = assemble_choices((c for run in runs for c in run.choices), (layers, *one.shape))
     for layer, choices in reference.choices.items():
         row.routes += int((chosen[layer] != choices).any(-1).sum())
-        counts = torch.bincount(choices.flatten(), minlength=EXPERTS).tolist()
+        counts = torch.bincount(choices.flatten(), minlength=row.case.num_experts).tolist()
         row.routes += sum(run.counts[layer] != counts for run in runs)
     for run in runs:
         errors = map(relative, run.auxiliary, reference.auxiliary)

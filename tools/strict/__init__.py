@@ -16,8 +16,9 @@ would:
 
 A referee (referee.py) in rank 0 sees every operation begin. It reports, on every rank, at once:
 operations of one communicator that differ between its ranks (name, shapes, dtypes, reduction,
-root), a communicator that a rank uses from two threads, and a deadlock: every rank waits, and no
-operation that has begun can end. Random delays before operations vary who comes first.
+root; in an all-to-all, rows that one rank sends and another does not expect), a communicator that a
+rank uses from two threads, and a deadlock: every rank waits, and no operation that has begun can
+end. Random delays before operations vary who comes first.
 
 What it does not see: groups that are made for gloo (agreements between hosts), and streams. A rank
 that waits in such a group is not known to wait, so a deadlock there ends in gloo's timeout.

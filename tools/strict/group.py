@@ -41,6 +41,7 @@ COLLECTIVES = {
     },
 }
 
+ALL_TO_ALL = ("all_to_all", "alltoall")
 SEAT: Seat | None = None  # this process's, during a task
 
 
@@ -88,8 +89,19 @@ class StrictGroup(dist.ProcessGroup):
             getattr(self.inner, COLLECTIVES[kind])(*arguments).wait()
 
         self._make(self.name, self.members)
-        operation = Operation(" ".join(said))
+        sends, receives = self._rows(kind, arguments)
+        operation = Operation(" ".join(said), sends=sends, receives=receives)
         return self.seat.post(Job(self.name, self.members, operation, run))
+
+    def _rows(self, kind: str, arguments: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of an all-to-all: how many rows go to, and come from, each rank."""
+        if not kind.startswith(ALL_TO_ALL):
+            return (), ()
+        received, sent, receives, sends = arguments[:4]
+        return tuple(
+            tuple(sizes or [len(rows) // self.size()] * self.size())
+            for rows, sizes in ((sent, sends), (received, receives))
+        )
 
     def batch(self, calls: Sequence[tuple[bool, Tensor, int]]) -> Work:
         """Post sends and receives that run together: (sends, tensor, rank of the group)."""
@@ -155,7 +167,10 @@ def _shape(tensor: Tensor) -> str:
 
 
 def _shapes(kind: str, arguments: Sequence[Any]) -> list[str]:
-    """Of all tensors among the arguments; of a gather or scatter, of the rank's own."""
+    """Of all tensors among the arguments; of a gather or scatter, of the rank's own; of an
+    all-to-all, of one row, because the ranks' numbers of rows differ."""
+    if kind.startswith(ALL_TO_ALL):
+        return [f"of rows {_shape(tensor[:0])}" for tensor in arguments[:2]]
     if kind == "gather":
         arguments = arguments[1:2]
     elif kind == "scatter":

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import permutations
 from typing import NamedTuple
 
 
@@ -19,10 +20,14 @@ class Operation(NamedTuple):
 
     collective: str = ""  # with everything that must be equal on all ranks
     peers: tuple[Peer, ...] = ()
+    # of an all-to-all: the rows to, and from, each rank of the communicator
+    sends: tuple[int, ...] = ()
+    receives: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         each = (f"{'send to' if p.sends else 'receive from'} {p.peer} {p.what}" for p in self.peers)
-        return self.collective or ", ".join(each)
+        rows = f", {self.sends} rows there, {self.receives} from there" if self.sends else ""
+        return self.collective + rows or ", ".join(each)
 
 
 class Wrong(Exception):
@@ -109,9 +114,23 @@ class Referee:
         found = {rank: each for rank, (_, each) in heads.items() if each.collective}
         if len({each.collective for each in found.values()}) > 1:
             raise Wrong(f"ranks of {communicator} run different collectives:\n{_lines(found)}")
+        self._compare_rows(communicator, found)
         if len(found) < len(self.members[communicator]):
             return []
         return self._release((rank, queue) for rank, (queue, _) in heads.items())
+
+    def _compare_rows(self, communicator: str, found: dict[int, Operation]) -> None:
+        """A rank must expect as many rows as another sends to it."""
+        ranks = self.members[communicator]
+        for rank, other in permutations(found, 2):
+            if found[rank].sends:
+                sent = found[rank].sends[ranks.index(other)]
+                expected = found[other].receives[ranks.index(rank)]
+                if sent != expected:
+                    raise Wrong(
+                        f"rank {rank} sends {sent} rows over {communicator}, and rank {other} "
+                        f"expects {expected}:\n{_lines(found)}"
+                    )
 
     def _match(
         self, communicator: str, heads: dict[int, tuple[str, Operation]]

@@ -1,0 +1,29 @@
+"""Which of many parity cases the first tier of tests runs."""
+
+import pytest
+
+
+def values_of(pairs):
+    return {value for pair in pairs for value in pair}
+
+
+def each_value_once(pairs):
+    """A few cases, in which every value of every option occurs. They are chosen greedily: the next
+    is the case with the most new values.
+
+    pairs: of all cases, their pairs of option values.
+    """
+    values = {case: values_of(mine) for case, mine in pairs.items()}
+    left = set().union(*values.values())
+    chosen = []
+    while left:
+        chosen.append(max(values, key=lambda case: len(values[case] & left)))
+        left -= values[chosen[-1]]
+    return chosen
+
+
+def thorough_but(kept, cases):
+    """`cases` as test parameters, with all that are not in `kept` marked thorough."""
+    return [
+        case if case in kept else pytest.param(case, marks=pytest.mark.thorough) for case in cases
+    ]
