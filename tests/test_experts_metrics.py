@@ -161,6 +161,21 @@ def test_a_run_logs_its_load(logged: Path) -> None:
         assert len(json.dumps(line["experts_by_layer"])) < 200
 
 
+def test_the_loss_has_no_router_losses(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """Before the first update, `loss` is the same whatever they weigh."""
+    config = write_config(tmp_path, data, model=EXPERTS, train={"steps": 1})
+    lines = []
+    for weight in (0, 10):
+        changed = [f"model.router_{each}_weight={weight}" for each in ("aux", "z")]
+        assert ranks.run(train_run, 1, [config, *changed]) == [""]
+        lines.append(json.loads((tmp_path / "run" / "metrics.jsonl").read_text()))
+    without, heavy = lines
+    assert heavy["loss"] == without["loss"]
+    assert heavy["router_balance_loss"] > 30
+    assert heavy["router_z_loss"] > 0
+    assert not any(key.startswith("router_") for key in without)
+
+
 def test_tensorboard_gets_every_layer(logged: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
