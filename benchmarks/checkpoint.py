@@ -57,7 +57,7 @@ def measure_saves(rounds: int, folder: Path, lease: Lease) -> dict:
     config = load_config(
         str(ROOT / "configs/laptop.yaml"), [*OVERRIDES, *ALONE, f"run.dir={folder / 'run'}"]
     )
-    mesh = build_mesh(MeshSizes(), "cpu")
+    mesh = build_mesh(MeshSizes(), "cpu", config.model.has_experts)
     train = TrainStep(config, mesh, build_stages(config, mesh))
     saver = Saver(train, ROOT / "README.md", lease)
     source = [tensor.to_local() for tensor in saver.tensors.values()]

@@ -157,7 +157,7 @@ def config_of(size: Size, variant: Variant) -> Config:
 
 def build(config: Config) -> TrainStep:
     """Our training step on one process, with weights drawn on the device."""
-    mesh = build_mesh(config.parallel.mesh_sizes(1), DEVICE)
+    mesh = build_mesh(config.parallel.mesh_sizes(1), DEVICE, config.model.has_experts)
     torch.manual_seed(config.train.seed)
     with patch("training.build.initialise", draw_on_device), compiler():
         return TrainStep(config, mesh, build_stages(config, mesh))

@@ -157,7 +157,7 @@ def train(mechanism: Mechanism, kind: str, tiny: bool, kernels: str) -> dict[str
     step, the loss of each step, and every weight after them, on the CPU, in their own dtypes."""
     config = config_of(mechanism, kind, tiny, kernels)
     torch.use_deterministic_algorithms(config.train.deterministic)
-    mesh = build_mesh(config.parallel.mesh_sizes(1), DEVICE)
+    mesh = build_mesh(config.parallel.mesh_sizes(1), DEVICE, config.model.has_experts)
     rows = torch.randint(
         config.model.vocab_size,
         (config.train.global_batch_size, config.train.seq_len + 1),

@@ -74,7 +74,8 @@ def measure_ours(
     init_distributed(store=store)
     config = load_config(config_path, overrides)
     config.validate(dist.get_world_size())
-    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
+    sizes = config.parallel.mesh_sizes(dist.get_world_size())
+    mesh = build_mesh(sizes, "cpu", config.model.has_experts)
     step = TrainStep(config, mesh, build_stages(config, mesh))
     batches = random_batches(
         config.model.vocab_size,

@@ -30,6 +30,7 @@
 
     evaluation.py      the loss on held-out text
     metrics.py         the measurements of each logged step, and how a run ended
+    expert_load.py     how evenly tokens spread over experts
     trackers.py        writes them to metrics.jsonl, console, wandb, TensorBoard
     events.py          events.jsonl: what happened, and when
     ledger.py          where a run's time went

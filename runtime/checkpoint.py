@@ -1,7 +1,8 @@
 """Find the checkpoint that a run starts from, and load it. (save.py writes checkpoints.)
 
-    checkpoints/step-00000100/  *.safetensors  model.NAME and optimizer.NAME.exp_avg[_sq]; each rank
-                                               writes its shards
+    checkpoints/step-00000100/  *.safetensors  model.NAME (weights, and the biases of routers) and
+                                               optimizer.NAME.exp_avg[_sq]; each rank writes its
+                                               shards
                                 trainer.json   step, updates, tokens, state of the guard and of the
                                                data loader, dimensions of the model
                                 tokenizer.model, or tokenizer.json and its companion files
@@ -280,15 +281,15 @@ def _check_model(path: Path, trainer: TrainerState, config: Config, free: Set[st
 
 
 def load(train: TrainStep, start: Start) -> None:
-    """Load this rank's weights, moments and update count, or only its weights, from a checkpoint of
-    any layout."""
+    """Load this rank's part of the model, moments and update count, or only of the model, from a
+    checkpoint of any layout."""
     path = start.path
     if path is None:
         return
     wanted: dict[str, DTensor] = {}
     second_copies = []  # a tied weight that this rank holds twice is read only once
     for held in held_tensors(train):
-        if start.weights_only and not held.is_weight:
+        if start.weights_only and not held.of_model:
             continue
         if held.name in wanted:
             second_copies.append((wanted[held.name], held.tensor))
@@ -332,7 +333,7 @@ class Held:
 
     name: str  # of the global tensor in a checkpoint
     tensor: DTensor
-    is_weight: bool  # else an optimizer state
+    of_model: bool  # a weight, or the bias of a router; else an optimizer state
     is_copy: bool  # a second copy of the same global tensor on this rank
 
 
@@ -342,3 +343,5 @@ def held_tensors(train: TrainStep) -> Iterator[Held]:
         yield Held(f"model.{weight.global_name}", weight.sharded, True, weight.is_copy)
     for weight, key, state in train.optimizer.state_tensors():
         yield Held(f"optimizer.{weight.global_name}.{key}", state, False, weight.is_copy)
+    for name, bias in () if train.balance is None else train.balance.tensors():
+        yield Held(f"model.{name}", bias, True, False)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from costs.summary import flops_per_token
 from costs.units import CannotRecord
@@ -21,6 +22,7 @@ from parallel.mesh import Mesh
 from runtime.attention import describe_attention
 from runtime.checkpoint import Start
 from runtime.events import append_event
+from runtime.expert_load import LoadStatistics
 from runtime.ledger import Ledger
 from runtime.listener import Listener, Run
 from runtime.messages import describe, log
@@ -30,6 +32,7 @@ from runtime.topology import describe_nodes, describe_places, describe_stages
 from runtime.trackers import Trackers
 from training.config import Config
 from training.load_config import dump_config
+from training.step import StepResult
 
 MEMORY_GROWTH = 1.01  # if any rank's peak grows by more than this factor, all are recorded again
 
@@ -55,6 +58,7 @@ class Metrics(Listener):
         self.record: dict[str, Any] | None = None
         self.stop_reason = ""
         self.skipped_updates = start.step - start.updates
+        self.load = LoadStatistics.of(config.model, mesh.device)
         self.noted_peaks = [0] * dist.get_world_size()  # bytes, by rank, as last in events.jsonl
         self.ledger: Ledger | None = None
         self.trackers: Trackers | None = None
@@ -119,13 +123,16 @@ class Metrics(Listener):
         self.timed_steps += 1
         self.data_seconds += run.waited_seconds
         train, result = self.config.train, run.result
+        if self.load is not None and result.loads is not None:
+            self.load.add(result.loads)
         if not run.is_due(self.config.run.log_interval):
             return
         peak_memory = self._gather_peak_memory(step)
         made = result.updates.to(self.device)
         scalars = (result.loss, result.grad_norm, made, result.bad_in_a_row)
+        measured = torch.stack([s.double() for s in scalars])
         # waits until the step is done
-        loss, grad_norm, updates, bad = torch.stack([s.double() for s in scalars]).tolist()
+        (loss, grad_norm, updates, bad), of_experts = self._read(measured, result)
         self._say_skipped(step - int(updates), loss, grad_norm)
         run.logged_bad_in_a_row = int(bad)
         run.step_seconds = seconds = (time.perf_counter() - self.started) / self.timed_steps
@@ -144,8 +151,27 @@ class Metrics(Listener):
             "data_seconds": self.data_seconds / self.timed_steps,
             "peak_memory_bytes": max(peak_memory),
             "skipped_updates": self.skipped_updates,
+            **of_experts,
         }
         self._count("steps")
+
+    def _read(self, measured: Tensor, result: StepResult) -> tuple[list[float], dict[str, Any]]:
+        """Wait for the device once. Return `measured` as numbers, and the record's entries about
+        experts."""
+        if self.load is None or result.loads is None:
+            return measured.tolist(), {}
+        parts = (measured, result.loads.losses.double(), self.load.figures())
+        numbers, (balance_loss, z_loss), figures = (
+            part.tolist() for part in torch.cat(parts).cpu().split([len(part) for part in parts])
+        )
+        self.load.reset()
+        loads, model = self.load.read(figures), self.config.model
+        if self.writes and (warning := self.load.newly_collapsed(loads)):
+            log(f"{warning} (up to step {self.step})")
+        # their sum, with `loss`, is what gradients are taken of
+        losses = {"router_balance_loss": balance_loss} if model.router_aux_weight else {}
+        losses |= {"router_z_loss": z_loss} if model.router_z_weight else {}
+        return numbers, losses | loads.record()
 
     def _gather_peak_memory(self, step: int) -> list[int]:
         """Gather the peak memory of all ranks, in bytes. A record contains only the largest: with a
@@ -185,6 +211,8 @@ class Metrics(Listener):
         reached = self.step
         self.step = start.step
         self.skipped_updates = start.step - start.updates
+        if self.load is not None:
+            self.load.reset()
         if self.trackers is not None:
             self.trackers.went_back(start.step, reached)
 

@@ -1,8 +1,10 @@
-"""Compare copies that must be equal: weights and moments, bit for bit, between the ranks that hold
-the same numbers.
+"""Compare copies that must be equal: weights, moments and the biases of routers, bit for bit,
+between the ranks that hold the same numbers.
 
-    copies over dp_replicate       everything that a rank holds, at every zero_stage
-    copies over tp                 norm weights, and key/value heads that tp ranks share
+    copies over dp_replicate       everything that a rank holds but experts, at every zero_stage
+    copies over ep_replicate       experts
+    copies over tp                 norms, routers, and key/value heads that tp ranks share
+    copies over dp_shard           biases of routers
 
 Once copies differ, nothing makes them equal again: after a bit flip in one rank's memory, or an
 update made on only one rank, training would continue with two models. Each rank hashes its copies

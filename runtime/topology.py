@@ -36,7 +36,11 @@ def describe_nodes(sizes: MeshSizes, ranks_per_node: int) -> str:
     if not between:
         return f"all {ranks_per_node} ranks in one node"
     near, far = ", ".join(inside) or "nothing", ", ".join(between[::-1])
-    return f"inside a node of {ranks_per_node} ranks: {near}; between nodes: {far}"
+    said = f"inside a node of {ranks_per_node} ranks: {near}; between nodes: {far}"
+    if sizes.ep == 1:
+        return said
+    # a group of ep is consecutive ranks, of the axes above
+    return f"{said}; ep {sizes.ep} {'between nodes' if ranks_per_node % sizes.ep else 'inside'}"
 
 
 def tp_spans_nodes(tp: int, ranks_per_node: int) -> bool:

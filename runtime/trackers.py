@@ -174,6 +174,10 @@ class Console(Tracker):
             if record["mfu"] is not None:
                 parts.append(f"mfu {record['mfu']:5.1%}")
             parts.append(f"{record['peak_memory_bytes'] / 2**30:.2f} GiB")
+            if "largest_expert_share" in record:
+                dead = record["dead_experts"]
+                experts = f"experts up to {record['largest_expert_share']:.2f}x"
+                parts.append(f"{experts}, {dead} dead" if dead else experts)
         if "eval_loss" in record:
             parts.append(f"held-out {record['eval_loss']:.4f}")
         log("  ".join(parts), sys.stdout)
@@ -244,7 +248,7 @@ class WandB(Tracker):
             return start("offline")
 
     def log(self, record: Record) -> None:
-        known = {name: value for name, value in record.items() if value is not None}
+        known = scalars(record)
         step = record["step"] + self.repeated
         try:
             self.run.log(known, step=step, commit=True)  # commit: without waiting for the next step
@@ -319,8 +323,8 @@ class TensorBoard(Tracker):
         self.writer = SummaryWriter(str(self.folder), purge_step=step + 1, flush_secs=10)
 
     def log(self, record: Record) -> None:
-        for name, value in record.items():
-            if name != "step" and value is not None:
+        for name, value in scalars(record).items():
+            if name != "step":
                 self.writer.add_scalar(name, value, record["step"])
 
     def went_back(self, step: int, reached: int) -> None:
@@ -329,6 +333,18 @@ class TensorBoard(Tracker):
 
     def close(self, failed: bool) -> None:
         self.writer.close()
+
+
+def scalars(record: Record) -> dict[str, float]:
+    """The numbers of a record that are known. A number of one layer is named like
+    `experts_by_layer/entropy/017`."""
+    found = {name: value for name, value in record.items() if isinstance(value, int | float)}
+    by_layer = record.get("experts_by_layer", {})
+    for name, values in by_layer.items():
+        if name != "layer":
+            for layer, value in zip(by_layer["layer"], values, strict=True):
+                found[f"experts_by_layer/{name}/{layer:03d}"] = value
+    return found
 
 
 def _read_object(path: Path) -> dict[str, Any]:

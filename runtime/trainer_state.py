@@ -15,8 +15,12 @@ from runtime.schema import MAX_INT, Count, Name, Strict, first_problem, load_jso
 
 FILE = "trainer.json"
 MAX_DIMENSION = 10**8  # of a model
-# Not stored: initialization, the loss and kernels do not decide whether weights fit a model.
-FREE_MODEL_KEYS = {"init_std", "z_loss", "kernels", "attention_kernel"}
+# Not stored: initialization, losses, how biases change, and kernels do not decide whether weights
+# fit a model.
+FREE_MODEL_KEYS = {
+    "init_std", "z_loss", "router_aux_weight", "router_z_weight", "router_bias_rate", "kernels",
+    "attention_kernel",
+}  # fmt: skip
 # How positions are rotated. A new run that starts from weights may change it, for example to learn
 # from longer sequences (docs/context.md).
 ROTATION_KEYS = {

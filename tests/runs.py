@@ -22,6 +22,12 @@ from training.load_config import load_config
 from training.step import TrainStep
 
 LAYOUT_3D = {"tp": 2, "pp": 2}  # and, on 8 ranks, dp_shard 2
+# for the section `model`: a dense layer, then layers of 4 experts with biases
+EXPERTS = {
+    **{"feed_forward": "experts", "num_dense_layers": 1, "num_experts": 4, "experts_per_token": 2},
+    **{"expert_ffn_dim": 16, "num_shared_experts": 1, "router": "sigmoid_bias"},
+    **{"router_aux_weight": 1e-3, "router_z_weight": 1e-3, "router_bias_rate": 1e-2},
+}
 
 
 def write_config(folder: Path, data: Path, **sections: dict[str, Any]) -> str:
@@ -69,11 +75,12 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 def global_state(arguments: list[str], path: str) -> dict[str, torch.Tensor]:
-    """Load the checkpoint `path` in this layout and return every global tensor (weights and
-    optimizer moments), gathered from all ranks."""
+    """Load the checkpoint `path` in this layout and return every global tensor (weights,
+    biases of routers and optimizer moments), gathered from all ranks."""
     warnings.simplefilter("ignore")
     config = load_config(arguments[0], arguments[1:])
-    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
+    sizes = config.parallel.mesh_sizes(dist.get_world_size())
+    mesh = build_mesh(sizes, "cpu", config.model.has_experts)
     step = TrainStep(config, mesh, build_stages(config, mesh))
     checkpoint.load(step, checkpoint.Start(Path(path), step=1))
     mine: dict[str, torch.Tensor] = {}

@@ -34,7 +34,8 @@ def differing(case: Case, rank: int, name: str) -> str:
     """Train one step, check the replicas, flip one bit of the tensor `name` on `rank`, and return
     the message of the next check (empty if it finds nothing)."""
     config = case.config()
-    mesh = build_mesh(config.parallel.mesh_sizes(dist.get_world_size()), "cpu")
+    sizes = config.parallel.mesh_sizes(dist.get_world_size())
+    mesh = build_mesh(sizes, "cpu", config.model.has_experts)
     step = TrainStep(config, mesh, build_stages(config, mesh))
     tokens, targets = (
         t.chunk(mesh.dp_size)[mesh.dp_rank] for t in global_batch(case.vocab_size, 0)
@@ -76,6 +77,18 @@ thorough = partial(pytest.param, marks=pytest.mark.thorough)
                  "query.weight.exp_avg", "over dp_replicate (ranks 0, 2, 4, 6)"),
         (Case(MeshSizes(pp=2, dp_replicate=2, tp=2), zero_stage=2), 6, "up.weight",
          "ranks 4, 6, copies over dp_replicate, hold different numbers"),
+        (Case(MeshSizes(dp_replicate=2, tp=2, ep=2), router="softmax"), 3, "experts.up.weight",
+         "ranks 1, 3, copies over ep_replicate, hold different numbers"),
+        thorough(Case(MeshSizes(dp_replicate=4, dp_shard=2, ep=2), router="softmax"), 4,
+                 "experts.down.weight.exp_avg", "over ep_replicate (ranks 0, 2, 4, 6)"),
+        thorough(Case(MeshSizes(tp=2, ep=2), router="softmax"), 1, "router.weight",
+                 "ranks 0, 1, copies over tp, hold different numbers"),
+        (Case(MeshSizes(dp_shard=4, ep=2), router="sigmoid_bias"), 2, "router.bias",
+         "rank 2 differs from its copies over dp_shard (ranks 0, 1, 2, 3)"),
+        thorough(Case(MeshSizes(tp=2, ep=1), router="sigmoid_bias"), 1, "router.bias",
+                 "ranks 0, 1, copies over tp, hold different numbers"),
+        thorough(Case(MeshSizes(cp=4, ep=4), router="sigmoid_bias"), 3, "router.bias",
+                 "rank 3 differs from its copies over dp_shard (ranks 0, 1, 2, 3)"),
     ],
     ids=str,
 )  # fmt: skip
@@ -88,7 +101,13 @@ def test_a_flipped_bit_names_its_rank(
 
 
 @pytest.mark.parametrize(
-    "case", [Case(MeshSizes(dp_shard=2)), Case(MeshSizes(pp=2), tie_embeddings=True)], ids=str
+    "case",
+    [
+        Case(MeshSizes(dp_shard=2)),
+        Case(MeshSizes(pp=2), tie_embeddings=True),
+        Case(MeshSizes(dp_shard=2, ep=2), router="softmax"),  # the experts of one rank
+    ],
+    ids=str,
 )
 def test_what_is_no_copy_is_not_compared(ranks: Ranks, case: Case) -> None:
     """Control: a wrong bit in a shard is not reported, because a shard has no replica."""

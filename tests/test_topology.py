@@ -23,6 +23,11 @@ from tools.parity.cases import Case
          "inside a node of 8 ranks: tp 8; between nodes: dp_replicate 2, tp 2"),
         (MeshSizes(pp=2, dp_shard=2, tp=2), 8, "all 8 ranks in one node"),
         (MeshSizes(), 1, "all 1 ranks in one node"),
+        (MeshSizes(dp_shard=8, tp=2, ep=4), 8,
+         "inside a node of 8 ranks: tp 2, dp_shard 4; between nodes: dp_shard 2; ep 4 inside"),
+        (MeshSizes(dp_shard=8, tp=2, ep=16), 8,
+         "inside a node of 8 ranks: tp 2, dp_shard 4; between nodes: dp_shard 2; "
+         "ep 16 between nodes"),
         # groups straddle nodes
         (MeshSizes(pp=2, tp=6), 4, "inside a node of 4 ranks: nothing; between nodes: pp 2, tp 6"),
     ],

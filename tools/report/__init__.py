@@ -2,5 +2,5 @@
 
 __main__.py  the command          page.py    assembles the page; assets/: its style and script
 run.py       reads a run folder   charts.py  curves, bars and the pipeline's timeline
-                                  tables.py  ledger, events, configuration
+experts.py   the load of experts  tables.py  ledger, events, configuration
 """

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from tools.report.charts import BINS, Series, escape, line_chart, short, timeline_figure
+from tools.report.experts import expert_charts, expert_table
 from tools.report.run import Run, is_number
 from tools.report.tables import clock, configuration, happened, ledger
 
@@ -29,7 +30,7 @@ def page(run: Run) -> str:
         f"script-src 'sha256-{hashed}'"
     )
     body = [head(run), tiles(run), '<main class="charts">', *charts(run), "</main>"]
-    body += [ledger(run), happened(run), configuration(run)]
+    body += [ledger(run), expert_table(run), happened(run), configuration(run)]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
@@ -112,6 +113,7 @@ def charts(run: Run) -> list[str]:
         line_chart("Speed", "tokens per second", speed, zero=True),
         line_chart("Step time", "seconds", [whole, waiting], zero=True),
         line_chart("Model FLOPs utilization", "% of dense bf16 peak", mfu, zero=True),
+        *expert_charts(run),
         memory(run),
     ]
     if run.timelines:

@@ -1,0 +1,209 @@
+"""The load of experts: its figures, when it is reported as collapsed, and where it is written."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.config import ModelConfig
+from runtime import metrics
+from runtime.expert_load import ENOUGH_ROWS, LoadStatistics, figures_of
+from runtime.trackers import scalars
+from tests.runs import EXPERTS, train_run, write_config
+from tests.test_report import Parsed, written
+from tools.ranks import Ranks
+from training.balance import Loads
+
+
+def model(experts: int = 8, chosen: int = 2, layers: int = 3) -> ModelConfig:
+    """A model whose first layer is dense."""
+    return ModelConfig(
+        dim=8, num_layers=layers, num_heads=2, num_kv_heads=2, ffn_dim=8, vocab_size=16,
+        feed_forward="experts", num_experts=experts, experts_per_token=chosen, num_dense_layers=1,
+    )  # fmt: skip
+
+
+def statistics(of: ModelConfig) -> LoadStatistics:
+    found = LoadStatistics.of(of, "cpu")
+    assert found is not None
+    return found
+
+
+def warning(load: LoadStatistics, *layers: list[int]) -> str:
+    """The warning after an interval with these counts in the layers with experts."""
+    dense = [0] * len(layers[0])
+    load.add(Loads(torch.tensor([dense, *layers]), torch.zeros(2)))
+    said = load.newly_collapsed(load.read(load.figures().tolist()))
+    load.reset()
+    return said
+
+
+def test_the_figures_are_those_of_the_definition() -> None:
+    even, one_pair, uneven = [6] * 4, [12, 12, 0, 0], [12, 6, 6, 0]
+    entropy, largest, dead, rows = figures_of(torch.tensor([even, one_pair, uneven, [0] * 4]))
+    expected = [1, math.log(2) / math.log(4), 1.5 * math.log(2) / math.log(4), 0]
+    assert entropy.tolist() == pytest.approx(expected)
+    assert largest.tolist() == [1, 2, 2, 0]
+    assert dead.tolist() == [0, 2, 1, 4]
+    assert rows.tolist() == [24, 24, 24, 0]
+
+
+def test_steps_since_the_last_logged_one_are_added() -> None:
+    load = statistics(model(experts=4))
+    for row in ([9, 0, 0, 0], [0, 3, 3, 3]):
+        load.add(Loads(torch.tensor([[0] * 4, row, [3] * 4]), torch.zeros(2)))
+    read = load.read(load.figures().tolist())
+    assert read.layers == [1, 2]
+    assert read.dead == [0, 0], "over both steps"
+    assert read.largest_share == [2, 1]
+    record = read.record()
+    assert record["largest_expert_share"] == 2
+    assert record["experts_by_layer"]["largest_share"] == [2, 1]
+    load.reset()
+    assert load.read(load.figures().tolist()).rows == [0, 0]
+
+
+def test_a_collapsed_layer_is_named_once_until_it_recovers() -> None:
+    load, r = statistics(model()), ENOUGH_ROWS
+    even = [r] * 8
+    # 8 · r rows of 4 · r tokens; collapsed from (1 + 2/8) / 2 of them on: 2.5 · r
+    busy = [int(2.6 * r), *[int(5.4 * r / 7) + 1] * 7]
+    less_busy = [int(2.4 * r), *[int(5.6 * r / 7) + 1] * 7]
+    dead = [3 * r, 3 * r, 2 * r, 0, 0, 0, 0, 0]
+    half_dead = [2 * r] * 4 + [0] * 4
+    assert warning(load, even, less_busy) == ""
+    assert "layer 2: one expert had 65% of the tokens" in warning(load, even, busy)
+    assert warning(load, even, busy) == "", "said already"
+    said = warning(load, dead, busy)
+    assert "layer 1: 5 of 8 experts had no token" in said
+    assert "layer 2" not in said
+    assert warning(load, half_dead, even) == ""
+    assert "layer 2" in warning(load, even, busy)
+
+
+def test_few_tokens_prove_nothing() -> None:
+    load = statistics(model())
+    most = ENOUGH_ROWS * 8 // 2
+    all_to_two = [most, most, *[0] * 6]
+    one_less = [most, most - 1, *[0] * 6]
+    assert warning(load, one_less, one_less) == ""
+    assert warning(load, all_to_two, one_less).count("layer") == 1
+
+
+@pytest.mark.parametrize(("experts", "chosen"), [(2, 1), (4, 2), (4, 4), (256, 8)])
+def test_an_even_load_has_not_collapsed(experts: int, chosen: int) -> None:
+    """Nor has one that is random: k/X of the tokens may be half of them, or all."""
+    load, generator = statistics(model(experts, chosen)), torch.Generator().manual_seed(0)
+    tokens = ENOUGH_ROWS * experts // chosen
+    picked = torch.rand(tokens, experts, generator=generator).topk(chosen).indices
+    counts = picked.flatten().bincount(minlength=experts).tolist()
+    assert warning(load, counts, [ENOUGH_ROWS] * experts) == ""
+
+
+def test_a_model_without_experts_has_no_load() -> None:
+    dense = ModelConfig(dim=8, num_layers=1, num_heads=2, num_kv_heads=2, ffn_dim=8, vocab_size=16)
+    assert LoadStatistics.of(dense, "cpu") is None
+
+
+def test_trackers_get_one_number_per_layer() -> None:
+    by_layer = {"layer": [1, 12], "entropy": [0.5, 0.75], "dead": [3, 0]}
+    record = {"step": 4, "loss": 2.0, "mfu": None, "experts_by_layer": by_layer}
+    assert scalars(record) == {
+        "step": 4,
+        "loss": 2.0,
+        "experts_by_layer/entropy/001": 0.5,
+        "experts_by_layer/entropy/012": 0.75,
+        "experts_by_layer/dead/001": 3,
+        "experts_by_layer/dead/012": 0,
+    }
+
+
+def train_and_count_waits(arguments: list[str]) -> list[int]:
+    """Train; return the steps after which the measurements of a step were read."""
+    steps: list[int] = []
+    read = metrics.Metrics._read
+
+    def counted(self: metrics.Metrics, *given: Any) -> Any:
+        steps.append(self.step)
+        return read(self, *given)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(metrics.Metrics, "_read", counted)
+        assert train_run(arguments) == ""
+    return steps
+
+
+@pytest.fixture(scope="module")
+def logged(ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with experts that logs every second step, to TensorBoard too."""
+    folder = tmp_path_factory.mktemp("experts")
+    config = write_config(
+        folder,
+        data,
+        model=EXPERTS,
+        parallel={"tp": 2, "ep": 2},
+        train={"steps": 5},
+        run={"log_interval": 2, "tensorboard": True},
+    )
+    assert ranks.run(train_and_count_waits, 2, [config]) == [[2, 4, 5]] * 2
+    return folder / "run"
+
+
+def test_a_run_logs_its_load(logged: Path) -> None:
+    lines = [json.loads(line) for line in (logged / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 4, 5]
+    for line in lines:
+        assert line["experts_by_layer"]["layer"] == [1, 2, 3]
+        assert {"router_balance_loss", "router_z_loss", "dead_experts"} <= line.keys()
+        assert len(json.dumps(line["experts_by_layer"])) < 200
+
+
+def test_the_loss_has_no_router_losses(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """Before the first update, `loss` is the same whatever they weigh."""
+    config = write_config(tmp_path, data, model=EXPERTS, train={"steps": 1})
+    lines = []
+    for weight in (0, 10):
+        changed = [f"model.router_{each}_weight={weight}" for each in ("aux", "z")]
+        assert ranks.run(train_run, 1, [config, *changed]) == [""]
+        lines.append(json.loads((tmp_path / "run" / "metrics.jsonl").read_text()))
+    without, heavy = lines
+    assert heavy["loss"] == without["loss"]
+    assert heavy["router_balance_loss"] > 30
+    assert heavy["router_z_loss"] > 0
+    assert not any(key.startswith("router_") for key in without)
+
+
+def test_tensorboard_gets_every_layer(logged: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(logged / "tensorboard"))
+    events.Reload()
+    found = events.Scalars("experts_by_layer/largest_share/002")
+    assert [event.step for event in found] == [2, 4, 5]
+    assert all(1 <= event.value <= 2 for event in found)
+
+
+def test_the_report_shows_the_load(logged: Path, tmp_path: Path) -> None:
+    page: Parsed = written(logged, tmp_path / "page.html")
+    charts = page.charts()
+    assert charts["largest expert"]["series"][0][2] == [2, 4, 5]
+    assert [series[0] for series in charts["balance"]["series"]] == ["balance", "z"]
+    assert "Load of experts at step 5" in page.text
+    assert "entropy, 1 is even" in page.text
+
+
+@pytest.mark.parametrize(
+    "planted",
+    ["<b>", {"layer": 3}, {"layer": [1], "entropy": ["<b>"], "largest_share": [1], "dead": [0]}],
+    ids=["text", "number", "cell"],
+)
+def test_what_no_run_wrote_is_not_shown(tmp_path: Path, planted: Any) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    line = {"step": 1, "loss": 3.0, "experts_by_layer": planted}
+    (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    page = written(run, tmp_path / "page.html")
+    assert "Load of experts" not in page.text
