@@ -1,27 +1,32 @@
 """Mixtures of experts from and to Hugging Face folders: our model has the logits of transformers',
 chooses the same experts, and tensors survive a round trip bit for bit."""
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
+from errors import UserError
 from model.config import ModelConfig
 from model.router import routers_of
-from model.transformer import Batch, Transformer
+from model.transformer import Batch, Transformer, num_parameters
 from parallel.axes import MeshSizes
 from parallel.expert import ExpertParallel
 from parallel.layer import TensorParallel
 from parallel.mesh import build_mesh
 from parallel.parameter import weights_of
 from runtime.manifest import verify
+from tests.data_samples import tokenizer
 from tests.runs import train_run, write_config
 from tests.test_huggingface import VOCAB, same_bits, save, stored
 from tools import export, import_hf
 from tools.huggingface.checkpoint_reader import CheckpointReader, newest
-from tools.huggingface.config import HuggingFaceConfig
+from tools.huggingface.config import HuggingFaceConfig, config_json, parameters
 from tools.ranks import Ranks
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -153,3 +158,177 @@ def test_round_trip(
         assert same_bits(stored(out), stored(hf)), name
         again, _ = their_logits(out, tokens, monkeypatch)
         assert torch.equal(again, theirs)
+
+
+# --- configurations -------------------------------------------------------------------------------
+
+# name → (its published config.json, shortened; its parameters)
+PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "Mixtral 8x7B": (
+        {"architectures": ["MixtralForCausalLM"], "hidden_act": "silu", "hidden_size": 4096,
+         "intermediate_size": 14336, "max_position_embeddings": 32768, "num_attention_heads": 32,
+         "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8,
+         "num_local_experts": 8, "output_router_logits": False, "rms_norm_eps": 1e-05,
+         "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": None,
+         "tie_word_embeddings": False, "vocab_size": 32000},
+        46_702_792_704,
+    ),
+    "Qwen3 30B-A3B": (
+        {"architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False,
+         "decoder_sparse_step": 1, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+         "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48,
+         "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True,
+         "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+         "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": False,
+         "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000.0,
+         "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False,
+         "use_sliding_window": False, "vocab_size": 151936},
+        30_532_122_624,
+    ),
+}  # fmt: skip
+
+
+def read(folder: Path, content: dict[str, Any]) -> HuggingFaceConfig:
+    (folder / "config.json").write_text(json.dumps(content))
+    return HuggingFaceConfig(folder)
+
+
+def written(model: ModelConfig) -> dict[str, Any]:
+    return config_json(model, dtype="float32", max_length=128, bos_id=1, eos_id=2)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations(tmp_path: Path, name: str) -> None:
+    """Published configurations give the right number of parameters, by formula and by the table of
+    tensors. The config.json that we write for them says the same and reads back the same."""
+    content, count = PUBLISHED[name]
+    model = read(tmp_path, content).model
+    assert num_parameters(model) == count
+    assert sum(torch.Size(p.shape).numel() for p in parameters(model)) == count
+    ours = written(model) | {"max_position_embeddings": content["max_position_embeddings"]}
+    assert {key: ours.get(key, content[key]) for key in content} == content
+    assert read(tmp_path, ours).model == model
+
+
+def base(case: str) -> dict[str, Any]:
+    """The configuration of a case, as a folder has it."""
+    family, changes, _ = CASES[case]
+    return {"architectures": [f"{family}ForCausalLM"]} | SIZES | changes
+
+
+DENSE = {
+    "none": ([], 1, {"feed_forward": "experts", "num_dense_layers": 0}),
+    "the first": ([0, 1], 1, {"feed_forward": "experts", "num_dense_layers": 2}),
+    "the first, by the step": ([], 4, {"feed_forward": "experts", "num_dense_layers": 3}),
+    "every second": ([], 2, {"feed_forward": ("swiglu", "experts")}),
+    "said in both ways": ([3], 2, {"feed_forward": ("swiglu", "experts", "swiglu")}),
+    "one in the middle": ([1], 1, {"feed_forward": ("experts", "swiglu", "experts")}),
+    "all": ([0, 1, 2, 3], 1, {"feed_forward": "swiglu", "num_experts": 0}),
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_which_layers_are_dense(tmp_path: Path, name: str) -> None:
+    """The layers with experts are those that transformers makes, and our config.json names them
+    again."""
+    dense, step, expected = DENSE[name]
+    content = base("Qwen3-MoE, a dense layer")
+    content |= {"mlp_only_layers": dense, "decoder_sparse_step": step}
+    model = read(tmp_path, content).model
+    assert {key: getattr(model, key) for key in expected} == expected
+    theirs = [(i + 1) % step == 0 and i not in dense for i in range(4)]
+    assert [model.feed_forward_of(i) == "experts" for i in range(4)] == theirs
+    assert read(tmp_path, written(model)).model == model
+
+
+def test_what_older_and_newer_files_leave_out(tmp_path: Path) -> None:
+    """Missing keys have the defaults of transformers, and both names of num_experts are read."""
+    qwen = base("Qwen3-MoE, a dense layer")
+    newer = {"num_local_experts" if key == "num_experts" else key: qwen[key] for key in qwen}
+    assert read(tmp_path, newer).model == read(tmp_path, qwen).model
+    left_out = {"num_experts", "num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size"}
+    model = read(tmp_path, {key: qwen[key] for key in qwen.keys() - left_out}).model
+    found = model.num_experts, model.experts_per_token, model.router, model.expert_ffn_dim
+    assert found == (128, 8, "softmax", 768)
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("OLMoE", {"architectures": ["OlmoeForCausalLM"]}, "over all heads together"),
+    ("DeepSeek-V2", {"architectures": ["DeepseekV2ForCausalLM"]}, "latent"),
+    ("DeepSeek-V3", {"architectures": ["DeepseekV3ForCausalLM"]}, "latent"),
+    ("gpt-oss", {"architectures": ["GptOssForCausalLM"]}, "biases"),
+    ("Qwen2-MoE", {"architectures": ["Qwen2MoeForCausalLM"]}, "a gate on the shared expert"),
+    ("window", {"sliding_window": 64}, "sliding_window = 64"),
+    ("no experts", {"num_local_experts": 0}, "model.num_experts = 0"),
+    ("too many chosen", {"num_experts_per_tok": 9}, "model.experts_per_token = 9"),
+    ("text for a number", {"num_local_experts": "8"}, "num_local_experts = '8'"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "said"), REFUSED, ids=[name for name, *_ in REFUSED])
+def test_what_would_be_another_model_is_refused(
+    tmp_path: Path, name: str, change: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UserError) as refusal:
+        read(tmp_path, base("Mixtral") | change)
+    assert said in str(refusal.value)
+    assert "remedy: " in str(refusal.value)
+
+
+NOT_EXPORTED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "bias": ({"router": "sigmoid_bias"}, "model.router", "router=softmax_renormalised"),
+    "shared": ({"num_shared_experts": 1}, "model.num_shared_experts", "num_shared_experts=0"),
+    "scaled": ({"router_scale": 2.5}, "model.router_scale", "router_scale=1.0"),
+    "softmax": ({"router": "softmax", "qk_norm": False}, "model.router", "qk_norm=true"),
+    "dense": ({"num_dense_layers": 1, "qk_norm": False}, "model.num_dense_layers", "qk_norm=true"),
+    "mixed": ({"feed_forward": ("swiglu", "experts"), "qk_norm": False}, "model.feed_forward",
+              "qk_norm=true"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_EXPORTED)
+def test_what_their_models_lack_is_not_exported(tmp_path: Path, name: str) -> None:
+    """Control: without the change, the model is exported, and keys of training are free."""
+    changes, key, remedy = NOT_EXPORTED[name]
+    model = read(tmp_path, base("Qwen3-MoE, a dense layer")).model
+    model = dataclasses.replace(model, num_dense_layers=0)
+    free = {"router_aux_weight": 0.5, "router_z_weight": 0.5}
+    assert parameters(dataclasses.replace(model, **free)) == parameters(model)
+    for refuse in (parameters, written):
+        with pytest.raises(UserError) as refusal:
+            refuse(dataclasses.replace(model, **changes))
+        assert refusal.value.key == key
+        assert remedy in refusal.value.remedy
+
+
+def test_experts_of_different_dtypes_are_refused(tmp_path: Path) -> None:
+    """Our tensor of all experts has one dtype."""
+    model = read(tmp_path, base("Mixtral")).model
+    tensors = {p.theirs: torch.zeros(p.shape) for p in parameters(model)}
+    name = "model.layers.2.block_sparse_moe.experts.5.w3.weight"
+    tensors[name] = tensors[name].bfloat16()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=f"{name} has another dtype"):
+        import_hf.import_hf(tmp_path, tmp_path / "out")
+
+
+def test_one_expert_is_read_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export reads no tensor of all experts at once, of whatever pieces it consists."""
+    model = read(tmp_path, base("Mixtral")).model
+    generator = torch.Generator().manual_seed(3)
+    tensors = {p.theirs: torch.randn(p.shape, generator=generator) for p in parameters(model)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "tokenizer.model").write_bytes(tokenizer().model)
+    import_hf.import_hf(tmp_path, tmp_path / "imported")
+    most, original = 0, CheckpointReader.weight
+
+    def watched(self: CheckpointReader, *arguments: Any) -> Tensor:
+        nonlocal most
+        found = original(self, *arguments)
+        most = max(most, found.ndim)
+        return found
+
+    monkeypatch.setattr(CheckpointReader, "weight", watched)
+    export.export(tmp_path / "imported", tmp_path / "out")
+    assert most == 2
+    assert same_bits(stored(tmp_path / "out"), tensors)
