@@ -3,13 +3,12 @@ tokens that a forward of the whole text gives, of a checkpoint of any layout and
 folder."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from errors import UserError
 from model.config import ModelConfig
@@ -17,14 +16,15 @@ from model.router import routers_of
 from model.transformer import Batch, Transformer
 from parallel.axes import MeshSizes
 from parallel.expert import ExpertParallel
-from parallel.expert_sum import ExpertSum
 from parallel.layer import TensorParallel
 from parallel.mesh import build_mesh
 from parallel.parameter import weights_of
-from runtime.manifest import MANIFEST, PLACES, Manifest, fingerprint, verify, write_manifest
+from runtime.manifest import PLACES, Manifest, fingerprint, write_manifest
 from runtime.trainer_state import model_entries
+from tests.counting import Listener
 from tests.data_samples import tokenizer
 from tests.runs import train_run, write_config
+from tests.test_huggingface import stored
 from tools import verify as verify_command
 from tools.export import export
 from tools.generate.load_model import load_model
@@ -68,17 +68,12 @@ def write_checkpoint(folder: Path, sizes: dict[str, Any]) -> Path:
     zeros = dict.fromkeys(("step", "updates", "tokens", "seed", "bad_in_a_row"), 0)
     trainer = {"seq_len": 64, "recent_losses": [], "model": model_entries(config), "data": data}
     (folder / "trainer.json").write_text(json.dumps(zeros | trainer))
-    for name, content in tokenizer_files().items():
-        (folder / name).write_bytes(content)
+    (folder / "tokenizer.model").write_bytes(tokenizer().model)
     files = {path.name: fingerprint(path) for path in folder.iterdir()}
     names = {torch.float64: "F64", torch.float32: "F32"}
     held = {name: (names[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
     write_manifest(folder, Manifest(files, held))
     return folder
-
-
-def tokenizer_files() -> dict[str, bytes]:
-    return {"tokenizer.model": tokenizer().model}
 
 
 def generated(folder: Path) -> list[list[int]]:
@@ -159,26 +154,51 @@ def test_ranks_that_do_not_divide_the_experts_are_refused(ranks: Ranks, tmp_path
     assert "choose one of [1, 2]" in messages[0]
 
 
-def communicated(folder: Path) -> tuple[list[str], int]:
-    """The collectives of the dispatch in one decoding step, and how many experts this rank has."""
-    loaded = load_model(folder, torch.float64, "cpu")
-    from parallel import expert, expert_sum
+def test_a_layer_sends_one_sum_of_results(ranks: Ranks, tmp_path: Path) -> None:
+    """Each rank holds X/tp experts, and the only collective of a layer is the sum of T·D
+    numbers."""
+    folder = write_checkpoint(tmp_path / "saved", MODELS["renormalised"])
+    for tp in (1, 2, 4):
+        sums = {"all_reduce": (1, 3 * 2 * 32 * 8)} if tp > 1 else {}
+        assert ranks.run(sent_by_a_layer, tp, folder) == [(4 // tp, sums)] * tp
 
-    seen: list[str] = []
 
-    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*arguments: Any, **options: Any) -> Any:
-            seen.append(f"{name} {tuple(arguments[0].shape)}")
-            return call(*arguments, **options)
+def sent_by_a_layer(folder: Path) -> tuple[int, dict[str, tuple[int, int]]]:
+    """The number of experts on this rank, and collectives: kind → (number, bytes)."""
+    layer = load_model(folder, torch.float64, "cpu").model.blocks["2"].feed_forward
+    mesh = build_mesh(MeshSizes(tp=torch.distributed.get_world_size()), "cpu")
+    x = torch.randn(3, 2, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), Listener(mesh) as listener:
+        layer(x)
+    return len(layer.experts.gate.local_weight()), listener.count()
 
-        return noted
 
-    sums = [each for each in loaded.model.modules() if isinstance(each, ExpertSum)]
-    held = {each.ep.size for each in sums}
-    original = expert_sum.all_reduce, expert.dist if hasattr(expert, "dist") else None
-    expert_sum.all_reduce = noting("all_reduce", expert_sum.all_reduce)
-    try:
-        list(generate(loaded.model, [[5]], 1, Sampling(temperature=0)))
-    finally:
-        expert_sum.all_reduce = original[0]
-    return seen, next(iter(held))
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pp": 2, "tp": 2, "ep": 2},
+        pytest.param({"tp": 2}, marks=pytest.mark.thorough),  # 8 shards of 4 experts: each is cut
+    ],
+    ids=str,
+)
+def test_a_checkpoint_of_any_layout(
+    ranks: Ranks, data: Path, tmp_path: Path, layout: dict[str, int]
+) -> None:
+    """A checkpoint that 8 ranks saved is good, gives the same tokens over any tp, and every expert
+    of its export is that of the tensor of all."""
+    model = MODELS["renormalised"] | {"num_layers": 4, "init_std": 0.3}
+    sections = {"train": {"steps": 1}, "checkpoint": {"interval": 1}}
+    config = write_config(tmp_path, data, model=model, parallel=layout, **sections)
+    assert ranks.run(train_run, 8, [config]) == [""] * 8
+    folder = newest(tmp_path / "run")
+    assert verify_command.main([str(folder)]) == 0
+    expected = ranks.run(by_whole_forwards, 1, folder)[0]
+    for tp in (1, 2):
+        assert ranks.run(generated, tp, folder) == [expected] * tp
+    export(folder, tmp_path / "exported")
+    exported, reader = stored(tmp_path / "exported"), CheckpointReader(folder)
+    for ours in (name for name in reader.weights() if "experts" in name):
+        _, layer, _, _, name, _ = ours.split(".")
+        for expert, one in enumerate(reader.weight(ours)):
+            theirs = f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight"
+            assert torch.equal(exported[theirs], one)
