@@ -4,9 +4,9 @@
 writes config.json, generation_config.json, safetensors files of at most 5 GB with an index, and the
 tokenizer's files, which transformers, vLLM and similar programs load. The architecture is Llama, or
 Qwen3 for a model with norms of queries and keys, or Mistral if the number of heads does not divide
-the width, which transformers' Llama rejects (huggingface/config.py). The checkpoint's checksums are
-verified first. Only one file's tensors are in memory at a time. The exit status is 2 if the
-export is refused.
+the width, which transformers' Llama rejects (huggingface/config.py); with experts it is Mixtral or
+Qwen3-MoE (huggingface/experts.py). The checkpoint's checksums are verified first. Only one file's
+tensors are in memory at a time. The exit status is 2 if the export is refused.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from errors import UserError
 from runtime.manifest import Damaged
 from runtime.trainer_state import verify_checkpoint
 from tools.huggingface.checkpoint_reader import CheckpointReader, newest
-from tools.huggingface.config import CONFIG, config_json, parameters
+from tools.huggingface.config import CONFIG, Parameter, config_json, parameters
 from tools.huggingface.new_folder import new_folder, refuse_existing
 from tools.huggingface.tensor_files import FILE_BYTES, SINGLE, Piece, write_files, write_index
 from tools.huggingface.tokenizer import huggingface_files
@@ -62,7 +62,7 @@ def export(
     reader = CheckpointReader(checkpoint)
     tokenizer = Tokenizer.load(checkpoint)
     wanted = parameters(reader.model)
-    if {p.ours: p.shape for p in wanted} != reader.weights():
+    if {p.ours: p.our_shape for p in wanted} != reader.weights():
         why = "its tensors do not match the model in its trainer.json"
         raise UserError("--checkpoint", str(checkpoint), why, "give another step-… folder")
     max_length = max_length or reader.trainer.seq_len
@@ -73,7 +73,7 @@ def export(
 
     size = DTYPES[dtype].itemsize
     pieces = [
-        Piece(p.theirs, math.prod(p.shape) * size, partial(_load, reader, p.ours, DTYPES[dtype]))
+        Piece(p.theirs, math.prod(p.shape) * size, partial(_load, reader, p, DTYPES[dtype]))
         for p in wanted
     ]
     with new_folder(out) as folder:
@@ -90,8 +90,8 @@ def export(
     return config
 
 
-def _load(reader: CheckpointReader, name: str, dtype: torch.dtype) -> torch.Tensor:
-    return reader.weight(name).to(dtype)
+def _load(reader: CheckpointReader, wanted: Parameter, dtype: torch.dtype) -> torch.Tensor:
+    return reader.weight(wanted.ours, wanted.expert).to(dtype)
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

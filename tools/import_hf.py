@@ -1,10 +1,10 @@
 """Converts a Hugging Face folder to a checkpoint: `python -m tools.import_hf --hf DIR --out DIR`
 
 The --hf folder contains config.json, safetensors files (with their index if there are several) and
-a tokenizer (else give --tokenizer). The model is a Llama 2 to 3.2, a Mistral without a sliding
-window, or a dense Qwen3. Settings that Lattice's model does not support are refused by name
-(huggingface/config.py). Weights keep their dtype, and are written in files of at most 5 GB, one of
-which is in memory at a time.
+a tokenizer (else give --tokenizer). The model is a Llama 2 to 3.2, a Mistral or Mixtral without a
+sliding window, or a Qwen3 or Qwen3-MoE. Settings that Lattice's model does not support are refused
+by name (huggingface/config.py). Weights keep their dtype, and are written in files of at most 5 GB,
+or of one larger tensor; one file is in memory at a time.
 
 --out becomes a checkpoint for checkpoint.load_weights_only, tools.generate, tools.verify and
 tools.export. Its model.yaml is the `model` section for a configuration. The exit status is 2 if the
@@ -17,9 +17,11 @@ import json
 import math
 import sys
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from torch import Tensor
 
@@ -30,7 +32,7 @@ from model.transformer import num_parameters
 from runtime.manifest import MANIFEST, PLACES, Manifest, fingerprint, write_durably, write_manifest
 from runtime.trainer_state import FREE_MODEL_KEYS, model_entries
 from tools.huggingface.checkpoint_reader import WEIGHTS
-from tools.huggingface.config import CONFIG, HuggingFaceConfig, parameters
+from tools.huggingface.config import CONFIG, HuggingFaceConfig, Parameter, parameters
 from tools.huggingface.foreign import refuse_foreign
 from tools.huggingface.new_folder import new_folder, refuse_existing
 from tools.huggingface.tensor_files import (
@@ -65,12 +67,13 @@ def import_hf(
         remedy = "use config.json and tokenizer of the same model"
         raise UserError(f"{hf / CONFIG}: vocab_size", config.model.vocab_size, why, remedy)
 
-    wanted = parameters(config.model)
-    sizes = {p: math.prod(p.shape) * DTYPES[tensors.dtypes[p.theirs]].itemsize for p in wanted}
-    pieces = [
-        Piece(WEIGHTS + p.ours, size, partial(tensors.tensor, p.theirs))
-        for p, size in sizes.items()
-    ]
+    held, pieces = {}, []
+    for ours, parts in groupby(parameters(config.model), lambda p: p.ours):
+        first, *others = parts
+        dtype = tensors.dtypes[first.theirs]
+        held[WEIGHTS + ours] = dtype, first.our_shape
+        size = math.prod(first.our_shape) * DTYPES[dtype].itemsize
+        pieces.append(Piece(WEIGHTS + ours, size, partial(_load, tensors, [first, *others])))
     with new_folder(out) as folder:
         write_files(folder, pieces, file_bytes, _places, f"importing {out.name}")
         for name, content in tokenizer.files.items():
@@ -78,9 +81,14 @@ def import_hf(
         write_durably(folder / "trainer.json", json.dumps(trainer(config), indent=1))
         write_durably(folder / "model.yaml", model_yaml(config.model, out))
         files = {path.name: fingerprint(path) for path in folder.iterdir()}
-        held = {WEIGHTS + p.ours: (tensors.dtypes[p.theirs], p.shape) for p in wanted}
         write_manifest(folder, Manifest(files, held))
     return config.model
+
+
+def _load(tensors: FolderTensors, parts: list[Parameter]) -> Tensor:
+    """One of our tensors, from theirs."""
+    loaded = [tensors.tensor(part.theirs) for part in parts]
+    return loaded[0] if parts[0].expert is None else torch.stack(loaded)
 
 
 def load_tokenizer(hf: Path, named: Path | None) -> Tokenizer:

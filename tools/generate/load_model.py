@@ -15,14 +15,19 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 
 from data.tokenizer import Tokenizer
 from errors import UserError
 from model.config import ModelConfig
+from model.feed_forward import experts
+from model.router import routers_of
 from model.transformer import Transformer, check_tp
 from parallel.axes import MeshSizes
+from parallel.expert import ExpertParallel
+from parallel.expert_sum import ExpertSum
 from parallel.layer import TensorParallel
 from parallel.mesh import build_mesh
 from parallel.parameter import weights_of
@@ -86,7 +91,12 @@ def load_model(folder: Path, dtype: torch.dtype, device: str) -> Loaded:
     held = weights_of(model)
     weights = {weight.name: weight.sharded for weight in held if not weight.is_copy}
     read = read_checkpoint if source.is_checkpoint else read_exported
-    on_all_ranks(lambda: read(source, weights), device)
+    biases = {
+        f"blocks.{layer}.feed_forward.router.bias": router.bias
+        for layer, router in routers_of(model)
+        if router.bias is not None
+    }
+    on_all_ranks(lambda: read(source, weights, biases), device)
     for copy in filter(lambda weight: weight.is_copy, held):  # the head of tied embeddings
         copy.sharded.to_local().copy_(weights[copy.global_name].to_local())
     return Loaded(model, tokenizer, source.stop | {tokenizer.eos_id})
@@ -108,10 +118,10 @@ def find(folder: Path, tp: int) -> Source:
         source.config, kernels="auto"
     )  # the machine may differ from the one that trained it
     if not fits(config, tp):
-        why = (
-            f"its {config.num_heads} query and {config.num_kv_heads} key/value heads cannot be "
-            "split evenly over this many processes"
-        )
+        what = f"{config.num_heads} query and {config.num_kv_heads} key/value heads"
+        if config.num_experts % tp:
+            what = f"{config.num_experts} experts"
+        why = f"its {what} cannot be split evenly over this many processes"
         remedy = f"choose one of {[n for n in range(1, 65) if fits(config, n)]}"
         raise UserError("--nproc-per-node", tp, why, remedy)
     return source._replace(config=config)
@@ -143,7 +153,7 @@ def fits(config: ModelConfig, tp: int) -> bool:
         check_tp(config, tp)
     except UserError:
         return False
-    return True
+    return config.num_experts % tp == 0
 
 
 def empty_model(config: ModelConfig, dtype: torch.dtype, device: str) -> Transformer:
@@ -151,13 +161,21 @@ def empty_model(config: ModelConfig, dtype: torch.dtype, device: str) -> Transfo
     mesh = build_mesh(MeshSizes(tp=dist.get_world_size()), device)
     layers = range(config.num_layers)
     tp = TensorParallel.of(mesh.tp, sequence_parallel=False)
-    model = Transformer(config, layers, True, True, tp).to(dtype)
+    ep = ExpertParallel(tp.size, tp.rank, tp.mesh, tp.group)  # X/tp experts on each rank
+    model = Transformer(config, layers, True, True, tp, ep=ep).to(dtype)
+    for layer in model.modules():
+        if isinstance(layer, experts.FeedForward):
+            layer.dispatch, layer.router.ep = ExpertSum(ep), ExpertParallel()
+    for _, router in routers_of(model):
+        if router.has_bias:
+            router.bias = torch.zeros(router.num_experts, device=device)
     return model.to_empty(device=device).requires_grad_(False)
 
 
-def read_checkpoint(source: Source, weights: dict[str, DTensor]) -> None:
-    """Fills this rank's shard of every weight from a checkpoint of any layout."""
-    wanted = {f"model.{name}": weight for name, weight in weights.items()}
+def read_checkpoint(source: Source, weights: dict[str, DTensor], biases: dict[str, Tensor]) -> None:
+    """Fills this rank's shard of every weight, and the biases of routers, from a checkpoint of any
+    layout."""
+    wanted = {f"model.{name}": tensor for name, tensor in (weights | biases).items()}
     try:
         dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(source.folder)))
     except dcp.CheckpointException as error:
@@ -167,12 +185,19 @@ def read_checkpoint(source: Source, weights: dict[str, DTensor]) -> None:
         raise UserError("--checkpoint", str(source.folder), why, remedy) from None
 
 
-def read_exported(source: Source, weights: dict[str, DTensor]) -> None:
+def read_exported(source: Source, weights: dict[str, DTensor], biases: dict[str, Tensor]) -> None:
     """Fills this rank's shard of every weight from safetensors files of whole tensors. They are
-    memory-mapped, so other ranks' shards are not read."""
+    memory-mapped, so other ranks' shards are not read. No such model has `biases`."""
+    assert not biases
     with option_named():
         files = FolderTensors(source.folder)
         check_tensors(source.folder, source.config, files)
-    for ours, theirs, _ in parameters(source.config):
-        region = tuple(slice(part.start, part.stop) for part in local_region(weights[ours]))
-        weights[ours].to_local().copy_(files.tensor(theirs)[region])
+    for wanted in parameters(source.config):
+        region, local = local_region(weights[wanted.ours]), weights[wanted.ours].to_local()
+        if wanted.expert is not None:
+            mine, *region = region
+            if wanted.expert not in mine:
+                continue
+            local = local[wanted.expert - mine.start]
+        of_file = tuple(slice(part.start, part.stop) for part in region)
+        local.copy_(files.tensor(wanted.theirs)[of_file])

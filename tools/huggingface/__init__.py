@@ -2,6 +2,7 @@
 and Hugging Face folders.
 
 config.py             maps the fields of config.json and the names of tensors
+experts.py            the same for mixtures of experts
 tokenizer.py          the tokenizer's files
 tensor_files.py       safetensors files: reads single tensors, writes files of bounded size
 checkpoint_reader.py  reads a checkpoint's global tensors without a run

@@ -4,8 +4,8 @@ time, whatever layout saved them.
     shard-00001-…   model.blocks.0.attention.query.weight   rows 0 … 63    ┐
     shard-00002-…   model.blocks.0.attention.query.weight   rows 64 … 127  ┴─►  [128, D]
 
-A tensor is assembled from its pieces only when it is read, so the memory needed is that of the
-largest tensor, not that of the model.
+A tensor is assembled from its pieces only when it is read, and of the tensor of all experts each
+one by itself, so the memory needed is that of the largest tensor, not that of the model.
 """
 
 from collections import Counter, defaultdict
@@ -70,13 +70,18 @@ class CheckpointReader:
             if name.startswith(WEIGHTS)
         }
 
-    def weight(self, name: str) -> Tensor:
-        """The whole global tensor, on the CPU, in the dtype in which it was saved."""
+    def weight(self, name: str, index: int | None = None) -> Tensor:
+        """The global tensor, or of its first dimension only `index`, on the CPU, in the dtype in
+        which it was saved."""
         dtype, shape = self.manifest.tensors[WEIGHTS + name]
-        whole = torch.empty(shape, dtype=DTYPES[dtype])
+        rows = range(shape[0]) if index is None else range(index, index + 1)
+        found = torch.empty((len(rows), *shape[1:]), dtype=DTYPES[dtype])
         for file, offsets in self._pieces[WEIGHTS + name]:
-            piece = self._open(self.folder / file).get_tensor(WEIGHTS + name)
-            whole[tuple(slice(at, at + n) for at, n in zip(offsets, piece.shape, strict=True))] = (
-                piece
-            )
-        return whole
+            piece = self._open(self.folder / file).get_slice(WEIGHTS + name)
+            first, *others = zip(offsets, piece.get_shape(), strict=True)
+            begin, end = max(rows.start, first[0]), min(rows.stop, sum(first))
+            if begin < end:
+                place = [slice(begin - rows.start, end - rows.start)]
+                place += [slice(at, at + n) for at, n in others]
+                found[tuple(place)] = piece[begin - first[0] : end - first[0]]
+        return found if index is None else found[0]

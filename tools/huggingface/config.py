@@ -18,6 +18,15 @@ from model.config import ModelConfig
 from model.transformer import Transformer
 from parallel.layer import TensorParallel
 from parallel.parameter import weights_of
+from tools.huggingface.experts import (
+    LACKS,
+    MIXTRAL,
+    NAMES,
+    QWEN3_MOE,
+    architecture_with_experts,
+    expert_fields,
+    read_experts,
+)
 
 CONFIG = "config.json"
 # ours → theirs, where only the name differs
@@ -38,7 +47,22 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"num_key_value_heads": 8, "head_dim": None, "sliding_window": 4096},
     # norms of queries and keys (qk_norm)
     "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128},
+    MIXTRAL: {"num_key_value_heads": 8, "head_dim": None, "rms_norm_eps": 1e-5,
+              "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2,
+              "router_aux_loss_coef": 0.001},
+    QWEN3_MOE: {"num_key_value_heads": 4, "head_dim": None, "num_experts_per_tok": 8,
+                "moe_intermediate_size": 768, "norm_topk_prob": False, "decoder_sparse_step": 1,
+                "router_aux_loss_coef": 0.001},
+}  # fmt: skip
+MODEL_TYPES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen3ForCausalLM": "qwen3",
+    MIXTRAL: "mixtral",
+    QWEN3_MOE: "qwen3_moe",
 }
+WITH_WINDOW = ("MistralForCausalLM", MIXTRAL)  # sliding_window is used wherever it is given
+WITH_QK_NORM = ("Qwen3ForCausalLM", QWEN3_MOE)
 DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 # theirs → the only value with which their code computes the same as ours, and why
 MUST_BE: dict[str, tuple[Any, str]] = {
@@ -49,7 +73,8 @@ MUST_BE: dict[str, tuple[Any, str]] = {
     "quantization_config": (None, "quantized weights are not supported"),
     "auto_map": (None, "the folder has custom code, which may compute anything"),
 }
-OTHER_MODEL = "import another model: Llama 2 to 3.2, Mistral without a sliding window, dense Qwen3"
+OTHER_MODEL = "import another model: Llama 2 to 3.2, Mistral or Mixtral without a sliding window, "
+OTHER_MODEL += "Qwen3, Qwen3-MoE"
 COPY_AGAIN = (
     "copy the folder again: it needs config.json, *.safetensors and, if there are several, "
     "model.safetensors.index.json"
@@ -78,37 +103,60 @@ BLOCK = {
 }
 OTHERS = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 # The kinds of layers that their code supports.
-KINDS = {"attention": "causal", "feed_forward": "swiglu"}
+KINDS = {"attention": ["causal"], "feed_forward": ["swiglu", "experts"]}
 
 
 class Parameter(NamedTuple):
-    ours: str
+    """One of their tensors."""
+
+    ours: str  # the tensor that contains it
     theirs: str
-    shape: tuple[int, ...]
+    our_shape: tuple[int, ...]
+    expert: int | None = None  # the index of theirs in ours; None: they are the same
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.our_shape if self.expert is None else self.our_shape[1:]
 
 
 def parameters(model: ModelConfig) -> list[Parameter]:
-    """Every global tensor of the model, in the order of its layers, without a tied head.
+    """Every one of their tensors, in the order of our layers, without a tied head.
 
-    Raises UserError if a layer is of a kind that their code does not support.
+    Raises UserError if their code does not support the model.
     """
-    for key, kind in KINDS.items():
+    for key, kinds in KINDS.items():
         value = getattr(model, key)
-        if set([value] if isinstance(value, str) else value) != {kind}:
-            why = f"the supported Hugging Face models have only {kind} layers"
+        if not set([value] if isinstance(value, str) else value) <= set(kinds):
+            why = f"the supported Hugging Face models have only {' and '.join(kinds)} layers"
             remedy = "add a mapping for this kind to tools/huggingface/config.py"
             raise UserError(f"model.{key}", value, why, remedy)
+    block = BLOCK | NAMES.get(architecture_of(model), {})
     whole = Transformer(model, range(model.num_layers), True, True, TensorParallel())
-    weights = [each for each in weights_of(whole) if not each.is_copy]
-    return [Parameter(each.name, _theirs(each.name), each.spec.shape) for each in weights]
+    found = []
+    for weight in weights_of(whole):
+        if not weight.is_copy:
+            theirs, shape = _theirs(weight.name, block), weight.spec.shape
+            for expert in range(shape[0]) if "{}" in theirs else [None]:
+                found.append(Parameter(weight.name, theirs.format(expert), shape, expert))
+    return found
 
 
-def _theirs(ours: str) -> str:
+def _theirs(ours: str, block: dict[str, str]) -> str:
     name, _, weight = ours.rpartition(".")
     if not name.startswith("blocks."):
         return f"{OTHERS[name]}.{weight}"
     _, layer, name = name.split(".", 2)
-    return f"model.layers.{layer}.{BLOCK[name]}.{weight}"
+    return f"model.layers.{layer}.{block[name]}.{weight}"
+
+
+def architecture_of(model: ModelConfig) -> str:
+    """The architecture as which a model is exported. Raises UserError if none computes the same."""
+    if model.has_experts:
+        return architecture_with_experts(model)
+    if model.qk_norm:
+        return "Qwen3ForCausalLM"
+    # transformers' Llama refuses such a width, although its computation would be the same
+    return "MistralForCausalLM" if model.dim % model.num_heads else "LlamaForCausalLM"
 
 
 class HuggingFaceConfig:
@@ -123,9 +171,8 @@ class HuggingFaceConfig:
         named = content.get("architectures")
         architecture = named[0] if isinstance(named, list) and len(named) == 1 else None
         if architecture not in ARCHITECTURES:
-            raise self._refusal(
-                "architectures", named, f"only {', '.join(ARCHITECTURES)} are supported"
-            )
+            why = f"only {', '.join(ARCHITECTURES)} are supported"
+            raise self._refusal("architectures", named, LACKS.get(str(architecture), why))
         self._content = DEFAULTS | ARCHITECTURES[architecture] | content
         for key, (only, why) in MUST_BE.items():
             if content.get(key) not in (None, only):
@@ -140,9 +187,8 @@ class HuggingFaceConfig:
         attention_dim = heads * self._get("head_dim", int, null=values["dim"] // max(heads, 1))
         if attention_dim != values["dim"]:
             values["attention_dim"] = attention_dim
-        self.model = ModelConfig(
-            **values, **self._rope(), qk_norm=architecture == "Qwen3ForCausalLM"
-        )
+        values |= read_experts(architecture, values["num_layers"], self._get)
+        self.model = ModelConfig(**values, **self._rope(), qk_norm=architecture in WITH_QK_NORM)
 
     def _rope(self) -> dict[str, Any]:
         """The values of ModelConfig's fields that begin with rope."""
@@ -176,8 +222,8 @@ class HuggingFaceConfig:
 
     def _refuse_windows(self, architecture: str) -> None:
         """Raises UserError for a window shorter than the longest sequence: ours attends to all."""
-        used = architecture == "MistralForCausalLM" or (
-            architecture == "Qwen3ForCausalLM" and self._content.get("use_sliding_window")
+        used = architecture in WITH_WINDOW or (
+            architecture in WITH_QK_NORM and self._content.get("use_sliding_window")
         )
         window = self._get("sliding_window", int, null=self.max_length) if used else self.max_length
         if window < self.max_length:
@@ -219,13 +265,8 @@ def config_json(
 ) -> dict[str, Any]:
     """The config.json of an exported model. dtype: that of its tensors, `float32` or `bfloat16`;
     bos_id: None if there is no bos."""
-    if model.qk_norm:
-        architecture, kind = "Qwen3ForCausalLM", "qwen3"
-    # transformers' Llama refuses such a width, although its computation would be the same
-    elif model.dim % model.num_heads:
-        architecture, kind = "MistralForCausalLM", "mistral"
-    else:
-        architecture, kind = "LlamaForCausalLM", "llama"
+    architecture = architecture_of(model)
+    kind = MODEL_TYPES[architecture]
     content: dict[str, Any] = {"architectures": [architecture], "model_type": kind}
     content |= {theirs: getattr(model, ours) for ours, theirs in FIELDS.items()}
     content |= {
@@ -239,6 +280,7 @@ def config_json(
     content["rope_scaling"] = scaled if model.rope_scaling else None
     content |= {"hidden_act": "silu", "attention_bias": False}
     content |= {"mlp_bias": False} if kind == "llama" else {"sliding_window": None}
+    content |= expert_fields(architecture, model)
     return content | {"torch_dtype": dtype, "bos_token_id": bos_id, "eos_token_id": eos_id}
 
 

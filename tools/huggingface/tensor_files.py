@@ -5,6 +5,7 @@ the tensors of one file in memory. So a model of any size needs only the memory 
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
@@ -95,7 +96,8 @@ class FolderTensors:
 def check_tensors(hf: Path, model: ModelConfig, tensors: FolderTensors) -> None:
     """Raises UserError unless the folder has exactly the tensors of this model, with the right
     shapes and not quantized."""
-    shapes = {p.theirs: p.shape for p in parameters(model)}
+    wanted = parameters(model)
+    shapes = {p.theirs: p.shape for p in wanted}
     # Older versions stored inv_freq with the weights, although it follows from rope_theta.
     found = {name for name in tensors.shapes if not name.endswith("rotary_emb.inv_freq")}
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
@@ -116,6 +118,12 @@ def check_tensors(hf: Path, model: ModelConfig, tensors: FolderTensors) -> None:
             problems.append(
                 f"{name} has dtype {tensors.dtypes[name]}, not one of {', '.join(DTYPES)}"
             )
+    dtypes_of: dict[str, set[str]] = defaultdict(set)
+    for p in filter(lambda p: p.theirs in found, wanted):
+        dtypes_of[p.ours].add(tensors.dtypes[p.theirs])
+        if len(dtypes_of[p.ours]) == 2:
+            problems.append(f"{p.theirs} has another dtype than the experts before it")
+            break
     if problems:
         more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
         why = f"its tensors do not match its {CONFIG}: {'; '.join(problems[:3])}{more}"
