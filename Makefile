@@ -95,6 +95,8 @@ bench: $(dev)
 	$(PYTHON) -m benchmarks.stop_matrix
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.schedule_checker
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.context_balance
+	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.experts_cpu
+	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.experts_loss
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.pipeline_schedules
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.checkpoint
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.plan_memory
@@ -119,6 +121,8 @@ docs: $(runtime)
 	$(PYTHON) -m docs.draw_tensor
 	$(PYTHON) -m docs.draw_sequence
 	$(PYTHON) -m docs.draw_context
+	$(PYTHON) -m docs.draw_experts
+	$(PYTHON) -m docs.draw_expert_mesh
 	$(PYTHON) -m docs.draw_pipeline
 	$(PYTHON) -m docs.draw_data
 	$(PYTHON) -m docs.draw_memory

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import chain
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -37,8 +36,8 @@ from errors import UserError
 from model.config import ModelConfig
 from model.positions import BatchPositions
 from model.transformer import Block, Transformer
-from parallel.data import with_inner_units
 from parallel.deferred import Job, run_jobs
+from parallel.fsdp_units import inner_units
 from parallel.layer import Layer, share_queue
 from parallel.memory import DEFERRED, GRADIENTS, TEMPORARY
 from parallel.parameter import WeightSpec, weights_of
@@ -324,6 +323,6 @@ def _mark_experts(block: nn.Module, recorder: Recorder) -> None:
         while recorder.marks < 2:
             recorder.mark()
 
-    for module in chain.from_iterable(with_inner_units([[block]])[:-1]):
+    for module in inner_units([block]):
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave)

@@ -7,7 +7,7 @@ from docs import svg
 from docs.recipes import Edit, Recipe, recipes
 from docs.svg import FAINT, INK, MUTED, line, rectangle, text
 
-WIDTH, LEFT, TOP, ROW, COLUMN = 1180, 290, 150, 28, 124
+WIDTH, LEFT, TOP, ROW, COLUMN = 1304, 290, 150, 28, 124
 ROOMS = {  # first folder of a file → colour
     "model": "#1d4ed8",
     "parallel": "#c2410c",

@@ -18,6 +18,7 @@ from pathlib import Path
 
 PAGES = (
     "new_layer.md",
+    "new_router.md",
     "new_schedule.md",
     "new_source.md",
     "new_optimizer.md",

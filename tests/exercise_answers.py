@@ -79,6 +79,50 @@ def gradient_of_my_keys(dk: Tensor, group: ProcessGroup) -> Tensor:
     return mine
 
 
+def rows_to_send(chosen: Tensor, num_experts: int, ep: int) -> list[int]:
+    counts = torch.bincount(chosen.flatten(), minlength=num_experts)
+    rows: list[int] = counts.view(ep, -1).sum(1).tolist()
+    return rows
+
+
+def sent(x: Tensor, send: list[int], receive: list[int], group: ProcessGroup) -> Tensor:
+    arrived = x.new_empty(sum(receive), *x.shape[1:])
+    dist.all_to_all_single(arrived, x.contiguous(), receive, send, group=group)
+    return arrived
+
+
+def mixture(
+    x: Tensor, chosen: Tensor, weights: Tensor, experts: Tensor, group: ProcessGroup
+) -> Tensor:
+    ep, local, k = group.size(), len(experts), chosen.shape[1]
+    send = rows_to_send(chosen, ep * local, ep)
+    one_each = [1] * ep
+    receive: list[int] = sent(torch.tensor(send), one_each, one_each, group).tolist()
+    order = chosen.flatten().argsort(stable=True)  # rows of one rank are contiguous
+    rows = sent(x[order // k], send, receive, group)
+    expert = sent(chosen.flatten()[order] % local, send, receive, group)
+    y = torch.empty_like(rows)
+    for e in range(local):
+        y[expert == e] = rows[expert == e] @ experts[e].T
+    back = torch.empty(len(order), x.shape[1], dtype=x.dtype)
+    back[order] = sent(y, receive, send, group)
+    return (weights.unsqueeze(2) * back.view(*chosen.shape, -1)).sum(1)
+
+
+def new_bias(bias: Tensor, chosen: Tensor, rate: float, group: ProcessGroup) -> Tensor:
+    counts = torch.bincount(chosen.flatten(), minlength=len(bias))
+    dist.all_reduce(counts, group=group)  # integers: exact
+    return bias + rate * (counts.sum() - counts * len(bias)).sign()
+
+
+def balance_loss(probabilities: Tensor, chosen: Tensor, group: ProcessGroup) -> Tensor:
+    length, experts = len(chosen) * group.size(), probabilities.shape[1]
+    counts = torch.bincount(chosen.flatten(), minlength=experts)
+    dist.all_reduce(counts, group=group)  # of the whole sequence
+    share = counts.to(probabilities.dtype) * experts / (chosen.shape[1] * length)
+    return (share * probabilities.sum(0) / length).sum()  # the sum over ranks completes the mean
+
+
 def idle_fraction(schedule: str, p: int, m: int) -> float:
     bubble = (p - 1) * {"gpipe": 3, "1f1b": 3, "zb_h1": 1}[schedule]  # F + B, or F + I − W
     return bubble / (3 * m + bubble)

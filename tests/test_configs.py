@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from errors import UserError
 from model.transformer import Transformer, num_parameters
+from parallel.expert import ExpertParallel
 from parallel.fsdp_units import shard
 from parallel.layer import TensorParallel
 from parallel.mesh import Mesh, build_mesh
@@ -110,14 +111,16 @@ def transformer(config: Config, stage: int, mesh: Mesh) -> Transformer:
     layers = config.split_layers()
     first, last = stage == 0, stage == len(layers) - 1
     tp = TensorParallel.of(mesh.tp, config.parallel.sequence_parallel)
-    return Transformer(config.model, layers[stage], first, last, tp)
+    ep = ExpertParallel.of(mesh)
+    return Transformer(config.model, layers[stage], first, last, tp, ep=ep)
 
 
 def parameters_by_name(path: Path) -> dict[str, int]:
     """Name → global number of elements, of all stages' parameters as rank 0 builds them."""
     config, world = read(path)
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-    mesh = build_mesh(config.parallel.mesh_sizes(world), "cpu")
+    mesh_sizes = config.parallel.mesh_sizes(world)
+    mesh = build_mesh(mesh_sizes, "cpu", config.model.has_experts)
     sizes: dict[str, int] = {}
     for stage in range(config.parallel.num_stages):
         for name, parameter in transformer(config, stage, mesh).named_parameters():
@@ -131,7 +134,8 @@ def local_parameters(path: Path, rank: int) -> int:
     """The number of elements that `rank` keeps of its stages after sharding by tp and FSDP."""
     config, world = read(path)
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-    mesh = build_mesh(config.parallel.mesh_sizes(world), "cpu")
+    sizes = config.parallel.mesh_sizes(world)
+    mesh = build_mesh(sizes, "cpu", config.model.has_experts)
     count = 0
     for s in range(config.parallel.num_stages):
         if config.parallel.ranks_of_stages[s] != mesh.pp_rank:
@@ -176,7 +180,10 @@ def stage_parameters(config: Config, pp_rank: int) -> int:
     """The number of parameters in the stages of `pp_rank`, before sharding by tp and FSDP."""
     model, layers = config.model, config.split_layers()
     attention = 2 * model.dim * model.head_dim * (model.num_heads + model.num_kv_heads)
-    block = attention + 3 * model.dim * model.ffn_dim + 2 * model.dim
+    widths = model.ffn_dim
+    if model.has_experts:
+        widths = (model.num_experts + model.num_shared_experts) * model.expert_width
+    block = attention + 3 * model.dim * widths + 2 * model.dim
     embedding = model.vocab_size * model.dim
     mine = [s for s, rank in enumerate(config.parallel.ranks_of_stages) if rank == pp_rank]
     return sum(
@@ -189,7 +196,11 @@ def stage_parameters(config: Config, pp_rank: int) -> int:
 
 def local_parameters_expected(config: Config, world: int, pp_rank: int) -> float:
     sizes = config.parallel.mesh_sizes(world)
-    return stage_parameters(config, pp_rank) / (sizes.tp * sizes.of_weights()["dp_shard"])
+    shards, model = sizes.of_weights()["dp_shard"], config.model  # dp_shard · tp = efsdp · ep
+    stages = [s for s, rank in enumerate(config.parallel.ranks_of_stages) if rank == pp_rank]
+    layers = sum(len(config.split_layers()[s]) for s in stages)
+    routers = layers * model.num_experts * model.dim / shards  # whole on every tp rank
+    return stage_parameters(config, pp_rank) / (sizes.tp * shards) + routers
 
 
 def peak(config: Config, world: int) -> int:
@@ -251,8 +262,11 @@ def test_the_manual_states_what_is_planned(path: Path) -> None:
         )
         if size > 1
     ]
-    assert layout == f"{' × '.join(axes)}, ZeRO-{config.parallel.zero_stage}"
-    assert stated == ("" if path.stem == "laptop" else f"{peak(config, world) / GB:.1f} GB")
+    experts = f", ep {sizes.ep}" if sizes.ep > 1 else ""
+    assert layout == f"{' × '.join(axes)}{experts}, ZeRO-{config.parallel.zero_stage}"
+    assert stated == (
+        "" if path.stem.startswith("laptop") else f"{peak(config, world) / GB:.1f} GB"
+    )
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

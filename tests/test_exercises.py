@@ -81,12 +81,13 @@ def test_a_page_names_its_exercises(name: str) -> None:
 
 
 def test_a_wrong_answer_is_not_accepted(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: the exercises' tests reject two answers that lack the communication, and one with
+    """Control: the exercises' tests reject three answers that lack the communication, and one with
     the ranks' parts in the wrong order."""
     for name, exercise in (
         ("test_tensor", "column_parallel_backward"),
         ("test_sequence", "norm_weight_gradient"),
         ("test_context", "gradient_of_my_keys"),
+        ("test_experts", "new_bias"),
     ):
         module = importlib.import_module(f"docs.exercises.{name}")
         monkeypatch.setattr(
@@ -113,8 +114,14 @@ def without_the_zigzag(dk: Any, group: Any) -> Any:
     return mine
 
 
+def without_the_other_tokens(bias: Any, chosen: Any, rate: float, group: Any) -> Any:
+    counts = chosen.flatten().bincount(minlength=len(bias))
+    return bias + rate * (counts.sum() - counts * len(bias)).sign()
+
+
 WRONG = {
     "column_parallel_backward": without_all_reduce,
     "norm_weight_gradient": without_the_other_rows,
     "gradient_of_my_keys": without_the_zigzag,
+    "new_bias": without_the_other_tokens,
 }

@@ -75,6 +75,7 @@ def test_there_is_a_recipe_for_each_kind_of_change() -> None:
     kinds = [recipe.name.split(":")[0] for recipe in RECIPES]
     assert kinds == [
         "A layer",
+        "A router",
         "A schedule",
         "A source of text",
         "An optimizer",
