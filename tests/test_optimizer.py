@@ -18,7 +18,7 @@ from parallel.placement import local_region
 from runtime.checkpoint import held_tensors
 from tests.counting import Listener
 from tools.parity.cases import Case
-from tools.parity.reference import warmup_cosine
+from tools.parity.reference_training import warmup_cosine
 from tools.parity.run import assemble, global_batch, parts
 from training.build import build_stages
 from training.learning_rate import learning_rate

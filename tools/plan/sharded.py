@@ -8,8 +8,8 @@ from parallel.memory import GATHERED, GRADIENTS, REDUCING, SHARDED_GRADIENTS
 from tools.plan.account import Account
 from tools.plan.layout import Gathered, Layout
 
-# identifies a unit of FSDP: the stage, the first of the stage's units, and the view of the mesh over
-# which its weights are sharded
+# identifies a unit of FSDP: the stage, the first of the stage's units, and the view of the mesh
+# over which its weights are sharded
 Key = tuple[int, int, str]
 OUTER, EXPERTS = "fsdp", "fsdp_ep"
 
