@@ -44,7 +44,8 @@ def gradients(dy: Tensor, x: Tensor, sizes: list[int]) -> Tensor:
 
 
 def assert_close(found: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
-    assert found.dtype == dtype and found.shape == exact.shape
+    assert found.dtype == dtype
+    assert found.shape == exact.shape
     if exact.numel():
         assert (found.double() - exact).abs().max() <= ROUNDING[dtype] * exact.abs().max()
 
