@@ -50,7 +50,8 @@ class ModelConfig:
     qk_norm: bool = False
     # Kinds of layers: one for all layers, or a list through which the layers cycle.
     attention: Kinds = "causal"  # one or more files of model/attention/
-    feed_forward: Kinds = "swiglu"  # one or more files of model/feed_forward/
+    # one or more files of model/feed_forward/; auto: experts if num_experts is given, else swiglu
+    feed_forward: Kinds = "auto"
     # Layers of kind experts. Each token goes to experts_per_token of num_experts; 0: no experts.
     num_experts: Annotated[int, between(0, 2**16)] = 0
     experts_per_token: Annotated[int, between(1, 2**16)] = 1
@@ -107,6 +108,9 @@ class ModelConfig:
             why = f"model.num_heads={self.num_heads} query heads must divide evenly among them"
             fits = [k for k in range(1, self.num_heads + 1) if self.num_heads % k == 0]
             raise UserError("model.num_kv_heads", self.num_kv_heads, why, f"choose one of {fits}")
+        if self.feed_forward == "auto":  # a run's config.yaml and checkpoints state what it is
+            kind = "experts" if self.num_experts else "swiglu"
+            object.__setattr__(self, "feed_forward", kind)
         for key in ("attention", "feed_forward"):
             known, value = kinds_in(f"model.{key}"), getattr(self, key)
             if not set([value] if isinstance(value, str) else value) <= set(known):
@@ -148,7 +152,7 @@ class ModelConfig:
         for each in fields(self):
             value = getattr(self, each.name)
             if each.name in KEYS_OF_EXPERTS and value != each.default:
-                remedy = "leave it out, or set model.feed_forward=experts and model.num_experts"
+                remedy = "leave it out, or set model.num_experts, for example to 8"
                 raise UserError(f"model.{each.name}", value, "the model has no experts", remedy)
 
     @property

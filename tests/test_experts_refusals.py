@@ -11,7 +11,7 @@ from model.config import KEYS_OF_EXPERTS, ModelConfig
 from tests.data_samples import prepared
 from tests.runs import EXPERTS, train_run, write_config
 from tools.ranks import Ranks
-from training.load_config import load_config
+from training.load_config import dump_config, load_config
 
 LAPTOP = str(Path(__file__).parent.parent / "configs" / "laptop.yaml")
 ONE_AXIS = ("parallel.pp=1", "parallel.tp=1", "parallel.dp_shard=-1", "train.micro_batch_size=1")
@@ -77,7 +77,7 @@ def test_wrong_value(override: str, begins: str, remedy: str) -> None:
         (4, [*BASE, "model.num_experts=6", "parallel.ep=4"],
          "parallel.ep = 4: does not divide model.num_experts=6", "choose one of [1, 2, 3, 6]"),
         (2, [*ONE_AXIS, "parallel.ep=2"], "parallel.ep = 2: the model has no experts",
-         "parallel.ep=1, or model.feed_forward=experts"),
+         "parallel.ep=1, or model.num_experts"),
         (4, [*BASE, "parallel.tp=2", "parallel.sequence_parallel=false"],
          "parallel.sequence_parallel = False: tp ranks must have different tokens",
          "set it to true, or parallel.tp=1"),
@@ -120,7 +120,7 @@ def test_a_model_without_experts_takes_no_keys_of_them(key: str) -> None:
     message = refusal(1, (*ONE_AXIS, f"model.{key}={VALUES[key]}"))
     assert message.startswith(f"model.{key} = ")
     assert "the model has no experts" in message
-    assert "set model.feed_forward=experts and model.num_experts" in message
+    assert "leave it out, or set model.num_experts" in message
 
 
 def test_every_key_of_experts_is_known() -> None:
@@ -157,3 +157,11 @@ def test_weights_of_a_dense_model_do_not_start_experts(
     given = "experts" if into_experts else "swiglu"
     assert message.startswith(f"model.feed_forward = '{given}'")
     assert "has model.feed_forward=" in message
+
+
+def test_a_number_of_experts_is_enough() -> None:
+    """The configuration of a run then states the kind of its layers."""
+    for keys, kind in (((), "swiglu"), (("model.num_experts=4",), "experts")):
+        config = load_config(LAPTOP, ["model.experts_per_token=2"] * len(keys) + list(keys))
+        assert config.model.feed_forward == kind
+        assert f"feed_forward: {kind}" in dump_config(config)

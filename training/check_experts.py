@@ -14,11 +14,8 @@ def check_experts(
     """Raises UserError."""
     if not model.has_experts:
         if sizes.ep > 1:
-            why, remedy = (
-                "the model has no experts",
-                "set parallel.ep=1, or model.feed_forward=experts",
-            )
-            raise UserError("parallel.ep", sizes.ep, why, remedy)
+            remedy = "set parallel.ep=1, or model.num_experts"
+            raise UserError("parallel.ep", sizes.ep, "the model has no experts", remedy)
         return
     if model.num_experts % sizes.ep:
         why = f"does not divide model.num_experts={model.num_experts}"
@@ -35,25 +32,18 @@ def check_experts(
         raise UserError("train.compile", True, why, "set train.compile=false")
     router = router_class(model.router)
     if model.router_bias_rate and not router.has_bias:
-        why, remedy = (
-            f"router {model.router} has no bias",
-            "set it to 0, or model.router=sigmoid_bias",
-        )
+        why = f"router {model.router} has no bias"
+        remedy = "set it to 0, or model.router=sigmoid_bias"
         raise UserError("model.router_bias_rate", model.router_bias_rate, why, remedy)
     if model.experts_per_token == 1 and router.renormalises and not model.has_router_losses:
-        why = (
-            f"router {model.router} divides weights by their sum, so a single one is always 1 and "
-        )
-        why += "the router would learn nothing"
+        why = f"router {model.router} divides weights by their sum, so a single one is always 1 "
+        why += "and the router would learn nothing"
         remedy = "set model.router=softmax, or choose 2 experts or more"
         raise UserError("model.experts_per_token", 1, why, remedy)
     shards, local = sizes.of_experts()["efsdp"], model.num_experts // sizes.ep
     for key, width in model.expert_sides.items():
         if local < shards and width % shards:
             why = f"must be a multiple of {shards}: a rank has {local} of the experts, fewer than "
-            why += (
-                f"the {shards} ranks (dp_shard · cp · tp / ep) that shard them, so each expert is "
-            )
-            why += "cut"
+            why += f"the {shards} ranks (dp_shard · cp · tp / ep) that shard them, so each is cut"
             remedy = f"give {max(1, width // shards) * shards}, or another parallel.ep"
             raise UserError(key, width, why, remedy)
