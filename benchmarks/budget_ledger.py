@@ -141,7 +141,7 @@ class Ledger(StorageWatch):
         if func.namespace == "lattice":
             return self._as_on_gpu(func, args, kwargs)
         given = list(tensors_of([*args, *kwargs.values()]))
-        if on_device(given) and (what := needs_value(func, args)):
+        if on_device(given) and (what := needs_value(func, args, kwargs)):
             self.waited(name)
             return value_without_data(func, args) if what == "a value" else _longest(name, args)
         copy = host_copy(func, args, kwargs)

@@ -76,7 +76,7 @@ def same_in_transformers(model: Transformer) -> Any:
         )
     ).eval()
     weights = dict(model.named_parameters())
-    state = {theirs: weights[ours].to_local() for ours, theirs, _ in parameters(config)}
+    state = {each.theirs: weights[each.ours].to_local() for each in parameters(config)}
     other.load_state_dict(state)
     other.generation_config.eos_token_id = None  # so that it always generates the requested number
     return other

@@ -78,13 +78,14 @@ def accesses(func: Any, args: Any, kwargs: Any, result: Any) -> Iterator[tuple[T
 # --- when the host waits ---
 
 
-def needs_value(func: Any, args: Any) -> str:
+def needs_value(func: Any, args: Any, kwargs: Any) -> str:
     """What the host must read from the device before the operator can return: a value, or the shape
     of the result. Empty: nothing."""
     # torch does not tag equal, which returns a bool
     if torch.Tag.data_dependent_output in func.tags or func is _aten.equal.default:
         return "a value"
-    if torch.Tag.dynamic_output_shape in func.tags:
+    # repeat_interleave can be told the length of its result
+    if torch.Tag.dynamic_output_shape in func.tags and kwargs.get("output_size") is None:
         # the operator of x[indices] is the same for masks, which have to be counted
         masks = any(t.dtype in (torch.bool, torch.uint8) for t in tensors_of(args[1:]))
         if func is not _aten.index.Tensor or masks:

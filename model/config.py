@@ -1,6 +1,7 @@
 """The model's dimensions (the section `model.` of a configuration file)."""
 
 import math
+from dataclasses import fields
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
@@ -10,6 +11,10 @@ from kinds import kinds_in
 from settings import Text, between, section
 
 Width = Annotated[int, between(1, 2**20)]
+KEYS_OF_EXPERTS = {
+    "experts_per_token", "expert_ffn_dim", "num_shared_experts", "num_dense_layers", "router",
+    "router_scale", "router_aux_weight", "router_z_weight", "router_bias_rate",
+}  # fmt: skip
 Kinds = Text | Annotated[tuple[Text, ...], Field(strict=False, min_length=1, max_length=4096)]
 
 
@@ -123,7 +128,12 @@ class ModelConfig:
             why, remedy = "no layer has experts", "set model.feed_forward=experts"
             raise UserError("model.num_experts", self.num_experts, why, remedy)
         if not used:
+            self._check_no_experts()
             return
+        if not any(self.feed_forward_of(layer) == "experts" for layer in range(self.num_layers)):
+            key = "num_dense_layers" if self.num_dense_layers else "feed_forward"
+            why = f"leaves none of the model.num_layers={self.num_layers} layers for experts"
+            raise UserError(f"model.{key}", getattr(self, key), why, "leave at least one")
         if self.experts_per_token > self.num_experts:
             why = f"a token would choose more than all model.num_experts={self.num_experts} experts"
             remedy = "give a smaller number, for example 2"
@@ -132,6 +142,14 @@ class ModelConfig:
             known = kinds_in("model.router")
             why = "there is no such router"
             raise UserError("model.router", self.router, why, f"choose one of {known}")
+
+    def _check_no_experts(self) -> None:
+        """Refuse keys that nothing would read."""
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name in KEYS_OF_EXPERTS and value != each.default:
+                remedy = "leave it out, or set model.feed_forward=experts and model.num_experts"
+                raise UserError(f"model.{each.name}", value, "the model has no experts", remedy)
 
     @property
     def has_experts(self) -> bool:

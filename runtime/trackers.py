@@ -10,42 +10,20 @@ gives up, because the others could be rebuilt from its file: lines that it canno
 memory.
 """
 
-import contextlib
 import errno
 import json
 import os
-import secrets
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from runtime.messages import log
+from runtime.tracker import Record, Tracker, json_object, scalars
+from runtime.wandb_tracker import WandB
 from training.config import Config
 from training.load_config import dump_config
-
-# one logged step: "step" and the measurements; None for those that are not known
-Record = dict[str, Any]
-START_SECONDS = 30.0  # for wandb's server to respond; all ranks wait meanwhile
-# for wandb's last uploads: a server that does not respond must not keep a job from being requeued
-FINISH_SECONDS = 60.0
-
-
-class Tracker:
-    """Interface: `log` gets each logged step's record, in step order except after `went_back`."""
-
-    name = ""
-
-    def log(self, record: Record) -> None:
-        raise NotImplementedError
-
-    def went_back(self, step: int, reached: int) -> None:
-        """The run was at step `reached` and continues from `step`; the steps between come again."""
-
-    def close(self, failed: bool) -> None:
-        """The process ends."""
 
 
 class Trackers:
@@ -61,7 +39,9 @@ class Trackers:
         lines = JsonLines(folder, step)
         self.trackers: list[Tracker] = [lines, Console(config.train.steps)]
         if config.run.wandb != "disabled":
-            self._guarded("wandb", lambda: self.trackers.append(WandB(config, step, system, lines)))
+            anew, reached = lines.begins_anew, lines.reached
+            wandb = partial(WandB, config, step, system, anew, reached)
+            self._guarded("wandb", lambda: self.trackers.append(wandb()))
         if config.run.tensorboard:
             add = self.trackers.append
             self._guarded(
@@ -183,128 +163,6 @@ class Console(Tracker):
         log("  ".join(parts), sys.stdout)
 
 
-class WandB(Tracker):
-    """Logs to one wandb run for all starts, whose id is kept in RUN/wandb-run.json. A run that
-    begins anew gets a new id.
-
-    wandb accepts only increasing steps, but after a failure or a rollback a run makes some steps
-    again. So the step sent to wandb is our step plus `repeated`, the number of steps lost so far.
-    The axis of every plot is our own step; repeated steps show as a second line, and none is
-    missing. The step counts of an offline run's folders do not overlap, so that
-    `wandb sync RUN/wandb/offline-run-*` merges them into one run.
-
-    Checkpoints become artifacts that refer to their folders; nothing of them is read or sent. The
-    main thread finds new checkpoints in events.jsonl at each logged step, because the thread that
-    saves must not wait for wandb.
-    """
-
-    name = "wandb"
-
-    def __init__(self, config: Config, step: int, system: dict[str, Any], lines: JsonLines) -> None:
-        import wandb  # only if configured: the import takes a second
-
-        self.wandb, self.folder = wandb, Path(config.run.dir).absolute()
-        known = {} if lines.begins_anew else _read_object(self.folder / "wandb-run.json")
-        self.id = str(known.get("id") or secrets.token_hex(4))
-        self.repeated = int(known.get("repeated", 0))
-        self.went_back(step, lines.reached)
-        events = self.folder / "events.jsonl"
-        self.events_read = events.stat().st_size if events.exists() else 0  # bytes
-        self.start, self.restarted = partial(self._start, config, system), False
-        self.run = self.start()
-
-    def _start(self, config: Config, system: dict[str, Any]) -> Any:
-        def start(mode: str) -> Any:
-            run = self.wandb.init(
-                project=config.run.wandb_project,
-                name=self.folder.name,
-                id=self.id,
-                resume="allow",
-                dir=str(self.folder),
-                mode=mode,
-                config={**asdict(config), "system": system},
-                allow_val_change=True,
-                settings=self.wandb.Settings(
-                    silent=True,
-                    reinit="create_new",
-                    init_timeout=START_SECONDS,
-                    finish_timeout=FINISH_SECONDS,
-                    x_transaction_log_flush_interval=1.0,
-                ),
-            )
-            run.define_metric("step", hidden=True)
-            run.define_metric("*", step_metric="step")
-            return run
-
-        try:
-            return start(config.run.wandb)
-        except self.wandb.Error as error:  # no key, no network
-            if config.run.wandb == "offline":
-                raise
-            log(
-                f"warning: wandb cannot go online; it writes to {self.folder / 'wandb'} for "
-                f"`wandb sync` later: {error}"
-            )
-            return start("offline")
-
-    def log(self, record: Record) -> None:
-        known = scalars(record)
-        step = record["step"] + self.repeated
-        try:
-            self.run.log(known, step=step, commit=True)  # commit: without waiting for the next step
-        # wandb's process is gone: stopping a job signals all of its processes
-        except ConnectionError:
-            if self.restarted:
-                raise  # restart only once: it takes time, and the other ranks wait
-            self.restarted = True
-            with contextlib.suppress(Exception):
-                self.wandb.teardown()
-            self.run = self.start()
-            self.run.log(known, step=step, commit=True)
-        self._refer_to_checkpoints()
-
-    def went_back(self, step: int, reached: int) -> None:
-        self.repeated += reached - step
-        path = self.folder / "wandb-run.json"
-        try:
-            text = json.dumps({"id": self.id, "repeated": self.repeated})
-            path.with_suffix(".partial").write_text(text + "\n")
-            os.replace(path.with_suffix(".partial"), path)
-        except OSError as error:
-            log(
-                f"warning: {path} cannot be written, so the next start may not continue this wandb "
-                f"run: {error}"
-            )
-
-    def close(self, failed: bool) -> None:
-        self._refer_to_checkpoints()
-        self.run.finish(exit_code=int(failed))
-
-    def _refer_to_checkpoints(self) -> None:
-        """Log an artifact for each checkpoint that was committed since the last call."""
-        events = self.folder / "events.jsonl"
-        if not events.exists():
-            return
-        with open(events, "rb") as file:
-            file.seek(self.events_read)
-            lines = file.read().splitlines(keepends=True)
-        for line in lines:
-            if not line.endswith(b"\n"):  # still being written
-                break
-            self.events_read += len(line)
-            event = _object(line)
-            if event.get("event") != "checkpoint" or "failed" in event:
-                continue
-            path = self.folder / "checkpoints" / f"step-{event['step']:08d}"
-            if path.is_dir():
-                about = {name: event[name] for name in ("step", "bytes", "write_seconds")}
-                name = f"checkpoint-{self.id}"
-                artifact = self.wandb.Artifact(name, type="checkpoint", metadata=about)
-                # a checksum would read the whole checkpoint
-                artifact.add_reference(path.as_uri(), checksum=False)
-                self.run.log_artifact(artifact, aliases=["latest", path.name])
-
-
 class TensorBoard(Tracker):
     """Writes a scalar for every number of a record. Steps that are made again after a failure or a
     rollback replace the old ones."""
@@ -335,32 +193,7 @@ class TensorBoard(Tracker):
         self.writer.close()
 
 
-def scalars(record: Record) -> dict[str, float]:
-    """The numbers of a record that are known. A number of one layer is named like
-    `experts_by_layer/entropy/017`."""
-    found = {name: value for name, value in record.items() if isinstance(value, int | float)}
-    by_layer = record.get("experts_by_layer", {})
-    for name, values in by_layer.items():
-        if name != "layer":
-            for layer, value in zip(by_layer["layer"], values, strict=True):
-                found[f"experts_by_layer/{name}/{layer:03d}"] = value
-    return found
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    return _object(path.read_bytes()) if path.exists() else {}
-
-
-def _object(text: str | bytes) -> dict[str, Any]:
-    """Parse `text` as a JSON object; empty if it is not one."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _step_of(line: str) -> int | None:
     """The step of a line; None if the line is incomplete because a process died."""
-    step = _object(line).get("step") if line.endswith("\n") else None
+    step = json_object(line).get("step") if line.endswith("\n") else None
     return step if isinstance(step, int) else None

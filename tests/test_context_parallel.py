@@ -130,7 +130,7 @@ def check_batch(ranks, case, name, bug=nothing_wrong):
     loss.backward()
     gradients = {n: p.grad for n, p in model.named_parameters()}
     norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
-    expected = Expected(weights, gradients, loss.item(), norm, [], [])
+    expected = Expected(weights, gradients, loss.item(), norm, [], [], {}, [], {})
     try:
         runs = ranks.run(run_on_ranks, case.world, case, 0, partial(given, name, bug))
     except RankError as error:

@@ -26,6 +26,7 @@ D, F, X, K, LONG, BYTES = 256, 128, 8, 2, 512, 2
 SMALL = ModelConfig(dim=D, num_layers=4, num_heads=8, num_kv_heads=4, ffn_dim=704, vocab_size=1000,
                     feed_forward="experts", num_experts=X, experts_per_token=K, expert_ffn_dim=F,
                     num_shared_experts=1, num_dense_layers=1)  # fmt: skip
+DENSE = ModelConfig(dim=D, num_layers=4, num_heads=8, num_kv_heads=4, ffn_dim=704, vocab_size=1000)
 BALANCED = replace(SMALL, router="sigmoid_bias", router_aux_weight=1e-2, router_z_weight=1e-3,
                    router_bias_rate=1e-3)  # fmt: skip
 QWEN3_235B = ModelConfig(dim=4096, num_layers=94, num_heads=64, num_kv_heads=4, attention_dim=8192,
@@ -76,7 +77,7 @@ def test_no_rank_can_receive_more_than_all() -> None:
         (SMALL, 0.9, 4),
         (SMALL, 1.1, 1),
         (replace(SMALL, experts_per_token=4), 2.1, 4),
-        (replace(SMALL, feed_forward="swiglu", num_experts=0), 1.1, 4),
+        (DENSE, 1.1, 4),
     ]:
         with pytest.raises(UserError, match="--imbalance"):
             check_imbalance("--imbalance", imbalance, model, ep)

@@ -11,7 +11,7 @@ import torch
 from model.config import ModelConfig
 from runtime import metrics
 from runtime.expert_load import ENOUGH_ROWS, LoadStatistics, figures_of
-from runtime.trackers import scalars
+from runtime.tracker import scalars
 from tests.runs import EXPERTS, train_run, write_config
 from tests.test_report import Parsed, written
 from tools.ranks import Ranks

@@ -98,12 +98,14 @@ def test_experts_are_sharded_over_their_own_axis() -> None:
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_received_rows_are_activations(mode: str) -> None:
     """With imbalance 1.5 each layer keeps half as many rows more; in mode full only their order."""
-    config = tiny("parallel.tp=1", "parallel.ep=4", f"train.activation_checkpointing={mode}")
+    keys = LAYOUTS["ep is everything"]
+    config = tiny(*keys, f"train.activation_checkpointing={mode}")
     balanced, more = (alone(rehearse, config, 4, 0, 1, factor)["memory"] for factor in (1.0, 1.5))
     r = 32 * 2 * K
     numbers = {"none": D + 3 * F + 1, "selective": D + 2 * F + 1, "full": 0}
-    kept = 3 * r // 2 * (4 * numbers[mode] + 8)
-    print(balanced, more, kept)
+    # without recomputation, the peak comes after the backward of the last layer's experts
+    layers = 2 if mode == "none" else 3
+    kept = layers * r // 2 * (4 * numbers[mode] + 8)
     assert more["activations"] - balanced["activations"] == pytest.approx(kept, abs=3 * 7 * 512)
 
 

@@ -19,7 +19,8 @@ import pytest
 
 from runtime.events import read_events
 from runtime.progress import byte_bar
-from runtime.trackers import JsonLines, Tracker, Trackers
+from runtime.tracker import Tracker
+from runtime.trackers import JsonLines, Trackers
 from tests.runs import losses, train_run, write_config
 from tools import verify
 from tools.ranks import Ranks

@@ -178,9 +178,12 @@ def check_sequence(config: Config, sizes: MeshSizes) -> None:
             for key in cuts
         )
         why = f"{by} it into {factors} equal parts"
-        remedies = [remedy for key, remedy in REMEDIES_OF_CUTS.items() if key in cuts]
+        # experts need sequence parallelism (check_experts.py)
+        possible = cuts.keys() - ({"tp"} if config.model.has_experts else set())
+        remedies = [remedy for key, remedy in REMEDIES_OF_CUTS.items() if key in possible]
         *others, last = [f"use a multiple of {parts}", *remedies]
-        raise UserError("train.seq_len", length, why, f"{', '.join(others)}, or {last}")
+        remedy = f"{', '.join(others)}, or {last}" if others else last
+        raise UserError("train.seq_len", length, why, remedy)
 
 
 def check_pure_bfloat16(config: Config, sizes: MeshSizes) -> None:

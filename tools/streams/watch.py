@@ -92,7 +92,7 @@ class Watch(StorageWatch):
             self.saw(tensor)
         if (copy := host_copy(func, args, kwargs)) is not None:
             return self._copy(func, args, kwargs, copy)
-        if on_device(given) and (what := needs_value(func, args)):
+        if on_device(given) and (what := needs_value(func, args, kwargs)):
             return self._read(func, args, kwargs, what)
         result = func(*args, **kwargs)
         made = list(tensors_of([result]))

@@ -1,0 +1,153 @@
+"""The kinds of routers, beside their published formulas, one token and one sequence at a time."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.config import ModelConfig
+from model.router import Account, BaseRouter, make_router
+from parallel.expert import ExpertParallel, TokenDispatch
+from parallel.layer import TensorParallel
+
+S, B, D, X, K = 6, 3, 8, 5, 2
+CONFIG = ModelConfig(
+    dim=D, num_layers=1, num_heads=1, num_kv_heads=1, ffn_dim=8, vocab_size=8,
+    feed_forward="experts", num_experts=X, experts_per_token=K, expert_ffn_dim=8,
+    router_aux_weight=0.5, router_z_weight=0.25,
+)  # fmt: skip
+KINDS = ["softmax", "softmax_renormalised", "sigmoid_bias"]
+
+
+def router_of(config: ModelConfig, dtype: torch.dtype = torch.float64) -> BaseRouter:
+    torch.manual_seed(0)
+    router = (
+        make_router(config, TensorParallel(), ExpertParallel()).to_empty(device="cpu").to(dtype)
+    )
+    with torch.no_grad():
+        router.weight.normal_()
+    return router
+
+
+def tokens(dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(S, B, D, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def scores(kind: str, logits: Tensor) -> Tensor:
+    return logits.sigmoid() if kind == "sigmoid_bias" else logits.softmax(0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scale", [1.0, 2.5])
+def test_the_choice_and_the_weights_of_each_token(kind, scale):
+    router = router_of(replace(CONFIG, router=kind, router_scale=scale))
+    if kind == "sigmoid_bias":
+        router.bias = torch.tensor([0.5, -0.5, 0.0, 0.3, -9.0])
+    x = tokens()
+    weights, routes = router(x, TokenDispatch(ExpertParallel()))
+    for t, token in enumerate(x.flatten(0, 1)):
+        of_all = scores(kind, router.weight @ token)
+        biased = of_all if router.bias is None else of_all + router.bias
+        chosen = sorted(range(X), key=lambda e: -biased[e])[:K]
+        assert routes.chosen[t].tolist() == chosen
+        expected = of_all[chosen]  # the bias is in no weight
+        if kind != "softmax":
+            expected = expected / expected.sum()
+        torch.testing.assert_close(weights[t], expected * scale, rtol=1e-14, atol=0)
+
+
+def test_the_bias_excludes_an_expert_and_is_in_no_gradient():
+    router = router_of(replace(CONFIG, router="sigmoid_bias"))
+    router.bias = torch.tensor([0.0, 0.0, 0.0, 0.0, -9.0]).requires_grad_()
+    weights, routes = router(tokens(), TokenDispatch(ExpertParallel()))
+    weights.sum().backward()
+    assert not (routes.chosen == X - 1).any()
+    assert router.bias.grad is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_losses_are_those_of_each_sequence(kind):
+    """Also their gradients, by differences: counts are constant, probabilities are not."""
+    router = router_of(replace(CONFIG, router=kind))
+    # as if the global batch had twice the sequences of this micro-batch
+    router.account = Account(torch.zeros(X, dtype=torch.int64), torch.zeros(2).double(), 2 * B)
+    x = tokens()
+
+    def losses(weight: Tensor) -> tuple[float, float, Tensor]:
+        balance, z, counts = 0.0, 0.0, torch.zeros(X, dtype=torch.int64)
+        for sequence in x.unbind(1):
+            logits = sequence @ weight.t()
+            of_all = torch.stack([scores(kind, each) for each in logits])
+            f = torch.zeros(X).double()
+            for token in of_all:
+                f[token.topk(K).indices] += 1
+            p = (of_all / of_all.sum(1, keepdim=True)).mean(0)
+            balance += 0.5 / (2 * B) * float((f * X / (K * S) * p).sum())
+            z += 0.25 / (2 * B) * float(logits.exp().sum(1).log().square().mean())
+            counts += f.long()
+        return balance, z, counts
+
+    weights, _ = router(x, TokenDispatch(ExpertParallel()))
+    balance, z, counts = losses(router.weight.detach())
+    assert router.account.losses.tolist() == pytest.approx([balance, z], rel=1e-14)
+    assert router.account.counts.tolist() == counts.tolist()
+
+    (0.0 * weights.sum()).backward()  # only what the losses add
+    weight, step = router.weight.detach(), 1e-6
+    for e, d in ((0, 0), (2, 5), (4, 7)):
+        plus, minus = weight.clone(), weight.clone()
+        plus[e, d] += step
+        minus[e, d] -= step
+        difference = sum(losses(plus)[:2]) - sum(losses(minus)[:2])
+        assert router.weight.grad[e, d] == pytest.approx(difference / (2 * step), rel=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("computes", "logits"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.float32),
+     (torch.float64, torch.float64)],
+    ids=str,
+)  # fmt: skip
+def test_scores_are_at_least_float32(computes, logits):
+    router = router_of(CONFIG, computes)
+    weights, _ = router(tokens(computes), TokenDispatch(ExpertParallel()))
+    assert weights.dtype == logits
+
+
+def test_experts_that_bfloat16_cannot_tell_apart_are_told_apart():
+    """Two logits, 256 and 256.5: in bfloat16 they are equal."""
+    router = router_of(replace(CONFIG, experts_per_token=1, router="softmax"), torch.bfloat16)
+    with torch.no_grad():
+        router.weight.zero_()
+        router.weight[1, :2] = torch.tensor([256.0, 0.0])
+        router.weight[3, :2] = torch.tensor([256.0, 0.5])
+    x = torch.zeros(S, B, D, dtype=torch.bfloat16)
+    x[..., :2] = 1
+    _, routes = router(x, TokenDispatch(ExpertParallel()))
+    assert (routes.chosen == 3).all()
+
+
+def test_equal_scores_choose_the_same_experts_in_any_company():
+    """A token's choice among equal experts must not depend on which other tokens a rank has."""
+    router = router_of(CONFIG)
+    with torch.no_grad():
+        router.weight.zero_()
+    x = tokens()
+    _, together = router(x, TokenDispatch(ExpertParallel()))
+    alone = [
+        router(x[s : s + 1, b : b + 1], TokenDispatch(ExpertParallel()))[1].chosen
+        for s in range(S)
+        for b in range(B)
+    ]
+    assert torch.equal(together.chosen, torch.cat(alone))
+
+
+def test_evaluation_is_not_counted():
+    router = router_of(CONFIG)
+    router.account = Account(torch.zeros(X, dtype=torch.int64), torch.zeros(2).double(), B)
+    with torch.no_grad():
+        router(tokens(), TokenDispatch(ExpertParallel()))
+    assert not router.account.counts.any()
+    assert not router.account.losses.any()
