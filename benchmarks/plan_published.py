@@ -5,10 +5,10 @@ were not fitted.
 
 Every row uses the constants of hardware.py, except those that a publication states for its own
 machines or kernels (memory and network bandwidth, cuDNN's attention). A row of
-benchmarks/published_rows.py is planned as Lattice would run it, with the same dimensions, layout,
-batch and recomputation. If the published system does different work, the column `apart` names the
-difference; the file of results has more detail, and the source and settings of every row. No row is
-left out because its error is large.
+benchmarks/published_rows.py, or of published_experts.py for mixtures of experts, is planned as
+Lattice would run it, with the same dimensions, layout, batch and recomputation. If the published
+system does different work, the column `apart` names the difference; the file of results has more
+detail, and the source and settings of every row. No row is left out because its error is large.
 
 A feed-forward without a gate, 4·D wide, is planned as a gated one of 8/3·D, which has the same
 operations and the same bytes. MFU is in the convention of the publication, with Lattice's
@@ -22,8 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plan_megatron
-from benchmarks.published_rows import MEGATRON, NEMO, ROWS, SC21, Row
+from benchmarks import plan_megatron, published_experts, published_rows
+from benchmarks.published_rows import MEGATRON, NEMO, SC21, Model, Row
 from costs.summary import flops_per_token
 from tools.plan.hardware import find_device
 from tools.plan.search import Found
@@ -31,6 +31,7 @@ from training.config import Config
 from training.load_config import load_config
 
 BASE = Path(__file__).parent.parent / "configs" / "llama3_70b.yaml"
+ROWS = [*published_rows.ROWS, *published_experts.ROWS]
 RESULTS = Path(__file__).parent / "results" / "plan_published.json"
 
 
@@ -50,8 +51,9 @@ def config_of(row: Row) -> Config:
     sequence parallelism over tp."""
     system, dp = row.system, row.gpus // (row.tp * row.cp * row.pp)
     replicas = dp if system.zero_stage == 0 else row.replicas
-    keys: dict[str, Any] = {f"model.{key}": value for key, value in row.model._asdict().items()}
+    keys: dict[str, Any] = {f"model.{key}": value for key, value in dimensions(row.model).items()}
     keys |= {
+        "parallel.ep": row.ep,
         "parallel.tp": row.tp,
         "parallel.cp": row.cp,
         "parallel.pp": row.pp,
@@ -70,6 +72,14 @@ def config_of(row: Row) -> Config:
         "train.activation_checkpointing": row.recomputed,
     }
     return load_config(str(BASE), [f"{key}={value}" for key, value in keys.items()])
+
+
+def dimensions(model: Model) -> dict[str, Any]:
+    """The keys of the section `model.`; experts only if the model has them."""
+    keys = {key: value for key, value in model._asdict().items() if value is not None}
+    if model.num_experts:
+        return keys | {"feed_forward": "experts"}
+    return {key: value for key, value in keys.items() if "expert" not in key}
 
 
 def layers_of(row: Row) -> str:
@@ -106,13 +116,14 @@ def _compare(row: Row) -> dict[str, Any]:
         "system": system.name,
         "model": row.model_name,
         "source": system.source,
-        "dimensions": row.model._asdict(),
+        "dimensions": dimensions(row.model),
         "device": system.device,
         "rates": system.rates,
         "gpus": row.gpus,
         "tp": row.tp,
         "cp": row.cp,
         "pp": row.pp,
+        "ep": row.ep,
         "stages_per_rank": parallel.stages_per_rank,
         "dp_shard": parallel.dp_shard,
         "dp_replicate": parallel.dp_replicate,
@@ -137,7 +148,9 @@ def _compare(row: Row) -> dict[str, Any]:
 
 def summary(table: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """For each group of rows: their number, the mean and the largest error in points, and the
-    signed mean error."""
+    signed mean error. Mixtures of experts are groups of their own."""
+    experts = [row for row in table if "num_experts" in row["dimensions"]]
+    table = [row for row in table if row not in experts]
     alike = [row for row in table if not row["apart"]]
     with_cp = [row for row in alike if row["cp"] > 1]
     # Without cp, Llama 3's row would have one micro-batch for 16 pipeline stages.
@@ -153,6 +166,8 @@ def summary(table: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
         "        of these, NeMo's": of_nemo,
         "        NeMo's, planned without it": without_cp,
         "not comparable": [row for row in table if row["apart"]],
+        "experts, comparable": [row for row in experts if not row["apart"]],
+        "experts, not comparable": [row for row in experts if row["apart"]],
     }
     result = {}
     for name, rows in groups.items():

@@ -16,6 +16,12 @@ class Model(NamedTuple):
     ffn_dim: int
     vocab_size: int
     tie_embeddings: bool = False
+    attention_dim: int | None = None
+    qk_norm: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 1
+    expert_ffn_dim: int | None = None
+    num_shared_experts: int = 0
 
 
 def gpt(dim: int, layers: int, heads: int, vocabulary: int, tied: bool = True) -> Model:
@@ -70,6 +76,7 @@ class Row(NamedTuple):
     stages: int = 1  # stages per pipeline rank
     replicas: int = 1  # dp_replicate
     seq_len: int = 0  # 0: that of the system
+    ep: int = 1
     apart: str = ""  # work that differs from what the planner assumes; empty: none known
 
 

@@ -18,6 +18,7 @@ from model.kernels.gradient_norm import square_sum
 from model.kernels.rms_norm import add_rms_norm, rms_norm
 from model.kernels.rotary import rotate
 from model.kernels.swiglu import swiglu
+from model.kernels.weighted_swiglu import weighted_swiglu
 from tests.interpreter_counter import Launch, counted
 
 pytestmark = pytest.mark.skipif(not backend.INTERPRETED, reason="needs Triton's interpreter")
@@ -99,6 +100,17 @@ def test_swiglu() -> None:
     forward, backward = forward_and_backward(lambda: swiglu(gate, up, "triton"), gate, up)
     assert moved(forward) == 6 * gate.numel()
     assert moved(backward) == 10 * gate.numel()
+    assert forward.loaded_again == backward.loaded_again == 0
+
+
+@pytest.mark.parametrize("width", [96, 3000])
+def test_weighted_swiglu(width: int) -> None:
+    gate, up, weights = tensor(7, width), tensor(7, width), tensor(7, dtype=torch.float32)
+    forward, backward = forward_and_backward(
+        lambda: weighted_swiglu(gate, up, weights, "triton"), gate, up, weights
+    )
+    assert moved(forward) == 6 * gate.numel() + 4 * 7
+    assert moved(backward) == 10 * gate.numel() + 8 * 7
     assert forward.loaded_again == backward.loaded_again == 0
 
 

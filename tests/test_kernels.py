@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model.kernels.backend import INTERPRETED, why_not_triton
+from model.kernels.backend import INTERPRETED, exact, why_not_triton
 from model.kernels.cross_entropy import (
     gradient_over_logits_,
     merge,
@@ -22,6 +22,7 @@ from model.kernels.cross_entropy import (
 from model.kernels.rms_norm import add_rms_norm, rms_norm
 from model.kernels.rotary import rotate
 from model.kernels.swiglu import swiglu
+from model.kernels.weighted_swiglu import weighted_swiglu
 from model.positions import Rotary, rotary_angles
 from tokens import IGNORE
 
@@ -176,6 +177,21 @@ def test_swiglu(shape, kernels, dtype):
     compare(lambda g, u: (swiglu(g, u, kernels),), lambda g, u: (g * torch.sigmoid(g) * u,), inputs)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 2499), (0, 4)], ids=str)
+def test_weighted_swiglu(shape, kernels, dtype):
+    if kernels == "torch" and dtype == torch.bfloat16:
+        pytest.skip("PyTorch's silu rounds before the product, as does its product")
+    gate, up = randn(*shape, dtype=dtype) * 5, randn(*shape, dtype=dtype, seed=1)
+    weights = randn(shape[0], dtype=exact(dtype), seed=2)
+    compare(
+        lambda g, u, w: (weighted_swiglu(g, u, w, kernels),),
+        lambda g, u, w: (g * torch.sigmoid(g) * u * w.unsqueeze(1),),
+        (gate, up, weights),
+    )
+
+
 def test_swiglu_far_out():
     """SwiGLU is exact for gates of ±1e4, although exp(1e4) overflows."""
     gate = torch.tensor([-1e4, -100.0, 0.0, 100.0, 1e4]).requires_grad_()
@@ -316,6 +332,8 @@ def test_operations_keep_the_library_contract(dtype):
         ops.rotate_: (q.detach(), k.detach(), cos, sin),
         ops.swiglu: (x, r),
         ops.swiglu_backward: (x.detach(), r.detach(), x.detach()),
+        ops.weighted_swiglu: (z, z.flip(1), rstd[:4]),
+        ops.weighted_swiglu_backward: (z, z.flip(1), z.flip(0), rstd[:4]),
         ops.cross_entropy_statistics: (z, targets, 1),
         ops.cross_entropy_gradient_: (z, targets, rstd[:4], rstd[:4], torch.ones(()), 1, 1e-4),
     }

@@ -21,6 +21,7 @@ from model.kernels.gradient_norm import square_sum
 from model.kernels.rms_norm import add_rms_norm, rms_norm
 from model.kernels.rotary import rotate
 from model.kernels.swiglu import swiglu
+from model.kernels.weighted_swiglu import weighted_swiglu
 
 TOKENS = 64
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -77,6 +78,12 @@ def _rotary(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype = BF16)
 def _gate(width: int, dtype: torch.dtype = BF16) -> None:
     gate, up = _empty(TOKENS, width, dtype=dtype), _empty(TOKENS, width, dtype=dtype)
     _backward(swiglu(gate, up, "triton"), gate, up)
+
+
+def _weighted_gate(width: int, dtype: torch.dtype = BF16) -> None:
+    gate, up = _empty(TOKENS, width, dtype=dtype), _empty(TOKENS, width, dtype=dtype)
+    weights = _empty(TOKENS, dtype=FP32)
+    _backward(weighted_swiglu(gate, up, weights, "triton"), gate, up, weights)
 
 
 def _loss(vocabulary: int, dtype: torch.dtype = BF16) -> None:
@@ -148,6 +155,11 @@ SPECIMENS = [
     Specimen("rotary 12 + 4 heads of 96", lambda: _rotary(12, 4, 96), narrow=ANGLES),
     Specimen("swiglu 14336", lambda: _gate(14336)),
     Specimen("swiglu 14336 float32", lambda: _gate(14336, FP32)),
+    *(
+        Specimen(f"weighted_swiglu {width}", partial(_weighted_gate, width))
+        for width in (14336, 768)
+    ),
+    Specimen("weighted_swiglu 14336 float32", lambda: _weighted_gate(14336, FP32)),
     Specimen("cross-entropy 128256", lambda: _loss(128256)),
     Specimen("cross-entropy 16032", lambda: _loss(16032)),
     Specimen("cross-entropy 16032 float32", lambda: _loss(16032, FP32)),
