@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from costs.as_on_gpu import DEVICE
+from model.router import BaseRouter
 from parallel import collectives
 from parallel.axes import MeshSizes
 from parallel.collectives import Pending
+from parallel.expert import Exchange
 from parallel.mesh import to_device
 from parallel.pipeline.transfer import Transfers
 from runtime.device import device_thread
@@ -31,7 +33,7 @@ from tools.streams.layouts import LAYOUTS, differences, read_table, reports, tab
 from tools.streams.step import Pretended, SaverWithoutFiles, check, pretended_device
 from training.guard import UpdateGuard
 
-QUICK = {"tp", "zero 3", "3D, tied, documents", "pp and tp, zb_h1"}
+QUICK = {"tp", "zero 3", "3D, tied, documents", "pp and tp, zb_h1", "ep, shared expert"}
 ZERO_3 = replace(LAYOUTS["3D, zero 3, full recomputation"], activation_checkpointing="none")
 
 
@@ -58,7 +60,7 @@ def test_the_table_has_every_layout() -> None:
 def covering() -> Iterator[Case]:
     """The parity proof's cases, in which every pair of option values occurs, on the kernels of a
     GPU, and mostly in bfloat16."""
-    cases = [case for case, _ in parity.plan(parity.WORLDS, quick=True)[0] if case.router is None]
+    cases = [case for case, _ in parity.plan(parity.WORLDS, quick=True)[0]]
     for number, case in enumerate(cases):
         dtype = "float32" if number % 4 == 0 else "bfloat16"
         yield replace(case, dtype=dtype, kernels="auto", cpu_offload=False)
@@ -87,6 +89,10 @@ def take_without_waiting(self: Transfers, message: Any) -> Tensor:
 
 def guard_that_reads(self: UpdateGuard, loss: Tensor, norm: Tensor) -> Tensor:
     return norm if norm.item() > 0 else norm.abs()
+
+
+def router_that_reads(self: BaseRouter, logits: Tensor) -> Tensor:
+    return logits if logits[0, 0].tolist() > 0 else logits.relu()
 
 
 def plain_thread(target: Callable[..., None], name: str, *args: Any) -> threading.Thread:
@@ -134,6 +140,26 @@ def nothing(*_: Any) -> None: ...
 def test_a_defect_in_a_step_is_found(defect: Any, kind: str, said: str) -> None:
     with defect:
         findings = alone(check, ZERO_3.config(), ZERO_3.world, 0)["findings"]
+    assert {finding.split(":")[0] for finding in findings} == {kind}
+    assert any(said in finding for finding in findings)
+
+
+@pytest.mark.parametrize(
+    ("defect", "kind", "said"),
+    [
+        (
+            patch.object(Exchange, "_wait", lambda rows: tuple(p._tensor for p in rows.pending)),
+            RACE,
+            "all_to_all over ep",
+        ),
+        (patch.object(BaseRouter, "preferences", router_that_reads), SYNC, "tests/test_streams.py"),
+    ],
+    ids=["wait of rows", "second wait of the host"],
+)
+def test_a_defect_in_a_layer_of_experts_is_found(defect: Any, kind: str, said: str) -> None:
+    case = LAYOUTS["ep, shared expert"]
+    with defect:
+        findings = alone(check, case.config(), case.world, 0)["findings"]
     assert {finding.split(":")[0] for finding in findings} == {kind}
     assert any(said in finding for finding in findings)
 

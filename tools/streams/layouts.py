@@ -61,6 +61,27 @@ LAYOUTS = {
         schedule="zb_h1",
         activation_checkpointing="full",
     ),
+    "ep, shared expert": _case(
+        MeshSizes(dp_shard=2, ep=2), router="softmax", num_shared_experts=1, num_microbatches=2
+    ),
+    # ep across tp and a part of dp_shard
+    "ep and tp, zero 3, selective": _case(
+        MeshSizes(dp_shard=4, tp=2, ep=4),
+        router="sigmoid_bias",
+        router_losses=True,
+        num_shared_experts=1,
+        zero_stage=3,
+        activation_checkpointing="selective",
+        num_microbatches=2,
+    ),
+    "ep and pp, zero 2, zb_h1, full recomputation": _case(
+        MeshSizes(pp=2, dp_shard=2, ep=2),
+        router="softmax_renormalised",
+        num_dense_layers=1,
+        schedule="zb_h1",
+        zero_stage=2,
+        activation_checkpointing="full",
+    ),
     "3D, zero 2, zb_h1, no sequence parallelism": _case(
         _3D, schedule="zb_h1", zero_stage=2, sequence_parallel=False
     ),

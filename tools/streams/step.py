@@ -19,8 +19,8 @@ from parallel.mesh import Mesh, to_device
 from runtime.save import Saver
 from tools.plan.layout import Layout
 from tools.plan.time import StepTime
-from tools.rehearse.fake_gpu import DEVICE, fake_gpu, one_rank
-from tools.rehearse.rank import build_without_data
+from tools.rehearse.fake_gpu import DEVICE, fake_gpu
+from tools.rehearse.rank import build_without_data, routing_of, the_rank
 from tools.rehearse.rank import rows as batch_of
 from tools.rehearse.tape import GroupAxes
 from tools.streams.device import Device, Stream
@@ -98,8 +98,9 @@ def check(config: Config, world: int, rank: int, rates: Hardware | None = None) 
     can hide each collective of the second step, with `rates` also in seconds. A process can be only
     one rank of one world, so call this through `tools.rehearse.rank.alone`."""
     with (
-        one_rank(config.parallel.mesh_sizes(world), rank, DEVICE) as mesh,
+        the_rank(config, world, rank, DEVICE) as mesh,
         pretended_device(mesh) as pretended,
+        routing_of(config, mesh, imbalance=1.0),
     ):
         train = TrainStep(config, mesh, build_without_data(config, mesh), bos_id=0)
         with patch.object(dist, "new_group", lambda **_: None):
