@@ -33,8 +33,8 @@ class ModelConfig:
     """The dimensions of a Llama-style decoder. The letters D, H, K, E, F and V, as defined here,
     stand for dimensions in shapes throughout the code.
 
-    The options cover Llama 2 to 3.2, Mistral (full attention) and dense Qwen3 models. No linear
-    layer has a bias, so models with biases (Qwen2, Phi) are not covered.
+    The options cover Llama 2 to 3.2, Mistral (full attention), Mixtral and Qwen3, dense or not. No
+    linear layer has a bias, so models with biases (Qwen2, Phi) are not covered.
     """
 
     dim: Width  # D: width of the residual stream

@@ -54,7 +54,8 @@ class KeptOutputs:
         return tuple(y for y, _ in found)
 
     def once(self, compute: Callable[[], T]) -> T:
-        """The result of `compute`, which has no tensor that autograd follows."""
+        """The result of `compute`, which has no tensor that autograd follows. (Nor a product that
+        selective checkpointing keeps: torch numbers these, and the recomputation has one less.)"""
         if self._kept is None:
             return compute()
         result: T = self._kept.popleft() if self._again else compute()

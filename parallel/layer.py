@@ -1,4 +1,4 @@
-"""The base of every layer with weights: how tp shards them, and this rank's local tensor of each.
+"""The base of every layer with weights: how tp or ep shards them, and this rank's local tensor.
 
 A weight is a DTensor that carries its placement on tp, so FSDP2 can shard it further, checkpoints
 can store the global tensor, and the gradient norm can tell replicas from shards. Forward and

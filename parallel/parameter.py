@@ -1,5 +1,5 @@
 """The description of a weight, given once, where a layer creates it. No later code infers it from a
-name or a number of dimensions.
+name.
 
     WeightSpec(shape=(4096, 1024), placement=Shard(0), initial=Normal(0.02), group=MATRIX,
            gradient_is_partial=False)
@@ -7,7 +7,7 @@ name or a number of dimensions.
 | used by                               | fields                                        |
 |---------------------------------------|-----------------------------------------------|
 | tensor parallelism (layer.py)         | shape, placement                              |
-| FSDP (data.py)                        | sharded_over                                  |
+| FSDP (fsdp_units.py)                  | sharded_over                                  |
 | initial weights (model/initialise.py) | initial, copy_of                              |
 | sum over tp (partial.py)              | gradient_is_partial                           |
 | the optimizer                         | group, copy_of                                |

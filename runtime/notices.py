@@ -1,5 +1,5 @@
-"""What a start says about its configuration: what changed since the previous start, and what is not
-saved."""
+"""What a start says about its configuration: what changed since the previous start, and what may be
+an oversight."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -29,6 +29,12 @@ def notices(config: Config, resumes: bool, device: str) -> list[str]:
         lines.append(
             "warning: checkpoint.interval is 0: the run saves only when it is stopped or finds a "
             "file SAVE in its folder"
+        )
+    model = config.model
+    if model.has_experts and not (model.router_aux_weight or model.router_bias_rate):
+        lines.append(
+            "warning: nothing keeps the load of experts even: model.router_aux_weight and "
+            "model.router_bias_rate are 0"
         )
     return lines
 

@@ -114,3 +114,24 @@ def test_operators_agree_with_their_declarations(sizes):
         (add_grouped_weight_gradient, (into, dy, x, sizes, 1)),
     ):
         torch.library.opcheck(operator, args, test_utils=checks)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_on_a_gpu(dtype):
+    """Experts without rows have no gradient there either, and the host does not wait."""
+    sizes = [162, 0, 2577, 0]
+    x, dy = (randn(sum(sizes), 64, dtype=dtype, seed=seed) for seed in (0, 1))
+    b = randn(4, 64, 64, dtype=dtype, seed=2)
+    on = [t.cuda() for t in (x, b, dy, ends(sizes))]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y = grouped_mm(on[0], on[1], on[3], sizes)
+        dw = grouped_weight_gradient(on[2], on[0], on[3], sizes)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_close(y.cpu(), products(x, b, sizes), dtype)
+    assert_close(dw.cpu(), gradients(dy, x, sizes), dtype)
+    assert not dw[1].any()
+    assert not dw[3].any()

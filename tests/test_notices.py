@@ -28,6 +28,14 @@ def test_a_run_that_does_not_save_says_so() -> None:
     assert line.startswith("warning: checkpoint.interval is 0")
 
 
+def test_experts_that_nothing_balances_are_named() -> None:
+    moe = "configs/laptop_moe.yaml"
+    assert notices(load_config(moe, []), resumes=False, device="cpu") == []
+    off = ["model.router_aux_weight=0", "model.router_bias_rate=0"]
+    (line,) = notices(load_config(moe, off), resumes=False, device="cpu")
+    assert line.startswith("warning: nothing keeps the load of experts even")
+
+
 def lines_of(arguments: list[str], out: str) -> None:
     """A training run whose log goes to the file `out`."""
     with open(out, "w", encoding="utf-8") as file, redirect_stdout(file):

@@ -3,7 +3,8 @@
 Routers count the rows that this rank's tokens send to each expert (model/router/_base.py). After
 the last backward the counts are summed over all ranks with different tokens, as integers: a sum in
 bfloat16 would lose ones above 256, and a wrong sign would move a bias the wrong way. Then the bias
-of each expert with less than its layer's mean grows by `router_bias_rate`, and the others' shrink:
+of each expert with less than its layer's mean grows by `router_bias_rate`, and of those with more
+shrinks:
 
     bias += rate · sign(mean − count)
 

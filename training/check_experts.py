@@ -27,7 +27,7 @@ def check_experts(
             "parallel.sequence_parallel", False, why, "set it to true, or parallel.tp=1"
         )
     if train.compile:
-        why = "the numbers of an expert's rows are known only while a step runs, and a compiled "
+        why = "how many rows an expert gets is known only while a step runs, and a compiled "
         why += "block is one graph"
         raise UserError("train.compile", True, why, "set train.compile=false")
     router = router_class(model.router)

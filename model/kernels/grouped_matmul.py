@@ -7,8 +7,10 @@ An expert may have any number of rows, or none; its dw is then zero. The experts
 other; `offsets` (int32, on the device) are their ends, and `sizes` their numbers, for the host.
 
 torch's `grouped_mm` computes all experts in one launch, for 16-bit and float32 factors whose rows
-begin at multiples of 16 bytes. For all else (float64) there is a loop over the experts with the
-same result. Both are behind one operator each, so that a recording of operations sees one.
+begin at multiples of 16 bytes. On a GPU it is used only where torch has a kernel, for bfloat16 from
+compute capability 9 on: elsewhere the host would wait for `offsets`. For all else (float64) there
+is a loop over the experts with the same result. Both are behind one operator each, so that a
+recording of operations sees one.
 """
 
 from collections.abc import Sequence
@@ -30,12 +32,14 @@ def _by_torch(*factors: Tensor) -> bool:
             for each in factors
         )
         and all(each.numel() for each in factors)
-        and not _on_gpu_in_float32(factors[0])
+        and (not factors[0].is_cuda or _gpu_has_kernel(factors[0]))
     )
 
 
-def _on_gpu_in_float32(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype == torch.float32  # torch's kernels on GPUs take bfloat16
+def _gpu_has_kernel(x: Tensor) -> bool:
+    """Whether torch has a kernel: those of its grouped_mm are for Hopper and Blackwell."""
+    newer = torch.version.hip is None and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
+    return newer and x.dtype == torch.bfloat16
 
 
 @torch.library.custom_op("lattice::grouped_mm", mutates_args=())
@@ -58,7 +62,11 @@ def _(x: Tensor, b: Tensor, offsets: Tensor, sizes: Sequence[int]) -> Tensor:
 def grouped_weight_gradient(dy: Tensor, x: Tensor, offsets: Tensor, sizes: Sequence[int]) -> Tensor:
     """dw [X, M, N] = dyᵀ · x over the rows of each expert, for dy [R, M] and x [R, N]."""
     if _by_torch(dy, x):
-        return functional.grouped_mm(dy.t(), x, offs=offsets)
+        dw: Tensor = functional.grouped_mm(dy.t(), x, offs=offsets)
+        for expert, size in enumerate(sizes):
+            if size == 0:  # some GPU kernels leave it unwritten (pytorch issue 172439)
+                dw[expert].zero_()
+        return dw
     dw = dy.new_empty((len(sizes), dy.shape[1], x.shape[1]))
     for dy_rows, rows, out in zip(dy.split(list(sizes)), x.split(list(sizes)), dw, strict=True):
         torch.mm(dy_rows.t(), rows, out=out)

@@ -2,7 +2,8 @@
 load of experts even.
 
 A token's scores are logits = x · weightᵀ, computed in float32 at least: experts whose scores are
-almost equal would else be chosen by rounding errors. A kind of router states which numbers a token
+almost equal would otherwise be chosen by rounding errors. (With FSDP in bfloat16, the weight
+itself arrives rounded, as all weights do.) A kind of router states which numbers a token
 prefers experts by, and which weights it gives to those that it has chosen.
 
 Both losses are sums over the sequences of the global batch, divided by their number. So they depend
