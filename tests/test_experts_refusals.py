@@ -56,7 +56,7 @@ def refusal(world: int, overrides: tuple[str, ...]) -> str:
         ("model.router_aux_weight=-0.1", "model.router_aux_weight = -0.1", "for example 0.01"),
         ("model.router_z_weight=.nan", "model.router_z_weight = nan", "for example 0.001"),
         ("model.router_scale=0", "model.router_scale = 0", "for example 2.5"),
-        ("train.compile=true", "train.compile = True: the numbers of an expert's rows are known",
+        ("train.compile=true", "train.compile = True: how many rows an expert gets is known",
          "train.compile=false"),
         ("parallel.ep=0", "parallel.ep = 0", "give 1 or more"),
         ("parallel.ep=3", "parallel.ep = 3: must divide dp_shard · cp · tp = 8 · 1 · 1",

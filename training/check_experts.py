@@ -40,10 +40,18 @@ def check_experts(
         why += "and the router would learn nothing"
         remedy = "set model.router=softmax, or choose 2 experts or more"
         raise UserError("model.experts_per_token", 1, why, remedy)
-    shards, local = sizes.of_experts()["efsdp"], model.num_experts // sizes.ep
-    for key, width in model.expert_sides.items():
-        if local < shards and width % shards:
-            why = f"must be a multiple of {shards}: a rank has {local} of the experts, fewer than "
-            why += f"the {shards} ranks (dp_shard · cp · tp / ep) that shard them, so each is cut"
-            remedy = f"give {max(1, width // shards) * shards}, or another parallel.ep"
-            raise UserError(key, width, why, remedy)
+    shards = sizes.of_experts()["efsdp"]
+    for key, side in sides_that_cannot_be_cut(model, sizes.ep, shards):
+        why = f"must be a multiple of {shards}: a rank has {model.num_experts // sizes.ep} of the "
+        why += f"experts, fewer than the {shards} ranks (dp_shard · cp · tp / ep) that shard them, "
+        why += "so each is cut"
+        remedy = f"give {max(1, side // shards) * shards}, or another parallel.ep"
+        raise UserError(key, side, why, remedy)
+
+
+def sides_that_cannot_be_cut(model: ModelConfig, ep: int, shards: int) -> list[tuple[str, int]]:
+    """The sides of an expert's matrices, with their keys, that `shards` ranks of FSDP would have to
+    share and cannot. They share experts as wholes if an ep rank has as many."""
+    if not model.has_experts or model.num_experts // ep >= shards:
+        return []
+    return [(key, side) for key, side in model.expert_sides.items() if side % shards]

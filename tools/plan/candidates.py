@@ -19,6 +19,7 @@ from tools.plan.estimate import Estimate, Stage, ranks_of
 from tools.plan.hardware import Device
 from tools.plan.layout import Layout, Numbers
 from tools.plan.time import StepTime
+from training.check_experts import sides_that_cannot_be_cut
 from training.config import Config, cuts_of_sequence
 
 # Stages per rank of schedules that take no other number; the others take two or more.
@@ -169,10 +170,10 @@ def _data_parallel(
     for shard in _divisors(dp):
         if shard < dp and shard * inner < min(device.gpus_per_node, dp * inner):
             continue
-        if shard * inner % ep or not _cuts(layout.config.model, ep, shard * inner // ep):
+        model, of_experts = layout.config.model, shard * inner // ep
+        if shard * inner % ep or sides_that_cannot_be_cut(model, ep, of_experts):
             continue
-        has_experts = layout.config.model.has_experts
-        shards = Numbers(shard * cp, shard * inner // ep if has_experts else 1)
+        shards = Numbers(shard * cp, of_experts if model.has_experts else 1)
         replicas = Numbers(dp // shard, dp // shard)
         for zero in _zero_stages(max(shards)):
             if one_dtype and ((m > 1 and zero < 2) or shard < dp):
@@ -234,12 +235,6 @@ def _cp_sizes(config: Config, world: int) -> list[int]:
 def _ep_sizes(config: Config, world: int) -> list[int]:
     """The sizes of ep that divide the world and the number of experts."""
     return _divisors(math.gcd(world, config.model.num_experts)) if config.model.has_experts else [1]
-
-
-def _cuts(model: ModelConfig, ep: int, shards: int) -> bool:
-    """Whether `shards` ranks can share the experts of an ep rank (training/check_experts.py)."""
-    few = model.has_experts and model.num_experts // ep < shards
-    return not few or (model.expert_width % shards == 0 and model.dim % shards == 0)
 
 
 def _takes(model: ModelConfig, tp: int) -> bool:

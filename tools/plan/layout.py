@@ -49,12 +49,8 @@ def world_of(path: str, config: Config, gpus: int | None) -> int:
         return math.prod(getattr(parallel, axis) for axis in AXES)
     first_line = re.match(r"# world: (\d+)\n", Path(path).read_text(encoding="utf-8"))
     if first_line is None:
-        raise UserError(
-            "--gpus",
-            None,
-            "parallel.dp_shard=-1 needs the number of GPUs, which is not known",
-            "give --gpus N",
-        )
+        why = "parallel.dp_shard=-1 needs the number of GPUs, which is not known"
+        raise UserError("--gpus", None, why, "give --gpus N")
     return int(first_line[1])
 
 
