@@ -65,14 +65,14 @@ def layout(num_gpus: int) -> tuple[int, list[str]]:
     """The number of processes to start, and the overrides that fit the configuration to it.
 
     The number of GPUs used is a power of two, which divides the batch and the heads. Its factors
-    of two go first to tp, then to pp, then to dp_shard.
+    of two go first to tp, then to pp, then to dp_shard. Experts, if there are any, fit on one GPU.
     """
     if num_gpus == 0:
         return MAX_PROCESSES, []
     processes = 1 << (min(num_gpus, MAX_PROCESSES).bit_length() - 1)
     tp = min(processes, 2)
     pp = min(processes // tp, 2)
-    axes = [f"parallel.tp={tp}", f"parallel.pp={pp}", "parallel.dp_shard=-1"]
+    axes = [f"parallel.tp={tp}", f"parallel.pp={pp}", "parallel.dp_shard=-1", "parallel.ep=1"]
     return processes, [*axes, "train.dtype=bfloat16"]
 
 
