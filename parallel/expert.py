@@ -128,7 +128,7 @@ def find_routes(
     sizes = tuple(sum(rows[expert::local]) for expert in range(local))
     receive = [sum(rows[rank * local : (rank + 1) * local]) for rank in range(ep.size)]
     local_order = None
-    if ep.size > 1:
+    if ep.size > 1 and local > 1:
         experts = torch.arange(local, device=flat.device).repeat(ep.size)
         experts = experts.repeat_interleave(theirs.flatten(), output_size=sum(receive))
         local_order = experts.argsort(stable=True)

@@ -71,12 +71,13 @@ class WeightedSwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, weights: Tensor, kernels: str) -> Tensor:
         ctx.save_for_backward(gate, up, weights)
         ctx.kernels = kernels
-        return (swiglu(gate, up, kernels) * weights.unsqueeze(1)).to(gate.dtype)
+        # In place: computed in the weights' dtype, written in that of h, without a copy in between.
+        return swiglu(gate, up, kernels).mul_(weights.unsqueeze(1))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         gate, up, weights = ctx.saved_tensors
         h = swiglu(gate, up, ctx.kernels)
         dweights = (dy.to(weights.dtype) * h).sum(1)
-        dh = (dy * weights.unsqueeze(1)).to(dy.dtype)
+        dh = torch.mul(dy, weights.unsqueeze(1), out=h)  # h is not needed any more
         return *swiglu_gradients(dh, gate, up, ctx.kernels), dweights, None
