@@ -7,7 +7,6 @@ them adds can be seen, and more blocks only repeat it. In both, all widths are t
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +108,7 @@ def record(case: Case) -> Ledger:
     ):
         stages, experts = build_without_data(config, mesh), routing_of(config, mesh, imbalance=1.0)
         with recording(mesh) as ledger, experts:
-            experts.waits = partial(ledger.waited, "tolist")
+            experts.reads = ledger.numbers_read
             train = TrainStep(config, mesh, stages, bos_id=0)
             train.record = ledger.record
             for number in range(2):

@@ -210,6 +210,11 @@ class Ledger(StorageWatch):
         part, where = place(self._action)
         self.operations.append(Operation(part, COPY, name, where, launches=0, waits=waits))
 
+    def numbers_read(self, tensor: Tensor) -> None:
+        """The host waited for the numbers of a tensor, and has read them."""
+        self.waited("tolist")
+        self._read([tensor])
+
     # --- storages ---
 
     def _read(self, tensors: list[Tensor]) -> None:

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from costs.as_on_gpu import DEVICE
@@ -57,13 +58,13 @@ class Routing(TorchFunctionMode):
         super().__init__()
         self.rows, self.local, self.ep, self.rank = rows, num_experts // ep, ep, rank
         self.received = round(rows * imbalance)
-        self.waits: Callable[[], None] = lambda: None  # called when the host reads the numbers
+        self.reads: Callable[[Tensor], None] = lambda _: None  # called when the host reads them
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.tolist and args[0].device.type == DEVICE:
             numbers = self.numbers
             if args[0].shape == (len(numbers),):
-                self.waits()
+                self.reads(args[0])
                 return numbers
         return func(*args, **(kwargs or {}))
 

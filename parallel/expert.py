@@ -7,7 +7,7 @@
 
 A rank sorts its rows by expert, so those for one rank are contiguous, sends them, and sorts what it
 receives by expert again: each expert's rows are then contiguous for one grouped product. The
-results return on the same way, and each token's are summed. No token is dropped, so ranks receive
+results return the same way, and each token's are summed. No token is dropped, so ranks receive
 different numbers of rows, or none.
 
 All ranks of dp_shard × cp × tp have different tokens (with sequence parallelism those of tp too),
@@ -19,7 +19,7 @@ and FSDP's plain sum over efsdp and ep_replicate adds the rest: no factor is nee
 | forward  | counts of rows, for each expert         | 8 · X · (ep − 1) / ep                       |
 |          | rows there, beside the router's weights | T·k · (D·b + 4) · (ep − 1) / ep if balanced |
 |          | results back                            | T·k · D·b · (ep − 1) / ep                   |
-| backward | gradients of results there, rows' back  | the same as in forward                      |
+| backward | gradients of results there, rows' back  | the same as the two rows above              |
 
 T is the number of tokens of a rank, k of experts that a token chooses, X of experts. With full
 checkpointing, rows and weights are sent there again. The router's weight is multiplied between an
@@ -112,6 +112,7 @@ def find_routes(
     whole_sequences: count over the ranks that share a sequence too.
     """
     flat = chosen.flatten()
+    assert len(chosen) % sequences == 0, "tokens are [S, sequences]"
     order = flat.argsort(stable=True)
     # integers: a sum of ones in any order is the same, and larger than 256 in bfloat16 is not
     of_sequence = torch.arange(sequences, device=flat.device).repeat_interleave(chosen.shape[1])
@@ -128,7 +129,7 @@ def find_routes(
     sizes = tuple(sum(rows[expert::local]) for expert in range(local))
     receive = [sum(rows[rank * local : (rank + 1) * local]) for rank in range(ep.size)]
     local_order = None
-    if ep.size > 1 and local > 1:
+    if ep.size > 1 and local > 1:  # the rows of a single expert are in order as they arrive
         experts = torch.arange(local, device=flat.device).repeat(ep.size)
         experts = experts.repeat_interleave(theirs.flatten(), output_size=sum(receive))
         local_order = experts.argsort(stable=True)
@@ -145,9 +146,9 @@ def find_routes(
 class TokenDispatch(nn.Module):
     """Sends tokens to their experts and the results back, for one layer. It has no weights.
 
-    routed = dispatch.send(x, weights, routes)        starts
+    sent = dispatch.send(x, weights, routes)          starts
     …                                                 what is computed here overlaps the sending
-    rows, weights = dispatch.receive(routed)          [R, D] and [R], sorted by expert
+    rows, weights = dispatch.receive(sent)            [R, D] and [R], sorted by expert
     y = dispatch.send_back(experts(rows), routes)     [T, D]
     """
 
@@ -158,8 +159,8 @@ class TokenDispatch(nn.Module):
         self.keeps_rows = False  # and with selective checkpointing, received rows
 
     def once(self, compute: Callable[[], T]) -> T:
-        """The result of `compute`, which the recomputation does not call: routes are found, and
-        counted, once."""
+        """The result of `compute`, kept for the recomputation, which does not call it: routes are
+        found, and counted, once."""
         return compute() if self.kept is None else self.kept.once(compute)
 
     def send(self, x: Tensor, weights: Tensor, routes: Routes) -> "Sent":
@@ -218,7 +219,8 @@ class Exchange:
 
 
 class Sent(NamedTuple):
-    """What `TokenDispatch.send` returns: placeholders, by which autograd connects the two ends."""
+    """What `TokenDispatch.send` returns. autograd must know that `receive` depends on `send` while
+    rows still travel: the placeholders, which have the shapes and no data, tell it."""
 
     exchange: Exchange
     rows: Tensor

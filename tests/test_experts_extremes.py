@@ -2,10 +2,7 @@
 expert without tokens, a rank that receives no rows, and experts that FSDP must cut."""
 
 import pytest
-import torch
 
-from model.feed_forward.experts import WeightedSwiGLU
-from model.kernels.swiglu import swiglu, swiglu_gradients
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
 from tests.parity_tiers import thorough_but
@@ -74,25 +71,3 @@ def test_experts_are_cut_where_a_rank_has_fewer_than_shards(ranks):
     assert cut == [{"gate": (2, 16 // 4, 32), "down": (2, 32 // 4, 16)}] * 8
     uneven = ranks.run(local_experts, 4, FEW[4])
     assert [found["gate"] for found in uneven] == [(2, 16, 32)] * 2 + [(1, 16, 32)] * 2
-
-
-def test_weights_of_rows_are_multiplied_in_float32_and_rounded_once():
-    """In bfloat16, bit for bit as the plain formula. Control: with weights that are rounded first,
-    other bits."""
-    generator = torch.Generator().manual_seed(0)
-    gate, up, dy = (
-        torch.randn(64, 32, generator=generator).bfloat16().requires_grad_() for _ in range(3)
-    )
-    weights = torch.rand(64, generator=generator, requires_grad=True)
-    kept = [t.detach().clone() for t in (gate, up, dy)]
-    y = WeightedSwiGLU.apply(gate, up, weights, "torch")
-    y.backward(dy.detach())
-    h = swiglu(gate.detach(), up.detach(), "torch")
-    by_rows = weights.detach().unsqueeze(1)
-    assert torch.equal(y, (h * by_rows).bfloat16())
-    assert not torch.equal(y, h * by_rows.bfloat16())
-    assert torch.equal(weights.grad, (dy.detach().float() * h).sum(1))
-    dh = (dy.detach() * by_rows).bfloat16()
-    expected = swiglu_gradients(dh, gate.detach(), up.detach(), "torch")
-    assert all(map(torch.equal, (gate.grad, up.grad), expected))
-    assert all(map(torch.equal, (gate, up, dy), kept)), "no input is modified"

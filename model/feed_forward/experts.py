@@ -2,14 +2,11 @@
 to all shared ones (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538; shared: Dai et al. 2024,
 https://arxiv.org/abs/2401.06066, section 3.2)."""
 
-from typing import Any
-
-import torch
 from torch import Tensor, nn
 
 from model.config import ModelConfig
 from model.feed_forward import swiglu as dense
-from model.kernels.swiglu import swiglu, swiglu_gradients
+from model.kernels.weighted_swiglu import weighted_swiglu
 from model.matmul import GroupedMatmul
 from model.router import make_router
 from parallel.expert import ExpertParallel, Groups, TokenDispatch
@@ -59,25 +56,5 @@ class Experts(nn.Module):
         """Map rows [R, D], those of each expert together, and the router's weights of them [R] to
         weight · expert(row) [R, D]."""
         gate, up = expert_linear(rows, groups, self.gate, self.up)
-        h = WeightedSwiGLU.apply(gate, up, weights, self.kernels)
+        h = weighted_swiglu(gate, up, weights, self.kernels)
         return last_expert_linear(h, groups, self.down)
-
-
-class WeightedSwiGLU(torch.autograd.Function):
-    """weight · silu(gate) · up, for gate, up [R, F] and weights [R]. Multiplied here and not after
-    the last product, the weight's gradient needs no result of an expert."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, weights: Tensor, kernels: str) -> Tensor:
-        ctx.save_for_backward(gate, up, weights)
-        ctx.kernels = kernels
-        # In place: computed in the weights' dtype, written in that of h, without a copy in between.
-        return swiglu(gate, up, kernels).mul_(weights.unsqueeze(1))
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        gate, up, weights = ctx.saved_tensors
-        h = swiglu(gate, up, ctx.kernels)
-        dweights = (dy.to(weights.dtype) * h).sum(1)
-        dh = torch.mul(dy, weights.unsqueeze(1), out=h)  # h is not needed any more
-        return *swiglu_gradients(dh, gate, up, ctx.kernels), dweights, None
