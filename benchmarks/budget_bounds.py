@@ -25,7 +25,10 @@ class Least(NamedTuple):
 
 def least_launches(case: Case) -> dict[tuple[str, str], Least]:
     """(pass, kind) → the least number of launches of the case."""
-    return _of_block(case) if case.is_block else _of_step(case) | _after_backward(case)
+    if not case.is_block:
+        return _of_step(case) | _after_backward(case)
+    least = _of_block(case)
+    return least | _of_experts() if case.config().model.has_experts else least
 
 
 def _of_block(case: Case) -> dict[tuple[str, str], Least]:
@@ -62,6 +65,32 @@ def _of_block(case: Case) -> dict[tuple[str, str], Least]:
         if tp > 1:
             least["recomputation", "collective"] = Least(3, "those of forward but the last")
     return least
+
+
+def _of_experts() -> dict[tuple[str, str], Least]:
+    """What differs in a block with one expert on each rank, without recomputation or with selective
+    recomputation."""
+    return {
+        ("forward", "product"): Least(
+            8, "query, key, value, output, router; gate, up, down of all experts"
+        ),
+        ("forward", "pointwise"): Least(
+            3, "choice, weights and order of rows; gather the rows; sum each token's results"
+        ),
+        ("forward", "collective"): Least(3, "numbers of rows; rows with their weights; results"),
+        ("backward", "product"): Least(16, "for each product of forward, its two gradients"),
+        ("backward", "pointwise"): Least(
+            5,
+            "2 norms; the router's weights; gather gradients of results; sum those of each token",
+        ),
+        ("backward", "collective"): Least(
+            2, "gradients of results; those of rows with their weights"
+        ),
+        ("FSDP", "copy"): Least(
+            4, "experts: cast; the rest: for a gather cast in and copy out, for a reduction copy in"
+        ),
+        ("FSDP", "collective"): Least(2, "one gather and one reduction of all but the experts"),
+    }
 
 
 def _of_step(case: Case) -> dict[tuple[str, str], Least]:
@@ -147,8 +176,17 @@ def least_flops(case: Case) -> Flops:
     name = kind_of(config.model, 0)
     weights = unit(Setting(config.model, train.seq_len, tp), name).weights
     tokens = train.seq_len * train.micro_batch_size
-    each = [2.0 * tokens * prod(w.shape) for w in weights if len(w.shape) == 2]
-    output, down = (2.0 * tokens * prod(w.shape) for w in weights if _is_row_parallel(w))
+    each, output, down = [], 0.0, 0.0
+    for weight in weights:
+        if len(weight.shape) < 2:
+            continue
+        # of all experts together, as many rows as leave a rank arrive at it, if they are balanced
+        rows = tokens * (config.model.experts_per_token if len(weight.shape) == 3 else 1)
+        each.append(2.0 * rows * prod(weight.shape[-2:]))
+        output, down = (
+            (output or each[-1], each[-1]) if _is_row_parallel(weight) else (output, down)
+        )
+    down = each[-1] if config.model.has_experts else down
     again = {"none": 0.0, "selective": output if tp > 1 else 0.0, "full": sum(each) - down}
     return Flops(sum(each), 2 * sum(each), again[mode])
 

@@ -6,7 +6,7 @@ them adds can be seen, and more blocks only repeat it. In both, all widths are t
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from benchmarks.budget_ledger import Ledger, Operation, Temporary, recording
 from benchmarks.budget_places import OF_A_BLOCK, PASSES
-from tools.rehearse.fake_gpu import DEVICE, fake_gpu, one_rank
-from tools.rehearse.rank import alone, build_without_data, rows
+from tools.rehearse.fake_gpu import DEVICE, fake_gpu
+from tools.rehearse.rank import alone, build_without_data, routing_of, rows, the_rank
 from training.config import Config
 from training.load_config import load_config
 from training.step import TrainStep
@@ -58,6 +58,16 @@ def block(model: str, mode: str, *more: str) -> Case:
     return Case(f"{model} tp {tp} block, {mode}", model, keys, 3 * tp, tp)
 
 
+def experts_block(mode: str) -> Case:
+    """A block of Mixtral 8x7B, which has the widths of Llama 3 8B, and each of its 8 experts on a
+    rank of its own. Every expert receives as many rows."""
+    keys = ("parallel.dp_shard=8", "parallel.ep=8", "parallel.zero_stage=1",
+            "train.global_batch_size=8", "model.feed_forward=experts", "model.num_experts=8",
+            "model.experts_per_token=2")  # fmt: skip
+    like = block("8B", mode, *keys)
+    return replace(like, name=f"8x7B ep 8 block, {mode}", world=24, rank=8)
+
+
 def step(model: str, zero_stage: int, dp_shard: int, *more: str) -> Case:
     """A whole step, without recomputation and without pipeline parallelism."""
     tp = MODELS[model][1]
@@ -74,6 +84,7 @@ def step(model: str, zero_stage: int, dp_shard: int, *more: str) -> Case:
 
 CASES = [
     *(block(model, mode) for model in MODELS for mode in MODES),
+    *(experts_block(mode) for mode in ("none", "selective")),
     *(step("8B", zero_stage, 1) for zero_stage in (0, 1, 2, 3)),
     *(step("8B", zero_stage, 8) for zero_stage in (1, 2, 3)),
     *(step("70B", zero_stage, 8) for zero_stage in (1, 3)),
@@ -91,10 +102,13 @@ def record(case: Case) -> Ledger:
     can be only one rank of one world: see `budget`."""
     config = case.config()
     config.validate(case.world)
-    sizes = config.parallel.mesh_sizes(case.world)
-    with one_rank(sizes, case.rank, DEVICE) as mesh, fake_gpu(to_device=without_waiting):
-        stages = build_without_data(config, mesh)
-        with recording(mesh) as ledger:
+    with (
+        the_rank(config, case.world, case.rank, DEVICE) as mesh,
+        fake_gpu(to_device=without_waiting),
+    ):
+        stages, experts = build_without_data(config, mesh), routing_of(config, mesh, imbalance=1.0)
+        with recording(mesh) as ledger, experts:
+            experts.reads = ledger.numbers_read
             train = TrainStep(config, mesh, stages, bos_id=0)
             train.record = ledger.record
             for number in range(2):

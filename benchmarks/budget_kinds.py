@@ -22,7 +22,7 @@ KINDS = {
     OF_ONE_RANK: "collectives of one rank in place, which launch nothing",
 }
 COPIES = {
-    "_to_copy", "copy", "copy_", "clone", "cat", "stack", "repeat", "_foreach_copy_",
+    "_to_copy", "copy", "copy_", "index_copy_", "clone", "cat", "stack", "repeat", "_foreach_copy_",
     "all_gather_copy_in", "split_with_sizes_copy", "chunk_cat", "_chunk_cat", "constant_pad_nd",
 }  # fmt: skip
 FILLS = {

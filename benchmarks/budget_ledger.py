@@ -37,7 +37,7 @@ from benchmarks.budget_places import Where, place
 from costs.as_on_gpu import DEVICE, AsOnGpu
 from costs.collectives import arguments_of as arguments_of_collective
 from costs.collectives import call_of, group_of
-from costs.events import LOOKUPS, Attention, Product, event_of
+from costs.events import GROUPED, LOOKUPS, Attention, Product, event_of
 from costs.operators import (
     host_copy,
     launches_nothing,
@@ -138,7 +138,7 @@ class Ledger(StorageWatch):
         self._now = place(self._action, name)
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs)
-        if func.namespace == "lattice":
+        if func.namespace == "lattice" and name not in GROUPED:
             return self._as_on_gpu(func, args, kwargs)
         given = list(tensors_of([*args, *kwargs.values()]))
         if on_device(given) and (what := needs_value(func, args, kwargs)):
@@ -155,8 +155,10 @@ class Ledger(StorageWatch):
         read, written = traffic(func, args, kwargs, made)
         event = event_of(func, args, kwargs, result)
         kind = kind_of(name, event)
-        done = Operation(self._now[0], kind, name, self._now[1], LAUNCHES.get(name, 1))
-        done.bytes = size_of(read) + size_of(written) + (done.launches - 1) * 2 * size_of(written)
+        launches = event.launches if isinstance(event, Product) else LAUNCHES.get(name, 1)
+        done = Operation(self._now[0], kind, name, self._now[1], launches)
+        done.bytes = size_of(read) + size_of(written)
+        done.bytes += (LAUNCHES.get(name, 1) - 1) * 2 * size_of(written)
         if name in LOOKUPS:  # reads as much of its first argument as it writes
             done.bytes += size_of(written) - size_of(read[:1])
         if isinstance(event, Product | Attention):
@@ -207,6 +209,11 @@ class Ledger(StorageWatch):
         """The host waited for the device, in something that launches nothing."""
         part, where = place(self._action)
         self.operations.append(Operation(part, COPY, name, where, launches=0, waits=waits))
+
+    def numbers_read(self, tensor: Tensor) -> None:
+        """The host waited for the numbers of a tensor, and has read them."""
+        self.waited("tolist")
+        self._read([tensor])
 
     # --- storages ---
 

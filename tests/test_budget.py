@@ -54,10 +54,14 @@ def test_the_operators_are_those_of_the_results(case: Case) -> None:
 
 
 def test_the_results_have_every_case_and_no_wait_of_the_host() -> None:
+    """Except the one of each forward of a layer of experts."""
     assert list(RESULTS["cases"]) == [case.name for case in CASES]
     for name, found in RESULTS["cases"].items():
         assert len({identity(row) for row in found["rows"]}) == len(found["rows"])
-        assert not [row for row in found["rows"] if row.get("waits")], name
+        waits = [(row["pass"], row["where"], row["waits"]) for row in found["rows"]
+                 if row.get("waits")]  # fmt: skip
+        once = [("forward", "parallel/expert.py counts_on_host", 1)]
+        assert waits == (once if name.startswith("8x7B") else []), name
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
