@@ -44,10 +44,10 @@ def shard(
     Parameters stay in their own dtype (the master weights); forward and backward see them in
     `compute_dtype`, and gradients are reduced in `reduce_dtype`.
 
-    If no other rank shares the stage's weights, and they are not offloaded to the CPU, the stage is
+    If no other rank shares this rank's weights, and they are not offloaded to the CPU, the stage is
     left as it is (whole.py).
     """
-    if not (cpu_offload or shares_weights(stage, mesh)):
+    if not (cpu_offload or shares_weights(mesh)):
         return
     # FSDP must not cast inputs: hidden states already have the compute dtype, and rotary angles
     # must stay in float32.
@@ -91,9 +91,11 @@ def _fsdp(module: nn.Module) -> FSDPModule:
     return module
 
 
-def shares_weights(stage: nn.Module, mesh: Mesh) -> bool:
-    """Whether other ranks have the same weights as this one: some view has more than one rank."""
-    return any(getattr(mesh, each.spec.sharded_over).size() > 1 for each in weights_of(stage))
+def shares_weights(mesh: Mesh) -> bool:
+    """Whether other ranks have the same weights as this one: some view has more than one rank. The
+    answer is the same for all stages, also for one that has no experts."""
+    views = [mesh.fsdp] if mesh.experts is None else [mesh.fsdp, mesh.fsdp_ep]
+    return any(view.size() > 1 for view in views)
 
 
 def view_of(unit: Sequence[nn.Module], mesh: Mesh) -> DeviceMesh:
