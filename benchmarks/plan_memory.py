@@ -29,6 +29,8 @@ SMALL = (  # the same with a small model; its micro-batches are one sequence
     "model.num_layers=8 train.seq_len=1024 train.global_batch_size=16"
 )
 
+EXPERTS = "model.feed_forward=experts model.num_experts=8 model.experts_per_token=2"
+
 
 class Case(NamedTuple):
     """A rank of a job. For llama3_70b, overrides follow SMALL, or PIPELINE if they begin
@@ -181,6 +183,17 @@ CASES = [
          "parallel.zero_stage=2 train.activation_checkpointing=selective", quick=True),
     Case("llama3_70b", 16, 11, "parallel.tp=1 parallel.pp=2 parallel.cp=4 parallel.dp_replicate=2 "
          "parallel.dp_shard=1 parallel.zero_stage=0 model.tie_embeddings=true"),
+    # experts
+    Case("llama3_70b", 8, 0,
+         f"parallel.tp=2 parallel.pp=1 parallel.ep=4 parallel.zero_stage=3 {EXPERTS}", quick=True),
+    Case("llama3_70b", 8, 0, "parallel.tp=2 parallel.pp=1 parallel.ep=1 parallel.zero_stage=3 "
+         f"train.activation_checkpointing=full train.seq_len=64 {EXPERTS}", quick=True),
+    Case("llama3_70b", 8, 5, "parallel.tp=1 parallel.pp=2 parallel.ep=4 parallel.zero_stage=2 "
+         f"parallel.schedule=zb_h1 {EXPERTS} model.num_experts=16 model.expert_ffn_dim=384 "
+         "model.num_shared_experts=1 model.num_dense_layers=1", quick=True),
+    Case("llama3_70b", 16, 3, "parallel.tp=2 parallel.pp=2 parallel.cp=2 parallel.ep=8 "
+         f"train.activation_checkpointing=selective {EXPERTS}"),
+    Case("llama3_70b", 4, 0, f"parallel.tp=1 parallel.pp=1 parallel.ep=4 {EXPERTS}"),
 ]  # fmt: skip
 
 

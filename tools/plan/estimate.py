@@ -156,7 +156,7 @@ class Estimate:
         seconds = self.pipeline + time.updating(most)
         # the rank's v stages are taken as equal, and their units
         one, ends = 1 / self.v, (rest[0] / number, rest[0] / number, rest[1] / number)
-        sharding = Gathers(gather * one, scatter * one, *ends, experts[0] * one)
+        sharding = Gathers(gather * one, scatter * one, *ends)
         seconds += m * self.v * sharding.waits(zero, self.unit, self.part * one).total
         forward, backward = self.part.forward, self.part.input_grad + self.part.weight_grad
         as_one = self.unit == "stage"

@@ -9,9 +9,9 @@ unit, so gathers are exposed, and reductions overlap with the rank's next action
 accounts for the messages of the pipeline, which overlap with other actions as the schedule allows.
 
 In a forward of experts the host waits for the device, to learn how many rows go to each rank. Then
-it has launched nothing that the device could compute meanwhile, and it has not started to gather
-the experts, so with zero_stage 3 that gather is exposed. Each such wait takes `host_wait_seconds`
-of the device.
+it has launched nothing that the device could compute meanwhile: each such wait takes
+`host_wait_seconds` of the device. The experts have been gathered with their block, beside the
+previous experts and the attention.
 """
 
 from collections.abc import Callable
@@ -63,9 +63,6 @@ class Gathers(NamedTuple):
     gather_first: float  # of the first unit
     gather_last: float  # of the last unit, which is the first in backward
     scatter_last: float  # the last reduction, of the first unit
-    # of the experts: in forward the host starts them when it has waited for the experts' numbers of
-    # rows, and all that was to be computed before them has been
-    late: float = 0.0
 
     def waits(self, zero_stage: int, fsdp_unit: str, stage: Part) -> Part:
         """Seconds by which the actions of `stage` are longer, in every micro-batch. Nothing runs
@@ -82,8 +79,7 @@ class Gathers(NamedTuple):
             return Part(0.0, 0.0, max(0.0, self.scatter - backward - forward))
         if zero_stage == 3:  # every forward and backward gathers; every backward reduces too
             bare = self.gather_last + self.scatter_last
-            early = self.gather - self.late
-            first = max(self.gather_first, early - forward) + self.late
+            first = max(self.gather_first, self.gather - forward)
             return Part(first, max(bare, both - backward), 0.0)
         return Part(0.0, 0.0, max(self.scatter_last, self.scatter - backward))
 
@@ -198,8 +194,7 @@ class StepTime:
         gather, scatter, _ = self.data_parallel(stage)
         units = [unit for _, unit in layout.fsdp_units(stage)]
         first, *_, last = [self.of_unit(unit) for unit in units if unit.over == "fsdp"] * 2
-        late = sum(self.of_unit(unit)[0] for unit in units if unit.over == "fsdp_ep")
-        sharding = Gathers(gather, scatter, first[0], last[0], first[1], late)
+        sharding = Gathers(gather, scatter, first[0], last[0], first[1])
         return sharding.waits(parallel.zero_stage, parallel.fsdp_unit, self.stages[stage])
 
     @cached_property

@@ -62,8 +62,8 @@ def collectives(layout: Layout) -> Counter[Call]:
 
 def over_groups(layout: Layout) -> Counter[Call]:
     """The collectives of one step as a rehearsal counts them, which knows groups, not axes: a group
-    has the name of the innermost axis with the same ranks, and if cp is the only axis, all of them
-    share one group."""
+    has the name of the innermost axis with the same ranks, those of experts have their own, and if
+    cp is the only axis, all of them share one group."""
     calls: Counter[Call] = Counter()
     same = _same_groups(layout)
     for call, number in collectives(layout).items():
@@ -74,20 +74,13 @@ def over_groups(layout: Layout) -> Counter[Call]:
 
 
 def _same_groups(layout: Layout) -> dict[str, str]:
-    """The axes of experts, and `world`, with the name of an earlier axis that has the same
-    ranks."""
-    if not layout.config.model.has_experts:
-        return {}
-    sizes, first = layout.sizes, dict[tuple[int, int], str]()
-    of_weights, of_experts = sizes.of_weights(), sizes.of_experts()
-    strides = {"tp": 1, "dp_shard": sizes.tp, "dp_replicate": sizes.tp * layout.shards,
-               "ep": 1, "efsdp": sizes.ep, "ep_replicate": sizes.ep * of_experts["efsdp"],
-               "world": 1}  # fmt: skip
-    numbers = {**of_weights, **of_experts, "world": layout.world}
-    # the ranks of a group are evenly spaced
-    return {
-        axis: first.setdefault((stride, numbers[axis]), axis) for axis, stride in strides.items()
-    }
+    """For the axis over which all ranks share experts, the axis of weights with all ranks, or
+    `world`: of all ranks there is one group. (Only ep has all-to-alls, so they keep its name.)"""
+    sizes, world = layout.sizes, layout.world
+    whole = [axis for axis, size in reversed(sizes.of_weights().items()) if size == world]
+    of_experts = sizes.of_experts()
+    alike = [axis for axis in ("efsdp", "ep_replicate") if of_experts[axis] == world > 1]
+    return dict.fromkeys(alike, whole[0] if whole else "world")
 
 
 def action_calls(layout: Layout, action: Action) -> Counter[Call]:
