@@ -113,5 +113,7 @@ def extreme_cases(worlds: Sequence[int]) -> list[Case]:
         replace(few, layout=MeshSizes(tp=2), num_experts=3),
         # every token to every expert
         replace(few, layout=MeshSizes(cp=2, tp=2, ep=4), experts_per_token=4),
+        # the first stage has no experts, and FSDP shards only those, over tp
+        replace(few, layout=MeshSizes(pp=2, tp=2), num_dense_layers=2),
     ]  # fmt: skip
     return [case for case in cases if case.world in worlds]
