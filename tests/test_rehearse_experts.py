@@ -103,9 +103,7 @@ def test_received_rows_are_activations(mode: str) -> None:
     balanced, more = (alone(rehearse, config, 4, 0, 1, factor)["memory"] for factor in (1.0, 1.5))
     r = 32 * 2 * K
     numbers = {"none": D + 3 * F + 1, "selective": D + 2 * F + 1, "full": 0}
-    # without recomputation, the peak comes after the backward of the last layer's experts
-    layers = 2 if mode == "none" else 3
-    kept = layers * r // 2 * (4 * numbers[mode] + 8)
+    kept = 3 * r // 2 * (4 * numbers[mode] + 8)  # of three layers
     assert more["activations"] - balanced["activations"] == pytest.approx(kept, abs=3 * 7 * 512)
 
 
