@@ -40,6 +40,8 @@ PARAMETERS = {  # as published with the models
     "llama3_8b_131072": 8_030_261_248,
     "llama3_70b": 70_553_706_496,
     "llama3_405b": 405_853_388_800,
+    "mixtral_8x7b": 46_702_792_704,
+    "qwen3_30b_a3b": 30_532_122_624,
 }
 H100 = find_device("h100")
 ROOM = H100.room

@@ -39,7 +39,7 @@ def hidden(layout: Layout, axis: str) -> str:
     if axis == "cp":
         return "keys and values of every attention layer, and their gradients"
     if axis == "ep":
-        return "hidden behind a shared expert"
+        return "hidden behind a shared expert, if there is one"
     axis = {"efsdp": "dp_shard", "ep_replicate": "dp_replicate"}.get(axis, axis)
     if axis == "dp_shard" and zero == 3:
         return (
