@@ -12,6 +12,8 @@ Programs train in one process with one thread, on the same tokens, in float32:
 
 They take turns, step by step; each step is timed by the process's CPU time (user and system).
 Ratios are computed within a turn, and their median is kept. Absolute times mean little on a CPU.
+The first two are also compared as `make train` runs them, in eight processes, in turns of a few
+steps: the CPU time is the sum over processes, without start-up.
 """
 
 import argparse
@@ -29,7 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.about import about
-from benchmarks.train_cpu import ONE_PROCESS, random_batches
+from benchmarks.train_cpu import ONE_PROCESS, random_batches, start
 from parallel.mesh import build_mesh
 from runtime.init_distributed import init_distributed
 from tools.huggingface.config import CONFIG, config_json, parameters
@@ -54,6 +56,7 @@ RATIOS = {
     "as_mixtral_over_mixtral_grouped_mm": ("experts as Mixtral", "Mixtral, grouped_mm"),
 }
 WARMUP = 2
+STEPS = 6  # of a turn in eight processes
 SAME = 1e-5  # relative difference of two losses in float32
 
 Step = Callable[[int, Tensor], float]  # (number of the step, rows [B, S + 1]) → loss
@@ -135,13 +138,24 @@ def measure(turns: int) -> dict[str, Any]:
             for name in ("Mixtral, loop", "Mixtral, grouped_mm"):
                 difference = abs(losses[name] / losses["experts as Mixtral"] - 1)
                 assert difference < SAME, (name, losses)
-    ratios = {}
-    for key, (one, other) in RATIOS.items():
-        found = [a / b for a, b in zip(times[one], times[other], strict=True)]
-        ratios[key] = {"median": statistics.median(found), "min": min(found), "max": max(found)}
+    ratios = {key: ratio(times[one], times[other]) for key, (one, other) in RATIOS.items()}
     tokens = config.train.global_batch_size * config.train.seq_len
     seconds = {name: statistics.median(each) / tokens for name, each in times.items()}
     return {"turns": turns, "cpu_seconds_per_token": seconds, "ratios": ratios}
+
+
+def ratio(times: list[float], others: list[float]) -> dict[str, float]:
+    found = [a / b for a, b in zip(times, others, strict=True)]
+    return {"median": statistics.median(found), "min": min(found), "max": max(found)}
+
+
+def measure_3d(turns: int) -> dict[str, Any]:
+    times: dict[str, list[float]] = {EXPERTS: [], DENSE: []}
+    for _ in range(turns):
+        for path, found in times.items():
+            result, _ = start("ours", 8, {"config": path, "overrides": []}, [], STEPS)
+            found.append(result["cpu_seconds_per_token"])
+    return {"turns": turns, "experts_over_dense": ratio(*times.values())}
 
 
 def main() -> None:
@@ -149,12 +163,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--turns-3d", type=int, default=5)
     parser.add_argument("--json", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     init_distributed(store=dist.HashStore())
     results = {**about("transformers"), **measure(arguments.turns)}
     dist.destroy_process_group()
+    results["eight_processes"] = measure_3d(arguments.turns_3d)
     print(json.dumps(results, indent=1))
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps(results, indent=1) + "\n")
