@@ -20,7 +20,7 @@ QUICK = [
       and case.schedule == "1f1b"),
     *(case for case in BIASED if case.layout == MeshSizes(tp=2, ep=2) and case.schedule != "1f1b"
       and case.experts_per_token == 1),
-    FEW[0], FEW[2], FEW[4], FEW[7],
+    FEW[2], FEW[4], FEW[7],
 ]  # fmt: skip
 
 
