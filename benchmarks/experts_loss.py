@@ -4,8 +4,9 @@ benchmarks.experts_loss`
 configs/laptop.yaml and configs/laptop_moe.yaml are trained with several seeds, from which initial
 weights and the order of the data are drawn. Both compute each token with equally many weights, on
 the same tokens; the router is the only addition. Each run is one process with one thread, as many
-at a time as there are cores; the layout changes losses only by rounding. The loss is that after the
-last step, in nats per token.
+at a time as there are cores. The loss is that after the last step, in nats per token. Another
+layout rounds otherwise; with experts that changes a few choices, after which the runs diverge, so
+the loss of a seed can differ by some hundredths, much more than a dense model's.
 """
 
 import argparse
