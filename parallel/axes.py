@@ -18,7 +18,7 @@ An axis of size 1 is not a special case: a single process is the mesh `MeshSizes
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import product
 from typing import Self
 
@@ -87,7 +87,7 @@ class MeshSizes:
         return " × ".join(f"{axis} {size}" for axis, size in named.items()) + experts
 
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+AXES = tuple(each.name for each in fields(MeshSizes) if not each.kw_only)
 WEIGHT_AXES = tuple(axis for axis in AXES if axis != "cp")
 # The axes of experts (expert.py), of the same ranks. Those of dp_shard × cp × tp all have different
 # tokens: `ep` of them, the innermost, share a layer's experts, and FSDP shards each of the experts

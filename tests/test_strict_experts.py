@@ -124,7 +124,7 @@ LAYOUTS = [
             activation_checkpointing="full", document_mask=True),
     replace(BASE, layout=MeshSizes(pp=2, dp_shard=4, ep=2), schedule="interleaved_1f1b",
             stages_per_rank=2, zero_stage=2, num_dense_layers=1),
-    replace(BASE, layout=MeshSizes(cp=2, tp=4, ep=4), tp_pieces=2, router="softmax"),
+    replace(BASE, layout=MeshSizes(cp=2, tp=2, ep=4), tp_pieces=2, router="softmax"),
     replace(BASE, layout=MeshSizes(dp_shard=8, ep=4), zero_stage=3, cpu_offload=True),
     *(case for case in extreme_cases((4, 8)) if case.first_bias and case.layout.ep == 4),
 ]  # fmt: skip
