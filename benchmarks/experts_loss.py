@@ -39,7 +39,7 @@ def read(name: str) -> Config:
 def router_parameters(config: Config) -> int:
     """The weights of all routers. Without experts there are none."""
     model = config.model
-    layers = sum(model.feed_forward_of(i) == "experts" for i in range(model.num_layers))
+    layers = len(model.layers_with_experts)
     return layers * model.num_experts * model.dim
 
 

@@ -134,7 +134,7 @@ class ModelConfig:
         if not used:
             self._check_no_experts()
             return
-        if not any(self.feed_forward_of(layer) == "experts" for layer in range(self.num_layers)):
+        if not self.layers_with_experts:
             key = "num_dense_layers" if self.num_dense_layers else "feed_forward"
             why = f"leaves none of the model.num_layers={self.num_layers} layers for experts"
             raise UserError(f"model.{key}", getattr(self, key), why, "leave at least one")
@@ -158,6 +158,10 @@ class ModelConfig:
     @property
     def has_experts(self) -> bool:
         return self.num_experts > 0
+
+    @property
+    def layers_with_experts(self) -> list[int]:
+        return [n for n in range(self.num_layers) if self.feed_forward_of(n) == "experts"]
 
     @property
     def expert_width(self) -> int:

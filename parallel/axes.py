@@ -34,7 +34,7 @@ class MeshSizes:
     tp: int = 1
     # not an axis of its own: a part of dp_shard × cp × tp (EXPERT_AXES)
     ep: int = field(default=1, kw_only=True)
-    # not an axis: whether cp ranks hold replicas of the weights (zero_stage 0), not shards
+    # not an axis: whether ranks of cp, and of an expert, hold replicas (zero_stage 0), not shards
     replicates_cp: bool = field(default=False, compare=False, kw_only=True)
 
     @property

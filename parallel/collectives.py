@@ -106,7 +106,7 @@ def start_all_to_all(
     """Start to send `send[r]` rows of x [rows, …], in order, to each rank r, and to receive
     `receive[r]` from it → [sum of receive, …], in rank order. `x` must not be modified before
     `wait()`."""
-    if group is None or group.size() == 1:
+    if ranks_in(group) == 1:
         return Pending(x)
     out, splits = x.new_empty((sum(receive), *x.shape[1:])), (list(receive), list(send))
     work = dist.all_to_all_single(out, x.contiguous(), *splits, group=group, async_op=True)

@@ -48,9 +48,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import (
-    FSDPModule,
-)
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 

@@ -26,6 +26,7 @@ from parallel.data import fsdp_modules
 from parallel.layer import Layer
 from parallel.mesh import Mesh
 from parallel.parameter import weights_of
+from parallel.placement import local_part
 
 
 def shard(
@@ -60,11 +61,10 @@ def shard(
     in_order = [unit for pair in nested for unit in pair if unit]
     for unit in (*in_order, [stage]):
         over = view_of(unit, mesh)
-        dimension = partial(_dimension, cut_within_experts(unit, over))
         fully_shard(
             unit,
             mesh=over,
-            shard_placement_fn=dimension,
+            shard_placement_fn=partial(_placement, over.size(-1)),
             mp_policy=precision,
             offload_policy=offload,
         )
@@ -125,17 +125,11 @@ def _views(module: nn.Module) -> set[str]:
     return {weight.sharded_over for layer in layers for weight in layer.weights.values()}
 
 
-def cut_within_experts(unit: Sequence[nn.Module], over: DeviceMesh) -> set[int]:
-    """The ids of the weights [X, out, in] that FSDP shards over dimension 1, because this rank has
-    fewer experts than there are ranks. It shards all others over dimension 0."""
-    return {
-        id(each.parameter)
-        for module in unit
-        for each in weights_of(module)
-        if len(each.spec.shape) == 3 and each.sharded.to_local().shape[0] < over.size(-1)
-    }
+def sharded_dimension(shape: Sequence[int], ranks: int) -> int:
+    """The dimension over which FSDP shards a weight, by its shape on this rank. Of experts
+    [X, out, in] it is the second, if there are fewer of them than ranks."""
+    return 1 if len(shape) == 3 and shape[0] < ranks else 0
 
 
-def _dimension(within: set[int], parameter: nn.Parameter) -> Shard:
-    """The dimension over which FSDP shards a parameter."""
-    return Shard(1 if id(parameter) in within else 0)
+def _placement(ranks: int, parameter: nn.Parameter) -> Shard:
+    return Shard(sharded_dimension(local_part(parameter).shape, ranks))

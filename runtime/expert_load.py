@@ -104,8 +104,7 @@ class LoadStatistics:
     @classmethod
     def of(cls, model: ModelConfig, device: str) -> "LoadStatistics | None":
         """None: no layer has experts."""
-        kinds = [model.feed_forward_of(layer) for layer in range(model.num_layers)]
-        layers = [layer for layer, kind in enumerate(kinds) if kind == "experts"]
+        layers = model.layers_with_experts
         return cls(model, layers, device) if layers else None
 
     def add(self, loads: Loads) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from model.router import Account, BaseRouter, routers_of
+from model.router import Account, BaseRouter, bias_name, routers_of
 from model.transformer import Transformer
 from parallel.axes import WEIGHT_AXES
 from parallel.mesh import Mesh
@@ -101,7 +101,7 @@ class Balance:
         for layer, router in self.routers.items():
             if router.bias is not None:
                 whole = DTensor.from_local(router.bias, over, [Replicate()] * 3, run_check=False)
-                yield f"blocks.{layer}.feed_forward.router.bias", whole
+                yield bias_name(layer), whole
 
     def _accounts(self) -> dict[int, Account]:
         return {layer: _account(router) for layer, router in self.routers.items()}

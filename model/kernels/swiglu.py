@@ -24,11 +24,8 @@ def swiglu(gate: Tensor, up: Tensor, kernels: str) -> Tensor:
     return SwiGLU.apply(gate, up)
 
 
-def swiglu_gradients(dy: Tensor, gate: Tensor, up: Tensor, kernels: str) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and up, from that of `swiglu`'s result."""
-    if use_triton(gate, kernels):
-        found: tuple[Tensor, Tensor] = torch.ops.lattice.swiglu_backward(dy, gate, up)
-        return found
+def swiglu_gradients(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up, from that of the PyTorch implementation's result."""
     return torch.ops.aten.silu_backward(dy * up, gate), dy * functional.silu(gate)
 
 
@@ -43,7 +40,7 @@ class SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        return swiglu_gradients(dy, gate, up, kernels="torch")
+        return swiglu_gradients(dy, gate, up)
 
 
 @jit

@@ -54,7 +54,7 @@ class WeightedSwiGLU(torch.autograd.Function):
             return *found, None
         dweights = (dy.to(weights.dtype) * swiglu(gate, up, ctx.kernels)).sum(1)
         dh = (dy * weights.unsqueeze(1)).to(dy.dtype)
-        return *swiglu_gradients(dh, gate, up, ctx.kernels), dweights, None
+        return *swiglu_gradients(dh, gate, up), dweights, None
 
 
 @jit

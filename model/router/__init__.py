@@ -18,7 +18,7 @@ from model.router._base import Account, BaseRouter
 from parallel.expert import ExpertParallel
 from parallel.layer import TensorParallel
 
-__all__ = ["Account", "BaseRouter", "make_router", "router_class", "routers_of"]
+__all__ = ["Account", "BaseRouter", "bias_name", "make_router", "router_class", "routers_of"]
 
 
 def router_class(name: str) -> type[BaseRouter]:
@@ -28,6 +28,11 @@ def router_class(name: str) -> type[BaseRouter]:
 
 def make_router(config: ModelConfig, tp: TensorParallel, ep: ExpertParallel) -> BaseRouter:
     return router_class(config.router)(config, tp, ep)
+
+
+def bias_name(layer: int) -> str:
+    """The name in checkpoints of the bias of a layer's router."""
+    return f"blocks.{layer}.feed_forward.router.bias"
 
 
 def routers_of(stage: nn.Module) -> Iterator[tuple[int, BaseRouter]]:

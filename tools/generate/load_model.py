@@ -23,7 +23,7 @@ from data.tokenizer import Tokenizer
 from errors import UserError
 from model.config import ModelConfig
 from model.feed_forward import experts
-from model.router import routers_of
+from model.router import bias_name, routers_of
 from model.transformer import Transformer, check_tp
 from parallel.axes import MeshSizes
 from parallel.expert import ExpertParallel
@@ -92,7 +92,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: str) -> Loaded:
     weights = {weight.name: weight.sharded for weight in held if not weight.is_copy}
     read = read_checkpoint if source.is_checkpoint else read_exported
     biases = {
-        f"blocks.{layer}.feed_forward.router.bias": router.bias
+        bias_name(layer): router.bias
         for layer, router in routers_of(model)
         if router.bias is not None
     }

@@ -82,7 +82,7 @@ def of_experts(num_experts: int, given: dict[int, float]) -> tuple[float, ...]:
 
 def extreme_cases(worlds: Sequence[int]) -> list[Case]:
     """Loads as uneven as they can be, and numbers of experts at the limits of what can be sharded.
-    Sigmoid scores are less than 1, so a bias of 2 decides alone."""
+    Sigmoid scores are below 1, so no score outweighs a bias of 2."""
     one, none = of_experts(8, {5: 2.0}), of_experts(8, {0: -2.0})
     # with ep 4 a rank has two of the experts: rank 1 receives no rows
     idle = of_experts(8, {2: -2.0, 3: -2.0})

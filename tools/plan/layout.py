@@ -17,6 +17,7 @@ from costs.summary import blocks
 from costs.units import EMBEDDING, HEAD, LocalWeight, Sums, Unit, kinds_of_layers, unit
 from errors import UserError
 from parallel.axes import AXES, MeshSizes
+from parallel.fsdp_units import sharded_dimension
 from parallel.pipeline.actions import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -78,16 +79,13 @@ class Gathered:
         return sum(len(chunk_range(n, ranks, rank)) * (numel // n) for n, numel in rows)
 
     def cut_within(self, ranks: int) -> int:
-        """The number of elements of the experts that FSDP cuts (`cut_within_experts` in
-        parallel/data.py)."""
-        return sum(w.numel for w in self.weights if _rows(w, ranks) != w.shape[0])
+        """The number of elements of the experts that FSDP cuts (parallel/fsdp_units.py)."""
+        return sum(w.numel for w in self.weights if sharded_dimension(w.shape, ranks))
 
 
 def _rows(weight: LocalWeight, ranks: int) -> int:
-    """The length of the dimension over which FSDP shards a weight: the first, unless those are
-    experts, fewer than ranks."""
-    shape = weight.shape
-    return shape[1] if len(shape) == 3 and shape[0] < ranks else shape[0]
+    """The length of the dimension over which FSDP shards a weight."""
+    return weight.shape[sharded_dimension(weight.shape, ranks)]
 
 
 @lru_cache(maxsize=4096)
