@@ -24,24 +24,14 @@ from errors import UserError
 from model.kernels.backend import check_kernels
 from parallel.mesh import Mesh, build_mesh
 from runtime import checkpoint
+from runtime.all_listeners import build_listeners
 from runtime.attention import check_attention
 from runtime.connections import set_connections
-from runtime.evaluation import Evaluation
-from runtime.garbage import GarbageCollection
 from runtime.init_distributed import init_distributed
 from runtime.lease import Lease
-from runtime.listener import Listener, Listeners, Run
-from runtime.memory_report import MemoryReports
+from runtime.listener import Listeners, Run
 from runtime.messages import fail, on_all_ranks, refuse
-from runtime.metrics import Metrics, RecordWriter
 from runtime.preconditions import check_fits, check_writable, open_train_and_heldout
-from runtime.profile import StepProfile
-from runtime.rollback import Rollback
-from runtime.save import Saver
-from runtime.saving import LeaseCheck, Saving
-from runtime.stop import StopRequests
-from runtime.trace import StepTrace
-from runtime.watchdog import Watchdog
 from training.build import build_stages
 from training.config import Config
 from training.load_config import load_config
@@ -114,30 +104,10 @@ def train_and_save(
     )
     train = TrainStep(config, mesh, build_stages(config, mesh), train_data.bos_id)
     checkpoint.load(train, start)
-    saver = Saver(train, train_data.tokenizer_path, lease)
-
-    lease.check()  # loading may have taken hours; from here on metrics are written
-    stop = StopRequests(config, signals)
-    metrics = Metrics(config, mesh, start)
-    watchdog = Watchdog(config)
-    unigram = train_data.unigram_nats_per_token
-    # Called before and after every step, in this order (runtime/listener.py).
-    listeners: list[Listener] = [
-        StepProfile(config, mesh, watchdog),
-        StepTrace(config, mesh, start.step),
-        metrics,  # measures the step, before the listeners below take time
-        watchdog,
-        MemoryReports(train, start.step),
-        Evaluation(heldout_data, unigram, metrics, watchdog, stop),
-        LeaseCheck(lease),  # a displaced run ends here and writes nothing below
-        RecordWriter(metrics),
-        stop,  # from here on, all ranks agree on stop and save requests
-        Rollback(
-            train_data, start, lease, saver, metrics, watchdog
-        ),  # before Saving: a run that rolls back does not save
-        Saving(saver, metrics, watchdog, stop),
-        GarbageCollection(),  # last: freezes what all the others have built
-    ]
+    # called before and after every step, in order: metrics, evaluation, saving, …
+    listeners = build_listeners(
+        config, mesh, train, start, train_data, heldout_data, lease, signals
+    )
     run = Run(config, train, loader, start)
     with Listeners(run, listeners) as all_listeners:
         while run.goes_on:

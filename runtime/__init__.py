@@ -1,6 +1,7 @@
 """Everything around the training step: starting, saving, stopping and measuring a run.
 
     listener.py        the interface that train.py's loop calls, and its order
+    all_listeners.py   the listeners of a run, in order
     preconditions.py   checks before a run begins
     init_distributed.py  joins the launcher's world of processes
     device.py          threads and clocks of a device
@@ -22,6 +23,8 @@
     lease_holder.py    who holds the lease, and whether that process is alive
     run_folder.py      lists the checkpoints of a run, and writes `latest`
     status.py          status.json: how the last start ended
+
+    health/            faulty machines: which nodes the next start leaves out
 
     stop.py            planned stops (signals, time, files), agreed on by all ranks
     signals.py         receives signals, from the first line of train.py

@@ -1,0 +1,56 @@
+"""The listeners of a training run, in the order in which each step calls them (listener.py)."""
+
+from data.dataset import Mixture
+from parallel.mesh import Mesh
+from runtime.checkpoint import Start
+from runtime.evaluation import Evaluation
+from runtime.garbage import GarbageCollection
+from runtime.lease import Lease
+from runtime.listener import Listener
+from runtime.memory_report import MemoryReports
+from runtime.metrics import Metrics, RecordWriter
+from runtime.profile import StepProfile
+from runtime.rollback import Rollback
+from runtime.save import Saver
+from runtime.saving import LeaseCheck, Saving
+from runtime.signals import Signals
+from runtime.stop import StopRequests
+from runtime.trace import StepTrace
+from runtime.watchdog import Watchdog
+from training.config import Config
+from training.step import TrainStep
+
+
+def build_listeners(
+    config: Config,
+    mesh: Mesh,
+    train: TrainStep,
+    start: Start,
+    train_data: Mixture,
+    heldout_data: Mixture | None,
+    lease: Lease,
+    signals: Signals,
+) -> list[Listener]:
+    """Build the listeners; every rank calls it, once the state of `start` has been loaded."""
+    saver = Saver(train, train_data.tokenizer_path, lease)
+    lease.check()  # loading may have taken hours; from here on metrics are written
+    stop = StopRequests(config, signals)
+    metrics = Metrics(config, mesh, start)
+    watchdog = Watchdog(config)
+    unigram = train_data.unigram_nats_per_token
+    return [
+        StepProfile(config, mesh, watchdog),
+        StepTrace(config, mesh, start.step),
+        metrics,  # measures the step, before the listeners below take time
+        watchdog,
+        MemoryReports(train, start.step),
+        Evaluation(heldout_data, unigram, metrics, watchdog, stop),
+        LeaseCheck(lease),  # a displaced run ends here and writes nothing below
+        RecordWriter(metrics),
+        stop,  # from here on, all ranks agree on stop and save requests
+        Rollback(
+            train_data, start, lease, saver, metrics, watchdog
+        ),  # before Saving: a run that rolls back does not save
+        Saving(saver, metrics, watchdog, stop),
+        GarbageCollection(),  # last: freezes what all the others have built
+    ]
