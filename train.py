@@ -22,16 +22,19 @@ from data.dataset import Mixture
 from data.loader import BatchLoader
 from errors import UserError
 from model.kernels.backend import check_kernels
-from parallel.mesh import Mesh, build_mesh
+from parallel.mesh import build_mesh
 from runtime import checkpoint
 from runtime.all_listeners import build_listeners
 from runtime.attention import check_attention
+from runtime.checkpoint import Start
 from runtime.connections import set_connections
-from runtime.init_distributed import init_distributed
+from runtime.history import passed
+from runtime.init_distributed import init_distributed, join_again
 from runtime.lease import Lease
 from runtime.listener import Listeners, Run
 from runtime.messages import fail, on_all_ranks, refuse
-from runtime.preconditions import check_fits, check_writable, open_train_and_heldout
+from runtime.next_stage import next_start
+from runtime.preconditions import check_fits, check_writable, open_stages
 from training.build import build_stages
 from training.config import Config
 from training.load_config import load_config
@@ -61,9 +64,10 @@ def read_config(arguments: list[str], device: str) -> Config:
     config = load_config(arguments[0], arguments[1:])
     config.validate(dist.get_world_size())
     check_kernels(config.model.kernels, device)
-    check_attention(config, device)
     check_optimizer(config)
-    check_fits(config, device)
+    for stage in config.each_stage:  # of data; without `stages` there is one
+        check_attention(stage, device)
+        check_fits(stage, device)
     return config
 
 
@@ -72,25 +76,29 @@ def start_run(config: Config, device: str, signals: Signals) -> None:
         # deterministic cuBLAS requires it, and reads it at its first use
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    sizes = config.parallel.mesh_sizes(dist.get_world_size())
-    mesh = build_mesh(sizes, device, config.model.has_experts)
-
     # Find the user's mistakes before anything is built or written.
-    train_data, heldout_data = on_all_ranks(lambda: open_train_and_heldout(config), device)
+    opened = on_all_ranks(lambda: open_stages(config), device)
+    data, heldout = [train for train, _ in opened], [heldout for _, heldout in opened]
     on_all_ranks(lambda: check_writable(config), device)
     with Lease(config.run.dir, device) as lease:  # no other run writes to the folder
-        train_and_save(config, mesh, train_data, heldout_data, lease, signals)
+        start = checkpoint.find_start(config, data, lease)
+        while after := train_and_save(config, data, heldout, start, lease, signals):
+            join_again(signals)
+            start = after
 
 
 def train_and_save(
     config: Config,
-    mesh: Mesh,
-    train_data: Mixture,
-    heldout_data: Mixture | None,
+    data: list[Mixture],
+    heldout: list[Mixture | None],
+    start: Start,
     lease: Lease,
     signals: Signals,
-) -> None:
-    start = checkpoint.find_start(config, train_data, lease)
+) -> Start | None:
+    """Train from `start` to the end of its stage; return where the next stage starts, if any."""
+    config, train_data = config.at_stage(start.stage), data[start.stage]
+    sizes = config.parallel.mesh_sizes(dist.get_world_size())
+    mesh = build_mesh(sizes, lease.device, config.model.has_experts)
     loader = BatchLoader(
         train_data,
         seq_len=config.train.seq_len,
@@ -100,13 +108,14 @@ def train_and_save(
         dp_size=mesh.dp_size,
         next_sample=start.next_sample,
         skipped=start.skipped,
+        earlier=passed(start.earlier, data),
         prefetch=config.data.prefetch,
     )
     train = TrainStep(config, mesh, build_stages(config, mesh), train_data.bos_id)
     checkpoint.load(train, start)
     # called before and after every step, in order: metrics, evaluation, saving, …
     listeners = build_listeners(
-        config, mesh, train, start, train_data, heldout_data, lease, signals
+        config, mesh, train, start, data, heldout[start.stage], lease, signals
     )
     run = Run(config, train, loader, start)
     with Listeners(run, listeners) as all_listeners:
@@ -117,6 +126,7 @@ def train_and_save(
             all_listeners.after_step()  # counts the step, then calls the listeners
         all_listeners.end()
     loader.close()
+    return next_start(run, data, lease)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from data.dataset import Mixture, TokenDataset
+from data.earlier import Earlier, continued
 from data.sampler import SampleOrder, count_windows, merge_ranges, next_samples
 from errors import UserError
 from tokens import IGNORE
@@ -35,6 +36,7 @@ class BatchLoader:
         next_sample: where to begin: `state()["next_sample"]` of the run to resume.
         skipped: half-open ranges [begin, end) of sample indices that are never returned; rollbacks
             add them.
+        earlier: the stages of the run before this one; samples are counted from its beginning.
         prefetch: number of batches read ahead.
         shuffle: False reads every source in order, as evaluation does.
 
@@ -52,6 +54,7 @@ class BatchLoader:
         dp_size: int,
         next_sample: int = 0,
         skipped: Sequence[Sequence[int]] = (),
+        earlier: Sequence[Earlier] = (),
         prefetch: int = 2,
         shuffle: bool = True,
     ) -> None:
@@ -63,7 +66,9 @@ class BatchLoader:
             why = "the loader's thread always reads ahead"
             raise UserError("data.prefetch", prefetch, why, "give at least 1; 2 is usual")
         self._data = _as_mixture(data)
-        self._order = _sample_order(self._data, seq_len, seed=seed, shuffle=shuffle)
+        self._order = _sample_order(
+            self._data, seq_len, seed=seed, shuffle=shuffle, earlier=earlier
+        )
         self._seq_len, self._global_batch_size = seq_len, global_batch_size
         rows = global_batch_size // dp_size
         self._mine = slice(dp_rank * rows, (dp_rank + 1) * rows)
@@ -194,7 +199,9 @@ def _as_mixture(data: TokenDataset | Mixture) -> Mixture:
     return data if isinstance(data, Mixture) else Mixture([data], [1.0])
 
 
-def _sample_order(data: Mixture, seq_len: int, *, seed: int, shuffle: bool) -> SampleOrder:
+def _sample_order(
+    data: Mixture, seq_len: int, *, seed: int, shuffle: bool, earlier: Sequence[Earlier] = ()
+) -> SampleOrder:
     num_windows = [count_windows(source.num_tokens, seq_len) for source in data.sources]
     for source, count in zip(data.sources, num_windows, strict=True):
         if count == 0:
@@ -209,7 +216,10 @@ def _sample_order(data: Mixture, seq_len: int, *, seed: int, shuffle: bool) -> S
                     "train.eval_interval=0"
                 )
             raise UserError("train.seq_len", seq_len, why, remedy)
-    return SampleOrder(num_windows, data.weights, seed=seed, shuffle=shuffle)
+    numbers, passed = continued(data, seq_len, earlier)
+    return SampleOrder(
+        num_windows, data.weights, seed=seed, shuffle=shuffle, numbers=numbers, passed=passed
+    )
 
 
 def _assemble(

@@ -126,14 +126,25 @@ class SampleOrder:
         weights: weight of each source.
         seed: seed of the shuffle.
         shuffle: False reads every source's windows in order.
+        numbers: number of each source in the run, for its permutations; None: its place here.
+        passed: how many samples of each source the run has passed before; None: none (earlier.py).
     """
 
     def __init__(
-        self, num_windows: Sequence[int], weights: Sequence[float], *, seed: int, shuffle: bool
+        self,
+        num_windows: Sequence[int],
+        weights: Sequence[float],
+        *,
+        seed: int,
+        shuffle: bool,
+        numbers: Sequence[int] | None = None,
+        passed: Sequence[int] | None = None,
     ) -> None:
         self.num_windows = list(num_windows)
         self.seed, self.shuffle = seed, shuffle
         self._source_of, self._rank_of, self._quota = mixture_pattern(weights)
+        self._numbers = numbers or range(len(self._quota))
+        self._passed = np.array(passed or np.zeros_like(self._quota), dtype=np.int64)
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Locates `samples` ([N] int64, >= 0): (source, epoch, window), each [N] int64."""
@@ -141,7 +152,7 @@ class SampleOrder:
         period, slot = samples // MIXTURE_PERIOD, samples % MIXTURE_PERIOD
         source = self._source_of[slot]
         # number of this source's samples before this one
-        nth = period * self._quota[source] + self._rank_of[slot]
+        nth = period * self._quota[source] + self._rank_of[slot] + self._passed[source]
         epoch, window = np.empty_like(nth), np.empty_like(nth)
         for s in np.unique(source):
             mine = source == s
@@ -150,7 +161,7 @@ class SampleOrder:
                 for e in np.unique(epoch[mine]):
                     here = mine & (epoch == e)
                     window[here] = _epoch_permutation(
-                        self.num_windows[s], self.seed, int(s), int(e)
+                        self.num_windows[s], self.seed, self._numbers[s], int(e)
                     )(window[here])
         return source, epoch, window
 
@@ -196,3 +207,15 @@ def next_samples(
         position = end
     pieces.append(np.arange(position, position + count, dtype=np.int64))
     return np.concatenate(pieces), position + count
+
+
+def samples_back(end: int, count: int, skipped: Sequence[tuple[int, int]]) -> int:
+    """Where the last `count` samples before `end` begin, outside the skipped ranges."""
+    for begin, after in reversed(skipped):
+        if begin >= end:
+            continue
+        between = end - min(after, end)
+        if between >= count:
+            break
+        count, end = count - between, begin
+    return max(0, end - count)

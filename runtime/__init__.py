@@ -11,6 +11,8 @@
     topology.py        which mesh axes lie inside a node, and what it costs where tp does not
 
     checkpoint.py      finds the checkpoint that a run starts from, and loads it
+    history.py         checks that a checkpoint's run had the stages of the configuration
+    next_stage.py      from one stage of a run to the next
     saving.py          when to save; save.py: saves while training continues
     host_copies.py     where a save copies a rank's tensors
     manifest.py        lists and verifies the contents of a checkpoint

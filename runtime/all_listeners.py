@@ -1,5 +1,7 @@
 """The listeners of a training run, in the order in which each step calls them (listener.py)."""
 
+from collections.abc import Sequence
+
 from data.dataset import Mixture
 from parallel.mesh import Mesh
 from runtime.checkpoint import Start
@@ -9,6 +11,7 @@ from runtime.lease import Lease
 from runtime.listener import Listener
 from runtime.memory_report import MemoryReports
 from runtime.metrics import Metrics, RecordWriter
+from runtime.next_stage import StageBegins
 from runtime.profile import StepProfile
 from runtime.rollback import Rollback
 from runtime.save import Saver
@@ -26,12 +29,14 @@ def build_listeners(
     mesh: Mesh,
     train: TrainStep,
     start: Start,
-    train_data: Mixture,
+    data: Sequence[Mixture],
     heldout_data: Mixture | None,
     lease: Lease,
     signals: Signals,
 ) -> list[Listener]:
-    """Build the listeners; every rank calls it, once the state of `start` has been loaded."""
+    """Build the listeners; every rank calls it, once the state of `start` has been loaded. `data`:
+    the training data of each stage."""
+    train_data = data[config.stage]
     saver = Saver(train, train_data.tokenizer_path, lease)
     lease.check()  # loading may have taken hours; from here on metrics are written
     stop = StopRequests(config, signals)
@@ -49,8 +54,9 @@ def build_listeners(
         RecordWriter(metrics),
         stop,  # from here on, all ranks agree on stop and save requests
         Rollback(
-            train_data, start, lease, saver, metrics, watchdog
+            data, start, lease, saver, metrics, watchdog
         ),  # before Saving: a run that rolls back does not save
         Saving(saver, metrics, watchdog, stop),
+        StageBegins(),
         GarbageCollection(),  # last: freezes what all the others have built
     ]

@@ -16,11 +16,10 @@ before it is used. Checkpoints that a rollback invalidates are put aside too (ro
 names are explained in run_folder.py. Nothing is pickled.
 """
 
-import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterator, Set
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,8 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from data.dataset import Mixture
-from data.loader import check_state
 from errors import UserError
+from runtime.history import changes_the_loss, check_history, check_model, end_of
 from runtime.lease import Lease
 from runtime.manifest import (
     MANIFEST,
@@ -58,12 +57,13 @@ from runtime.run_folder import (
 from runtime.tiling import Point, random_point
 from runtime.trainer_state import (
     FREE_MODEL_KEYS,
-    ROTATION_KEYS,
+    EarlierStage,
     TrainerState,
     parse_trainer,
     read_trainer,
 )
 from training.config import Config
+from training.stages import ROTATION_KEYS
 from training.step import TrainStep
 
 
@@ -81,12 +81,18 @@ class Start:
     skipped: tuple[tuple[int, int], ...] = ()  # half-open ranges of samples that are never read
     recent_losses: tuple[float | None, ...] = ()  # for the guard against loss spikes
     bad_in_a_row: int = 0  # consecutive steps up to this one whose updates were skipped
+    # of a run with stages; `next_sample` and `skipped` count samples of this one
+    stage: int = 0
+    earlier: tuple[EarlierStage, ...] = ()
+    later: tuple[tuple[int, int, int], ...] = ()  # skipped ranges: (stage, begin, end)
+    gone_back: tuple[int, ...] = ()  # the steps to which this process has rolled back
+    since: float | None = None  # when the process left the stage before (time.monotonic)
 
 
-def find_start(config: Config, data: Mixture, lease: Lease) -> Start:
+def find_start(config: Config, data: Sequence[Mixture], lease: Lease) -> Start:
     """Return the start that `checkpoint.resume` and `checkpoint.load_weights_only` select, the same
-    on every rank, checked against the configuration and the data. A checkpoint to resume from takes
-    precedence over one that only provides initial weights."""
+    on every rank, checked against the configuration and the training data of each stage. A
+    checkpoint to resume from takes precedence over one that only provides initial weights."""
     resume, device = config.checkpoint.resume, lease.device
     from_rank_0(lambda: put_incomplete_aside(lease), device)
     if resume == "auto":
@@ -118,8 +124,10 @@ def _named(folder: str, key: str, device: str) -> Path:
     return from_rank_0(find, device)
 
 
-def find_before(last_step: int, config: Config, data: Mixture, begun: Start, lease: Lease) -> Start:
-    """Find the checkpoint that a running run rolls back to: its newest good one from `last_step` or
+def find_before(
+    last_step: int, config: Config, data: Sequence[Mixture], begun: Start, lease: Lease
+) -> Start:
+    """Find the checkpoint that a running run goes back to: its newest good one from `last_step` or
     before, else the checkpoint that it was resumed from, if that is as early. If one is found,
     later checkpoints are put aside; if none is, an empty Start is returned."""
     device = lease.device
@@ -144,46 +152,19 @@ def find_before(last_step: int, config: Config, data: Mixture, begun: Start, lea
 
 
 def _start_from(
-    path: Path | None, first_weights: Path | None, config: Config, data: Mixture
+    path: Path | None, first_weights: Path | None, config: Config, data: Sequence[Mixture]
 ) -> Start:
     """Read and check a start on rank 0. `path` (to resume from) and `first_weights` (only initial
     weights) are good checkpoints."""
     start = Start()
     if path is not None:
         trainer = read_trainer(path, "checkpoint.resume")
-        _check_model(path, trainer, config, FREE_MODEL_KEYS)
-        if trainer.optimizer != config.optimizer.name:
-            why = f"the checkpoint {path} has the state of optimizer.name={trainer.optimizer}"
-            remedy = "use the checkpoint's value, or start a new run from its weights: "
-            remedy += "checkpoint.load_weights_only"
-            raise UserError("optimizer.name", config.optimizer.name, why, remedy)
-        for name, value in (("seq_len", config.train.seq_len), ("seed", config.train.seed)):
-            saved = getattr(trainer, name)
-            if saved != value:
-                why = (
-                    f"the checkpoint {path} was saved with train.{name}={saved}, which determines "
-                    "the order of samples"
-                )
-                remedy = (
-                    "use the checkpoint's value, or start a new run from its weights: "
-                    "checkpoint.load_weights_only"
-                )
-                raise UserError(f"train.{name}", value, why, remedy)
-        check_state(trainer.data.model_dump(), data)
+        check_history(path, trainer, config, data)
         if trainer.step > config.train.steps:
             why = f"the checkpoint {path} is already at step {trainer.step}"
             remedy = f"give {trainer.step} or more, or another run.dir"
             raise UserError("train.steps", config.train.steps, why, remedy)
-        start = Start(
-            path,
-            step=trainer.step,
-            updates=trainer.updates,
-            tokens=trainer.tokens,
-            next_sample=trainer.data.next_sample,
-            skipped=tuple(trainer.data.skipped),
-            recent_losses=tuple(trainer.recent_losses),
-            bad_in_a_row=trainer.bad_in_a_row,
-        )
+        start = _resume(path, trainer, config)
     later = [c for c in complete_checkpoints(checkpoint_folder(config)) if step_of(c) > start.step]
     if later:
         why = (
@@ -194,9 +175,38 @@ def _start_from(
         raise UserError("run.dir", config.run.dir, why, remedy)
     if path is None and first_weights is not None:
         trainer = read_trainer(first_weights, "checkpoint.load_weights_only")
-        _check_model(first_weights, trainer, config, FREE_MODEL_KEYS | ROTATION_KEYS)
+        check_model(first_weights, trainer, config, FREE_MODEL_KEYS | ROTATION_KEYS)
         return Start(first_weights, weights_only=True)
     return start
+
+
+def _resume(path: Path, trainer: TrainerState, config: Config) -> Start:
+    """Return the start from a checkpoint, at a boundary that of the next stage."""
+    stage, before = config.stage_of(trainer.step), config.stage_of(max(0, trainer.step - 1))
+    start = Start(
+        path,
+        step=trainer.step,
+        updates=trainer.updates,
+        tokens=trainer.tokens,
+        next_sample=trainer.data.next_sample,
+        skipped=tuple(trainer.data.skipped),
+        recent_losses=tuple(trainer.recent_losses),
+        bad_in_a_row=trainer.bad_in_a_row,
+        stage=stage,
+        earlier=tuple(trainer.earlier),
+        later=tuple(trainer.later),
+    )
+    if stage == before:
+        return start
+    anew = changes_the_loss(config.at_stage(before), config.at_stage(stage))
+    return replace(
+        start,
+        next_sample=0,
+        skipped=tuple((begin, end) for of, begin, end in start.later if of == stage),
+        recent_losses=() if anew else start.recent_losses,
+        earlier=(*start.earlier, end_of(trainer)),
+        later=tuple(one for one in start.later if one[0] > stage),
+    )
 
 
 def _newest_good(config: Config, lease: Lease, last_step: float = math.inf) -> Path | None:
@@ -266,18 +276,6 @@ def _damage(path: Path) -> str | None:
     except Damaged as damaged:
         return str(damaged)
     return None
-
-
-def _check_model(path: Path, trainer: TrainerState, config: Config, free: Set[str]) -> None:
-    # A field that did not exist when the checkpoint was written has its default value.
-    saved = dataclasses.asdict(trainer.model_config_saved)
-    for name, value in dataclasses.asdict(config.model).items():
-        if name not in free and saved.get(name) != value:
-            why = f"the checkpoint {path} has model.{name}={saved.get(name)!r}"
-            remedy = "use the checkpoint's value, or another checkpoint or run.dir"
-            if name in ROTATION_KEYS:
-                remedy += ", or start a new run from its weights: checkpoint.load_weights_only"
-            raise UserError(f"model.{name}", value, why, remedy)
 
 
 def load(train: TrainStep, start: Start) -> None:

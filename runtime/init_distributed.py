@@ -11,6 +11,8 @@ ranks of each start agree on a prefix that no other start has:
 """
 
 import ctypes
+import functools
+import gc
 import os
 import resource
 import signal
@@ -32,6 +34,7 @@ from runtime.signals import Signals
 
 OTHER_FILES = 512  # libraries, data, logs, devices, NCCL's own sockets
 WAIT_SECONDS = 1.0  # timeout of one wait for another rank; waits are repeated
+_CACHED = type(functools.cache(lambda: None))  # functools has no public name for it
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 
 
@@ -155,6 +158,43 @@ def fresh_store(
         time.sleep(0.01)
         patience.look()
     return dist.PrefixStore(mine, store)
+
+
+def join_again(signals: Signals) -> None:
+    """End this world and join it again, on the store of the first time: all process groups are new,
+    as after a restart."""
+    store = dist.distributed_c10d._get_default_store()
+    backend = dist.get_backend()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # no rank may tear its connections down while another still uses them
+    dist.destroy_process_group()
+    forget_meshes()
+    gc.collect()  # process groups are in reference cycles, and so may be the model
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    again = fresh_store(store, rank, world_size, signals.heard)
+    dist.init_process_group(backend, store=again, rank=rank, world_size=world_size)
+
+
+def forget_meshes() -> None:
+    """Clear torch's caches that are keyed by meshes. Meshes of the same shape compare equal, so a
+    cached result could contain a mesh whose process groups no longer exist, or belong to another
+    world under the same name. A mesh that a cache keeps also keeps its groups' threads, of which
+    gloo wakes one in three every 10 ms."""
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.distributed.") and module is not None:
+            values = list(vars(module).values())
+            # not isinstance: it makes torch warn of a deprecated object
+            classes = [value for value in values if issubclass(type(value), type)]
+            values += [value for each in classes for value in vars(each).values()]
+            for value in values:
+                function = value.__func__ if type(value) is staticmethod else value
+                if type(function) is _CACHED:
+                    function.cache_clear()
 
 
 def _comes(store: dist.Store, name: str) -> bool:

@@ -6,7 +6,8 @@
     evaluation  the loss on held-out text
     saving      the checks before a save, and waiting until the state has been copied
     rollback    finding and loading a checkpoint in the middle of a run
-    start       from the process's first line to its first step: imports, data, weights, checkpoint
+    start       from the process's first line to its first step: imports, data, weights, checkpoint;
+                and from the end of a stage to the first step of the next
     end         from the last step to the process's end: the last save
     down        from a start's last line to the next start: the steps since that line, noticing the
                 failure, starting processes
@@ -34,12 +35,17 @@ class Ledger:
         folder: the run folder.
         step: the step that this start begins from.
         world_size: recorded in the start event.
+        since: when it began (time.monotonic); None: with the process. A later stage begins when the
+            process leaves the stage before.
     """
 
-    def __init__(self, folder: Path, step: int, world_size: int) -> None:
-        self.folder, self.counted_until = folder, signals.STARTED
+    def __init__(
+        self, folder: Path, step: int, world_size: int, since: float | None = None
+    ) -> None:
+        since = signals.STARTED if since is None else since
+        self.folder, self.counted_until = folder, since
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        began = time.time() - (time.monotonic() - signals.STARTED)
+        began = time.time() - (time.monotonic() - since)
         append_event(folder, "start", began=began, step=step, world_size=world_size)
 
     def spent(self, cause: str, data_seconds: float = 0.0) -> None:

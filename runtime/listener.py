@@ -49,6 +49,7 @@ class Run:
         self.first_step = self.step = start.step  # steps done so far
         self.tokens = start.tokens  # trained on so far
         self.end_reason = ""  # why the run ends before its last step; "": it does not
+        self.leaves = False  # a rollback leads to an earlier stage, which `start` begins
         self.waited_seconds = 0.0  # for the batch of this step
         self.step_seconds: float | None = None  # measured after a logged step; else None
         # consecutive steps whose update was skipped, up to the last logged step
@@ -56,11 +57,18 @@ class Run:
 
     @property
     def goes_on(self) -> bool:
-        return self.step < self.config.train.steps and not self.end_reason
+        return self.step < self.config.steps.stop and not (self.end_reason or self.leaves)
 
     @property
     def is_last(self) -> bool:
-        return self.step == self.config.train.steps
+        """Whether `step` is the last of the stage, or of a run without stages."""
+        return self.step == self.config.steps.stop
+
+    @property
+    def changes_stage(self) -> bool:
+        """Whether this process goes on with another stage after this step."""
+        follows = self.is_last and self.step < self.config.train.steps
+        return self.leaves or (follows and not self.end_reason)
 
     def is_due(self, interval: int) -> bool:
         """Whether `step` is a multiple of `interval` or the last; never if `interval` is 0."""

@@ -57,6 +57,7 @@ class Metrics(Listener):
         self.timed_steps, self.data_seconds, self.started = 0, 0.0, time.perf_counter()
         self.record: dict[str, Any] | None = None
         self.stop_reason = ""
+        self.next_stage: int | None = None  # with which this process goes on
         self.skipped_updates = start.step - start.updates
         self.load = LoadStatistics.of(config.model, mesh.device)
         self.noted_peaks = [0] * dist.get_world_size()  # bytes, by rank, as last in events.jsonl
@@ -66,7 +67,7 @@ class Metrics(Listener):
             self.folder.mkdir(parents=True, exist_ok=True)
             about = record_missing_end(self.folder)
             about += notices(config, resumes=start.step > 0, device=mesh.device)
-            self.ledger = Ledger(self.folder, start.step, dist.get_world_size())
+            self.ledger = Ledger(self.folder, start.step, dist.get_world_size(), start.since)
             write_whole(self.folder / "config.yaml", dump_config(config))
             (self.folder / "status.json").unlink(missing_ok=True)
             system = describe_system(config, mesh)
@@ -227,6 +228,8 @@ class Metrics(Listener):
     def ends(self, run: Run) -> None:
         """Note why the run ends early; ignored later if this is also its last step."""
         self.stop_reason = run.end_reason
+        if run.changes_stage:
+            self.next_stage = run.start.stage if run.leaves else self.config.stage + 1
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Record in status.json how the run ended. It is `finished` only when every rank is."""
@@ -238,6 +241,8 @@ class Metrics(Listener):
             return
         if error is not None:
             state, reason = "failed", describe(error)
+        elif self.next_stage is not None:
+            state, reason = "requeue", f"stage {self.next_stage} begins"
         elif self.stop_reason and self.step < self.config.train.steps:
             state, reason = "requeue", self.stop_reason
             where = f"after step {self.step}/{self.config.train.steps}"

@@ -1,13 +1,12 @@
 """What a start says about its configuration: what changed since the previous start, and what may be
 an oversight."""
 
-from dataclasses import asdict
 from pathlib import Path
 
 from errors import UserError
 from runtime.connections import connections_notice
 from training.config import Config
-from training.load_config import load_config
+from training.load_config import changed_between, load_config, settings_of
 
 # Sections that do not change what is trained.
 ABOUT_THE_RUN = ("run", "checkpoint")
@@ -43,13 +42,10 @@ def changed_settings(file: Path, config: Config) -> list[str]:
     """Each setting that differs from those in `file`: `train.steps 400 → 110`. Empty if the file
     cannot be read: it may be an older version's."""
     try:
-        before = asdict(load_config(str(file), []))
+        before = load_config(str(file), [])
     except UserError:
         return []
-    return [
-        f"{section}.{key} {before[section][key]} → {value}"
-        for section, values in asdict(config).items()
-        if section not in ABOUT_THE_RUN
-        for key, value in values.items()
-        if before[section][key] != value
-    ]
+    old, new = (settings_of(one.whole) for one in (before, config))
+    training = {section: values for section, values in new.items() if section not in ABOUT_THE_RUN}
+    stages = ["stages"] if before.stages != config.stages else []
+    return changed_between(old, training) + stages

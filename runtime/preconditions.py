@@ -13,6 +13,7 @@ from errors import UserError
 from model.transformer import num_parameters
 from training.config import Config
 from training.optimizers import state_bytes
+from training.stages import in_stage
 
 # Published models may have embedding rows that no token uses (Qwen3: 151,936 rows for 151,669
 # tokens). A larger difference means that the tokenizer is the wrong one.
@@ -54,6 +55,20 @@ def open_train_and_heldout(config: Config) -> tuple[Mixture, Mixture | None]:
         options = {"num_samples": 1, "dp_rank": 0, "dp_size": 1, "rows": 1}
         next(heldout_batches(split, seq_len=config.train.seq_len, **options))
     return data, heldout
+
+
+def open_stages(config: Config) -> list[tuple[Mixture, Mixture | None]]:
+    """Open the data of every stage. Raises UserError; also if stages have different tokenizers."""
+    found: list[tuple[Mixture, Mixture | None]] = []
+    for number, stage in enumerate(config.each_stage):
+        with in_stage(number):
+            found.append(open_train_and_heldout(stage))
+            first, other = found[0][0].sources[0], found[-1][0].sources[0]
+            if other.tokenizer_sha256 != first.tokenizer_sha256:
+                why = f"it and {first.folder} were prepared with different tokenizers"
+                remedy = "prepare the data of all stages with the same tokenizer"
+                raise UserError("data.path", str(other.folder), why, remedy)
+    return found
 
 
 def check_writable(config: Config) -> None:

@@ -6,15 +6,21 @@ checkpoint and leaves out the batches of those steps.
     then        40           41   42   43   44 …     43 begins at 360: [336, 360) is never read
 
 The ranges left out are part of the loader's state, so every later checkpoint has them. (The samples
-of bad steps in an earlier start are no longer known.) A run that keeps returning to the same
-checkpoint has a problem other than bad batches, and ends.
+of bad steps in an earlier start of the same stage are no longer known.) A run that keeps returning
+to the same checkpoint has a problem other than bad batches, and ends.
+
+In a run with stages, each stage counts its own samples. If the bad steps began in an earlier stage,
+the run leaves this one for the checkpoint's (next_stage.py); samples of both are left out.
 """
 
-from collections import Counter, deque
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch.distributed as dist
 
 from data.dataset import Mixture
+from data.sampler import merge_ranges, samples_back
 from errors import RunFailed
 from runtime import checkpoint
 from runtime.checkpoint import Start
@@ -38,12 +44,13 @@ class Rollback(Listener):
     """Rolls the run back after too many bad steps; every rank makes the same decision.
 
     Args:
+        data: the training data of each stage.
         start: where this run began, and what it goes back to as long as it has saved no checkpoint.
     """
 
     def __init__(
         self,
-        data: Mixture,
+        data: Sequence[Mixture],
         start: Start,
         lease: Lease,
         saver: Saver,
@@ -53,7 +60,6 @@ class Rollback(Listener):
         self.data, self.start, self.lease = data, start, lease
         self.saver, self.metrics, self.watchdog = saver, metrics, watchdog
         self.first_samples: deque[int] = deque()  # of each recent step, and of the next one
-        self.times: Counter[int] = Counter()  # how often the run went back to each step
 
     def begins(self, run: Run) -> None:
         # The host learns of bad steps only every run.log_interval steps.
@@ -65,7 +71,7 @@ class Rollback(Listener):
         if 0 < run.config.guard.max_bad_steps <= run.logged_bad_in_a_row and not run.end_reason:
             with self.metrics.spending("rollback"), self.watchdog.resting():
                 self._go_back(run)
-        elif run.is_last:
+        elif run.step == run.config.train.steps:
             check_not_in_vain(run.step, run.step - run.first_step, run.logged_bad_in_a_row)
 
     def _go_back(self, run: Run) -> None:
@@ -76,28 +82,70 @@ class Rollback(Listener):
         times.
         """
         self.saver.wait()
-        config, loader, bad, step = run.config, run.loader, run.logged_bad_in_a_row, run.step
+        config, bad, step = run.config, run.logged_bad_in_a_row, run.step
         why = f"the last {bad} updates, up to step {step}, were skipped (guard.max_bad_steps)"
         # A checkpoint saved on request while steps were bad is no better than the current state.
         start = checkpoint.find_before(step - bad, config, self.data, self.start, self.lease)
         if start.path is None or start.weights_only:
             remedy = "set checkpoint.interval, or change optimizer.lr"
             raise Diverged(f"{why}, and there is no checkpoint to go back to; {remedy}")
-        self.times[start.step] += 1
-        if self.times[start.step] > MOST_TO_THE_SAME:
+        gone_back = (*run.start.gone_back, start.step)
+        if gone_back.count(start.step) > MOST_TO_THE_SAME:
             remedy = "resume from an earlier checkpoint in another run.dir "
             remedy += "(checkpoint.resume=PATH), with another optimizer.lr or other data"
             often = f"the run has already gone back {MOST_TO_THE_SAME} times to {start.path}"
             raise Diverged(f"{why}; {often}; {remedy}")
-        # The bad steps may have begun in an earlier start, whose samples are not known.
-        begun = self.first_samples[-1 - min(bad, len(self.first_samples) - 1)]
-        left_out = (begun, loader.next_sample)
-        checkpoint.load(run.train, start)
-        loader.go_to(start.next_sample, [*start.skipped, *loader.skipped, left_out])
-        self.first_samples = deque([loader.next_sample], maxlen=self.first_samples.maxlen)
+        left_out = self._samples_of(bad, run)
+        start = replace(_without(start, left_out, run), gone_back=gone_back)
+        run.leaves = start.stage != config.stage
+        if not run.leaves:
+            checkpoint.load(run.train, start)
+            run.loader.go_to(start.next_sample, start.skipped)
+            self.first_samples = deque([start.next_sample], maxlen=self.first_samples.maxlen)
         if dist.get_rank() == 0:
-            samples = f"leaving out samples {begun} to {left_out[1] - 1}"
+            ranges = (f"{begin} to {end - 1}" for _, begin, end in left_out)
+            samples = f"leaving out samples {' and '.join(ranges)}"
+            if run.leaves:
+                samples += f", and going on in stage {start.stage}"
             log(f"warning: {why}; rolling back to {start.path}, {samples}")
-            event = {"from_step": step, "step": start.step, "left_out": list(left_out)}
+            event = {"from_step": step, "step": start.step, "left_out": list(left_out[0][1:])}
+            if left_out[1:]:
+                event["left_out_before"] = [list(one) for one in left_out[1:]]
             append_event(config.run.dir, "rollback", **event)
         run.go_back(start)
+
+    def _samples_of(self, bad: int, run: Run) -> list[tuple[int, int, int]]:
+        """The ranges of samples of the last `bad` steps: (stage, begin, end), this stage first."""
+        config, here = run.config, run.loader.next_sample
+        more = bad - (run.step - config.steps.start)  # of them, those before this stage
+        # The bad steps may have begun in an earlier start, whose samples are not known.
+        known = min(bad, len(self.first_samples) - 1)
+        begun = 0 if more >= 0 else self.first_samples[-1 - known]
+        found = [(config.stage, begun, here)]
+        for stage in reversed(range(config.stage)):
+            if more <= 0:
+                break
+            one, was = config.at_stage(stage), run.start.earlier[stage].data
+            count = min(more, len(one.steps)) * one.train.global_batch_size
+            begun = samples_back(was.next_sample, count, merge_ranges(was.skipped))
+            found.append((stage, begun, was.next_sample))
+            more -= len(one.steps)
+        return found
+
+
+def _without(start: Start, left_out: list[tuple[int, int, int]], run: Run) -> Start:
+    """Return `start` without the samples that the run leaves out from now on, and has left out
+    since: in the stage of `start` and in later ones."""
+    ranges = [*left_out, *start.later, *run.start.later]
+    ranges += [(start.stage, *pair) for pair in start.skipped]
+    ranges += [(run.config.stage, *pair) for pair in run.loader.skipped]
+    for stage, was in enumerate(run.start.earlier):
+        ranges += [(stage, begin, end) for begin, end in was.data.skipped]
+    by_stage = {
+        stage: merge_ranges([pair for of, *pair in ranges if of == stage])
+        for stage in sorted({stage for stage, _, _ in ranges})
+    }
+    later = [
+        (stage, *pair) for stage, pairs in by_stage.items() for pair in pairs if stage > start.stage
+    ]
+    return replace(start, skipped=by_stage.get(start.stage, ()), later=tuple(later))

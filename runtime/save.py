@@ -94,7 +94,9 @@ class Saver:
         self.thread: threading.Thread | None = None
         self.failed: str | None = None  # why the last save failed
 
-    def save(self, step: int, tokens: int, data_state: dict[str, Any]) -> None:
+    def save(
+        self, step: int, tokens: int, data_state: dict[str, Any], other_stages: dict[str, Any]
+    ) -> None:
         """Save the state after `step` steps. Returns when it has been copied or, with
         checkpoint.async_save=false, when it has been written."""
         began = time.perf_counter()
@@ -112,6 +114,7 @@ class Saver:
             "bad_in_a_row": int(self.train.guard.bad_in_a_row.item()),
             "model": model_entries(config.model),
             "data": data_state,
+            **other_stages,
         }
         copied = self._copy()  # last: the reads above wait for the device
         stall = time.perf_counter() - began

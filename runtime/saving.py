@@ -2,6 +2,7 @@
 
 from errors import RunFailed
 from runtime.checkpoint import Start
+from runtime.history import of_other_stages
 from runtime.lease import Lease
 from runtime.listener import Listener, Run
 from runtime.metrics import Metrics
@@ -12,7 +13,8 @@ from runtime.watchdog import Watchdog
 
 
 class Saving(Listener):
-    """Saves every checkpoint.interval steps, after the last step, and on request.
+    """Saves every checkpoint.interval steps, after the last step, at the end of a stage, and on
+    request.
 
     While updates are being skipped, a save that is due waits until steps are good again, because an
     update before the bad steps may have ruined the weights. A save on request or after the last
@@ -27,14 +29,15 @@ class Saving(Listener):
 
     def after_step(self, run: Run) -> None:
         config, stop = run.config, self.stop
-        self.is_due |= run.is_due(config.checkpoint.interval)
+        self.is_due |= run.is_due(config.checkpoint.interval) or run.changes_stage
         if not (self.is_due or stop.wants_save or run.is_due(config.guard.replica_interval)):
             return
         with self.metrics.spending("saving"), self.watchdog.resting():
             check_replicas(run.train)
             good = not run.train.guard.bad_in_a_row or run.is_last
             if stop.wants_save or (self.is_due and good):
-                self.saver.save(run.step, run.tokens, run.loader.state())
+                others = of_other_stages(run.start.earlier, run.start.later)
+                self.saver.save(run.step, run.tokens, run.loader.state(), others)
                 self.is_due = False
                 stop.saved()
                 if stop.agree():  # includes requests that arrived during the save
@@ -45,7 +48,10 @@ class Saving(Listener):
 
     def ends(self, run: Run) -> None:
         with self.watchdog.resting():
-            self.saver.close()
+            if run.leaves:  # whether the last save failed no longer matters
+                self.saver.wait()
+            else:
+                self.saver.close()
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, RunFailed):  # raised on all ranks: finish the save in progress

@@ -76,6 +76,7 @@ class StopRequests(Listener):
         self.reason = ""  # why the run stops, once agreed
         self.save_agreed = False  # a save without a stop is agreed on and not done yet
         self.signals = signals
+        self._stays = False  # the run goes on with another stage, which must find the file STOP
         self._group = dist.new_group(backend="gloo")
         self._looks_next = 0.0
 
@@ -108,6 +109,9 @@ class StopRequests(Listener):
         if self.agree():
             run.end(self.reason)
 
+    def ends(self, run: Run) -> None:
+        self._stays = run.changes_stage
+
     def saved(self) -> None:
         """Clear a save request that has been fulfilled."""
         if self.save_agreed and dist.get_rank() == 0:
@@ -122,7 +126,7 @@ class StopRequests(Listener):
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self._wait()  # for the last all-reduce
-            if dist.get_rank() == 0:
+            if dist.get_rank() == 0 and not self._stays:
                 # otherwise the next start would stop immediately
                 (self.folder / "STOP").unlink(missing_ok=True)
 

@@ -31,7 +31,7 @@ class StepTrace(Listener):
 
     def __init__(self, config: Config, mesh: Mesh, first_step: int) -> None:
         self.mesh, self.path = mesh, Path(config.run.dir) / "trace.json"
-        self.step = min(first_step + AFTER, config.train.steps - 1) if config.run.trace else None
+        self.step = min(first_step + AFTER, config.steps.stop - 1) if config.run.trace else None
         self._offset = 0.0
         self._recorder: ActionRecorder | None = None  # of the current step
 

@@ -21,22 +21,24 @@ FREE_MODEL_KEYS = {
     "init_std", "z_loss", "router_aux_weight", "router_z_weight", "router_bias_rate", "kernels",
     "attention_kernel",
 }  # fmt: skip
-# How positions are rotated. A new run that starts from weights may change it, for example to learn
-# from longer sequences (docs/context.md).
-ROTATION_KEYS = {
-    "rope_theta", "rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor",
-    "rope_original_length",
-}  # fmt: skip
 
 Dimension = Annotated[int, Field(le=MAX_DIMENSION)]
 
 
 class DataState(Strict):
-    """The state of the data loader (data/loader.py)."""
+    """The state of the data loader (data/loader.py), of one stage."""
 
     checksum: Name  # of the data
     next_sample: Count
     skipped: list[tuple[Count, Count]]  # half-open ranges of samples that are never read
+
+
+class EarlierStage(Strict):
+    """What a run with stages has done in one that is over."""
+
+    step: Count  # its last
+    seq_len: Annotated[int, Field(ge=1, le=MAX_INT)]
+    data: DataState  # at its end
 
 
 class TrainerState(Strict):
@@ -52,6 +54,10 @@ class TrainerState(Strict):
     # a list: kinds of layers, repeated in turn
     model: dict[Name, bool | Dimension | float | str | list[Name] | None]
     data: DataState
+    # only of a run with stages: those before the stage of `step`
+    earlier: list[EarlierStage] = Field(default_factory=list, max_length=1000)
+    # ranges of samples of later stages that a rollback leaves out: (stage, begin, end)
+    later: list[tuple[Count, Count, Count]] = Field(default_factory=list)
 
     @property
     def model_config_saved(self) -> ModelConfig:
@@ -90,8 +96,19 @@ def parse_trainer(path: Path) -> TrainerState:
     else:
         if trainer.updates > trainer.step or trainer.bad_in_a_row > trainer.step:
             problem = "it counts more updates, or more skipped updates, than steps"
-        elif any(begin > end for begin, end in trainer.data.skipped):
+        elif any(
+            begin > end
+            for begin, end in [
+                *trainer.data.skipped,
+                *(pair for stage in trainer.earlier for pair in stage.data.skipped),
+                *(pair for _, *pair in trainer.later),
+            ]
+        ):
             problem = "a range of skipped samples ends before it begins"
+        elif (ends := [0, *(stage.step for stage in trainer.earlier), trainer.step]) != sorted(
+            set(ends)
+        ) and trainer.earlier:
+            problem = "its stages are not in order"
         elif NAME.fullmatch(path.name) and step_of(path) != trainer.step:
             problem = (
                 f"it was saved after {trainer.step} steps, but its folder name says {step_of(path)}"

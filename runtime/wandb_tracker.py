@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import secrets
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from runtime.messages import log
 from runtime.tracker import Record, Tracker, json_object, scalars
 from training.config import Config
+from training.load_config import settings_of
 
 START_SECONDS = 30.0  # for wandb's server to respond; all ranks wait meanwhile
 # for wandb's last uploads: a server that does not respond must not keep a job from being requeued
@@ -65,7 +65,7 @@ class WandB(Tracker):
                 resume="allow",
                 dir=str(self.folder),
                 mode=mode,
-                config={**asdict(config), "system": system},
+                config={**settings_of(config), "system": system},
                 allow_val_change=True,
                 settings=self.wandb.Settings(
                     silent=True,

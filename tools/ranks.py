@@ -16,13 +16,11 @@ part in the task are kept, because a new rank takes a second to import and cache
 
 import atexit
 import contextlib
-import functools
 import gc
 import multiprocessing
 import os
 import pickle
 import socket
-import sys
 import tempfile
 import time
 import traceback
@@ -42,7 +40,6 @@ PRELOAD = [
     "tools.parity.run",
     "train",
 ]
-_CACHED = type(functools.cache(lambda: None))  # functools has no public name for it
 GRACE_SECONDS = 3.0  # for other ranks to report too, after one has failed
 REAP_SECONDS = 60.0  # for a process to end after it has closed its pipe
 
@@ -158,6 +155,7 @@ def _serve(rank: int, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from runtime.init_distributed import forget_meshes
     from tools.strict import group as strict  # registers the backend
 
     os.environ["GLOO_SOCKET_IFNAME"] = next(
@@ -183,31 +181,10 @@ def _serve(rank: int, pipe: Connection) -> None:
             dist.barrier()  # no rank may tear its connections down while another still uses them
             dist.destroy_process_group()
             strict.close()
-            _forget_meshes()
+            forget_meshes()
             # process groups are in reference cycles, and keep three threads each until collected
             gc.collect()
         except BaseException:  # of any kind: it is reported to the parent
             result = pickle.dumps((False, traceback.format_exc()))
         with contextlib.suppress(BrokenPipeError):
             pipe.send_bytes(result)
-
-
-def _forget_meshes() -> None:
-    """Clears torch's caches that are keyed by meshes. Meshes of the same shape compare equal, so a
-    cached result could contain a mesh whose process groups no longer exist, or belong to another
-    task under the same name. A mesh that a cache keeps also keeps its groups' threads, of which
-    gloo wakes one in three every 10 ms."""
-    from torch.distributed.tensor import _redistribute, debug
-
-    debug._clear_sharding_prop_cache()
-    _redistribute.clear_redistribute_planner_cache()
-    for name, module in list(sys.modules.items()):
-        if name.startswith("torch.distributed.") and module is not None:
-            values = list(vars(module).values())
-            # not isinstance: it makes torch warn of a deprecated object
-            classes = [value for value in values if issubclass(type(value), type)]
-            values += [value for each in classes for value in vars(each).values()]
-            for value in values:
-                function = value.__func__ if type(value) is staticmethod else value
-                if type(function) is _CACHED:
-                    function.cache_clear()

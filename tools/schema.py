@@ -17,14 +17,15 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from training.config import Config
+from training.config import SECTIONS, Config
+from training.stages import CHANGEABLE
 
 
 def schema() -> dict[str, Any]:
     """The schema of a whole configuration file."""
-    whole = TypeAdapter(Config).json_schema()
-    sections = {field.name: field.type for field in dataclasses.fields(Config)}
-    for cls in sections.values():
+    whole = TypeAdapter(dataclasses.make_dataclass("Config", SECTIONS.items())).json_schema()
+    whole["description"] = Config.__doc__
+    for cls in SECTIONS.values():
         properties = whole["$defs"][cls.__name__]["properties"]
         for key, comment in comments(cls).items():
             properties[key]["description"] = comment
@@ -32,9 +33,37 @@ def schema() -> dict[str, Any]:
             del described["title"]  # only repeats the key, capitalized
     whole["additionalProperties"] = False
     whole["required"] = [
-        name for name, cls in sections.items() if whole["$defs"][cls.__name__].get("required")
+        name for name, cls in SECTIONS.items() if whole["$defs"][cls.__name__].get("required")
     ]
+    whole["properties"]["stages"] = stages()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **whole}
+
+
+def stages() -> dict[str, Any]:
+    """The schema of the list of stages (training/stages.py)."""
+    begins = {
+        "from_step": "the stage begins after this many steps",
+        "from_token": "or: it begins with the first step before which so many tokens were read",
+    }
+    properties: dict[str, Any] = {
+        name: {"description": said, "type": "integer", "minimum": 1}
+        for name, said in begins.items()
+    }
+    for section, keys in CHANGEABLE.items():
+        cls = SECTIONS[section]
+        names = keys or [field.name for field in dataclasses.fields(cls)]
+        of_section = {key: {"$ref": f"#/$defs/{cls.__name__}/properties/{key}"} for key in names}
+        properties[section] = {
+            "type": "object", "additionalProperties": False, "properties": of_section
+        }  # fmt: skip
+    one = {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": properties,
+        "oneOf": [{"required": [name]} for name in begins],
+    }
+    said = "later stages of the run: from where, and the settings that change (docs/stages.md)"
+    return {"description": said, "type": "array", "items": one}
 
 
 def comments(cls: Any) -> dict[str, str]:

@@ -5,7 +5,9 @@ Validation raises errors and never changes a value.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
 
 from costs.setting import Setting
 from costs.summary import layer_costs
@@ -29,13 +31,24 @@ from training.sections import (
     RunConfig,
     TrainConfig,
 )
+from training.stages import NEW_PHASE, LaterStage, in_stage
 
 MAX_FORWARDS = 2**16  # in a step, over all stages; the largest known runs have a few thousand
 
 
 @dataclass(frozen=True)
+class Place:
+    """What a Config describes of a run with stages: one stage."""
+
+    number: int
+    steps: range  # of the stage, 0-based
+    phase: range  # the steps over which its learning rate is scheduled
+    whole: "Config"  # of stage 0, without a place
+
+
+@dataclass(frozen=True)
 class Config:
-    """The configuration of a run."""
+    """The configuration of a run; of a run with stages, that of one stage (stages.py)."""
 
     model: ModelConfig
     parallel: ParallelConfig
@@ -45,6 +58,44 @@ class Config:
     checkpoint: CheckpointConfig
     guard: GuardConfig
     run: RunConfig
+    stages: tuple[LaterStage, ...] = ()
+    place: Place | None = None
+
+    @property
+    def stage(self) -> int:
+        return self.place.number if self.place else 0
+
+    @property
+    def steps(self) -> range:
+        """The steps of this stage, 0-based."""
+        return self.place.steps if self.place else range(self.train.steps)
+
+    @property
+    def phase(self) -> range:
+        """The steps over which the learning rate is scheduled."""
+        return self.place.phase if self.place else range(self.train.steps)
+
+    @property
+    def whole(self) -> "Config":
+        """The configuration as in the file: the sections of stage 0, and `stages`."""
+        return self.place.whole if self.place else self
+
+    @property
+    def alone(self) -> "Config":
+        """The configuration of a run that has only this stage."""
+        return replace(self, stages=(), place=None)
+
+    @cached_property
+    def each_stage(self) -> "tuple[Config, ...]":
+        """The configuration of each stage. Raises UserError."""
+        return self.whole.each_stage if self.place else _each_stage(self)
+
+    def at_stage(self, number: int) -> "Config":
+        return self.each_stage[number]
+
+    def stage_of(self, step: int) -> int:
+        """The stage that makes step `step`, 0-based; the last one for later steps."""
+        return sum(step >= one.steps.start for one in self.each_stage[1:])
 
     def num_microbatches(self, dp_size: int) -> int:
         """Micro-batches of each data-parallel rank in one step."""
@@ -71,11 +122,56 @@ class Config:
         return build_schedule(p.schedule, p.pp, p.stages_per_rank, microbatches)
 
     def validate(self, world_size: int) -> None:
-        """Check everything that involves more than one section or the world size; raises
-        UserError."""
-        sizes = self.parallel.mesh_sizes(world_size)
-        for check_one in CHECKS:
-            check_one(self, sizes)
+        """Check everything that involves more than one section or the world size, in every stage;
+        raises UserError."""
+        for number, config in enumerate(self.each_stage):
+            with in_stage(number):
+                sizes = config.parallel.mesh_sizes(world_size)
+                for check_one in CHECKS:
+                    check_one(config, sizes)
+
+
+SECTIONS: dict[str, Any] = {
+    field.name: field.type for field in fields(Config) if field.name not in ("stages", "place")
+}
+
+
+def _each_stage(whole: Config) -> tuple[Config, ...]:
+    """The configuration of each stage of a run."""
+    if not whole.stages:
+        return (whole,)
+    stages, begins, tokens = [whole], [0], 0
+    for number, later in enumerate(whole.stages, 1):
+        before, train = stages[-1], stages[-1].train
+        with in_stage(number):
+            changes = {
+                name: replace(
+                    getattr(before, name), **(NEW_PHASE if name == "optimizer" else {}) | keys
+                )
+                for name, keys in later.changes.items()
+            }
+        per_step = train.global_batch_size * train.seq_len
+        begin = later.first_step(begins[-1], tokens, per_step)
+        if not begins[-1] < begin < whole.train.steps:
+            key, value = later.begins
+            why = f"it would begin after step {begin}, the stage before begins after step "
+            why += f"{begins[-1]}, and train.steps={whole.train.steps}"
+            remedy = "each stage needs a step; give more train.steps, or leave the stage out "
+            remedy += "(stages=[] leaves out all)"
+            raise UserError(f"stages.{number}.{key}", value, why, remedy)
+        tokens += (begin - begins[-1]) * per_step
+        begins.append(begin)
+        stages.append(replace(before, **changes))
+    ends = [*begins[1:], whole.train.steps]
+    phases = [0, *(n for n, one in enumerate(whole.stages, 1) if "optimizer" in one.changes)]
+    placed = []
+    for number, config in enumerate(stages):
+        phase = max(n for n in phases if n <= number)
+        end = min((begins[n] for n in phases if n > number), default=whole.train.steps)
+        steps = range(begins[number], ends[number])
+        place = Place(number, steps, range(begins[phase], end), whole)
+        placed.append(replace(config, place=place))
+    return tuple(placed)
 
 
 def check_lengths(config: Config, sizes: MeshSizes) -> None:
@@ -195,10 +291,11 @@ def check_pure_bfloat16(config: Config, sizes: MeshSizes) -> None:
 
 
 def check_decay_steps(config: Config, sizes: MeshSizes) -> None:
-    optimizer, steps = config.optimizer, config.train.steps
+    optimizer, steps = config.optimizer, len(config.phase)
     if optimizer.schedule == "wsd" and not 0 < optimizer.decay_steps <= steps:
-        why = f"schedule wsd decays over the last steps of train.steps={steps}"
-        remedy = "give a number between 1 and train.steps, often a tenth or a fifth of it"
+        given = f"train.steps={steps}" if not config.stages else f"its phase of {steps} steps"
+        why = f"schedule wsd decays over the last steps of {given}"
+        remedy = f"give a number between 1 and {steps}, often a tenth or a fifth of it"
         raise UserError("optimizer.decay_steps", optimizer.decay_steps, why, remedy)
 
 

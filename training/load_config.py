@@ -7,16 +7,17 @@ from typing import Any
 
 from errors import UserError
 from settings import no_such_key
-from training.config import Config
+from training.config import SECTIONS, Config
+from training.stages import read_stages
 from yaml_text import MAX_CHARACTERS, NotYaml, dump, parse
 
-SECTIONS: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(Config)}
 KEYS = {name: [field.name for field in dataclasses.fields(cls)] for name, cls in SECTIONS.items()}
 
 
 def load_config(path: str, overrides: list[str]) -> Config:
     """Read `path`, apply `overrides` in order, and build the configuration (each section checks
-    itself).
+    itself); of a run with stages, that of stage 0. An override without stages.K changes the
+    sections of the file, so it holds until a stage sets the key.
 
     Raises:
         UserError: the file is unreadable, a section or key is unknown, a key is missing, or a value
@@ -26,7 +27,8 @@ def load_config(path: str, overrides: list[str]) -> Config:
     for override in overrides:
         name, equals, text = override.partition("=")
         section, dot, key = name.partition(".")
-        if not (equals and section and dot and key):
+        whole = name == "stages"
+        if not (equals and (whole or (section and dot and key))):
             raise UserError(
                 "command line",
                 override,
@@ -34,7 +36,13 @@ def load_config(path: str, overrides: list[str]) -> Config:
                 "write for example train.steps=100",
             )
         try:
-            raw.setdefault(section, {})[key] = parse(text)
+            value = parse(text)
+            if whole:
+                raw["stages"] = value
+            elif section == "stages":
+                _set_in_stage(raw, name, value)
+            else:
+                raw.setdefault(section, {})[key] = value
         except NotYaml as error:
             raise UserError(name, text, f"is not a YAML value: {error}", "quote it") from None
     return _build(raw)
@@ -43,13 +51,47 @@ def load_config(path: str, overrides: list[str]) -> Config:
 def dump_config(config: Config) -> str:
     """The whole resolved configuration as YAML, defaults included. `load_config` reads the same
     configuration back."""
-    plain = dataclasses.asdict(config)
+    plain: dict[str, Any] = settings_of(config.whole)
     plain["optimizer"]["betas"] = list(config.optimizer.betas)
+    if config.stages:
+        plain["stages"] = [stage.raw for stage in config.stages]
     return dump(plain)
 
 
-def _read(path: str) -> dict[str, dict[str, Any]]:
-    """The file's sections, each a mapping of keys."""
+def settings_of(config: Config) -> dict[str, dict[str, Any]]:
+    """The value of each key, by section."""
+    return {section: dataclasses.asdict(getattr(config, section)) for section in SECTIONS}
+
+
+def changed_between(
+    before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]
+) -> list[str]:
+    """Each setting that differs: `train.steps 400 → 110`."""
+    return [
+        f"{section}.{key} {before[section][key]} → {value}"
+        for section, values in after.items()
+        for key, value in values.items()
+        if before[section][key] != value
+    ]
+
+
+def _set_in_stage(raw: dict[str, Any], name: str, value: Any) -> None:
+    """Apply an override of a stage: stages.1.train.seq_len, or stages.1.from_step."""
+    stages = raw.get("stages") or []
+    number, _, rest = name.removeprefix("stages.").partition(".")
+    section, _, key = rest.partition(".")
+    if not (isinstance(stages, list) and number.isdecimal() and 1 <= int(number) <= len(stages)):
+        why = f"the file has {len(stages) if isinstance(stages, list) else 0} stages"
+        raise UserError(name, value, why, "write for example stages.1.train.seq_len=1024")
+    stage = stages[int(number) - 1]
+    if isinstance(stage, dict) and key and isinstance(stage.setdefault(section, {}), dict):
+        stage[section][key] = value
+    elif isinstance(stage, dict) and section:
+        stage[section] = value
+
+
+def _read(path: str) -> dict[str, Any]:
+    """The file's sections, each a mapping of keys, and its list of stages."""
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(MAX_CHARACTERS + 1)
@@ -74,6 +116,8 @@ def _read(path: str) -> dict[str, dict[str, Any]]:
             "see configs/laptop.yaml",
         )
     for section, keys in raw.items():
+        if section == "stages":
+            continue
         if not isinstance(section, str) or not isinstance(keys, dict):
             raise UserError(
                 str(section),
@@ -84,13 +128,16 @@ def _read(path: str) -> dict[str, dict[str, Any]]:
     return raw
 
 
-def _build(raw: dict[str, dict[str, Any]]) -> Config:
+def _build(raw: dict[str, Any]) -> Config:
+    stages = read_stages(raw.pop("stages", None))
     for section, given in raw.items():
         if section not in SECTIONS:
-            close = difflib.get_close_matches(section, SECTIONS, n=1)
-            remedy = f"did you mean {close[0]}?" if close else f"choose from {', '.join(SECTIONS)}"
+            close = difflib.get_close_matches(section, [*SECTIONS, "stages"], n=1)
+            names = ", ".join([*SECTIONS, "stages"])
+            remedy = f"did you mean {close[0]}?" if close else f"choose from {names}"
             raise UserError(section or "''", given, "there is no such section", remedy)
         for key, value in given.items():
             if key not in KEYS[section]:
                 raise no_such_key(section, str(key), value, KEYS)
-    return Config(**{section: cls(**raw.get(section, {})) for section, cls in SECTIONS.items()})
+    built = {section: cls(**raw.get(section, {})) for section, cls in SECTIONS.items()}
+    return Config(**built, stages=stages).at_stage(0)

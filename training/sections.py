@@ -58,7 +58,8 @@ class OptimizerConfig:
     grad_clip: Annotated[float, between(0, 1e30)] = 1.0
     # number of first steps, in which the learning rate rises linearly from lr / warmup_steps
     warmup_steps: Whole = 0
-    schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warmup, stable, decay
+    # wsd: warmup, stable, decay; linear and stable: for the phases of stages (learning_rate.py)
+    schedule: Literal["cosine", "wsd", "linear", "stable"] = "cosine"
     # the learning rate falls to this times lr, which the step after the last would have
     min_lr_ratio: Annotated[float, between(0, 1)] = 0.1
     decay_steps: Whole = 0  # wsd only: number of last steps, in which the rate falls linearly

@@ -85,7 +85,7 @@ class TrainStep:
         """Run one step on this data-parallel rank's rows of the global batch, tokens and targets
         [rows, S]; `step` is 0-based."""
         loss, norm = self.forward_backward(tokens, targets)
-        lr = learning_rate(step, self.config.train.steps, self.config.optimizer)
+        lr = learning_rate(step, self.config.phase, self.config.optimizer)
         norm_or_inf = self.guard(loss, norm)  # inf: the optimizer changes nothing
         self.optimizer.step(lr, norm_or_inf, self.config.optimizer.grad_clip)
         loads = None if self.balance is None else self.balance(norm_or_inf)

@@ -1,0 +1,66 @@
+"""From one stage of a run to the next, in the same process.
+
+    stage 0 │ save, wait for it │ leave │ find the checkpoint, join the world again, load │ stage 1
+
+A boundary is a resume: the stage ends with a checkpoint, everything is built anew for the next
+stage by the code of a start, and the run begins from the checkpoint. So it makes no difference
+whether the process is killed there, and a stage may have another layout. After a rollback to a
+checkpoint of an earlier stage, the run goes on in the same way, with that stage.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from data.dataset import Mixture
+from runtime.checkpoint import Start, find_before
+from runtime.events import append_event
+from runtime.lease import Lease
+from runtime.listener import Listener, Run
+from runtime.messages import log
+from training.config import Config
+from training.load_config import changed_between, settings_of
+
+
+def next_start(run: Run, data: Sequence[Mixture], lease: Lease) -> Start | None:
+    """Where the run goes on after it has left a stage; None if it is over. Called by every rank.
+
+    Args:
+        run: the run, whose listeners have ended.
+        data: the training data of each stage.
+    """
+    if not run.changes_stage:
+        return None
+    since = time.monotonic()
+    start = run.start
+    if not run.leaves:
+        # Usually the checkpoint that the stage has just saved; an earlier one if that is damaged.
+        start = find_before(run.step, run.config, data, run.start, lease)
+    return replace(start, gone_back=run.start.gone_back, since=since)
+
+
+class StageBegins(Listener):
+    """Logs and records the beginning of a stage, with what changes."""
+
+    def begins(self, run: Run) -> None:
+        config = run.config
+        if not config.stages or dist.get_rank() != 0:
+            return
+        stage, steps = config.stage, config.steps
+        where = (
+            f"stage {stage} of 0 to {len(config.stages)}, steps {steps.start + 1} to {steps.stop}"
+        )
+        if stage == 0 or run.step > steps.start:
+            log(f"this is {where}")
+            return
+        changes = changes_of(config)
+        append_event(config.run.dir, "stage", stage=stage, step=run.step, changes=changes)
+        log(f"{where}, begins: {', '.join(changes) or 'nothing changes'}")
+
+
+def changes_of(config: Config) -> list[str]:
+    """What a stage changes: `train.seq_len 8192 → 131072`."""
+    before = config.at_stage(config.stage - 1)
+    return changed_between(settings_of(before), settings_of(config))
