@@ -212,14 +212,21 @@ class Mixture:
         )
 
 
-def open_data(config: DataConfig, split: str) -> Mixture:
-    """Opens split `train` or `heldout` of every folder in `config.path`. Raises UserError if any
-    of them is not usable."""
+Opened = dict[tuple[str, str], TokenDataset]  # by folder and split
+
+
+def open_data(config: DataConfig, split: str, opened: Opened | None = None) -> Mixture:
+    """Opens split `train` or `heldout` of every folder in `config.path`, or takes it from `opened`,
+    where new ones are added. Raises UserError if any of them is not usable."""
     paths = config.path if isinstance(config.path, dict) else {config.path: 1.0}
     if not paths:
         why = "it names no data"
         raise UserError("data.path", paths, why, "give a prepared folder, or {folder: weight, …}")
-    sources = [TokenDataset.open(path, split, tokenizer=config.tokenizer) for path in paths]
+    opened = {} if opened is None else opened
+    for path in paths:
+        if (path, split) not in opened:
+            opened[path, split] = TokenDataset.open(path, split, tokenizer=config.tokenizer)
+    sources = [opened[path, split] for path in paths]
     for source in sources:
         if config.document_mask and (source.bos_id is None or source.bos_id < 0):
             why = (

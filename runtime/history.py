@@ -37,6 +37,21 @@ def check_history(
         why = f"the checkpoint {path} has the state of optimizer.name={trainer.optimizer}"
         remedy = f"use the checkpoint's value, or {FROM_WEIGHTS}"
         raise UserError("optimizer.name", config.optimizer.name, why, remedy)
+    if trainer.seed != config.train.seed:
+        why = f"the checkpoint {path} was saved with train.seed={trainer.seed}, which determines "
+        why += "the order of samples"
+        remedy = f"use the checkpoint's value, or {FROM_WEIGHTS}"
+        raise UserError("train.seed", config.train.seed, why, remedy)
+    had = [*trainer.earlier, end_of(trainer)][: number + 1]
+    for stage, was in enumerate(had):
+        seq_len = config.at_stage(stage).train.seq_len
+        with in_stage(stage):
+            if was.seq_len != seq_len:
+                why = f"the checkpoint {path} was saved with train.seq_len={was.seq_len}, which "
+                why += "determines the order of samples"
+                remedy = f"use the checkpoint's value, {AS_STAGE}, or {FROM_WEIGHTS}"
+                raise UserError("train.seq_len", seq_len, why, remedy)
+            check_state(was.data.model_dump(), data[stage])
     ends = [one.steps.stop for one in config.each_stage[:number]]
     saved = [stage.step for stage in trainer.earlier]
     if saved != ends:
@@ -46,20 +61,6 @@ def check_history(
         why += f"after {'the steps ' + str(saved) if saved else 'no step'}, not after {ends}"
         remedy = "leave stages as they were up to the checkpoint's step; later ones may change"
         raise UserError(f"stages.{first}", ends[first - 1 : first], why, remedy)
-    if trainer.seed != config.train.seed:
-        why = f"the checkpoint {path} was saved with train.seed={trainer.seed}, which determines "
-        why += "the order of samples"
-        remedy = f"use the checkpoint's value, or {FROM_WEIGHTS}"
-        raise UserError("train.seed", config.train.seed, why, remedy)
-    for stage, was in enumerate([*trainer.earlier, end_of(trainer)]):
-        seq_len = config.at_stage(stage).train.seq_len
-        with in_stage(stage):
-            if was.seq_len != seq_len:
-                why = f"the checkpoint {path} was saved with train.seq_len={was.seq_len}, which "
-                why += "determines the order of samples"
-                remedy = f"use the checkpoint's value, {AS_STAGE}, or {FROM_WEIGHTS}"
-                raise UserError("train.seq_len", seq_len, why, remedy)
-            check_state(was.data.model_dump(), data[stage])
 
 
 def check_model(path: Path, trainer: TrainerState, config: Config, free: Set[str]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from data.dataset import Mixture, open_data
+from data.dataset import Mixture, Opened, open_data
 from data.loader import heldout_batches
 from errors import UserError
 from model.transformer import num_parameters
@@ -39,11 +39,14 @@ def check_fits(config: Config, device: str) -> None:
         raise UserError("model", f"{num_parameters(config.model):,} parameters", why, remedy)
 
 
-def open_train_and_heldout(config: Config) -> tuple[Mixture, Mixture | None]:
+def open_train_and_heldout(
+    config: Config, opened: Opened | None = None
+) -> tuple[Mixture, Mixture | None]:
     """Open the training split and, if evaluation is on, the held-out split. Raises UserError if the
-    vocabulary does not fit the model or a split is shorter than one sequence."""
-    data = open_data(config.data, "train")
-    heldout = open_data(config.data, "heldout") if config.train.eval_interval else None
+    vocabulary does not fit the model or a split is shorter than one sequence. `opened`: what is
+    open already."""
+    data = open_data(config.data, "train", opened)
+    heldout = open_data(config.data, "heldout", opened) if config.train.eval_interval else None
     if not data.vocab_size <= config.model.vocab_size <= data.vocab_size * MAX_PADDING:
         why = f"the data's tokenizer has {data.vocab_size} tokens"
         remedy = f"set model.vocab_size={data.vocab_size}"
@@ -60,9 +63,10 @@ def open_train_and_heldout(config: Config) -> tuple[Mixture, Mixture | None]:
 def open_stages(config: Config) -> list[tuple[Mixture, Mixture | None]]:
     """Open the data of every stage. Raises UserError; also if stages have different tokenizers."""
     found: list[tuple[Mixture, Mixture | None]] = []
+    opened: Opened = {}  # stages share what they have in common, with its open files
     for number, stage in enumerate(config.each_stage):
         with in_stage(number):
-            found.append(open_train_and_heldout(stage))
+            found.append(open_train_and_heldout(stage, opened))
             first, other = found[0][0].sources[0], found[-1][0].sources[0]
             if other.tokenizer_sha256 != first.tokenizer_sha256:
                 why = f"it and {first.folder} were prepared with different tokenizers"

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import train
 from benchmarks.stop_matrix import catches
-from runtime import signals, stop
+from runtime import all_listeners, signals, stop
 from runtime.messages import LostConnection, fail
 from runtime.signals import Signals
 from runtime.stop import StopRequests
@@ -117,7 +117,7 @@ def before(owner: type, method: str, call: int, action: Any):
 WHERE = {
     "step": (train.TrainStep, "__call__"),
     "evaluation": (train.TrainStep, "evaluate"),
-    "save": (train.Saver, "save"),
+    "save": (all_listeners.Saver, "save"),
 }
 
 
@@ -132,7 +132,7 @@ def train_and_ask(
         signal.pthread_sigmask(signal.SIG_BLOCK, []),
     )
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(train, "StopRequests", Known))
+        stack.enter_context(patch.object(all_listeners, "StopRequests", Known))
         stack.enter_context(patch.object(stop, "LOOK_SECONDS", 0.0))
         stack.enter_context(patch.object(signals, "STARTED", signals.STARTED))
         stack.enter_context(patch.object(signals, "SAME_REQUEST_SECONDS", 1e9))
@@ -338,7 +338,7 @@ def lose_a_peer(arguments: list[str], folder: str, where: str, call: int) -> Non
             heard.touch()
 
         with (
-            patch.object(train, "StopRequests", Known),
+            patch.object(all_listeners, "StopRequests", Known),
             before(train.TrainStep, "__call__", 2, signalled),
         ):
             try:
