@@ -38,6 +38,7 @@ PARAMETERS = {  # as published with the models
     "llama_1b": 1_235_814_400,
     "llama3_8b": 8_030_261_248,
     "llama3_8b_131072": 8_030_261_248,
+    "llama3_8b_stages": 8_030_261_248,
     "llama3_70b": 70_553_706_496,
     "llama3_405b": 405_853_388_800,
     "mixtral_8x7b": 46_702_792_704,

@@ -2,6 +2,7 @@
 and whatever layout each stage has."""
 
 import json
+import math
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ import torch
 import yaml
 
 import train
+import training.step
 from data.dataset import Mixture, TokenDataset
 from data.earlier import Earlier
 from data.loader import BatchLoader
 from runtime.events import read_events
 from tests.data_samples import SOURCE, prepared
 from tests.runs import copy_of, fresh, global_state, losses, train_run
-from tests.stages import Read, check_reads, expected, recorded_run, write_stages
+from tests.stages import Read, check_reads, expected, recorded, recorded_run, write_stages
 from tools.ranks import RankError, Ranks
 
 DP2, TP2, PP2 = {"dp_shard": -1}, {"tp": 2}, {"pp": 2}
@@ -244,6 +246,56 @@ def test_a_later_stage_may_be_added(ranks: Ranks, tmp_path: Path, whole: tuple) 
     Path(config).write_text(yaml.safe_dump(raw))
     assert ranks.run(train_run, 2, [config, "train.steps=8"]) == ["", ""]
     assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+# --- rollback across a boundary -----------------------------------------------------------------
+
+
+def run_with_bad_steps(arguments: list[str], bad: list[int], file: Path) -> str:
+    """Train and record; the norm of the gradient is infinite in the steps that are `bad`, counted
+    over the whole run, with those that are made again."""
+    made: list[int] = []
+    norm = training.step.gradient_norm
+
+    def planted(*arguments: Any) -> torch.Tensor:
+        made.append(1)
+        return norm(*arguments) * (math.inf if len(made) in bad else 1)
+
+    with recorded(file), patch.object(training.step, "gradient_norm", planted):
+        return train_run(arguments)
+
+
+def test_a_rollback_across_a_boundary(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """Steps 4, 5 and 6 are bad, and stage 1 begins after step 4: the run goes back to the
+    checkpoint of step 2, in stage 0, and leaves out the samples of step 4, and of steps 5 and 6 of
+    stage 1. A start that is told to leave them out has the same bits."""
+    config = write_stages(
+        tmp_path,
+        data,
+        [{"from_step": 4, "train": {"seq_len": 64, "global_batch_size": 4}}],
+        train={"steps": 7},
+        checkpoint={"interval": 2},
+        guard={"max_bad_steps": 3},
+    )
+    bad = [4, 5, 6]
+    assert ranks.run(run_with_bad_steps, 2, [config], bad, tmp_path / "reads") == ["", ""]
+    one = mixture(data)
+    at_first = expected([Read(one, 32, 8, 4), Read(one, 64, 4, 2)], 0)[0]
+    stages = [Read(one, 32, 8, 4, (range(24, 32),)), Read(one, 64, 4, 3, (range(8),))]
+    again = expected(stages, 0)[0]
+    rows = [json.loads(line) for line in Path(f"{tmp_path / 'reads'}-0").read_text().splitlines()]
+    assert [step for step, *_ in rows] == [0, 1, 2, 3, 4, 5, 2, 3, 4, 5, 6]
+    for (step, _, _, mine), batches in zip(rows, [at_first] * 6 + [again] * 5, strict=True):
+        assert mine == batches[step][: len(mine)], step
+    run = tmp_path / "run"
+    (event,) = [e for e in read_events(run) if e["event"] == "rollback"]
+    assert (event["from_step"], event["step"]) == (6, 2)
+    assert (event["left_out"], event["left_out_before"]) == ([0, 8], [[0, 24, 32]])
+    trainer = json.loads((run / "checkpoints" / "step-00000007" / "trainer.json").read_text())
+    assert trainer["earlier"][0]["data"]["skipped"] == [[24, 32]]
+    assert trainer["data"]["skipped"] == [[0, 8]]
+    assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5, 6, 7]
+    assert trainer["updates"] == 7
 
 
 # --- stop requests, open files --------------------------------------------------------------------

@@ -20,6 +20,7 @@ bounds.py      a lower bound on the bytes that a layout needs
 estimate.py    a quick estimate of a step's seconds
 candidates.py  all layouts, each with a bound on its memory and an estimate of its time
 peaks.py       bytes that a layout's pipeline ranks need, counted in a shortened step
+stages.py      the stage that is planned, of a run with stages of data
 search.py      the fastest layouts that fit
 guide.py       ZeRO's memory and traffic as guides count them
 draw.py        pictures

@@ -31,6 +31,7 @@ from tools.plan.hardware import DEVICES, GB, find_device
 from tools.plan.layout import Layout, world_of
 from tools.plan.search import ALIKE, Found, Result, rows, search, why_not
 from tools.plan.search import describe as describe_row
+from tools.plan.stages import add_data_stage, one_stage
 from tools.plan.summary import summarise
 from tools.plan.time import StepTime
 from tools.timeline.draw import Panel, draw, save
@@ -147,6 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="N",
         help="number of GPUs (default: the product of the axes, or the file's first line)",
     )
+    add_data_stage(parser)
     parser.add_argument(
         "--device",
         default="h100",
@@ -202,6 +204,9 @@ def print_plan(options: argparse.Namespace) -> None:
         print(beside(config, read_report(options.beside)))
         return
     world = world_of(options.config, config, options.gpus)
+    config, which = one_stage(config, world, options.data_stage)
+    if which:
+        print(which)
     result: dict[str, Any] = {}
     frontier: list[Found] = []
     if options.search:

@@ -25,6 +25,7 @@ from tools.command import add_overrides, run_command
 from tools.plan.hardware import GB, find_device
 from tools.plan.layout import Layout, world_of
 from tools.plan.memory import Memory
+from tools.plan.stages import add_data_stage, one_stage
 from tools.plan.traffic import by_axis, over_groups
 from tools.rehearse.prediction import predicted_step
 from tools.rehearse.rank import alone, check_can_be_rehearsed, rehearse, rehearse_for_real
@@ -99,6 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="run the first rank at every pipeline position, one after the other",
     )
     parser.add_argument("--gpus", type=int, metavar="N", help="number of ranks")
+    add_data_stage(parser)
     parser.add_argument(
         "--real",
         action="store_true",
@@ -123,6 +125,9 @@ def main(arguments: list[str] | None = None) -> int:
         config = load_config(options.config, options.overrides)
         world = world_of(options.config, config, options.gpus)
         config.validate(world)
+        config, which_stage = one_stage(config, world, options.data_stage)
+        if which_stage:
+            print(which_stage)
         device = find_device(options.device)
         # checked before minutes of work
         if options.json is not None and not options.json.absolute().parent.is_dir():
