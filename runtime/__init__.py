@@ -34,6 +34,7 @@
     messages.py        reports an error once, from one rank
 
     evaluation.py      the loss on held-out text
+    tasks/             the log-likelihood of texts and of choices, on every layout
     metrics.py         the measurements of each logged step, and how a run ended
     expert_load.py     how evenly tokens spread over experts
     trackers.py        writes them to metrics.jsonl, console, wandb, TensorBoard

@@ -18,6 +18,8 @@ from runtime.save import Saver
 from runtime.saving import LeaseCheck, Saving
 from runtime.signals import Signals
 from runtime.stop import StopRequests
+from runtime.tasks.listener import Tasks
+from runtime.tasks.rows import open_tasks
 from runtime.trace import StepTrace
 from runtime.watchdog import Watchdog
 from training.config import Config
@@ -50,6 +52,13 @@ def build_listeners(
         watchdog,
         MemoryReports(train, start.step),
         Evaluation(heldout_data, unigram, metrics, watchdog, stop),
+        Tasks(
+            open_tasks(config, train_data.tokenizer_path),
+            config.train.seq_len,
+            metrics,
+            watchdog,
+            stop,
+        ),
         LeaseCheck(lease),  # a displaced run ends here and writes nothing below
         RecordWriter(metrics),
         stop,  # from here on, all ranks agree on stop and save requests

@@ -41,7 +41,7 @@ class Evaluation(Listener):
                 loss = self._evaluate(run.train)
                 if loss is not None:
                     self.loss = loss
-                    self.metrics.evaluated(run.step, loss)
+                    self.metrics.evaluated(run.step, {"eval_loss": loss})
 
     def ends(self, run: Run) -> None:
         if self.loss is None or self.unigram is None or run.end_reason:

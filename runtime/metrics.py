@@ -203,9 +203,9 @@ class Metrics(Listener):
             )
             log(said)
 
-    def evaluated(self, step: int, loss: float) -> None:
-        """Add the held-out loss after update `step` to that step's record."""
-        self.record = {**(self.record or {"step": step}), "eval_loss": loss}
+    def evaluated(self, step: int, found: dict[str, float]) -> None:
+        """Add what an evaluation after update `step` has found to that step's record."""
+        self.record = {**(self.record or {"step": step}), **found}
 
     def went_back(self, run: Run, start: Start) -> None:
         """Let the trackers drop the lines after `start`: those steps come again."""

@@ -11,6 +11,7 @@ from data.dataset import Mixture, Opened, open_data
 from data.loader import heldout_batches
 from errors import UserError
 from model.transformer import num_parameters
+from runtime.tasks.rows import open_tasks
 from training.config import Config
 from training.optimizers import state_bytes
 from training.stages import in_stage
@@ -43,8 +44,8 @@ def open_train_and_heldout(
     config: Config, opened: Opened | None = None
 ) -> tuple[Mixture, Mixture | None]:
     """Open the training split and, if evaluation is on, the held-out split. Raises UserError if the
-    vocabulary does not fit the model or a split is shorter than one sequence. `opened`: what is
-    open already."""
+    vocabulary does not fit the model, a split is shorter than one sequence, or a task cannot be
+    evaluated. `opened`: what is open already."""
     data = open_data(config.data, "train", opened)
     heldout = open_data(config.data, "heldout", opened) if config.train.eval_interval else None
     if not data.vocab_size <= config.model.vocab_size <= data.vocab_size * MAX_PADDING:
@@ -54,6 +55,7 @@ def open_train_and_heldout(
     if not data.tokenizer_path.is_file():  # each checkpoint includes a copy
         path, why = str(data.tokenizer_path), "the data's tokenizer is missing"
         raise UserError("data.path", path, why, "prepare the data again")
+    open_tasks(config, data.tokenizer_path)  # raises if one cannot be evaluated
     for split in filter(None, (data, heldout)):  # raises if a split is too short for one sequence
         options = {"num_samples": 1, "dp_rank": 0, "dp_size": 1, "rows": 1}
         next(heldout_batches(split, seq_len=config.train.seq_len, **options))

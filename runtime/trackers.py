@@ -160,7 +160,20 @@ class Console(Tracker):
                 parts.append(f"{experts}, {dead} dead" if dead else experts)
         if "eval_loss" in record:
             parts.append(f"held-out {record['eval_loss']:.4f}")
+        parts += of_tasks(record)
         log("  ".join(parts), sys.stdout)
+
+
+def of_tasks(record: Record) -> list[str]:
+    """Each task's main measure: the accuracy per byte, or bits per byte if it has no choices."""
+    parts = []
+    for name, value in record.items():
+        task, _, measure = name.removeprefix("task/").rpartition("/")
+        if name.startswith("task/") and measure == "accuracy_per_byte":
+            parts.append(f"{task} {value:.1%}")
+        elif name.startswith("task/") and f"task/{task}/accuracy" not in record:
+            parts.append(f"{task} {value:.4f} bits/byte")
+    return parts
 
 
 class TensorBoard(Tracker):

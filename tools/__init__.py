@@ -13,6 +13,8 @@ For editors       schema                 schema of configuration files, for comp
 During and after  report, plot, profile  a run as a page, or as a picture; a trace's summary
                   verify                 check that a checkpoint is intact
                   generate               generate text from the model
+                  evaluate               score the model on tasks
+                  average                average the weights of checkpoints
                   import_hf, export      convert from and to Hugging Face folders
 To trust it       parity                 compare every layout with one device
                   streams                check streams, memory and overlap without a GPU

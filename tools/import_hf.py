@@ -29,7 +29,7 @@ from data.tokenizer import Tokenizer
 from errors import UserError
 from model.config import ModelConfig
 from model.transformer import num_parameters
-from runtime.manifest import MANIFEST, PLACES, Manifest, fingerprint, write_durably, write_manifest
+from runtime.manifest import MANIFEST, Manifest, fingerprint, write_durably, write_manifest
 from runtime.trainer_state import FREE_MODEL_KEYS, model_entries
 from tools.huggingface.checkpoint_reader import WEIGHTS
 from tools.huggingface.config import CONFIG, HuggingFaceConfig, Parameter, parameters
@@ -41,6 +41,7 @@ from tools.huggingface.tensor_files import (
     FolderTensors,
     Piece,
     check_tensors,
+    whole_places,
     write_files,
 )
 
@@ -75,7 +76,7 @@ def import_hf(
         size = math.prod(first.our_shape) * DTYPES[dtype].itemsize
         pieces.append(Piece(WEIGHTS + ours, size, partial(_load, tensors, [first, *others])))
     with new_folder(out) as folder:
-        write_files(folder, pieces, file_bytes, _places, f"importing {out.name}")
+        write_files(folder, pieces, file_bytes, whole_places, f"importing {out.name}")
         for name, content in tokenizer.files.items():
             (folder / name).write_bytes(content)
         write_durably(folder / "trainer.json", json.dumps(trainer(config), indent=1))
@@ -100,13 +101,6 @@ def load_tokenizer(hf: Path, named: Path | None) -> Tokenizer:
         remedy = "give the model's tokenizer, its file or folder: --tokenizer PATH"
         remedy = error.remedy if named else remedy
         raise UserError("--tokenizer", named and str(named), why, remedy) from error
-
-
-def _places(tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Metadata for a file: the position of its tensors in the global ones. Each is whole, so it
-    begins at 0."""
-    places = {name: {"saved_offsets": [0] * tensor.ndim} for name, tensor in tensors.items()}
-    return {PLACES: json.dumps(places)}
 
 
 def trainer(config: HuggingFaceConfig) -> dict[str, Any]:

@@ -36,9 +36,16 @@ class TrainConfig:
     # evaluate on held-out text after every this many steps and after the last; 0: never
     eval_interval: Whole = 0
     eval_samples: Count = 256  # held-out sequences in each evaluation
+    # evaluate on these tasks too: names of those in tasks/, or paths of others (docs/evaluation.md)
+    tasks: list[PathText] = field(default_factory=list)
     # minutes since the start of the process after which the run saves and stops (runtime/stop.py);
     # 0: no limit
     max_minutes: Annotated[float, between(0, 1e8)] = 0.0
+
+    def __post_init__(self) -> None:
+        if self.tasks and not self.eval_interval:
+            why = "the run never evaluates: train.eval_interval is 0"
+            raise UserError("train.tasks", self.tasks, why, "set train.eval_interval, such as 100")
 
 
 OPTIMIZERS = kinds_in("training.optimizers")

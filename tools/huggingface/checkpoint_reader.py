@@ -73,8 +73,14 @@ class CheckpointReader:
     def weight(self, name: str, index: int | None = None) -> Tensor:
         """The global tensor, or of its first dimension only `index`, on the CPU, in the dtype in
         which it was saved."""
+        _, shape = self.manifest.tensors[WEIGHTS + name]
+        if index is None:
+            return self.rows(name, range(shape[0]))
+        return self.rows(name, range(index, index + 1))[0]
+
+    def rows(self, name: str, rows: range) -> Tensor:
+        """A part of the first dimension of the global tensor, as `weight`."""
         dtype, shape = self.manifest.tensors[WEIGHTS + name]
-        rows = range(shape[0]) if index is None else range(index, index + 1)
         found = torch.empty((len(rows), *shape[1:]), dtype=DTYPES[dtype])
         for file, offsets in self._pieces[WEIGHTS + name]:
             piece = self._open(self.folder / file).get_slice(WEIGHTS + name)
@@ -84,4 +90,4 @@ class CheckpointReader:
                 place = [slice(begin - rows.start, end - rows.start)]
                 place += [slice(at, at + n) for at, n in others]
                 found[tuple(place)] = piece[begin - first[0] : end - first[0]]
-        return found if index is None else found[0]
+        return found

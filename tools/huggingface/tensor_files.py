@@ -18,6 +18,7 @@ from torch import Tensor
 
 from errors import UserError
 from model.config import ModelConfig
+from runtime.manifest import PLACES
 from runtime.progress import byte_bar
 from tools.huggingface.config import CONFIG, COPY_AGAIN, parameters, read_json
 
@@ -179,6 +180,13 @@ def write_files(
             save_file(tensors, folder / file, metadata=metadata(tensors))
             file_of |= dict.fromkeys(tensors, file)
     return file_of
+
+
+def whole_places(tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Metadata for a checkpoint's file: the position of its tensors in the global ones. Each is
+    whole, so it begins at 0."""
+    places = {name: {"saved_offsets": [0] * tensor.ndim} for name, tensor in tensors.items()}
+    return {PLACES: json.dumps(places)}
 
 
 def write_index(folder: Path, file_of: dict[str, str], num_bytes: int) -> None:

@@ -8,6 +8,7 @@ escaped where it is written.
 import base64
 import hashlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from tools.report.charts import BINS, Series, escape, line_chart, short, timeline_figure
@@ -113,6 +114,7 @@ def charts(run: Run) -> list[str]:
         line_chart("Speed", "tokens per second", speed, zero=True),
         line_chart("Step time", "seconds", [whole, waiting], zero=True),
         line_chart("Model FLOPs utilization", "% of dense bf16 peak", mfu, zero=True),
+        *task_charts(run),
         *expert_charts(run),
         memory(run),
     ]
@@ -131,6 +133,27 @@ def charts(run: Run) -> list[str]:
         )
         found.append(f'<p class="muted wide">{thinned}</p>')
     return [figure for figure in found if figure]
+
+
+def task_charts(run: Run) -> Iterator[str]:
+    """Each task's accuracy per byte, and its bits per byte, in colours that repeat."""
+    keys = sorted({key for record in run.records for key in record if key.startswith("task/")})
+    charts = (
+        ("Tasks: accuracy", "% of examples, per byte", "/accuracy_per_byte", 100.0),
+        ("Tasks: text", "bits per byte", "/bits_per_byte", 1.0),
+    )
+    for title, unit, measure, scale in charts:
+        found = [key for key in keys if key.endswith(measure)]
+        series = [
+            Series(
+                key.removeprefix("task/").removesuffix(measure),
+                f"c{number % 6 + 1}",
+                run.points(key, scale),
+                "dots",
+            )
+            for number, key in enumerate(found)
+        ]
+        yield line_chart(title, unit, series)
 
 
 def memory(run: Run) -> str:

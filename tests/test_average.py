@@ -1,0 +1,209 @@
+"""Averaging of checkpoints: the float64 mean, from any layout, and the same bits of equal ones."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from data.tokenizer import Tokenizer
+from runtime.manifest import Manifest, fingerprint, read_manifest, write_manifest
+from tests.data_samples import MANY, tokenizer
+from tests.runs import EXPERTS, train_run, write_config
+from tools import average, export, verify
+from tools.huggingface.checkpoint_reader import CheckpointReader
+from tools.ranks import Ranks
+
+STEPS = (2, 4, 6)
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    reader = CheckpointReader(folder)
+    return {name: reader.weight(name) for name in reader.weights()}
+
+
+def run(*arguments: Path | str) -> int:
+    return average.main([str(argument) for argument in arguments])
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+
+
+@pytest.fixture(scope="module")
+def checkpoints(saved: Path) -> list[Path]:
+    """Of one run, on 8 ranks (pp 2 × dp_shard 2 × tp 2)."""
+    return [saved / "run" / "checkpoints" / f"step-{step:08d}" for step in STEPS]
+
+
+@pytest.mark.parametrize(
+    ("options", "shares"),
+    [
+        ([], [1 / 3, 1 / 3, 1 / 3]),
+        (["--kind", "exponential", "--decay", "0.75"], [0.5625, 0.1875, 0.25]),
+        (["--last", "2"], [0, 1 / 2, 1 / 2]),
+    ],
+)
+def test_the_average_is_the_mean_in_float64(
+    saved: Path, checkpoints: list[Path], tmp_path: Path, options: list[str], shares: list[float]
+) -> None:
+    out = tmp_path / "average"
+    assert run(saved / "run", "--out", out, "--file-bytes", "100000", *options) == 0
+    assert verify.main([str(out)]) == 0
+    assert len(list(out.glob("*.safetensors"))) > 1
+    found, sources = tensors(out), [tensors(path) for path in checkpoints]
+    assert found.keys() == sources[0].keys()
+    for name, tensor in found.items():
+        wanted = sum(s * each[name].double() for s, each in zip(shares, sources, strict=True))
+        # to the last bit of float32, in which it is stored
+        assert torch.allclose(tensor.double(), wanted, rtol=2**-23, atol=1e-30), name
+        assert not torch.equal(tensor, sources[-1][name]), "control: it is not only the newest"
+    about = json.loads((out / "average.json").read_text())["checkpoints"]
+    used = [share for share in shares if share]
+    assert [each["weight"] for each in about] == pytest.approx(used)
+    assert [each["step"] for each in about] == list(STEPS[-len(used) :])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", average.KINDS)
+def test_the_average_of_identical_checkpoints_has_the_same_bits(
+    checkpoints: list[Path], tmp_path: Path, dtype: torch.dtype, kind: str
+) -> None:
+    copies = [tmp_path / str(number) for number in range(7)]
+    for copy in copies:
+        converted(checkpoints[-1], copy, dtype)
+    out = tmp_path / "average"
+    assert run(*copies, "--out", out, "--kind", kind, "--decay", "0.9") == 0
+    found, wanted = tensors(out), tensors(copies[0])
+    for name, tensor in wanted.items():
+        assert tensor.dtype == dtype
+        assert torch.equal(bits(found[name]), bits(tensor)), name
+    # Control: bits do show a difference. (A sum of seven divided by seven has other bits.)
+    weight = wanted["norm.weight"].double() * torch.pi
+    assert (bits(sum([weight] * 7) / 7) != bits(weight)).any()
+
+
+def converted(checkpoint: Path, out: Path, dtype: torch.dtype) -> None:
+    """Write a checkpoint with the weights of `checkpoint` in another dtype, and a −0 in each."""
+    from safetensors.torch import save_file
+
+    from tools.huggingface.tensor_files import DTYPES, whole_places
+
+    out.mkdir()
+    reader = CheckpointReader(checkpoint)
+    named = {f"model.{n}": reader.weight(n).to(dtype).clone() for n in reader.weights()}
+    for tensor in named.values():
+        tensor.flatten()[0] = -0.0
+    save_file(named, out / "model.safetensors", metadata=whole_places(named))
+    for file in ("trainer.json", "tokenizer.model"):
+        shutil.copy(checkpoint / file, out / file)
+    (code,) = (name for name, each in DTYPES.items() if each == dtype)
+    entries = {name: (code, tuple(tensor.shape)) for name, tensor in named.items()}
+    write_manifest(out, Manifest({p.name: fingerprint(p) for p in out.iterdir()}, entries))
+
+
+def test_checkpoints_of_different_layouts_are_averaged(
+    ranks: Ranks, data: Path, tmp_path: Path
+) -> None:
+    """Runs on other layouts save the same values in other pieces; of experts, and the biases of
+    their routers too."""
+    folders = []
+    for name, world, layout in (("one", 1, {}), ("other", 4, {"pp": 2, "ep": 2})):
+        (tmp_path / name).mkdir()
+        sections = {"model": EXPERTS, "parallel": layout, "train": {"steps": 1}}
+        config = write_config(tmp_path / name, data, checkpoint={"interval": 1}, **sections)
+        assert ranks.run(train_run, world, [config]) == [""] * world
+        folders.append(tmp_path / name / "run" / "checkpoints" / "step-00000001")
+    counts = [len(list(folder.glob("*.safetensors"))) for folder in folders]
+    assert counts[0] < counts[1]
+    out = tmp_path / "average"
+    assert run(*folders, "--out", out) == 0
+    found, (one, other) = tensors(out), map(tensors, folders)
+    assert any(name.endswith("router.bias") for name in found)
+    for name, tensor in found.items():
+        wanted = (one[name].double() + other[name].double()) / 2
+        assert torch.allclose(tensor.double(), wanted, rtol=2**-23, atol=1e-30), name
+
+
+def test_an_average_is_used_like_a_checkpoint(
+    ranks: Ranks, data: Path, checkpoints: list[Path], tmp_path: Path
+) -> None:
+    """A run starts from its weights, in another layout, and it is exported. It has no state of an
+    optimizer, so no run resumes from it."""
+    out = tmp_path / "average"
+    assert run(*checkpoints, "--out", out) == 0
+    assert not [name for name in read_manifest(out).tensors if name.startswith("optimizer.")]
+    config = write_config(tmp_path, data, train={"steps": 1}, optimizer={"lr": 0.0})
+    start = f"checkpoint.load_weights_only={out}"
+    assert ranks.run(train_run, 2, [config, start, "checkpoint.interval=1"]) == ["", ""]
+    again = tensors(tmp_path / "run" / "checkpoints" / "step-00000001")
+    assert all(torch.equal(again[name], tensor) for name, tensor in tensors(out).items())
+    assert export.main(["--checkpoint", str(out), "--out", str(tmp_path / "exported")]) == 0
+    (message, *_) = ranks.run(
+        train_run, 2, [config, f"checkpoint.resume={out}", f"run.dir={tmp_path / 'other'}"]
+    )
+    assert "the run to resume read other data" in message
+
+
+def other_tokenizer(folder: Path) -> None:
+    text = Path(MANY, "message.py").read_text()
+    (folder / "tokenizer.model").write_bytes(Tokenizer.train([text], tokenizer().vocab_size).model)
+
+
+def other_model(folder: Path) -> None:
+    trainer = json.loads((folder / "trainer.json").read_text())
+    trainer["model"]["norm_eps"] = 1e-3
+    (folder / "trainer.json").write_text(json.dumps(trainer))
+
+
+def flipped(folder: Path) -> None:
+    file = min(folder.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-4] + b"flip")
+
+
+CHANGES = {
+    "another tokenizer": (other_tokenizer, True, "its tokenizer differs"),
+    "another model": (other_model, True, "its model.norm_eps=0.001 differs"),
+    "damaged": (flipped, False, "sha256 differs"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_does_not_belong_together_is_refused(
+    checkpoints: list[Path], tmp_path: Path, name: str, capsys: pytest.CaptureFixture
+) -> None:
+    change, signed, said = CHANGES[name]
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoints[1], copy)
+    change(copy)
+    if signed:
+        manifest = read_manifest(checkpoints[1])
+        files = {file: fingerprint(copy / file) for file in manifest.files}
+        write_manifest(copy, Manifest(files, manifest.tensors))
+    assert run(checkpoints[0], copy, "--out", tmp_path / "out") == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--last", "0"], "--last = 0: it must be at least 1"),
+        (["--decay", "1"], "--decay = 1.0: it is the share"),
+        (["--last", "1"], "there is only this one"),
+    ],
+)
+def test_wrong_options_are_refused(
+    saved: Path, tmp_path: Path, options: list[str], said: str, capsys: pytest.CaptureFixture
+) -> None:
+    assert run(saved / "run", "--out", tmp_path / "out", *options) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_checkpoint_named_twice_is_refused(
+    saved: Path, checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert run(saved / "run", checkpoints[0], "--out", tmp_path / "out") == 2
+    assert "it is named twice" in capsys.readouterr().err

@@ -1,0 +1,306 @@
+"""Evaluation on tasks: the same log-likelihoods on every layout, and what is scored."""
+
+import json
+import math
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from errors import UserError
+from parallel.axes import MeshSizes
+from parallel.mesh import build_mesh
+from runtime.tasks.files import Example, Task, read_tasks
+from runtime.tasks.rows import Row, TaskRows, Text, log_likelihoods, measures, tokenize, windows
+from runtime.tasks.scoring import PipelineScorer, lengths
+from runtime.trackers import of_tasks as of_tasks_of
+from tests.data_samples import tokenizer
+from tests.runs import train_run, write_config
+from tools.parity.cases import BOS, SEED, SEQ_LEN, Case
+from tools.parity.run import reference_model
+from tools.ranks import Ranks
+from training.build import build_stages
+from training.precision import DTYPES
+from training.step import TrainStep
+
+# --- the same on every layout ---------------------------------------------------------------------
+
+CASES = {
+    "pp 2, tp 2": Case(MeshSizes(pp=2, tp=2), tp_pieces=2),
+    "cp 2, dp_shard 2": Case(MeshSizes(cp=2, dp_shard=2), zero_stage=3),
+    "pp 2, cp 2, tp 2": Case(MeshSizes(pp=2, cp=2, tp=2), schedule="zb_v", stages_per_rank=2),
+    "ep 2, dp_replicate 2": Case(
+        MeshSizes(dp_replicate=2, dp_shard=2, ep=2), router="sigmoid_bias"
+    ),
+    "one rank": Case(MeshSizes(), document_mask=True),
+}
+
+
+def some_rows(vocab_size: int) -> list[Row]:
+    """Rows of all lengths from 1 to SEQ_LEN inputs, with different numbers of scored tokens."""
+    generator = np.random.default_rng(0)
+    rows = []
+    for number in range(21):
+        inputs = number % SEQ_LEN + 1
+        tokens = generator.integers(0, vocab_size, inputs + 1).astype(np.int32)
+        tokens[0] = BOS
+        rows.append(Row(tokens, generator.integers(1, inputs + 1)))
+    return rows
+
+
+def scored(case: Case, shortest: int, batches: float = math.inf) -> list[float] | None:
+    """Score some rows on this rank, until `batches` groups of micro-batches are done."""
+    config = case.config()
+    sizes = config.parallel.mesh_sizes(dist.get_world_size())
+    mesh = build_mesh(sizes, "cpu", config.model.has_experts)
+    train = TrainStep(config, mesh, build_stages(config, mesh), BOS)
+    with patch("runtime.tasks.scoring.SHORTEST", shortest):
+        left = iter(range(10**9))
+        return PipelineScorer(train, SEQ_LEN)(
+            some_rows(case.vocab_size), lambda: next(left) < batches
+        )
+
+
+def expected(case: Case) -> list[float]:
+    """Each row by itself, unpadded, by the plain implementation."""
+    model = case.config().model
+    reference = reference_model(model, DTYPES[case.dtype], SEED)
+    found = []
+    for row in some_rows(case.vocab_size):
+        tokens = torch.from_numpy(row.tokens).long()
+        logits: Tensor = reference(tokens[None, :-1])[0].log_softmax(-1)
+        values = logits.gather(1, tokens[1:, None]).squeeze(1)
+        found.append(values[-row.scored :].sum().item())
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_log_likelihoods_are_those_of_the_reference(ranks: Ranks, name: str) -> None:
+    """In float64, each row's log-likelihood is that of the unsharded model on the row by itself,
+    although rows are padded, batched, and cut over the ranks; all ranks have the same."""
+    case = CASES[name]
+    results = ranks.run(scored, case.world, case, 4)
+    assert all(result == results[0] for result in results)
+    wanted = expected(case)
+    worst = max(abs(a - b) for a, b in zip(results[0], wanted, strict=True))
+    print(f"{name}: the largest difference of {len(wanted)} log-likelihoods is {worst:.1e}")
+    assert worst < 1e-9
+    # Control: rows differ by far more than that, so none stands at another's place.
+    apart = np.abs(np.subtract.outer(wanted, wanted))[~np.eye(len(wanted), dtype=bool)]
+    assert apart.min() > 1e-6
+
+
+def test_an_evaluation_can_be_abandoned(ranks: Ranks) -> None:
+    """All ranks give up at the same group of micro-batches."""
+    case = CASES["pp 2, tp 2"]
+    assert ranks.run(scored, 4, case, 4, 1) == [None] * 4
+
+
+def test_rows_are_computed_in_short_lengths() -> None:
+    """A row is padded to seq_len halved as often as it and the ranks' cuts of a sequence allow."""
+    rows = [Row(np.arange(n + 1), 1) for n in (128, 65, 64, 33, 5, 1)]
+    assert lengths(rows, 128, 1) == {32: [4, 5], 64: [2, 3], 128: [0, 1]}
+    assert lengths(rows, 128, 64) == {64: [2, 3, 4, 5], 128: [0, 1]}
+    assert lengths(rows[3:], 96, 1) == {48: [0, 1, 2]}
+
+
+# --- what is scored -------------------------------------------------------------------------------
+
+
+def task_of(*examples: Example) -> Task:
+    return Task("some", examples)
+
+
+def example(context: str, *texts: str, answer: int | None = 0) -> Example:
+    return Example("file, line 1", context, texts, answer)
+
+
+def rows_of(context: str, choice: str, seq_len: int = 64) -> Row:
+    task = task_of(example(context, choice, "other"))
+    (found,) = tokenize([task], tokenizer(), seq_len, "train.tasks")
+    return found.examples[0][0].rows[0]
+
+
+def scored_text(row: Row) -> str:
+    """The text of the scored tokens, read as what they add to the tokens before."""
+    tokens, end = row.tokens.tolist(), len(row.tokens) - row.scored
+    return tokenizer().decode(tokens)[len(tokenizer().decode(tokens[:end])) :]
+
+
+@pytest.mark.parametrize(
+    ("context", "choice", "joined"),
+    [
+        ("import os\n\nx = os.", "path", False),
+        ("    ret", "urn value", True),  # one token has the end of the context and the choice
+        ("def f(self):\n    return ", "self", True),  # a space joins the next word
+        ("", "import os", False),
+        ("é", "ü\u20ac", False),
+    ],
+)
+def test_every_byte_of_a_choice_is_scored(context: str, choice: str, joined: bool) -> None:
+    row = rows_of(context, choice)
+    first, *tokens = row.tokens.tolist()
+    assert first == tokenizer().bos_id, "as in training, a text begins a document"
+    assert tokens == tokenizer().encode(context + choice)
+    assert scored_text(row).endswith(choice)
+    assert (scored_text(row) != choice) == joined
+    # as many tokens as the context has by itself: the harness's convention
+    theirs = len(tokens) - len(tokenizer().encode(context))
+    assert (theirs != row.scored) == joined, "the conventions differ only where tokens are joined"
+
+
+def test_without_bos_a_text_follows_the_end_of_another() -> None:
+    model = tokenizer()
+    with patch.object(model, "bos_id", -1):
+        assert rows_of("x", " = 1").tokens[0] == model.eos_id
+
+
+def test_a_long_context_loses_its_beginning() -> None:
+    whole = rows_of("import os\n" * 9, "import re", 1000)
+    cut = rows_of("import os\n" * 9, "import re", 12)
+    assert cut.inputs == 12
+    assert cut.scored == whole.scored
+    assert cut.tokens.tolist() == whole.tokens[-13:].tolist()
+    with pytest.raises(UserError, match=r"line 1'.* its choice .* has \d+ tokens"):
+        rows_of("import os\n", "import re and more of that" * 9, 12)
+
+
+@pytest.mark.parametrize(("tokens", "sizes"), [(2, [1]), (8, [7]), (9, [7, 1]), (16, [7, 7, 1])])
+def test_each_token_of_a_text_is_scored_once(tokens: int, sizes: list[int]) -> None:
+    parts = windows(np.arange(tokens), 7)
+    assert [row.scored for row in parts] == sizes == [row.inputs for row in parts]
+    assert np.concatenate([row.tokens[1:] for row in parts]).tolist() == list(range(1, tokens))
+
+
+def test_measures() -> None:
+    """By its log-likelihood the short choice wins, per byte the long one."""
+    examples = [example("", "abcdefgh", "ab", answer=0), example("", "a", "b", answer=1)]
+    row = Row(np.arange(2), 1)
+    texts = tuple(tuple(Text((row,), len(t)) for t in each.texts) for each in examples)
+    task = TaskRows(task_of(*examples), texts)
+    (found,) = log_likelihoods([task], [-8.0, -6.0, -1.0, -1.0])
+    assert measures(task, found) == {
+        "accuracy_per_byte": 0.5,  # of equal ones the first is chosen
+        "accuracy": 0.0,
+        "bits_per_byte": 9 / 9 / math.log(2),
+    }
+    whole = TaskRows(task_of(example("", "abcd", answer=None)), ((Text((row, row), 4),),))
+    (found,) = log_likelihoods([whole], [-1.0, -3.0])
+    assert measures(whole, found) == {"bits_per_byte": 1 / math.log(2)}
+
+
+def test_bytes_are_those_of_utf_8() -> None:
+    (found,) = tokenize([task_of(example("", "é€", "x\ud800"))], tokenizer(), 64, "")
+    assert [text.num_bytes for text in found.texts()] == [5, 4]  # a lone surrogate: U+FFFD
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+GOOD = '{"context": "a", "choices": ["b", "c"], "answer": 1}'
+REFUSED = {
+    "no JSON": ("{", "it is not JSON"),
+    "unknown key": ('{"text": "a", "id": 1}', "id: Extra inputs"),
+    "one choice": ('{"context": "a", "choices": ["b"], "answer": 0}', "choices: List should"),
+    "empty choice": ('{"context": "a", "choices": ["b", ""], "answer": 0}', "choices.1: String"),
+    "no answer": ('{"context": "a", "choices": ["b", "c"]}', "answer: Field required"),
+    "answer too large": (GOOD.replace("1}", "2}"), "its answer is 2, and its choices are 0 to 1"),
+    "number in quotes": (GOOD.replace("1}", '"1"}'), "answer: Input should be"),
+    "two forms": ('{"text": "a"}', "differs from the first line's"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_line_with_an_error_is_named(tmp_path: Path, name: str) -> None:
+    line, said = REFUSED[name]
+    path = tmp_path / "mine.jsonl"
+    path.write_text(f"{GOOD}\n\n{line}\n")
+    with pytest.raises(UserError, match=r"train\.tasks = '.*mine\.jsonl, line 3': ") as raised:
+        read_tasks([str(path)], "train.tasks")
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        (["pythn"], "there is no bundled task"),
+        (["none/mine.jsonl"], "there is no such file"),
+        (["python", "python"], "two tasks would have the metrics task/python/"),
+    ],
+)
+def test_a_task_that_is_not_there(named: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        read_tasks(named, "train.tasks")
+
+
+def test_the_bundled_tasks_are_sound() -> None:
+    """No choice occurs twice in an example, and always choosing one place is no better than
+    chance."""
+    tasks = {task.name: task for task in read_tasks(["python", "arithmetic", "python_text"], "")}
+    assert not tasks["python_text"].has_choices
+    for task in (tasks["python"], tasks["arithmetic"]):
+        assert all(len(set(each.texts)) == 4 for each in task.examples)
+        counts = [sum(each.answer == place for each in task.examples) for place in range(4)]
+        assert max(counts) < len(task.examples) / 2
+    for each in tasks["arithmetic"].examples:
+        assert eval(each.context.removesuffix("=")) == int(each.texts[each.answer or 0])
+
+
+# --- in a run -------------------------------------------------------------------------------------
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    return [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+
+
+def test_a_run_evaluates(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """Measures are the same on every layout, and evaluating does not change training."""
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text("\n".join(json.dumps({"text": "import os\n" * n}) for n in (1, 3, 40)))
+    train = {"steps": 2, "eval_interval": 1, "eval_samples": 4, "dtype": "float64"}
+    found = {}
+    for name, world, layout, tasks in (
+        ("one", 1, {}, ["python", str(mine)]),
+        ("3d", 8, {"tp": 2, "pp": 2}, ["python", str(mine)]),
+        ("none", 1, {}, []),
+    ):
+        (tmp_path / name).mkdir()
+        sections = {"train": train | {"tasks": tasks}, "parallel": layout}
+        config = write_config(tmp_path / name, data, **sections)
+        assert ranks.run(train_run, world, [config]) == [""] * world
+        found[name] = metrics(tmp_path / name)
+    of_tasks = [key for key in found["one"][1] if key.startswith("task/")]
+    assert of_tasks == [
+        *(f"task/python/{m}" for m in ("accuracy_per_byte", "accuracy", "bits_per_byte")),
+        "task/mine/bits_per_byte",
+    ]
+    for one, other in zip(found["one"], found["3d"], strict=True):
+        assert {key: other[key] for key in of_tasks} == pytest.approx(
+            {key: one[key] for key in of_tasks}, rel=1e-9
+        )
+    assert found["one"][0]["task/mine/bits_per_byte"] != found["one"][1]["task/mine/bits_per_byte"]
+    assert [line["loss"] for line in found["none"]] == [line["loss"] for line in found["one"]]
+    # on the console: each task's main measure
+    shown = of_tasks_of(found["one"][0])
+    assert [text.split()[0] for text in shown] == ["python", "mine"]
+    assert shown[0].endswith("%")
+    assert shown[1].endswith(" bits/byte")
+
+
+def test_a_run_with_a_bad_task_is_refused(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """Once, naming the key, and before anything is written."""
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"context": "a", "choices": ["b", "b' + "c d" * 99 + '"], "answer": 0}')
+    config = write_config(tmp_path, data)
+    arguments = [config, "train.eval_interval=1", f"train.tasks=[{bad}]"]
+    messages = ranks.run(train_run, 2, arguments)
+    assert messages[0].startswith("train.tasks = ")
+    assert "line 1" in messages[0]
+    assert not (tmp_path / "run").exists()
+    message = ranks.run(train_run, 1, [config, "train.tasks=[python]"])[0]
+    assert "train.eval_interval is 0" in message
