@@ -14,6 +14,7 @@ from runtime.rollback import Rollback
 from runtime.save import Saver
 from runtime.saving import LeaseCheck, Saving
 from runtime.signals import Signals
+from runtime.start_times import StartTimes
 from runtime.stop import StopRequests
 from runtime.trace import StepTrace
 from runtime.watchdog import Watchdog
@@ -39,6 +40,7 @@ def build_listeners(
     watchdog = Watchdog(config)
     unigram = train_data.unigram_nats_per_token
     return [
+        StartTimes(),
         StepProfile(config, mesh, watchdog),
         StepTrace(config, mesh, start.step),
         metrics,  # measures the step, before the listeners below take time

@@ -55,6 +55,7 @@ from runtime.run_folder import (
     put_incomplete_aside,
     step_of,
 )
+from runtime.start_parts import parts
 from runtime.tiling import Point, random_point
 from runtime.trainer_state import (
     FREE_MODEL_KEYS,
@@ -83,6 +84,7 @@ class Start:
     bad_in_a_row: int = 0  # consecutive steps up to this one whose updates were skipped
 
 
+@parts(inside="verify")
 def find_start(config: Config, data: Mixture, lease: Lease) -> Start:
     """Return the start that `checkpoint.resume` and `checkpoint.load_weights_only` select, the same
     on every rank, checked against the configuration and the data. A checkpoint to resume from takes
@@ -280,6 +282,7 @@ def _check_model(path: Path, trainer: TrainerState, config: Config, free: Set[st
             raise UserError(f"model.{name}", value, why, remedy)
 
 
+@parts(before="build", inside="load")
 def load(train: TrainStep, start: Start) -> None:
     """Load this rank's part of the model, moments and update count, or only of the model, from a
     checkpoint of any layout."""

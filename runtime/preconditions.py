@@ -11,6 +11,7 @@ from data.dataset import Mixture, open_data
 from data.loader import heldout_batches
 from errors import UserError
 from model.transformer import num_parameters
+from runtime.start_parts import parts
 from training.config import Config
 from training.optimizers import state_bytes
 
@@ -38,6 +39,7 @@ def check_fits(config: Config, device: str) -> None:
         raise UserError("model", f"{num_parameters(config.model):,} parameters", why, remedy)
 
 
+@parts(before="mesh", inside="data")
 def open_train_and_heldout(config: Config) -> tuple[Mixture, Mixture | None]:
     """Open the training split and, if evaluation is on, the held-out split. Raises UserError if the
     vocabulary does not fit the model or a split is shorter than one sequence."""
