@@ -1,8 +1,9 @@
-"""Rates of accelerators: the figures of their data sheets, and the fractions that programs reach.
-No other file has such numbers.
+"""Rates of accelerators: the figures of their data sheets, the fractions that programs reach, and
+how often they fail. No other file has such numbers.
 
 Used for MFU (runtime/metrics.py), the warning about slow links (runtime/topology.py), the balance
-of pipeline stages (costs/summary.py) and the planner (tools/plan/).
+of pipeline stages (costs/summary.py), the planner (tools/plan/), and for how often to save
+(runtime/save_interval.py).
 """
 
 from dataclasses import asdict, dataclass
@@ -84,6 +85,16 @@ DATA_SHEETS = {
 }  # fmt: skip
 
 
+# Interruptions of a job by failures, for each GPU and day. Llama 3's 405B (section 3.3.4,
+# https://arxiv.org/abs/2407.21783): 419 unplanned ones in 54 days on 16,384 H100, one in 2,112
+# GPU-days. Meta's research clusters with A100 fail 1.7 times as often: their fitted model gives a
+# mean time to failure of 1.8 h for the same number of GPUs (https://arxiv.org/abs/2410.21680).
+FAILURES_PER_GPU_DAY = 419 / (16_384 * 54)
+# The share of them after which a node is missing, until it is repaired: those attributed to
+# hardware, about 78% (the same section).
+NODE_LOST_SHARE = 0.78
+
+
 @dataclass(frozen=True, kw_only=True)
 class Device(DataSheet):
     """One GPU of a cluster as the planner models it: its data sheet, and what programs reach of it.
@@ -112,6 +123,11 @@ class Device(DataSheet):
     # as a copy to the host, some twenty operations of Python, and a launch; not measured
     host_wait_seconds: float = 100e-6
     step_seconds: float = 0.02  # overhead per step: the host, ranks that wait for each other
+    # Saving and restarting, assumed and not fitted; `python -m tools.goodput --run` measures them.
+    host_bytes_per_second: float = 10e9  # from one GPU to its host's memory, all GPUs at once
+    storage_bytes_per_second: float = 1e9  # from one node to the shared storage, all at once
+    restart_seconds: float = 300.0  # from a failure to the first new step
+    repair_days: float = 1.0  # until a node that was lost can be used again
 
     @property
     def room(self) -> float:

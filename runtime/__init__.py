@@ -14,6 +14,7 @@
     history.py         checks that a checkpoint's run had the stages of the configuration
     next_stage.py      from one stage of a run to the next
     saving.py          when to save; save.py: saves while training continues
+    save_interval.py   how often to save, if the run decides
     host_copies.py     where a save copies a rank's tensors
     manifest.py        lists and verifies the contents of a checkpoint
     rollback.py        goes back to a checkpoint and skips the bad batches
@@ -40,6 +41,8 @@
     trackers.py        writes them to metrics.jsonl, console, wandb, TensorBoard
     events.py          events.jsonl: what happened, and when
     ledger.py          where a run's time went
+    start_parts.py     the parts of a start, and when they end; start_times.py: writes them down
+    goodput.py         how much time saves and failures cost: closed forms
     profile.py         runs some steps under torch's profiler
     profile_summary.py  a profile as seconds of compute, communication and idle time
     trace.py           records when each pipeline action of a step began and ended

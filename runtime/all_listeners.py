@@ -17,6 +17,7 @@ from runtime.rollback import Rollback
 from runtime.save import Saver
 from runtime.saving import LeaseCheck, Saving
 from runtime.signals import Signals
+from runtime.start_times import StartTimes
 from runtime.stop import StopRequests
 from runtime.tasks.listener import Tasks
 from runtime.tasks.rows import open_tasks
@@ -46,6 +47,7 @@ def build_listeners(
     watchdog = Watchdog(config)
     unigram = train_data.unigram_nats_per_token
     return [
+        StartTimes(),
         StepProfile(config, mesh, watchdog),
         StepTrace(config, mesh, start.step),
         metrics,  # measures the step, before the listeners below take time

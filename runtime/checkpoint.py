@@ -54,6 +54,7 @@ from runtime.run_folder import (
     put_incomplete_aside,
     step_of,
 )
+from runtime.start_parts import parts
 from runtime.tiling import Point, random_point
 from runtime.trainer_state import (
     FREE_MODEL_KEYS,
@@ -89,6 +90,7 @@ class Start:
     since: float | None = None  # when the process left the stage before (time.monotonic)
 
 
+@parts(inside="verify")
 def find_start(config: Config, data: Sequence[Mixture], lease: Lease) -> Start:
     """Return the start that `checkpoint.resume` and `checkpoint.load_weights_only` select, the same
     on every rank, checked against the configuration and the training data of each stage. A
@@ -278,6 +280,7 @@ def _damage(path: Path) -> str | None:
     return None
 
 
+@parts(before="build", inside="load")
 def load(train: TrainStep, start: Start) -> None:
     """Load this rank's part of the model, moments and update count, or only of the model, from a
     checkpoint of any layout."""

@@ -3,10 +3,12 @@ added, never changed.
 
     event       written when              content besides `event` and `time` (seconds since 1970)
     start       a start begins            step it starts from, world size, when rank 0 was started
+    started     the first step is done    step, seconds by part (start_parts.py)
     system      a start begins            versions, device, layout
     memory      a rank's peak has grown   step, the peaks of all ranks in bytes (metrics.py)
     spent       a step is logged          step, seconds since the line before, by cause (ledger.py)
     checkpoint  a save ends               step, bytes, seconds; or, if it failed, why (`failed`)
+    interval    checkpoint.interval=auto changes   steps, save_seconds, mtbf (save_interval.py)
     rollback    the run goes back         from_step, step, the samples that it leaves out
     hang        a step takes too long     step, where rank 0 waits
     end         a start ends              state, step, reason

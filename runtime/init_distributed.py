@@ -31,6 +31,7 @@ from runtime import signals
 from runtime.messages import log
 from runtime.numa import bind_to_gpu
 from runtime.signals import Signals
+from runtime.start_parts import parts
 
 OTHER_FILES = 512  # libraries, data, logs, devices, NCCL's own sockets
 WAIT_SECONDS = 1.0  # timeout of one wait for another rank; waits are repeated
@@ -38,6 +39,7 @@ _CACHED = type(functools.cache(lambda: None))  # functools has no public name fo
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 
 
+@parts(before="import", inside="join")
 def init_distributed(signals: Signals | None = None, store: dist.Store | None = None) -> str:
     """Join the world that the launcher describes, or form a world of one process. Returns the
     device type, "cuda" or "cpu".

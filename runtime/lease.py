@@ -47,6 +47,7 @@ import torch.distributed as dist
 from errors import UserError
 from runtime.lease_holder import RELEASED, Found, Holder, newest_lease
 from runtime.messages import from_rank_0, log, refuse
+from runtime.start_parts import parts
 
 RENEW_SECONDS = 5.0
 EXPIRE_SECONDS = 60.0
@@ -106,6 +107,7 @@ class Lease:
             self._require()
             raise
 
+    @parts(inside="lease")
     def __enter__(self) -> "Lease":
         from_rank_0(self._take, self.device)
         return self

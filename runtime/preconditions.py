@@ -11,6 +11,7 @@ from data.dataset import Mixture, Opened, open_data
 from data.loader import heldout_batches
 from errors import UserError
 from model.transformer import num_parameters
+from runtime.start_parts import parts
 from runtime.tasks.rows import open_tasks
 from training.config import Config
 from training.optimizers import state_bytes
@@ -62,6 +63,7 @@ def open_train_and_heldout(
     return data, heldout
 
 
+@parts(before="config", inside="data")
 def open_stages(config: Config) -> list[tuple[Mixture, Mixture | None]]:
     """Open the data of every stage. Raises UserError; also if stages have different tokenizers."""
     found: list[tuple[Mixture, Mixture | None]] = []

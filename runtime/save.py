@@ -93,6 +93,12 @@ class Saver:
         self.copies: dict[str, Tensor] = {}
         self.thread: threading.Thread | None = None
         self.failed: str | None = None  # why the last save failed
+        self.last: dict[str, Any] = {}  # the event of the last save that was committed
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of this rank's part of a checkpoint."""
+        return sum(tensor.to_local().nbytes for tensor in self.tensors.values())
 
     def save(
         self, step: int, tokens: int, data_state: dict[str, Any], other_stages: dict[str, Any]
@@ -174,7 +180,7 @@ class Saver:
                 f"saved {final.name}: {size / 1e6:,.1f} MB, written in {seconds:.2f} s; "
                 f"training waited {stall:.3f} s"
             )
-            self.failed = None
+            self.failed, self.last = None, record
         except Exception as error:  # training continues after any failure
             self.failed = f"the checkpoint of step {step} was not saved: {error}"
             record["failed"] = str(error)

@@ -1,5 +1,7 @@
 """Decides when a run saves, and checks its state first. (save.py does the saving.)"""
 
+import time
+
 from errors import RunFailed
 from runtime.checkpoint import Start
 from runtime.history import of_other_stages
@@ -8,6 +10,7 @@ from runtime.listener import Listener, Run
 from runtime.metrics import Metrics
 from runtime.replicas import check_replicas
 from runtime.save import Saver
+from runtime.save_interval import SaveInterval
 from runtime.stop import StopRequests
 from runtime.watchdog import Watchdog
 
@@ -26,25 +29,31 @@ class Saving(Listener):
     ) -> None:
         self.saver, self.metrics, self.watchdog, self.stop = saver, metrics, watchdog, stop
         self.is_due = False  # stays set while steps are bad
+        self.interval = SaveInterval(
+            saver.train.config, metrics.step, saver.local_bytes, saver.train.mesh.device
+        )
 
     def after_step(self, run: Run) -> None:
         config, stop = run.config, self.stop
-        self.is_due |= run.is_due(config.checkpoint.interval) or run.changes_stage
+        self.is_due |= self.interval.is_due(run) or run.changes_stage
         if not (self.is_due or stop.wants_save or run.is_due(config.guard.replica_interval)):
             return
         with self.metrics.spending("saving"), self.watchdog.resting():
+            began = time.perf_counter()
             check_replicas(run.train)
             good = not run.train.guard.bad_in_a_row or run.is_last
             if stop.wants_save or (self.is_due and good):
                 others = of_other_stages(run.start.earlier, run.start.later)
                 self.saver.save(run.step, run.tokens, run.loader.state(), others)
                 self.is_due = False
+                self.interval.saved(run.step, time.perf_counter() - began, self.saver.last)
                 stop.saved()
                 if stop.agree():  # includes requests that arrived during the save
                     run.end(stop.reason)
 
     def went_back(self, run: Run, start: Start) -> None:
         self.is_due = False
+        self.interval.went_back(start.step)
 
     def ends(self, run: Run) -> None:
         with self.watchdog.resting():

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from errors import UserError
+from hardware import FAILURES_PER_GPU_DAY
 from kinds import kinds_in
 from settings import Count, PathText, Text, Whole, between, section
 
@@ -85,7 +86,12 @@ class OptimizerConfig:
 class CheckpointConfig:
     """What a run starts from and how often it saves."""
 
-    interval: Whole = 0  # save after every this many steps and after the last; 0: never
+    # save after every this many steps and after the last; 0: never; auto: as often as costs the
+    # least time, from what saves take and how often the job fails (runtime/save_interval.py)
+    interval: Whole | Literal["auto"] = 0
+    # interval: auto only: how often a GPU (on CPUs: a process) fails and ends the job. The default
+    # is Llama 3's rate, one failure in 2,112 days of a GPU (hardware.py)
+    failures_per_gpu_day: Annotated[float, between(0, 1e6)] = FAILURES_PER_GPU_DAY
     keep_last: Count = 2  # number of newest checkpoints to keep; older ones are deleted
     keep_every: Whole = 0  # also keep the checkpoints of steps that this divides; 0: none
     # save in the background: training waits only for an in-memory copy

@@ -22,6 +22,7 @@ candidates.py  all layouts, each with a bound on its memory and an estimate of i
 peaks.py       bytes that a layout's pipeline ranks need, counted in a shortened step
 stages.py      the stage that is planned, of a run with stages of data
 search.py      the fastest layouts that fit
+goodput.py     effective training time, and spare nodes
 guide.py       ZeRO's memory and traffic as guides count them
 draw.py        pictures
 beside.py      a memory report next to the plan of its rank

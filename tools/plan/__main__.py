@@ -26,6 +26,7 @@ from tools.command import add_overrides, run_command
 from tools.plan.beside import beside, read_report
 from tools.plan.check import check_can_be_planned
 from tools.plan.draw import draw_frontier, draw_memory
+from tools.plan.goodput import describe_goodput
 from tools.plan.guide import zero_table
 from tools.plan.hardware import DEVICES, GB, find_device
 from tools.plan.layout import Layout, world_of
@@ -58,7 +59,7 @@ def describe(plan: dict[str, Any]) -> str:
             f"{run['tokens']:.3g} tokens: {run['days']:,.1f} days   {run['megawatt_hours']:,.0f} "
             f"MWh{cost}"
         )
-    lines += plan["assumptions"] + plan["warnings"]
+    lines += describe_goodput(plan["goodput"]) + plan["assumptions"] + plan["warnings"]
     fits = "fits" if plan["fits"] else "DOES NOT FIT"
     lines.append(
         f"memory {max(plan['peak_memory_bytes']) / GB:.2f} GB at most: "

@@ -8,6 +8,7 @@ from model.transformer import num_parameters
 from parallel.pipeline.lower import Program, lower
 from tools.plan.check import assumptions
 from tools.plan.exposure import seconds_on_the_wire
+from tools.plan.goodput import goodput
 from tools.plan.hardware import Device
 from tools.plan.layout import Layout
 from tools.plan.memory import Memory
@@ -77,6 +78,7 @@ def summarise(
     peaks = [rank["peak_memory_bytes"] for rank in ranks]
     power = world * device.watts
     narrow = narrow_products(first, device)
+    interrupted = goodput(config, world, device, time.step_seconds)
     plan: dict[str, Any] = {
         "parameters": num_parameters(config.model),
         "world": world,
@@ -95,6 +97,9 @@ def summarise(
         "memory_bytes_available": device.room,
         "fits": max(peaks) <= device.room,
         "joules_per_step": time.step_seconds * power,
+        "effective_training_time": interrupted["effective_training_time"],
+        "spare_nodes": interrupted["spare_nodes"],
+        "goodput": interrupted,
         "assumptions": assumptions(config, device),
         "narrow_products": narrow,
         "warnings": describe_narrow(narrow, first, device),

@@ -3,4 +3,5 @@
 __main__.py  the command          page.py    assembles the page; assets/: its style and script
 run.py       reads a run folder   charts.py  curves, bars and the pipeline's timeline
 experts.py   the load of experts  tables.py  ledger, events, configuration
+goodput.py   effective time, the best interval between saves, the parts of starts
 """

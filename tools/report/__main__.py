@@ -18,6 +18,8 @@ from errors import UserError
 from runtime.events import read_events
 from runtime.ledger import account
 from tools.command import run_command
+from tools.goodput.measured import measure
+from tools.report.goodput import effective_lines, stated_rate
 from tools.report.page import page
 from tools.report.run import read_run
 from tools.report.tables import MEANING
@@ -29,11 +31,12 @@ def read(run: Path) -> list[dict[str, Any]]:
     return read_events(run)
 
 
-def ledger_lines(events: list[dict[str, Any]]) -> list[str]:
-    """The ledger as a table, and the number of events by kind."""
+def ledger_lines(events: list[dict[str, Any]], rate: float) -> list[str]:
+    """The ledger as a table, the best interval between saves for this failure rate, and the number
+    of events by kind."""
     try:
-        seconds = account(events)
-    except (KeyError, TypeError, AttributeError):
+        seconds, measured = account(events), measure(events)
+    except (KeyError, TypeError, AttributeError, ValueError):
         why = "it has lines that were not written by a run"
         raise UserError("RUN", "events.jsonl", why, "remove those lines") from None
     total = sum(seconds.values())
@@ -42,6 +45,7 @@ def ledger_lines(events: list[dict[str, Any]]) -> list[str]:
         for cause, value in seconds.items()
     ]
     lines.append(f"{'wall clock':<22}{total:>12,.1f} s")
+    lines += effective_lines(measured, rate)
     happened = Counter(event["event"] for event in events)
     failed = sum(event["event"] == "checkpoint" and "failed" in event for event in events)
     lines.append(
@@ -77,7 +81,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.out is not None:
             write_page(options.run, options.out)
         if options.out is None or (options.run / "events.jsonl").is_file():
-            print("\n".join(ledger_lines(read(options.run))))
+            rate = stated_rate(read_run(options.run).section("checkpoint"))
+            print("\n".join(ledger_lines(read(options.run), rate)))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tools.report.charts import BINS, Series, escape, line_chart, short, timeline_figure
 from tools.report.experts import expert_charts, expert_table
+from tools.report.goodput import goodput
 from tools.report.run import Run, is_number
 from tools.report.tables import clock, configuration, happened, ledger
 
@@ -31,7 +32,7 @@ def page(run: Run) -> str:
         f"script-src 'sha256-{hashed}'"
     )
     body = [head(run), tiles(run), '<main class="charts">', *charts(run), "</main>"]
-    body += [ledger(run), expert_table(run), happened(run), configuration(run)]
+    body += [ledger(run), goodput(run), expert_table(run), happened(run), configuration(run)]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'

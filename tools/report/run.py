@@ -17,6 +17,7 @@ from parallel.pipeline.simulate import Timeline
 from runtime.chrome import from_chrome
 from runtime.events import read_events
 from runtime.ledger import account
+from tools.goodput.measured import Measured, measure
 
 FILES = ("config.yaml", "metrics.jsonl", "events.jsonl")  # a run folder has at least one of them
 
@@ -32,6 +33,7 @@ class Run:
     records: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl
     events: list[dict[str, Any]] = field(default_factory=list)  # events.jsonl
     seconds: dict[str, float] = field(default_factory=dict)  # by cause (runtime/ledger.py)
+    measured: Measured | None = None  # what its saves, restarts and steps took
     # a traced step: (name, timeline) of each pipeline
     timelines: list[tuple[str, Timeline]] = field(default_factory=list)
 
@@ -72,9 +74,12 @@ def read_run(folder: Path) -> Run:
         config = yaml.safe_load(config_text)
     except yaml.YAMLError:
         config = None
+    measured = None
     try:
         seconds = account(events) if events else {}
-    except (KeyError, TypeError, AttributeError):  # lines that were not written by a run
+        measured = measure(events) if events else None
+    # lines that were not written by a run
+    except (KeyError, TypeError, AttributeError, ValueError):
         seconds = {}
     return Run(
         folder.resolve().name,
@@ -88,6 +93,7 @@ def read_run(folder: Path) -> Run:
         ],
         events,
         seconds,
+        measured,
         _timelines(folder / "trace.json"),
     )
 

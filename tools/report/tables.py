@@ -20,7 +20,7 @@ MEANING = {
 }
 MOST_ROWS = 200  # the most events shown: the newest ones
 MOST_STEPS = 20  # the most steps listed for skipped updates: the last ones
-ELSEWHERE = ("spent", "memory", "system")  # events shown in other parts of the page
+ELSEWHERE = ("spent", "memory", "system", "started")  # events shown in other parts of the page
 
 
 def ledger(run: Run) -> str:

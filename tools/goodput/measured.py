@@ -1,0 +1,111 @@
+"""What saves, restarts and steps took in a run: read from its events.jsonl."""
+
+import math
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from runtime.goodput import Interruptions, best_interval, mtbf_of
+from runtime.ledger import account
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The averages of one run, in seconds; None where it has nothing to measure."""
+
+    world_size: int
+    failures: int  # starts that had to repeat steps, or followed a start without a planned end
+    seconds: float  # from the first start's first line to the last line
+    effective: float  # share of the seconds: steps that led to the last state
+    step: float | None
+    interval: float | None  # of training between two saves: the median
+    save: float | None
+    commit: float | None
+    restart: float | None  # without a planned stop's waiting in a queue
+
+    def costs(self, mtbf: float) -> Interruptions:
+        return Interruptions(
+            save=self.save or 0.0,
+            commit=(self.save or 0.0) + (self.commit or 0.0),
+            restart=self.restart or 0.0,
+            mtbf=mtbf,
+        )
+
+    def best_interval(self, failures_per_gpu_day: float) -> tuple[float, int] | None:
+        """√(2sM) in seconds and in steps, at least one; None if saves or steps were not measured,
+        or nothing fails."""
+        mtbf = mtbf_of(failures_per_gpu_day, self.world_size)
+        if not self.save or not self.step or math.isinf(mtbf):
+            return None
+        seconds = best_interval(self.save, mtbf)
+        return seconds, max(1, round(seconds / self.step))
+
+
+def measure(events: list[dict[str, Any]]) -> Measured:
+    """Raises KeyError or TypeError if lines are not a run's."""
+    seconds = account(events)
+    saves = [e for e in events if e["event"] == "checkpoint" and "failed" not in e]
+    total = sum(seconds.values())
+    made = sum(spent["seconds"].get("steps", 0.0) for spent in events if spent["event"] == "spent")
+    number = _steps_made(events)
+    step = made / number if number else None
+    between = _steps_between_saves(events)
+    downs = _restarts(events)
+    starts = [event for event in events if event["event"] == "start"]
+    return Measured(
+        world_size=int(starts[-1].get("world_size", 1)) if starts else 1,
+        failures=len(downs),
+        seconds=total,
+        effective=seconds["steps"] / total if total else 1.0,
+        step=step,
+        interval=statistics.median(between) * step if between and step else None,
+        # what the ledger counts: the checks before a save, and the wait for the copy
+        save=seconds["saving"] / len(saves) if saves else None,
+        commit=statistics.median(float(save["write_seconds"]) for save in saves) if saves else None,
+        restart=statistics.fmean(downs) if downs else None,
+    )
+
+
+def _steps_made(events: list[dict[str, Any]]) -> int:
+    """Steps made, with those that were repeated."""
+    made, at = 0, 0
+    for event in events:
+        if event["event"] in ("start", "rollback"):
+            at = event["step"]
+        elif event["event"] == "spent":
+            made, at = made + max(0, event["step"] - at), event["step"]
+    return made
+
+
+def _steps_between_saves(events: list[dict[str, Any]]) -> list[int]:
+    between, last = [], None
+    for event in events:
+        if event["event"] in ("start", "rollback"):
+            last = event["step"]
+        elif event["event"] == "checkpoint" and "failed" not in event:
+            if last is not None and event["step"] > last:
+                between.append(event["step"] - last)
+            last = event["step"]
+    return between
+
+
+def _restarts(events: list[dict[str, Any]]) -> list[float]:
+    """For each start after a failure, the seconds from the last line before until its first step
+    begins. (The steps since that line are in it, as in the ledger's `down`.)"""
+    found: list[float] = []
+    last_time, planned, waiting = None, True, None
+    for event in events:
+        kind = event["event"]
+        if kind == "start":
+            waiting = last_time if last_time is not None and not planned else None
+            planned = False
+        elif kind == "end":
+            planned = event.get("state") in ("requeue", "finished")
+        elif kind == "spent" and waiting is not None and event["seconds"].get("start"):
+            steps = sum(v for cause, v in event["seconds"].items() if cause != "start")
+            found.append(max(0.0, event["time"] - steps - waiting))
+            waiting = None
+        # `failed` is written when a rank notices the failure, or by the next start
+        if kind in ("spent", "checkpoint") or (kind == "end" and planned):
+            last_time = event["time"]
+    return found
