@@ -35,6 +35,7 @@ from tqdm import tqdm
 from data.dataset import Mixture
 from data.loader import check_state
 from errors import UserError
+from runtime.checkpoint_names import complete_checkpoints, step_of
 from runtime.lease import Lease
 from runtime.manifest import (
     MANIFEST,
@@ -50,10 +51,8 @@ from runtime.progress import byte_bar
 from runtime.run_folder import (
     checkpoint_folder,
     checkpoints_of,
-    complete_checkpoints,
     put_aside,
     put_incomplete_aside,
-    step_of,
 )
 from runtime.tiling import Point, random_point
 from runtime.trainer_state import (

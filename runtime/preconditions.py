@@ -11,6 +11,7 @@ from data.dataset import Mixture, open_data
 from data.loader import heldout_batches
 from errors import UserError
 from model.transformer import num_parameters
+from runtime.alerts.check import check_alerts
 from training.config import Config
 from training.optimizers import state_bytes
 
@@ -57,7 +58,8 @@ def open_train_and_heldout(config: Config) -> tuple[Mixture, Mixture | None]:
 
 
 def check_writable(config: Config) -> None:
-    """Raise UserError if the run folder cannot be created or written. (It is created later.)"""
+    """Raise UserError if the run folder cannot be created or written (it is created later), or if
+    rank 0 could not send alarms."""
     folder = Path(config.run.dir).absolute()
     remedy = "choose another folder, or change its permissions"
     try:
@@ -73,3 +75,5 @@ def check_writable(config: Config) -> None:
     if max(names) > limits[0] or sum(names) + len(names) > limits[1]:
         why = "is longer than the file system allows"
         raise UserError("run.dir", config.run.dir, why, "choose a shorter one")
+    if dist.get_rank() == 0:
+        check_alerts(config)
