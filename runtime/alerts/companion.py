@@ -42,7 +42,7 @@ FILE_SECONDS = 10.0  # between two versions of the file for Prometheus
 TAIL_BYTES = 1 << 16  # of an older metrics.jsonl: enough for its last line
 ENDING_SECONDS = 10.0
 # after rank 0's end: the launcher may still record how it ended (tools/launch.py)
-END_EVENT_SECONDS = 4.0
+END_EVENT_SECONDS = 3.0
 
 
 class Companion:
