@@ -18,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from runtime.alerts.alarms import SENT, SENT_IF_FAILED
 from runtime.alerts.settings import Settings
 from runtime.alerts.state import RunState
 
@@ -70,7 +71,9 @@ def samples(state: RunState, more: dict[str, float]) -> Iterator[tuple[str, str,
     yield "lattice_record", "gauge", "Every other number of the last logged step.", others
     seconds: Samples = [({"cause": cause}, value) for cause, value in state.account.seconds.items()]
     yield "lattice_spent_seconds", "gauge", "Seconds of all starts by cause.", seconds
-    counts: Samples = [({"event": kind}, count) for kind, count in sorted(state.events.items())]
+    # 0 for what has not happened yet: otherwise Prometheus would not see the first as an increase
+    kinds = sorted(SENT | SENT_IF_FAILED | state.events.keys())
+    counts: Samples = [({"event": kind}, state.events[kind]) for kind in kinds]
     yield "lattice_events_total", "counter", "Events of all starts (events.jsonl).", counts
     failed: Samples = [({}, state.failed_saves)]
     yield "lattice_failed_saves_total", "counter", "Saves that failed.", failed
