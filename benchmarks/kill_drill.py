@@ -39,10 +39,10 @@ from safetensors.torch import load_file
 
 import runtime.save
 from benchmarks.about import about
+from runtime.checkpoint_names import complete_checkpoints, step_of
 from runtime.events import read_events
 from runtime.ledger import CAUSES, account
 from runtime.manifest import Damaged, verify
-from runtime.run_folder import complete_checkpoints, step_of
 from runtime.save import Saver
 from training.step import TrainStep
 

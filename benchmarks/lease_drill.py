@@ -35,8 +35,8 @@ from unittest.mock import patch
 import yaml
 
 from benchmarks.about import about
+from runtime.checkpoint_names import complete_checkpoints
 from runtime.manifest import MANIFEST, Manifest, read_manifest, verify
-from runtime.run_folder import complete_checkpoints
 
 ROOT = Path(__file__).parent.parent
 PRELOAD = ["train", "torch._dynamo"]

@@ -24,10 +24,13 @@
 
     lease.py           allows one writer per run folder
     lease_holder.py    who holds the lease, and whether that process is alive
+    checkpoint_names.py  the names in a folder of checkpoints
     run_folder.py      lists the checkpoints of a run, and writes `latest`
     status.py          status.json: how the last start ended
 
     health/            faulty machines: which nodes the next start leaves out
+    alerts/            alarms, numbers for Prometheus, a command after each commit: a process of
+                       its own
 
     stop.py            planned stops (signals, time, files), agreed on by all ranks
     signals.py         receives signals, from the first line of train.py

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from data.dataset import Mixture
 from parallel.mesh import Mesh
+from runtime.alerts.listener import Companion
 from runtime.checkpoint import Start
 from runtime.evaluation import Evaluation
 from runtime.garbage import GarbageCollection
@@ -43,11 +44,13 @@ def build_listeners(
     saver = Saver(train, train_data.tokenizer_path, lease)
     lease.check()  # loading may have taken hours; from here on metrics are written
     stop = StopRequests(config, signals)
+    companion = Companion(config, signals)  # before `metrics` records this start
     metrics = Metrics(config, mesh, start)
     watchdog = Watchdog(config)
     unigram = train_data.unigram_nats_per_token
     return [
         StartTimes(),
+        companion,  # its __exit__ is the last: it sends how the run ended
         StepProfile(config, mesh, watchdog),
         StepTrace(config, mesh, start.step),
         metrics,  # measures the step, before the listeners below take time

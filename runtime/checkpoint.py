@@ -33,6 +33,7 @@ from tqdm import tqdm
 
 from data.dataset import Mixture
 from errors import UserError
+from runtime.checkpoint_names import complete_checkpoints, step_of
 from runtime.history import changes_the_loss, check_history, check_model, end_of
 from runtime.lease import Lease
 from runtime.manifest import (
@@ -49,10 +50,8 @@ from runtime.progress import byte_bar
 from runtime.run_folder import (
     checkpoint_folder,
     checkpoints_of,
-    complete_checkpoints,
     put_aside,
     put_incomplete_aside,
-    step_of,
 )
 from runtime.start_parts import parts
 from runtime.tiling import Point, random_point

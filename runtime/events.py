@@ -10,8 +10,17 @@ added, never changed.
     checkpoint  a save ends               step, bytes, seconds; or, if it failed, why (`failed`)
     interval    checkpoint.interval=auto changes   steps, save_seconds, mtbf (save_interval.py)
     rollback    the run goes back         from_step, step, the samples that it leaves out
+    spike       updates were skipped      step, how many (`skipped`), loss, grad_norm of that step
     hang        a step takes too long     step, where rank 0 waits
     end         a start ends              state, step, reason
+
+The companion of rank 0 (alerts/) writes, too:
+
+    stalled     no step is logged         the last step, seconds since it was logged
+    resumed     … and then one is         step, seconds without one
+    died        rank 0 recorded no end    step, reason
+    undelivered an alarm was lost         its text, the event that it was about, why
+    after_commit  the command was run     step, attempts, seconds; or, if it failed, why (`failed`)
 """
 
 import json
@@ -21,8 +30,8 @@ from typing import Any
 
 
 def append_event(folder: str | Path, event: str, **about: Any) -> None:
-    """Add a line; called by only one rank. If it cannot be written (a full disk), the run
-    continues."""
+    """Add a line; called by only one rank, and by its companion. If it cannot be written (a full
+    disk), the run continues."""
     line = json.dumps({"event": event, "time": time.time(), **about}) + "\n"
     try:
         with open(Path(folder) / "events.jsonl", "ab+") as file:

@@ -62,34 +62,46 @@ class Ledger:
         self.seconds.clear()
 
 
-def account(events: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Sum the seconds by cause over all starts of a run; `steps` counts only steps whose work is
-    part of the last state.
+class Account:
+    """Sums up the seconds by cause over all starts of a run, event by event; `steps` counts only
+    steps whose work is part of the last state.
 
     Each line has the cost of the steps (from, to]. A later start or a rollback at step s makes the
     steps after s lost; a line that spans s is divided in proportion.
     """
-    seconds = dict.fromkeys(CAUSES, 0.0)
-    kept: list[tuple[int, int, float]] = []  # steps (from, to], seconds
-    step, last = 0, None
-    for event in events:
-        kind = event["event"]
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(CAUSES, 0.0)
+        self._kept: list[tuple[int, int, float]] = []  # steps (from, to], seconds
+        self._step = 0
+        self._last: float | None = None  # when the time up to then has a cause
+
+    def add(self, event: dict[str, Any]) -> None:
+        kind, seconds = event["event"], self.seconds
         if kind == "start":
-            seconds["down"] += max(0.0, event["began"] - last) if last is not None else 0.0
-            last = event["began"]
+            last = event["began"] if self._last is None else self._last
+            seconds["down"] += max(0.0, event["began"] - last)
+            self._last = event["began"]
         if kind in ("start", "rollback"):
-            kept, lost = _cut(kept, event["step"])
+            self._kept, lost = _cut(self._kept, event["step"])
             seconds["lost"] += lost
-            step = event["step"]
+            seconds["steps"] = sum(made for _, _, made in self._kept)
+            self._step = event["step"]
         if kind == "spent":
             made = event["seconds"].get("steps", 0.0)
-            kept.append((min(step, event["step"]), event["step"], made))
-            step = event["step"]
+            self._kept.append((min(self._step, event["step"]), event["step"], made))
+            self._step = event["step"]
             for cause, value in event["seconds"].items():
-                seconds[cause] += value if cause != "steps" else 0.0
-            last = (last or event["time"]) + sum(event["seconds"].values())
-    seconds["steps"] = sum(made for _, _, made in kept)
-    return seconds
+                seconds[cause] += value
+            self._last = (self._last or event["time"]) + sum(event["seconds"].values())
+
+
+def account(events: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Sum the seconds by cause over all starts of a run (see Account)."""
+    total = Account()
+    for event in events:
+        total.add(event)
+    return total.seconds
 
 
 def _cut(

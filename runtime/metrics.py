@@ -202,6 +202,8 @@ class Metrics(Listener):
                 f"warning: {more} of the updates up to step {self.step} were skipped because {why}"
             )
             log(said)
+            about = {"skipped": more, "loss": loss, "grad_norm": grad_norm}
+            append_event(self.folder, "spike", step=self.step, **about)
 
     def evaluated(self, step: int, found: dict[str, float]) -> None:
         """Add what an evaluation after update `step` has found to that step's record."""

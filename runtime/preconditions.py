@@ -11,6 +11,7 @@ from data.dataset import Mixture, Opened, open_data
 from data.loader import heldout_batches
 from errors import UserError
 from model.transformer import num_parameters
+from runtime.alerts.check import check_alerts
 from runtime.start_parts import parts
 from runtime.tasks.rows import open_tasks
 from training.config import Config
@@ -80,7 +81,8 @@ def open_stages(config: Config) -> list[tuple[Mixture, Mixture | None]]:
 
 
 def check_writable(config: Config) -> None:
-    """Raise UserError if the run folder cannot be created or written. (It is created later.)"""
+    """Raise UserError if the run folder cannot be created or written (it is created later), or if
+    rank 0 could not send alarms."""
     folder = Path(config.run.dir).absolute()
     remedy = "choose another folder, or change its permissions"
     try:
@@ -96,3 +98,5 @@ def check_writable(config: Config) -> None:
     if max(names) > limits[0] or sum(names) + len(names) > limits[1]:
         why = "is longer than the file system allows"
         raise UserError("run.dir", config.run.dir, why, "choose a shorter one")
+    if dist.get_rank() == 0:
+        check_alerts(config)

@@ -14,30 +14,18 @@ A checkpoint that was put aside stays until a person deletes it.
 
 import contextlib
 import os
-import re
 from pathlib import Path
 
 from errors import UserError
+from runtime.checkpoint_names import LATEST, MANIFEST, NAME, complete_checkpoints
 from runtime.lease import Lease
-from runtime.manifest import MANIFEST, write_durably
+from runtime.manifest import write_durably
 from runtime.messages import log
 from training.config import Config
-
-NAME = re.compile(r"step-(\d{8})")
-LATEST = "latest"
 
 
 def checkpoint_folder(config: Config) -> Path:
     return Path(config.run.dir) / "checkpoints"
-
-
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """Return the committed checkpoints of a folder, oldest first."""
-    return sorted(
-        path
-        for path in folder.glob("step-*")
-        if NAME.fullmatch(path.name) and (path / MANIFEST).is_file()
-    )
 
 
 def checkpoints_of(folder: Path, key: str) -> list[Path]:
@@ -54,11 +42,6 @@ def checkpoints_of(folder: Path, key: str) -> list[Path]:
         why = "holds no complete checkpoint"
         raise UserError(key, str(folder), why, "give a run folder or a folder step-…")
     return found
-
-
-def step_of(checkpoint: Path) -> int:
-    """Return the step in a checkpoint's name."""
-    return int(checkpoint.name.removeprefix("step-"))
 
 
 def put_incomplete_aside(lease: Lease) -> None:

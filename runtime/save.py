@@ -36,7 +36,9 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from data.tokenizer import tokenizer_files
 from errors import RunFailed
 from parallel.placement import as_dtensor_like
+from runtime.alerts.after_commit import is_running
 from runtime.checkpoint import held_tensors
+from runtime.checkpoint_names import complete_checkpoints, step_of
 from runtime.device import DeviceClock, device_thread
 from runtime.events import append_event
 from runtime.host_copies import host_copies
@@ -57,10 +59,8 @@ from runtime.manifest import (
 from runtime.messages import log
 from runtime.run_folder import (
     checkpoint_folder,
-    complete_checkpoints,
     name_latest,
     put_aside,
-    step_of,
     sync_folder,
 )
 from runtime.tiling import random_point
@@ -289,9 +289,20 @@ class Saver:
         # this one is the newest (see `find_start`)
         for old in complete_checkpoints(self.folder)[: -keep.keep_last]:
             if not keep.keep_every or step_of(old) % keep.keep_every:
-                going = self.lease.work / old.name
-                self.lease.move(old, going)
-                shutil.rmtree(going)
+                self._delete(old)
+
+    def _delete(self, old: Path) -> None:
+        """On rank 0, delete a checkpoint unless checkpoint.after_commit runs for it; then a later
+        save deletes it."""
+        has_command = bool(self.train.config.checkpoint.after_commit)
+        if has_command and is_running(self.folder, old.name):
+            return
+        going = self.lease.work / old.name
+        self.lease.move(old, going)
+        if has_command and is_running(self.folder, old.name):  # it has just begun
+            self.lease.move(going, old)
+        else:
+            shutil.rmtree(going)
 
     @property
     def _is_first(self) -> bool:

@@ -14,6 +14,7 @@ Before a run      tokenizer, prepare     text → tokens → token shards
 For editors       schema                 schema of configuration files, for completion and checks
 During and after  report, plot, profile  a run as a page, or as a picture; a trace's summary
                   verify                 check that a checkpoint is intact
+                  objects                copy checkpoints to an object store, and back
                   generate               generate text from the model
                   evaluate               score the model on tasks
                   average                average the weights of checkpoints

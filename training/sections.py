@@ -101,6 +101,13 @@ class CheckpointConfig:
     resume: PathText = "auto"
     # start a new run from the weights of this checkpoint, with a new optimizer state and new data
     load_weights_only: Text = ""
+    # A command that is run for each committed checkpoint until it succeeds, without a shell, and
+    # never waited for by a step: COMMAND … CHECKPOINT CHECKPOINT/manifest.json
+    # (runtime/alerts/after_commit.py); "": none
+    after_commit: Text = ""
+    # the command is ended after this time and tried again; a finished run waits for its last
+    # commands at most as long
+    after_commit_minutes: Annotated[float, between(0.001, 1e6)] = 60.0
 
 
 @section("guard")
@@ -143,6 +150,12 @@ class RunConfig:
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     wandb_project: PathText = "lattice"
     tensorboard: bool = False  # also write event files to the run folder's tensorboard/
+    # where alarms are sent (runtime/alerts/alarms.py): the URL of a webhook, or a command, which
+    # gets the alarm as JSON on standard input; $NAME: that variable's value; "": nowhere
+    on_event: Text = ""
+    # numbers for Prometheus: a file ….prom for node_exporter, or PORT or HOST:PORT of an endpoint,
+    # on loopback without a HOST; "": none
+    prometheus: Annotated[int, between(1, 65535)] | Text = ""
 
     def __post_init__(self) -> None:
         if not self.profile:

@@ -1,0 +1,91 @@
+"""Which events are sent to a person, each in a sentence.
+
+    start, stage, spares       the run begins, changes its data or its nodes
+    stalled, resumed           no step is logged for too long, and again (written by companion.py)
+    hang                       the watchdog ends a step that takes too long
+    spike                      updates were skipped
+    rollback                   the run went back to a checkpoint
+    checkpoint, after_commit   only if they failed
+    slow_rank, suspicion       a machine is slow, or its numbers are suspicious
+    died                       rank 0 is gone and recorded no end (written by companion.py)
+    end                        finished, requeue or failed
+
+What the others of events.py record is not worth a message.
+"""
+
+import math
+import socket
+from typing import Any
+
+SENT = {
+    "start", "stage", "spares", "stalled", "resumed", "hang", "spike", "rollback", "slow_rank",
+    "suspicion", "died", "end",
+}  # fmt: skip
+SENT_IF_FAILED = {"checkpoint", "after_commit"}
+SPIKES_SECONDS = 60.0  # at most one alarm about skipped updates in this time: they come in series
+TEMPLATES = {
+    "start": "started from step {step} on {world_size} ranks",
+    "end": "{state} at step {step}: {reason}",
+    "died": "died after step {step}: {reason}",
+    "hang": "hangs in the step after {step}: rank 0 is {where}",
+    "stalled": "has logged no step for {seconds:.0f} s, the last was {step}",
+    "resumed": "logs steps again: {step}, after {seconds:.0f} s",
+    "spike": "skipped {skipped} updates up to step {step}: loss {loss}, gradient norm {grad_norm}",
+    "rollback": "went back from step {from_step} to {step}",
+    "checkpoint": "could not save the checkpoint of step {step}: {failed}",
+    "after_commit": "checkpoint.after_commit failed for step {step}, attempts {attempts}: {failed}",
+}
+
+
+def is_alarm(event: dict[str, Any]) -> bool:
+    kind = event["event"]
+    return kind in SENT or (kind in SENT_IF_FAILED and "failed" in event)
+
+
+def alarm(run: str, folder: str, event: dict[str, Any]) -> dict[str, Any]:
+    """Return what is sent about an event: `text` (which Slack, Mattermost and others show), `run`,
+    `folder`, `host`, `event`, `step` (None if the event has none), `time` (seconds since 1970) and
+    `details`, everything else in the event. JSON without NaN."""
+    known = {name: _plain(value) for name, value in event.items()}
+    kind, step, time = known.pop("event"), known.pop("step", None), known.pop("time")
+    try:
+        said = TEMPLATES[kind].format(step=step, **known)
+    except (KeyError, ValueError, TypeError):
+        about = ", ".join(f"{name} {value}" for name, value in known.items())
+        said = f"{kind} at step {step}: {about}" if step is not None else f"{kind}: {about}"
+    return {
+        "text": f"{run}: {said}",
+        "run": run,
+        "folder": folder,
+        "host": socket.gethostname(),
+        "event": kind,
+        "step": step,
+        "time": time,
+        "details": known,
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list) else value
+
+
+class Series:
+    """Thins out alarms that come in series."""
+
+    def __init__(self) -> None:
+        self._sent, self._left_out = -math.inf, 0
+
+    def passes(self, event: dict[str, Any], now: float) -> bool:
+        """Whether an event is to be sent now, `now` by the monotonic clock. A spike that is sent
+        has the number of those that were not, `not_sent`."""
+        if event["event"] != "spike":
+            return True
+        if now - self._sent < SPIKES_SECONDS:
+            self._left_out += 1
+            return False
+        event["not_sent"], self._sent, self._left_out = self._left_out, now, 0
+        return True

@@ -1,0 +1,216 @@
+"""The companion of rank 0: `python -m runtime.alerts.companion`, started by listener.py.
+
+Standard input is a pipe: first a line with the settings, then nothing until its end, which means
+that rank 0 has closed it or is gone. Nothing that may take time is done by the main thread, so it
+notices a stall or rank 0's death even if the file system does not respond.
+
+    thread        does                                             may wait for
+    main          the clock, rank 0's end                          nothing
+    reader        reads the run's files, writes events             the file system
+    sender        sends alarms (send.py)                           a webhook, a command
+    after_commit  runs the command (after_commit.py)               the command
+    prometheus    answers scrapes, writes the file                 a client
+
+It ends at most so long after rank 0, whatever hangs:
+
+    the run                 alarms           checkpoint.after_commit
+    finished                ENDING_SECONDS   checkpoint.after_commit_minutes
+    stopped, failed, died   ENDING_SECONDS   ENDING_SECONDS; then it is ended, and the next start
+                                             runs it again
+"""
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from runtime.alerts.after_commit import Commands, progress
+from runtime.alerts.alarms import Series, alarm, is_alarm
+from runtime.alerts.follow import Follower
+from runtime.alerts.prometheus import Endpoint, exposition, write_file
+from runtime.alerts.send import Sender, say
+from runtime.alerts.settings import Settings
+from runtime.alerts.state import RunState, StallClock
+from runtime.events import append_event
+
+LOOK_SECONDS = 1.0  # between two looks at the run's files
+FILE_SECONDS = 10.0  # between two versions of the file for Prometheus
+TAIL_BYTES = 1 << 16  # of an older metrics.jsonl: enough for its last line
+ENDING_SECONDS = 10.0
+# after rank 0's end: the launcher may still record how it ended (tools/launch.py)
+END_EVENT_SECONDS = 3.0
+
+
+class Companion:
+    """All that the process does."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings, self.run = settings, Path(settings.folder)
+        self.state, self.lock = RunState(), threading.Lock()  # the lock is held only to compute
+        self.clock = StallClock(settings.hang_factor, settings.hang_seconds, time.monotonic())
+        self.series = Series()
+        self.own_events: list[tuple[str, dict[str, Any]]] = []  # to be written by the reader
+        self.events = Follower(self.run / "events.jsonl")
+        self.records = Follower(self.run / "metrics.jsonl", tail=TAIL_BYTES)
+        self.sender, self.commands, self.endpoint = None, None, None
+        if settings.on_event:
+            self.sender = Sender(settings.on_event, settings.cwd, self._lost)
+        if settings.after_commit:
+            self.commands = Commands(settings, self._commanded)
+        self.is_file = settings.prometheus.endswith(".prom")
+        if settings.prometheus and not self.is_file:
+            self.endpoint = Endpoint(settings, self.text)
+        self.progress: tuple[int, int | None] = 0, None  # of the commands: pending; newest done
+        self.closing, self.ended = threading.Event(), False  # whether an `end` was read
+        self.reader = threading.Thread(target=self._read_all, name="reader", daemon=True)
+
+    # --- main thread ------------------------------------------------------------------------------
+
+    def follow(self) -> None:
+        """Work until rank 0 ends, and for a bounded time after that."""
+        self.reader.start()
+        if self.commands is not None:
+            self.commands.start()
+        while not select.select([sys.stdin], [], [], LOOK_SECONDS)[0]:
+            with self.lock:
+                seconds = self.clock.stalled(time.monotonic())
+            if seconds is not None:
+                step = self.state.record.get("step", 0)
+                self.happened("stalled", step=step, seconds=seconds)
+        self._end()
+
+    def _end(self) -> None:
+        self.closing.set()
+        self.reader.join(END_EVENT_SECONDS + LOOK_SECONDS)
+        if not self.ended:
+            reason = "rank 0 is gone and recorded no end: it was killed, or the run folder is not "
+            reason += "readable"
+            self.happened("died", step=self.state.record.get("step", 0), reason=reason)
+        if self.commands is not None:
+            finished = self.state.state == "finished"
+            seconds = self.settings.after_commit_seconds if finished else ENDING_SECONDS
+            self.commands.finish(seconds)
+        if self.sender is not None:
+            self.sender.finish(ENDING_SECONDS)
+        # what is still to be written, unless the file system does not respond
+        last = threading.Thread(target=self._read, daemon=True)
+        last.start()
+        last.join(LOOK_SECONDS)
+
+    # --- any thread -------------------------------------------------------------------------------
+
+    def happened(self, event: str, **about: Any) -> None:
+        """Note an event of the companion's own: send it if it is an alarm, and let the reader write
+        it to events.jsonl."""
+        whole = {"event": event, "time": time.time(), **about}
+        with self.lock:
+            self.own_events.append((event, about))
+            self.state.note_event(whole)
+        self._send(whole)
+
+    def _commanded(self, **about: Any) -> None:
+        self.happened("after_commit", **about)
+        if "failed" in about:
+            say(f"checkpoint.after_commit failed for step {about['step']}: {about['failed']}")
+
+    def _lost(self, lost: dict[str, Any], why: str) -> None:
+        self.happened("undelivered", text=lost["text"], about=lost["event"], why=why)
+
+    def _send(self, event: dict[str, Any]) -> None:
+        if self.sender is not None and is_alarm(event):
+            with self.lock:
+                passes = self.series.passes(event, time.monotonic())
+            if passes:
+                self.sender.send(alarm(self.settings.name, self.settings.folder, event))
+
+    def text(self) -> str:
+        """The text for Prometheus."""
+        more: dict[str, float] = {}
+        if self.sender is not None:
+            more["lattice_alarms_delivered_total"] = self.sender.delivered
+            more["lattice_alarms_lost_total"] = self.sender.failed
+        if self.commands is not None:
+            waiting, done = self.progress
+            more["lattice_after_commit_failures_total"] = self.state.failed_commands
+            more["lattice_after_commit_pending"] = waiting
+            more |= {"lattice_after_commit_step": done} if done is not None else {}
+        with self.lock:
+            return exposition(self.settings.name, self.state, more)
+
+    # --- reader -----------------------------------------------------------------------------------
+
+    def _read_all(self) -> None:
+        for event in self.events.read(until=self.settings.events_from):
+            self._note(event)
+        for record in self.records.read()[-1:]:
+            with self.lock:  # of an earlier start
+                self.state.note_record(record, found=self.records.path.stat().st_mtime)
+        says_busy, file_due = True, 0.0
+        while not self.closing.is_set():
+            self._read()
+            if self.endpoint is not None and self.endpoint.server is None:
+                problem = self.endpoint.open()
+                if problem and says_busy:
+                    say(f"run.prometheus={self.settings.prometheus}: {problem}; trying again")
+                says_busy = says_busy and not problem
+            if self.is_file and time.monotonic() >= file_due:
+                write_file(Path(self.settings.prometheus), self.text())
+                file_due = time.monotonic() + FILE_SECONDS
+            self.closing.wait(LOOK_SECONDS)
+        patience = time.monotonic() + END_EVENT_SECONDS
+        self._read()
+        while not self.ended and time.monotonic() < patience:
+            time.sleep(0.1)
+            self._read()
+        if self.is_file:
+            write_file(Path(self.settings.prometheus), self.text())
+
+    def _read(self) -> None:
+        """Read what was added to the run's files, and write the companion's own events."""
+        with self.lock:
+            own, self.own_events = self.own_events, []
+        for event, about in own:
+            append_event(self.run, event, **about)
+        for record in self.records.read()[-1:]:
+            with self.lock:
+                self.state.note_record(record)
+                over = self.clock.line(time.monotonic())
+            if over is not None:
+                self.happened("resumed", step=record.get("step", 0), seconds=over)
+        for found in self.events.read():
+            if found.get("event") not in OWN:
+                self._note(found)
+                self._send(found)
+                self.ended |= found.get("event") == "end"
+        if self.commands is not None:
+            waiting, done = progress(self.run / "checkpoints")
+            self.progress = len(waiting), done
+
+    def _note(self, event: dict[str, Any]) -> None:
+        if "event" in event and "time" in event:
+            with self.lock:
+                self.state.note_event(event)
+
+
+OWN = {"stalled", "resumed", "died", "undelivered", "after_commit"}  # noted when they happen
+
+
+def main() -> None:
+    # Handlers, not SIG_IGN: that would be inherited by the commands. What ends the run also signals
+    # this process; it ends when rank 0 has.
+    stops = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    for number in stops:
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)
+    settings = Settings.loads(sys.stdin.readline())
+    Companion(settings).follow()
+    sys.stderr.flush()
+    os._exit(0)  # no thread is waited for
+
+
+if __name__ == "__main__":
+    main()

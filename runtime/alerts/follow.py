@@ -1,0 +1,44 @@
+"""Read the lines that are added to a JSON-lines file, also after the file was replaced."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from runtime.tracker import json_object
+
+
+class Follower:
+    """Follows one file.
+
+    Args:
+        path: the file; it need not exist yet.
+        tail: of a file that is new or was replaced, read only so many bytes at its end; None: all.
+    """
+
+    def __init__(self, path: Path, tail: int | None = None) -> None:
+        self.path, self.tail = path, tail
+        self._inode, self._offset = -1, 0  # bytes of complete lines that were read
+
+    def read(self, until: int | None = None) -> list[dict[str, Any]]:
+        """Return the objects in the complete lines that were added since the last call; lines that
+        a killed process left unfinished are left out.
+
+        until: do not read beyond so many bytes of the file.
+        """
+        try:
+            with open(self.path, "rb") as file:
+                found = os.fstat(file.fileno())
+                if found.st_ino != self._inode or found.st_size < self._offset:
+                    self._inode, self._offset = found.st_ino, 0
+                    if self.tail is not None:
+                        self._offset = max(0, found.st_size - self.tail)
+                if found.st_size == self._offset:
+                    return []
+                file.seek(self._offset)
+                data = file.read(-1 if until is None else max(0, until - self._offset))
+        except OSError:  # not there yet, or unavailable for a while
+            return []
+        complete = data.rfind(b"\n") + 1
+        self._offset += complete
+        objects = (json_object(line) for line in data[:complete].splitlines())
+        return [found_object for found_object in objects if found_object]

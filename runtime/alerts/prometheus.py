@@ -1,0 +1,194 @@
+"""The state of a run as text for Prometheus (exposition format 0.0.4): a file for node_exporter's
+textfile collector, or an endpoint.
+
+Units are seconds, bytes and ratios; times are in seconds since 1970, so that a rule computes ages
+with `time() - …`. Every sample has the label `run`. What a rollback takes back (steps, tokens,
+skipped updates, seconds by cause) is a gauge, because a counter never falls.
+
+https://prometheus.io/docs/instrumenting/exposition_formats/
+"""
+
+import contextlib
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from runtime.alerts.alarms import SENT, SENT_IF_FAILED
+from runtime.alerts.settings import Settings
+from runtime.alerts.state import RunState
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+LOOPBACK = "127.0.0.1"
+STATES = ("starting", "running", "finished", "requeue", "failed", "died")
+# entries of a record (metrics.py) → metric and help; others are lattice_record{name="…"}
+RECORD = {
+    "step": ("lattice_step", "Last logged step."),
+    "loss": ("lattice_loss", "Mean loss over all target tokens of that step."),
+    "grad_norm": ("lattice_grad_norm", "Norm of all gradients before clipping."),
+    "lr": ("lattice_learning_rate", "Learning rate."),
+    "tokens": ("lattice_tokens", "Tokens trained on so far."),
+    "tokens_per_second": ("lattice_tokens_per_second", "Tokens per second, all ranks."),
+    "tokens_per_second_per_device": (
+        "lattice_tokens_per_second_per_device",
+        "Tokens per second and rank.",
+    ),
+    "mfu": ("lattice_mfu_ratio", "Model FLOPs utilization."),
+    "step_seconds": ("lattice_step_duration_seconds", "Seconds per step."),
+    "data_seconds": ("lattice_data_wait_seconds", "Seconds per step waiting for the batch."),
+    "peak_memory_bytes": ("lattice_peak_memory_bytes", "Largest peak memory of a rank."),
+    "skipped_updates": ("lattice_skipped_updates", "Updates skipped so far."),
+    "eval_loss": ("lattice_eval_loss", "Loss on held-out text."),
+}
+Labels = dict[str, str]
+Samples = list[tuple[Labels, float]]
+
+
+def samples(state: RunState, more: dict[str, float]) -> Iterator[tuple[str, str, str, Samples]]:
+    """Yield each metric: name, type, help, and its samples without the label `run`.
+
+    more: numbers of the companion itself, by metric (companion.py).
+    """
+    yield "lattice_running", "gauge", "1 while the run trains.", [({}, state.state == "running")]
+    states: Samples = [({"state": name}, name == state.state) for name in STATES]
+    yield "lattice_state", "gauge", "1 for the state of the run.", states
+    about = "When this text was written; old: the companion or its machine is gone."
+    yield "lattice_updated_timestamp_seconds", "gauge", about, [({}, time.time())]
+    if state.record_time:
+        about = "When the last step was logged."
+        yield "lattice_last_step_timestamp_seconds", "gauge", about, [({}, state.record_time)]
+    others: Samples = []
+    for key, value in state.record.items():
+        if key in RECORD and _is_number(value):
+            name, about = RECORD[key]
+            yield name, "gauge", about, [({}, value)]
+        elif _is_number(value):
+            others.append(({"name": key}, value))
+    yield "lattice_record", "gauge", "Every other number of the last logged step.", others
+    seconds: Samples = [({"cause": cause}, value) for cause, value in state.account.seconds.items()]
+    yield "lattice_spent_seconds", "gauge", "Seconds of all starts by cause.", seconds
+    # 0 for what has not happened yet: otherwise Prometheus would not see the first as an increase
+    kinds = sorted(SENT | SENT_IF_FAILED | state.events.keys())
+    counts: Samples = [({"event": kind}, state.events[kind]) for kind in kinds]
+    yield "lattice_events_total", "counter", "Events of all starts (events.jsonl).", counts
+    failed: Samples = [({}, state.failed_saves)]
+    yield "lattice_failed_saves_total", "counter", "Saves that failed.", failed
+    if state.checkpoint:
+        written = state.checkpoint
+        yield "lattice_checkpoint_step", "gauge", "Step of the last one.", [({}, written["step"])]
+        when: Samples = [({}, written["time"])]
+        yield "lattice_checkpoint_timestamp_seconds", "gauge", "When it was committed.", when
+        size: Samples = [({}, written.get("bytes", 0))]
+        yield "lattice_checkpoint_bytes", "gauge", "Its size.", size
+    slow: Samples = [
+        ({"rank": rank, "node": node}, factor) for (rank, node), factor in state.slow.items()
+    ]
+    yield "lattice_slow_rank_ratio", "gauge", "Own computing time relative to its peers.", slow
+    if state.spares is not None:
+        yield "lattice_spare_nodes", "gauge", "Nodes that wait.", [({}, state.spares)]
+    for name, value in more.items():
+        kind = "counter" if name.endswith("_total") else "gauge"
+        yield name, kind, MORE[name], [({}, value)]
+
+
+MORE = {
+    "lattice_alarms_delivered_total": "Alarms of this start that were delivered (run.on_event).",
+    "lattice_alarms_lost_total": "Alarms of this start that could not be delivered.",
+    "lattice_after_commit_failures_total": "Failures of checkpoint.after_commit, all starts.",
+    "lattice_after_commit_pending": "Checkpoints for which it has not succeeded yet.",
+    "lattice_after_commit_step": "Step of the newest checkpoint for which it has succeeded.",
+}
+
+
+def exposition(run: str, state: RunState, more: dict[str, float]) -> str:
+    lines = []
+    for name, kind, about, found in samples(state, more):
+        if found:
+            lines += [f"# HELP {name} {about}", f"# TYPE {name} {kind}"]
+        for labels, value in found:
+            inside = ",".join(
+                f'{key}="{_escape(text)}"' for key, text in {"run": run, **labels}.items()
+            )
+            lines.append(f"{name}{{{inside}}} {_number(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def _number(value: float) -> str:
+    if math.isfinite(value):
+        return repr(float(value))
+    return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
+
+
+def write_file(path: Path, text: str) -> None:
+    """Replace the file atomically. Its collector reads only names that end in .prom."""
+    partial = path.with_suffix(f".{os.getpid()}.tmp")
+    with contextlib.suppress(OSError):  # try again the next time
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+
+
+def address(setting: str) -> tuple[str, int]:
+    """The address of run.prometheus=PORT, HOST:PORT or [IPV6]:PORT; without a host, loopback.
+
+    Raises ValueError if it is none of these.
+    """
+    host, _, port = setting.rpartition(":")
+    if not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536 or setting[0] == ":":
+        raise ValueError(setting)
+    return host.strip("[]") or LOOPBACK, int(port)
+
+
+class Endpoint:
+    """Serves GET /metrics. If the port is in use (the companion of an earlier start may be ending),
+    `open` may be called again."""
+
+    def __init__(self, settings: Settings, text: Callable[[], str]) -> None:
+        self.address, self.text = address(settings.prometheus), text
+        self.server: ThreadingHTTPServer | None = None
+
+    def open(self) -> str:
+        """Begin to serve; return why that failed, or the empty string."""
+        text = self.text
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = 5.0  # seconds, for a client that sends nothing
+
+            def do_GET(self) -> None:
+                known = self.path.partition("?")[0] in ("/", "/metrics")
+                body = text().encode() if known else b""
+                self.send_response(200 if known else 404)
+                self.send_header("Content-Type", CONTENT_TYPE)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None:
+                """Nothing: a scrape is not worth a line of the run's log."""
+
+        class Server(ThreadingHTTPServer):
+            import socket
+
+            address_family = socket.AF_INET6 if ":" in self.address[0] else socket.AF_INET
+
+            def handle_error(self, *_: Any) -> None:
+                """Nothing: the client went away."""
+
+        try:
+            self.server = Server(self.address, Handler)
+        except OSError as error:
+            return str(error.strerror or error)
+        serve = threading.Thread(target=self.server.serve_forever, name="prometheus", daemon=True)
+        serve.start()
+        return ""

@@ -1,0 +1,343 @@
+"""Alarms: each kind reaches a person, also when rank 0 is gone. A webhook that hangs, refuses or
+fails delays no step, and is not waited for longer than stated."""
+
+import ast
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from errors import UserError
+from runtime.alerts import send
+from runtime.alerts.alarms import SENT, SENT_IF_FAILED, Series, alarm, is_alarm
+from runtime.alerts.check import check_alerts
+from runtime.alerts.companion import END_EVENT_SECONDS, ENDING_SECONDS
+from runtime.alerts.follow import Follower
+from runtime.alerts.send import Sender
+from runtime.alerts.state import FIRST_LINE_SECONDS, StallClock
+from tests.alert_helpers import ROOT, FedCompanion, Receiver, wait_until
+from tests.runs import fresh, losses, train_run, write_config
+from tools.ranks import Ranks
+from training.load_config import load_config
+
+# One example of each event that events.py lists as an alarm and that a run itself writes.
+EVENTS: list[tuple[str, dict[str, Any]]] = [
+    ("start", {"step": 0, "world_size": 8, "began": 0.0}),
+    ("stage", {"step": 10, "name": "anneal"}),
+    ("spares", {"spares": ["n3"]}),
+    ("hang", {"step": 11, "where": "at train.py:1, waiting in no collective"}),
+    ("spike", {"step": 12, "skipped": 1, "loss": float("nan"), "grad_norm": float("inf")}),
+    ("rollback", {"from_step": 13, "step": 10, "left_out": [80, 96]}),
+    ("checkpoint", {"step": 14, "failed": "OSError: no space left"}),
+    ("slow_rank", {"step": 15, "rank": 3, "node": "n1", "factor": 1.3, "since": 12}),
+    ("suspicion", {"step": 16, "verdict": "persistent", "rank": 3, "node": "n1"}),
+    ("end", {"state": "finished", "step": 20, "reason": "all steps done"}),
+]
+QUIET = [
+    ("system", {}),
+    ("memory", {"step": 1, "peak_bytes": [1]}),
+    ("spent", {"step": 1, "seconds": {"steps": 1.0}}),
+    ("checkpoint", {"step": 5, "bytes": 10, "write_seconds": 0.1}),
+]
+
+
+def test_every_alarm_is_received(tmp_path: Path) -> None:
+    with Receiver() as server, FedCompanion(tmp_path, on_event=server.url) as companion:
+        companion.event("rollback", from_step=3, step=2)
+        for event, about in [*QUIET, *EVENTS]:
+            companion.event(event, **about)
+        took = companion.end()
+        received = server.received
+    # Control: what is not worth a message is not sent.
+    assert server.kinds() == ["rollback", *(event for event, _ in EVENTS)]
+    assert {event for event, _ in EVENTS} == SENT - {"stalled", "resumed", "died"} | (
+        SENT_IF_FAILED - {"after_commit"}
+    )
+    spike = received[5]
+    assert spike["text"] == "runs/x: skipped 1 updates up to step 12: loss nan, gradient norm inf"
+    assert (spike["run"], spike["step"]) == ("runs/x", 12)
+    assert spike["folder"] == str(companion.run)
+    assert spike["details"]["loss"] == "nan"  # JSON has no NaN
+    assert received[-1]["text"] == "runs/x: finished at step 20: all steps done"
+    assert took < ENDING_SECONDS
+    assert companion.process.returncode == 0
+
+
+def test_events_of_earlier_starts_are_not_sent_again(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with FedCompanion(tmp_path) as before:
+        before.event("end", state="requeue", step=4, reason="SIGTERM was received")
+        before.end()
+    with Receiver() as server, FedCompanion(tmp_path, on_event=server.url) as companion:
+        companion.event("start", step=4, world_size=8, began=0.0)
+        companion.event("end", state="failed", step=5, reason="broken")
+        companion.end()
+    assert server.kinds() == ["start", "end"]
+
+
+def test_a_killed_rank_0_is_reported(tmp_path: Path) -> None:
+    """The pipe's other end closes however rank 0 goes: here its process is killed."""
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; import time\n"
+        "from tests.alert_helpers import FedCompanion\n"
+        "held = FedCompanion(Path(sys.argv[2]), on_event=sys.argv[3])\n"
+        "held.event('start', step=0, world_size=1, began=0.0); held.step(7)\n"
+        "print(held.process.pid, flush=True); time.sleep(600)\n"
+    )
+    with Receiver() as server:
+        command = [sys.executable, "-c", program, str(ROOT), str(tmp_path), server.url]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as rank_0:
+            assert rank_0.stdout is not None
+            companion = int(rank_0.stdout.readline())
+            wait_until(lambda: server.kinds() == ["start"])
+            os.kill(companion, signal.SIGTERM)  # what stops the run does not stop it
+            os.kill(companion, signal.SIGINT)
+            rank_0.kill()
+        wait_until(lambda: server.kinds() == ["start", "died"])
+        wait_until(lambda: not _runs(companion), ENDING_SECONDS + END_EVENT_SECONDS)
+    assert server.received[-1]["step"] == 7
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process runs, and is no zombie that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_run_that_stalls_is_reported_and_so_is_its_recovery(tmp_path: Path) -> None:
+    settings = {"hang_factor": 1e-6, "hang_seconds": 0.75}  # the limit is twice as long
+    with Receiver() as server, FedCompanion(tmp_path, on_event=server.url, **settings) as companion:
+        companion.event("start", step=0, world_size=1, began=0.0)
+        wait_until(lambda: server.kinds() == ["start"])  # it reads what is added from now on
+        companion.step(1)
+        wait_until(lambda: server.kinds() == ["start", "stalled"])
+        companion.step(2)
+        wait_until(lambda: server.kinds() == ["start", "stalled", "resumed"])
+        companion.event("end", state="finished", step=2, reason="")
+        companion.end()
+    assert server.received[1]["step"] == 1
+    assert server.received[2]["step"] == 2
+    assert [event["step"] for event in companion.recorded("stalled")] == [1]
+
+
+def test_the_clock_of_stalls() -> None:
+    """By hand: a usual gap of 10 s, and the limit is 2 · factor 3 · 10 s. Slow gaps that are usual,
+    as every save, are no stall."""
+    clock = StallClock(factor=3.0, least=1.0, now=0.0)
+    assert clock.stalled(FIRST_LINE_SECONDS) is None  # the first step may compile
+    for now in (100.0, 110.0, 120.0, 130.0):
+        assert clock.line(now) is None
+    assert clock.stalled(130.0 + 59.9) is None
+    assert clock.stalled(130.0 + 60.1) == pytest.approx(60.1)
+    assert clock.stalled(130.0 + 99.0) is None  # reported once
+    assert clock.line(330.0) == 200.0
+    assert clock.stalled(330.0 + 60.1) is not None  # the stall did not become usual
+    # control: a start that never logs a step
+    assert StallClock(3.0, 1.0, 0.0).stalled(FIRST_LINE_SECONDS + 1) is not None
+
+
+# --- a webhook that does not work -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("behaviour", ["hang", "refuse", 500, 302])
+def test_a_broken_webhook_is_tried_again_and_then_reported(
+    behaviour: int | str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(send, "LIMIT_SECONDS", 0.2)
+    monkeypatch.setattr(send, "RETRY_SECONDS", (0.01, 0.01, 0.01))
+    lost: list[str] = []
+    with Receiver("hang" if behaviour == "refuse" else behaviour) as server:
+        url = "http://127.0.0.1:9/services/secret" if behaviour == "refuse" else server.url
+        sender = Sender(url, ".", lambda alarm, why: lost.append(why))
+        began = time.monotonic()
+        sender.send(alarm("x", "/x", {"event": "hang", "time": 0.0, "step": 1, "where": "y"}))
+        assert time.monotonic() - began < 0.1  # whoever sends does not wait
+        wait_until(lambda: lost)
+    assert len(server.received) == (0 if behaviour == "refuse" else 4)
+    assert (sender.delivered, sender.failed) == (0, 1)
+    said = capfd.readouterr().err
+    assert "not delivered: x: hangs" in said
+    assert "secret" not in said + lost[0]
+    if isinstance(behaviour, int):
+        assert lost == [f"the server answered {behaviour}"]
+
+
+def test_a_webhook_that_works_again_gets_the_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(send, "RETRY_SECONDS", (0.01, 0.01, 0.01))
+    answers = iter(["the server answered 500", "ConnectionError", "", ""])
+    monkeypatch.setattr(send, "_post", lambda url, alarm: next(answers))
+    sender = Sender("http://x", ".", lambda *_: pytest.fail("lost"))
+    for _ in range(2):
+        sender.send(alarm("x", "/x", {"event": "start", "time": 0.0}))
+    sender.finish(30)
+    assert (sender.delivered, sender.failed) == (2, 0)
+
+
+def test_the_queue_is_bounded_and_its_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(send, "WAITING", 3)
+    lost: list[str] = []
+    with Receiver("hang") as server:
+        sender = Sender(server.url, ".", lambda alarm, why: lost.append(why))
+        wait = {"event": "start", "time": 0.0}
+        sender.send(alarm("x", "/x", wait))
+        wait_until(lambda: server.received)
+        for _ in range(4):
+            sender.send(alarm("x", "/x", wait))
+        assert lost == ["3 others are waiting"]
+        began = time.monotonic()
+        sender.finish(0.3)
+        assert time.monotonic() - began < 5
+    assert len(lost) == sender.failed == 5  # none is forgotten
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("behaviour", ["hang", "refuse", 500])
+def test_a_broken_webhook_delays_no_step_of_a_run(
+    behaviour: int | str, ranks: Ranks, data: Path, tmp_path: Path
+) -> None:
+    """The same run with a broken webhook and with none: the same losses, steps that take as long,
+    and an end that waits no longer than stated."""
+    with Receiver("hang" if behaviour == "refuse" else behaviour) as server:
+        url = "http://127.0.0.1:9/secret" if behaviour == "refuse" else server.url
+        alone = write_config(tmp_path, data, checkpoint={"interval": 2})
+        assert ranks.run(train_run, 2, [alone]) == [""] * 2
+        expected, began = losses(tmp_path), time.monotonic()
+        fresh(tmp_path)
+        config = write_config(tmp_path, data, checkpoint={"interval": 2}, run={"on_event": url})
+        assert ranks.run(train_run, 2, [config]) == [""] * 2
+        took = time.monotonic() - began
+    assert losses(tmp_path) == expected
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    times = {event["event"]: event["time"] for event in events if event["event"] != "undelivered"}
+    # From the start's event to the end's: nothing of that waits for the webhook's 10 s.
+    assert times["end"] - times["start"] < send.LIMIT_SECONDS
+    assert took < times["end"] - times["start"] + ENDING_SECONDS + END_EVENT_SECONDS + 10
+    lost = [event["about"] for event in events if event["event"] == "undelivered"]
+    assert lost == ["start", "end"]
+
+
+def test_training_calls_nothing_that_waits() -> None:
+    """By design: between its start and its end, the listener only asks whether the process is
+    alive."""
+    tree = ast.parse((ROOT / "runtime/alerts/listener.py").read_text())
+    methods = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    assert not methods.keys() & {"before_step", "begins", "went_back", "ends"}
+    called = {
+        node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
+        for node in ast.walk(methods["after_step"])
+        if isinstance(node, ast.Call)
+    }
+    assert called == {"is_due", "poll", "log"}
+
+
+# --- commands, variables, refusals ----------------------------------------------------------------
+
+
+def test_a_command_gets_the_alarm(tmp_path: Path) -> None:
+    script = tmp_path / "notify"
+    script.write_text(
+        '#!/bin/sh\necho "$LATTICE_EVENT $LATTICE_STEP $1" > said; cat > alarm.json\n'
+    )
+    script.chmod(0o755)
+    with FedCompanion(tmp_path, on_event=f"{script} 'two words'") as companion:
+        companion.event("end", state="failed", step=3, reason="x; touch shell")
+        companion.end()
+    assert (tmp_path / "said").read_text() == "end 3 two words\n"
+    assert json.loads((tmp_path / "alarm.json").read_text())["details"]["state"] == "failed"
+    assert not (tmp_path / "shell").exists()
+
+
+def test_a_command_that_fails_or_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(send, "LIMIT_SECONDS", 0.2)
+    about = alarm("x", "/x", {"event": "start", "time": 0.0})
+    assert "status 3" in send._run_command("sh -c 'exit 3'", str(tmp_path), about)
+    assert "did not end" in send._run_command("sleep 600", str(tmp_path), about)
+    assert "cannot be started" in send._run_command("./none", str(tmp_path), about)
+    assert send._run_command("true", str(tmp_path), about) == ""
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("run.on_event", "no-such-program --now", "not an executable"),
+        ("run.on_event", "'unclosed", "is not a command"),
+        ("run.on_event", "https:///path", "not the URL"),
+        ("run.on_event", "$LATTICE_NO_SUCH_VARIABLE", "not set"),
+        ("run.prometheus", "0.0.0.0:", "neither a file"),
+        ("run.prometheus", ":9400", "neither a file"),
+        ("run.prometheus", "/no/such/folder/x.prom", "not a writable folder"),
+        ("checkpoint.after_commit", "no-such-program", "not an executable"),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    data: Path, tmp_path: Path, key: str, value: str, why: str
+) -> None:
+    section, name = key.split(".")
+    config = load_config(write_config(tmp_path, data, **{section: {name: value}}), [])
+    with pytest.raises(UserError, match=why) as refused:
+        check_alerts(config)
+    assert refused.value.key == key
+
+
+def test_a_refusal_reaches_the_run_before_anything_is_written(
+    ranks: Ranks, data: Path, tmp_path: Path
+) -> None:
+    config = write_config(tmp_path, data, run={"on_event": "no-such-program"})
+    said = ranks.run(train_run, 2, [config])
+    assert all("run.on_event" in message for message in said)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_secret_stays_in_its_variable(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOOK", "https://example.org/secret")
+    config = load_config(write_config(tmp_path, data, run={"on_event": "$HOOK"}), [])
+    check_alerts(config)
+    assert config.run.on_event == "$HOOK"  # what config.yaml and wandb get
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def test_the_companion_imports_nothing_heavy() -> None:
+    program = "import sys, runtime.alerts.companion; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    loaded = {name.split(".")[0] for name in done.stdout.split()}
+    assert not loaded & {"torch", "numpy", "pydantic", "yaml", "training", "model", "data"}
+    assert "runtime" in loaded
+
+
+def test_spikes_come_in_series() -> None:
+    series, sent = Series(), []
+    for now in range(0, 150, 10):
+        event: dict[str, Any] = {"event": "spike", "time": 0.0}
+        if series.passes(event, float(now)):
+            sent.append((now, event["not_sent"]))
+        assert series.passes({"event": "hang"}, float(now))  # control: these are never left out
+    assert sent == [(0, 0), (60, 5), (120, 5)]
+    assert not is_alarm({"event": "unknown"})
+
+
+def test_a_file_is_followed_through_torn_lines_and_replacement(tmp_path: Path) -> None:
+    path, follower = tmp_path / "lines", Follower(tmp_path / "lines")
+    assert follower.read() == []
+    path.write_text('{"a": 1}\n{"a": 2')
+    assert follower.read() == [{"a": 1}]
+    with open(path, "a") as file:
+        file.write('}\nnonsense\n[1]\n{"a": 3}\n')
+    assert follower.read() == [{"a": 2}, {"a": 3}]
+    (tmp_path / "new").write_text('{"a": 9}\n')
+    (tmp_path / "new").rename(path)  # as a rollback does with metrics.jsonl
+    assert follower.read() == [{"a": 9}]
+    assert Follower(path, tail=4).read() == []  # begins inside a line

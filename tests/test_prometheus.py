@@ -1,0 +1,182 @@
+"""The text for Prometheus: parsed by the reference parser, right in every number, and served on
+loopback unless told otherwise. (tests/alerts_scenarios.py has a real Prometheus.)"""
+
+import socket
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from errors import UserError
+from runtime.alerts.check import check_alerts
+from runtime.alerts.prometheus import CONTENT_TYPE, Endpoint, address, exposition
+from runtime.alerts.settings import Settings
+from runtime.alerts.state import RunState
+from runtime.ledger import CAUSES, account
+from tests.alert_helpers import FedCompanion, wait_until
+from tests.runs import write_config
+from training.load_config import load_config
+
+Key = tuple[str, frozenset[tuple[str, str]]]
+EVENTS = [
+    {"event": "start", "time": 0.0, "began": 0.0, "step": 0, "world_size": 8},
+    {"event": "spent", "time": 9.0, "step": 10, "seconds": {"start": 4.0, "steps": 5.0}},
+    {"event": "checkpoint", "time": 10.0, "step": 10, "bytes": 64, "write_seconds": 0.1},
+    {"event": "checkpoint", "time": 11.0, "step": 20, "failed": "no space"},
+    {"event": "rollback", "time": 12.0, "from_step": 15, "step": 10},
+    {"event": "after_commit", "time": 13.0, "step": 10, "attempts": 1, "failed": "no bucket"},
+    {"event": "slow_rank", "time": 14.0, "step": 15, "rank": 3, "node": "n1", "factor": 1.3},
+    {"event": "spares", "time": 15.0, "spares": ["n7", "n8"]},
+]
+RECORD = {"step": 12, "loss": float("nan"), "mfu": None, "lr": 3e-4, "peak_memory_bytes": 7,
+          "router_z_loss": 0.5, "experts_by_layer": {"layer": [0]}}  # fmt: skip
+
+
+def state_of(events: list[dict], record: dict) -> RunState:
+    state = RunState()
+    for event in events:
+        state.note_event(event)
+    state.note_record(record, found=100.0)
+    return state
+
+
+def parsed(text: str) -> dict[Key, float]:
+    """Every sample of a text; asserts what the parser accepts silently, too."""
+    samples: dict[Key, float] = {}
+    families = list(text_string_to_metric_families(text))
+    assert len({family.name for family in families}) == len(families), "a metric is split"
+    for family in families:
+        assert family.documentation
+        assert family.type in ("gauge", "counter"), family
+        for sample in family.samples:
+            key = sample.name, frozenset(sample.labels.items())
+            assert key not in samples
+            samples[key] = sample.value
+    return samples
+
+
+def key(metric: str, /, **labels: str) -> Key:
+    return metric, frozenset({"run": 'a "b"\\\n', **labels}.items())
+
+
+def test_every_number_of_a_run() -> None:
+    found = parsed(exposition('a "b"\\\n', state_of(EVENTS, RECORD), {}))
+    expected = {
+        key("lattice_running"): 1,
+        key("lattice_state", state="running"): 1,
+        key("lattice_state", state="failed"): 0,
+        key("lattice_last_step_timestamp_seconds"): 100,
+        key("lattice_step"): 12,
+        key("lattice_learning_rate"): 3e-4,
+        key("lattice_peak_memory_bytes"): 7,
+        key("lattice_record", name="router_z_loss"): 0.5,
+        key("lattice_events_total", event="rollback"): 1,
+        key("lattice_events_total", event="checkpoint"): 2,
+        key("lattice_failed_saves_total"): 1,
+        key("lattice_checkpoint_step"): 10,
+        key("lattice_checkpoint_timestamp_seconds"): 10,
+        key("lattice_checkpoint_bytes"): 64,
+        key("lattice_slow_rank_ratio", rank="3", node="n1"): 1.3,
+        key("lattice_spare_nodes"): 2,
+    }
+    assert {name: found.get(name) for name in expected} == expected
+    assert found[key("lattice_loss")] != found[key("lattice_loss")]  # NaN is a value here
+    assert key("lattice_mfu_ratio") not in found  # not known, so not there
+    seconds = account(EVENTS)
+    assert {cause: found[key("lattice_spent_seconds", cause=cause)] for cause in CAUSES} == seconds
+    assert seconds["start"] == 4.0
+
+
+def test_a_state_before_the_first_step_and_after_the_end() -> None:
+    empty = parsed(exposition("r", RunState(), {}))
+    assert empty["lattice_running", frozenset({("run", "r")})] == 0
+    state = state_of([*EVENTS, {"event": "end", "time": 1.0, "state": "failed", "step": 3}], RECORD)
+    assert parsed(exposition("r", state, {}))["lattice_running", frozenset({("run", "r")})] == 0
+    again = {"event": "start", "time": 2.0, "began": 2.0, "step": 0, "world_size": 8}
+    state.note_event(again)
+    assert state.state == "running"
+    assert state.slow == {}  # of the start before
+
+
+def test_the_parser_can_refuse() -> None:
+    # Control: the checks above notice a split metric and a torn line.
+    with pytest.raises(AssertionError):
+        parsed("# HELP a x\n# TYPE a gauge\na 1\n# HELP b x\n# TYPE b gauge\nb 1\na 2\n")
+    with pytest.raises(ValueError, match=r".*"):
+        parsed('# HELP a x\n# TYPE a gauge\na{run="x} 1\n')
+
+
+def test_an_address() -> None:
+    assert address("9400") == ("127.0.0.1", 9400)  # loopback unless a host is given
+    assert address("0.0.0.0:9400") == ("0.0.0.0", 9400)
+    assert address("[::1]:9400") == ("::1", 9400)
+    for wrong in ("0", "65536", ":1", "x", "host:", "-1", "١"):
+        with pytest.raises(ValueError, match=r".*"):
+            address(wrong)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_the_endpoint_of_a_companion(tmp_path: Path) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with FedCompanion(tmp_path, prometheus=str(port)) as companion:
+        companion.event("start", step=0, world_size=1, began=0.0)
+        companion.step(3)
+
+        def has_step() -> bool:
+            try:
+                with urllib.request.urlopen(f"{url}/metrics", timeout=5) as answer:
+                    assert answer.headers["Content-Type"] == CONTENT_TYPE
+                    found = parsed(answer.read().decode())
+            except urllib.error.URLError:
+                return False
+            return found.get(("lattice_step", frozenset({("run", "runs/x")}))) == 3
+
+        wait_until(has_step)
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"{url}/other", timeout=5)
+        companion.event("end", state="finished", step=3, reason="")
+        companion.end()
+
+
+def test_a_port_in_use_is_tried_again() -> None:
+    settings = Settings("f", "n", "c", 0, prometheus=f"127.0.0.1:{free_port()}")
+    first, second = Endpoint(settings, lambda: "a 1\n"), Endpoint(settings, lambda: "a 2\n")
+    assert first.open() == ""
+    assert second.open() != ""
+    assert first.server is not None
+    first.server.shutdown()
+    first.server.server_close()
+    assert second.open() == ""
+    assert second.server is not None
+    second.server.shutdown()
+    second.server.server_close()
+
+
+def test_the_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "lattice.prom"
+    with FedCompanion(tmp_path, prometheus=str(path)) as companion:
+        companion.event("start", step=0, world_size=1, began=0.0)
+        wait_until(path.exists)
+        companion.step(5)
+        companion.event("end", state="requeue", step=5, reason="SIGTERM was received")
+        companion.end()
+    found = parsed(path.read_text())
+    run = ("run", "runs/x")
+    assert found["lattice_step", frozenset({run})] == 5  # the last state is in it
+    assert found["lattice_state", frozenset({run, ("state", "requeue")})] == 1
+    assert sorted(tmp_path.glob("lattice*")) == [path]  # no partial file is left
+
+
+def test_a_port_may_be_a_number_or_text(data: Path, tmp_path: Path) -> None:
+    for value in (9400, "9400", "0.0.0.0:9400", str(tmp_path / "x.prom")):
+        check_alerts(load_config(write_config(tmp_path, data, run={"prometheus": value}), []))
+    with pytest.raises(UserError, match=r"run\.prometheus"):
+        load_config(write_config(tmp_path, data, run={"prometheus": 70000}), [])
