@@ -9,6 +9,9 @@ added, never changed.
     checkpoint  a save ends               step, bytes, seconds; or, if it failed, why (`failed`)
     rollback    the run goes back         from_step, step, the samples that it leaves out
     hang        a step takes too long     step, where rank 0 waits
+    slow_rank   a rank is slow, or no     step, rank, node, factor, since (a step); `ended` if it no
+                longer is                 longer is (health/slow_ranks.py)
+    suspicion   something was examined    step, cause, verdict, ranks, nodes, why (examine.py)
     end         a start ends              state, step, reason
 """
 

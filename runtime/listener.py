@@ -49,6 +49,7 @@ class Run:
         self.first_step = self.step = start.step  # steps done so far
         self.tokens = start.tokens  # trained on so far
         self.end_reason = ""  # why the run ends before its last step; "": it does not
+        self.batch: tuple[Tensor, Tensor] | None = None  # of this step
         self.waited_seconds = 0.0  # for the batch of this step
         self.step_seconds: float | None = None  # measured after a logged step; else None
         # consecutive steps whose update was skipped, up to the last logged step
@@ -70,7 +71,7 @@ class Run:
         """Return this data-parallel rank's rows of the next global batch: tokens and targets,
         [rows, S] each."""
         began = time.perf_counter()
-        batch = next(self.loader)
+        self.batch = batch = next(self.loader)
         self.waited_seconds = time.perf_counter() - began
         return batch
 
