@@ -8,6 +8,9 @@ from runtime.alerts.listener import Companion
 from runtime.checkpoint import Start
 from runtime.evaluation import Evaluation
 from runtime.garbage import GarbageCollection
+from runtime.health.examine import Examination
+from runtime.health.faults import Faults
+from runtime.health.slow_ranks import SlowRanks
 from runtime.lease import Lease
 from runtime.listener import Listener
 from runtime.memory_report import MemoryReports
@@ -41,19 +44,26 @@ def build_listeners(
     """Build the listeners; every rank calls it, once the state of `start` has been loaded. `data`:
     the training data of each stage."""
     train_data = data[config.stage]
+    faults = [Faults(train)] if config.guard.inject_fault else []
     saver = Saver(train, train_data.tokenizer_path, lease)
     lease.check()  # loading may have taken hours; from here on metrics are written
     stop = StopRequests(config, signals)
     companion = Companion(config, signals)  # before `metrics` records this start
     metrics = Metrics(config, mesh, start)
     watchdog = Watchdog(config)
+    # torch.compile leaves no product to time
+    looks = config.guard.slow_ranks != "off" and not config.train.compile
+    slow_ranks = [SlowRanks(config, mesh, train, metrics, stop)] if looks else []
+    examination = Examination(config, train, metrics, watchdog) if config.guard.examine else None
     unigram = train_data.unigram_nats_per_token
     return [
         StartTimes(),
         companion,  # its __exit__ is the last: it sends how the run ended
+        *faults,
         StepProfile(config, mesh, watchdog),
         StepTrace(config, mesh, start.step),
         metrics,  # measures the step, before the listeners below take time
+        *slow_ranks,
         watchdog,
         MemoryReports(train, start.step),
         Evaluation(heldout_data, unigram, metrics, watchdog, stop),
@@ -66,11 +76,12 @@ def build_listeners(
         ),
         LeaseCheck(lease),  # a displaced run ends here and writes nothing below
         RecordWriter(metrics),
+        *([examination] if examination else []),  # may compute the step again
         stop,  # from here on, all ranks agree on stop and save requests
         Rollback(
             data, start, lease, saver, metrics, watchdog
         ),  # before Saving: a run that rolls back does not save
-        Saving(saver, metrics, watchdog, stop),
+        Saving(saver, metrics, watchdog, stop, examination),
         StageBegins(),
         GarbageCollection(),  # last: freezes what all the others have built
     ]

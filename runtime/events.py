@@ -12,6 +12,9 @@ added, never changed.
     rollback    the run goes back         from_step, step, the samples that it leaves out
     spike       updates were skipped      step, how many (`skipped`), loss, grad_norm of that step
     hang        a step takes too long     step, where rank 0 waits
+    slow_rank   a rank is slow, or no     step, rank, node, factor, since (a step); `ended` if it no
+                longer is                 longer is (health/slow_ranks.py)
+    suspicion   something was examined    step, cause, verdict, ranks, nodes, why (examine.py)
     end         a start ends              state, step, reason
 
 The companion of rank 0 (alerts/) writes, too:

@@ -5,6 +5,7 @@
     data        waiting for the next batch
     evaluation  the loss on held-out text
     saving      the checks before a save, and waiting until the state has been copied
+    examination computing a suspicious step again (health/examine.py)
     rollback    finding and loading a checkpoint in the middle of a run
     start       from the process's first line to its first step: imports, data, weights, checkpoint;
                 and from the end of a stage to the first step of the next
@@ -25,7 +26,10 @@ from typing import Any
 from runtime import signals
 from runtime.events import append_event
 
-CAUSES = ("steps", "lost", "data", "evaluation", "saving", "rollback", "start", "end", "down")
+CAUSES = (
+    *("steps", "lost", "data", "evaluation", "saving", "examination", "rollback", "start", "end"),
+    "down",
+)
 
 
 class Ledger:

@@ -50,6 +50,7 @@ class Run:
         self.tokens = start.tokens  # trained on so far
         self.end_reason = ""  # why the run ends before its last step; "": it does not
         self.leaves = False  # a rollback leads to an earlier stage, which `start` begins
+        self.batch: tuple[Tensor, Tensor] | None = None  # of this step
         self.waited_seconds = 0.0  # for the batch of this step
         self.step_seconds: float | None = None  # measured after a logged step; else None
         # consecutive steps whose update was skipped, up to the last logged step
@@ -78,7 +79,7 @@ class Run:
         """Return this data-parallel rank's rows of the next global batch: tokens and targets,
         [rows, S] each."""
         began = time.perf_counter()
-        batch = next(self.loader)
+        self.batch = batch = next(self.loader)
         self.waited_seconds = time.perf_counter() - began
         return batch
 

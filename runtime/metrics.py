@@ -56,6 +56,8 @@ class Metrics(Listener):
         self.flops: float | None = None  # per token
         self.timed_steps, self.data_seconds, self.started = 0, 0.0, time.perf_counter()
         self.record: dict[str, Any] | None = None
+        self.noted: dict[str, Any] = {}  # by other listeners, for the next record
+        self.for_status: dict[str, Any] = {}  # by other listeners, for status.json
         self.stop_reason = ""
         self.next_stage: int | None = None  # with which this process goes on
         self.skipped_updates = start.step - start.updates
@@ -153,6 +155,7 @@ class Metrics(Listener):
             "peak_memory_bytes": max(peak_memory),
             "skipped_updates": self.skipped_updates,
             **of_experts,
+            **self.noted,
         }
         self._count("steps")
 
@@ -259,7 +262,7 @@ class Metrics(Listener):
         self._count("end" if error is None else "steps")
         self.ledger.write(self.step)
         if not (self.folder / "status.json").exists():  # else the watchdog has written it
-            write_status(self.folder, state, self.step, reason)
+            write_status(self.folder, state, self.step, reason, **self.for_status)
         self.trackers.close(failed=error is not None)  # last: wandb may wait for its server
 
 

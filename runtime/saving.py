@@ -4,11 +4,12 @@ import time
 
 from errors import RunFailed
 from runtime.checkpoint import Start
+from runtime.health.examine import Examination
 from runtime.history import of_other_stages
 from runtime.lease import Lease
 from runtime.listener import Listener, Run
 from runtime.metrics import Metrics
-from runtime.replicas import check_replicas
+from runtime.replicas import ReplicasDiffer, check_replicas
 from runtime.save import Saver
 from runtime.save_interval import SaveInterval
 from runtime.stop import StopRequests
@@ -25,9 +26,15 @@ class Saving(Listener):
     """
 
     def __init__(
-        self, saver: Saver, metrics: Metrics, watchdog: Watchdog, stop: StopRequests
+        self,
+        saver: Saver,
+        metrics: Metrics,
+        watchdog: Watchdog,
+        stop: StopRequests,
+        examination: Examination | None,
     ) -> None:
         self.saver, self.metrics, self.watchdog, self.stop = saver, metrics, watchdog, stop
+        self.examination = examination
         self.is_due = False  # stays set while steps are bad
         self.interval = SaveInterval(
             saver.train.config, metrics.step, saver.local_bytes, saver.train.mesh.device
@@ -40,7 +47,7 @@ class Saving(Listener):
             return
         with self.metrics.spending("saving"), self.watchdog.resting():
             began = time.perf_counter()
-            check_replicas(run.train)
+            self._check_replicas(run)
             good = not run.train.guard.bad_in_a_row or run.is_last
             if stop.wants_save or (self.is_due and good):
                 others = of_other_stages(run.start.earlier, run.start.later)
@@ -50,6 +57,14 @@ class Saving(Listener):
                 stop.saved()
                 if stop.agree():  # includes requests that arrived during the save
                     run.end(stop.reason)
+
+    def _check_replicas(self, run: Run) -> None:
+        try:
+            check_replicas(run.train)
+        except ReplicasDiffer as found:
+            if self.examination is None:
+                raise
+            raise self.examination.of_replicas(run, found) from None
 
     def went_back(self, run: Run, start: Start) -> None:
         self.is_due = False

@@ -2,6 +2,9 @@
 
     {"state": "finished" | "requeue" | "failed", "step": …, "reason": …}
 
+If slow ranks were named (health/slow_ranks.py), `slow` lists those that were slow at the end, and
+if something was examined (health/examine.py), `suspicion` is the last verdict.
+
     the run ends or fails                  rank 0 writes it (metrics.py)
     a step hangs                           rank 0's watchdog writes it
     a rank is killed                       the launcher writes it, if it is tools/launch.py
@@ -22,12 +25,11 @@ from runtime.events import append_event, read_events
 from runtime.messages import LOST, log
 
 
-def write_status(folder: Path, state: str, step: int, reason: str) -> None:
+def write_status(folder: Path, state: str, step: int, reason: str, **about: Any) -> None:
     """Record how this start ended, in status.json and as an event; called by only one process."""
     append_event(folder, "end", state=state, step=step, reason=reason)
-    write_whole(
-        folder / "status.json", json.dumps({"state": state, "step": step, "reason": reason}) + "\n"
-    )
+    status = {"state": state, "step": step, "reason": reason, **about}
+    write_whole(folder / "status.json", json.dumps(status) + "\n")
 
 
 def read_status(folder: Path) -> dict[str, Any]:

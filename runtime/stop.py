@@ -36,6 +36,7 @@ SIGTERM to the others.
 
 import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -77,6 +78,11 @@ class StopRequests(Listener):
         self.save_agreed = False  # a save without a stop is agreed on and not done yet
         self.signals = signals
         self._stays = False  # the run goes on with another stage, which must find the file STOP
+        # Whoever has more to exchange sets these (health/slow_ranks.py). At each boundary, `carry`
+        # returns numbers of int32, as many on every rank; `carried` gets their maxima over all
+        # ranks a step later.
+        self.carry: Callable[[], list[int]] = list
+        self.carried: Callable[[list[int]], None] = lambda maxima: None
         self._group = dist.new_group(backend="gloo")
         self._looks_next = 0.0
 
@@ -93,7 +99,9 @@ class StopRequests(Listener):
         """Read what all ranks posted at the boundary before, and post the requests of this rank.
         Returns whether a stop is agreed on. Called at a boundary between steps."""
         self._wait()
-        reason, save = self._posted.tolist()
+        reason, save, *carried = self._posted.tolist()
+        if carried:
+            self.carried(carried)
         self.reason = self.reason or list(REASONS.values())[reason]
         self.save_agreed = self.save_agreed or bool(save)
         self._post()
@@ -143,9 +151,11 @@ class StopRequests(Listener):
                 asked += ["STOP"] if (self.folder / "STOP").exists() else []
                 save = not self.save_agreed and (self.folder / "SAVE").exists()
         self._posted = torch.tensor(
-            [max(map(list(REASONS).index, asked), default=0), save], dtype=torch.int32
+            [max(map(list(REASONS).index, asked), default=0), save, *self.carry()],
+            dtype=torch.int32,
         )
         # Element-wise maximum of two int32 over all ranks, on the hosts; read at the next boundary.
+        # (After a logged step, of another one per rank.)
         self._work = dist.all_reduce(
             self._posted, op=dist.ReduceOp.MAX, group=self._group, async_op=True
         )

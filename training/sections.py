@@ -128,6 +128,29 @@ class GuardConfig:
     # forever, for example under a debugger.
     hang_factor: Annotated[float, between(0, 1e6)] = 10.0
     hang_seconds: Annotated[float, between(0, 1e8)] = 120.0
+    # name: ranks that compute slower than their peers are named in the log, events.jsonl,
+    # metrics.jsonl and status.json; exclude: and the next start leaves their nodes out
+    # (runtime/health/slow_ranks.py)
+    slow_ranks: Literal["name", "exclude", "off"] = "name"
+    # a rank is slow if it takes this many times as long as its peers
+    slow_factor: Annotated[float, between(1.01, 100)] = 1.15
+    # if replicas differ, or updates were skipped: compute the step again, on other machines too, to
+    # tell a faulty machine from bad data or a diverged model (runtime/health/examine.py)
+    examine: bool = True
+    # for tests and drills: flip bits in the products of one layer on one rank, for example
+    # rank=3,step=20,layer=1,product=forward,bit=30,times=always (runtime/health/faults.py)
+    inject_fault: Text = ""
+
+    def __post_init__(self) -> None:
+        product = "product=(forward|input_gradient|weight_gradient)"
+        count = r"\d{1,8}"
+        form = (
+            f"rank={count},step={count},layer={count},{product},bit={count},times=({count}|always)"
+        )
+        if self.inject_fault and not re.fullmatch(form, self.inject_fault):
+            why = "is not of the form rank=R,step=N,layer=L,product=P,bit=B,times=K"
+            remedy = "see runtime/health/faults.py, or leave it out"
+            raise UserError("guard.inject_fault", self.inject_fault, why, remedy)
 
 
 @section("run")

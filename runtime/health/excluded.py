@@ -8,6 +8,8 @@ repaired.
 """
 
 import json
+import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,11 @@ from typing import Any
 from runtime.status import write_whole
 
 FILE = "excluded.json"
+
+
+def node_name() -> str:
+    """The name of the machine that this process runs on, as Slurm knows it."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def exclude(folder: Path, node: str, reason: str) -> None:

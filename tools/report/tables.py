@@ -13,6 +13,7 @@ MEANING = {
     "data": "waiting for data",
     "evaluation": "evaluation",
     "saving": "saving: copy, check",
+    "examination": "examining a suspicion",
     "rollback": "rollback",
     "start": "starting",
     "end": "ending",

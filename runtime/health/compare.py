@@ -1,0 +1,151 @@
+"""Compares the products of two computations of the same rows, bit for bit.
+
+In a computation each rank notes, for each of its products in order, a hash of its inputs and one of
+its output. If in another computation the inputs of a product were the same and the output is not,
+one of the two ranks that computed it has computed wrongly: a *dispute*. A product whose inputs
+differ says nothing about its rank, because a wrong number reaches all that is computed from it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from model.matmul import Matmul
+from parallel.weight_gradient import LinearProducts
+from runtime.health.products import Compute, Wrapped, linear_layers, wrapped
+from runtime.replicas import hash_of
+from training.step import TrainStep
+
+HOST = ("cpu", torch.float64)
+FIRST = 4  # disputed products that each pair of ranks settles
+
+
+@dataclass
+class Computed:
+    """What a computation of the gradients gave, on this rank."""
+
+    loss: float  # of the global batch
+    norm: float  # of the gradients
+    products: Tensor  # [n, 2] int64, on the CPU: hashes of the inputs and the output of each
+
+
+class HashedProducts(Wrapped):
+    """Products that append the hashes of their inputs and output."""
+
+    hashes: list[Tensor]
+
+    def around(self, kind: str, compute: Compute, *inputs: Tensor | None) -> Tensor:
+        before = hash_of(each for each in inputs if each is not None)
+        result = compute()
+        self.hashes += [before, hash_of([result])]
+        return result
+
+
+class SettledProducts(Wrapped):
+    """Products that are computed again in float64, on the host, where their number is in `which`;
+    `wrong` becomes true if one of them is further off than rounding explains."""
+
+    which: set[int]
+    state: dict[str, int]  # number: of the products so far; wrong
+
+    def around(self, kind: str, compute: Compute, *inputs: Tensor | None) -> Tensor:
+        self.state["number"] += 1
+        if self.state["number"] - 1 not in self.which:
+            return compute()
+        given = [None if each is None else each.detach().to(*HOST, copy=True) for each in inputs]
+        result = compute()
+        self.state["wrong"] |= not _is_rounding(kind, result, given)
+        return result
+
+
+def compute(train: TrainStep, tokens: Tensor, targets: Tensor) -> Computed:
+    """Compute the gradients of a batch, and drop them; every rank calls it, between steps."""
+    hashes: list[Tensor] = []
+
+    def hashed(inner: LinearProducts, name: str) -> Wrapped:
+        products = HashedProducts(inner, name)
+        products.hashes = hashes
+        return products
+
+    with wrapped(linear_layers(train), hashed):
+        loss, norm = _forward_backward(train, tokens, targets)
+    values = torch.stack(hashes).view(-1, 2) if hashes else torch.zeros(0, 2, dtype=torch.int64)
+    return Computed(loss, norm, values.cpu())
+
+
+def settle(train: TrainStep, tokens: Tensor, targets: Tensor, which: set[int]) -> bool:
+    """Compute the gradients of a batch once more. Returns whether one of this rank's products
+    `which`, by number, is wrong; every rank calls it."""
+    state = {"number": 0, "wrong": False}
+
+    def settled(inner: LinearProducts, name: str) -> Wrapped:
+        products = SettledProducts(inner, name)
+        products.which, products.state = which, state
+        return products
+
+    with wrapped(linear_layers(train), settled):
+        _forward_backward(train, tokens, targets)
+    return bool(state["wrong"])
+
+
+def disputes(mine: Tensor, other: Tensor) -> list[int]:
+    """The first products with the same inputs and different outputs, by number."""
+    both = min(len(mine), len(other))
+    same = mine[:both] == other[:both]
+    return torch.nonzero(same[:, 0] & ~same[:, 1]).flatten()[:FIRST].tolist()
+
+
+def shifted(tensor: Tensor, train: TrainStep) -> Tensor:
+    """The `tensor` of the data-parallel rank before this one, the last's for the first: of its
+    shape, on the CPU."""
+    return _passed(tensor, train, +1)
+
+
+def returned(tensor: Tensor, train: TrainStep) -> Tensor:
+    """The `tensor` of the data-parallel rank after this one, the first's for the last."""
+    return _passed(tensor, train, -1)
+
+
+def _passed(tensor: Tensor, train: TrainStep, by: int) -> Tensor:
+    """Send `tensor` to the rank `by` further on in the group of data-parallel ranks, and return
+    what the rank as many before this one sends."""
+    mesh = train.mesh
+    ranks, me = dist.get_process_group_ranks(mesh.batch.get_group()), mesh.dp_rank
+    if len(ranks) == 1:
+        return tensor
+    sent = tensor.to(mesh.device).contiguous()
+    got = torch.empty_like(sent)
+    to, source = ranks[(me + by) % len(ranks)], ranks[(me - by) % len(ranks)]
+    group = mesh.batch.get_group()
+    send = dist.P2POp(dist.isend, sent, to, group)
+    receive = dist.P2POp(dist.irecv, got, source, group)
+    for work in dist.batch_isend_irecv([send, receive]):
+        work.wait()
+    return got.cpu()
+
+
+def _forward_backward(train: TrainStep, tokens: Tensor, targets: Tensor) -> tuple[float, float]:
+    loss, norm = train.forward_backward(tokens, targets)
+    for each in train.weights:
+        each.parameter.grad = None
+    return loss.item(), norm.item()
+
+
+def _is_rounding(kind: str, result: Tensor, inputs: list[Tensor | None]) -> bool:
+    """Whether the result of a product is as close to that of `inputs` in float64 as rounding
+    allows: each number within (K + 8) ε of the sum of K absolute values that it adds up."""
+    products = Matmul()
+    first, second, *rest = inputs
+    assert first is not None
+    assert second is not None
+    product = getattr(products, kind)
+    exact, scale = product(first, second), product(first.abs(), second.abs())
+    into = rest[0] if rest else None
+    if into is not None:
+        exact, scale = exact + into.view_as(exact), scale + into.abs().view_as(scale)
+    terms = first.numel() // first.shape[-1] if kind == "weight_gradient" else first.shape[-1]
+    unit = torch.finfo(result.dtype).eps + torch.finfo(torch.float32).eps * (terms + 8)
+    error = (result.detach().double().cpu().view_as(exact) - exact).abs()
+    return bool((error <= unit * scale).all())

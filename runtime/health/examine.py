@@ -1,0 +1,269 @@
+"""On a suspicion of silent corruption, the step is computed again, to tell who is to blame
+(`guard.examine`).
+
+    suspicion                                  known when
+    an update was skipped: a loss or gradient  the step is logged, at most run.log_interval later
+    was not finite, or the loss spiked
+    a gradient norm is LEAP times the median   likewise
+    of those before
+    copies differ (replicas.py)                before a save, or after guard.replica_interval steps
+
+All ranks then call `forward_backward` three times on the rows of that step: twice as in the step,
+and once with rows exchanged, each data-parallel rank computing those of the one before. A skipped
+update leaves the weights as they were, so that the last step can be repeated exactly. What was
+computed from the same rows must have the same bits (compare.py).
+
+| verdict      | evidence                                 | what follows                         |
+|--------------|------------------------------------------|--------------------------------------|
+| persistent   | a product of the same inputs has another | the rank's node is added to          |
+|              | result on one rank than on another       | excluded.json; the run ends as       |
+|              |                                          | failed; the next start is without it |
+| transient    | all ranks agree now, and the loss or     | the run continues; if copies differ, |
+|              | gradient norm is not that of the step    | it ends as failed                    |
+| reproducible | all ranks agree, and the same loss and   | the run continues: the data or the   |
+|              | norm come out                            | model is the cause                   |
+
+Of three or more data-parallel ranks, the one that differs from both neighbours is at fault. Of two,
+each computes the disputed product in float64 on its host: the one whose result is further off than
+rounding explains. If this names no rank, the verdict lists those that differ, no node is excluded,
+and the run continues.
+
+What it cannot tell: with one data-parallel rank, a persistent fault that always gives the same
+wrong result looks reproducible. A fault outside of linear layers is only seen as different inputs
+of the products after it: the verdict then names all ranks that computed those rows. If the weights
+have changed since the step, because an update followed or was made, losses and norms are compared
+roughly; on GPUs without train.deterministic, nearly.
+"""
+
+import math
+import statistics
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from errors import RunFailed
+from parallel.mesh import Mesh
+from parallel.placement import replicated_over
+from runtime.checkpoint import Start, held_tensors
+from runtime.events import append_event
+from runtime.health.compare import Computed, compute, disputes, returned, settle, shifted
+from runtime.health.excluded import exclude, node_name
+from runtime.listener import Listener, Run
+from runtime.messages import log
+from runtime.metrics import Metrics
+from runtime.replicas import ReplicasDiffer
+from runtime.watchdog import Watchdog
+from training.config import Config
+from training.step import StepResult, TrainStep
+
+KEPT = 64  # steps since the last logged one whose rows are kept
+PAUSE = 100  # steps after an examination without another, unless copies differ
+LEAP = 1e3  # a gradient norm this many times the median of those before is suspicious
+KNOWN = 128  # norms of which the median is taken
+ROUGHLY = 0.1  # relative difference of losses and norms after updates
+NEARLY = 1e-3  # of losses and norms whose bits may differ on GPUs
+
+TRANSIENT, PERSISTENT, REPRODUCIBLE = "transient", "persistent", "reproducible"
+
+
+class FaultyMachine(RunFailed):
+    """A machine computes wrongly; the message names the rank and its node."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of an examination, the same on every rank."""
+
+    verdict: str
+    why: str
+    ranks: list[int] = field(default_factory=list)  # among which the fault is
+    is_sure: bool = False  # every one of them computes wrongly
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A step that is examined."""
+
+    batch: tuple[Tensor, Tensor]  # this rank's rows, tokens and targets [rows, S]
+    loss: float | None = None  # as the step had them; None: they were not wrong
+    norm: float = 0.0
+    is_exact: bool = True  # the weights are those of the step
+
+
+def examine(train: TrainStep, suspect: Suspect) -> Verdict:
+    """Compute the step again; every rank calls it between steps, when it has no gradients."""
+    mesh, batch = train.mesh, suspect.batch
+    with _deterministic(mesh):
+        first, again = compute(train, *batch), compute(train, *batch)
+        exchanged = compute(train, *(shifted(part, train) for part in batch))
+    other = returned(exchanged.products, train)  # of this rank's rows
+    ranks = dist.get_process_group_ranks(mesh.batch.get_group())
+    partner = ranks[(mesh.dp_rank + 1) % len(ranks)]
+    mine = {
+        "disputed": disputes(first.products, other),
+        "wavering": disputes(first.products, again.products),
+        "differs": not torch.equal(first.products, other),
+        "repeats": torch.equal(first.products, again.products),
+        "pair": (dist.get_rank(), partner),
+    }
+    everyone: list[dict[str, Any]] = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    if any(each["disputed"] or each["wavering"] for each in everyone):
+        return _find_faulty(train, batch, everyone)
+    steady = all(each["repeats"] for each in everyone) and mesh.experts is None
+    if steady and any(each["differs"] for each in everyone):
+        found = sorted({rank for each in everyone if each["differs"] for rank in each["pair"]})
+        why = (
+            "the same rows give other results on other ranks, but no product of linear layers does"
+        )
+        return Verdict(PERSISTENT, why, found)
+    return _compare_with_step(train, suspect, first)
+
+
+def _find_faulty(
+    train: TrainStep, batch: tuple[Tensor, Tensor], everyone: list[dict[str, Any]]
+) -> Verdict:
+    """The ranks whose products are wrong, from the disputes of all."""
+    rank, world = dist.get_rank(), len(everyone)
+    wavering = [r for r, each in enumerate(everyone) if each["wavering"]]
+    involved = Counter(rank for each in everyone if each["disputed"] for rank in set(each["pair"]))
+    one_of_many = train.mesh.dp_size > 2
+    faulty = {rank for rank, times in involved.items() if one_of_many and times > 1} | {*wavering}
+    if not faulty:
+        which = {n for each in everyone if rank in each["pair"] for n in each["disputed"]}
+        wrong = [settle(train, *batch, which)] * world
+        dist.all_gather_object(wrong, wrong[rank])
+        faulty = {r for r, is_wrong in enumerate(wrong) if is_wrong}
+    if faulty:
+        why = "a product of linear layers with the same inputs has another result on this rank"
+        return Verdict(PERSISTENT, why, sorted(faulty), is_sure=True)
+    why = "these ranks disagree about a product with the same inputs, by no more than rounding"
+    return Verdict(PERSISTENT, why, sorted(involved))
+
+
+def _compare_with_step(train: TrainStep, suspect: Suspect, now: Computed) -> Verdict:
+    """The verdict if all ranks agree."""
+    if suspect.loss is None:
+        return Verdict(TRANSIENT, "computed again, all ranks agree")
+    if not suspect.is_exact:
+        # as bad as then; if only the loss was a spike, the norm may be anything
+        same = not math.isfinite(now.loss) or not math.isfinite(now.norm)
+        same |= math.isclose(now.loss, suspect.loss, rel_tol=ROUGHLY) and (
+            now.norm > ROUGHLY * suspect.norm
+        )
+    else:
+        exact = train.mesh.device == "cpu" or train.config.train.deterministic
+        pairs = ((now.loss, suspect.loss), (now.norm, suspect.norm))
+        same = all(_is_same(a, b, 0.0 if exact else NEARLY) for a, b in pairs)
+    then = "" if suspect.is_exact else " with changed weights"
+    why = f"computed again{then}, all ranks agree on {now.loss:.6g} and {now.norm:.6g}"
+    return Verdict(REPRODUCIBLE if same else TRANSIENT, why)
+
+
+def _is_same(a: float, b: float, tolerance: float) -> bool:
+    return a == b or (math.isnan(a) and math.isnan(b)) or math.isclose(a, b, rel_tol=tolerance)
+
+
+@contextmanager
+def _deterministic(mesh: Mesh) -> Iterator[None]:
+    """On a GPU, choose operations with repeatable results where they exist."""
+    before = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    if mesh.device == "cuda" and not before:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=only_warns)
+
+
+@torch.no_grad()
+def make_copies_equal(train: TrainStep) -> None:
+    """Give all copies the numbers of the first: of copies that differ, any will do to compute with,
+    but not to train with."""
+    for held in held_tensors(train):
+        local = held.tensor.to_local()
+        for axis in replicated_over(held.tensor):
+            group = train.mesh.axis(axis).get_group()
+            copy = local.to(train.mesh.device)
+            dist.broadcast(copy, src=dist.get_process_group_ranks(group)[0], group=group)
+            local.copy_(copy)
+
+
+class Examination(Listener):
+    """Examines suspicions, and tells the verdicts. It comes after `metrics`, which knows of skipped
+    updates, and before the listeners that react to them."""
+
+    def __init__(self, config: Config, train: TrainStep, metrics: Metrics, watchdog: Watchdog):
+        self.folder, self.train = Path(config.run.dir), train
+        self.metrics, self.watchdog = metrics, watchdog
+        # of the steps since the last logged one
+        self.steps: deque[tuple[tuple[Tensor, Tensor], StepResult]] = deque(maxlen=KEPT)
+        self.norms: deque[float] = deque(maxlen=KNOWN)
+        self.next_step = 0  # at the earliest, after which something is examined again
+        self.nodes = [""] * dist.get_world_size()
+        dist.all_gather_object(self.nodes, node_name())
+
+    def after_step(self, run: Run) -> None:
+        assert run.batch is not None
+        self.steps.append((run.batch, run.result))
+        if run.step_seconds is None:
+            return
+        steps, self.steps = self.steps, deque(maxlen=KEPT)
+        # the device has been waited for
+        values = [(r.loss.double(), r.grad_norm, r.bad_in_a_row.double()) for _, r in steps]
+        read = torch.stack([torch.stack(each) for each in values]).tolist()
+        bad = [n for n, (_, norm, skipped) in enumerate(read) if skipped or self._leaps(norm)]
+        if not bad or run.step < self.next_step:
+            return
+        loss, norm, skipped = read[bad[-1]]
+        number = run.step - len(steps) + 1 + bad[-1]
+        cause = f"step {number} had loss {loss:.6g} and gradient norm {norm:.6g}"
+        is_exact = bool(skipped) and bad[-1] == len(steps) - 1
+        verdict = self._examine(run, cause, Suspect(steps[bad[-1]][0], loss, norm, is_exact))
+        if verdict.verdict == PERSISTENT and verdict.is_sure:
+            raise FaultyMachine(f"{cause}: {self._describe(verdict)}")
+
+    def _leaps(self, norm: float) -> bool:
+        """Whether a gradient norm is far above those before; if not, it becomes one of them."""
+        leaps = len(self.norms) > 1 and not norm <= LEAP * statistics.median(self.norms)
+        if not leaps and math.isfinite(norm):
+            self.norms.append(norm)
+        return leaps
+
+    def of_replicas(self, run: Run, found: ReplicasDiffer) -> ReplicasDiffer:
+        """Examine the last step after copies were found to differ. The state is then unusable;
+        returns the error that ends the run."""
+        if run.batch is None:
+            return found
+        make_copies_equal(self.train)
+        verdict = self._examine(run, "copies differ", Suspect(run.batch))
+        return ReplicasDiffer(f"{found} ({self._describe(verdict)})")
+
+    def went_back(self, run: Run, start: Start) -> None:
+        self.steps.clear()
+
+    def _examine(self, run: Run, cause: str, suspect: Suspect) -> Verdict:
+        with self.metrics.spending("examination"), self.watchdog.resting():
+            verdict = examine(self.train, suspect)
+        self.next_step = run.step + PAUSE
+        if dist.get_rank() == 0:
+            log(f"warning: {cause}; examined: {self._describe(verdict)}")
+            nodes = sorted({self.nodes[rank] for rank in verdict.ranks})
+            about = {"step": run.step, "cause": cause, "nodes": nodes, **asdict(verdict)}
+            append_event(self.folder, "suspicion", **about)
+            self.metrics.for_status["suspicion"] = about
+            for node in nodes if verdict.is_sure else []:
+                exclude(self.folder, node, f"computes wrongly: {self._describe(verdict)}")
+        return verdict
+
+    def _describe(self, verdict: Verdict) -> str:
+        where = ", ".join(f"rank {rank} on {self.nodes[rank]}" for rank in verdict.ranks)
+        return f"{verdict.verdict}{f', {where}' if where else ''}: {verdict.why}"

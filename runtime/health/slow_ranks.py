@@ -1,0 +1,185 @@
+"""Slow ranks are named while a run trains (`guard.slow_ranks`).
+
+A slow machine makes all ranks slow, because each waits for the others; the time of a step does not
+show which one it is. So each rank measures what it computes without waiting: the time of each
+product of its linear layers (products.py), by events in the device's stream on a GPU, by the clock
+on a CPU. Of each product of each layer the median counts, so that a moment's disturbance does not,
+and their sum is the rank's time of the interval.
+
+    steps before a logged one   the first CALLS calls of each product are timed, in the last STEPS
+    logged step                 the device has been waited for: each rank sums its medians, and puts
+                                them in the all-reduce of stop requests (stop.py), in its own slot
+    one step later              rank 0 reads all ranks' times, and judges them (judge.py)
+
+Evaluation, saving and waiting for data, for messages or in collectives are not in these times.
+Uneven stages are not compared with each other.
+"""
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.mesh import Mesh
+from parallel.weight_gradient import LinearProducts
+from runtime.checkpoint import Start
+from runtime.events import append_event
+from runtime.health.excluded import exclude, node_name
+from runtime.health.judge import Judge, Slow
+from runtime.health.products import Compute, Wrapped, Wrapping, linear_layers
+from runtime.listener import Listener, Run
+from runtime.messages import log
+from runtime.metrics import Metrics
+from runtime.stop import StopRequests
+from training.config import Config
+from training.step import TrainStep
+
+AFTER = 2  # first steps of a start, which are not timed: they allocate and connect
+STEPS = 4  # last steps of an interval, in which products are timed
+CALLS = 8  # timed calls of each product in an interval
+MOST = 2**31 - 1  # microseconds, in the int32 of the all-reduce
+
+
+class ProductTimes:
+    """The times of this rank's products since the last call of `take`."""
+
+    def __init__(self, train: TrainStep) -> None:
+        self.on_gpu = train.mesh.device == "cuda"
+        # (layer, product) → begin and end of each call: events, or seconds
+        self.marks: dict[tuple[str, str], list[tuple[Any, Any]]] = defaultdict(list)
+        self.wrapping = Wrapping(linear_layers(train), self._timed)
+
+    def take(self) -> int:
+        """The sum over all products of the median of a call's time, in microseconds, at least 1.
+        On a GPU, the calls must be done."""
+        seconds = sum(
+            statistics.median(self._seconds(begin, end) for begin, end in calls)
+            for calls in self.marks.values()
+        )
+        self.marks.clear()
+        return max(1, min(round(seconds * 1e6), MOST))
+
+    def _timed(self, inner: LinearProducts, name: str) -> Wrapped:
+        return TimedProducts(inner, name, self.marks, self._mark)
+
+    def _mark(self) -> Any:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, begin: Any, end: Any) -> float:
+        return begin.elapsed_time(end) / 1e3 if self.on_gpu else end - begin
+
+
+class TimedProducts(Wrapped):
+    """Products that note when they begin and end."""
+
+    def __init__(
+        self,
+        inner: LinearProducts,
+        name: str,
+        marks: dict[tuple[str, str], list[tuple[Any, Any]]],
+        mark: Callable[[], Any],
+    ) -> None:
+        super().__init__(inner, name)
+        self.marks, self.mark = marks, mark
+
+    def around(self, kind: str, compute: Compute, *inputs: Tensor | None) -> Tensor:
+        calls = self.marks[self.name, kind]
+        if len(calls) >= CALLS:
+            return compute()
+        begin = self.mark()
+        result = compute()
+        calls.append((begin, self.mark()))
+        return result
+
+
+class SlowRanks(Listener):
+    """Times this rank; on rank 0, names the ranks that are slow. It comes directly after `metrics`,
+    so that what the other listeners compute is not timed."""
+
+    def __init__(
+        self, config: Config, mesh: Mesh, train: TrainStep, metrics: Metrics, stop: StopRequests
+    ) -> None:
+        self.policy, self.folder = config.guard.slow_ranks, Path(config.run.dir)
+        self.interval, self.metrics = config.run.log_interval, metrics
+        self.times = ProductTimes(train)
+        mine = (node_name(), mesh.pp_rank)
+        everyone: list[Any] = [mine] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        self.nodes = [node for node, _ in everyone]
+        self.judge = Judge([role for _, role in everyone], config.guard.slow_factor)
+        self.first_step = 0
+        self._shape: torch.Size | None = None  # of the batches whose times are compared
+        self._is_timed = False  # this step, on all ranks
+        # the logged step, and this rank's time, that are to be posted
+        self._ready: tuple[int, int] | None = None
+        self._posted_at = 0  # the logged step whose times are being exchanged
+        stop.carry, stop.carried = self._post, self._judge
+
+    def begins(self, run: Run) -> None:
+        self.first_step = run.step
+
+    def before_step(self, run: Run) -> None:
+        left = -(run.step + 1) % self.interval  # steps until a logged one
+        self._is_timed = left < STEPS and run.step >= self.first_step + AFTER
+        if self._is_timed:
+            self.times.wrapping.install()
+
+    def after_step(self, run: Run) -> None:
+        self.times.wrapping.remove()
+        if run.step_seconds is not None and self._is_timed:
+            self._ready = (run.step, self.times.take())
+            shape = None if run.batch is None else run.batch[0].shape
+            if shape != self._shape:
+                self._shape = shape
+                self.judge.forget()
+
+    def went_back(self, run: Run, start: Start) -> None:
+        self.times.marks.clear()
+
+    def __exit__(self, *exception: object) -> None:
+        self.times.wrapping.remove()
+
+    def _post(self) -> list[int]:
+        """Called by `stop` at each boundary between steps: after a logged step, this rank's time in
+        its slot of zeros; else nothing."""
+        if self._ready is None:
+            return []
+        slots = [0] * len(self.nodes)
+        (self._posted_at, slots[dist.get_rank()]), self._ready = self._ready, None
+        return slots
+
+    def _judge(self, times: list[int]) -> None:
+        """Called by `stop`, with the times of all ranks, before the next ones are posted."""
+        if dist.get_rank() == 0:
+            self._report(*self.judge.add(self._posted_at, times))
+
+    def _report(self, began: list[Slow], ended: list[Slow]) -> None:
+        """On rank 0: tell what has changed, and keep metrics.jsonl and status.json up to date."""
+        slow = self.judge.slow
+        self.metrics.noted = {"slowest_rank_factor": self.judge.slowest, "slow_ranks": [*slow]}
+        self.metrics.for_status["slow"] = [self._about(each) for each in slow.values()]
+        for each in began:
+            node = self.nodes[each.rank]
+            what = f"{each.factor:.2f} times its peers, or itself before, since step {each.since:,}"
+            log(f"warning: rank {each.rank} on {node} is slow: {what}")
+            append_event(self.folder, "slow_rank", step=self._posted_at, **self._about(each))
+            if self.policy == "exclude":
+                exclude(self.folder, node, f"slow: rank {each.rank} took {what}")
+        for each in ended:
+            log(f"rank {each.rank} on {self.nodes[each.rank]} is no longer slow")
+            about = {**self._about(each), "ended": True}
+            append_event(self.folder, "slow_rank", step=self._posted_at, **about)
+
+    def _about(self, slow: Slow) -> dict[str, Any]:
+        return {"node": self.nodes[slow.rank], **asdict(slow), "factor": round(slow.factor, 3)}

@@ -1,0 +1,193 @@
+"""A rank that computes slower than its peers is named, with its node and since when; noise, uneven
+stages, evaluation, saving and waiting for data name nobody."""
+
+import json
+import math
+import random
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from data.loader import BatchLoader
+from model.matmul import Matmul
+from runtime.events import read_events
+from runtime.health import slow_ranks
+from runtime.health.excluded import excluded_nodes
+from runtime.health.judge import Judge, median_of_others
+from tests.runs import LAYOUT_3D, train_run, write_config
+from tools.ranks import Ranks
+
+NOISE = Path(__file__).parent / "fixtures" / "product_times.json"
+PRODUCT_SECONDS = 2e-3
+
+
+# --- the judge ------------------------------------------------------------------------------------
+
+
+def test_the_median_of_the_others() -> None:
+    generator = np.random.default_rng(0)
+    for n in (2, 3, 4, 5, 8, 9):
+        values = generator.integers(0, 6, n).astype(float)
+        expected = [np.median(np.delete(values, i)) for i in range(n)]
+        assert median_of_others(values).tolist() == expected
+
+
+def steady(ranks: int, seed: int = 0, noise: float = 0.01) -> Any:
+    generator = random.Random(seed)
+    while True:
+        yield [1000 * math.exp(generator.gauss(0, noise)) for _ in range(ranks)]
+
+
+def test_a_slow_rank_is_named_after_three_intervals_until_it_recovers() -> None:
+    judge, times = Judge([0] * 8, 1.15), steady(8)
+    heard = []
+    for step in range(1, 31):
+        found = next(times)
+        found[5] *= 1.3 if 11 <= step <= 20 else 1.0
+        began, ended = judge.add(step, found)
+        heard += [(step, "slow", each.rank, each.since) for each in began]
+        heard += [(step, "well", each.rank, each.since) for each in ended]
+        for each in began:
+            assert each.factor == pytest.approx(1.3, rel=0.05)
+    assert heard == [(13, "slow", 5, 11), (23, "well", 5, 11)]
+
+
+@pytest.mark.parametrize("peers", [2, 3, 16])
+def test_it_is_named_at_once_among_few_and_many_peers(peers: int) -> None:
+    judge, times = Judge([0] * peers, 1.15), steady(peers)
+    for step in range(1, 4):
+        found = next(times)
+        found[1] *= 1.3  # from the first interval on: it has no better past
+        judge.add(step, found)
+    assert [*judge.slow] == [1]
+
+
+def test_half_of_the_peers_may_be_slow() -> None:
+    judge, times = Judge([0] * 16, 1.15), steady(16)
+    for step in range(1, 4):
+        judge.add(step, [t * (1.3 if rank < 8 else 1.0) for rank, t in enumerate(next(times))])
+    assert [*judge.slow] == list(range(8))
+
+
+def test_without_peers_its_own_past_counts() -> None:
+    judge, times = Judge(range(4), 1.15), steady(4)
+    uneven = [1.0, 2.0, 3.0, 0.5]  # stages of different sizes
+    for step in range(1, 40):
+        slowed = [1.0, 1.0, 1.25 if step > 20 else 1.0, 1.0]
+        judge.add(step, [a * b * c for a, b, c in zip(next(times), uneven, slowed, strict=True)])
+        assert [*judge.slow] == ([2] if step > 22 else [])
+
+
+def test_what_slows_all_ranks_names_nobody() -> None:
+    judge, times = Judge(range(4), 1.15), steady(4)
+    for step in range(1, 40):
+        judge.add(step, [t * (1 if step < 20 else 2) for t in next(times)])
+        assert not judge.slow
+
+
+def test_uneven_stages_and_short_disturbances_name_nobody() -> None:
+    judge, times = Judge([0, 0, 1, 1], 1.15), steady(4)
+    for step in range(1, 100):
+        found = next(times)
+        found[step % 4] *= 3.0 if step % 10 < 2 else 1.0
+        judge.add(step, [t * (1.0 if rank < 2 else 1.4) for rank, t in enumerate(found)])
+        assert not judge.slow
+
+
+def simulated(intervals: int, slow: int | None) -> list[int]:
+    """The ranks named over intervals whose times are drawn from those of a real run, ten
+    consecutive ones at a time."""
+    measured = json.loads(NOISE.read_text())
+    times, generator = measured["times"], random.Random(1)
+    judge, named = Judge(measured["roles"], 1.15), []
+    for first in range(0, intervals, 10):
+        at = generator.randrange(len(times) - 10)
+        for step in range(10):
+            found = [t * (1.3 if r == slow else 1.0) for r, t in enumerate(times[at + step])]
+            named += [each.rank for each in judge.add(first + step, found)[0]]
+    return named
+
+
+def test_a_thousand_intervals_of_measured_noise_name_nobody() -> None:
+    assert simulated(1000, slow=None) == []
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+def run_with_timed_products(arguments: list[str], slow: int, factor: float) -> str:
+    """Train with products that take a set time: two cores cannot time eight busy ranks."""
+    seconds = PRODUCT_SECONDS * (factor if dist.get_rank() == slow else 1.0)
+
+    def timed(compute: Any) -> Any:
+        def product(*inputs: Any, **more: Any) -> torch.Tensor:
+            time.sleep(seconds)
+            result: torch.Tensor = compute(*inputs, **more)
+            return result
+
+        return product
+
+    kinds = ("forward", "input_gradient", "weight_gradient", "add_weight_gradient")
+    replaced = {kind: timed(getattr(Matmul, kind)) for kind in kinds}
+
+    read = BatchLoader.__next__
+
+    def stalls(self: BatchLoader) -> Any:
+        if dist.get_rank() == 6:
+            time.sleep(0.05)
+        return read(self)
+
+    with patch.multiple(Matmul, **replaced), patch.object(BatchLoader, "__next__", stalls):
+        return train_run(arguments)
+
+
+def slow_run(ranks: Ranks, data: Path, folder: Path, factor: float, *more: str) -> Path:
+    """7 logged steps, of which 5 are timed, on 8 ranks, of which rank 5 may be slow. There are
+    evaluations, saves, a rank that waits for its data, and stages of 1 and 3 blocks."""
+    config = write_config(
+        folder, data, parallel={**LAYOUT_3D, "layers_per_stage": [1, 3]},
+        train={"steps": 7, "eval_interval": 3, "eval_samples": 8, "micro_batch_size": 4},
+        checkpoint={"interval": 3}, run={"log_interval": 1},
+    )  # fmt: skip
+    arguments = [config, *more]
+    assert ranks.run(run_with_timed_products, 8, arguments, 5, factor) == [""] * 8
+    return folder / "run"
+
+
+def test_of_eight_ranks_the_slow_one_is_named_within_three_intervals(
+    ranks: Ranks, data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = slow_run(ranks, data, tmp_path, 1.3, "guard.slow_ranks=exclude")
+    (event,) = [each for each in read_events(run) if each["event"] == "slow_rank"]
+    first = 1 + slow_ranks.AFTER  # the first logged step whose products were timed
+    assert (event["rank"], event["since"], event["step"]) == (5, first, first + 2)
+    assert event["factor"] == pytest.approx(1.3, abs=0.12)
+    status = json.loads((run / "status.json").read_text())
+    assert (status["state"], [each["rank"] for each in status["slow"]]) == ("finished", [5])
+    assert status["slow"][0]["node"] == event["node"]
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (last["slow_ranks"], last["slowest_rank_factor"] > 1.15) == ([5], True)
+    assert "slow: rank 5 took 1." in excluded_nodes(run)[event["node"]]["reason"]
+
+
+def test_evaluation_saving_data_and_uneven_stages_name_nobody(
+    ranks: Ranks, data: Path, tmp_path: Path
+) -> None:
+    """Control of the test above: the same run without the slow rank."""
+    run = slow_run(ranks, data, tmp_path, 1.0)
+    assert [each for each in read_events(run) if each["event"] == "slow_rank"] == []
+    assert json.loads((run / "status.json").read_text()).get("slow", []) == []
+    assert "slow_ranks" in json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+def test_off_measures_nothing(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, data)
+    assert ranks.run(train_run, 2, [config, "guard.slow_ranks=off"]) == ["", ""]
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert "slow_ranks" not in last
