@@ -14,6 +14,7 @@ from runtime.rollback import Rollback
 from runtime.save import Saver
 from runtime.saving import LeaseCheck, Saving
 from runtime.signals import Signals
+from runtime.spares import SparesEvent
 from runtime.stop import StopRequests
 from runtime.trace import StepTrace
 from runtime.watchdog import Watchdog
@@ -47,6 +48,7 @@ def build_listeners(
         Evaluation(heldout_data, unigram, metrics, watchdog, stop),
         LeaseCheck(lease),  # a displaced run ends here and writes nothing below
         RecordWriter(metrics),
+        SparesEvent(),
         stop,  # from here on, all ranks agree on stop and save requests
         Rollback(
             train_data, start, lease, saver, metrics, watchdog

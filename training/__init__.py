@@ -1,6 +1,7 @@
 """The computation of a training step.
 
     sections.py       sections of a configuration file; config.py: all of them, and cross-checks
+    layouts.py        the layout for the number of ranks that there are
     load_config.py    YAML + overrides → Config, or one error message
     build.py          builds this rank's model stages, sharded and initialised
     step.py           one optimizer step

@@ -8,6 +8,8 @@ repaired.
 """
 
 import json
+import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,12 @@ from typing import Any
 from runtime.status import write_whole
 
 FILE = "excluded.json"
+
+
+def node_name() -> str:
+    """This machine's name, as Slurm knows it if a Slurm job runs here."""
+    override = os.environ.get("LATTICE_NODE")  # for tests: several nodes on one machine
+    return override or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def exclude(folder: Path, node: str, reason: str) -> None:

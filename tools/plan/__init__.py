@@ -21,6 +21,7 @@ estimate.py    a quick estimate of a step's seconds
 candidates.py  all layouts, each with a bound on its memory and an estimate of its time
 peaks.py       bytes that a layout's pipeline ranks need, counted in a shortened step
 search.py      the fastest layouts that fit
+node_counts.py the list `parallel.layouts`, for a range of node counts
 guide.py       ZeRO's memory and traffic as guides count them
 draw.py        pictures
 beside.py      a memory report next to the plan of its rank
