@@ -35,8 +35,10 @@ from runtime.listener import Listeners, Run
 from runtime.messages import fail, on_all_ranks, refuse
 from runtime.next_stage import next_start
 from runtime.preconditions import check_fits, check_writable, open_stages
+from runtime.spares import training_ranks
 from training.build import build_stages
 from training.config import Config
+from training.layouts import choose_layout
 from training.load_config import load_config
 from training.optimizers import check_optimizer
 from training.step import TrainStep
@@ -45,8 +47,9 @@ from training.step import TrainStep
 def main(arguments: list[str], signals: Signals, store: dist.Store | None = None) -> None:
     """Run one rank from start to end. `store`: where the ranks find each other; None: the store
     that torchrun's environment variables describe."""
+    ranks = training_ranks(arguments, signals, store)  # spares wait in it, and exit
     set_connections(arguments)  # before CUDA is used
-    device = init_distributed(signals, store)
+    device = init_distributed(signals, ranks.store)
     try:
         config = on_all_ranks(lambda: read_config(arguments, device), device)
         start_run(config, device, signals)
@@ -54,6 +57,7 @@ def main(arguments: list[str], signals: Signals, store: dist.Store | None = None
         refuse(error)
     except Exception as error:
         fail(error, signals)
+    ranks.leave(signals)
     dist.destroy_process_group()
 
 
@@ -61,8 +65,9 @@ def read_config(arguments: list[str], device: str) -> Config:
     if not arguments:
         remedy = "torchrun … train.py configs/laptop.yaml"
         raise UserError("command line", "", "no configuration file is given", remedy)
-    config = load_config(arguments[0], arguments[1:])
-    config.validate(dist.get_world_size())
+    world = dist.get_world_size()
+    config = choose_layout(load_config(arguments[0], arguments[1:]), world)
+    config.validate(world)
     check_kernels(config.model.kernels, device)
     check_optimizer(config)
     for stage in config.each_stage:  # of data; without `stages` there is one

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import field
 from itertools import accumulate
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from errors import UserError
 from parallel.axes import AXES, MeshSizes
+from parallel.layouts import check_keys
 from parallel.pipeline.actions import stage_ranks
 from parallel.pipeline.balance import LayerCosts, balanced_split, even_split
 from parallel.pipeline.schedules import build_schedule
@@ -48,6 +50,11 @@ class ParallelConfig:
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     # keep parameters, gradients and optimizer state in host memory between uses
     cpu_offload: bool = False
+    # Layouts for worlds of different sizes: at each start, the largest that fits is used, and the
+    # remaining ranks are spares (layouts.py). Each gives the keys of this section in which it
+    # differs, and may give train.micro_batch_size and train.activation_checkpointing. Empty: the
+    # world must fit this section.
+    layouts: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.dp_shard == 0:
@@ -58,6 +65,12 @@ class ParallelConfig:
             why = f"must have one number for each of the pp · stages_per_rank = {stages} stages"
             remedy = f"give {stages} numbers, null for an even split, or auto for a balanced one"
             raise UserError("parallel.layers_per_stage", given, why, remedy)
+        check_keys(self.layouts, type(self))
+
+    @property
+    def num_ranks(self) -> int:
+        """The product of the axes; dp_shard must not be -1."""
+        return math.prod(getattr(self, axis) for axis in AXES)
 
     @property
     def num_stages(self) -> int:

@@ -3,6 +3,8 @@
     listener.py        the interface that train.py's loop calls, and its order
     all_listeners.py   the listeners of a run, in order
     preconditions.py   checks before a run begins
+    spares.py          which of the launcher's ranks train; the others wait
+    rendezvous.py      how the ranks of one start find each other
     init_distributed.py  joins the launcher's world of processes
     device.py          threads and clocks of a device
     connections.py     how many queues the host has to a GPU, by the layout

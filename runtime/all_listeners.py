@@ -21,6 +21,7 @@ from runtime.rollback import Rollback
 from runtime.save import Saver
 from runtime.saving import LeaseCheck, Saving
 from runtime.signals import Signals
+from runtime.spares import SparesEvent
 from runtime.start_times import StartTimes
 from runtime.stop import StopRequests
 from runtime.tasks.listener import Tasks
@@ -77,6 +78,7 @@ def build_listeners(
         LeaseCheck(lease),  # a displaced run ends here and writes nothing below
         RecordWriter(metrics),
         *([examination] if examination else []),  # may compute the step again
+        SparesEvent(),
         stop,  # from here on, all ranks agree on stop and save requests
         Rollback(
             data, start, lease, saver, metrics, watchdog

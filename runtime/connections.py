@@ -22,6 +22,7 @@ import os
 
 from errors import UserError
 from parallel.config import ParallelConfig
+from training.layouts import choose_layout
 from training.load_config import load_config
 
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -44,6 +45,7 @@ def set_connections(arguments: list[str]) -> None:
     # train.py reads the configuration again, and then one rank reports what is wrong with it
     with contextlib.suppress(UserError, IndexError):
         config = load_config(arguments[0], arguments[1:])
+        config = choose_layout(config, int(os.environ.get("WORLD_SIZE", 1)))
         os.environ.setdefault(VARIABLE, str(advised_connections(config.parallel)))
 
 

@@ -1,40 +1,23 @@
-"""Join the world that a launcher describes: the first thing a rank does.
-
-torchrun uses one rendezvous store for all starts of a run and never clears it. After a restart, a
-rank would read the addresses of dead processes there and wait for them (torch 2.13). A prefix made
-from TORCHELASTIC_RESTART_COUNT does not help, because each node's agent counts separately. So the
-ranks of each start agree on a prefix that no other start has:
-
-    rank r  posts a random name of its own       →  join/3 = 9f2c…
-    rank 0  answers each name with the prefix    →  9f2c…  = 41d8…      (dead ranks never read it)
-    rank r  confirms that it has joined          →  41d8…/joined += 1   (rank 0 waits for all)
-"""
+"""Join the world that a launcher describes: the first thing a rank does."""
 
 import ctypes
 import functools
 import gc
 import os
 import resource
-import signal
 import socket
 import sys
-import time
-from collections.abc import Mapping
-from datetime import timedelta
-from types import MappingProxyType
-from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 
-from runtime import signals
 from runtime.messages import log
 from runtime.numa import bind_to_gpu
+from runtime.rendezvous import fresh_store
 from runtime.signals import Signals
 from runtime.start_parts import parts
 
 OTHER_FILES = 512  # libraries, data, logs, devices, NCCL's own sockets
-WAIT_SECONDS = 1.0  # timeout of one wait for another rank; waits are repeated
 _CACHED = type(functools.cache(lambda: None))  # functools has no public name for it
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 
@@ -135,33 +118,6 @@ def share_cores(processes: int) -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def fresh_store(
-    store: dist.Store, rank: int, world_size: int, heard: Mapping[int, float] = MappingProxyType({})
-) -> dist.Store:
-    """Return a view of `store` that only this start's ranks use; see the module docstring.
-
-    heard: signals received so far, as in `Signals.heard`.
-    """
-    mine = uuid4().hex
-    patience = _Patience(heard)
-    if rank > 0:
-        store.set(f"join/{rank}", mine)
-        while not _comes(store, mine):
-            patience.look()
-        start = store.get(mine).decode()
-        store.add(f"{start}/joined", 1)
-        return dist.PrefixStore(start, store)
-    answered: set[bytes] = set()
-    while store.add(f"{mine}/joined", 0) < world_size - 1:
-        for asking in (f"join/{other}" for other in range(1, world_size)):
-            if store.check([asking]) and (name := store.get(asking)) not in answered:
-                store.set(name.decode(), mine)
-                answered.add(name)
-        time.sleep(0.01)
-        patience.look()
-    return dist.PrefixStore(mine, store)
-
-
 def join_again(signals: Signals) -> None:
     """End this world and join it again, on the store of the first time: all process groups are new,
     as after a restart."""
@@ -197,31 +153,3 @@ def forget_meshes() -> None:
                 function = value.__func__ if type(value) is staticmethod else value
                 if type(function) is _CACHED:
                     function.cache_clear()
-
-
-def _comes(store: dist.Store, name: str) -> bool:
-    """Whether `name` is set within WAIT_SECONDS; blocks in the store, without polling."""
-    try:
-        store.wait([name], timedelta(seconds=WAIT_SECONDS))
-    except RuntimeError:  # a timeout; a FileStore raises no more specific error
-        # If the store itself is lost, `check` raises.
-        return bool(store.check([name]))
-    return True
-
-
-class _Patience:
-    """Limits the wait for other ranks once a signal was received: torchrun sends SIGTERM when a
-    rank has died."""
-
-    def __init__(self, heard: Mapping[int, float]) -> None:
-        self.heard, self.began = heard, time.monotonic()
-
-    def look(self) -> None:
-        if not self.heard:
-            return
-        since = max(self.began, min(self.heard.values()))
-        if time.monotonic() - since > signals.PATIENCE_SECONDS:
-            names = ", ".join(signal.Signals(number).name for number in self.heard)
-            sys.exit(
-                f"{names} was received, and not all ranks joined in {signals.PATIENCE_SECONDS} s"
-            )

@@ -4,6 +4,7 @@
 #   sbatch --nodes 8 slurm/train_70b.sh configs/llama3_70b.yaml parallel.dp_shard=4     on 8 nodes
 #   sbatch --nodes 8 slurm/train_70b.sh configs/llama3_8b.yaml parallel.dp_replicate=8    another model
 #   sbatch --nodes 34 --export ALL,SPARE_NODES=2 slurm/train_70b.sh  the best 32 of 34 nodes
+#   sbatch --nodes 16-32 --no-kill --export ALL,MIN_NODES=16 slurm/train_70b.sh CONFIG   as many as there are
 #   sbatch --array 1-3%1 slurm/train_70b.sh                          a chain of three jobs
 #
 # Submit it from the root of the repository, which every node must be able to read. Arguments: a
@@ -43,6 +44,9 @@ container_image=${CONTAINER_IMAGE:-} # empty: none; otherwise for pyxis (if srun
 container_mounts=$SLURM_SUBMIT_DIR:$SLURM_SUBMIT_DIR
 device=${DEVICE:-cuda}               # cpu: a rehearsal on a machine without GPUs
 spare_nodes=${SPARE_NODES:-0}        # this many nodes, the worst in the preflight, do not train
+# With parallel.layouts and --no-kill: after a node has died, go on in place with at least this many,
+# including spare ones (docs/elastic.md). Empty: Slurm ends the job and requeues it.
+min_nodes=${MIN_NODES:-}
 # time limit of the preflight; increase it if importing torch takes minutes
 preflight_seconds=${PREFLIGHT_SECONDS:-55}
 # commands that your site needs before Python starts; network settings: slurm/environment.sh
@@ -172,10 +176,11 @@ if [ -z "$answer" ]; then
 fi
 read -r nodes run_dir <<<"$answer"
 first_node=${nodes%%,*}
-num_nodes=$((SLURM_JOB_NUM_NODES - spare_nodes))
+num_nodes=$(tr ',' '\n' <<<"$nodes" | wc --lines)
 
 logs=$run_dir/logs/$SLURM_JOB_ID.$restart
 mkdir -p "$logs"
+echo "$nodes" >"$logs/nodes"
 
 # --- requeueing -----------------------------------------------------------------------------------
 
@@ -216,13 +221,21 @@ source slurm/environment.sh
 export LOGLEVEL=INFO
 # shellcheck disable=SC2016 # torchrun expands it
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='${rank}: '
+nnodes=$num_nodes
+on_failure=(--kill-on-bad-exit=1)
+if [ -n "$min_nodes" ]; then
+  nnodes=$((min_nodes < num_nodes ? min_nodes : num_nodes)):$num_nodes
+  on_failure=(--no-kill --kill-on-bad-exit=0)
+  # torch 2.13: after the number of nodes has changed, agents would look for a store that is gone
+  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+fi
 for node in ${nodes//,/ }; do touch "$logs/$node.log"; done
 
 status=0
 NODE_LOGS=$logs on_nodes --nodes="$num_nodes" --ntasks="$num_nodes" --nodelist="$nodes" \
-  --kill-on-bad-exit=1 -- \
+  "${on_failure[@]}" -- \
   "$python" -m torch.distributed.run \
-  --nnodes="$num_nodes" --nproc-per-node="$gpus_per_node" --max-restarts="$max_restarts" \
+  --nnodes="$nnodes" --nproc-per-node="$gpus_per_node" --max-restarts="$max_restarts" \
   --rdzv-backend=c10d --rdzv-endpoint="$first_node:$port" --rdzv-id="$SLURM_JOB_ID.$restart" \
   --redirects=3 --tee=0:3 \
   train.py "$@" &
@@ -241,6 +254,10 @@ while kill -0 "$follower" 2>/dev/null; do wait "$follower" || true; done
 
 bash slurm/first_failure.sh "$logs" "/proc/$$/fd/1" || true
 state='' # of the run, as rank 0 wrote it; after a failure the file may be from an earlier start
+if [ -n "$min_nodes" ] && [ "$run_dir/status.json" -nt "$logs/nodes" ] &&
+  grep -q '"state": "finished"' "$run_dir/status.json"; then
+  status=0 # srun's status tells of nodes that died; the others have finished
+fi
 if [ "$status" = 0 ]; then
   state=$(sed -n 's/.*"state": "\([a-z]*\)".*/\1/p' "$run_dir/status.json")
 fi

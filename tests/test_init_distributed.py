@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from runtime import init_distributed, signals
-from runtime.init_distributed import fresh_store
+from runtime.rendezvous import fresh_store
 
 WORLD = 4
 

@@ -50,6 +50,7 @@ from errors import UserError
 from runtime.messages import log
 from runtime.signals import Signals
 from runtime.status import read_status, record_failure
+from training.layouts import choose_layout
 from training.load_config import load_config
 
 # the smallest world in which tensor, pipeline and data parallelism all have two ranks
@@ -309,7 +310,9 @@ def main() -> None:
     arguments = [options.config, *overrides, *options.overrides]
     try:
         check_processes(processes, gpus)
-        config = load_config(options.config, arguments[1:])
+        config = choose_layout(load_config(options.config, arguments[1:]), processes)
+        if config.parallel.layouts:
+            processes = config.parallel.num_ranks  # no spares: nodes do not come and go here
         config.validate(processes)  # before any process is started
     except UserError as error:
         log(f"error: {error}")

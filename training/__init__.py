@@ -2,6 +2,7 @@
 
     sections.py       sections of a configuration file; config.py: all of them, and cross-checks
     stages.py         the form of `stages`: what changes at a step of the run
+    layouts.py        the layout for the number of ranks that there are
     load_config.py    YAML + overrides → Config, or one error message
     build.py          builds this rank's model stages, sharded and initialised
     step.py           one optimizer step

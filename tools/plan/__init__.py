@@ -23,6 +23,7 @@ peaks.py       bytes that a layout's pipeline ranks need, counted in a shortened
 stages.py      the stage that is planned, of a run with stages of data
 search.py      the fastest layouts that fit
 goodput.py     effective training time, and spare nodes
+node_counts.py the list `parallel.layouts`, for a range of node counts
 guide.py       ZeRO's memory and traffic as guides count them
 draw.py        pictures
 beside.py      a memory report next to the plan of its rank

@@ -30,6 +30,7 @@ from tools.plan.goodput import describe_goodput
 from tools.plan.guide import zero_table
 from tools.plan.hardware import DEVICES, GB, find_device
 from tools.plan.layout import Layout, world_of
+from tools.plan.node_counts import describe_layouts
 from tools.plan.search import ALIKE, Found, Result, rows, search, why_not
 from tools.plan.search import describe as describe_row
 from tools.plan.stages import add_data_stage, one_stage
@@ -162,6 +163,12 @@ def main(arguments: list[str] | None = None) -> int:
         help="search all layouts; the configuration's own layout is ignored",
     )
     parser.add_argument(
+        "--layouts",
+        type=int,
+        metavar="MIN",
+        help="with --search: the list parallel.layouts for MIN to --gpus GPUs, in whole nodes of 8",
+    )
+    parser.add_argument(
         "--guide",
         type=int,
         metavar="N",
@@ -205,6 +212,9 @@ def print_plan(options: argparse.Namespace) -> None:
         print(beside(config, read_report(options.beside)))
         return
     world = world_of(options.config, config, options.gpus)
+    if options.layouts is not None:
+        print(describe_layouts(config, options.layouts, world, device))
+        return
     config, which = one_stage(config, world, options.data_stage)
     if which:
         print(which)

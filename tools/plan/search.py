@@ -104,11 +104,11 @@ class Found:
         cp = [] if p.cp == self.searched_cp else ["cp"]
         cp += ["ep"] if self.config.model.has_experts else []
         text = [
-            f"parallel.{key}={_value(getattr(p, key))}"
+            f"parallel.{key}={as_text(getattr(p, key))}"
             for key in (*SEARCHED, *cp, "sequence_parallel")
         ]
         text += [
-            f"train.{key}={_value(getattr(t, key))}"
+            f"train.{key}={as_text(getattr(t, key))}"
             for key in ("micro_batch_size", "activation_checkpointing")
         ]
         return " ".join(text)
@@ -259,7 +259,7 @@ def _lowest(possible: list[Candidate]) -> Iterator[Candidate]:
             yield candidate
 
 
-def _value(value: object) -> str:
+def as_text(value: object) -> str:
     """The value as written in an override, without spaces."""
     if isinstance(value, list):
         return f"[{','.join(map(str, value))}]"

@@ -10,10 +10,11 @@ their links (links.py), and the first node compares the results and decides (ver
     failed  a GPU is missing, in use, or reports errors; there is no space for a checkpoint; code or
             packages differ from those of most nodes; the node did not report in time, or its ranks
             could not communicate
-    slow    a link is below three quarters of the job's median
+    slow    a link is below three quarters of the job's median; or excluded.json has the node
     warned  a clock is off, space is scarce, an address can be reached from outside
 
---spare-nodes nodes are left out: first failed ones, then slow ones, then the last ones. The report
+--spare-nodes nodes are left out: first failed ones, then slow ones, then the last ones. If
+`parallel.layouts` has a layout for fewer nodes, all failed ones are left out. The report
 goes to standard error. The answer goes to standard output as one line: the nodes to train on,
 separated by commas, and the run folder. The exit status is 0; or 1 if too few nodes are fit; or 2
 if the configuration is refused, as it would be by training.
@@ -24,21 +25,25 @@ Otherwise this is the only node.
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from errors import UserError
 from runtime.attention import describe_attention
+from runtime.health.excluded import excluded_nodes
 from runtime.preconditions import check_writable, open_train_and_heldout
 from tools.preflight.links import Links
 from tools.preflight.node import look_at_node
 from tools.preflight.verdict import SKEW_SECONDS, Report, choose, odd_ones, slow_ones, table
 from training.config import Config
+from training.layouts import choose_layout, layout_sizes
 from training.load_config import load_config
 
 
@@ -80,7 +85,8 @@ def judge(
     meeting: Meeting,
     reports: dict[int, Report],
     names: list[str],
-    needed: int,
+    options: argparse.Namespace,
+    config: Config,
     started: float,
     attention: str,
 ) -> list[int]:
@@ -100,7 +106,14 @@ def judge(
                 f"{report['name']}: its clock differs by {report['skew']:+.1f} s from {names[0]}'s"
             )
     slow = slow_ones(reports)
+    for node, about in excluded_nodes(Path(config.run.dir)).items():
+        if node in names:
+            slow[names.index(node)] = f"excluded.json excludes it: {about.get('reason')}"
     failed = {node for node, found in problems.items() if found}
+    needed = meeting.num_nodes - options.spare_nodes
+    if config.parallel.layouts:  # with fewer nodes, a smaller layout fits
+        least = math.ceil(min(layout_sizes(config)) / options.ranks_per_node)
+        needed = max(least, min(needed, meeting.num_nodes - len(failed)))
     chosen = choose(names, failed, set(slow), needed)
 
     say(f"preflight of {meeting.num_nodes} nodes, {time.monotonic() - started:.0f} s")
@@ -144,8 +157,9 @@ def read_config(options: argparse.Namespace, num_nodes: int) -> Config:
     if not 1 <= needed <= num_nodes:
         why = f"the job has {num_nodes} nodes"
         raise UserError("--spare-nodes", options.spare_nodes, why, "leave at least one to train on")
-    config = load_config(options.config, options.overrides)
-    config.validate(needed * options.ranks_per_node)
+    world = needed * options.ranks_per_node
+    config = choose_layout(load_config(options.config, options.overrides), world)
+    config.validate(config.parallel.num_ranks if config.parallel.layouts else world)
     return config
 
 
@@ -213,7 +227,6 @@ def carry_out(
     """The exchange between nodes: sends this node's report, receives the members that measure,
     measures, sends the result, and receives the verdict. Returns the exit status."""
     node, everyone = meeting.node, list(range(meeting.num_nodes))
-    needed = meeting.num_nodes - options.spare_nodes
     meeting.write(f"report/{node}", report)
     reports: dict[int, Report] = {}
     refused = False
@@ -262,7 +275,7 @@ def carry_out(
             meeting.write("passed", False)
             meeting.leave()
             return 2
-        chosen = judge(meeting, reports, names, needed, started, attention)
+        chosen = judge(meeting, reports, names, options, config, started, attention)
         meeting.write("passed", bool(chosen))
         if chosen:
             print(",".join(names[other] for other in chosen), config.run.dir, flush=True)

@@ -1,0 +1,208 @@
+"""Elastic restart: at each start, `parallel.layouts` decides how many ranks of the launcher train;
+the others are spares, which wait until the run ends or the launcher stops them.
+
+    torchrun --nnodes 1:4, 2 ranks each; layouts for 8, 6 and 4 ranks; node n2 is excluded
+
+    launcher's rank   0  1   2  3   4  5   6  7     before: 4 nodes, none excluded: all 8 train
+    node              n1     n2     n3     n4
+    trains as rank    0  1   -  -   2  3   4  5     6 ranks are left: the layout for 6
+
+All ranks first meet in the launcher's store, before any GPU is used, and rank 0 decides. The ranks
+that train get new numbers, in RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, and a store of their own; what
+runs after that never learns of spares. The order is the launcher's, with excluded nodes
+(health/excluded.py) last, so the ranks of a node stay together.
+
+A spare uses no GPU and hardly any CPU. It exits with status 0 when the run has ended, or when it is
+signalled. It does not exit before, because torchrun's agent would then leave the rendezvous, and
+the node could not replace another. If rank 0 is dead for LOST_SECONDS, it exits with status 1.
+
+When a node returns, each node's agent sends SIGTERM to its ranks, within about a second of each
+other; all ranks save and stop together (stop.py). A rank whose agent has not sent it yet waits for
+it before it exits: the agent would take the end of its ranks for the end of the run (torch 2.13),
+and leave.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from errors import UserError
+from runtime.events import append_event
+from runtime.health.excluded import excluded_nodes, node_name
+from runtime.listener import Listener, Run
+from runtime.messages import log
+from runtime.rendezvous import comes, fresh_store
+from runtime.signals import Signals
+from training.layouts import layout_sizes
+from training.load_config import load_config
+
+LOOK_SECONDS = 1.0  # between two looks of a spare at the store and for signals
+BEAT_SECONDS = 5.0  # between two signs of life of rank 0, for the spares
+# without a sign of life, after which a spare gives up: rank 0 may wait long in one call of a store
+LOST_SECONDS = 120.0
+ANSWER_SECONDS = 60.0  # for all ranks to name their nodes, once all have joined
+AGENT_SECONDS = 10.0  # to wait for SIGTERM from this node's agent, after another's
+SPARES = "LATTICE_SPARES"  # variable: node → number of spare ranks, for the event
+
+
+def choose_ranks(nodes: Sequence[str], sizes: Sequence[int], excluded: set[str]) -> list[int]:
+    """The launcher's ranks that train, in their new order.
+
+    Args:
+        nodes: the node of each of the launcher's ranks.
+        sizes: the number of ranks of each layout.
+        excluded: nodes that are used only if no layout fits without them.
+
+    Returns: as many ranks as the largest layout that fits has; all ranks if none fits.
+    """
+    ranks = range(len(nodes))
+    good = [rank for rank in ranks if nodes[rank] not in excluded]
+    for usable in (good, [*good, *(rank for rank in ranks if nodes[rank] in excluded)]):
+        fits = [size for size in sizes if size <= len(usable)]
+        if fits:
+            return usable[: max(fits)]
+    return list(ranks)
+
+
+@dataclass
+class TrainingRanks:
+    """The ranks that train in this start, as one of them sees them."""
+
+    store: dist.Store | None = None  # where they find each other; None: the launcher's store
+    layouts: bool = False  # whether the run is elastic
+    _ended: threading.Event = field(default_factory=threading.Event)
+
+    def leave(self, signals: Signals) -> None:
+        """Let the spares go, and wait for this node's agent to stop its ranks if another's has
+        done so. Called by every rank that trains, at the end."""
+        if not self.layouts:
+            return
+        self._ended.set()
+        if self.store is not None and os.environ["RANK"] == "0":
+            self.store.set("ended", "")
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            stopped = torch.tensor(int(signal.SIGTERM in signals.heard))
+            dist.all_reduce(stopped, op=dist.ReduceOp.MAX)  # one number, over all ranks that train
+            until = time.monotonic() + AGENT_SECONDS
+            while stopped and signal.SIGTERM not in signals.heard and time.monotonic() < until:
+                time.sleep(0.05)
+
+    def show_life(self) -> None:
+        """On rank 0: show the spares in the store, from a thread, that this process is alive."""
+
+        def beat() -> None:
+            with suppress(RuntimeError):  # the store is lost: so is this start
+                while self.store is not None and not self._ended.wait(BEAT_SECONDS):
+                    self.store.add("beats", 1)
+
+        threading.Thread(target=beat, name="beats", daemon=True).start()
+
+
+def training_ranks(
+    arguments: list[str], signals: Signals, store: dist.Store | None
+) -> TrainingRanks:
+    """Decide together which ranks train. Returns on these only: a spare waits here and exits. Does
+    nothing for a configuration without `parallel.layouts`.
+
+    Args:
+        arguments: of train.py. If they are wrong, all ranks go on, and one reports it.
+        signals: those received so far.
+        store: where all ranks find each other; None: torchrun's, if there is one.
+    """
+    try:
+        config = load_config(arguments[0], arguments[1:])
+        sizes = layout_sizes(config)
+    except (UserError, IndexError):
+        return TrainingRanks(store)
+    if not sizes or (store is None and "RANK" not in os.environ):
+        return TrainingRanks(store, bool(sizes))
+    _leave_if_signalled(signals)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = fresh_store(store or next(dist.rendezvous("env://"))[0], rank, world, signals.heard)
+    store.set(f"node/{rank}", node_name())
+    if rank == 0:
+        nodes = [_read(store, f"node/{other}", signals) for other in range(world)]
+        excluded = set(excluded_nodes(Path(config.run.dir))) & set(nodes)
+        chosen = choose_ranks(nodes, sizes, excluded)
+        spares = Counter(node for number, node in enumerate(nodes) if number not in set(chosen))
+        store.set("chosen", json.dumps({"ranks": chosen, "nodes": nodes, "spares": spares}))
+        _say(world, chosen, nodes, excluded, spares)
+    decided = json.loads(_read(store, "chosen", signals))
+    chosen = decided["ranks"]
+    if rank not in chosen:
+        _wait_as_spare(store, signals)
+    mine = [decided["nodes"][one] for one in chosen].count(decided["nodes"][rank])
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(chosen.index(rank)), str(len(chosen))
+    os.environ["LOCAL_WORLD_SIZE"] = str(min(mine, int(os.environ["LOCAL_WORLD_SIZE"])))
+    os.environ[SPARES] = json.dumps(decided["spares"])
+    signals.speaks = chosen.index(rank) == 0
+    here = TrainingRanks(store, True)
+    if signals.speaks and decided["spares"]:
+        here.show_life()
+    return here
+
+
+class SparesEvent(Listener):
+    """Records in events.jsonl which nodes have spare ranks in this start."""
+
+    def begins(self, run: Run) -> None:
+        spares = json.loads(os.environ.get(SPARES, "{}"))
+        if spares and dist.get_rank() == 0:
+            append_event(run.config.run.dir, "spares", step=run.step, ranks=spares)
+
+
+def _say(
+    world: int, chosen: list[int], nodes: list[str], excluded: set[str], spares: Counter[str]
+) -> None:
+    if used := excluded & {nodes[rank] for rank in chosen}:
+        log(
+            f"warning: too few nodes without {', '.join(sorted(used))}, which excluded.json "
+            "excludes: used all the same"
+        )
+    if spares:
+        where = ", ".join(f"{number} on {node}" for node, number in spares.items())
+        log(f"{len(chosen)} of {world} ranks train; spares: {where}")
+
+
+def _read(store: dist.Store, key: str, signals: Signals) -> str:
+    """Wait for the value of `key`; all ranks have joined, so it comes soon."""
+    until = time.monotonic() + ANSWER_SECONDS
+    while not comes(store, key):
+        _leave_if_signalled(signals)
+        if time.monotonic() > until:
+            sys.exit(f"no {key} from another rank: do all ranks read the same configuration?")
+    return store.get(key).decode()
+
+
+def _leave_if_signalled(signals: Signals) -> None:
+    """Exit if this rank was asked to stop: no step is done, so there is nothing to save."""
+    if signals.heard:
+        sys.exit(128 + min(signals.heard))
+
+
+def _wait_as_spare(store: dist.Store, signals: Signals) -> None:
+    """Wait until the run has ended; never returns."""
+    signals.hush()
+    beats, since = -1, time.monotonic()
+    try:
+        while not store.check(["ended"]) and not signals.heard:
+            # not `wait` with a limit: torch logs two lines whenever that is reached
+            time.sleep(LOOK_SECONDS)
+            if (seen := store.add("beats", 0)) != beats:
+                beats, since = seen, time.monotonic()
+            if time.monotonic() - since > LOST_SECONDS:
+                sys.exit(f"a spare saw no sign of life of rank 0 for {LOST_SECONDS:.0f} s")
+    except RuntimeError as error:  # the node that has the store is gone
+        sys.exit(f"a spare lost the store: {str(error).partition(chr(10))[0]}")
+    sys.exit(0)

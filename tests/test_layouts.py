@@ -1,0 +1,127 @@
+"""`parallel.layouts`: which layout a world gets, and what is refused."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from errors import UserError
+from parallel.config import ParallelConfig
+from runtime.connections import VARIABLE, set_connections
+from tests.runs import write_config
+from training.layouts import checked_layouts, choose_layout, layout_sizes
+from training.load_config import dump_config, load_config
+
+LIST = [
+    {"pp": 2, "dp_shard": 2, "tp": 2},
+    {"dp_shard": 4, "micro_batch_size": 1, "zero_stage": 3},
+    {"dp_shard": 2, "tp": 2, "activation_checkpointing": "full"},
+    {"dp_shard": 2},
+]  # for 8, 4, 4 and 2 ranks
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    """A configuration with this list; all its layouts fit batches of 8 sequences."""
+    return write_config(tmp_path, tmp_path / "data", parallel={"layouts": LIST, "zero_stage": 1})
+
+
+def wrong(path: str, layouts: object) -> UserError:
+    """The error of a configuration with this list on 8 ranks."""
+    with pytest.raises(UserError) as caught:
+        choose_layout(load_config(path, [f"parallel.layouts={layouts}"]), 8)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("world", "axes"),
+    [
+        (2, (1, 2, 1)),
+        (3, (1, 2, 1)),
+        (4, (1, 4, 1)),
+        (7, (1, 4, 1)),
+        (8, (2, 2, 2)),
+        (9, (2, 2, 2)),
+    ],
+)
+def test_the_largest_that_fits(path: str, world: int, axes: tuple[int, int, int]) -> None:
+    """Of the two layouts for four ranks, the first one is taken."""
+    chosen = choose_layout(load_config(path, []), world)
+    parallel = chosen.parallel
+    assert (parallel.pp, parallel.dp_shard, parallel.tp) == axes
+    assert chosen.train.micro_batch_size == (1 if axes == (1, 4, 1) else 2)
+    assert parallel.zero_stage == (3 if axes == (1, 4, 1) else 1)
+    assert chosen.train.global_batch_size == 8
+
+
+def test_without_a_list_nothing_changes(tmp_path: Path) -> None:
+    config = load_config(write_config(tmp_path, tmp_path), [])
+    assert choose_layout(config, 5) is config
+    assert layout_sizes(config) == []
+
+
+def test_a_chosen_configuration_chooses_again_alike(path: str, tmp_path: Path) -> None:
+    """The run folder's config.yaml starts the same layouts as the file it came from: a key that a
+    layout leaves out does not become that of the layout which happened to be chosen."""
+    config = load_config(path, [])
+    saved = tmp_path / "saved.yaml"
+    saved.write_text(dump_config(choose_layout(config, 4)))
+    for world in (2, 4, 8):
+        assert choose_layout(load_config(str(saved), []), world) == choose_layout(config, world)
+
+
+def test_sizes_need_no_checks_of_the_model(path: str) -> None:
+    assert layout_sizes(load_config(path, [])) == [8, 4, 4, 2]
+    assert [size for size, _ in checked_layouts(load_config(path, []))] == [8, 4, 4, 2]
+
+
+def test_too_small_a_world(path: str) -> None:
+    with pytest.raises(UserError) as caught:
+        choose_layout(load_config(path, []), 1)
+    error = caught.value
+    assert error.key == "parallel.layouts[3]"
+    assert "the world has 1 processes, and the smallest layout needs 2" in error.why
+    assert "start at least 2 processes" in error.remedy
+
+
+@pytest.mark.parametrize(
+    ("layouts", "key", "why"),
+    [
+        ("[{dp_shard: 2}, {tp: 3, dp_shard: 1}]", "parallel.layouts[1]", "parallel.tp = 3"),
+        ("[{dp_shard: 2}, {dp_shard: 3}]", "parallel.layouts[1]", "train.global_batch_size = 8"),
+        ("[{tp: 2}]", "parallel.layouts[0]", "-1 would fit many worlds"),
+        ("[{pp: 8, dp_shard: 1}]", "parallel.layouts[0]", "8 stages"),
+        ("[{dp_shard: two}]", "parallel.layouts[0]", "has the type str"),
+        ("[{}]", "parallel.layouts[0]", "has no keys"),
+        ("[{dp: 2}]", "parallel.layouts[0].dp", "no such key"),
+        ("[{layouts: []}]", "parallel.layouts[0].layouts", "no such key"),
+        ("[{seq_len: 64}]", "parallel.layouts[0].seq_len", "no such key"),
+        ("[2]", "parallel.layouts", "has the type int"),
+        ("{dp_shard: 2}", "parallel.layouts", "has the type dict"),
+    ],
+)
+def test_refusals(path: str, layouts: str, key: str, why: str) -> None:
+    """The error names the layout, although another would have been chosen."""
+    error = wrong(path, layouts)
+    assert error.key == key
+    assert why in error.why
+
+
+def test_the_batch_is_not_a_layouts_business(path: str) -> None:
+    assert "no such key" in wrong(path, "[{dp_shard: 2, global_batch_size: 16}]").why
+
+
+def test_queues_follow_the_chosen_layout(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA_DEVICE_MAX_CONNECTIONS is 1 with tp, 32 without."""
+    for world, expected in (("8", "1"), ("2", "32")):
+        monkeypatch.setenv("WORLD_SIZE", world)
+        monkeypatch.delenv(VARIABLE, raising=False)
+        set_connections([path])
+        assert os.environ[VARIABLE] == expected
+    monkeypatch.delenv(VARIABLE)
+
+
+def test_a_list_in_python() -> None:
+    """Keys are checked however the section is created."""
+    with pytest.raises(UserError, match="no such key"):
+        ParallelConfig(layouts=[{"dp": 1}])
