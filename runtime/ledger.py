@@ -3,7 +3,7 @@
     steps       training that is part of the final result
     lost        repeated steps after a failure or a rollback; waiting in a failed step
     data        waiting for the next batch
-    evaluation  the loss on held-out text
+    evaluation  the loss on held-out text, and tasks
     saving      the checks before a save, and waiting until the state has been copied
     rollback    finding and loading a checkpoint in the middle of a run
     start       from the process's first line to its first step: imports, data, weights, checkpoint

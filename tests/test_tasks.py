@@ -94,6 +94,15 @@ def test_log_likelihoods_are_those_of_the_reference(ranks: Ranks, name: str) -> 
     assert apart.min() > 1e-6
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["pp 2, cp 2, tp 2", "ep 2, dp_replicate 2"])
+def test_the_order_of_collectives_suits_nccl(name: str) -> None:
+    """On a process group that is as strict about order and shapes as NCCL (tools/strict)."""
+    with Ranks(8, timeout=200, backend="strict") as strict:
+        results = strict.run(scored, CASES[name].world, CASES[name], 4)
+    assert results[0] == pytest.approx(expected(CASES[name]), abs=1e-9)
+
+
 def test_an_evaluation_can_be_abandoned(ranks: Ranks) -> None:
     """All ranks give up at the same group of micro-batches."""
     case = CASES["pp 2, tp 2"]
