@@ -275,7 +275,7 @@ def test_a_run_evaluates(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     found = {}
     for name, world, layout, tasks in (
         ("one", 1, {}, ["python", str(mine)]),
-        ("3d", 8, {"tp": 2, "pp": 2}, ["python", str(mine)]),
+        ("3d", 4, {"tp": 2, "pp": 2}, ["python", str(mine)]),
         ("none", 1, {}, []),
     ):
         (tmp_path / name).mkdir()
