@@ -16,7 +16,6 @@ from runtime.saving import LeaseCheck, Saving
 from runtime.signals import Signals
 from runtime.stop import StopRequests
 from runtime.tasks.listener import Tasks
-from runtime.tasks.rows import open_tasks
 from runtime.trace import StepTrace
 from runtime.watchdog import Watchdog
 from training.config import Config
@@ -47,13 +46,7 @@ def build_listeners(
         watchdog,
         MemoryReports(train, start.step),
         Evaluation(heldout_data, unigram, metrics, watchdog, stop),
-        Tasks(
-            open_tasks(config, train_data.tokenizer_path),
-            config.train.seq_len,
-            metrics,
-            watchdog,
-            stop,
-        ),
+        Tasks(config, train_data.tokenizer_path, metrics, watchdog, stop),
         LeaseCheck(lease),  # a displaced run ends here and writes nothing below
         RecordWriter(metrics),
         stop,  # from here on, all ranks agree on stop and save requests

@@ -23,6 +23,8 @@ from tests.runs import train_run, write_config
 from tools.parity.cases import BOS, SEED, SEQ_LEN, Case
 from tools.parity.run import reference_model
 from tools.ranks import Ranks
+from tools.report.page import page
+from tools.report.run import read_run
 from training.build import build_stages
 from training.precision import DTYPES
 from training.step import TrainStep
@@ -294,6 +296,10 @@ def test_a_run_evaluates(ranks: Ranks, data: Path, tmp_path: Path) -> None:
         )
     assert found["one"][0]["task/mine/bits_per_byte"] != found["one"][1]["task/mine/bits_per_byte"]
     assert [line["loss"] for line in found["none"]] == [line["loss"] for line in found["one"]]
+    shown_in_report = page(read_run(tmp_path / "one" / "run"))
+    assert "Tasks: accuracy" in shown_in_report
+    assert "Tasks: text" in shown_in_report
+    assert "Tasks: " not in page(read_run(tmp_path / "none" / "run"))
     # on the console: each task's main measure
     shown = of_tasks_of(found["one"][0])
     assert [text.split()[0] for text in shown] == ["python", "mine"]
