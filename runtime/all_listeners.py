@@ -25,7 +25,6 @@ from runtime.spares import SparesEvent
 from runtime.start_times import StartTimes
 from runtime.stop import StopRequests
 from runtime.tasks.listener import Tasks
-from runtime.tasks.rows import open_tasks
 from runtime.trace import StepTrace
 from runtime.watchdog import Watchdog
 from training.config import Config
@@ -68,13 +67,7 @@ def build_listeners(
         watchdog,
         MemoryReports(train, start.step),
         Evaluation(heldout_data, unigram, metrics, watchdog, stop),
-        Tasks(
-            open_tasks(config, train_data.tokenizer_path),
-            config.train.seq_len,
-            metrics,
-            watchdog,
-            stop,
-        ),
+        Tasks(config, train_data.tokenizer_path, metrics, watchdog, stop),
         LeaseCheck(lease),  # a displaced run ends here and writes nothing below
         RecordWriter(metrics),
         *([examination] if examination else []),  # may compute the step again

@@ -3,7 +3,7 @@
     steps       training that is part of the final result
     lost        repeated steps after a failure or a rollback; waiting in a failed step
     data        waiting for the next batch
-    evaluation  the loss on held-out text
+    evaluation  the loss on held-out text, and tasks
     saving      the checks before a save, and waiting until the state has been copied
     examination computing a suspicious step again (health/examine.py)
     rollback    finding and loading a checkpoint in the middle of a run

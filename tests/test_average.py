@@ -104,11 +104,9 @@ def converted(checkpoint: Path, out: Path, dtype: torch.dtype) -> None:
     write_manifest(out, Manifest({p.name: fingerprint(p) for p in out.iterdir()}, entries))
 
 
-def test_checkpoints_of_different_layouts_are_averaged(
-    ranks: Ranks, data: Path, tmp_path: Path
-) -> None:
-    """Runs on other layouts save the same values in other pieces; of experts, and the biases of
-    their routers too."""
+@pytest.mark.thorough
+def test_checkpoints_with_experts_are_averaged(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """Of two layouts; the biases of routers too."""
     folders = []
     for name, world, layout in (("one", 1, {}), ("other", 4, {"pp": 2, "ep": 2})):
         (tmp_path / name).mkdir()
@@ -120,8 +118,13 @@ def test_checkpoints_of_different_layouts_are_averaged(
     assert counts[0] < counts[1]
     out = tmp_path / "average"
     assert run(*folders, "--out", out) == 0
+    check_mean_of_two(out, *folders)
+    assert any(name.endswith("router.bias") for name in tensors(out))
+
+
+def check_mean_of_two(out: Path, *folders: Path) -> None:
     found, (one, other) = tensors(out), map(tensors, folders)
-    assert any(name.endswith("router.bias") for name in found)
+    assert found.keys() == one.keys()
     for name, tensor in found.items():
         wanted = (one[name].double() + other[name].double()) / 2
         assert torch.allclose(tensor.double(), wanted, rtol=2**-23, atol=1e-30), name
@@ -130,16 +133,22 @@ def test_checkpoints_of_different_layouts_are_averaged(
 def test_an_average_is_used_like_a_checkpoint(
     ranks: Ranks, data: Path, checkpoints: list[Path], tmp_path: Path
 ) -> None:
-    """A run starts from its weights, in another layout, and it is exported. It has no state of an
-    optimizer, so no run resumes from it."""
+    """A run starts from its weights, in another layout, and what that saves is averaged with what
+    the first layout saved. It is exported. It has no state of an optimizer, so no run resumes from
+    it."""
     out = tmp_path / "average"
     assert run(*checkpoints, "--out", out) == 0
     assert not [name for name in read_manifest(out).tensors if name.startswith("optimizer.")]
     config = write_config(tmp_path, data, train={"steps": 1}, optimizer={"lr": 0.0})
     start = f"checkpoint.load_weights_only={out}"
     assert ranks.run(train_run, 2, [config, start, "checkpoint.interval=1"]) == ["", ""]
-    again = tensors(tmp_path / "run" / "checkpoints" / "step-00000001")
-    assert all(torch.equal(again[name], tensor) for name, tensor in tensors(out).items())
+    again = tmp_path / "run" / "checkpoints" / "step-00000001"
+    saved_again = tensors(again)
+    assert all(torch.equal(saved_again[name], tensor) for name, tensor in tensors(out).items())
+    counts = [len(list(folder.glob("*.safetensors"))) for folder in (again, checkpoints[-1])]
+    assert counts[0] < counts[1], "other pieces"
+    assert run(again, checkpoints[-1], "--out", tmp_path / "mixed") == 0
+    check_mean_of_two(tmp_path / "mixed", again, checkpoints[-1])
     assert export.main(["--checkpoint", str(out), "--out", str(tmp_path / "exported")]) == 0
     (message, *_) = ranks.run(
         train_run, 2, [config, f"checkpoint.resume={out}", f"run.dir={tmp_path / 'other'}"]

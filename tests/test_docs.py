@@ -85,6 +85,7 @@ NOT_RUN["running.md"] = Counter(
     {"needs 8 GPUs": 1, "needs two machines": 1, "needs root, and your network": 1,
      "needs Slurm": 2, "takes a while": 1, "takes half a minute": 1}
 )  # fmt: skip
+NOT_RUN["evaluation.md"] = Counter({"trains for minutes": 1, "needs that run": 3})
 NOT_RUN["configuration.md"] = Counter({"needs that run": 1, "takes a minute": 1, "needs a GPU": 1})
 # limits for a page of the manual, to be read in ten minutes, and for the front page
 WORDS, README_LINES = 1200, 120

@@ -110,6 +110,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.thorough
 def test_the_command(trained: Path, tmp_path: Path) -> None:
     """It prints a table, and writes all log-likelihoods."""
     file = tmp_path / "found.json"

@@ -23,6 +23,8 @@ from tests.runs import train_run, write_config
 from tools.parity.cases import BOS, SEED, SEQ_LEN, Case
 from tools.parity.run import reference_model
 from tools.ranks import Ranks
+from tools.report.page import page
+from tools.report.run import read_run
 from training.build import build_stages
 from training.precision import DTYPES
 from training.step import TrainStep
@@ -92,6 +94,15 @@ def test_log_likelihoods_are_those_of_the_reference(ranks: Ranks, name: str) -> 
     # Control: rows differ by far more than that, so none stands at another's place.
     apart = np.abs(np.subtract.outer(wanted, wanted))[~np.eye(len(wanted), dtype=bool)]
     assert apart.min() > 1e-6
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["pp 2, cp 2, tp 2", "ep 2, dp_replicate 2"])
+def test_the_order_of_collectives_suits_nccl(name: str) -> None:
+    """On a process group that is as strict about order and shapes as NCCL (tools/strict)."""
+    with Ranks(8, timeout=200, backend="strict") as strict:
+        results = strict.run(scored, CASES[name].world, CASES[name], 4)
+    assert results[0] == pytest.approx(expected(CASES[name]), abs=1e-9)
 
 
 def test_an_evaluation_can_be_abandoned(ranks: Ranks) -> None:
@@ -266,7 +277,7 @@ def test_a_run_evaluates(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     found = {}
     for name, world, layout, tasks in (
         ("one", 1, {}, ["python", str(mine)]),
-        ("3d", 8, {"tp": 2, "pp": 2}, ["python", str(mine)]),
+        ("3d", 4, {"tp": 2, "pp": 2}, ["python", str(mine)]),
         ("none", 1, {}, []),
     ):
         (tmp_path / name).mkdir()
@@ -285,6 +296,10 @@ def test_a_run_evaluates(ranks: Ranks, data: Path, tmp_path: Path) -> None:
         )
     assert found["one"][0]["task/mine/bits_per_byte"] != found["one"][1]["task/mine/bits_per_byte"]
     assert [line["loss"] for line in found["none"]] == [line["loss"] for line in found["one"]]
+    shown_in_report = page(read_run(tmp_path / "one" / "run"))
+    assert "Tasks: accuracy" in shown_in_report
+    assert "Tasks: text" in shown_in_report
+    assert "Tasks: " not in page(read_run(tmp_path / "none" / "run"))
     # on the console: each task's main measure
     shown = of_tasks_of(found["one"][0])
     assert [text.split()[0] for text in shown] == ["python", "mine"]

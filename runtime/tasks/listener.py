@@ -1,36 +1,39 @@
 """Evaluates on train.tasks, every train.eval_interval steps and after the last."""
 
+from pathlib import Path
+
 from runtime.listener import Listener, Run
 from runtime.metrics import Metrics
 from runtime.stop import StopRequests
-from runtime.tasks.rows import TaskRows, log_likelihoods, measures
+from runtime.tasks.rows import log_likelihoods, measures, open_tasks
 from runtime.tasks.scoring import PipelineScorer
 from runtime.watchdog import Watchdog
+from training.config import Config
 
 
 class Tasks(Listener):
-    """Evaluates at the configured interval and adds `task/NAME/MEASURE` to the step's record."""
+    """Evaluates at the configured interval and adds `task/NAME/MEASURE` to the step's record.
+
+    tokenizer: the data's.
+    """
 
     def __init__(
         self,
-        tasks: list[TaskRows],
-        seq_len: int,
+        config: Config,
+        tokenizer: Path,
         metrics: Metrics,
         watchdog: Watchdog,
         stop: StopRequests,
     ) -> None:
-        self.tasks, self.seq_len = tasks, seq_len
-        self.rows = [row for task in tasks for text in task.texts() for row in text.rows]
+        self.tasks, self.seq_len = open_tasks(config, tokenizer), config.train.seq_len
+        self.rows = [row for task in self.tasks for text in task.texts() for row in text.rows]
         self.metrics, self.watchdog, self.stop = metrics, watchdog, stop
-        self.scorer: PipelineScorer | None = None
 
     def after_step(self, run: Run) -> None:
         if not self.tasks or not run.is_due(run.config.train.eval_interval):
             return
-        if self.scorer is None or self.scorer.train is not run.train:
-            self.scorer = PipelineScorer(run.train, self.seq_len)
         with self.metrics.spending("evaluation"):
-            of_rows = self.scorer(self.rows, self._goes_on)
+            of_rows = PipelineScorer(run.train, self.seq_len)(self.rows, self._goes_on)
             if of_rows is None:
                 return
             found = log_likelihoods(self.tasks, of_rows)
