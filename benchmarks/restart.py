@@ -117,7 +117,9 @@ def read_parts(marks: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def clone(commit: str, folder: Path) -> Path:
-    """The program as of `commit`, in a new folder."""
+    """The program as of `commit`, in a new folder; or `commit`, if it is a folder itself."""
+    if Path(commit).is_dir():
+        return Path(commit).absolute()
     for command in (
         ["git", "clone", "-q", "--no-checkout", str(ROOT), str(folder)],
         ["git", "-C", str(folder), "checkout", "-q", commit],
@@ -131,7 +133,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--base", default=BASE, metavar="COMMIT")
+    parser.add_argument("--base", default=BASE, metavar="COMMIT_OR_FOLDER")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/restart.json")
     options = parser.parse_args()
     if not (ROOT / "prepared/laptop").exists():
