@@ -117,7 +117,9 @@ def read_parts(marks: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def clone(commit: str, folder: Path) -> Path:
-    """The program as of `commit`, in a new folder."""
+    """The program as of `commit`, in a new folder; or `commit`, if it is a folder itself."""
+    if Path(commit).is_dir():
+        return Path(commit).absolute()
     for command in (
         ["git", "clone", "-q", "--no-checkout", str(ROOT), str(folder)],
         ["git", "-C", str(folder), "checkout", "-q", commit],
@@ -126,12 +128,37 @@ def clone(commit: str, folder: Path) -> Path:
     return folder
 
 
+def summarise(rounds: list[dict[str, dict[str, float]]], base: str) -> dict[str, Any]:
+    """The medians over rounds of way → part → seconds, and the quotients within rounds."""
+    table = {
+        way: {part: statistics.median(each[way][part] for each in rounds) for part in PARTS}
+        for way in rounds[0]
+    }
+    totals = {way: [sum(each[way].values()) for each in rounds] for way in rounds[0]}
+    quotients = {
+        way: [before / now for before, now in zip(totals["before"], totals[way], strict=True)]
+        for way in ("torchrun", "after")
+    }
+    return {
+        **about(),
+        "processes": WORLD,
+        "base": base,
+        "rounds": len(rounds),
+        "median_seconds_by_part": table,
+        "median_total_seconds": {way: statistics.median(found) for way, found in totals.items()},
+        "before_over": {
+            way: {"median": statistics.median(found), "min": min(found), "max": max(found)}
+            for way, found in quotients.items()
+        },
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--base", default=BASE, metavar="COMMIT")
+    parser.add_argument("--base", default=BASE, metavar="COMMIT_OR_FOLDER")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/restart.json")
     options = parser.parse_args()
     if not (ROOT / "prepared/laptop").exists():
@@ -148,34 +175,12 @@ def main() -> None:
             order = list(ways) if number % 2 == 0 else list(reversed(ways))
             rounds.append({way: restart(*ways[way], folder / f"{number}-{way}") for way in order})
             print({way: round(sum(parts.values()), 2) for way, parts in rounds[-1].items()})
-    table = {
-        way: {part: statistics.median(each[way][part] for each in rounds) for part in PARTS}
-        for way in ways
-    }
-    totals = {way: [sum(each[way].values()) for each in rounds] for way in ways}
-    quotients = {
-        way: [before / now for before, now in zip(totals["before"], totals[way], strict=True)]
-        for way in ("torchrun", "after")
-    }
-    results = {
-        **about(),
-        "processes": WORLD,
-        "base": options.base,
-        "rounds": options.rounds,
-        "median_seconds_by_part": table,
-        "median_total_seconds": {way: statistics.median(found) for way, found in totals.items()},
-        "before_over": {
-            way: {"median": statistics.median(found), "min": min(found), "max": max(found)}
-            for way, found in quotients.items()
-        },
-    }
+    results = summarise(rounds, options.base)
+    table, totals = results["median_seconds_by_part"], results["median_total_seconds"]
     print(f"{'seconds':<12}" + "".join(f"{way:>10}" for way in ways))
     for part in PARTS:
         print(f"{part:<12}" + "".join(f"{table[way][part]:>10.2f}" for way in ways))
-    print(
-        f"{'in all':<12}"
-        + "".join(f"{results['median_total_seconds'][way]:>10.2f}" for way in ways)
-    )
+    print(f"{'in all':<12}" + "".join(f"{totals[way]:>10.2f}" for way in ways))
     options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 

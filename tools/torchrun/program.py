@@ -8,7 +8,9 @@ import gc
 import os
 import time
 
-import torch._dynamo  # noqa: F401  the first use of DTensor would import it in each rank
+# The first use of DTensor would import the one in each rank, and torchrun's start of it the other.
+import torch._dynamo
+import torch.distributed.run  # noqa: F401
 
 import train  # noqa: F401
 from runtime import signals

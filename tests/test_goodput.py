@@ -1,0 +1,259 @@
+"""How often to save, and what failures cost: the closed forms, the simulator, and what is read from
+a run's ledger."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hardware import FAILURES_PER_GPU_DAY, H100
+from runtime.events import append_event
+from runtime.goodput import (
+    DAY,
+    Interruptions,
+    best_interval,
+    best_interval_daly,
+    effective_exactly,
+    mtbf_of,
+    shares,
+    spares_needed,
+)
+from tools.goodput import __main__ as command
+from tools.goodput.measured import measure
+from tools.goodput.simulate import Job, simulate
+from tools.plan.goodput import describe_goodput, goodput
+from tools.report.goodput import effective_lines
+from training.load_config import load_config
+
+
+def job(gpus: int, save: float, commit: float, restart: float, **more: Any) -> Job:
+    rate = FAILURES_PER_GPU_DAY * 8
+    made = Job(nodes=gpus // 8, failures_per_node_day=rate, save=save, commit=commit,
+               restart=restart, **more)  # fmt: skip
+    return replace(made, interval=best_interval(save, made.mtbf))
+
+
+def lost(account_or_shares: Any) -> float:
+    return 1 - account_or_shares.effective
+
+
+# --- closed forms ---------------------------------------------------------------------------------
+
+
+def test_published_figures() -> None:
+    """Daly's optimal intervals (captions of his figures 3 to 5: saves of 5 minutes), and Llama 3's
+    mean time between failures."""
+    minutes = {24 * 60: 117, 6 * 60: 57, 15: 9.1}
+    for mtbf, best in minutes.items():
+        assert best_interval_daly(5, mtbf) == pytest.approx(best, abs=0.5)
+    assert best_interval_daly(5, 2.5) == 2.5, "a save takes as long as two failures: equation 37"
+    assert mtbf_of(FAILURES_PER_GPU_DAY, 16_384) / 3600 == pytest.approx(54 * 24 / 419)
+    assert mtbf_of(0.0, 8) == float("inf")
+
+
+def test_youngs_interval_is_the_best() -> None:
+    costs = Interruptions(save=2.0, commit=60.0, restart=300.0, mtbf=DAY)
+    best = best_interval(costs.save, costs.mtbf)
+    for factor in (0.8, 0.95, 1.05, 1.25):
+        assert lost(shares(costs, best * factor)) > lost(shares(costs, best))
+
+
+def test_spare_nodes() -> None:
+    """By hand: with a mean of 1, 0, 1, 2, 3 and 4 nodes are missing with probabilities .3679,
+    .3679, .1839, .0613 and .0153."""
+    assert spares_needed(0.0) == 0
+    assert spares_needed(1.0, 0.73) == 1
+    assert spares_needed(1.0, 0.74) == 2
+    assert spares_needed(1.0) == 4
+    assert spares_needed(1.0, 0.98) == 3
+
+
+# --- the simulator --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpus", "save", "commit", "restart"),
+    [(256, 2.0, 2.0, 120.0), (256, 2.0, 60.0, 60.0), (1024, 0.5, 30.0, 300.0), (64, 60, 300, 600)],
+)
+def test_the_simulator_agrees_with_the_closed_form(
+    gpus: int, save: float, commit: float, restart: float
+) -> None:
+    """Where M ≫ τ, the simulated losses are within 5% of s/τ + (τ/2 + w)/M + R/M, in all and in
+    each part. 20,000 failures leave a standard error below 1%."""
+    made = job(gpus, save, commit, restart)
+    assert made.mtbf > 100 * made.interval
+    found = simulate(made, 20_000 * made.mtbf, seed=1)
+    expected = shares(made.costs, made.interval)
+    assert lost(found) == pytest.approx(lost(expected), rel=0.05)
+    parts = found.shares()
+    assert parts["repeated"] == pytest.approx(expected.repeated, rel=0.05)
+    assert parts["saving"] == pytest.approx(expected.saving, rel=0.05)
+    assert parts["restarting"] == pytest.approx(expected.restarting, rel=0.05)
+    assert sum(parts.values()) == pytest.approx(1.0)
+    # The control: the comparison notices if a save counted at once although it takes a minute.
+    at_once = simulate(replace(made, commit=save + made.interval / 2), 20_000 * made.mtbf, seed=1)
+    assert at_once.shares()["repeated"] != pytest.approx(expected.repeated, rel=0.05)
+
+
+def test_it_agrees_where_failures_are_frequent() -> None:
+    """At 16,384 GPUs the first order is off, and the simulator agrees with the exact expectation,
+    in which restarts fail too."""
+    made = job(16_384, 60.0, 60.0, 900.0)
+    found = simulate(made, 20_000 * made.mtbf, seed=2)
+    assert found.effective == pytest.approx(effective_exactly(made.costs, made.interval), abs=3e-3)
+    assert abs(found.effective - shares(made.costs, made.interval).effective) > 1e-2
+
+
+def test_given_failures() -> None:
+    """Two failures by hand. Saves begin at 10, 21, 32, … s and count 3 s later; the first failure,
+    at 23.5, finds one committed save: 10 s are kept and 11.5 − 1 … are repeated."""
+    made = Job(interval=10.0, save=1.0, commit=3.0, restart=4.0)
+    found = simulate(made, 27.5 + 12.0, gaps=iter([23.5, 1e9]))
+    # trained 10 + 10 + 1.5 of which 10 counted; after the restart: 12 s, with a save in them
+    assert (found.repeated, found.restarting) == (11.5, 4.0)
+    assert found.steps == 10.0 + 11.0
+    assert found.saving == 2.0 + 1.0
+    # half a second later, the second save counts
+    found = simulate(made, 28.0, gaps=iter([24.0, 1e9]))
+    assert found.repeated == 2.0
+    # the restart fails twice, and begins anew
+    found = simulate(made, 35.0, gaps=iter([23.5, 1.0, 3.0, 1e9]))
+    assert found.restarting == 1.0 + 3.0 + 4.0
+    assert found.failures == 3
+
+
+def test_a_save_waits_for_the_one_before() -> None:
+    """A checkpoint that takes 10 s to write cannot be saved every 3 s."""
+    found = simulate(Job(interval=3.0, save=1.0, commit=10.0), 100.0)
+    assert found.steps == 30.0
+    assert found.effective == pytest.approx(0.3)
+
+
+def test_spares_replace_nodes() -> None:
+    """Without a spare the job waits; with the number that closed form names it waits less than 1%
+    of the time; a shrinking job goes on, slower. Lemons fail more often."""
+    made = job(1024, 1.0, 1.0, 60.0, node_lost_share=0.78, repair_days=1.0)
+    waits = simulate(made, 2000 * DAY)
+    spares = spares_needed(DAY / made.mtbf * 0.78)
+    enough = simulate(replace(made, spares=spares), 2000 * DAY)
+    assert waits.shares()["waiting"] > 0.2
+    assert 0 < enough.shares()["waiting"] < 0.01
+    shrunk = simulate(replace(made, shrinks=True), 2000 * DAY)
+    assert shrunk.waiting == 0
+    assert 0 < shrunk.shares()["slower"] < 0.01
+    assert waits.effective < shrunk.effective
+    lemons = replace(made, node_lost_share=0.0, lemons=4, lemon_factor=20.0)
+    assert simulate(lemons, 2000 * DAY).failures == pytest.approx(
+        2000 * DAY / made.mtbf * (124 + 80) / 128, rel=0.1
+    )
+
+
+def test_the_order_of_random_numbers_is_fixed() -> None:
+    made = job(1024, 1.0, 1.0, 60.0)
+    assert simulate(made, 100 * DAY, 3) == simulate(made, 100 * DAY, 3)
+    assert simulate(made, 100 * DAY, 3) != simulate(made, 100 * DAY, 4)
+
+
+# --- a run's ledger -------------------------------------------------------------------------------
+
+
+def write_run(folder: Path) -> Path:
+    """The events of a run of 20 steps of 2 s on 4 ranks that saves every 5 steps and fails once,
+    after step 13."""
+    folder.mkdir()
+    clock = 1000.0
+
+    def add(event: str, **about: Any) -> None:
+        line = {"event": event, "time": clock, **about}
+        with open(folder / "events.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def run(first: int, last: int, started: float) -> None:
+        nonlocal clock
+        add("start", began=clock, step=first, world_size=4)
+        clock += started
+        for step in range(first + 1, last + 1):
+            clock += 2.0
+            spent = {"steps": 2.0} | ({"start": started} if step == first + 1 else {})
+            add("spent", step=step, seconds=spent)
+            if step % 5 == 0:
+                clock += 0.5
+                add("checkpoint", step=step, bytes=1, stall_seconds=0.4, write_seconds=1.0)
+                add("spent", step=step, seconds={"saving": 0.5})
+
+    run(0, 13, 6.0)
+    clock += 9.0
+    run(10, 20, 6.0)
+    add("end", state="finished", step=20)
+    return folder
+
+
+def test_what_a_run_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "run")
+    found = measure(command.read_events(folder))
+    assert (found.world_size, found.failures) == (4, 1)
+    assert found.step == 2.0
+    assert found.interval == 10.0
+    assert (found.save, found.commit) == (0.5, 1.0)
+    assert found.restart == 9.0 + 6.0
+    # 20 of 23 steps count; 2 s of saves, 2 × 6 s of starts, 9 s down
+    assert found.effective == pytest.approx(40.0 / (46 + 2 + 12 + 9))
+    rate = DAY / 4 / 400.0  # one failure in 400 s
+    seconds, steps = found.best_interval(rate) or (0, 0)
+    assert (seconds, steps) == (pytest.approx(20.0), 10)
+    assert found.best_interval(0.0) is None
+    assert "best interval between saves: 10 steps (20.0 s)" in effective_lines(found, rate)[1]
+
+    assert command.main(["--run", str(folder), "--gpus", "1024", "--days", "10"]) == 0
+    said = capsys.readouterr().out
+    assert "a save costs 0.5 s (s) and counts after 1.5 s; a restart takes 15 s" in said
+    assert "√(2sM)" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--gpus", "8"], "--save"),
+        (["--save", "2"], "--gpus"),
+        (["--gpus", "12", "--save", "2"], "is not a multiple of 8"),
+        (["--run", "nothing"], "--run"),
+        (["--gpus", "8", "--save", "2", "--lemons", "3"], "--lemons"),
+        (["--gpus", "8", "--save", "2", "--failures-per-gpu-day", "0"], "--interval"),
+    ],
+)
+def test_what_the_command_refuses(
+    arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(arguments) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_a_file_that_no_run_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    draw = random.Random(0)
+    for event in ("start", "spent", "checkpoint", "end"):
+        append_event(tmp_path, event, step=draw.choice(["x", None]), seconds=3)
+    assert command.main(["--run", str(tmp_path), "--gpus", "8"]) == 2
+    assert "not written by a run" in capsys.readouterr().err
+
+
+def test_the_plan() -> None:
+    """Llama 3's failure rate on 16,384 GPUs; the stated rate and interval are used."""
+    config = load_config("configs/llama3_70b.yaml", ["checkpoint.interval=auto"])
+    large = goodput(config, 16_384, H100, 10.0)
+    assert large["mtbf_seconds"] / 3600 == pytest.approx(3.09, abs=0.01)
+    assert large["checkpoint_bytes"] == 12 * 70_553_706_496
+    assert large["interval_steps"] == large["best_interval_steps"] < 100
+    assert large["spare_nodes"] == spares_needed(419 / 54 * 0.78)
+    small = goodput(config, 256, H100, 10.0)
+    assert large["effective_training_time"] < 0.98 < small["effective_training_time"]
+    rare = load_config(
+        "configs/llama3_70b.yaml",
+        ["checkpoint.interval=500", "checkpoint.failures_per_gpu_day=1e-5"],
+    )
+    assert goodput(rare, 16_384, H100, 10.0)["interval_steps"] == 500
+    assert goodput(rare, 16_384, H100, 10.0)["best_interval_steps"] > large["interval_steps"]
+    never = load_config("configs/llama3_70b.yaml", ["checkpoint.failures_per_gpu_day=0"])
+    assert describe_goodput(goodput(never, 256, H100, 10.0)) == []

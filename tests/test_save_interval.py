@@ -1,0 +1,215 @@
+"""checkpoint.interval=auto, the marks of a start, and the ranks that tools.torchrun forks."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import redirect_stdout
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from errors import UserError
+from runtime import save_interval, signals, start_parts
+from runtime.events import append_event, read_events
+from runtime.goodput import mtbf_of
+from runtime.ledger import account
+from runtime.save_interval import MOST_SECONDS, SaveInterval, measured_saves
+from tests.runs import losses, train_run, write_config
+from tools.ranks import Ranks
+from training.load_config import load_config
+
+ROOT = Path(__file__).parent.parent
+
+
+class FakeRun:
+    """The steps of a run, as SaveInterval sees them: each takes `step_seconds`, and is logged."""
+
+    def __init__(self, config: Any, step_seconds: float) -> None:
+        self.config, self.step, self.step_seconds = config, 0, step_seconds
+
+    @property
+    def is_last(self) -> bool:
+        return False
+
+
+def saves(
+    folder: Path, steps: int, wait: float, rate: float, step_seconds: float = 1.0, **last: float
+) -> list[int]:
+    """The steps after which one rank saves; each save makes training wait for `wait` seconds."""
+    overrides = [f"run.dir={folder}", "checkpoint.interval=auto"]
+    overrides += [f"checkpoint.failures_per_gpu_day={rate}"]
+    config = load_config("configs/laptop.yaml", overrides)
+    run, found = FakeRun(config, step_seconds), []
+    with (
+        patch.object(save_interval, "from_rank_0", lambda action, device: action()),
+        patch.object(save_interval.dist, "get_world_size", lambda: 1),
+        redirect_stdout(None),
+    ):
+        interval = SaveInterval(config, 0, 0, "cpu")
+        for _ in range(steps):
+            run.step += 1
+            if interval.is_due(run):  # type: ignore[arg-type]
+                found.append(run.step)
+                interval.saved(run.step, wait, dict(last))
+    return found
+
+
+def test_the_interval_is_youngs(tmp_path: Path) -> None:
+    """With saves of 0.5 s and a failure in 400 s, √(2sM) is 20 steps of a second. Before it is
+    measured, a save is estimated to cost nothing here, so it is measured soon."""
+    found = saves(tmp_path, 100, wait=0.5, rate=mtbf_of(1.0, 1) / 400.0)
+    gaps = [after - before for before, after in pairwise(found)]
+    assert gaps[:2] == [1, 20]
+    assert set(gaps[1:]) == {20}
+    events = [e for e in read_events(tmp_path) if e["event"] == "interval"]
+    assert [event["steps"] for event in events] == [1, 20]
+    # the control: a rarer failure, a longer interval
+    rarer = saves(tmp_path / "rarer", 100, wait=0.5, rate=mtbf_of(1.0, 1) / 1600.0)
+    assert rarer[-1] - rarer[-2] == 40
+
+
+def test_the_interval_has_bounds(tmp_path: Path) -> None:
+    """A checkpoint takes time to be written, and an hour is the longest; a step, the shortest."""
+    busy = saves(tmp_path / "a", 200, 0.5, mtbf_of(1.0, 1) / 400.0, write_seconds=30.0)
+    assert busy[-1] - busy[-2] == 60
+    rare = saves(tmp_path / "b", 3 * int(MOST_SECONDS), 0.5, 1e-9, step_seconds=1.0)
+    assert rare[-1] - rare[-2] == MOST_SECONDS
+    long = saves(tmp_path / "c", 10, 0.5, mtbf_of(1.0, 1) / 400.0, step_seconds=1000.0)
+    assert long[-1] - long[-2] == 1
+
+
+def test_earlier_starts_count(tmp_path: Path) -> None:
+    """The first decision of a start uses the saves of earlier ones, without the first of each."""
+    for wait in (9.0, 0.5, 0.5):
+        append_event(tmp_path, "checkpoint", step=1, stall_seconds=wait, write_seconds=1.0)
+    append_event(tmp_path, "checkpoint", step=2, failed="no space")
+    append_event(tmp_path, "start", step=2, began=0.0)
+    append_event(tmp_path, "checkpoint", step=3, stall_seconds=9.0, write_seconds=1.0)
+    assert measured_saves(read_events(tmp_path)) == ([0.5, 0.5], [1.0, 1.0])
+    found = saves(tmp_path, 50, wait=0.5, rate=mtbf_of(1.0, 1) / 400.0)
+    assert found[:2] == [20, 40]
+
+
+def test_values_that_are_refused() -> None:
+    for value in ("often", "-1", "true", "1.5"):
+        with pytest.raises(UserError, match=r"checkpoint\.interval"):
+            load_config("configs/laptop.yaml", [f"checkpoint.interval={value}"])
+    with pytest.raises(UserError, match=r"checkpoint\.failures_per_gpu_day"):
+        load_config("configs/laptop.yaml", ["checkpoint.failures_per_gpu_day=-1"])
+
+
+def test_a_run_that_decides(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """On 4 ranks: all save the same steps, and the losses are those of a run that does not save;
+    keep_every's are saved too. Where no failure is expected, only these are."""
+    ways = {
+        "never": {"interval": 0},
+        "auto": {"interval": "auto", "failures_per_gpu_day": 1e5, "keep_last": 20},
+        "rare": {"interval": "auto", "failures_per_gpu_day": 0.0, "keep_every": 3},
+    }
+    saved = {}
+    for name, checkpoint in ways.items():
+        (tmp_path / name).mkdir()
+        config = write_config(
+            tmp_path / name, data, parallel={"tp": 2, "pp": 2}, checkpoint=checkpoint
+        )
+        assert ranks.run(train_run, 4, [config]) == [""] * 4
+        folder = tmp_path / name / "run" / "checkpoints"
+        saved[name] = sorted(int(path.name[5:]) for path in folder.glob("step-????????"))
+    assert saved["never"] == []
+    assert saved["auto"][-1] == 6
+    assert len(saved["auto"]) > 2
+    assert saved["rare"] == [3, 6]
+    assert losses(tmp_path / "never") == losses(tmp_path / "auto") == losses(tmp_path / "rare")
+    (parts,) = (
+        event["seconds"]
+        for event in read_events(tmp_path / "auto" / "run")
+        if event["event"] == "started"
+    )
+    assert {"verify", "lease", "build", "load", "listeners", "step"} <= parts.keys()
+
+
+# --- the parts of a start -------------------------------------------------------------------------
+
+
+def test_the_parts_of_a_start_add_up() -> None:
+    clock = SimpleNamespace(now=100.0)
+    with (
+        patch.object(start_parts.time, "monotonic", lambda: clock.now),
+        patch.object(signals, "STARTED", 90.0),
+        patch.object(start_parts, "_ended", {}),
+    ):
+
+        @start_parts.parts(before="import", inside="join")
+        def join() -> str:
+            clock.now += 5.0
+            return "joined"
+
+        assert join() == "joined"
+        join()  # later calls, as after a rollback, do not count
+        assert start_parts.seconds_by_part() == {"import": 10.0, "join": 5.0}
+        assert start_parts.seconds_by_part() == {}
+        with pytest.raises(AssertionError):
+            start_parts.part_ends("unknown")
+
+
+# --- ranks forked by tools.torchrun ---------------------------------------------------------------
+
+
+def lines(folder: Path, event: str) -> list[dict[str, Any]]:
+    with contextlib.suppress(OSError):
+        return [line for line in read_events(folder) if line["event"] == event]
+    return []
+
+
+@pytest.mark.thorough
+def test_forked_ranks_restart(data: Path, tmp_path: Path) -> None:
+    """A rank of two that is killed is started again, without importing anything, and the run ends
+    with the losses of an undisturbed one."""
+    losses_of = {}
+    for name in ("alone", "killed"):
+        folder = tmp_path / name
+        folder.mkdir()
+        config = write_config(
+            folder, data, train={"steps": 40, "max_minutes": 4}, checkpoint={"interval": 2}
+        )
+        command = [sys.executable, "-m", "tools.torchrun", "--standalone", "--local-addr",
+                   "localhost", "--nproc-per-node=2", "--max-restarts=2", "train.py"]  # fmt: skip
+        with subprocess.Popen(
+            [*command, config],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        ) as agent:
+            if name == "killed":
+                while not lines(folder / "run", "checkpoint"):
+                    assert agent.poll() is None
+                    time.sleep(0.02)
+                holder = next((folder / "run" / "lease").iterdir()).read_text()
+                os.kill(int(json.loads(holder)["pid"]), signal.SIGKILL)
+            assert agent.wait(200) == 0
+        losses_of[name] = losses(folder)
+        starts = lines(folder / "run", "started")
+        assert len(starts) == (2 if name == "killed" else 1)
+        assert all(start["seconds"]["import"] < 1.0 for start in starts), "imported once"
+        assert account(read_events(folder / "run"))["steps"] > 0
+    assert losses_of["killed"] == losses_of["alone"]
+
+
+@pytest.mark.thorough
+def test_forked_ranks_need_a_script() -> None:
+    for arguments, why in ((["nowhere.py"], "nowhere.py"), (["-m", "train"], "train")):
+        done = subprocess.run(
+            [sys.executable, "-m", "tools.torchrun", *arguments],
+            cwd=ROOT, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode
+        assert f"error: {why} is not a script" in done.stderr
