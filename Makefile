@@ -17,7 +17,7 @@ else
   dev := .venv/.dev
 endif
 
-.PHONY: help train data test test-rest test-all test-slow test-slurm lint parity bench bench-gpu docs site exercises clean
+.PHONY: help train data test test-rest test-all test-slow test-slurm test-alerts lint parity bench bench-gpu docs site exercises clean
 
 help:
 	@echo 'make train       prepare the embedded data set, train on it in 3D, and sample from' \
@@ -28,6 +28,7 @@ help:
 	@echo 'make test-all    make test, then make test-rest: under 30 minutes'
 	@echo 'make test-slow   longer tests: every layout, fifty kills of a run, many starts in one folder'
 	@echo 'make test-slurm  the job script on a real Slurm, which is installed: Debian, as root'
+	@echo 'make test-alerts  a real Prometheus and an S3 server around a run: where they can be had'
 	@echo 'make lint        ruff and mypy'
 	@echo 'make data        only train the tokenizer and prepare the data set'
 	@echo 'make parity      check that every layout computes the same as an unsharded model'
@@ -81,6 +82,9 @@ test-slow: $(dev) prepared/laptop/index.json
 test-slurm: $(dev)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -v tests/slurm_scenarios.py tests/slurm_elastic.py
 
+test-alerts: $(dev)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -v tests/alerts_scenarios.py
+
 lint: $(dev)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
@@ -94,6 +98,7 @@ bench: $(dev)
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.train_cpu
 	$(PYTHON) -m benchmarks.launchers
 	$(PYTHON) -m benchmarks.stop_matrix
+	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.alerts_cpu
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.schedule_checker
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.context_balance
 	OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.experts_cpu

@@ -29,8 +29,8 @@ from training.load_config import load_config
 # One example of each event that events.py lists as an alarm and that a run itself writes.
 EVENTS: list[tuple[str, dict[str, Any]]] = [
     ("start", {"step": 0, "world_size": 8, "began": 0.0}),
-    ("stage", {"step": 10, "name": "anneal"}),
-    ("spares", {"spares": ["n3"]}),
+    ("stage", {"step": 10, "stage": 2, "changes": "data"}),
+    ("spares", {"step": 0, "ranks": {"n3": 8}}),
     ("hang", {"step": 11, "where": "at train.py:1, waiting in no collective"}),
     ("spike", {"step": 12, "skipped": 1, "loss": float("nan"), "grad_norm": float("inf")}),
     ("rollback", {"from_step": 13, "step": 10, "left_out": [80, 96]}),

@@ -28,7 +28,7 @@ EVENTS = [
     {"event": "rollback", "time": 12.0, "from_step": 15, "step": 10},
     {"event": "after_commit", "time": 13.0, "step": 10, "attempts": 1, "failed": "no bucket"},
     {"event": "slow_rank", "time": 14.0, "step": 15, "rank": 3, "node": "n1", "factor": 1.3},
-    {"event": "spares", "time": 15.0, "spares": ["n7", "n8"]},
+    {"event": "spares", "time": 15.0, "step": 0, "ranks": {"n7": 8, "n8": 8}},
 ]
 RECORD = {"step": 12, "loss": float("nan"), "mfu": None, "lr": 3e-4, "peak_memory_bytes": 7,
           "router_z_loss": 0.5, "experts_by_layer": {"layer": [0]}}  # fmt: skip

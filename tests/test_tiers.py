@@ -79,9 +79,10 @@ def test_every_test_is_in_exactly_one_tier(tmp_path: Path) -> None:
 
 
 def test_every_file_of_tests_is_collected() -> None:
-    """Every file with tests is collected, by its name or because `make test-slurm` names it."""
+    """Every file with tests is collected, by its name or because `make test-slurm` or `make
+    test-alerts` names it."""
     assert PYTEST["testpaths"] == ["tests"]
-    named = "".join(commands("test-slurm"))
+    named = "".join(commands("test-slurm") + commands("test-alerts"))
     for file in (ROOT / "tests").rglob("*.py"):
         tree = ast.parse(file.read_text(encoding="utf-8"))
         functions = [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
@@ -103,8 +104,9 @@ def test_every_marker_that_is_used_is_declared_and_says_where_it_runs() -> None:
 
 def test_continuous_integration_runs_what_make_test_all_runs() -> None:
     """`make test-all` runs `make test` and `make test-rest` once each, and so does continuous
-    integration."""
+    integration, which then runs what it can of the tests with other programs."""
     assert re.search(r"^test-all: test$", MAKEFILE, re.MULTILINE)
     assert commands("test-all") == ["\t$(MAKE) test-rest"]
     run = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    assert re.findall(r"^make (\S+)", run, re.MULTILINE) == ["lint", "test", "test-rest"]
+    made = re.findall(r"^make (\S+)", run, re.MULTILINE)
+    assert made == ["lint", "test", "test-rest", "test-alerts"]

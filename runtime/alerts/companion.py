@@ -65,7 +65,8 @@ class Companion:
         if settings.prometheus and not self.is_file:
             self.endpoint = Endpoint(settings, self.text)
         self.progress: tuple[int, int | None] = 0, None  # of the commands: pending; newest done
-        self.closing, self.ended = threading.Event(), False  # whether an `end` was read
+        self.gone, self.closing = threading.Event(), threading.Event()  # rank 0; this process
+        self.ended = False  # whether an `end` event was read
         self.reader = threading.Thread(target=self._read_all, name="reader", daemon=True)
 
     # --- main thread ------------------------------------------------------------------------------
@@ -84,8 +85,10 @@ class Companion:
         self._end()
 
     def _end(self) -> None:
-        self.closing.set()
-        self.reader.join(END_EVENT_SECONDS + LOOK_SECONDS)
+        self.gone.set()
+        patience = time.monotonic() + END_EVENT_SECONDS
+        while not self.ended and time.monotonic() < patience:
+            time.sleep(0.02)
         if not self.ended:
             reason = "rank 0 is gone and recorded no end: it was killed, or the run folder is not "
             reason += "readable"
@@ -96,10 +99,8 @@ class Companion:
             self.commands.finish(seconds)
         if self.sender is not None:
             self.sender.finish(ENDING_SECONDS)
-        # what is still to be written, unless the file system does not respond
-        last = threading.Thread(target=self._read, daemon=True)
-        last.start()
-        last.join(LOOK_SECONDS)
+        self.closing.set()
+        self.reader.join(2 * LOOK_SECONDS)  # longer only if the file system does not respond
 
     # --- any thread -------------------------------------------------------------------------------
 
@@ -149,25 +150,22 @@ class Companion:
         for record in self.records.read()[-1:]:
             with self.lock:  # of an earlier start
                 self.state.note_record(record, found=self.records.path.stat().st_mtime)
-        says_busy, file_due = True, 0.0
-        while not self.closing.is_set():
+        says_busy, file_due, is_last = True, 0.0, False
+        while not is_last:
+            is_last = self.closing.is_set()
             self._read()
             if self.endpoint is not None and self.endpoint.server is None:
                 problem = self.endpoint.open()
                 if problem and says_busy:
                     say(f"run.prometheus={self.settings.prometheus}: {problem}; trying again")
                 says_busy = says_busy and not problem
-            if self.is_file and time.monotonic() >= file_due:
+            if self.is_file and (is_last or time.monotonic() >= file_due):
                 write_file(Path(self.settings.prometheus), self.text())
                 file_due = time.monotonic() + FILE_SECONDS
-            self.closing.wait(LOOK_SECONDS)
-        patience = time.monotonic() + END_EVENT_SECONDS
-        self._read()
-        while not self.ended and time.monotonic() < patience:
-            time.sleep(0.1)
-            self._read()
-        if self.is_file:
-            write_file(Path(self.settings.prometheus), self.text())
+            if not self.gone.is_set():
+                self.gone.wait(LOOK_SECONDS)
+            else:  # soon again: the `end` event, if it is not there yet, is about to be written
+                self.closing.wait(LOOK_SECONDS if self.ended else 0.05)
 
     def _read(self) -> None:
         """Read what was added to the run's files, and write the companion's own events."""

@@ -24,7 +24,7 @@ class RunState:
         self.failed_saves = self.failed_commands = 0  # over all starts
         self.checkpoint: dict[str, Any] = {}  # the event of the last good save
         self.slow: dict[tuple[str, str], float] = {}  # (rank, node) → factor, of this start
-        self.spares: float | None = None  # nodes that wait
+        self.spares: int | None = None  # nodes that wait
 
     def note_event(self, event: dict[str, Any]) -> None:
         kind = event["event"]
@@ -45,11 +45,10 @@ class RunState:
         elif kind == "slow_rank":
             key, factor = (str(event.get("rank")), str(event.get("node"))), event.get("factor")
             self.slow.pop(key, None)
-            if isinstance(factor, int | float):  # else it is no longer slow
+            if isinstance(factor, int | float) and not event.get("ended"):
                 self.slow[key] = float(factor)
-        elif kind == "spares" and isinstance(event.get("spares"), int | float | list):
-            spares = event["spares"]
-            self.spares = len(spares) if isinstance(spares, list) else spares
+        elif kind == "spares" and isinstance(event.get("ranks"), dict):
+            self.spares = len(event["ranks"])
 
     def note_record(self, record: dict[str, Any], found: float | None = None) -> None:
         """found: when the record was found, in seconds since 1970; None: now."""
