@@ -278,6 +278,7 @@ def write_drill(folder: Path, base: dict[str, Any], steps: int) -> Path:
     raw["model"] = base["model"] | {"dim": 32, "num_layers": 2, "ffn_dim": 64, "num_kv_heads": 2}
     raw["train"] = {"steps": steps, "seq_len": 32, "global_batch_size": 12, "micro_batch_size": 2,
                     "dtype": "float64"}  # fmt: skip
+    raw["train"]["seed"] = base["train"].get("seed", 0)
     raw["checkpoint"] = {"interval": 5, "keep_last": 3}
     raw["run"] = {"dir": str(folder / "run"), "log_interval": 1}
     (folder / "config.yaml").write_text(yaml.safe_dump(raw))
