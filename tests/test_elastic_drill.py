@@ -6,17 +6,15 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.elastic_compare import compare, rows_of
 from benchmarks.elastic_drill import (
     LAYOUTS,
     NODES,
-    RANKS,
     ROOT,
     TOLERANCE,
     Change,
-    compare,
     make_run,
     plan,
-    rows_of,
     write_drill,
 )
 from tests.data_samples import tokenizer
@@ -54,12 +52,13 @@ def test_a_plan_is_possible(seed: int) -> None:
     assert changes == plan(seed, 26, 7, host_deaths=2) != plan(seed + 1, 26, 7, host_deaths=2)
 
 
-def test_the_layouts_of_the_drill(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks_of_node", LAYOUTS)
+def test_the_layouts_of_the_drill(data: Path, tmp_path: Path, ranks_of_node: int) -> None:
     """tp, pp and data parallelism are among them, and two nodes leave one spare."""
-    sizes = layout_sizes(load_config(str(write_drill(tmp_path / "it", base(data), 1)), []))
-    assert sizes == [4 * RANKS, 3 * RANKS, RANKS]
+    config = write_drill(tmp_path / "it", base(data), 1, ranks_of_node)
+    assert layout_sizes(load_config(str(config), [])) == [n * ranks_of_node for n in (4, 3, 1)]
     for axis in ("pp", "dp_shard", "tp"):
-        assert {layout[axis] for layout in LAYOUTS} != {1}
+        assert {layout[axis] for layout in LAYOUTS[ranks_of_node]} != {1}
 
 
 def test_rows_are_those_of_the_last_try(tmp_path: Path) -> None:
@@ -81,11 +80,11 @@ def test_a_run_whose_nodes_die_and_return(data: Path, tmp_path: Path) -> None:
     that has the store dies, after which the job starts again. Rows, losses and the last state are
     those of an undisturbed run."""
     steps, raw = 40, base(data)
-    make_run(tmp_path / "alone", raw, steps, [])
+    make_run(tmp_path / "alone", raw, steps, [], 1)
     changes = [Change(3, kills=(2,)), Change(2, returns=(2,)), Change(3, kills=(1, 3)),
                Change(2, kills=(0,))]  # fmt: skip
-    found = make_run(tmp_path / "drilled", raw, steps, changes)
-    assert found["worlds"] == [8, 6, 8, 2, 8]
+    found = make_run(tmp_path / "drilled", raw, steps, changes, 1)
+    assert found["worlds"] == [4, 3, 4, 1, 4]
     assert found["requeues"] == 1
     # the return of a node is a planned stop: no step is lost
     assert found["changes"][1]["restarts_from"] >= found["changes"][1]["at_step"]
@@ -96,7 +95,7 @@ def test_a_run_whose_nodes_die_and_return(data: Path, tmp_path: Path) -> None:
     assert max(same["worst_relative_difference"].values()) <= TOLERANCE
     # control: other samples are noticed
     other = raw | {"train": {**raw["train"], "seed": 1}}
-    make_run(tmp_path / "other", other, steps, [])
+    make_run(tmp_path / "other", other, steps, [], 1)
     differs = compare(tmp_path / "other", tmp_path / "alone")
     assert not differs["rows_equal"]
     assert differs["worst_relative_difference"]["loss"] > TOLERANCE
