@@ -65,9 +65,8 @@ def read_config(arguments: list[str], device: str) -> Config:
     if not arguments:
         remedy = "torchrun … train.py configs/laptop.yaml"
         raise UserError("command line", "", "no configuration file is given", remedy)
-    world = dist.get_world_size()
-    config = choose_layout(load_config(arguments[0], arguments[1:]), world)
-    config.validate(world)
+    config = choose_layout(load_config(arguments[0], arguments[1:]), dist.get_world_size())
+    config.validate(dist.get_world_size())
     check_kernels(config.model.kernels, device)
     check_optimizer(config)
     for stage in config.each_stage:  # of data; without `stages` there is one

@@ -1,9 +1,9 @@
 """Kills and returns nodes of a run at random: `python -m benchmarks.elastic_drill`
 
-Four nodes on this machine, each a torchrun agent with two ranks (`--nnodes 1:4`), train a tiny
-model in float64 over gloo. `parallel.layouts` has layouts for four, three and one node; with two,
-one node is a spare. When the run reaches random steps, whole nodes are killed (SIGKILL to the agent
-and its ranks) or dead ones are started again. Twice it is the first node, which has the
+Four nodes on this machine, each a torchrun agent with one rank or two (`--nnodes 1:4`), train a
+tiny model in float64 over gloo. `parallel.layouts` has layouts for four, three and one node; with
+two, one node is a spare. When the run reaches random steps, whole nodes are killed (SIGKILL to the
+agent and its ranks) or dead ones are started again. Twice it is the first node, which has the
 rendezvous' store: then all agents must end by themselves, and the drill starts all of them again,
 as a requeued Slurm job would. The same run is also made undisturbed on the largest layout, and
 
@@ -31,23 +31,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 import yaml
 
 from benchmarks.about import about
+from benchmarks.elastic_compare import compare, metrics
 from runtime.events import read_events
-from runtime.run_folder import complete_checkpoints
 from runtime.status import read_status
-from tests.runs import global_state
 
 ROOT = Path(__file__).parent.parent
-NODES, RANKS = 4, 2  # nodes, and ranks of each
-LAYOUTS: list[dict[str, Any]] = [
-    {"pp": 2, "dp_shard": 2, "tp": 2, "micro_batch_size": 3},
-    {"pp": 1, "dp_shard": 3, "tp": 2, "micro_batch_size": 4},
-    {"pp": 2, "dp_shard": 1, "tp": 1, "micro_batch_size": 6},
-]
+NODES = 4
+# by the number of ranks of a node: for four nodes, three nodes, and one node
+LAYOUTS: dict[int, list[dict[str, Any]]] = {
+    1: [
+        {"pp": 2, "dp_shard": 1, "tp": 2, "micro_batch_size": 6},
+        {"pp": 1, "dp_shard": 3, "tp": 1, "micro_batch_size": 2},
+        {"pp": 1, "dp_shard": 1, "tp": 1, "micro_batch_size": 12},
+    ],
+    2: [
+        {"pp": 2, "dp_shard": 2, "tp": 2, "micro_batch_size": 3},
+        {"pp": 1, "dp_shard": 3, "tp": 2, "micro_batch_size": 4},
+        {"pp": 2, "dp_shard": 1, "tp": 1, "micro_batch_size": 6},
+    ],
+}
 # so that a death is noticed after 12 s, not 15, and a restart waits 5 s for others, not 30
 RENDEZVOUS = "keep_alive_interval=3,keep_alive_max_attempt=4,last_call_timeout=5"
 TOLERANCE = 1e-9
@@ -90,10 +95,10 @@ def plan(seed: int, count: int, longest: int, host_deaths: int) -> list[Change]:
 class Cluster:
     """The nodes of one run."""
 
-    def __init__(self, folder: Path, config: Path, nodes: int = NODES) -> None:
+    def __init__(self, folder: Path, config: Path, ranks: int) -> None:
         self.folder, self.config, self.run = folder, config, folder / "run"
         self.agents: dict[int, subprocess.Popen] = {}
-        self.nodes, self.requeues = nodes, 0
+        self.ranks, self.requeues = ranks, 0
         (folder / "rows").mkdir()
         self.set_target(10**9)
 
@@ -110,12 +115,12 @@ class Cluster:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-        for node in range(self.nodes):
+        for node in range(NODES):
             self.start(node)
 
     def start(self, node: int) -> None:
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes=1:{self.nodes}",
-                   f"--nproc-per-node={RANKS}", "--max-restarts=100", "--rdzv-backend=c10d",
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes=1:{NODES}",
+                   f"--nproc-per-node={self.ranks}", "--max-restarts=100", "--rdzv-backend=c10d",
                    f"--rdzv-endpoint={self.endpoint}",
                    f"--rdzv-conf={RENDEZVOUS},is_host={int(node == 0)}",
                    f"--rdzv-id={self.requeues}", "--local-addr=127.0.0.1", "-m",
@@ -192,17 +197,6 @@ class Cluster:
         )
 
 
-def metrics(run: Path) -> dict[int, dict[str, Any]]:
-    """Step → the line of metrics.jsonl."""
-    found = {}
-    if (run / "metrics.jsonl").exists():
-        for line in (run / "metrics.jsonl").read_text().splitlines():
-            with contextlib.suppress(ValueError):  # it is being written
-                one = json.loads(line)
-                found[one["step"]] = one
-    return found
-
-
 def carry_out(cluster: Cluster, change: Change) -> dict[str, Any]:
     """Make a change when its step is reached, and wait for the start that follows. Returns what
     happened."""
@@ -239,55 +233,26 @@ def last_start(cluster: Cluster) -> int:
     return int(cluster.events("start")[-1]["step"])
 
 
-def rows_of(folder: Path) -> dict[tuple[int, int], str]:
-    """(step, place in the global batch) → the row that the step was trained on last."""
-    lines = [
-        json.loads(line)
-        for file in (folder / "rows").glob("*.jsonl")
-        for line in file.read_text().splitlines()
-        if line.endswith("}")
-    ]
-    found = {}
-    for line in sorted(lines, key=lambda line: line["time"]):
-        for place, row in enumerate(line["rows"], line["first"]):
-            found[line["step"], place] = row
-    return found
-
-
-def state_of(config: Path, run: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the last checkpoint, whole, read by one process."""
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        single = ["parallel.tp=1", "parallel.pp=1", "parallel.dp_shard=1", "parallel.layouts=[]"]
-        newest = complete_checkpoints(run / "checkpoints")[-1]
-        return global_state([str(config), *single], str(newest))
-    finally:
-        dist.destroy_process_group()
-
-
-def difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest difference, relative to the largest element."""
-    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-300)) if a.numel() else 0.0
-
-
-def write_drill(folder: Path, base: dict[str, Any], steps: int) -> Path:
+def write_drill(folder: Path, base: dict[str, Any], steps: int, ranks: int) -> Path:
     """Write the configuration of a drill in `folder`."""
     folder.mkdir()
-    raw = {**base, "parallel": {"zero_stage": 1, "layouts": LAYOUTS}}
+    raw = {**base, "parallel": {"zero_stage": 1, "layouts": LAYOUTS[ranks]}}
     raw["model"] = base["model"] | {"dim": 32, "num_layers": 2, "ffn_dim": 64, "num_kv_heads": 2}
     raw["train"] = {"steps": steps, "seq_len": 32, "global_batch_size": 12, "micro_batch_size": 2,
                     "dtype": "float64"}  # fmt: skip
+    raw["train"]["seed"] = base["train"].get("seed", 0)
     raw["checkpoint"] = {"interval": 5, "keep_last": 3}
     raw["run"] = {"dir": str(folder / "run"), "log_interval": 1}
     (folder / "config.yaml").write_text(yaml.safe_dump(raw))
     return folder / "config.yaml"
 
 
-def make_run(folder: Path, base: dict[str, Any], steps: int, changes: list[Change]) -> dict:
-    """Make a run with these changes; returns what happened."""
-    config = write_drill(folder, base, steps)
-    with Cluster(folder, config) as cluster:
+def make_run(
+    folder: Path, base: dict[str, Any], steps: int, changes: list[Change], ranks: int
+) -> dict[str, Any]:
+    """Make a run with these changes on nodes of `ranks` ranks; returns what happened."""
+    config = write_drill(folder, base, steps, ranks)
+    with Cluster(folder, config, ranks) as cluster:
         cluster.wait(lambda: cluster.step > 0, "the first step")
         happened = []
         for change in changes:
@@ -304,33 +269,13 @@ def make_run(folder: Path, base: dict[str, Any], steps: int, changes: list[Chang
             "requeues": cluster.requeues}  # fmt: skip
 
 
-def compare(drilled: Path, alone: Path) -> dict[str, Any]:
-    """What differs between a drilled run and the undisturbed one, in two folders of `make_run`."""
-    found, expected = metrics(drilled / "run"), metrics(alone / "run")
-    rows, honest = rows_of(drilled), rows_of(alone)
-    worst = {
-        key: max(abs(found[step][key] / line[key] - 1) for step, line in expected.items())
-        for key in ("loss", "grad_norm")
-    }
-    states = [state_of(folder / "config.yaml", folder / "run") for folder in (drilled, alone)]
-    assert states[0].keys() == states[1].keys()
-    return {
-        "steps": len(found),
-        "rows": len(rows),
-        "rows_equal": rows == honest,
-        "rows_distinct": len(set(rows.values())),
-        "tokens_equal": all(found[s]["tokens"] == line["tokens"] for s, line in expected.items()),
-        "worst_relative_difference": worst
-        | {"state": max(difference(t, states[1][name]) for name, t in states[0].items())},
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--changes", type=int, default=26)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--ranks", type=int, choices=sorted(LAYOUTS), default=1, help="of a node")
     parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/elastic_drill.json")
     options = parser.parse_args()
@@ -341,12 +286,12 @@ def main() -> None:
     changes = plan(options.seed, options.changes, longest, host_deaths=2)
     with tempfile.TemporaryDirectory(prefix="elastic-") as folder:
         began = time.monotonic()
-        make_run(Path(folder) / "alone", base, options.steps, [])
-        found = make_run(Path(folder) / "drilled", base, options.steps, changes)
+        make_run(Path(folder) / "alone", base, options.steps, [], options.ranks)
+        found = make_run(Path(folder) / "drilled", base, options.steps, changes, options.ranks)
         found |= compare(Path(folder) / "drilled", Path(folder) / "alone")
     found["seconds"] = round(time.monotonic() - began)
     print(json.dumps({key: value for key, value in found.items() if key != "changes"}, indent=1))
-    head = {**about(), "nodes": NODES, "ranks_per_node": RANKS, "seed": options.seed}
+    head = {**about(), "nodes": NODES, "ranks_per_node": options.ranks, "seed": options.seed}
     worst = max(found["worst_relative_difference"].values())
     if not found["rows_equal"] or not found["tokens_equal"] or worst > TOLERANCE:
         sys.exit("the drill failed")

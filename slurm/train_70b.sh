@@ -15,8 +15,8 @@
 # a node has died. Each start resumes from the newest checkpoint (checkpoint.resume is `auto`).
 # docs/slurm.md explains what happens when.
 
-# One task per node: torchrun starts the node's processes, one per GPU. No other job shares the node.
-#SBATCH --ntasks-per-node=1
+# No other job shares a node. There is one task per node, the default: torchrun starts the node's
+# processes, one per GPU. (With --ntasks-per-node=1, Slurm 22.05 gives --nodes=MIN-MAX only MIN nodes.)
 #SBATCH --exclusive
 #SBATCH --mem=0
 # If a node dies, Slurm requeues the job. The next start appends its output to the same file.

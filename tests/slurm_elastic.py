@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.runs import losses
 from tests.slurm_cluster import Cluster, wait_for
-from tests.slurm_scenarios import STEPS, Run, cluster
+from tests.slurm_scenarios import SCRIPT, STEPS, VARIABLES, Run, cluster
 
 __all__ = ["cluster"]  # the fixture
 
@@ -28,9 +28,9 @@ def test_a_job_shrinks_and_grows(cluster: Cluster, data: Path, tmp_path: Path) -
     was never disturbed."""
     alone = Run(cluster, tmp_path / "alone", data, **ELASTIC)
     run = Run(cluster, tmp_path / "it", data, **ELASTIC)
-    size = ("--nodes", "2-3", "--nodelist", "n1,n2", "--no-kill")
-    others = "n[4-32]"
-    run.submit(*size, "--exclude", others, nodes="n1,n2", ranks=2, MIN_NODES="2")
+    size = ["--nodes", "2-3", "--exclude", "n[4-32]", "--no-kill", "--time", "60"]
+    ranks = ["--gpus-per-node", "2", "--cpus-per-task", "2"]
+    run.job = cluster.sbatch(*size, *ranks, SCRIPT, run.config, **VARIABLES, MIN_NODES="2")
     run.wait_for_step(7)
 
     def worlds() -> list[int]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from runtime.health.excluded import exclude
 from tests.runs import write_config
 from tests.slurm_cluster import free_ports
 from tools.preflight.links import rounds
@@ -115,15 +116,20 @@ def test_this_machines_addresses_are_found() -> None:
 
 
 def preflight(
-    folder: Path, data: Path, nodes: tuple[int, ...], *options: str, **sections: dict
+    folder: Path,
+    data: Path,
+    nodes: tuple[int, ...],
+    *options: str,
+    out_of: int = 2,
+    **sections: dict,
 ) -> list[tuple[int, str, str]]:
-    """Run the preflight on `nodes` out of two nodes; return the status, standard output and
+    """Run the preflight on `nodes` out of two nodes or `out_of`; return the status, standard output and
     standard error of each."""
     config = write_config(folder, data, **sections)
     meet = f"127.0.0.1:{free_ports(1)[0]}"
     command = [sys.executable, "-m", "tools.preflight", "--meet", meet, "--device", "cpu",
                "--ranks-per-node", "2"]  # fmt: skip
-    environment = {**os.environ, "SLURM_NNODES": "2", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "SLURM_NNODES": str(out_of), "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(
             [*command, *options, config],
@@ -176,3 +182,25 @@ def test_data_that_training_would_refuse(tmp_path: Path) -> None:
     assert (status, answer) == (2, "")
     assert report.startswith("error: data.path")
     assert other == (1, "", "")
+
+
+@pytest.mark.thorough
+def test_with_layouts_a_job_needs_only_the_smallest(data: Path, tmp_path: Path) -> None:
+    """Of four nodes one does not come: the other three measure each other (an odd number of them,
+    so that in each round one has no partner) and train, though a layout is for four. A node in
+    excluded.json is named, and left out if spare nodes are asked for."""
+    layouts = [{"dp_shard": 8, "micro_batch_size": 1}, {"dp_shard": 4}]
+    (tmp_path / "run").mkdir()
+    exclude(tmp_path / "run", "node1", "slow since step 7")
+    (status, answer, report), *_ = preflight(
+        tmp_path, data, (0, 1, 2), "--seconds", "60", "--node-names", "node0,node1,node2,far",
+        out_of=4, parallel={"layouts": layouts},
+    )  # fmt: skip
+    assert (status, answer) == (0, f"node0,node1,node2 {tmp_path}/run\n"), report
+    assert "FAILED   far: it sent no report in time" in report
+    assert "SLOW     node1: excluded.json excludes it: slow since step 7" in report
+    (status, answer, report), *_ = preflight(
+        tmp_path, data, (0, 1, 2), "--seconds", "300", "--spare-nodes", "1",
+        out_of=3, parallel={"layouts": layouts},
+    )  # fmt: skip
+    assert (status, answer) == (0, f"node0,node2 {tmp_path}/run\n"), report

@@ -93,7 +93,7 @@ def test_ranks_of_an_excluded_node_wait_and_end(ranks, tmp_path: Path) -> None:
 
 
 def test_a_spare_does_not_outlive_rank_0(ranks, tmp_path: Path) -> None:
-    """Rank 0 shows no sign of life for two seconds (it takes longer to show one) and never says that
+    """Rank 0 shows no sign of life for two seconds (showing one takes longer), nor says that the
     the run has ended: the spare ends by itself, with an error, so that torchrun tries again."""
     found = ranks.run(
         take_part, 2, elastic(tmp_path, 1), str(tmp_path / "store"), ["a", "b"], False

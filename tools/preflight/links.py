@@ -161,6 +161,11 @@ def _measure(
     speeds = [speed((node,))]
     for pairs in rounds(num_nodes):
         mine = [pair for pair in pairs if node in pair]
+        if not mine:
+            # The name of a group has the number of groups that its ranks have created (torch 2.13),
+            # which must stay that of the partners of later rounds.
+            own = [node * num_ranks + local for local in range(num_ranks)]
+            dist.new_group(own, use_local_synchronization=True, timeout=patience)
         speeds.append(speed(mine[0]) if mine else None)
     return speeds
 
