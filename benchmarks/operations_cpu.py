@@ -27,7 +27,6 @@ from benchmarks.about import about
 from runtime.health.examine import Examination
 from runtime.health.judge import Judge
 from runtime.health.slow_ranks import SlowRanks, TimedProducts
-from runtime.listener import Listener
 from tests.runs import train_run
 from tools.ranks import Ranks
 
@@ -47,13 +46,6 @@ def counted(spent: Counter[str], part: str, method: Callable[..., Any]) -> Calla
             spent[part] += time.thread_time() - began  # type: ignore[assignment]
 
     return call
-
-
-class Steps(Listener):
-    """Measures the CPU time of this process from its first call of `after_step` to its last."""
-
-    begun: float | None = None
-    steps, seconds = 0, 0.0
 
 
 def cost_of_timing() -> float:

@@ -30,9 +30,9 @@
     run_folder.py      lists the checkpoints of a run, and writes `latest`
     status.py          status.json: how the last start ended
 
-    health/            faulty machines: which nodes the next start leaves out
     alerts/            alarms, numbers for Prometheus, a command after each commit: a process of
                        its own
+    health/            faulty machines: slow ranks, silent corruption, nodes that are left out
 
     stop.py            planned stops (signals, time, files), agreed on by all ranks
     signals.py         receives signals, from the first line of train.py

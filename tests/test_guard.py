@@ -130,7 +130,7 @@ def poisoned(is_bad: Callable[[int, torch.Tensor], bool], rank: int) -> Iterator
 
 def run_with_bad_steps(arguments: list[str], rank: int, bad: set[int]) -> str:
     with poisoned(lambda call, tokens: call in bad, rank):
-        return train_run(arguments)
+        return train_run([*arguments, "guard.examine=false"])  # which would call it again
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def batches_of(arguments: list[str]) -> list[list[int]]:
 def run_with_bad_batches(arguments: list[str], marks: list[list[int]], rank: int) -> str:
     """Train with a NaN on `rank` whenever it gets one of these batches."""
     with poisoned(lambda call, tokens: tokens.sum(1).tolist() in marks, rank):
-        return train_run(arguments)
+        return train_run([*arguments, "guard.examine=false"])
 
 
 def run_without(arguments: list[str], samples: tuple[int, int]) -> str:

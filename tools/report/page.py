@@ -108,6 +108,7 @@ def charts(run: Run) -> list[str]:
     mfu = [Series("MFU", "c2", run.points("mfu", 100))]
     waiting = Series("of it waiting for data", "c4", run.points("data_seconds"))
     whole = Series("step", "c3", run.points("step_seconds"))
+    slowest = [Series("slowest rank", "c4", run.points("slowest_rank_factor"))]
     found = [
         line_chart("Loss", "nats per token", loss, tail=True, wide=True),
         line_chart("Gradient norm", "before clipping", norm, log=True),
@@ -116,6 +117,7 @@ def charts(run: Run) -> list[str]:
         line_chart("Step time", "seconds", [whole, waiting], zero=True),
         line_chart("Model FLOPs utilization", "% of dense bf16 peak", mfu, zero=True),
         *task_charts(run),
+        line_chart("Slowest rank", "its products' time / its peers'", slowest),
         *expert_charts(run),
         memory(run),
     ]

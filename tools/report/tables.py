@@ -99,6 +99,15 @@ def tell(event: dict[str, Any]) -> str | None:
         return f"back from step {event.get('from_step', '?')}" + (
             f", skipping samples {samples[0]:,} to {samples[1] - 1:,}" if pair else ""
         )
+    if kind == "slow_rank":
+        who = f"rank {event.get('rank', '?')} on {event.get('node', '?')}"
+        if event.get("ended"):
+            return f"{who} is no longer slow"
+        return f"{who}: {event.get('factor', '?')} times its peers since {event.get('since', '?')}"
+    if kind == "suspicion":
+        who = f" (ranks {event.get('ranks')} on {event.get('nodes')})" if event.get("ranks") else ""
+        told = (event.get(name, "?") for name in ("cause", "verdict", "why"))
+        return "{}: {}{who}, {}".format(*told, who=who)
     return ", ".join(
         f"{name} {value}" for name, value in event.items() if name not in ("event", "time", "step")
     )
