@@ -7,7 +7,9 @@ added, never changed.
     memory      a rank's peak has grown   step, the peaks of all ranks in bytes (metrics.py)
     spent       a step is logged          step, seconds since the line before, by cause (ledger.py)
     checkpoint  a save ends               step, bytes, seconds; or, if it failed, why (`failed`)
-    rollback    the run goes back         from_step, step, the samples that it leaves out
+    rollback    the run goes back         from_step, step, the samples that it leaves out; of
+                                          earlier stages: left_out_before (stage, begin, end)
+    stage       a stage begins            its number, step, what changes (next_stage.py)
     hang        a step takes too long     step, where rank 0 waits
     end         a start ends              state, step, reason
 """
