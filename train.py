@@ -18,23 +18,21 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 
-from data.dataset import Mixture
 from data.loader import BatchLoader
 from errors import UserError
 from model.kernels.backend import check_kernels
-from parallel.mesh import build_mesh
 from runtime import checkpoint
 from runtime.all_listeners import build_listeners
 from runtime.attention import check_attention
 from runtime.checkpoint import Start
 from runtime.connections import set_connections
 from runtime.history import passed
-from runtime.init_distributed import init_distributed, join_again
+from runtime.init_distributed import init_distributed
 from runtime.lease import Lease
 from runtime.listener import Listeners, Run
 from runtime.messages import fail, on_all_ranks, refuse
-from runtime.next_stage import next_start
-from runtime.preconditions import check_fits, check_writable, open_stages
+from runtime.next_stage import enter_stage, next_start
+from runtime.preconditions import Data, check_fits, check_writable, open_stages
 from runtime.spares import training_ranks
 from training.build import build_stages
 from training.config import Config
@@ -69,7 +67,7 @@ def read_config(arguments: list[str], device: str) -> Config:
     config.validate(dist.get_world_size())
     check_kernels(config.model.kernels, device)
     check_optimizer(config)
-    for stage in config.each_stage:  # of data; without `stages` there is one
+    for stage in config.each_stage:
         check_attention(stage, device)
         check_fits(stage, device)
     return config
@@ -81,28 +79,21 @@ def start_run(config: Config, device: str, signals: Signals) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     # Find the user's mistakes before anything is built or written.
-    opened = on_all_ranks(lambda: open_stages(config), device)
-    data, heldout = [train for train, _ in opened], [heldout for _, heldout in opened]
+    data = on_all_ranks(lambda: open_stages(config), device)
     on_all_ranks(lambda: check_writable(config), device)
     with Lease(config.run.dir, device) as lease:  # no other run writes to the folder
-        start = checkpoint.find_start(config, data, lease)
-        while after := train_and_save(config, data, heldout, start, lease, signals):
-            join_again(signals)
-            start = after
+        start: Start | None = checkpoint.find_start(config, data.train, lease)
+        while start:
+            start = train_stage(config, data, start, lease, signals)
 
 
-def train_and_save(
-    config: Config,
-    data: list[Mixture],
-    heldout: list[Mixture | None],
-    start: Start,
-    lease: Lease,
-    signals: Signals,
+def train_stage(
+    config: Config, data: Data, start: Start, lease: Lease, signals: Signals
 ) -> Start | None:
-    """Train from `start` to the end of its stage; return where the next stage starts, if any."""
-    config, train_data = config.at_stage(start.stage), data[start.stage]
-    sizes = config.parallel.mesh_sizes(dist.get_world_size())
-    mesh = build_mesh(sizes, lease.device, config.model.has_experts)
+    """Train from `start` to the end of its stage (of data; without `stages`, the run is one).
+    Return where the next stage starts, if any."""
+    config, mesh = enter_stage(config, start, lease.device, signals)
+    train_data, heldout_data = data.train[start.stage], data.heldout[start.stage]
     loader = BatchLoader(
         train_data,
         seq_len=config.train.seq_len,
@@ -112,14 +103,14 @@ def train_and_save(
         dp_size=mesh.dp_size,
         next_sample=start.next_sample,
         skipped=start.skipped,
-        earlier=passed(start.earlier, data),
+        earlier=passed(start.earlier, data.train),
         prefetch=config.data.prefetch,
     )
     train = TrainStep(config, mesh, build_stages(config, mesh), train_data.bos_id)
     checkpoint.load(train, start)
     # called before and after every step, in order: metrics, evaluation, saving, …
     listeners = build_listeners(
-        config, mesh, train, start, data, heldout[start.stage], lease, signals
+        config, mesh, train, start, data.train, heldout_data, lease, signals
     )
     run = Run(config, train, loader, start)
     with Listeners(run, listeners) as all_listeners:
@@ -130,7 +121,7 @@ def train_and_save(
             all_listeners.after_step()  # counts the step, then calls the listeners
         all_listeners.end()
     loader.close()
-    return next_start(run, data, lease)
+    return next_start(run, data.train, lease)
 
 
 if __name__ == "__main__":

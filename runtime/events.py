@@ -10,7 +10,9 @@ added, never changed.
     spent       a step is logged          step, seconds since the line before, by cause (ledger.py)
     checkpoint  a save ends               step, bytes, seconds; or, if it failed, why (`failed`)
     interval    checkpoint.interval=auto changes   steps, save_seconds, mtbf (save_interval.py)
-    rollback    the run goes back         from_step, step, the samples that it leaves out
+    rollback    the run goes back         from_step, step, the samples that it leaves out; of
+                                          earlier stages: left_out_before (stage, begin, end)
+    stage       a stage begins            its number, step, what changes (next_stage.py)
     spike       updates were skipped      step, how many (`skipped`), loss, grad_norm of that step
     hang        a step takes too long     step, where rank 0 waits
     slow_rank   a rank is slow, or no     step, rank, node, factor, since (a step); `ended` if it no

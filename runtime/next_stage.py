@@ -15,13 +15,26 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from data.dataset import Mixture
+from parallel.mesh import Mesh, build_mesh
 from runtime.checkpoint import Start, find_before
 from runtime.events import append_event
+from runtime.init_distributed import join_again
 from runtime.lease import Lease
 from runtime.listener import Listener, Run
 from runtime.messages import log
+from runtime.signals import Signals
 from training.config import Config
 from training.load_config import changed_between, settings_of
+
+
+def enter_stage(config: Config, start: Start, device: str, signals: Signals) -> tuple[Config, Mesh]:
+    """The configuration of the stage in which a run begins, and its mesh. Every rank calls it, when
+    nothing of a stage before is left."""
+    if start.since is not None:
+        join_again(signals)
+    config = config.at_stage(start.stage)
+    sizes = config.parallel.mesh_sizes(dist.get_world_size())
+    return config, build_mesh(sizes, device, config.model.has_experts)
 
 
 def next_start(run: Run, data: Sequence[Mixture], lease: Lease) -> Start | None:

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -64,15 +65,25 @@ def open_train_and_heldout(
     return data, heldout
 
 
+@dataclass(frozen=True)
+class Data:
+    """The data of each stage of a run: to train on, and held out (None: no evaluation)."""
+
+    train: list[Mixture] = field(default_factory=list)
+    heldout: list[Mixture | None] = field(default_factory=list)
+
+
 @parts(before="config", inside="data")
-def open_stages(config: Config) -> list[tuple[Mixture, Mixture | None]]:
+def open_stages(config: Config) -> Data:
     """Open the data of every stage. Raises UserError; also if stages have different tokenizers."""
-    found: list[tuple[Mixture, Mixture | None]] = []
+    found = Data()
     opened: Opened = {}  # stages share what they have in common, with its open files
     for number, stage in enumerate(config.each_stage):
         with in_stage(number):
-            found.append(open_train_and_heldout(stage, opened))
-            first, other = found[0][0].sources[0], found[-1][0].sources[0]
+            train, heldout = open_train_and_heldout(stage, opened)
+            found.train.append(train)
+            found.heldout.append(heldout)
+            first, other = found.train[0].sources[0], train.sources[0]
             if other.tokenizer_sha256 != first.tokenizer_sha256:
                 why = f"it and {first.folder} were prepared with different tokenizers"
                 remedy = "prepare the data of all stages with the same tokenizer"

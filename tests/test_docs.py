@@ -82,6 +82,7 @@ NOT_RUN["your_data.md"] = Counter(
 NOT_RUN["longer_sequences.md"] = Counter(
     {"needs Slurm": 1, "needs that run": 1, "takes a minute": 1}
 )
+NOT_RUN["stages.md"] = Counter({"trains for a minute": 1})
 NOT_RUN["running.md"] = Counter(
     {"needs 8 GPUs": 1, "needs two machines": 1, "needs root, and your network": 1,
      "needs Slurm": 2, "takes a while": 1, "takes half a minute": 1}

@@ -17,6 +17,7 @@ import training.step
 from data.dataset import Mixture, TokenDataset
 from data.earlier import Earlier
 from data.loader import BatchLoader
+from runtime import next_stage
 from runtime.events import read_events
 from tests.data_samples import SOURCE, prepared
 from tests.runs import copy_of, fresh, global_state, losses, train_run
@@ -303,7 +304,7 @@ def test_a_rollback_across_a_boundary(ranks: Ranks, data: Path, tmp_path: Path) 
 
 def run_with_request(arguments: list[str], request: str, folder: Path) -> str:
     """Train; a stop is requested in the changeover."""
-    join = train.join_again
+    join = next_stage.join_again
 
     def requested(signals: Any) -> None:
         if request == "STOP":
@@ -312,7 +313,7 @@ def run_with_request(arguments: list[str], request: str, folder: Path) -> str:
             signals.heard.setdefault(signal.SIGTERM, 0.0)
         join(signals)
 
-    with patch.object(train, "join_again", requested):
+    with patch.object(next_stage, "join_again", requested):
         return train_run(arguments)
 
 

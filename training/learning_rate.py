@@ -6,8 +6,7 @@ from training.sections import OptimizerConfig
 
 
 def learning_rate(step: int, phase: range, config: OptimizerConfig) -> float:
-    """The learning rate of step `step`, 0-based. `phase`: the steps over which it is scheduled, of
-    the run or of some of its stages (stages.py).
+    """The learning rate of step `step`, 0-based, in `phase`, the steps of the run or of stages.
 
     Linear warmup to lr, then `cosine` to min_lr_ratio · lr at the end (Loshchilov and Hutter 2017,
     https://arxiv.org/abs/1608.03983), `linear` likewise, `stable` (constant), or `wsd`: constant,

@@ -55,7 +55,7 @@ class TrainStep:
         assert bos_id is not None or not config.data.document_mask
         self.config, self.mesh, self.stages = config, mesh, stages
         self.bos_id = bos_id if config.data.document_mask else None
-        self.precision = Precision.of(config)
+        self.precision, self.phase = Precision.of(config), config.phase
         parallel, train = config.parallel, config.train
         # Listed once, while they are sharded: while its weights are gathered, a module has other
         # objects as its parameters.
@@ -85,7 +85,7 @@ class TrainStep:
         """Run one step on this data-parallel rank's rows of the global batch, tokens and targets
         [rows, S]; `step` is 0-based."""
         loss, norm = self.forward_backward(tokens, targets)
-        lr = learning_rate(step, self.config.phase, self.config.optimizer)
+        lr = learning_rate(step, self.phase, self.config.optimizer)
         norm_or_inf = self.guard(loss, norm)  # inf: the optimizer changes nothing
         self.optimizer.step(lr, norm_or_inf, self.config.optimizer.grad_clip)
         loads = None if self.balance is None else self.balance(norm_or_inf)
