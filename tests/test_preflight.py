@@ -123,8 +123,8 @@ def preflight(
     out_of: int = 2,
     **sections: dict,
 ) -> list[tuple[int, str, str]]:
-    """Run the preflight on `nodes` out of a job's `out_of` nodes; return the status, standard
-    output and standard error of each."""
+    """Run the preflight on `nodes` out of two nodes or `out_of`; return the status, standard output
+    and standard error of each."""
     config = write_config(folder, data, **sections)
     meet = f"127.0.0.1:{free_ports(1)[0]}"
     command = [sys.executable, "-m", "tools.preflight", "--meet", meet, "--device", "cpu",
