@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from runtime import init_distributed, signals
+from runtime import rendezvous, signals
 from runtime.rendezvous import fresh_store
 
 WORLD = 4
@@ -76,7 +76,7 @@ def test_who_is_late_is_waited_for_in_a_file_too(tmp_path: Path) -> None:
     def join(rank: int) -> None:
         found.append(fresh_store(dist.FileStore(str(tmp_path / "store"), 2), rank, 2))
 
-    with patch.object(init_distributed, "WAIT_SECONDS", 0.05):
+    with patch.object(rendezvous, "WAIT_SECONDS", 0.05):
         early = threading.Thread(target=join, args=(1,), daemon=True)
         early.start()
         time.sleep(0.3)
