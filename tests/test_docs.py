@@ -63,6 +63,7 @@ NOT_RUN["experts.md"] += {"trains for minutes": 1}
 NOT_RUN["kernels.md"] += {"needs `make data`, and minutes": 1, "needs a GPU": 1}
 NOT_RUN["checkpoints.md"] += {"needs `make train`": 1}
 NOT_RUN["recovery.md"] = Counter({"trains for minutes": 1})
+NOT_RUN["goodput.md"] = Counter({"trains for minutes": 1})
 NOT_RUN["one_writer.md"] = Counter({"takes ten minutes": 1})
 NOT_RUN["elastic.md"] = Counter({"takes minutes": 1, "needs four nodes": 2, "needs Slurm": 3})
 NOT_RUN["slurm.md"] += {"needs Slurm": 4}
