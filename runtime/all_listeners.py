@@ -52,7 +52,7 @@ def build_listeners(
     metrics = Metrics(config, mesh, start)
     watchdog = Watchdog(config)
     # torch.compile leaves no product to time
-    looks = config.guard.slow_ranks != "off" and not config.train.compile
+    looks = config.guard.slow_ranks != "none" and not config.train.compile
     slow_ranks = [SlowRanks(config, mesh, train, metrics, stop)] if looks else []
     examination = Examination(config, train, metrics, watchdog) if config.guard.examine else None
     unigram = train_data.unigram_nats_per_token

@@ -131,7 +131,7 @@ class GuardConfig:
     # name: ranks that compute slower than their peers are named in the log, events.jsonl,
     # metrics.jsonl and status.json; exclude: and the next start leaves their nodes out
     # (runtime/health/slow_ranks.py)
-    slow_ranks: Literal["name", "exclude", "off"] = "name"
+    slow_ranks: Literal["name", "exclude", "none"] = "name"
     # a rank is slow if it takes this many times as long as its peers
     slow_factor: Annotated[float, between(1.01, 100)] = 1.15
     # if replicas differ, or updates were skipped: compute the step again, on other machines too, to
