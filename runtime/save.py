@@ -23,8 +23,9 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -101,10 +102,15 @@ class Saver:
         return sum(tensor.to_local().nbytes for tensor in self.tensors.values())
 
     def save(
-        self, step: int, tokens: int, data_state: dict[str, Any], other_stages: dict[str, Any]
+        self,
+        step: int,
+        tokens: int,
+        data_state: dict[str, Any],
+        other_stages: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Save the state after `step` steps. Returns when it has been copied or, with
-        checkpoint.async_save=false, when it has been written."""
+        checkpoint.async_save=false, when it has been written. `other_stages`: entries for
+        trainer.json about the stages before and after (history.py)."""
         began = time.perf_counter()
         self.wait()
         config = self.train.config

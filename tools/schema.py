@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from training.config import SECTIONS, Config
-from training.stages import CHANGEABLE
+from training.stages import BEGINS, CHANGEABLE
 
 
 def schema() -> dict[str, Any]:
@@ -46,7 +46,7 @@ def stages() -> dict[str, Any]:
         "from_token": "or: it begins with the first step before which so many tokens were read",
     }
     properties: dict[str, Any] = {
-        name: {"description": said, "type": "integer", "minimum": 1}
+        name: {"description": said, "type": "integer", "minimum": 1, "maximum": BEGINS[name]}
         for name, said in begins.items()
     }
     for section, keys in CHANGEABLE.items():

@@ -46,7 +46,7 @@ CHANGEABLE: dict[str, tuple[str, ...]] = {
     "parallel": (),
     "optimizer": ("lr", "schedule", "warmup_steps", "decay_steps", "min_lr_ratio"),
 }
-BEGINS = ("from_step", "from_token")
+BEGINS = {"from_step": LARGEST, "from_token": 2**62}  # the largest values
 NEW_PHASE = {"warmup_steps": 0, "decay_steps": 0}  # of the learning rate
 
 
@@ -69,7 +69,7 @@ class LaterStage:
             why = "must say where it begins, once"
             raise UserError(place, raw, why, "give from_step, or from_token")
         name, value = begins[0]
-        if type(value) is not int or not 1 <= value <= (LARGEST if name == "from_step" else 2**62):
+        if type(value) is not int or not 1 <= value <= BEGINS[name]:
             why = "is not a number of steps" if name == "from_step" else "is not a number of tokens"
             raise UserError(f"{place}.{name}", value, why, "give a whole number, 1 or more")
         changes = {section: keys for section, keys in raw.items() if section not in BEGINS}

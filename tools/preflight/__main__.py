@@ -38,7 +38,7 @@ import torch.distributed as dist
 from errors import UserError
 from runtime.attention import describe_attention
 from runtime.health.excluded import excluded_nodes
-from runtime.preconditions import check_writable, open_train_and_heldout
+from runtime.preconditions import check_writable, open_stages
 from tools.preflight.links import Links
 from tools.preflight.node import look_at_node
 from tools.preflight.verdict import SKEW_SECONDS, Report, choose, odd_ones, slow_ones, table
@@ -232,7 +232,7 @@ def carry_out(
     refused = False
     if node == 0:
         try:  # the shared disk is checked by one node only
-            open_train_and_heldout(config)
+            open_stages(config)
             check_writable(config)
         except UserError as error:
             say(f"error: {error}")
