@@ -1,5 +1,6 @@
 """`parallel.layouts`: which layout a world gets, and what is refused."""
 
+import json
 import os
 from pathlib import Path
 
@@ -125,3 +126,41 @@ def test_a_list_in_python() -> None:
     """Keys are checked however the section is created."""
     with pytest.raises(UserError, match="no such key"):
         ParallelConfig(layouts=[{"dp": 1}])
+
+
+def staged(tmp_path: Path, layouts: list[dict]) -> str:
+    """A configuration with `LIST`, whose second stage has longer sequences and these layouts."""
+    later = {"from_step": 2, "train": {"seq_len": 64}, "parallel": {"layouts": layouts}}
+    path = write_config(tmp_path, tmp_path / "data", parallel={"layouts": LIST, "zero_stage": 1})
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(f"\nstages: {json.dumps([later])}\n")
+    return path
+
+
+OF_STAGE_1 = [
+    {"pp": 1, "cp": 4, "dp_shard": 2, "tp": 1},
+    {"cp": 2, "dp_shard": 2, "tp": 1},
+    {"cp": 2, "dp_shard": 1, "tp": 1},
+]
+
+
+@pytest.mark.parametrize(("world", "cp"), [(8, 4), (5, 2), (3, 2)])
+def test_each_stage_has_a_layout_for_the_same_ranks(tmp_path: Path, world: int, cp: int) -> None:
+    config = load_config(staged(tmp_path, OF_STAGE_1), [])
+    chosen = choose_layout(config, world)
+    first, second = chosen.each_stage
+    assert first.parallel.num_ranks == second.parallel.num_ranks <= world
+    assert (first.parallel.cp, second.parallel.cp) == (1, cp)
+    assert layout_sizes(config) == [8, 4, 4, 2]
+    again = tmp_path / "again.yaml"  # the run folder's config.yaml chooses the same
+    again.write_text(dump_config(chosen))
+    assert choose_layout(load_config(str(again), []), world) == chosen
+
+
+def test_a_stage_without_a_layout_for_these_ranks(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        choose_layout(load_config(staged(tmp_path, OF_STAGE_1[:2]), []), 8)
+    error = caught.value
+    assert error.key == "parallel.layouts[3]"
+    assert "stages.1.parallel.layouts" in error.why
+    assert "none has 2 ranks" in error.why

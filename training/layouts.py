@@ -1,4 +1,8 @@
-"""Chooses a run's layout from `parallel.layouts`, by the number of ranks that there are."""
+"""Chooses a run's layout from `parallel.layouts`, by the number of ranks that there are.
+
+All stages of a run with `stages` are trained by the same ranks. A stage that gives a list of its
+own has a layout for each number of ranks in it.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,8 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from errors import UserError
-from parallel.layouts import OF_TRAIN
+from parallel.layouts import OF_TRAIN, Layout
 from training.config import Config
+from training.stages import LaterStage, in_stage
 
 
 def layout_sizes(config: Config) -> list[int]:
@@ -58,24 +63,55 @@ def _value(config: Config, key: str) -> Any:
 
 def _layouts(config: Config) -> list[Config]:
     """The configuration with each layout, in order."""
+    config = config.whole
+    found = []
+    for number, layout in enumerate(_filled(config)):
+        with _naming(config, number):
+            changes = _changes(config, layout)
+            own = {name: replace(getattr(config, name), **keys) for name, keys in changes.items()}
+            num_ranks = own["parallel"].num_ranks
+            stages = tuple(
+                _with_layout(config, later, stage, num_ranks)
+                for stage, later in enumerate(config.stages, 1)
+            )
+            found.append(replace(config, **own, stages=stages).at_stage(0))
+    return found
+
+
+def _filled(config: Config) -> list[Layout]:
+    """The layouts, each with every key that any of them gives."""
     given = config.parallel.layouts
     keys = list(dict.fromkeys(key for layout in given for key in layout))
-    filled = [{key: layout.get(key, _value(config, key)) for key in keys} for layout in given]
-    found = []
-    for number, layout in enumerate(filled):
-        train = {key: value for key, value in layout.items() if key in OF_TRAIN}
-        parallel = {key: value for key, value in layout.items() if key not in OF_TRAIN}
-        with _naming(config, number):
-            if parallel.get("dp_shard", config.parallel.dp_shard) == -1:
-                why, remedy = "-1 would fit many worlds", "give each layout a number of its own"
-                raise UserError("parallel.dp_shard", -1, why, remedy)
-            one = replace(
-                config,
-                parallel=replace(config.parallel, layouts=filled, **parallel),
-                train=replace(config.train, **train),
-            )
-        found.append(one)
-    return found
+    return [{key: layout.get(key, _value(config, key)) for key in keys} for layout in given]
+
+
+def _changes(config: Config, layout: Layout) -> dict[str, dict[str, Any]]:
+    """What a layout changes, by section."""
+    train = {key: value for key, value in layout.items() if key in OF_TRAIN}
+    parallel = {key: value for key, value in layout.items() if key not in OF_TRAIN}
+    if parallel.get("dp_shard", config.parallel.dp_shard) == -1:
+        why, remedy = "-1 would fit many worlds", "give each layout a number of its own"
+        raise UserError("parallel.dp_shard", -1, why, remedy)
+    return {"parallel": {"layouts": _filled(config), **parallel}, "train": train}
+
+
+def _with_layout(config: Config, later: LaterStage, number: int, num_ranks: int) -> LaterStage:
+    """A later stage with the first layout of its own list that has `num_ranks` ranks. One without a
+    list keeps the layout of the stage before, but for the keys that it gives."""
+    if "layouts" not in later.changes.get("parallel", {}):
+        return later
+    with in_stage(number):
+        stage = config.each_stage[number].alone
+        for layout in _filled(stage):
+            changes = _changes(stage, layout)
+            if replace(stage.parallel, **changes["parallel"]).num_ranks == num_ranks:
+                merged = {
+                    name: {**later.changes.get(name, {}), **keys} for name, keys in changes.items()
+                }
+                return replace(later, changes=later.changes | merged)
+        why = f"none has {num_ranks} ranks, as a layout of the stages before has"
+        remedy = "give every stage a layout for each number of ranks"
+        raise UserError("parallel.layouts", stage.parallel.layouts, why, remedy)
 
 
 @contextmanager
