@@ -17,14 +17,11 @@ import math
 import socket
 from typing import Any
 
-SENT = {
-    "start", "stage", "spares", "stalled", "resumed", "hang", "spike", "rollback", "slow_rank",
-    "suspicion", "died", "end",
-}  # fmt: skip
-SENT_IF_FAILED = {"checkpoint", "after_commit"}
 SPIKES_SECONDS = 60.0  # at most one alarm about skipped updates in this time: they come in series
 TEMPLATES = {
     "start": "started from step {step} on {world_size} ranks",
+    "stage": "begins stage {stage} after step {step}: {changes}",
+    "spares": "trains without spare ranks: {ranks}",
     "end": "{state} at step {step}: {reason}",
     "died": "died after step {step}: {reason}",
     "hang": "hangs in the step after {step}: rank 0 is {where}",
@@ -32,14 +29,18 @@ TEMPLATES = {
     "resumed": "logs steps again: {step}, after {seconds:.0f} s",
     "spike": "skipped {skipped} updates up to step {step}: loss {loss}, gradient norm {grad_norm}",
     "rollback": "went back from step {from_step} to {step}",
+    "slow_rank": "rank {rank} on {node} is slow: {factor} times its peers since step {since}",
+    "suspicion": "examined step {step} ({cause}): {verdict}; {why}",
     "checkpoint": "could not save the checkpoint of step {step}: {failed}",
     "after_commit": "checkpoint.after_commit failed for step {step}, attempts {attempts}: {failed}",
 }
+NO_LONGER_SLOW = "rank {rank} on {node} is no longer slow"
+SENT_IF_FAILED = {"checkpoint", "after_commit"}
 
 
 def is_alarm(event: dict[str, Any]) -> bool:
     kind = event["event"]
-    return kind in SENT or (kind in SENT_IF_FAILED and "failed" in event)
+    return kind in TEMPLATES and (kind not in SENT_IF_FAILED or "failed" in event)
 
 
 def alarm(run: str, folder: str, event: dict[str, Any]) -> dict[str, Any]:
@@ -49,7 +50,8 @@ def alarm(run: str, folder: str, event: dict[str, Any]) -> dict[str, Any]:
     known = {name: _plain(value) for name, value in event.items()}
     kind, step, time = known.pop("event"), known.pop("step", None), known.pop("time")
     try:
-        said = TEMPLATES[kind].format(step=step, **known)
+        template = NO_LONGER_SLOW if known.get("ended") else TEMPLATES[kind]
+        said = template.format(step=step, **{key: _listed(each) for key, each in known.items()})
     except (KeyError, ValueError, TypeError):
         about = ", ".join(f"{name} {value}" for name, value in known.items())
         said = f"{kind} at step {step}: {about}" if step is not None else f"{kind}: {about}"
@@ -71,6 +73,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     return [_plain(each) for each in value] if isinstance(value, list) else value
+
+
+def _listed(value: Any) -> Any:
+    return ", ".join(map(str, value)) if isinstance(value, list) else value
 
 
 class Series:

@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from runtime.alerts.alarms import SENT, SENT_IF_FAILED
+from runtime.alerts.alarms import TEMPLATES
 from runtime.alerts.settings import Settings
 from runtime.alerts.state import RunState
 
@@ -72,7 +72,7 @@ def samples(state: RunState, more: dict[str, float]) -> Iterator[tuple[str, str,
     seconds: Samples = [({"cause": cause}, value) for cause, value in state.account.seconds.items()]
     yield "lattice_spent_seconds", "gauge", "Seconds of all starts by cause.", seconds
     # 0 for what has not happened yet: otherwise Prometheus would not see the first as an increase
-    kinds = sorted(SENT | SENT_IF_FAILED | state.events.keys())
+    kinds = sorted(TEMPLATES.keys() | state.events.keys())
     counts: Samples = [({"event": kind}, state.events[kind]) for kind in kinds]
     yield "lattice_events_total", "counter", "Events of all starts (events.jsonl).", counts
     failed: Samples = [({}, state.failed_saves)]
