@@ -53,8 +53,8 @@ def mtbf_of(failures_per_gpu_day: float, gpus: int) -> float:
 
 
 def best_interval(save: float, mtbf: float) -> float:
-    """Young's τ = √(2sM), in seconds."""
-    return math.sqrt(2 * save * mtbf)
+    """Young's τ = √(2sM), in seconds; infinity if nothing fails."""
+    return math.sqrt(2 * save * mtbf) if math.isfinite(mtbf) else math.inf
 
 
 def best_interval_daly(save: float, mtbf: float) -> float:
@@ -89,10 +89,12 @@ def spares_needed(mean_missing: float, certainty: float = 0.99) -> int:
     Their number has a Poisson distribution, however long single repairs take, if nodes fail
     independently (the queue M/G/∞).
     """
-    spares, probability = 0, math.exp(-mean_missing)
-    below = probability
+    if not mean_missing:
+        return 0
+    spares, below = 0, math.exp(-mean_missing)
     while below < certainty and spares < 1_000_000:
         spares += 1
-        probability *= mean_missing / spares
-        below += probability
+        # by logarithms: each factor of it may be too small or too large for a float
+        log_probability = spares * math.log(mean_missing) - mean_missing - math.lgamma(spares + 1)
+        below += math.exp(log_probability)
     return spares

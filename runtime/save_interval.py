@@ -51,7 +51,8 @@ class SaveInterval:
         self.waits: list[float] = []  # seconds, for each save of this start after the first
         self.writes: list[float] = []
         self.step_seconds: list[float] = []  # of the newest logged steps
-        self._logged = self._saves = 0
+        self._logged = 0
+        self._first: int | None = None  # the step of this start's first save
 
     @property
     def is_auto(self) -> bool:
@@ -82,11 +83,14 @@ class SaveInterval:
         self.saved_at = step
         if not self.is_auto:
             return
-        self._saves += 1
-        if self._saves > 1:  # the first one also allocates its copies
-            # `last` knows how long the device waited
-            self.waits.append(max(waited, last.get("stall_seconds", 0.0)))
-            self.writes.append(last.get("write_seconds", 0.0))
+        if self._first is None:  # the first one also allocates its copies
+            self._first = step
+        else:
+            # `last` knows how long the device waited; it may still be the first save
+            known = last if last.get("step") != self._first else {}
+            self.waits.append(max(waited, known.get("stall_seconds", 0.0)))
+            if known:
+                self.writes.append(known["write_seconds"])
         del self.waits[:-REMEMBERED], self.writes[:-REMEMBERED]
         if self.step_seconds:
             self._decide(step)
@@ -111,12 +115,15 @@ class SaveInterval:
             return self.steps
         if steps != self.steps:
             measured = "measured" if waits else "estimated"
+            fails = math.isfinite(mtbf)
+            expected = f"is expected after {mtbf / 3600:,.2f} h" if fails else "is never expected"
             log(
                 f"checkpoint.interval=auto: every {steps:,} steps ({seconds:,.0f} s): a save costs "
-                f"{save:.3g} s ({measured}), and a failure is expected after {mtbf / 3600:,.2f} h"
+                f"{save:.3g} s ({measured}), and a failure {expected}"
             )
+            known = mtbf if fails else None  # JSON has no infinity
             append_event(
-                self.folder, "interval", step=step, steps=steps, save_seconds=save, mtbf=mtbf
+                self.folder, "interval", step=step, steps=steps, save_seconds=save, mtbf=known
             )
         return steps
 

@@ -13,9 +13,10 @@
     step       the host has made the first step (on a GPU, launched it), compilation included
 
 A part is the time since the one before ended, so waiting for slower ranks belongs to the part in
-which rank 0 waits. The parts add up to the time from the process's first line. What a launcher does
-before is not in it: `down` of the ledger, and benchmarks/restart.py. Functions of the start are
-marked where they are defined, so that train.py need not know of this.
+which rank 0 waits. The parts add up to the time from the process's first line; for a later stage,
+from the end of the stage before, and everything before `load` is then in `build`. What a launcher
+does before is not in it: `down` of the ledger, and benchmarks/restart.py. Functions of the start
+are marked where they are defined, so that train.py need not know of this.
 """
 
 import functools
@@ -59,10 +60,15 @@ def parts(before: str = "", inside: str = "") -> Callable[[T], T]:
     return decorate
 
 
-def seconds_by_part() -> dict[str, float]:
-    """The seconds of each part so far; they are forgotten here."""
-    seconds, last = {}, signals.STARTED
+def seconds_by_part(since: float | None = None) -> dict[str, float]:
+    """The seconds of each part so far; they are forgotten here. `since`: when the start began
+    (time.monotonic); None: with the process."""
+    seconds, last = {}, signals.STARTED if since is None else since
     for part, when in _ended.items():
         seconds[part], last = when - last, when
-    _ended.clear()
+    forget_parts()
     return seconds
+
+
+def forget_parts() -> None:
+    _ended.clear()

@@ -69,6 +69,8 @@ def test_spare_nodes() -> None:
     assert spares_needed(1.0, 0.74) == 2
     assert spares_needed(1.0) == 4
     assert spares_needed(1.0, 0.98) == 3
+    # of a large mean, about mean + 2.33 √mean, although exp(−mean) is 0
+    assert spares_needed(10_000.0) == pytest.approx(10_000 + 2.326 * 100, abs=2)
 
 
 # --- the simulator --------------------------------------------------------------------------------
@@ -151,6 +153,14 @@ def test_spares_replace_nodes() -> None:
     )
 
 
+def test_a_stop_that_comes_due_during_a_restart() -> None:
+    """It happens after the restart: time does not go back, and no part is negative."""
+    found = simulate(Job(interval=10.0, restart=3600.0, stops_per_day=100.0), 10 * DAY)
+    assert min(found.shares().values()) >= 0
+    assert found.total == pytest.approx(10 * DAY)
+    assert found.restarting > 0.5 * found.total
+
+
 def test_the_order_of_random_numbers_is_fixed() -> None:
     made = job(1024, 1.0, 1.0, 60.0)
     assert simulate(made, 100 * DAY, 3) == simulate(made, 100 * DAY, 3)
@@ -222,6 +232,8 @@ def test_what_a_run_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--run", "nothing"], "--run"),
         (["--gpus", "8", "--save", "2", "--lemons", "3"], "--lemons"),
         (["--gpus", "8", "--save", "2", "--failures-per-gpu-day", "0"], "--interval"),
+        (["--gpus", "8", "--save", "0", "--interval", "0"], "--interval"),
+        (["--gpus", "8", "--save", "2", "--gpus-per-node", "0"], "--gpus-per-node"),
     ],
 )
 def test_what_the_command_refuses(

@@ -17,11 +17,12 @@ from unittest.mock import patch
 import pytest
 
 from errors import UserError
-from runtime import save_interval, signals, start_parts
+from runtime import save_interval, signals, start_parts, start_times
 from runtime.events import append_event, read_events
 from runtime.goodput import mtbf_of
 from runtime.ledger import account
 from runtime.save_interval import MOST_SECONDS, SaveInterval, measured_saves
+from runtime.start_times import StartTimes
 from tests.runs import losses, train_run, write_config
 from tools.ranks import Ranks
 from training.load_config import load_config
@@ -98,6 +99,26 @@ def test_earlier_starts_count(tmp_path: Path) -> None:
     assert found[:2] == [20, 40]
 
 
+def test_the_first_save_does_not_count(tmp_path: Path) -> None:
+    """It allocates memory, so it takes longer. A save in the background is known only at the next
+    one, so at the second save the newest that is known is the first."""
+    run = FakeRun(load_config("configs/laptop.yaml", ["checkpoint.interval=auto"]), 1.0)
+    interval = SaveInterval(run.config, 0, 0, "cpu")
+    interval.saved(2, 9.0, {})
+    interval.saved(4, 0.5, {"step": 2, "stall_seconds": 9.0, "write_seconds": 30.0})
+    assert (interval.waits, interval.writes) == ([0.5], [])
+    interval.saved(6, 0.25, {"step": 4, "stall_seconds": 0.5, "write_seconds": 1.0})
+    assert (interval.waits, interval.writes) == ([0.5, 0.5], [1.0])
+
+
+def test_nothing_fails_and_nothing_costs(tmp_path: Path) -> None:
+    """An hour is the interval, and the event is JSON."""
+    assert saves(tmp_path, int(MOST_SECONDS) + 2, wait=0.0, rate=0.0) == [MOST_SECONDS]
+    text = (tmp_path / "events.jsonl").read_text()
+    assert '"mtbf": null' in text
+    assert "Infinity" not in text
+
+
 def test_values_that_are_refused() -> None:
     for value in ("often", "-1", "true", "1.5"):
         with pytest.raises(UserError, match=r"checkpoint\.interval"):
@@ -158,6 +179,43 @@ def test_the_parts_of_a_start_add_up() -> None:
         assert start_parts.seconds_by_part() == {}
         with pytest.raises(AssertionError):
             start_parts.part_ends("unknown")
+
+
+def test_a_later_stage_begins_where_the_one_before_ended(tmp_path: Path) -> None:
+    """Neither the steps before nor a checkpoint loaded in a rollback belong to its start, and a
+    rollback to the first step writes no second event."""
+    clock, config = SimpleNamespace(now=0.0), SimpleNamespace(run=SimpleNamespace(dir=tmp_path))
+
+    def listen(since: float | None) -> None:
+        """A stage of an hour that rolls back to its first step."""
+        run: Any = SimpleNamespace(
+            config=config, first_step=4, start=SimpleNamespace(since=since), step=4
+        )
+        times = StartTimes()
+        clock.now += 1.0
+        load()
+        clock.now += 1.0
+        times.begins(run)
+        for _ in range(2):
+            run.step = 5
+            clock.now += 1.0
+            times.after_step(run)
+            clock.now += 3600.0
+            load()
+            run.start = SimpleNamespace(since=None)
+            times.went_back(run, run.start)
+
+    with (
+        patch.object(start_parts.time, "monotonic", lambda: clock.now),
+        patch.object(signals, "STARTED", 0.0),
+        patch.object(start_parts, "_ended", {}),
+        patch.object(start_times.dist, "get_rank", lambda: 0),
+    ):
+        load = start_parts.parts(before="build", inside="load")(lambda: None)
+        listen(None)
+        listen(clock.now)
+    expected = {"build": 1.0, "load": 0.0, "listeners": 1.0, "step": 1.0}
+    assert [event["seconds"] for event in read_events(tmp_path)] == [expected, expected]
 
 
 # --- ranks forked by tools.torchrun ---------------------------------------------------------------

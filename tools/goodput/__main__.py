@@ -48,6 +48,9 @@ def job_of(options: argparse.Namespace) -> Job:
     gpus = options.gpus or (found.world_size if found else 0)
     if gpus < 1:
         raise UserError("--gpus", gpus, "the size of the job is not known", "give --gpus or --run")
+    if options.gpus_per_node < 1:
+        why = "a node has at least one GPU"
+        raise UserError("--gpus-per-node", options.gpus_per_node, why, "give 1 or more")
     per_node = min(options.gpus_per_node, gpus)
     if gpus % per_node:
         why = f"is not a multiple of {per_node}"
@@ -182,6 +185,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         job = job_of(options)
         best = best_interval(job.save, job.mtbf)
+        if options.interval == 0:
+            raise UserError("--interval", 0, "there is no training between saves", "give more")
         if options.interval is None and not 0 < best < math.inf:
             why = "nothing fails, or a save costs nothing, so there is no best one"
             raise UserError("--interval", "", why, "give one")
@@ -191,7 +196,8 @@ def main(arguments: list[str] | None = None) -> int:
         rows = table(job, intervals, options.days, options.seed)
         print(describe(job, rows, options.days))
         if options.json is not None:
-            figures = {"job": asdict(job), "mtbf_seconds": job.mtbf, "intervals": rows}
+            mtbf = job.mtbf if math.isfinite(job.mtbf) else None  # JSON has no infinity
+            figures = {"job": asdict(job), "mtbf_seconds": mtbf, "intervals": rows}
             options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -123,6 +123,7 @@ def simulate(
             now = until
             failure = next_failure()
             continue
+        next_stop = max(next_stop, now)  # one that came due during a restart or a wait
         end = min(failure, next_stop, seconds)
         speed = working() / job.nodes
         if job.shrinks and speed < 1 and repairs:  # a node that returns is taken in by a stop
