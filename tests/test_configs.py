@@ -6,6 +6,7 @@ ranks, in which collectives return without any communication.
 """
 
 import contextlib
+import json
 import multiprocessing
 import re
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+import yaml
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -30,6 +32,7 @@ from tools.plan.peaks import peaks
 from tools.plan.search import search
 from tools.ranks import PRELOAD
 from training.config import Config
+from training.layouts import choose_layout, layout_sizes
 from training.load_config import load_config
 from training.precision import DTYPES
 
@@ -328,4 +331,22 @@ def test_an_example_of_the_job_fits_its_nodes(nodes: int, arguments: list[str]) 
 
 def test_the_examples_of_the_job_are_found() -> None:
     assert len(sbatch_examples()) >= 4
+
+
+def test_the_keys_of_an_unattended_run() -> None:
+    """docs/unattended.md: its keys are valid in llama3_70b.yaml, its job has the spare node that
+    the page promises, and the smallest layout fits the fewest nodes."""
+    page = (CONFIGS[0].parent.parent / "docs/unattended.md").read_text(encoding="utf-8")
+    keys = yaml.safe_load(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])  # type: ignore[index]
+    overrides = [
+        f"{section}.{key}={json.dumps(value)}"
+        for section, values in keys.items()
+        for key, value in values.items()
+    ]
+    config = load_config(str(CONFIGS[0].parent / "llama3_70b.yaml"), overrides)
+    (nodes,) = map(int, re.findall(r"--nodes (\d+) ", page))
+    (least,) = map(int, re.findall(r"MIN_NODES=(\d+)", page))
+    assert layout_sizes(config) == [8 * (nodes - 1), 8 * least]
+    for world in layout_sizes(config):
+        choose_layout(config, world).validate(world)
     assert sum(bool(arguments) for _, arguments in sbatch_examples()) >= 3

@@ -66,6 +66,7 @@ NOT_RUN["recovery.md"] = Counter({"trains for minutes": 1})
 NOT_RUN["goodput.md"] = Counter({"trains for minutes": 1})
 NOT_RUN["one_writer.md"] = Counter({"takes ten minutes": 1})
 NOT_RUN["elastic.md"] = Counter({"takes minutes": 1, "needs four nodes": 2, "needs Slurm": 3})
+NOT_RUN["unattended.md"] = Counter({"needs Slurm": 1})
 NOT_RUN["slurm.md"] += {"needs Slurm": 4}
 NOT_RUN["preflight.md"] = Counter({"needs Slurm": 1})
 NOT_RUN["new_cluster.md"] = Counter({"needs Slurm": 1})
