@@ -309,7 +309,9 @@ def sbatch_examples() -> list[tuple[int, list[str]]]:
             if words[:1] == ["sbatch"] and "--nodes" in words and "slurm/train_70b.sh" in words:
                 after = words[words.index("slurm/train_70b.sh") + 1 :]
                 arguments = [word for word in after if "=" in word or word.endswith(".yaml")]
-                found.append((int(words[words.index("--nodes") + 1]), arguments))
+                # of MIN-MAX the most: that is what the configuration's own layout is for
+                nodes = words[words.index("--nodes") + 1].rpartition("-")[2]
+                found.append((int(nodes), arguments))
     return found
 
 
