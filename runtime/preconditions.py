@@ -109,5 +109,5 @@ def check_writable(config: Config) -> None:
     if max(names) > limits[0] or sum(names) + len(names) > limits[1]:
         why = "is longer than the file system allows"
         raise UserError("run.dir", config.run.dir, why, "choose a shorter one")
-    if dist.get_rank() == 0:
+    if not dist.is_initialized() or dist.get_rank() == 0:  # the preflight has no ranks
         check_alerts(config)

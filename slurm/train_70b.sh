@@ -4,7 +4,7 @@
 #   sbatch --nodes 8 slurm/train_70b.sh configs/llama3_70b.yaml parallel.dp_shard=4     on 8 nodes
 #   sbatch --nodes 8 slurm/train_70b.sh configs/llama3_8b.yaml parallel.dp_replicate=8    another model
 #   sbatch --nodes 34 --export ALL,SPARE_NODES=2 slurm/train_70b.sh  the best 32 of 34 nodes
-#   sbatch --nodes 16-32 --no-kill --export ALL,MIN_NODES=16 slurm/train_70b.sh CONFIG   as many as there are
+#   sbatch --nodes 16-32 --no-kill --export ALL,MIN_NODES=16 slurm/train_70b.sh CONFIG.yaml   as many as there are
 #   sbatch --array 1-3%1 slurm/train_70b.sh                          a chain of three jobs
 #
 # Submit it from the root of the repository, which every node must be able to read. Arguments: a

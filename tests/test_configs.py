@@ -303,7 +303,7 @@ def test_tokens_and_checkpoints_are_as_the_comments_say(name: str) -> None:
 
 def sbatch_examples() -> list[tuple[int, list[str]]]:
     """Every example with a number of nodes, in the job script and the pages: the nodes, and the
-    script's arguments."""
+    script's arguments; not those with a configuration of the user's own, CONFIG.yaml."""
     root = Path(__file__).parent.parent
     found = []
     for file in (root / "slurm" / "train_70b.sh", *sorted((root / "docs").glob("*.md"))):
@@ -312,7 +312,10 @@ def sbatch_examples() -> list[tuple[int, list[str]]]:
             if words[:1] == ["sbatch"] and "--nodes" in words and "slurm/train_70b.sh" in words:
                 after = words[words.index("slurm/train_70b.sh") + 1 :]
                 arguments = [word for word in after if "=" in word or word.endswith(".yaml")]
-                found.append((int(words[words.index("--nodes") + 1]), arguments))
+                # of MIN-MAX the most: that is what the configuration's own layout is for
+                nodes = words[words.index("--nodes") + 1].rpartition("-")[2]
+                if "CONFIG.yaml" not in arguments:
+                    found.append((int(nodes), arguments))
     return found
 
 

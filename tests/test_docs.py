@@ -67,6 +67,15 @@ NOT_RUN["goodput.md"] = Counter({"trains for minutes": 1})
 NOT_RUN["one_writer.md"] = Counter({"takes ten minutes": 1})
 NOT_RUN["elastic.md"] = Counter({"takes minutes": 1, "needs four nodes": 2, "needs Slurm": 3})
 NOT_RUN["unattended.md"] = Counter({"needs Slurm": 1})
+NOT_RUN["alarms.md"] = Counter(
+    {"trains for a minute": 1, "needs a run": 1, "needs Prometheus": 1,
+     "downloads Prometheus and an S3 server": 1}
+)  # fmt: skip
+NOT_RUN["health.md"] = Counter({"trains for a minute": 1})
+NOT_RUN["object_store.md"] = Counter(
+    {"needs a store": 2, "needs that checkpoint": 1, "needs that folder": 1,
+     "needs a checkpoint": 1, "needs Slurm": 1}
+)  # fmt: skip
 NOT_RUN["slurm.md"] += {"needs Slurm": 4}
 NOT_RUN["preflight.md"] = Counter({"needs Slurm": 1})
 NOT_RUN["new_cluster.md"] = Counter({"needs Slurm": 1})

@@ -155,7 +155,7 @@ def _serve(rank: int, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from runtime.init_distributed import forget_meshes
+    from runtime import init_distributed
     from tools.strict import group as strict  # registers the backend
 
     os.environ["GLOO_SOCKET_IFNAME"] = next(
@@ -181,7 +181,7 @@ def _serve(rank: int, pipe: Connection) -> None:
             dist.barrier()  # no rank may tear its connections down while another still uses them
             dist.destroy_process_group()
             strict.close()
-            forget_meshes()
+            init_distributed.forget_meshes()
             # process groups are in reference cycles, and keep three threads each until collected
             gc.collect()
         except BaseException:  # of any kind: it is reported to the parent
