@@ -99,12 +99,15 @@ def _lock(checkpoints: Path) -> contextlib.AbstractContextManager[Any]:
 
 def _alone(lock: Any) -> bool:
     """Whether no other companion of this machine holds the lock; from now on this one does, until
-    its file is closed or the process ends."""
-    with contextlib.suppress(BlockingIOError):
+    its file is closed or the process ends. True, too, if this machine has no locks."""
+    try:
         if lock is not None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 class Commands:

@@ -89,7 +89,7 @@ def settle(train: TrainStep, tokens: Tensor, targets: Tensor, which: set[int]) -
         products.which, products.state = which, state
         return products
 
-    with _all_cores(), wrapped(linear_layers(train), settled):
+    with _more_cores(train.mesh.device), wrapped(linear_layers(train), settled):
         _forward_backward(train, tokens, targets)
     return bool(state["wrong"])
 
@@ -138,10 +138,14 @@ def _forward_backward(train: TrainStep, tokens: Tensor, targets: Tensor) -> tupl
 
 
 @contextmanager
-def _all_cores() -> Iterator[None]:
-    """Use this rank's share of the cores for products on the host; launchers leave it one."""
-    before, local = torch.get_num_threads(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(max(before, (os.cpu_count() or 1) // local))
+def _more_cores(device: str) -> Iterator[None]:
+    """If the ranks have GPUs, compute on the host with this one's share of the cores: torchrun
+    gives each process a single thread. (On a CPU, training uses the cores already.)"""
+    before = torch.get_num_threads()
+    if device == "cuda":
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        share = min((os.cpu_count() or 1) // local, len(os.sched_getaffinity(0)))  # numa.py
+        torch.set_num_threads(max(before, share))
     try:
         yield
     finally:
