@@ -168,7 +168,8 @@ class SlowRanks(Listener):
         """On rank 0: tell what has changed, and keep metrics.jsonl and status.json up to date."""
         slow = self.judge.slow
         self.metrics.noted = {"slowest_rank_factor": self.judge.slowest, "slow_ranks": [*slow]}
-        self.metrics.for_status["slow"] = [self._about(each) for each in slow.values()]
+        if slow or ended:
+            self.metrics.for_status["slow"] = [self._about(each) for each in slow.values()]
         for each in began:
             node = self.nodes[each.rank]
             what = f"{each.factor:.2f} times its peers, or itself before, since step {each.since:,}"
