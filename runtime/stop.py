@@ -154,8 +154,8 @@ class StopRequests(Listener):
             [max(map(list(REASONS).index, asked), default=0), save, *self.carry()],
             dtype=torch.int32,
         )
-        # Element-wise maximum of two int32 over all ranks, on the hosts; read at the next boundary.
-        # (After a logged step, of another one per rank.)
+        # Element-wise maximum over all ranks of two int32, and after a logged step of as many more
+        # as there are ranks; on the hosts, read at the next boundary.
         self._work = dist.all_reduce(
             self._posted, op=dist.ReduceOp.MAX, group=self._group, async_op=True
         )

@@ -100,6 +100,27 @@ def test_a_command_that_hangs_is_ended(tmp_path: Path) -> None:
     assert time.monotonic() - began < 10
 
 
+def test_two_companions_of_a_run_never_run_it_at_the_same_time(tmp_path: Path) -> None:
+    """That of the start before may still be ending when the next start begins."""
+    waits = "until [ -e go ]; do sleep 0.1; done"
+    command = script(tmp_path, f"mkdir busy || touch twice; {waits}; rmdir busy")
+    first, second = Folder(tmp_path, command), Folder(tmp_path, command)
+    path = first.commit(10)
+    first.commands.start()
+    wait_until(lambda: is_running(first.checkpoints, path.name))
+    second.commands.start()
+    time.sleep(0.5)
+    assert is_running(first.checkpoints, path.name)  # so that it is not deleted
+    (tmp_path / "go").touch()
+    first.commands.finish(30)
+    newer = second.commit(20)
+    wait_until(lambda: second.events)
+    second.commands.finish(30)
+    assert [event["step"] for event in (*first.events, *second.events)] == [10, 20]
+    assert newer.is_dir()
+    assert not (tmp_path / "twice").exists()
+
+
 def test_an_interrupted_command_is_run_by_the_next_start(tmp_path: Path) -> None:
     command = script(tmp_path, "echo x >> tries; [ -e ready ] || sleep 600")
     first = Folder(tmp_path, command)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from errors import UserError
-from runtime.alerts import send
+from runtime.alerts import follow, send
 from runtime.alerts.alarms import TEMPLATES, Series, alarm, is_alarm
 from runtime.alerts.check import check_alerts
 from runtime.alerts.companion import END_EVENT_SECONDS, ENDING_SECONDS
@@ -276,6 +276,8 @@ def test_a_command_that_fails_or_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert "status 3" in send._run_command("sh -c 'exit 3'", str(tmp_path), about)
     assert "did not end" in send._run_command("sleep 600", str(tmp_path), about)
     assert "cannot be started" in send._run_command("./none", str(tmp_path), about)
+    null = {**about, "text": "an error with \0"}
+    assert "cannot be started" in send._run_command("true", str(tmp_path), null)
     assert send._run_command("true", str(tmp_path), about) == ""
 
 
@@ -318,9 +320,25 @@ def test_a_secret_stays_in_its_variable(
     config = load_config(write_config(tmp_path, data, run={"on_event": "$HOOK"}), [])
     check_alerts(config)
     assert config.run.on_event == "$HOOK"  # what config.yaml and wandb get
+    for mistyped in ("hooks.example.org/secret", "'secret", "https://example.org/a secret"):
+        monkeypatch.setenv("HOOK", mistyped)
+        with pytest.raises(UserError) as refused:
+            check_alerts(config)
+        assert "secret" not in str(refused.value)
 
 
 # --- parts ----------------------------------------------------------------------------------------
+
+
+def test_a_long_file_is_read_piece_by_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "READ_BYTES", 100)
+    path, follower = tmp_path / "x.jsonl", follow.Follower(tmp_path / "x.jsonl")
+    path.write_text("".join(f'{{"n": {n}}}\n' for n in range(30)) + "x" * 250 + '\n{"n": 30}\n')
+    found = [follower.read() for _ in range(8)]
+    assert max(map(len, found)) < 15
+    assert [each["n"] for some in found for each in some] == list(range(31))
 
 
 def test_the_companion_imports_nothing_heavy() -> None:

@@ -15,12 +15,16 @@ from errors import UserError
 from model.matmul import Matmul
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
+from parallel.weight_gradient import LinearProducts
 from runtime import saving
 from runtime.checkpoint import held_tensors
 from runtime.events import read_events
+from runtime.health import examine
 from runtime.health.compare import _is_rounding, compute, disputes
-from runtime.health.examine import make_copies_equal
+from runtime.health.examine import Suspect, make_copies_equal
 from runtime.health.excluded import excluded_nodes
+from runtime.health.faults import FaultyProducts
+from runtime.health.products import Wrapping, linear_layers
 from runtime.replicas import check_replicas, hash_of
 from tests.runs import LAYOUT_3D, losses, train_run, write_config
 from tests.test_replicas import flip
@@ -206,6 +210,46 @@ def test_copies_are_made_equal_and_products_repeat(ranks: Ranks) -> None:
     assert ranks.run(copies_after, 4, case) == [(True, True)] * 4
 
 
+def verdict_on(case: Case, faulty: set[int], bit: int, repeats: bool) -> tuple[list[int], bool]:
+    """The ranks that an examination names, and whether it is sure, if the `faulty` ones flip a bit
+    of the first layer's products."""
+    config = case.config()
+    mesh = build_mesh(config.parallel.mesh_sizes(case.world), "cpu", config.model.has_experts)
+    train = TrainStep(config, mesh, build_stages(config, mesh))
+
+    def flips(inner: LinearProducts, name: str) -> FaultyProducts:
+        products = FaultyProducts(inner, name)
+        products.kind, products.bit, products.left = "forward", bit, math.inf
+        return products
+
+    if dist.get_rank() in faulty:
+        name, layer = next(iter(linear_layers(train).items()))
+        Wrapping({name: layer}, flips).install()
+    rows = [t.chunk(mesh.dp_size)[mesh.dp_rank] for t in global_batch(case.vocab_size, 0)]
+    with patch.object(examine, "_repeats_bits", lambda train: repeats):
+        found = examine.examine(train, Suspect((rows[0], rows[1])))
+    assert found.verdict == "persistent"
+    return found.ranks, found.is_sure
+
+
+def test_a_rank_between_two_faulty_ones_is_not_at_fault(ranks: Ranks) -> None:
+    """It differs from both neighbours, too."""
+    case = Case(MeshSizes(dp_replicate=4), dtype="float32")
+    assert ranks.run(verdict_on, 4, case, {0, 2}, 30, True) == [([0, 2], True)] * 4
+
+
+@pytest.mark.parametrize(("repeats", "ranks_named", "sure"), [
+    (True, [1], True),
+    (False, [0, 1, 2], False),
+])  # fmt: skip
+def test_no_rank_is_surely_at_fault_for_rounding_that_may_vary(
+    ranks: Ranks, repeats: bool, ranks_named: list[int], sure: bool
+) -> None:
+    """On a GPU, a library may sum the same numbers in another order."""
+    case = Case(MeshSizes(dp_replicate=4), dtype="float32")
+    assert ranks.run(verdict_on, 4, case, {1}, 0, repeats) == [(ranks_named, sure)] * 4
+
+
 def test_only_the_same_inputs_with_another_output_are_a_dispute() -> None:
     mine = torch.tensor([[1, 10], [2, 20], [3, 30], [4, 40]])
     other = torch.tensor([[1, 10], [2, 21], [9, 31], [4, 40]])
@@ -234,6 +278,12 @@ def test_rounding_is_told_from_a_flipped_exponent_bit(dtype: torch.dtype, kind: 
         assert hash_of([result]) != before
         assert not _is_rounding(kind, result, given)
         bits[place] ^= 1 << (30 if dtype == torch.float32 else 14)
+    # what a diverging run computes: neither says that the rank computes wrongly
+    for value in (math.inf, math.nan, torch.finfo(dtype).max):
+        spoilt = [inputs[0].clone(), inputs[1]]
+        spoilt[0].view(-1)[0] = value
+        result = getattr(Matmul(), kind)(*spoilt)
+        assert _is_rounding(kind, result, [each.double() for each in spoilt])
 
 
 # --- the key --------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@
 It runs without a shell, one at a time, for the newest checkpoint first; its output goes to
 RUN/after_commit.log. If it fails or takes too long, it is tried again, after longer and longer
 pauses. If it is interrupted because rank 0 ends, the next start runs it again: it must be able to
-find its own unfinished work.
+find its own unfinished work. The companion of the start before (or of the stage before) may still
+be ending: a lock on this machine (`_alone`) keeps the next one waiting until it has.
 
     RUN/checkpoints/after_commit.json
         running   the checkpoint for which it runs now
@@ -22,10 +23,13 @@ looks for the folder.
 """
 
 import contextlib
+import fcntl
+import hashlib
 import json
 import os
 import shlex
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -82,6 +86,30 @@ def _stated_sha(manifest: Path, inode: int, time_ns: int) -> str:
     return str(json.loads(manifest.read_text(encoding="utf-8"))["sha256"])
 
 
+def _lock(checkpoints: Path) -> contextlib.AbstractContextManager[Any]:
+    """A file of this machine for `_alone`, the same for each start of a run; None if it cannot be
+    opened. It is not in the run folder: a shared file system may know no locks, or keep those of a
+    machine that died."""
+    of_run = hashlib.sha256(str(checkpoints.resolve()).encode()).hexdigest()[:16]
+    path = Path(tempfile.gettempdir()) / f"lattice-after-commit-{os.getuid()}-{of_run}"
+    with contextlib.suppress(OSError):
+        return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+    return contextlib.nullcontext()
+
+
+def _alone(lock: Any) -> bool:
+    """Whether no other companion of this machine holds the lock; from now on this one does, until
+    its file is closed or the process ends. True, too, if this machine has no locks."""
+    try:
+        if lock is not None:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
 class Commands:
     """Runs the command, in a thread.
 
@@ -102,8 +130,6 @@ class Commands:
         self._thread = threading.Thread(target=self._run, name="after_commit", daemon=True)
 
     def start(self) -> None:
-        if read_record(self.checkpoints)["running"] is not None:  # of a start that was killed
-            self._write(running=None)
         self._thread.start()
 
     def finish(self, seconds: float) -> None:
@@ -115,6 +141,16 @@ class Commands:
         self._thread.join(seconds + PATIENCE_SECONDS + 1.0)
 
     def _run(self) -> None:
+        with _lock(self.checkpoints) as lock:
+            while not _alone(lock):
+                if time.monotonic() >= self._ends_at:
+                    return
+                time.sleep(0.1)
+            if read_record(self.checkpoints)["running"] is not None:  # of a start that was killed
+                self._write(running=None)
+            self._run_alone()
+
+    def _run_alone(self) -> None:
         while time.monotonic() < self._ends_at:
             ready = self._next()
             if ready is not None:
@@ -206,8 +242,8 @@ class Commands:
         if not process.returncode:
             return ""
         with open(self.run / "after_commit.log", "rb") as log:
-            log.seek(begin)
-            said = log.read()[-REASON_BYTES:].decode(errors="replace").split("\n")
+            log.seek(max(begin, log.seek(0, os.SEEK_END) - REASON_BYTES))
+            said = log.read().decode(errors="replace").split("\n")
         last = next((line for line in reversed(said) if line.strip()), "it printed nothing")
         return f"it ended with status {process.returncode}: {last.strip()}"
 

@@ -22,9 +22,10 @@ def check_alerts(config: Config) -> None:
     if is_webhook(target):
         _check_url(config.run.on_event, target)
     elif target:
-        _check_command("run.on_event", target)
+        _check_command("run.on_event", config.run.on_event, target)
     if config.checkpoint.after_commit:
-        _check_command("checkpoint.after_commit", config.checkpoint.after_commit)
+        command = config.checkpoint.after_commit
+        _check_command("checkpoint.after_commit", command, command)
     if config.run.prometheus:
         _check_prometheus(str(config.run.prometheus))
 
@@ -53,17 +54,18 @@ def _check_url(setting: str, url: str) -> None:
         raise UserError("run.on_event", setting, why, "write https://HOST/PATH")
 
 
-def _check_command(key: str, command: str) -> None:
+def _check_command(key: str, setting: str, command: str) -> None:
+    """`setting` is shown; the command, if it is a variable's value, may be a secret."""
     try:
         words = shlex.split(command)
     except ValueError as error:
         why = f"is not a command: {error}"
-        raise UserError(key, command, why, "close every quotation mark") from None
+        raise UserError(key, setting, why, "close every quotation mark") from None
     if not words or shutil.which(words[0]) is None:
-        name = words[0] if words else ""
-        why = f"{name!r} is not an executable program on rank 0's machine"
+        named = "its value" if setting != command else repr(words[0] if words else "")
+        why = f"{named} is not an executable program on rank 0's machine"
         remedy = "give its path, and make it executable; there is no shell, so write "
-        raise UserError(key, command, why, remedy + 'bash -c "…" if you need one')
+        raise UserError(key, setting, why, remedy + 'bash -c "…" if you need one')
 
 
 def _check_prometheus(setting: str) -> None:

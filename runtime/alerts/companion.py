@@ -145,11 +145,12 @@ class Companion:
     # --- reader -----------------------------------------------------------------------------------
 
     def _read_all(self) -> None:
-        for event in self.events.read(until=self.settings.events_from):
-            self._note(event)
+        while earlier := self.events.read(until=self.settings.events_from):
+            for event in earlier:
+                self._note(event)
         for record in self.records.read()[-1:]:
             with self.lock:  # of an earlier start
-                self.state.note_record(record, found=self.records.path.stat().st_mtime)
+                self.state.note_record(record, found=self.records.modified)
         says_busy, file_due, is_last = True, 0.0, False
         while not is_last:
             is_last = self.closing.is_set()

@@ -6,6 +6,8 @@ from typing import Any
 
 from runtime.tracker import json_object
 
+READ_BYTES = 1 << 24  # at a time, and the longest line: events.jsonl of months is larger
+
 
 class Follower:
     """Follows one file.
@@ -18,10 +20,11 @@ class Follower:
     def __init__(self, path: Path, tail: int | None = None) -> None:
         self.path, self.tail = path, tail
         self._inode, self._offset = -1, 0  # bytes of complete lines that were read
+        self.modified = 0.0  # when the file was, as last read, in seconds since 1970
 
     def read(self, until: int | None = None) -> list[dict[str, Any]]:
-        """Return the objects in the complete lines that were added since the last call; lines that
-        a killed process left unfinished are left out.
+        """Return the objects in the complete lines that were added since the last call, of the next
+        READ_BYTES; lines that a killed process left unfinished are left out.
 
         until: do not read beyond so many bytes of the file.
         """
@@ -34,11 +37,15 @@ class Follower:
                         self._offset = max(0, found.st_size - self.tail)
                 if found.st_size == self._offset:
                     return []
+                self.modified = found.st_mtime
                 file.seek(self._offset)
-                data = file.read(-1 if until is None else max(0, until - self._offset))
+                left = found.st_size if until is None else until
+                data = file.read(max(0, min(left - self._offset, READ_BYTES)))
         except OSError:  # not there yet, or unavailable for a while
             return []
         complete = data.rfind(b"\n") + 1
+        if not complete and len(data) == READ_BYTES:
+            complete = READ_BYTES  # no line of ours
         self._offset += complete
         objects = (json_object(line) for line in data[:complete].splitlines())
         return [found_object for found_object in objects if found_object]

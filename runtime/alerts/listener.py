@@ -85,7 +85,11 @@ class Companion(Listener):
         if self.process is None or not run.is_due(run.config.run.log_interval):
             return
         if self.process.poll() is not None:
-            log(f"warning: the companion ended with status {self.process.returncode}: no alarms")
+            status = self.process.returncode
+            log(
+                f"warning: the companion ended with status {status}: until the next start there "
+                "are no alarms, no numbers for Prometheus, and no commands after commits"
+            )
             self.process = None
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:

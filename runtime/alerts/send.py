@@ -139,6 +139,8 @@ def _run_command(command: str, cwd: str, alarm: Alarm) -> str:
         )
     except OSError as error:
         return f"it cannot be started: {error.strerror}"
+    except ValueError as error:  # a null byte in the text of an error
+        return f"it cannot be started: {error}"
     try:
         process.communicate(json.dumps(alarm).encode(), timeout=LIMIT_SECONDS)
     except subprocess.TimeoutExpired:

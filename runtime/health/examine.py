@@ -23,10 +23,12 @@ computed from the same rows must have the same bits (compare.py).
 | reproducible | all ranks agree, and the same loss and   | the run continues: the data or the   |
 |              | norm come out                            | model is the cause                   |
 
-Of three or more data-parallel ranks, the one that differs from both neighbours is at fault. Of two,
-each computes the disputed product in float64 on its host: the one whose result is further off than
-rounding explains. If this names no rank, the verdict lists those that differ, no node is excluded,
-and the run continues.
+Each rank of a dispute computes the product once more, and in float64 on its host: a rank whose
+result is further off than rounding explains is at fault. If there is none (a low bit, or a fault
+that comes and goes), but results must repeat to the bit (on a CPU, or with train.deterministic), a
+rank is at fault that does not repeat its own, or the only one that differs from both neighbours.
+Otherwise the verdict lists those that differ, no node is excluded, and the run continues: libraries
+for GPUs may choose another order of summation at any time.
 
 What it cannot tell: with one data-parallel rank, a persistent fault that always gives the same
 wrong result looks reproducible. A fault outside of linear layers is only seen as different inputs
@@ -134,18 +136,23 @@ def _find_faulty(
     rank, world = dist.get_rank(), len(everyone)
     wavering = [r for r, each in enumerate(everyone) if each["wavering"]]
     involved = Counter(rank for each in everyone if each["disputed"] for rank in set(each["pair"]))
-    one_of_many = train.mesh.dp_size > 2
-    faulty = {rank for rank, times in involved.items() if one_of_many and times > 1} | {*wavering}
-    if not faulty:
-        which = {n for each in everyone if rank in each["pair"] for n in each["disputed"]}
-        wrong = [settle(train, *batch, which)] * world
-        dist.all_gather_object(wrong, wrong[rank])
-        faulty = {r for r, is_wrong in enumerate(wrong) if is_wrong}
+    which = {n for each in everyone if rank in each["pair"] for n in each["disputed"]}
+    wrong = [settle(train, *batch, which | {*everyone[rank]["wavering"]})] * world
+    dist.all_gather_object(wrong, wrong[rank])
+    faulty = {r for r, is_wrong in enumerate(wrong) if is_wrong}
+    if not faulty and _repeats_bits(train):
+        odd = [r for r, times in involved.items() if train.mesh.dp_size > 2 and times > 1]
+        faulty = {*wavering} or {*odd[: len(odd) == 1]}
     if faulty:
         why = "a product of linear layers with the same inputs has another result on this rank"
         return Verdict(PERSISTENT, why, sorted(faulty), is_sure=True)
-    why = "these ranks disagree about a product with the same inputs, by no more than rounding"
-    return Verdict(PERSISTENT, why, sorted(involved))
+    why = "these ranks disagree about a product with the same inputs, now by no more than rounding"
+    return Verdict(PERSISTENT, why, sorted({*involved, *wavering}))
+
+
+def _repeats_bits(train: TrainStep) -> bool:
+    """Whether the same products have the same bits at any time, on any of these machines."""
+    return train.mesh.device == "cpu" or train.config.train.deterministic
 
 
 def _compare_with_step(train: TrainStep, suspect: Suspect, now: Computed) -> Verdict:
@@ -159,9 +166,9 @@ def _compare_with_step(train: TrainStep, suspect: Suspect, now: Computed) -> Ver
             now.norm > ROUGHLY * suspect.norm
         )
     else:
-        exact = train.mesh.device == "cpu" or train.config.train.deterministic
+        tolerance = 0.0 if _repeats_bits(train) else NEARLY
         pairs = ((now.loss, suspect.loss), (now.norm, suspect.norm))
-        same = all(_is_same(a, b, 0.0 if exact else NEARLY) for a, b in pairs)
+        same = all(_is_same(a, b, tolerance) for a, b in pairs)
     then = "" if suspect.is_exact else " with changed weights"
     why = f"computed again{then}, all ranks agree on {now.loss:.6g} and {now.norm:.6g}"
     return Verdict(REPRODUCIBLE if same else TRANSIENT, why)
