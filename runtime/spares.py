@@ -91,6 +91,9 @@ class TrainingRanks:
         self._ended.set()
         if self.store is not None and os.environ["RANK"] == "0":
             self.store.set("ended", "")
+        # Rank 0 may first wait an hour for checkpoint.after_commit, longer than a collective may.
+        while self.store is not None and not comes(self.store, "ended"):
+            pass
         if "TORCHELASTIC_RUN_ID" in os.environ:
             stopped = torch.tensor(int(signal.SIGTERM in signals.heard))
             dist.all_reduce(stopped, op=dist.ReduceOp.MAX)  # one number, over all ranks that train

@@ -142,7 +142,7 @@ def _run_command(command: str, cwd: str, alarm: Alarm) -> str:
     except ValueError as error:  # a null byte in the text of an error
         return f"it cannot be started: {error}"
     try:
-        process.communicate(json.dumps(alarm).encode(), timeout=LIMIT_SECONDS)
+        process.communicate(json.dumps(alarm).encode() + b"\n", timeout=LIMIT_SECONDS)
     except subprocess.TimeoutExpired:
         end_group(process)
         return f"it did not end in {LIMIT_SECONDS:.0f} s"
