@@ -109,4 +109,4 @@ def test_continuous_integration_runs_what_make_test_all_runs() -> None:
     assert commands("test-all") == ["\t$(MAKE) test-rest"]
     run = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     made = re.findall(r"^make (\S+)", run, re.MULTILINE)
-    assert made == ["lint", "test", "test-rest", "test-alerts"]
+    assert made == ["lint", "test", "test-rest"]
