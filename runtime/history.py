@@ -30,6 +30,15 @@ def check_history(
     """Raise UserError if the run that saved the checkpoint `path` had other stages up to its last
     step, or another model, optimizer or seed. `data`: the training data of each stage."""
     number = config.stage_of(max(0, trainer.step - 1))  # the stage of its last step
+    if trainer.optimizer != config.optimizer.name:
+        why = f"the checkpoint {path} has the state of optimizer.name={trainer.optimizer}"
+        remedy = f"use the checkpoint's value, or {FROM_WEIGHTS}"
+        raise UserError("optimizer.name", config.optimizer.name, why, remedy)
+    if trainer.seed != config.train.seed:
+        why = f"the checkpoint {path} was saved with train.seed={trainer.seed}, which determines "
+        why += "the order of samples"
+        remedy = f"use the checkpoint's value, or {FROM_WEIGHTS}"
+        raise UserError("train.seed", config.train.seed, why, remedy)
     had = [*trainer.earlier, end_of(trainer)][: number + 1]
     for stage, was in enumerate(had):
         seq_len = config.at_stage(stage).train.seq_len
@@ -42,15 +51,6 @@ def check_history(
             check_state(was.data.model_dump(), data[stage])
     with in_stage(number):
         check_model(path, trainer, config.at_stage(number), FREE_MODEL_KEYS)
-    if trainer.optimizer != config.optimizer.name:
-        why = f"the checkpoint {path} has the state of optimizer.name={trainer.optimizer}"
-        remedy = f"use the checkpoint's value, or {FROM_WEIGHTS}"
-        raise UserError("optimizer.name", config.optimizer.name, why, remedy)
-    if trainer.seed != config.train.seed:
-        why = f"the checkpoint {path} was saved with train.seed={trainer.seed}, which determines "
-        why += "the order of samples"
-        remedy = f"use the checkpoint's value, or {FROM_WEIGHTS}"
-        raise UserError("train.seed", config.train.seed, why, remedy)
     ends = [one.steps.stop for one in config.each_stage[:number]]
     saved = [stage.step for stage in trainer.earlier]
     if saved != ends:
