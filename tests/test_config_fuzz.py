@@ -48,8 +48,18 @@ long = settings(short, max_examples=4000, derandomize=False, phases=[Phase.gener
 # --- cases ----------------------------------------------------------------------------------------
 
 
+def referred(reference: str) -> dict[str, Any]:
+    """The part of the schema that `#/$defs/...` names."""
+    node = SCHEMA
+    for name in reference.removeprefix("#/").split("/"):
+        node = node[name]
+    return node
+
+
 def fitting(node: dict[str, Any]) -> st.SearchStrategy[Any]:
     """Values that a part of the schema allows, mostly small ones and the bounds."""
+    if "$ref" in node:
+        return fitting(referred(node["$ref"]))
     if "anyOf" in node:
         return st.one_of([fitting(option) for option in node["anyOf"]])
     if "enum" in node:
@@ -90,6 +100,9 @@ def fitting(node: dict[str, Any]) -> st.SearchStrategy[Any]:
             if "prefixItems" in node:
                 return st.tuples(*map(fitting, node["prefixItems"])).map(list)
             return st.lists(fitting(node["items"]), max_size=9)
+        case "object" if "properties" in node:
+            keys = {key: fitting(value) for key, value in node["properties"].items()}
+            return st.fixed_dictionaries({}, optional=keys)
         case "object":
             (values,) = node["patternProperties"].values()
             return st.dictionaries(

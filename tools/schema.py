@@ -12,11 +12,13 @@ import dataclasses
 import inspect
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
+from parallel.layouts import OF_TRAIN
 from training.config import SECTIONS, Config
 from training.stages import BEGINS, CHANGEABLE
 
@@ -36,7 +38,27 @@ def schema() -> dict[str, Any]:
         name for name, cls in SECTIONS.items() if whole["$defs"][cls.__name__].get("required")
     ]
     whole["properties"]["stages"] = stages()
+    whole["$defs"]["ParallelConfig"]["properties"]["layouts"]["items"] = layout()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **whole}
+
+
+def some_of(section: str, keys: Iterable[str] = ()) -> dict[str, Any]:
+    """The properties that the schema has for these keys of a section; for all without any."""
+    cls = SECTIONS[section]
+    names = keys or [field.name for field in dataclasses.fields(cls)]
+    return {key: {"$ref": f"#/$defs/{cls.__name__}/properties/{key}"} for key in names}
+
+
+def layout() -> dict[str, Any]:
+    """The schema of an item of parallel.layouts (parallel/layouts.py)."""
+    properties = some_of("parallel") | some_of("train", OF_TRAIN)
+    del properties["layouts"]
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": properties,
+        "minProperties": 1,
+    }
 
 
 def stages() -> dict[str, Any]:
@@ -50,12 +72,11 @@ def stages() -> dict[str, Any]:
         for name, said in begins.items()
     }
     for section, keys in CHANGEABLE.items():
-        cls = SECTIONS[section]
-        names = keys or [field.name for field in dataclasses.fields(cls)]
-        of_section = {key: {"$ref": f"#/$defs/{cls.__name__}/properties/{key}"} for key in names}
         properties[section] = {
-            "type": "object", "additionalProperties": False, "properties": of_section
-        }  # fmt: skip
+            "type": "object",
+            "additionalProperties": False,
+            "properties": some_of(section, keys),
+        }
     one = {
         "type": "object",
         "additionalProperties": False,
