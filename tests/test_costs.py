@@ -57,7 +57,10 @@ def matrices(model: ModelConfig) -> int:
     return model.num_layers * block + model.vocab_size * model.dim
 
 
-@pytest.mark.parametrize("model", [SMALL, KINDS["normed heads"], KINDS["tied"]], ids=str)
+ELSEWHERE = replace(SMALL, attention_kernel="flash3")  # which is not installed here
+
+
+@pytest.mark.parametrize("model", [SMALL, KINDS["normed heads"], KINDS["tied"], ELSEWHERE], ids=str)
 def test_flops_of_a_token(model: ModelConfig) -> None:
     """A token takes 6 operations per matrix element (PaLM, appendix B), plus those of attention,
     of whose S × S scores half are counted."""
