@@ -2,6 +2,18 @@
 
 import pytest
 
+from parallel.axes import MeshSizes
+from tools.parity.chosen import schedule_cases
+
+# Every schedule with pp 4 and tp 2: in `make test` with up to two stages per rank and twice as many
+# micro-batches as ranks; in the thorough tests with every number of stages and four times as many.
+# The whole matrix has the rest.
+ROWS = [case for case in schedule_cases((8,)) if case.layout == MeshSizes(pp=4, tp=2)]
+DEEP = {
+    case.schedule: case for case in ROWS if case.stages_per_rank <= 2 and case.num_microbatches == 8
+}
+DEEPER = [*DEEP.values(), *(case for case in ROWS if case.num_microbatches == 16)]
+
 
 def values_of(pairs):
     return {value for pair in pairs for value in pair}

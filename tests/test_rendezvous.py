@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.pipeline.schedules import SCHEDULES
-from tests.test_parity import DEEP, DEEPER, thorough_but
+from tests.parity_tiers import DEEP, DEEPER, thorough_but
 from tools.parity.row import line
 from tools.parity.run import check
 from tools.ranks import RankError, Ranks

@@ -256,11 +256,17 @@ def covering_cases(
     values: Mapping[str, Sequence[object]], seed: int = 0
 ) -> tuple[list[Case], list[Pair]]:
     """Return cases in which every two values of different options occur together, and the pairs
-    that no valid case contains. The result is deterministic.
+    that no valid case contains. The result is deterministic; it is kept, as it takes seconds."""
+    return cover(tuple((name, tuple(choices)) for name, choices in values.items()), seed)
 
-    The algorithm is greedy: it fixes the first pair that is not yet covered, and of many random
-    completions takes the one that covers the most new pairs.
-    """
+
+@functools.cache
+def cover(
+    options: tuple[tuple[str, tuple[object, ...]], ...], seed: int
+) -> tuple[list[Case], list[Pair]]:
+    """`covering_cases`. The algorithm is greedy: it fixes the first pair that is not yet covered,
+    and of many random completions takes the one that covers the most new pairs."""
+    values = dict(options)
     uncovered: dict[Pair, None] = {}  # an ordered set
     for (a, a_values), (b, b_values) in combinations(values.items(), 2):
         uncovered.update({((a, x), (b, y)): None for x, y in product(a_values, b_values)})
