@@ -215,6 +215,7 @@ def test_no_checkpoint_is_deleted_while_its_command_runs(tmp_path: Path) -> None
 # --- a run ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_finished_run_has_done_its_last_checkpoint(
     ranks: Ranks, data: Path, tmp_path: Path
 ) -> None:

@@ -74,7 +74,7 @@ def test_rows_are_those_of_the_last_try(tmp_path: Path) -> None:
     assert rows_of(tmp_path) == {(0, 0): "a", (0, 1): "b"}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_run_whose_nodes_die_and_return(data: Path, tmp_path: Path) -> None:
     """A node dies and returns; two die at once, so that one of the others is a spare; and the node
     that has the store dies, after which the job starts again. Rows, losses and the last state are

@@ -122,6 +122,7 @@ def test_a_skipped_step_leaves_the_biases(ranks: Ranks, data: Path, tmp_path: Pa
     assert not torch.equal(first[name], second[name])
 
 
+@pytest.mark.thorough
 def test_a_rollback_restores_the_biases(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     """Steps 4 and 5 have bad batches. The run returns to step 2 and then is a run whose data never
     had them, bit for bit."""

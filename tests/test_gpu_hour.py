@@ -386,8 +386,12 @@ def test_a_run_resumes_with_the_same_bits(tmp_path: Path) -> None:
     assert all(row["same_bytes"] and row["loss_off"] == 0 for row in rows)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("part", [RIGHT, FAST, OPEN])
+# two of the parts take minutes, and other tests run their programs
+@pytest.mark.parametrize(
+    "part",
+    [pytest.param(OPEN, marks=pytest.mark.thorough)]
+    + [pytest.param(part, marks=pytest.mark.slow) for part in (RIGHT, FAST)],
+)
 def test_each_part_runs_to_its_end(part: str, tmp_path: Path) -> None:
     """As `make bench-gpu PART=…` without a GPU; what does not fit into the time is listed."""
     environment = {**os.environ, "OUT": str(tmp_path), "OMP_NUM_THREADS": "1"}

@@ -69,6 +69,7 @@ def run_alone(ranks, *arguments):
     return tensors, operations
 
 
+@pytest.mark.thorough
 @needs_triton
 def test_a_compiled_block_has_them_as_operations(ranks):
     expected, _ = run_alone(ranks, Case(MeshSizes()), "none", False)

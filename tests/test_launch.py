@@ -250,6 +250,7 @@ print(launch.start_processes(2, rank).why())
     assert (done.stdout, done.stderr) == ("rank 1 was killed by signal 9 (SIGKILL)\n", "")
 
 
+@pytest.mark.thorough
 def test_the_next_start_notes_that_an_end_is_missing(data: Path, tmp_path: Path) -> None:
     """If the launcher and all ranks are killed, nobody records the end. The next start records it
     as failed, and removes the temporary files."""

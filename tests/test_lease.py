@@ -227,7 +227,8 @@ def test_what_was_being_put_aside_is_not_swept_away(tmp_path: Path) -> None:
     assert left == ["step-00000020", "step-00000020.abandoned-2", "step-00000060.damaged"]
 
 
-@pytest.mark.parametrize("most", [2, pytest.param(3, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("most", [2, 3])
 def test_starts_that_are_paused_and_killed(data: Path, tmp_path: Path, most: int) -> None:
     """Several starts that are paused and killed at random keep the run folder consistent: the short
     form of benchmarks/lease_drill.py."""

@@ -89,6 +89,7 @@ def test_a_step_frees_what_it_allocates(schedule: str, zero_stage: int) -> None:
         assert memory.peak == sum(memory.at_peak.values())
 
 
+@pytest.mark.thorough
 def test_the_search_estimates_what_is_simulated_and_finds_what_fits() -> None:
     config, device = load_config(str(CONFIGS / "llama3_8b.yaml"), []), find_device("h100")
     result = search(config, 32, device)

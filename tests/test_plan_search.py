@@ -131,6 +131,7 @@ def test_bounds_are_bounds_and_near_where_schedules_repeat_themselves() -> None:
 # --- searches in which few layouts fit ------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_of_a_hard_case_few_layouts_are_counted() -> None:
     """For 175 billion parameters on 40 A100, with up to 320 micro-batches per step, fewer than 40
     of over 20,000 layouts are counted exactly."""
@@ -151,6 +152,7 @@ def test_of_a_hard_case_few_layouts_are_counted() -> None:
     assert sum(one.bound <= room for one in every) < 0.5 * sum(one.kept <= room for one in every)
 
 
+@pytest.mark.thorough
 def test_a_hopeless_search_says_what_is_nearest() -> None:
     """If nothing fits, here with sequences of a million tokens, the error states the layout that
     comes nearest and what it needs."""

@@ -127,6 +127,7 @@ def test_values_that_are_refused() -> None:
         load_config("configs/laptop.yaml", ["checkpoint.failures_per_gpu_day=-1"])
 
 
+@pytest.mark.thorough
 def test_a_run_that_decides(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     """On 4 ranks: all save the same steps, and the losses are those of a run that does not save;
     keep_every's are saved too. Where no failure is expected, only these are."""
