@@ -234,6 +234,7 @@ def test_a_finished_run_has_done_its_last_checkpoint(
     assert (tmp_path / "store-6" / MANIFEST).is_file()
 
 
+@pytest.mark.thorough
 def test_a_command_that_never_succeeds_is_said_in_the_status(
     ranks: Ranks, data: Path, tmp_path: Path
 ) -> None:

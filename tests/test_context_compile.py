@@ -184,9 +184,8 @@ def in_order(case, pieces=parallel.context.PIECES):
     return seen
 
 
-@pytest.mark.parametrize(
-    "mode", ["none", *(pytest.param(m, marks=pytest.mark.thorough) for m in ("selective", "full"))]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_collectives_are_those_of_an_eager_block(ranks, mode):
     """In number and order: as many run beside attention. Control: keys in one piece."""
     eager, compiled = (

@@ -110,6 +110,7 @@ RUN = {
 }
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 RUN |= {str(c): c for file in CONFIGS for c in commands_in_comments(file)}
+TAKES_LONG = re.compile(r"for cp in 1 4|llama3_70b\.yaml --search")  # over ten seconds
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +121,13 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 printed: dict[str, str] = {}  # command → its output
 
 
-@pytest.mark.parametrize("command", RUN.values(), ids=RUN)
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(c, id=name, marks=[pytest.mark.thorough] * bool(TAKES_LONG.search(name)))
+        for name, c in RUN.items()
+    ],
+)
 def test_a_command_prints_what_the_page_shows(command: Command, copy: Path) -> None:
     if command.text not in printed:
         status, output, errors = run(command.text, copy)

@@ -123,6 +123,7 @@ def save_again(arguments: list[str], path: str) -> None:
         saver.close()
 
 
+@pytest.mark.thorough
 def test_a_chain_of_layouts_changes_no_bit(
     ranks: Ranks, saved: Path, state: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:

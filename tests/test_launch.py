@@ -229,6 +229,7 @@ def test_a_killed_rank_is_named_once_and_last(data: Path, tmp_path: Path, victim
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_a_rank_that_waits_for_a_dead_one_is_silent_and_leaves() -> None:
     """If a rank is killed during start-up, the other, which waits for it, leaves without a message
     (such as that all ranks will save)."""
@@ -356,6 +357,7 @@ def test_ranks_share_the_cores(tmp_path: Path, program: str) -> None:
 @pytest.mark.skipif(
     sys.platform != "linux" or platform.libc_ver()[0] != "glibc", reason="glibc's allocator"
 )
+@pytest.mark.thorough
 def test_memory_is_kept_by_the_allocator() -> None:
     """`share_cores` makes the allocator keep freed memory: when activations are freed out of order
     and allocated again, less than half of the page faults remain."""

@@ -107,6 +107,7 @@ def test_the_search_estimates_what_is_simulated_and_finds_what_fits() -> None:
         search(config, 32, replace(device, memory_bytes=9e9))
 
 
+@pytest.mark.thorough
 def test_bounds_of_memory_are_bounds() -> None:
     keys = [*plan_memory.SMALL.split(), "train.seq_len=256"]
     config, device = load_config(str(CONFIGS / "llama3_70b.yaml"), keys), find_device("h100")

@@ -229,6 +229,7 @@ def mfu(found: Found) -> str:
     return f"{found.time.mfu:.0%}"
 
 
+@pytest.mark.thorough
 def test_the_search_on_one_machine() -> None:
     found = [
         [*result.best, *result.also]

@@ -109,6 +109,7 @@ def test_a_shortened_step_is_refused_where_the_whole_one_is(schedule: str) -> No
             one.config.validate(one.world)
 
 
+@pytest.mark.thorough
 def test_bounds_are_bounds_and_near_where_schedules_repeat_themselves() -> None:
     keys = [*SMALL.split(), "model.num_layers=16", "train.global_batch_size=256"]
     config, device = load_config(str(CONFIGS / "llama3_70b.yaml"), keys), find_device("h100")
