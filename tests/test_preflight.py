@@ -58,6 +58,8 @@ def test_spares_are_the_failed_then_the_slow_then_the_last() -> None:
     assert choose(names, set(), set(), 4) == [0, 1, 2, 3]
     assert choose(names, {1}, {3}, 4) == [0, 2, 3, 4]
     assert choose(names, {1}, {3}, 3) == [0, 2, 4]
+    assert choose(names, set(), {0, 2}, 3, {4}) == [0, 1, 3]
+    assert choose(names, set(), {0, 2}, 4, {4}) == [0, 1, 2, 3]
     assert choose(names, {1}, set(), 5) == []
 
 
@@ -198,7 +200,7 @@ def test_with_layouts_a_job_needs_only_the_smallest(data: Path, tmp_path: Path) 
     )  # fmt: skip
     assert (status, answer) == (0, f"node0,node1,node2 {tmp_path}/run\n"), report
     assert "FAILED   far: it sent no report in time" in report
-    assert "SLOW     node1: excluded.json excludes it: slow since step 7" in report
+    assert "EXCLUDED node1: excluded.json excludes it: slow since step 7" in report
     (status, answer, report), *_ = preflight(
         tmp_path, data, (0, 1, 2), "--seconds", "300", "--spare-nodes", "1",
         out_of=3, parallel={"layouts": layouts},

@@ -25,7 +25,7 @@ from tests.runs import LAYOUT_3D, train_run, write_config
 from tools.ranks import Ranks
 
 NOISE = Path(__file__).parent / "fixtures" / "product_times.json"
-PRODUCT_SECONDS = 4e-3
+PRODUCT_SECONDS, WAIT_SECONDS = 4e-3, 20e-3
 
 
 # --- the judge ------------------------------------------------------------------------------------
@@ -125,7 +125,8 @@ def test_a_thousand_intervals_of_measured_noise_name_nobody() -> None:
 def run_with_timed_products(arguments: list[str], slow: int, factor: float, waits: bool) -> str:
     """Train with products that take a set time, because two cores cannot time eight busy ranks:
     they wait, or only move a clock of this rank's own, whatever else the machine does."""
-    seconds = PRODUCT_SECONDS * (factor if dist.get_rank() == slow else 1.0)
+    seconds = WAIT_SECONDS if waits else PRODUCT_SECONDS  # much more than the computing beside it
+    seconds *= factor if dist.get_rank() == slow else 1.0
     generator, clock = random.Random(dist.get_rank()), [0.0]
 
     def timed(compute: Any) -> Any:

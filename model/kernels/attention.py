@@ -51,10 +51,15 @@ class Kernel:
 
 
 def by_torch(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-    shared, causal = q.shape[1] != k.shape[1], bias is None
     return functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=bias, is_causal=causal, enable_gqa=shared
+        q, k, v, attn_mask=bias, is_causal=bias is None, enable_gqa=_shared(q, k)
     )
+
+
+def _shared(q: Tensor, k: Tensor) -> bool:
+    """Whether query heads share key/value heads; a bool also where the compiler, after blocks with
+    other numbers of heads, has made these numbers symbols."""
+    return bool(q.shape[1] != k.shape[1])
 
 
 def by_cudnn(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
@@ -85,8 +90,7 @@ def by_efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor
 
 
 def by_math(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-    shared, causal = q.shape[1] != k.shape[1], bias is None
-    y: Tensor = _math(q, k, v, bias, is_causal=causal, enable_gqa=shared)[0]
+    y: Tensor = _math(q, k, v, bias, is_causal=bias is None, enable_gqa=_shared(q, k))[0]
     return y
 
 

@@ -10,10 +10,11 @@ their links (links.py), and the first node compares the results and decides (ver
     failed  a GPU is missing, in use, or reports errors; there is no space for a checkpoint; code or
             packages differ from those of most nodes; the node did not report in time, or its ranks
             could not communicate
-    slow    a link is below three quarters of the job's median; or excluded.json has the node
+    slow    a link is below three quarters of the job's median
+    excluded   an earlier start found the node slow or computing wrongly (excluded.json)
     warned  a clock is off, space is scarce, an address can be reached from outside
 
---spare-nodes nodes are left out: first failed ones, then slow ones, then the last ones. If
+--spare-nodes nodes are left out: first failed ones, then excluded, slow and the last ones. If
 `parallel.layouts` has a layout for fewer nodes, all failed ones are left out. The report
 goes to standard error. The answer goes to standard output as one line: the nodes to train on,
 separated by commas, and the run folder. The exit status is 0; or 1 if too few nodes are fit; or 2
@@ -106,15 +107,17 @@ def judge(
                 f"{report['name']}: its clock differs by {report['skew']:+.1f} s from {names[0]}'s"
             )
     slow = slow_ones(reports)
-    for node, about in excluded_nodes(Path(config.run.dir)).items():
-        if node in names:
-            slow[names.index(node)] = f"excluded.json excludes it: {about.get('reason')}"
+    excluded = {
+        names.index(node): f"excluded.json excludes it: {about.get('reason')}"
+        for node, about in excluded_nodes(Path(config.run.dir)).items()
+        if node in names
+    }
     failed = {node for node, found in problems.items() if found}
     needed = meeting.num_nodes - options.spare_nodes
     if config.parallel.layouts:  # with fewer nodes, a smaller layout fits
         least = math.ceil(min(layout_sizes(config)) / options.ranks_per_node)
         needed = max(least, min(needed, meeting.num_nodes - len(failed)))
-    chosen = choose(names, failed, set(slow), needed)
+    chosen = choose(names, failed, set(slow), needed, set(excluded))
 
     say(f"preflight of {meeting.num_nodes} nodes, {time.monotonic() - started:.0f} s")
     say(table(reports))
@@ -123,6 +126,8 @@ def judge(
         say(f"  FAILED   {names[node]}: {'; '.join(problems[node])}")
     for node, why in sorted(slow.items()):
         say(f"  SLOW     {names[node]}: {why}")
+    for node, why in sorted(excluded.items()):
+        say(f"  EXCLUDED {names[node]}: {why}")
     for warning in warnings:
         say(f"  warning  {warning}")
     left_out = [names[node] for node in range(meeting.num_nodes) if node not in chosen]

@@ -3,6 +3,7 @@
 import json
 import statistics
 from collections import Counter
+from collections.abc import Set
 from typing import Any
 
 SLOW = 0.75  # a link below this fraction of the median is slow
@@ -42,12 +43,18 @@ def slow_ones(reports: dict[int, Report]) -> dict[int, str]:
     return slow
 
 
-def choose(names: list[str], failed: set[int], slow: set[int], needed: int) -> list[int]:
-    """Chooses `needed` nodes, in order: no failed ones, and slow ones only if there are too few
-    others. Returns [] if too few nodes are fit."""
+def choose(
+    names: list[str],
+    failed: set[int],
+    slow: set[int],
+    needed: int,
+    excluded: Set[int] = frozenset(),
+) -> list[int]:
+    """Chooses `needed` nodes, in order: no failed ones, slow ones only if there are too few others,
+    and excluded ones only if there are too few with these. Returns [] if too few nodes are fit."""
     fit = sorted(
         (node for node in range(len(names)) if node not in failed),
-        key=lambda node: (node in slow, node),
+        key=lambda node: (node in excluded, node in slow, node),
     )
     return sorted(fit[:needed]) if len(fit) >= needed else []
 
