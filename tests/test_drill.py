@@ -56,8 +56,9 @@ KILLS = {
 }
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("world", [4, 8])
+@pytest.mark.parametrize(
+    "world", [pytest.param(4, marks=pytest.mark.thorough), pytest.param(8, marks=pytest.mark.slow)]
+)
 def test_killed_again_and_again(ranks: Ranks, data: Path, tmp_path: Path, world: int) -> None:
     """A run killed several times, in all phases, has the same losses and final state as an
     undisturbed one; every checkpoint is good, and the seconds in the ledger add up. On 8 ranks with

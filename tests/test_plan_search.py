@@ -153,7 +153,7 @@ def test_of_a_hard_case_few_layouts_are_counted() -> None:
     assert sum(one.bound <= room for one in every) < 0.5 * sum(one.kept <= room for one in every)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_hopeless_search_says_what_is_nearest() -> None:
     """If nothing fits, here with sequences of a million tokens, the error states the layout that
     comes nearest and what it needs."""

@@ -215,8 +215,14 @@ def test_a_layout_trains(strict: Ranks, case: Case) -> None:
     assert row.failures() == [], row.crash
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("layout", [LAYOUT_3D, {"cp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(LAYOUT_3D, marks=pytest.mark.thorough),
+        pytest.param({"cp": 2, "tp": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_a_run_saves_evaluates_and_resumes(
     strict: Ranks, data: Path, tmp_path: Path, layout: dict[str, int]
 ) -> None:

@@ -190,7 +190,7 @@ def test_cpu_offload_clips_and_resumes(ranks: Ranks, data: Path, tmp_path: Path)
     assert losses(tmp_path) == resident
 
 
-@pytest.mark.parametrize("steps", [5, pytest.param(50, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("steps", [5, pytest.param(50, marks=pytest.mark.slow)])
 def test_bfloat16_follows_float32(ranks: Ranks, data: Path, tmp_path: Path, steps: int) -> None:
     """The loss stays within 2% of float32's, with gradients reduced in float32 and in bfloat16."""
     config = write_config(tmp_path, data, train={"steps": steps, "micro_batch_size": 4})

@@ -46,8 +46,9 @@ def run_with_a_sleeper(arguments: list[str], rank: int) -> str:
         return train_run(arguments)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("world", [4, 8])
+@pytest.mark.parametrize(
+    "world", [pytest.param(4, marks=pytest.mark.thorough), pytest.param(8, marks=pytest.mark.slow)]
+)
 def test_a_rank_that_sleeps_for_ever(ranks: Ranks, data: Path, tmp_path: Path, world: int) -> None:
     rank = world - 2
     guard = {"hang_factor": 1.0, "hang_seconds": 20.0}
