@@ -26,6 +26,7 @@ from model.kernels.attention import (
     MATH,
     ON_CPU,
     OPERATORS,
+    Dense,
     Kernel,
     by_math,
     by_torch,
@@ -239,6 +240,16 @@ def test_a_kernel_is_compiled_as_one_graph(kernel: Kernel) -> None:
     compiled(*inputs(CAUSAL, length=256)).sum().backward()
     (graph,) = backend.fw_graphs
     assert set(kernel.operators[:1]) <= {node.target for node in graph.graph.nodes}
+
+
+@pytest.mark.parametrize("run", [ON_CPU.run, MATH.run], ids=["CPU", "math"])
+def test_blocks_with_other_numbers_of_heads_are_compiled(run: Dense) -> None:
+    """After the first, the compiler makes the numbers of heads symbols."""
+    compiled = torch.compile(lambda *qkv: run(*qkv, None), backend="aot_eager", fullgraph=True)
+    for heads, shared in ((4, 2), (8, 4), (6, 3)):
+        q, k, v = (torch.randn(2, n, 16, 8, requires_grad=True) for n in (heads, shared, shared))
+        compiled(q, k, v).sum().backward()
+        assert q.grad is not None
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -57,9 +57,10 @@ def by_torch(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _shared(q: Tensor, k: Tensor) -> bool:
-    """Whether query heads share key/value heads; a bool also where the compiler, after blocks with
-    other numbers of heads, has made these numbers symbols."""
-    return bool(q.shape[1] != k.shape[1])
+    """Whether query heads share key/value heads."""
+    # After blocks with other numbers of heads, the compiler makes these numbers symbols. A branch
+    # makes it choose; the comparison itself would be a symbol, which the operator does not take.
+    return True if q.shape[1] != k.shape[1] else False  # noqa: SIM210
 
 
 def by_cudnn(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
