@@ -52,15 +52,15 @@ def test_a_slow_node_is_named_and_its_neighbours_are_not() -> None:
     assert "across nodes at 44%" in slow_ones(reports)[4]
 
 
-def test_spares_are_the_failed_then_the_slow_then_the_last() -> None:
+def test_spares_are_the_failed_then_excluded_then_slow_then_last() -> None:
     names = ["a", "b", "c", "d", "e"]
-    assert choose(names, set(), set(), 5) == [0, 1, 2, 3, 4]
-    assert choose(names, set(), set(), 4) == [0, 1, 2, 3]
-    assert choose(names, {1}, {3}, 4) == [0, 2, 3, 4]
-    assert choose(names, {1}, {3}, 3) == [0, 2, 4]
-    assert choose(names, set(), {0, 2}, 3, {4}) == [0, 1, 3]
-    assert choose(names, set(), {0, 2}, 4, {4}) == [0, 1, 2, 3]
-    assert choose(names, {1}, set(), 5) == []
+    assert choose(names, set(), set(), set(), 5) == [0, 1, 2, 3, 4]
+    assert choose(names, set(), set(), set(), 4) == [0, 1, 2, 3]
+    assert choose(names, {1}, set(), {3}, 4) == [0, 2, 3, 4]
+    assert choose(names, {1}, set(), {3}, 3) == [0, 2, 4]
+    assert choose(names, set(), {4}, {0, 2}, 3) == [0, 1, 3]
+    assert choose(names, set(), {4}, {0, 2}, 4) == [0, 1, 2, 3]
+    assert choose(names, {1}, set(), set(), 5) == []
 
 
 @pytest.mark.parametrize(

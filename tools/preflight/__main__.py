@@ -7,12 +7,12 @@ a minute:
 Each node inspects itself (node.py) and reports to the first one. The nodes that are fit measure
 their links (links.py), and the first node compares the results and decides (verdict.py):
 
-    failed  a GPU is missing, in use, or reports errors; there is no space for a checkpoint; code or
-            packages differ from those of most nodes; the node did not report in time, or its ranks
-            could not communicate
-    slow    a link is below three quarters of the job's median
-    excluded   an earlier start found the node slow or computing wrongly (excluded.json)
-    warned  a clock is off, space is scarce, an address can be reached from outside
+    failed    a GPU is missing, in use, or reports errors; there is no space for a checkpoint; code
+              or packages differ from those of most nodes; the node did not report in time, or its
+              ranks could not communicate
+    excluded  an earlier start found that the node is slow or computes wrongly (excluded.json)
+    slow      a link is below three quarters of the job's median
+    warned    a clock is off, space is scarce, an address can be reached from outside
 
 --spare-nodes nodes are left out: first failed ones, then excluded, slow and the last ones. If
 `parallel.layouts` has a layout for fewer nodes, all failed ones are left out. The report
@@ -117,7 +117,7 @@ def judge(
     if config.parallel.layouts:  # with fewer nodes, a smaller layout fits
         least = math.ceil(min(layout_sizes(config)) / options.ranks_per_node)
         needed = max(least, min(needed, meeting.num_nodes - len(failed)))
-    chosen = choose(names, failed, set(slow), needed, set(excluded))
+    chosen = choose(names, failed, set(excluded), set(slow), needed)
 
     say(f"preflight of {meeting.num_nodes} nodes, {time.monotonic() - started:.0f} s")
     say(table(reports))

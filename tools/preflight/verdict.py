@@ -3,7 +3,6 @@
 import json
 import statistics
 from collections import Counter
-from collections.abc import Set
 from typing import Any
 
 SLOW = 0.75  # a link below this fraction of the median is slow
@@ -44,11 +43,7 @@ def slow_ones(reports: dict[int, Report]) -> dict[int, str]:
 
 
 def choose(
-    names: list[str],
-    failed: set[int],
-    slow: set[int],
-    needed: int,
-    excluded: Set[int] = frozenset(),
+    names: list[str], failed: set[int], excluded: set[int], slow: set[int], needed: int
 ) -> list[int]:
     """Chooses `needed` nodes, in order: no failed ones, slow ones only if there are too few others,
     and excluded ones only if there are too few with these. Returns [] if too few nodes are fit."""
