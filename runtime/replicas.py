@@ -28,7 +28,7 @@ from runtime.checkpoint import held_tensors
 from training.step import TrainStep
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-HASHED_AT_ONCE = 1 << 24  # numbers; the products take 8 bytes each
+HASHED_AT_ONCE = 1 << 20  # numbers, of 32 bytes with what is computed: little on a full GPU
 # 2⁶⁴ / golden ratio, as int64 (Knuth, The Art of Computer Programming, section 6.4)
 ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 

@@ -154,6 +154,19 @@ def test_the_clock_of_stalls() -> None:
     assert clock.stalled(130.0 + 99.0) is None  # reported once
     assert clock.line(330.0) == 200.0
     assert clock.stalled(330.0 + 60.1) is not None  # the stall did not become usual
+    # lines that are always further apart than the least limit
+    clock, now = StallClock(factor=10.0, least=120.0, now=0.0), 0.0
+    for _ in range(50):
+        now += 300.0
+        assert clock.stalled(now) is None
+        assert clock.line(now) is None
+    assert clock.stalled(now + 20 * 300.0 + 1) is not None
+    # also if the first of them was a stall
+    clock = StallClock(factor=3.0, least=1.0, now=0.0)
+    clock.line(1.0)
+    assert clock.stalled(2.0 + FIRST_LINE_SECONDS) is not None
+    assert clock.line(5000.0) is not None
+    assert clock.stalled(9000.0) is None
     # control: a start that never logs a step
     assert StallClock(3.0, 1.0, 0.0).stalled(FIRST_LINE_SECONDS + 1) is not None
 

@@ -181,7 +181,7 @@ class Companion:
             if over is not None:
                 self.happened("resumed", step=record.get("step", 0), seconds=over)
         for found in self.events.read():
-            if found.get("event") not in OWN:
+            if "event" in found and found["event"] not in OWN:
                 self._note(found)
                 self._send(found)
                 self.ended |= found.get("event") == "end"

@@ -71,24 +71,29 @@ class StallClock:
     def __init__(self, factor: float, least: float, now: float) -> None:
         self.factor, self.least = 2 * (factor or 10.0), 2 * least
         self._gaps: deque[float] = deque(maxlen=USUAL_LINES)  # seconds
-        self._last, self._is_first, self.reported = now, True, False
+        self._first: float | None = None  # seconds until the first line
+        self._last, self.reported = now, False
 
     def line(self, now: float) -> float | None:
         """Note that a step was logged. Returns the seconds of a stall that was reported and is
         over."""
         gap, over = now - self._last, self.reported
-        if not self._is_first and not over:
+        if self._first is None:
+            self._first = gap
+        # a stall does not become usual, unless nothing is: lines may always be that far apart
+        elif not over or not self._gaps:
             self._gaps.append(gap)
-        self._last, self._is_first, self.reported = now, False, False
+        self._last, self.reported = now, False
         return gap if over else None
 
     def stalled(self, now: float) -> float | None:
         """Return the seconds without a logged step when they exceed the limit for the first
         time."""
-        limit = max(self.least, FIRST_LINE_SECONDS)
-        if not self._is_first:
-            usual = statistics.median(self._gaps) if self._gaps else 0.0
-            limit = max(self.least, self.factor * usual)
+        if self._first is None:
+            usual = FIRST_LINE_SECONDS
+        else:  # before the second line, the first is known: that took a start, and as many steps
+            usual = self.factor * statistics.median(self._gaps) if self._gaps else self._first
+        limit = max(self.least, usual)
         if self.reported or now - self._last <= limit:
             return None
         self.reported = True
