@@ -50,6 +50,7 @@ def build_listeners(
     stop = StopRequests(config, signals)
     companion = Companion(config, signals)  # before `metrics` records this start
     metrics = Metrics(config, mesh, start)
+    metrics.is_busy = companion.is_busy
     watchdog = Watchdog(config)
     # torch.compile leaves no product to time
     looks = config.guard.slow_ranks != "none" and not config.train.compile

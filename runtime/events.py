@@ -2,7 +2,8 @@
 added, never changed.
 
     event       written when              content besides `event` and `time` (seconds since 1970)
-    start       a start begins            step it starts from, world size, when rank 0 was started
+    start       a start begins            step it starts from, world size, when rank 0 was started;
+                                          `stage` if the process goes on from the stage before
     started     the first step is done    step, seconds by part (start_parts.py)
     system      a start begins            versions, device, layout
     spares      a start begins            step, number of spare ranks by node (spares.py)
@@ -17,12 +18,15 @@ added, never changed.
     hang        a step takes too long     step, where rank 0 waits
     slow_rank   a rank is slow, or no     step, rank, node, factor, since (a step); `ended` if it no
                 longer is                 longer is (health/slow_ranks.py)
-    suspicion   something was examined    step, cause, verdict, ranks, nodes, why (examine.py)
-    end         a start ends              state, step, reason
+    examining   an examination begins     step, cause
+    suspicion   … and ends                step, cause, verdict, ranks, nodes, why (examine.py)
+    end         a start ends              state, step, reason; `stage` if the process goes on with
+                                          this one
 
 The companion of rank 0 (alerts/) writes, too:
 
-    stalled     no step is logged         the last step, seconds since it was logged
+    stalled     no step is logged         the last step, seconds since it was logged, what rank 0
+                                          does meanwhile (`busy`)
     resumed     … and then one is         step, seconds without one
     died        rank 0 recorded no end    step, reason
     undelivered an alarm was lost         its text, the event that it was about, why
@@ -48,6 +52,11 @@ def append_event(folder: str | Path, event: str, **about: Any) -> None:
             file.write(line.encode())
     except OSError:
         pass
+
+
+def changes_stage(event: dict[str, Any]) -> bool:
+    """Whether a start or an end is only that of a stage (next_stage.py)."""
+    return event["event"] in ("start", "end") and "stage" in event
 
 
 def read_events(folder: str | Path) -> list[dict[str, Any]]:

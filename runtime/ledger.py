@@ -41,16 +41,22 @@ class Ledger:
         world_size: recorded in the start event.
         since: when it began (time.monotonic); None: with the process. A later stage begins when the
             process leaves the stage before.
+        about: more for the start event.
     """
 
     def __init__(
-        self, folder: Path, step: int, world_size: int, since: float | None = None
+        self,
+        folder: Path,
+        step: int,
+        world_size: int,
+        since: float | None = None,
+        **about: Any,
     ) -> None:
         since = signals.STARTED if since is None else since
         self.folder, self.counted_until = folder, since
         self.seconds: defaultdict[str, float] = defaultdict(float)
         began = time.time() - (time.monotonic() - since)
-        append_event(folder, "start", began=began, step=step, world_size=world_size)
+        append_event(folder, "start", began=began, step=step, world_size=world_size, **about)
 
     def spent(self, cause: str, data_seconds: float = 0.0) -> None:
         """Attribute the time since the last call to `cause`, except for `data_seconds` of it."""

@@ -5,7 +5,7 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,8 @@ class Metrics(Listener):
         self.record: dict[str, Any] | None = None
         self.noted: dict[str, Any] = {}  # by other listeners, for the next record
         self.for_status: dict[str, Any] = {}  # by other listeners, for status.json
+        # told what this process does besides steps, by a cause of ledger.py; "": steps again
+        self.is_busy: Callable[[str], None] = lambda cause: None
         self.stop_reason = ""
         self.next_stage: int | None = None  # with which this process goes on
         self.skipped_updates = start.step - start.updates
@@ -69,7 +71,10 @@ class Metrics(Listener):
             self.folder.mkdir(parents=True, exist_ok=True)
             about = record_missing_end(self.folder)
             about += notices(config, resumes=start.step > 0, device=mesh.device)
-            self.ledger = Ledger(self.folder, start.step, dist.get_world_size(), start.since)
+            stage = {} if start.since is None else {"stage": start.stage}
+            self.ledger = Ledger(
+                self.folder, start.step, dist.get_world_size(), start.since, **stage
+            )
             write_whole(self.folder / "config.yaml", dump_config(config))
             (self.folder / "status.json").unlink(missing_ok=True)
             system = describe_system(config, mesh)
@@ -110,7 +115,9 @@ class Metrics(Listener):
         if self.device == "cuda":
             torch.cuda.synchronize()  # work launched before belongs to the steps
         self._count("steps")
+        self.is_busy(cause)
         yield
+        self.is_busy("")
         self._count(cause)
 
     def _count(self, cause: str) -> None:
@@ -262,7 +269,7 @@ class Metrics(Listener):
         self._count("end" if error is None else "steps")
         self.ledger.write(self.step)
         if not (self.folder / "status.json").exists():  # else the watchdog has written it
-            write_status(self.folder, state, self.step, reason, **self.for_status)
+            write_status(self.folder, state, self.step, reason, self.next_stage, **self.for_status)
         self.trackers.close(failed=error is not None)  # last: wandb may wait for its server
 
 

@@ -71,7 +71,7 @@ class Saving(Listener):
         self.interval.went_back(start.step)
 
     def ends(self, run: Run) -> None:
-        with self.watchdog.resting():
+        with self.metrics.spending("end"), self.watchdog.resting():
             if run.leaves:  # whether the last save failed no longer matters
                 self.saver.wait()
             else:

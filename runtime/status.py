@@ -25,9 +25,13 @@ from runtime.events import append_event, read_events
 from runtime.messages import LOST, log
 
 
-def write_status(folder: Path, state: str, step: int, reason: str, **about: Any) -> None:
-    """Record how this start ended, in status.json and as an event; called by only one process."""
-    append_event(folder, "end", state=state, step=step, reason=reason)
+def write_status(
+    folder: Path, state: str, step: int, reason: str, stage: int | None = None, **about: Any
+) -> None:
+    """Record how this start ended, in status.json and as an event; called by only one process.
+    `stage`: the process goes on with it."""
+    next_stage = {} if stage is None else {"stage": stage}
+    append_event(folder, "end", state=state, step=step, reason=reason, **next_stage)
     status = {"state": state, "step": step, "reason": reason, **about}
     write_whole(folder / "status.json", json.dumps(status) + "\n")
 

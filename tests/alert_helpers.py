@@ -79,13 +79,13 @@ class FedCompanion:
                 [sys.executable, "-m", "runtime.alerts.companion"],
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
+                bufsize=0,
                 stderr=log,
                 start_new_session=True,
             )
         assert self.process.stdin is not None
         line = dataclasses.replace(told, **settings).dumps() + "\n"
         self.process.stdin.write(line.encode())
-        self.process.stdin.flush()
 
     def event(self, event: str, **about: Any) -> None:
         append_event(self.run, event, **about)

@@ -158,15 +158,41 @@ def test_a_checkpoint_that_is_deleted_too_early_is_reported(tmp_path: Path) -> N
     }
 
 
-def test_an_unwritable_record_repeats_nothing(tmp_path: Path) -> None:
+def test_without_a_record_it_does_not_begin(tmp_path: Path) -> None:
+    """The saver would not know that it runs, and might delete the checkpoint."""
     folder = Folder(tmp_path, script(tmp_path, "echo x >> tries"))
-    (folder.checkpoints / f"{RECORD}.tmp").mkdir()  # so that it cannot be written
-    folder.commit(10)
+    blocked = folder.checkpoints / f"{RECORD}.tmp"
+    blocked.mkdir()  # so that it cannot be written, as on a full disk
+    path = folder.commit(10)
     folder.commands.start()
     wait_until(lambda: folder.events)
-    time.sleep(0.2)
+    assert f"{RECORD} cannot be written: Is a directory" in folder.events[0]["failed"]
+    assert not (tmp_path / "tries").exists()
+    blocked.rmdir()
+    wait_until(lambda: progress(folder.checkpoints) == ([], 10))
     folder.commands.finish(30)
     assert (tmp_path / "tries").read_text() == "x\n"
+    assert not is_running(folder.checkpoints, path.name)
+
+
+def test_a_success_that_cannot_be_recorded_is_neither_repeated_nor_called_a_failure(
+    tmp_path: Path,
+) -> None:
+    blocks = f"mkdir checkpoints/{RECORD}.tmp; echo x >> tries"
+    folder = Folder(tmp_path, script(tmp_path, blocks))
+    path = folder.commit(10)
+    folder.commands.start()
+    wait_until(lambda: folder.events)
+    assert is_running(folder.checkpoints, path.name)  # as the record says
+    (path / MANIFEST).unlink()
+    path.rmdir()
+    time.sleep(0.2)
+    (folder.checkpoints / f"{RECORD}.tmp").rmdir()
+    wait_until(lambda: not is_running(folder.checkpoints, path.name))
+    folder.commands.finish(30)
+    assert (tmp_path / "tries").read_text() == "x\n"
+    assert ["failed" in event for event in folder.events] == [False]
+    assert progress(folder.checkpoints) == ([], 10)
 
 
 # --- deletion while the command runs --------------------------------------------------------------

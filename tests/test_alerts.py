@@ -15,12 +15,13 @@ import pytest
 
 from errors import UserError
 from runtime.alerts import follow, send
-from runtime.alerts.alarms import TEMPLATES, Series, alarm, is_alarm
+from runtime.alerts.alarms import ALWAYS, SERIES_SECONDS, TEMPLATES, Series, alarm, is_alarm
 from runtime.alerts.check import check_alerts
 from runtime.alerts.companion import END_EVENT_SECONDS, ENDING_SECONDS
 from runtime.alerts.follow import Follower
+from runtime.alerts.listener import Companion
 from runtime.alerts.send import Sender
-from runtime.alerts.state import FIRST_LINE_SECONDS, StallClock
+from runtime.alerts.state import BUSY_SECONDS, FIRST_LINE_SECONDS, RunState, StallClock
 from tests.alert_helpers import ROOT, FedCompanion, Receiver, wait_until
 from tests.runs import fresh, losses, train_run, write_config
 from tools.ranks import Ranks
@@ -140,11 +141,71 @@ def test_a_run_that_stalls_is_reported_and_so_is_its_recovery(tmp_path: Path) ->
     assert server.received[1]["step"] == 1
     assert server.received[2]["step"] == 2
     assert [event["step"] for event in companion.recorded("stalled")] == [1]
+    assert "(in: steps)" in server.received[1]["text"]
+
+
+def test_an_ending_companion_leaves_the_next_start_to_the_next_one(tmp_path: Path) -> None:
+    """Its own start ends, and the next begins before it has ended."""
+    file = tmp_path / "x.prom"
+    with Receiver() as server:
+        told = {"on_event": server.url, "prometheus": str(file)}
+        with FedCompanion(tmp_path, **told) as old:
+            old.event("start", step=0, world_size=1, began=0.0)
+            old.event("end", state="requeue", step=4, reason="SIGTERM was received")
+            wait_until(lambda: server.kinds() == ["start", "end"])
+            with FedCompanion(tmp_path, **told) as new:
+                new.event("start", step=4, world_size=1, began=0.0)
+                new.event("rollback", from_step=5, step=4)
+                wait_until(lambda: len(server.kinds()) == 4)
+                wait_until(lambda: 'state="running"} 1.0' in file.read_text())
+                old.end()
+                # neither sent twice, nor replaced by what the old one knows
+                assert server.kinds() == ["start", "end", "start", "rollback"]
+                assert 'state="running"} 1.0' in file.read_text()
+                new.event("end", state="finished", step=6, reason="")
+                new.end()
+    assert server.kinds()[4:] == ["end"]
+
+
+def test_rank_0_tells_its_companion_what_it_does(tmp_path: Path) -> None:
+    """An evaluation that takes longer than a stall of steps is none. And telling never waits: the
+    companion may hang."""
+    settings = {"hang_factor": 1e-6, "hang_seconds": 0.5}  # the limit is twice as long
+    with Receiver() as server, FedCompanion(tmp_path, on_event=server.url, **settings) as fed:
+        fed.event("start", step=0, world_size=1, began=0.0)
+        wait_until(lambda: server.kinds() == ["start"])
+        told = Companion.__new__(Companion)
+        told.process = fed.process
+        told.is_busy("evaluation")
+        fed.step(1)
+        time.sleep(2.5)
+        assert server.kinds() == ["start"]
+        told.is_busy("")  # control: now it stalls
+        wait_until(lambda: server.kinds() == ["start", "stalled"])
+        os.kill(fed.process.pid, signal.SIGSTOP)
+        os.set_blocking(fed.process.stdin.fileno(), False)  # type: ignore[union-attr]
+        for _ in range(100_000):  # more than a pipe holds
+            told.is_busy("evaluation")
+        os.kill(fed.process.pid, signal.SIGCONT)
+
+
+def test_a_later_stage_is_no_restart() -> None:
+    state, sent = RunState(), []
+    for event in (
+        {"event": "start", "time": 1.0, "began": 0.0, "step": 0},
+        {"event": "end", "time": 2.0, "state": "requeue", "step": 4, "reason": "", "stage": 1},
+        {"event": "start", "time": 3.0, "began": 2.0, "step": 4, "stage": 1},
+        {"event": "stage", "time": 4.0, "stage": 1, "step": 4, "changes": []},
+        {"event": "end", "time": 5.0, "state": "finished", "step": 9, "reason": ""},
+    ):
+        state.note_event(event)
+        sent += [event["time"]] if is_alarm(event) else []
+    assert sent == [1.0, 4.0, 5.0]
+    assert (state.events["start"], state.start_time, state.state) == (1, 3.0, "finished")
 
 
 def test_the_clock_of_stalls() -> None:
-    """By hand: a usual gap of 10 s, and the limit is 2 · factor 3 · 10 s. Slow gaps that are usual,
-    as every save, are no stall."""
+    """By hand: a usual gap of 10 s, and the limit is 2 · factor 3 · 10 s."""
     clock = StallClock(factor=3.0, least=1.0, now=0.0)
     assert clock.stalled(FIRST_LINE_SECONDS) is None  # the first step may compile
     for now in (100.0, 110.0, 120.0, 130.0):
@@ -167,6 +228,31 @@ def test_the_clock_of_stalls() -> None:
     assert clock.stalled(2.0 + FIRST_LINE_SECONDS) is not None
     assert clock.line(5000.0) is not None
     assert clock.stalled(9000.0) is None
+    # lines that become further apart: reported at first, until that is usual
+    clock, now, reported = StallClock(factor=3.0, least=1.0, now=0.0), 0.0, 0
+    for line in range(200):
+        now += 10.0 if line < 100 else 100.0
+        reported += clock.stalled(now) is not None
+        clock.line(now)
+    assert 0 < reported <= 33
+    # what rank 0 does besides steps has a limit of its own, and is not part of the time between
+    # two lines, whether it ends before a line or after it
+    clock = StallClock(factor=3.0, least=1.0, now=0.0)
+    for now in (100.0, 110.0, 120.0, 130.0):
+        clock.line(now)
+    clock.busy("saving", 131.0)
+    assert clock.stalled(131.0 + BUSY_SECONDS) is None
+    assert clock.line(1000.0) is None
+    clock.busy("", 1001.0)
+    assert clock.stalled(1061.0) is None
+    assert clock.stalled(1061.1) == pytest.approx(61.1)
+    assert clock.line(1070.0) == 70.0
+    clock.busy("evaluation", 1071.0)
+    assert clock.stalled(1072.0 + BUSY_SECONDS) is not None  # control: it hangs
+    clock.busy("", 6071.0)
+    assert clock.line(6072.0) == 5002.0
+    clock.busy("evaluation", 6073.0)
+    assert clock.stalled(6073.0 + 9999.0) is None  # it took 5,000 s before
     # control: a start that never logs a step
     assert StallClock(3.0, 1.0, 0.0).stalled(FIRST_LINE_SECONDS + 1) is not None
 
@@ -219,10 +305,12 @@ def test_the_queue_is_bounded_and_its_end_too(monkeypatch: pytest.MonkeyPatch) -
         for _ in range(4):
             sender.send(alarm("x", "/x", wait))
         assert lost == ["3 others are waiting"]
+        sender.send(alarm("x", "/x", {"event": "end", "time": 0.0}))  # always waits, too
+        assert len(lost) == 1
         began = time.monotonic()
         sender.finish(0.3)
         assert time.monotonic() - began < 5
-    assert len(lost) == sender.failed == 5  # none is forgotten
+    assert len(lost) == sender.failed == 6  # none is forgotten
 
 
 @pytest.mark.thorough
@@ -373,6 +461,21 @@ def test_spikes_come_in_series() -> None:
         assert series.passes({"event": "hang"}, float(now))  # control: these are never left out
     assert sent == [(0, 0), (60, 5), (120, 5)]
     assert not is_alarm({"event": "unknown"})
+    # a night in which a command fails every 30 s and every GPU of two nodes is slow
+    series, counts = Series(), dict.fromkeys((*ALWAYS, "after_commit", "slow_rank"), 0)
+    for now in range(0, 8 * 3600, 30):
+        for event in (
+            {"event": "after_commit", "step": now, "failed": f"attempt {now}"},
+            *({"event": "slow_rank", "rank": r, "node": f"n{r // 8}"} for r in range(16)),
+            *({"event": each} for each in ALWAYS),
+        ):
+            counts[event["event"]] += series.passes(event, float(now))
+    assert counts == {**dict.fromkeys(ALWAYS, 960), "after_commit": 8, "slow_rank": 16}
+    # a rank that is slow and then well: both are sent
+    about = {"event": "slow_rank", "rank": 0, "node": "n9"}
+    assert series.passes(about, 0.0)
+    assert series.passes({**about, "ended": True}, 1.0)
+    assert not SERIES_SECONDS.keys() & ALWAYS
 
 
 def test_a_file_is_followed_through_torn_lines_and_replacement(tmp_path: Path) -> None:

@@ -21,13 +21,14 @@ from training.load_config import load_config
 
 Key = tuple[str, frozenset[tuple[str, str]]]
 EVENTS = [
-    {"event": "start", "time": 0.0, "began": 0.0, "step": 0, "world_size": 8},
+    {"event": "start", "time": 1.0, "began": 0.0, "step": 0, "world_size": 8},
     {"event": "spent", "time": 9.0, "step": 10, "seconds": {"start": 4.0, "steps": 5.0}},
     {"event": "checkpoint", "time": 10.0, "step": 10, "bytes": 64, "write_seconds": 0.1},
     {"event": "checkpoint", "time": 11.0, "step": 20, "failed": "no space"},
     {"event": "rollback", "time": 12.0, "from_step": 15, "step": 10},
     {"event": "after_commit", "time": 13.0, "step": 10, "attempts": 1, "failed": "no bucket"},
     {"event": "slow_rank", "time": 14.0, "step": 15, "rank": 3, "node": "n1", "factor": 1.3},
+    {"event": "suspicion", "time": 14.5, "step": 15, "verdict": "reproducible"},
     {"event": "spares", "time": 15.0, "step": 0, "ranks": {"n7": 8, "n8": 8}},
 ]
 RECORD = {"step": 12, "loss": float("nan"), "mfu": None, "lr": 3e-4, "peak_memory_bytes": 7,
@@ -75,6 +76,9 @@ def test_every_number_of_a_run() -> None:
         key("lattice_events_total", event="rollback"): 1,
         key("lattice_events_total", event="checkpoint"): 2,
         key("lattice_failed_saves_total"): 1,
+        key("lattice_start_timestamp_seconds"): 1,
+        key("lattice_suspicions_total", verdict="reproducible"): 1,
+        key("lattice_suspicions_total", verdict="persistent"): 0,
         key("lattice_checkpoint_step"): 10,
         key("lattice_checkpoint_timestamp_seconds"): 10,
         key("lattice_checkpoint_bytes"): 64,

@@ -123,8 +123,9 @@ class Commands:
         self.limit = settings.after_commit_seconds
         self.attempts: dict[str, int] = {}  # manifest's sha256 → failed attempts
         self._due: dict[str, float] = {}  # … → when to try again, by the monotonic clock
-        self._seen: set[str] = set()  # names of pending checkpoints
-        self._done: set[str] = set()  # manifests' sha256, in case the record cannot be written
+        self._seen: dict[str, str] = {}  # pending checkpoints: name → manifest's sha256
+        self._done: dict[str, str] = {}  # those of this start, in case the record cannot be written
+        self._unwritten = False  # the record says that a command runs which has ended
         self._ends_at = float("inf")  # when the running command is ended, by the monotonic clock
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="after_commit", daemon=True)
@@ -146,12 +147,14 @@ class Commands:
                 if time.monotonic() >= self._ends_at:
                     return
                 time.sleep(0.1)
-            if read_record(self.checkpoints)["running"] is not None:  # of a start that was killed
-                self._write(running=None)
+            # of a start that was killed
+            self._unwritten = read_record(self.checkpoints)["running"] is not None
             self._run_alone()
 
     def _run_alone(self) -> None:
         while time.monotonic() < self._ends_at:
+            if self._unwritten:
+                self._write(running=None)
             ready = self._next()
             if ready is not None:
                 self._once(*ready)
@@ -164,13 +167,13 @@ class Commands:
 
     def _next(self) -> tuple[Path, str] | None:
         """Return the newest pending checkpoint whose time has come, and its manifest's sha256."""
-        now, ready, seen = time.monotonic(), None, set()
+        now, ready, seen = time.monotonic(), None, {}
         for path, sha in self._pending():
-            seen.add(path.name)
+            seen[path.name] = sha
             if ready is None and self._due.get(sha, 0.0) <= now:
                 ready = path, sha
-        for name in sorted(self._seen - seen):
-            if name not in read_record(self.checkpoints)["done"]:
+        for name in sorted(self._seen.keys() - seen.keys()):
+            if self._seen[name] not in self._done.values():
                 why = "it was deleted or put aside before the command had succeeded"
                 self.event(step=step_of(Path(name)), attempts=0, failed=why)
         self._seen = seen
@@ -178,7 +181,8 @@ class Commands:
 
     def _pending(self) -> list[tuple[Path, str]]:
         found = [(path, _manifest_sha(path)) for path in progress(self.checkpoints)[0]]
-        return [(path, sha) for path, sha in found if sha is not None and sha not in self._done]
+        done = self._done.values()
+        return [(path, sha) for path, sha in found if sha is not None and sha not in done]
 
     def _waiting(self) -> bool:
         """Whether a pending checkpoint has attempts left, now that rank 0 has ended."""
@@ -187,24 +191,24 @@ class Commands:
     def _once(self, path: Path, sha: str) -> None:
         """Run the command once for a checkpoint."""
         began = time.monotonic()
-        self._write(running=path.name)
-        problem = "" if (path / MANIFEST).is_file() else None  # deleted just now
-        if problem is not None:
-            problem = self._command(path)
-        if problem == "":
-            self._done.add(sha)
-            there = {path.name for path in complete_checkpoints(self.checkpoints)}
-            known = read_record(self.checkpoints)["done"].items()
-            done = {name: of for name, of in known if name in there} | {path.name: sha}
-            self._write(running=None, done=done)
-            attempts = self.attempts.get(sha, 0) + 1
-            seconds = time.monotonic() - began
-            self.event(step=step_of(path), attempts=attempts, seconds=seconds)
+        problem = self._write(running=path.name)
+        if problem:  # without the record, checkpoint.keep_last may delete the checkpoint meanwhile
+            problem = f"{self.checkpoints / RECORD} cannot be written: {problem}"
+        elif not (path / MANIFEST).is_file():  # deleted just now
+            self._write(running=None)
             return
-        self._write(running=None)
-        if problem is None or time.monotonic() >= self._ends_at:
+        else:
+            problem = self._command(path)
+            if not problem:
+                self._done[path.name] = sha
+            self._write(running=None)
+        if problem and time.monotonic() >= self._ends_at:
             return  # interrupted: the next start tries again
         self.attempts[sha] = tried = self.attempts.get(sha, 0) + 1
+        if not problem:
+            seconds = time.monotonic() - began
+            self.event(step=step_of(path), attempts=tried, seconds=seconds)
+            return
         pause = min(RETRY_SECONDS * 2 ** (tried - 1), LONGEST_RETRY_SECONDS)
         self._due[sha] = time.monotonic() + pause
         self.event(step=step_of(path), attempts=tried, failed=problem)
@@ -247,9 +251,21 @@ class Commands:
         last = next((line for line in reversed(said) if line.strip()), "it printed nothing")
         return f"it ended with status {process.returncode}: {last.strip()}"
 
-    def _write(self, **changes: Any) -> None:
-        """Replace the record, on which only this process writes."""
+    def _write(self, running: str | None) -> str:
+        """Replace the record, on which only this process writes: the checkpoint for which the
+        command runs, and those for which it has succeeded, as far as they are there, with the
+        newest. Returns why that failed,
+        or the empty string; it is then tried again, as long as no command runs."""
+        there = {path.name for path in complete_checkpoints(self.checkpoints)}
+        done = read_record(self.checkpoints)["done"] | self._done
+        there.add(max(done, default=""))
+        record = {"running": running, "done": {n: sha for n, sha in done.items() if n in there}}
         partial = self.checkpoints / f"{RECORD}.tmp"
-        with contextlib.suppress(OSError):
-            partial.write_text(json.dumps(read_record(self.checkpoints) | changes, indent=1) + "\n")
+        try:
+            partial.write_text(json.dumps(record, indent=1) + "\n")
             os.replace(partial, self.checkpoints / RECORD)
+        except OSError as error:
+            self._unwritten |= running is None
+            return str(error.strerror or error)
+        self._unwritten = False
+        return ""

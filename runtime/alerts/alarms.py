@@ -1,6 +1,7 @@
 """Which events are sent to a person, each in a sentence.
 
-    start, stage, spares       the run begins, changes its data or its nodes
+    start, stage, spares       the run begins, changes its data or its nodes (the start and the end
+                               that a later stage records are left out)
     stalled, resumed           no step is logged for too long, and again (written by companion.py)
     hang                       the watchdog ends a step that takes too long
     spike                      updates were skipped
@@ -15,9 +16,15 @@ What the others of events.py record is not worth a message.
 
 import math
 import socket
+from collections import Counter
 from typing import Any
 
-SPIKES_SECONDS = 60.0  # at most one alarm about skipped updates in this time: they come in series
+from runtime.events import changes_stage
+
+# Alarms that come in series: of those that are alike, at most one in so many seconds.
+SERIES_SECONDS = {"spike": 60.0, "checkpoint": 600.0, "after_commit": 3600.0, "slow_rank": 3600.0}
+ALIKE = ("node", "ended")  # what tells two series of one event apart, where the event has it
+ALWAYS = {"end", "died", "hang"}  # sent even if many others wait
 TEMPLATES = {
     "start": "started from step {step} on {world_size} ranks",
     "stage": "begins stage {stage} after step {step}: {changes}",
@@ -25,7 +32,7 @@ TEMPLATES = {
     "end": "{state} at step {step}: {reason}",
     "died": "died after step {step}: {reason}",
     "hang": "hangs in the step after {step}: rank 0 is {where}",
-    "stalled": "has logged no step for {seconds:.0f} s, the last was {step}",
+    "stalled": "has logged no step for {seconds:.0f} s, the last was {step} (in: {busy})",
     "resumed": "logs steps again: {step}, after {seconds:.0f} s",
     "spike": "skipped {skipped} updates up to step {step}: loss {loss}, gradient norm {grad_norm}",
     "rollback": "went back from step {from_step} to {step}",
@@ -40,6 +47,8 @@ SENT_IF_FAILED = {"checkpoint", "after_commit"}
 
 def is_alarm(event: dict[str, Any]) -> bool:
     kind = event["event"]
+    if changes_stage(event):
+        return False
     return kind in TEMPLATES and (kind not in SENT_IF_FAILED or "failed" in event)
 
 
@@ -83,15 +92,17 @@ class Series:
     """Thins out alarms that come in series."""
 
     def __init__(self) -> None:
-        self._sent, self._left_out = -math.inf, 0
+        self._sent: dict[tuple[Any, ...], float] = {}  # when the last one of each series was
+        self._left_out: Counter[tuple[Any, ...]] = Counter()  # since then
 
     def passes(self, event: dict[str, Any], now: float) -> bool:
-        """Whether an event is to be sent now, `now` by the monotonic clock. A spike that is sent
-        has the number of those that were not, `not_sent`."""
-        if event["event"] != "spike":
+        """Whether an event is to be sent now, `now` by the monotonic clock. One that is sent has
+        the number of those before it that were not, `not_sent`."""
+        if event["event"] not in SERIES_SECONDS:
             return True
-        if now - self._sent < SPIKES_SECONDS:
-            self._left_out += 1
+        series = event["event"], *(event.get(name) for name in ALIKE)
+        if now - self._sent.get(series, -math.inf) < SERIES_SECONDS[event["event"]]:
+            self._left_out[series] += 1
             return False
-        event["not_sent"], self._sent, self._left_out = self._left_out, now, 0
+        event["not_sent"], self._sent[series] = self._left_out.pop(series, 0), now
         return True

@@ -1,7 +1,8 @@
 """The companion of rank 0: `python -m runtime.alerts.companion`, started by listener.py.
 
-Standard input is a pipe: first a line with the settings, then nothing until its end, which means
-that rank 0 has closed it or is gone. Nothing that may take time is done by the main thread, so it
+Standard input is a pipe: first a line with the settings, then a line whenever rank 0 begins to do
+something else than steps ("evaluation"; empty: steps again). Its end means that rank 0 has closed
+it or is gone. Nothing that may take time is done by the main thread, so it
 notices a stall or rank 0's death even if the file system does not respond.
 
     thread        does                                             may wait for
@@ -67,6 +68,8 @@ class Companion:
         self.progress: tuple[int, int | None] = 0, None  # of the commands: pending; newest done
         self.gone, self.closing = threading.Event(), threading.Event()  # rank 0; this process
         self.ended = False  # whether an `end` event was read
+        self.starts = 0  # `start` events that were read: the second is that of the next start
+        self.unfinished = b""  # a line of the pipe
         self.reader = threading.Thread(target=self._read_all, name="reader", daemon=True)
 
     # --- main thread ------------------------------------------------------------------------------
@@ -76,13 +79,25 @@ class Companion:
         self.reader.start()
         if self.commands is not None:
             self.commands.start()
-        while not select.select([sys.stdin], [], [], LOOK_SECONDS)[0]:
+        while True:
+            if select.select([STDIN], [], [], LOOK_SECONDS)[0]:
+                said = os.read(STDIN, 4096)
+                if not said:
+                    break
+                self.hear(said, time.monotonic())
             with self.lock:
-                seconds = self.clock.stalled(time.monotonic())
+                seconds, busy = self.clock.stalled(time.monotonic()), self.clock.cause
             if seconds is not None:
                 step = self.state.record.get("step", 0)
-                self.happened("stalled", step=step, seconds=seconds)
+                self.happened("stalled", step=step, seconds=seconds, busy=busy or "steps")
         self._end()
+
+    def hear(self, said: bytes, now: float) -> None:
+        """Note what rank 0 does: lines of the pipe, or parts of them."""
+        *lines, self.unfinished = (self.unfinished + said).split(b"\n")
+        with self.lock:
+            for line in lines:
+                self.clock.busy(line.decode(errors="replace"), now)
 
     def _end(self) -> None:
         self.gone.set()
@@ -160,7 +175,8 @@ class Companion:
                 if problem and says_busy:
                     say(f"run.prometheus={self.settings.prometheus}: {problem}; trying again")
                 says_busy = says_busy and not problem
-            if self.is_file and (is_last or time.monotonic() >= file_due):
+            is_due = is_last or time.monotonic() >= file_due
+            if self.is_file and is_due and self.starts < 2:
                 write_file(Path(self.settings.prometheus), self.text())
                 file_due = time.monotonic() + FILE_SECONDS
             if not self.gone.is_set():
@@ -174,17 +190,20 @@ class Companion:
             own, self.own_events = self.own_events, []
         for event, about in own:
             append_event(self.run, event, **about)
-        for record in self.records.read()[-1:]:
+        for found in self.events.read():
+            self.starts += found.get("event") == "start"
+            if self.starts > 1:  # the next start has a companion of its own
+                break
+            if "event" in found and found["event"] not in OWN:
+                self._note(found)
+                self._send(found)
+                self.ended |= found.get("event") == "end"
+        for record in self.records.read()[-1:] if self.starts < 2 else []:
             with self.lock:
                 self.state.note_record(record)
                 over = self.clock.line(time.monotonic())
             if over is not None:
                 self.happened("resumed", step=record.get("step", 0), seconds=over)
-        for found in self.events.read():
-            if "event" in found and found["event"] not in OWN:
-                self._note(found)
-                self._send(found)
-                self.ended |= found.get("event") == "end"
         if self.commands is not None:
             waiting, done = progress(self.run / "checkpoints")
             self.progress = len(waiting), done
@@ -195,6 +214,7 @@ class Companion:
                 self.state.note_event(event)
 
 
+STDIN = 0
 OWN = {"stalled", "resumed", "died", "undelivered", "after_commit"}  # noted when they happen
 
 
@@ -205,7 +225,8 @@ def main() -> None:
     for number in stops:
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)
-    settings = Settings.loads(sys.stdin.readline())
+    with open(STDIN, "rb", buffering=0, closefd=False) as pipe:  # reads no further than the line
+        settings = Settings.loads(pipe.readline().decode())
     Companion(settings).follow()
     sys.stderr.flush()
     os._exit(0)  # no thread is waited for

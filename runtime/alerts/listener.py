@@ -63,23 +63,32 @@ class Companion(Listener):
             hang_factor=guard.hang_factor,
             hang_seconds=guard.hang_seconds,
         )
-        # Until its handlers are set, a signal that stops the run must not end the companion.
+        # Until its handlers are set, a signal that stops the run must not end the companion. The
+        # pipe is not buffered, and no write to it waits.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, requests())
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "runtime.alerts.companion"],
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
+                bufsize=0,
                 start_new_session=True,
             )
             assert self.process.stdin is not None
+            os.set_blocking(self.process.stdin.fileno(), False)
             self.process.stdin.write(settings.dumps().encode() + b"\n")
-            self.process.stdin.flush()
         except OSError as error:
             log(f"warning: the companion cannot be started, so no alarms are sent: {error}")
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return self
+
+    def is_busy(self, cause: str) -> None:
+        """Tell the companion what rank 0 does besides steps; "": steps again. Left out if the pipe
+        is full, because the companion hangs."""
+        if self.process is not None and self.process.stdin is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self.process.stdin.write(cause.encode() + b"\n")
 
     def after_step(self, run: Run) -> None:
         if self.process is None or not run.is_due(run.config.run.log_interval):

@@ -21,6 +21,7 @@ from typing import Any
 from runtime.alerts.alarms import TEMPLATES
 from runtime.alerts.settings import Settings
 from runtime.alerts.state import RunState
+from runtime.health.verdicts import VERDICTS
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LOOPBACK = "127.0.0.1"
@@ -58,6 +59,9 @@ def samples(state: RunState, more: dict[str, float]) -> Iterator[tuple[str, str,
     yield "lattice_state", "gauge", "1 for the state of the run.", states
     about = "When this text was written; old: the companion or its machine is gone."
     yield "lattice_updated_timestamp_seconds", "gauge", about, [({}, time.time())]
+    if state.start_time:
+        about = "When the last start began."
+        yield "lattice_start_timestamp_seconds", "gauge", about, [({}, state.start_time)]
     if state.record_time:
         about = "When the last step was logged."
         yield "lattice_last_step_timestamp_seconds", "gauge", about, [({}, state.record_time)]
@@ -75,6 +79,8 @@ def samples(state: RunState, more: dict[str, float]) -> Iterator[tuple[str, str,
     kinds = sorted(TEMPLATES.keys() | state.events.keys())
     counts: Samples = [({"event": kind}, state.events[kind]) for kind in kinds]
     yield "lattice_events_total", "counter", "Events of all starts (events.jsonl).", counts
+    verdicts: Samples = [({"verdict": each}, state.verdicts[each]) for each in VERDICTS]
+    yield "lattice_suspicions_total", "counter", "Examined suspicions, all starts.", verdicts
     failed: Samples = [({}, state.failed_saves)]
     yield "lattice_failed_saves_total", "counter", "Saves that failed.", failed
     if state.checkpoint:

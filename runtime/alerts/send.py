@@ -13,9 +13,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from runtime.alerts.alarms import ALWAYS
+
 LIMIT_SECONDS = 10.0  # for one attempt
 RETRY_SECONDS = (1.0, 5.0, 30.0)  # before each further attempt
-WAITING = 100  # alarms; further ones are lost
+WAITING = 100  # alarms; further ones are lost, but for those that are always sent
 Alarm = dict[str, Any]
 
 
@@ -49,7 +51,7 @@ class Sender:
         self._thread.start()
 
     def send(self, alarm: Alarm) -> None:
-        if self._waiting.qsize() >= WAITING:
+        if self._waiting.qsize() >= WAITING and alarm["event"] not in ALWAYS:
             self._lose(alarm, f"{WAITING} others are waiting")
         else:
             self._waiting.put(alarm)

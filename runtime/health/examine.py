@@ -42,7 +42,7 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ from runtime.checkpoint import Start, held_tensors
 from runtime.events import append_event
 from runtime.health.compare import Computed, compute, disputes, returned, settle, shifted
 from runtime.health.excluded import exclude, node_name
+from runtime.health.verdicts import PERSISTENT, REPRODUCIBLE, TRANSIENT, Verdict
 from runtime.listener import Listener, Run
 from runtime.messages import log
 from runtime.metrics import Metrics
@@ -72,21 +73,9 @@ KNOWN = 128  # norms of which the median is taken
 ROUGHLY = 0.1  # relative difference of losses and norms after updates
 NEARLY = 1e-3  # of losses and norms whose bits may differ on GPUs
 
-TRANSIENT, PERSISTENT, REPRODUCIBLE = "transient", "persistent", "reproducible"
-
 
 class FaultyMachine(RunFailed):
     """A machine computes wrongly; the message names the rank and its node."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The result of an examination, the same on every rank."""
-
-    verdict: str
-    why: str
-    ranks: list[int] = field(default_factory=list)  # among which the fault is
-    is_sure: bool = False  # every one of them computes wrongly
 
 
 @dataclass(frozen=True)
