@@ -6,8 +6,10 @@ run, measured, and M the time between failures of a job of this size, from
 checkpoint.failures_per_gpu_day.
 
 Rank 0 measures and decides, and the decision is broadcast after a save, where the ranks communicate
-anyway. Before the first save it is made at the second logged step, with the saves of earlier starts
-or an estimate. Which steps are saved changes no result, so a resumed run need not choose the same.
+anyway. Before the first save it is made at the first two logged steps, with the saves of earlier
+starts or an estimate: the first may include compilation, so that until the second, saves are too
+frequent rather than too rare. Which steps are saved changes no result, so a resumed run need not
+choose the same.
 """
 
 import math
@@ -65,8 +67,7 @@ class SaveInterval:
         if run.step_seconds is not None:  # measured, after a step that is logged: on all ranks
             self.step_seconds = [*self.step_seconds, run.step_seconds][-REMEMBERED:]
             self._logged += 1
-            # the first may include compilation
-            if self.steps is None and self._logged == 2:
+            if self._logged <= 2 and not self.waits:
                 self._decide(run.step)
         elapsed = self.steps is not None and run.step - self.saved_at >= self.steps
         kept = self.config.keep_every

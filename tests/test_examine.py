@@ -4,6 +4,7 @@ transient fault told from a persistent one, and neither is found where the data 
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,15 +19,15 @@ from parallel.mesh import build_mesh
 from parallel.weight_gradient import LinearProducts
 from runtime import saving
 from runtime.checkpoint import held_tensors
-from runtime.events import read_events
-from runtime.health import examine
-from runtime.health.compare import _is_rounding, compute, disputes
+from runtime.events import append_event, read_events
+from runtime.health import examine, refusal
+from runtime.health.compare import Computed, _is_rounding, compute, disputes
 from runtime.health.examine import Suspect, make_copies_equal
 from runtime.health.excluded import excluded_nodes
 from runtime.health.faults import FaultyProducts
 from runtime.health.products import Wrapping, linear_layers
 from runtime.replicas import check_replicas, hash_of
-from tests.runs import LAYOUT_3D, losses, train_run, write_config
+from tests.runs import LAYOUT_3D, fresh, losses, train_run, write_config
 from tests.test_replicas import flip
 from tools.parity.cases import Case
 from tools.parity.run import global_batch
@@ -182,6 +183,47 @@ def test_two_hundred_undisturbed_steps_raise_no_suspicion(
     assert ranks.run(train_run, 8, [config, "run.log_interval=5"]) == [""] * 8
     assert suspicions(tmp_path) == []
     assert not (tmp_path / "run" / "excluded.json").exists()
+
+
+def run_without_memory(arguments: list[str]) -> str:
+    lacking = (1 << 30) if dist.get_rank() == 1 else -1
+    with patch.object(refusal, "_lacking_bytes", lambda device: lacking):
+        return train_run(arguments)
+
+
+def test_it_is_not_examined_if_that_might_end_the_run(
+    ranks: Ranks, data: Path, tmp_path: Path
+) -> None:
+    """If one rank lacks memory; or if an examination of this step has ended the run before, once:
+    it may have been a coincidence."""
+    config = write_config(tmp_path, data, parallel={"dp_shard": 2}, train={"steps": 3})
+    arguments = [config, fault(1, "1").replace("layer=3", "layer=1")]
+    assert ranks.run(run_without_memory, 2, arguments) == ["", ""]
+    (event,) = suspicions(tmp_path)
+    assert (event["verdict"], event["ranks"]) == ("not examined", [])
+    assert "lacks 1,024 MiB" in event["why"]
+    fresh(tmp_path)
+    (tmp_path / "run").mkdir()
+    append_event(tmp_path / "run", "examining", step=3, cause="a spike")
+    for _ in range(2):
+        assert ranks.run(train_run, 2, arguments) == ["", ""]  # it saves nothing, so it begins anew
+    first, second = suspicions(tmp_path)
+    assert (first["verdict"], "did not end" in first["why"]) == ("not examined", True)
+    assert second["verdict"] == "transient"
+
+
+def test_a_compiled_model_has_no_products_to_compare() -> None:
+    now = Computed(2.0, 1.0, torch.zeros(0, 2, dtype=torch.int64))
+    train = SimpleNamespace(mesh=SimpleNamespace(device="cpu"))
+    rows = torch.zeros(1), torch.zeros(1)
+    found = examine._compare_with_step(train, Suspect(rows), now)  # type: ignore[arg-type]
+    assert (found.verdict, "train.compile" in found.why) == ("not examined", True)
+    found = examine._compare_with_step(train, Suspect(rows, 2.0, 1.0), now)  # type: ignore[arg-type]
+    assert (found.verdict, "train.compile" in found.why) == ("reproducible", True)
+    # control: products that agree
+    now.products = torch.ones(1, 2, dtype=torch.int64)
+    found = examine._compare_with_step(train, Suspect(rows), now)  # type: ignore[arg-type]
+    assert (found.verdict, "all ranks agree" in found.why) == ("transient", True)
 
 
 # --- parts of an examination ----------------------------------------------------------------------

@@ -211,6 +211,16 @@ def test_what_a_run_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert found.restart == 9.0 + 6.0
     # 20 of 23 steps count; 2 s of saves, 2 × 6 s of starts, 9 s down
     assert found.effective == pytest.approx(40.0 / (46 + 2 + 12 + 9))
+    # An hour in a queue after a planned stop is no restart, even if the next start fails at once.
+    starts = [
+        {"event": "start", "time": 0.0, "began": 0.0, "step": 0},
+        {"event": "spent", "time": 10.0, "step": 1, "seconds": {"start": 4.0, "steps": 6.0}},
+        {"event": "end", "time": 11.0, "state": "requeue", "step": 1},
+        {"event": "start", "time": 3611.0, "began": 3610.0, "step": 1},
+        {"event": "start", "time": 3641.0, "began": 3640.0, "step": 1},
+        {"event": "spent", "time": 3651.0, "step": 2, "seconds": {"start": 5.0, "steps": 6.0}},
+    ]
+    assert measure(starts).restart == 3645.0 - 3610.0
     rate = DAY / 4 / 400.0  # one failure in 400 s
     seconds, steps = found.best_interval(rate) or (0, 0)
     assert (seconds, steps) == (pytest.approx(20.0), 10)

@@ -60,7 +60,7 @@ def in_pieces(vocab, dtype, sequence_parallel, z_loss, kernels, sizes, sequence_
     x = by_rank(x, tp, sequence_pieces)[rank] if sequence_parallel else x
     weight = weight[rows.start : rows.stop]
     scale = torch.tensor(1 / 7, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-    cut, results = module._pieces, []
+    cut, results = module.pieces_of, []
     for piece_bytes in sizes:
         x, weight = (t.detach().clone().requires_grad_() for t in (x, weight))
         arguments = (x, weight, targets, scale, rows.start, mesh.tp.get_group(), sequence_parallel)
@@ -79,7 +79,7 @@ def in_pieces(vocab, dtype, sequence_parallel, z_loss, kernels, sizes, sequence_
                 heights.append(len(piece) // (tp if sequence_parallel else 1))
                 yield piece, piece_targets
 
-        with Listener(mesh) as forward, patch.object(module, "_pieces", watched):
+        with Listener(mesh) as forward, patch.object(module, "pieces_of", watched):
             loss = linear_cross_entropy(*arguments, **options)
         with Listener(mesh) as backward:
             (3 * loss).backward()

@@ -19,7 +19,7 @@ from data.loader import BatchLoader
 from model.matmul import Matmul
 from runtime.events import read_events
 from runtime.health import slow_ranks
-from runtime.health.excluded import excluded_nodes
+from runtime.health.excluded import exclude, excluded_nodes
 from runtime.health.judge import Judge, median_of_others
 from tests.runs import LAYOUT_3D, train_run, write_config
 from tools.ranks import Ranks
@@ -148,11 +148,14 @@ def run_with_timed_products(arguments: list[str], slow: int, factor: float, wait
             time.sleep(0.05)
         return read(self)
 
-    clocks = time if waits else SimpleNamespace(perf_counter=lambda: clock[0])
+    clocks = time
+    if not waits:
+        clocks = SimpleNamespace(perf_counter=lambda: clock[0], monotonic=time.monotonic)  # type: ignore[assignment]
     with (
         patch.multiple(Matmul, **replaced),
         patch.object(BatchLoader, "__next__", stalls),
         patch.object(slow_ranks, "time", clocks),
+        patch.object(slow_ranks, "EXCLUDE_SECONDS", 0.0),
     ):
         return train_run(arguments)
 
@@ -204,6 +207,41 @@ def test_evaluation_saving_data_and_uneven_stages_name_nobody(
     assert [each for each in read_events(run) if each["event"] == "slow_rank"] == []
     assert json.loads((run / "status.json").read_text()).get("slow", []) == []
     assert "slow_ranks" in json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+def judged(folder: Path, after: float) -> list[tuple[int, list[str]]]:
+    """The excluded nodes after each logged step, where rank 1 of n0 is slow in steps 4 to 20 and
+    rank 3 of n1 in steps 10 to 12, by a clock that ticks once a step; `after`: EXCLUDE_SECONDS."""
+    clock, seen = [0.0], []
+    listener = slow_ranks.SlowRanks.__new__(slow_ranks.SlowRanks)
+    listener.policy, listener.folder = "exclude", folder
+    listener.nodes, listener.judge = ["n0", "n0", "n1", "n1"], Judge([0] * 4, 1.15)
+    listener.metrics = SimpleNamespace(noted={}, for_status={})  # type: ignore[assignment]
+    listener.named, listener.excluded = {}, set()
+    slow = {1: range(4, 21), 3: range(10, 13)}
+    with (
+        patch.object(slow_ranks, "EXCLUDE_SECONDS", after),
+        patch.object(slow_ranks, "time", SimpleNamespace(monotonic=lambda: clock[0])),
+    ):
+        for step in range(1, 31):
+            clock[0], listener._posted_at = float(step), step
+            times = [1.3 if step in slow.get(rank, ()) else 1.0 for rank in range(4)]
+            listener._report(*listener.judge.add(step, times))
+            now = [*excluded_nodes(folder)]
+            seen += [(step, now)] if not seen or seen[-1][1] != now else []
+    return seen
+
+
+def test_a_node_is_excluded_while_it_stays_slow(tmp_path: Path) -> None:
+    # named after step 6, well after step 23
+    assert judged(tmp_path, after=5.0) == [(1, []), (11, ["n0"]), (23, [])]
+    # control: without patience, three slow steps are enough, until they are over
+    assert judged(tmp_path, after=0.0) == [
+        (1, []), (6, ["n0"]), (12, ["n0", "n1"]), (15, ["n0"]), (23, []),
+    ]  # fmt: skip
+    # what another start, or an operator, has excluded stays
+    exclude(tmp_path, "n0", "computes wrongly")
+    assert judged(tmp_path, after=5.0) == [(1, ["n0"])]
 
 
 def test_none_measures_nothing(ranks: Ranks, data: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -12,6 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from errors import UserError
+from model.kernels.backend import cdiv
+from model.kernels.linear_cross_entropy import PIECE_BYTES
+from model.transformer import Head
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
 from runtime.tasks.files import Example, Task, read_tasks
@@ -38,6 +42,7 @@ CASES = {
     "ep 2, dp_replicate 2": Case(
         MeshSizes(dp_replicate=2, dp_shard=2, ep=2), router="sigmoid_bias"
     ),
+    "tp 2, whole sequences": Case(MeshSizes(tp=2), sequence_parallel=False),
     "one rank": Case(MeshSizes(), document_mask=True),
 }
 
@@ -103,6 +108,40 @@ def test_the_order_of_collectives_suits_nccl(name: str) -> None:
     with Ranks(8, timeout=200, backend="strict") as strict:
         results = strict.run(scored, CASES[name].world, CASES[name], 4)
     assert results[0] == pytest.approx(expected(CASES[name]), abs=1e-9)
+
+
+def scored_in_pieces(case: Case, tokens: int) -> tuple[list[float] | None, int]:
+    """Score with pieces of so many tokens; return the largest number of tokens whose logits were
+    computed at a time, too."""
+    most, head = [0], Head.__init__
+
+    def built(self: Head, *arguments: Any) -> None:
+        head(self, *arguments)
+        product = self.matmul.forward
+
+        def forward(x: Tensor, weight: Tensor, *more: Any) -> Tensor:
+            most[0] = max(most[0], len(x))
+            return product(x, weight, *more)
+
+        self.matmul.forward = forward  # type: ignore[method-assign]
+
+    width, size = cdiv(case.vocab_size, case.layout.tp), DTYPES[case.dtype].itemsize
+    with (
+        patch.object(Head, "__init__", built),
+        patch.dict(PIECE_BYTES, {"cpu": tokens * width * size}),
+    ):
+        return scored(case, 4), most[0]
+
+
+@pytest.mark.parametrize("name", ["pp 2, tp 2", "cp 2, dp_shard 2"])
+def test_the_whole_logits_are_never_in_memory(ranks: Ranks, name: str) -> None:
+    """A row of 131,072 tokens may be scored: its logits would take gigabytes."""
+    case = CASES[name]
+    results = ranks.run(scored_in_pieces, case.world, case, 8)
+    assert results[0][0] == pytest.approx(expected(case), abs=1e-9)
+    assert max(most for _, most in results) <= 8
+    # control: larger pieces
+    assert max(most for _, most in ranks.run(scored_in_pieces, case.world, case, 64)) > 8
 
 
 def test_an_evaluation_can_be_abandoned(ranks: Ranks) -> None:

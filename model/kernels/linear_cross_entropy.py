@@ -87,7 +87,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         reducing: Pending | None = None  # the previous piece's dx
         dw: Tensor | None = None
         gather_over = group if sequence_parallel else None
-        pieces = _pieces(x, targets, gather_over, sequence_pieces, piece_tokens)
+        pieces = pieces_of(x, targets, gather_over, sequence_pieces, piece_tokens)
         for piece, piece_targets in pieces:
             y = piece_targets.flatten()
             rows = piece.flatten(0, 1)  # [n·tp·B, D]
@@ -125,7 +125,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         return dx, dw, *[None] * 12
 
 
-def _pieces(
+def pieces_of(
     x: Tensor,
     targets: Tensor,
     gather_over: ProcessGroup | None,
@@ -155,6 +155,15 @@ def _pieces(
             start(at + height) if at + height < x.shape[0] else following,
         )
         yield gathering.wait(), held[:, at : at + height].flatten(0, 1)
+
+
+def tokens_of_piece(
+    x: Tensor, vocab_size: int, group: ProcessGroup, piece_bytes: int | None = None
+) -> int:
+    """How many tokens' logits take piece_bytes (None: the default for the device) on the widest
+    rank of `group`."""
+    piece_bytes = piece_bytes or PIECE_BYTES.get(x.device.type, PIECE_BYTES["cuda"])
+    return max(1, piece_bytes // (cdiv(vocab_size, group.size()) * x.element_size()))
 
 
 def linear_cross_entropy(
@@ -194,8 +203,7 @@ def linear_cross_entropy(
         destination, queue: the weight's (parallel/weight_gradient.py). If gradients of the weight
             are summed there, dw stays in float32 until it is added, and autograd gets none.
     """
-    piece_bytes = piece_bytes or PIECE_BYTES.get(x.device.type, PIECE_BYTES["cuda"])
-    piece_tokens = max(1, piece_bytes // (cdiv(vocab_size, group.size()) * x.element_size()))
+    piece_tokens = tokens_of_piece(x, vocab_size, group, piece_bytes)
     if not torch.is_grad_enabled():
         x, weight = x.detach(), weight.detach()
     return LinearCrossEntropy.apply(

@@ -37,7 +37,7 @@ TEMPLATES = {
     "spike": "skipped {skipped} updates up to step {step}: loss {loss}, gradient norm {grad_norm}",
     "rollback": "went back from step {from_step} to {step}",
     "slow_rank": "rank {rank} on {node} is slow: {factor} times its peers since step {since}",
-    "suspicion": "examined step {step} ({cause}): {verdict}; {why}",
+    "suspicion": "suspicion after step {step} ({cause}): {verdict}; {why}",
     "checkpoint": "could not save the checkpoint of step {step}: {failed}",
     "after_commit": "checkpoint.after_commit failed for step {step}, attempts {attempts}: {failed}",
 }

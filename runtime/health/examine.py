@@ -23,6 +23,8 @@ computed from the same rows must have the same bits (compare.py).
 | reproducible | all ranks agree, and the same loss and   | the run continues: the data or the   |
 |              | norm come out                            | model is the cause                   |
 
+It is not examined if that might end the run (refusal.py).
+
 Each rank of a dispute computes the product once more, and in float64 on its host: a rank whose
 result is further off than rounding explains is at fault. If there is none (a low bit, or a fault
 that comes and goes), but results must repeat to the bit (on a CPU, or with train.deterministic), a
@@ -57,7 +59,8 @@ from runtime.checkpoint import Start, held_tensors
 from runtime.events import append_event
 from runtime.health.compare import Computed, compute, disputes, returned, settle, shifted
 from runtime.health.excluded import exclude, node_name
-from runtime.health.verdicts import PERSISTENT, REPRODUCIBLE, TRANSIENT, Verdict
+from runtime.health.refusal import refusal
+from runtime.health.verdicts import NOT_EXAMINED, PERSISTENT, REPRODUCIBLE, TRANSIENT, Verdict
 from runtime.listener import Listener, Run
 from runtime.messages import log
 from runtime.metrics import Metrics
@@ -145,9 +148,13 @@ def _repeats_bits(train: TrainStep) -> bool:
 
 
 def _compare_with_step(train: TrainStep, suspect: Suspect, now: Computed) -> Verdict:
-    """The verdict if all ranks agree."""
+    """The verdict if no ranks disagree."""
+    agree = "all ranks agree"
+    if not len(now.products):  # on every rank (products.py)
+        agree = "with train.compile no products are left to compare"
     if suspect.loss is None:
-        return Verdict(TRANSIENT, "computed again, all ranks agree")
+        verdict = TRANSIENT if len(now.products) else NOT_EXAMINED
+        return Verdict(verdict, f"computed again, {agree}")
     if not suspect.is_exact:
         # as bad as then; if only the loss was a spike, the norm may be anything
         same = not math.isfinite(now.loss) or not math.isfinite(now.norm)
@@ -159,7 +166,8 @@ def _compare_with_step(train: TrainStep, suspect: Suspect, now: Computed) -> Ver
         pairs = ((now.loss, suspect.loss), (now.norm, suspect.norm))
         same = all(_is_same(a, b, tolerance) for a, b in pairs)
     then = "" if suspect.is_exact else " with changed weights"
-    why = f"computed again{then}, all ranks agree on {now.loss:.6g} and {now.norm:.6g}"
+    found = f"loss {now.loss:.6g}, gradient norm {now.norm:.6g}"
+    why = f"computed again{then}, {agree}: {found}"
     return Verdict(REPRODUCIBLE if same else TRANSIENT, why)
 
 
@@ -248,10 +256,14 @@ class Examination(Listener):
 
     def _examine(self, run: Run, cause: str, suspect: Suspect) -> Verdict:
         with self.metrics.spending("examination"), self.watchdog.resting():
-            verdict = examine(self.train, suspect)
+            why = refusal(self.folder, run.step, self.train.mesh.device)
+            if dist.get_rank() == 0 and not why:
+                append_event(self.folder, "examining", step=run.step, cause=cause)
+            verdict = Verdict(NOT_EXAMINED, why) if why else examine(self.train, suspect)
         self.next_step = run.step + PAUSE
         if dist.get_rank() == 0:
-            log(f"warning: {cause}; examined: {self._describe(verdict)}")
+            examined = "" if verdict.verdict == NOT_EXAMINED else "examined: "
+            log(f"warning: {cause}; {examined}{self._describe(verdict)}")
             nodes = sorted({self.nodes[rank] for rank in verdict.ranks})
             about = {"step": run.step, "cause": cause, "nodes": nodes, **asdict(verdict)}
             append_event(self.folder, "suspicion", **about)

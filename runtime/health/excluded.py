@@ -25,13 +25,26 @@ def node_name() -> str:
     return override or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def exclude(folder: Path, node: str, reason: str) -> None:
-    """Add `node` to those that the next start leaves out; called by only one process. The first
-    reason stays."""
+def exclude(folder: Path, node: str, reason: str) -> bool:
+    """Add `node` to those that the next start leaves out; called by only one process. Returns
+    whether it was not there: the first reason stays."""
     found = excluded_nodes(folder)
-    if node not in found:
-        found[node] = {"time": time.time(), "reason": reason}
-        write_whole(folder / FILE, json.dumps(found, indent=1) + "\n")
+    if node in found:
+        return False
+    found[node] = {"time": time.time(), "reason": reason}
+    _write(folder, found)
+    return True
+
+
+def include(folder: Path, node: str) -> None:
+    """Take back that `node` is left out; called by the process that excluded it."""
+    found = excluded_nodes(folder)
+    if found.pop(node, None) is not None:
+        _write(folder, found)
+
+
+def _write(folder: Path, nodes: dict[str, dict[str, Any]]) -> None:
+    write_whole(folder / FILE, json.dumps(nodes, indent=1) + "\n")
 
 
 def excluded_nodes(folder: Path) -> dict[str, dict[str, Any]]:

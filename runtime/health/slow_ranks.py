@@ -31,7 +31,7 @@ from parallel.mesh import Mesh
 from parallel.weight_gradient import LinearProducts
 from runtime.checkpoint import Start
 from runtime.events import append_event
-from runtime.health.excluded import exclude, node_name
+from runtime.health.excluded import exclude, include, node_name
 from runtime.health.judge import Judge, Slow
 from runtime.health.products import Compute, Wrapped, Wrapping, linear_layers
 from runtime.listener import Listener, Run
@@ -44,6 +44,8 @@ from training.step import TrainStep
 AFTER = 2  # first steps of a start, which are not timed: they allocate and connect
 STEPS = 4  # last steps of an interval, in which products are timed
 CALLS = 8  # timed calls of each product in an interval
+# With guard.slow_ranks=exclude, a node is excluded once a rank has been slow for so long.
+EXCLUDE_SECONDS = 300.0
 MOST = 2**31 - 1  # microseconds, in the int32 of the all-reduce
 
 
@@ -118,6 +120,8 @@ class SlowRanks(Listener):
         dist.all_gather_object(everyone, mine)
         self.nodes = [node for node, _ in everyone]
         self.judge = Judge([role for _, role in everyone], config.guard.slow_factor)
+        self.named: dict[int, float] = {}  # when each slow rank was named, by the monotonic clock
+        self.excluded: set[str] = set()  # nodes that this start has excluded
         self.first_step = 0
         self._shape: torch.Size | None = None  # of the batches whose times are compared
         self._is_timed = False  # this step, on all ranks
@@ -175,12 +179,28 @@ class SlowRanks(Listener):
             what = f"{each.factor:.2f} times its peers, or itself before, since step {each.since:,}"
             log(f"warning: rank {each.rank} on {node} is slow: {what}")
             append_event(self.folder, "slow_rank", step=self._posted_at, **self._about(each))
-            if self.policy == "exclude":
-                exclude(self.folder, node, f"slow: rank {each.rank} took {what}")
+            self.named[each.rank] = time.monotonic()
         for each in ended:
             log(f"rank {each.rank} on {self.nodes[each.rank]} is no longer slow")
             about = {**self._about(each), "ended": True}
             append_event(self.folder, "slow_rank", step=self._posted_at, **about)
+            del self.named[each.rank]
+        if self.policy == "exclude":
+            self._exclude()
+
+    def _exclude(self) -> None:
+        """On rank 0: exclude nodes that stay slow, and take that back once they no longer are."""
+        lasting = time.monotonic() - EXCLUDE_SECONDS
+        for rank, slow in self.judge.slow.items():
+            node, what = self.nodes[rank], f"{slow.factor:.2f} times its peers, or itself before"
+            reason = f"slow: rank {rank} took {what}, since step {slow.since:,}"
+            if self.named[rank] <= lasting and exclude(self.folder, node, reason):
+                log(f"{node} is excluded from the next start: {reason}")
+                self.excluded.add(node)
+        for node in self.excluded - {self.nodes[rank] for rank in self.judge.slow}:
+            include(self.folder, node)
+            log(f"{node} is no longer excluded")
+            self.excluded.remove(node)
 
     def _about(self, slow: Slow) -> dict[str, Any]:
         return {"node": self.nodes[slow.rank], **asdict(slow), "factor": round(slow.factor, 3)}

@@ -2,7 +2,12 @@
 
 from dataclasses import dataclass, field
 
-TRANSIENT, PERSISTENT, REPRODUCIBLE = VERDICTS = ("transient", "persistent", "reproducible")
+TRANSIENT, PERSISTENT, REPRODUCIBLE, NOT_EXAMINED = VERDICTS = (
+    "transient",
+    "persistent",
+    "reproducible",
+    "not examined",
+)
 
 
 @dataclass(frozen=True)

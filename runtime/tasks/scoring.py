@@ -1,8 +1,9 @@
 """The log-likelihood of each row, the same on every layout.
 
-The training step's evaluation returns one loss for a whole batch; here each row needs its own. The
-last stage is called without targets, so it returns logits [S/cp, B, V/tp]. A hook on it replaces
-them by the losses of the rows, a vector with an element for every row of all tasks:
+The training step's evaluation returns one loss for a whole batch; here each row needs its own. So
+the last stage's head is given another forward for a while, which returns the loss of each token,
+[S/cp, B], and never has the whole logits (as linear_cross_entropy.py in training). A hook on the
+stage adds them up to the losses of the rows, a vector with an element for every row of all tasks:
 
     row          0    1    2    3    4    5    …      each micro-batch fills the elements of its
     dp rank 0   2.3   ·   7.1   ·   4.0   ·           rows, the others are 0; the pipeline's runner
@@ -16,8 +17,7 @@ the same vector: the normaliser of a token is gathered over tp as in training (c
 Rows are padded at their end. No position attends to a later one, so padding changes nothing. It
 repeats the row's own tokens, so that a router sends it to as many experts as text. Most rows are
 short, so each is computed in the shortest length that holds it, of train.seq_len halved several
-times; a micro-batch has as many tokens as one in training, and fewer where its logits would be
-large.
+times; a micro-batch has as many tokens as one in training.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,31 +30,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from model.kernels.backend import cdiv
+from model.kernels.backend import cdiv, exact
 from model.kernels.cross_entropy import normaliser, token_losses
-from model.kernels.linear_cross_entropy import PIECE_BYTES
-from model.transformer import Batch, Transformer, hidden_shape
+from model.kernels.linear_cross_entropy import pieces_of, tokens_of_piece
+from model.transformer import Batch, Head, Transformer, hidden_shape
 from parallel.context import ContextParallel
 from parallel.mesh import to_device
 from parallel.pipeline.runner import PipelineRunner
 from parallel.pipeline.transfer import Transfers
 from runtime.tasks.rows import Row
 from tokens import IGNORE
-from training.config import Config, cuts_of_sequence
+from training.config import cuts_of_sequence
 from training.step import TrainStep
 
 SHORTEST = 32  # inputs of a padded row, at least, where train.seq_len is longer
-LOGITS_BYTES = 1 << 30  # of a micro-batch with several rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowBatch(Batch):
-    """A micro-batch whose logits are replaced by the losses of its rows. N: the scored tokens that
-    this cp rank holds."""
+    """A micro-batch of which the losses of its rows are wanted: targets that are not scored are
+    `IGNORE`."""
 
-    places: Tensor  # [N] int64, positions in the flattened [S/cp · B]
-    scored: Tensor  # [N] int64, their targets
-    rows: Tensor  # [N] int64, their rows' numbers
+    rows: Tensor  # [B] int64, the rows' numbers
     num_rows: int  # of all tasks
 
 
@@ -86,19 +83,41 @@ def make_batch(
         if number is not None:
             scored = slice(row.inputs - row.scored, row.inputs)
             targets[place, scored] = row.tokens[1:][scored]
-    of_rows = torch.tensor([number or 0 for number in numbers])
-    mine = cp.cut(torch.from_numpy(targets), 1).T.flatten()  # [S/cp · B]
-    places = (mine != IGNORE).nonzero().flatten()
     positions = torch.arange(length).unsqueeze(1)  # [S, 1]
+    held_tokens, held_targets = (
+        to_device(cp.cut(torch.from_numpy(each), 1).T.contiguous(), device)
+        for each in (tokens, targets)
+    )
     return RowBatch(
-        to_device(cp.cut(torch.from_numpy(tokens), 1).T.contiguous(), device),
-        None,
+        held_tokens,
+        held_targets,
         to_device(cp.cut(positions, 0), device),
-        places=to_device(places, device),
-        scored=to_device(mine[places], device),
-        rows=to_device(of_rows[places % len(numbers)], device),
+        rows=to_device(torch.tensor([number or 0 for number in numbers]), device),
         num_rows=len(rows),
     )
+
+
+def losses_of_tokens(head: Head, x: Tensor, targets: Tensor) -> Tensor:
+    """The loss of each token, [S/cp, B] in float32 (float64), 0 where there is no target; from x,
+    [S/(cp·tp), B, D] with sequence parallelism, else [S/cp, B, D], and the targets [S/cp, B].
+
+    Logits are computed piece by piece, of scored tokens only. Over tp, each piece gathers x with
+    sequence parallelism, and three numbers per token (cross_entropy.py).
+    """
+    tp, weight, flat = head.tp, head.local_weight(), targets.flatten()
+    losses = torch.zeros(len(flat), dtype=exact(x.dtype), device=x.device)
+    places = torch.arange(len(flat), device=x.device).view_as(targets)
+    gather_over = tp.group if tp.sequence_parallel else None
+    size = tokens_of_piece(x, head.vocab_size, tp.group)
+    for piece, held in pieces_of(x, places, gather_over, tp.pieces, size):
+        at = held.flatten()
+        scored = (flat[at] != IGNORE).nonzero().flatten()  # the same on all tp ranks
+        if len(scored):
+            y = flat[at[scored]]
+            z = head.matmul.forward(piece.flatten(0, 1)[scored], weight)
+            row = normaliser(z, y, head.first_row, tp.group, head.kernels)
+            losses[at[scored]] = token_losses(row, y, 0.0).to(losses.dtype)
+    return losses.view_as(targets)
 
 
 @contextmanager
@@ -108,26 +127,21 @@ def losses_of_rows(stage: Transformer) -> Iterator[None]:
     head = stage.head
     assert head is not None
 
-    def losses(_: nn.Module, inputs: tuple[Any, ...], logits: Tensor) -> Tensor:
-        batch: RowBatch = inputs[1]
-        total = torch.zeros(batch.num_rows, dtype=torch.float64, device=logits.device)
-        flat = logits.flatten(0, 1)  # [T, V/tp]
-        piece_bytes = PIECE_BYTES.get(logits.device.type, PIECE_BYTES["cuda"])
-        widest = cdiv(head.vocab_size, head.tp.group.size())  # all ranks cut alike
-        piece = max(1, piece_bytes // (widest * logits.element_size()))
-        for places, targets, rows in zip(
-            *(each.split(piece) for each in (batch.places, batch.scored, batch.rows)), strict=True
-        ):
-            # all-gather over tp of three numbers per token
-            row = normaliser(flat[places], targets, head.first_row, head.tp.group, head.kernels)
-            total.index_add_(0, rows, token_losses(row, targets, 0.0).double())
-        return total
+    def forward(x: Tensor, targets: Tensor, _: Tensor | None) -> Tensor:
+        return losses_of_tokens(head, x, targets)
 
-    hook = stage.register_forward_hook(losses)
+    def sum_up(_: nn.Module, inputs: tuple[Any, ...], losses: Tensor) -> Tensor:
+        batch: RowBatch = inputs[1]
+        total = torch.zeros(batch.num_rows, dtype=torch.float64, device=losses.device)
+        return total.index_add_(0, batch.rows, losses.double().sum(0))
+
+    head.forward = forward  # type: ignore[method-assign,assignment]
+    hook = stage.register_forward_hook(sum_up)
     try:
         yield
     finally:
         hook.remove()
+        del head.forward
 
 
 class PipelineScorer:
@@ -178,7 +192,7 @@ class PipelineScorer:
         longest = cdiv(len(numbers), dp)
         # enough micro-batches to fill the pipeline, if there are enough rows
         size = min(
-            rows_at_once(config, length, self.seq_len),
+            max(1, config.train.micro_batch_size * self.seq_len // length),  # tokens as in training
             cdiv(longest, config.parallel.num_stages),
         )
         mine += [None] * (cdiv(longest, size) * size - len(mine))
@@ -198,15 +212,6 @@ class PipelineScorer:
                 dict(train.stages), parallel.num_stages, transfers, train.runner.data, False
             )
         return self.runners[length, size]
-
-
-def rows_at_once(config: Config, length: int, seq_len: int) -> int:
-    """Rows of `length` inputs in a micro-batch: with as many tokens as in training, and logits of
-    at most LOGITS_BYTES on a rank, but at least one row."""
-    width = cdiv(config.model.vocab_size, config.parallel.tp)
-    of_row = length // config.parallel.cp * width * (8 if config.train.dtype == "float64" else 4)
-    by_tokens = config.train.micro_batch_size * seq_len // length
-    return max(1, min(by_tokens, LOGITS_BYTES // of_row))
 
 
 @torch.no_grad()

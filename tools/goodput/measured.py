@@ -98,6 +98,8 @@ def _restarts(events: list[dict[str, Any]]) -> list[float]:
         kind = event["event"]
         if kind == "start":
             waiting = last_time if last_time is not None and not planned else None
+            if planned:  # the wait in a queue before it is no restart, even if it fails at once
+                last_time = event["began"]
             planned = False
         elif kind == "end":
             planned = event.get("state") in ("requeue", "finished")
