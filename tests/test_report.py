@@ -13,6 +13,7 @@ import pytest
 
 from runtime.events import append_event
 from tests.runs import train_run, write_config
+from tools import plot
 from tools.ranks import Ranks
 from tools.report import __main__ as report
 from tools.report.charts import BINS, thin, ticks
@@ -185,6 +186,31 @@ def test_what_went_wrong_is_told(tmp_path: Path) -> None:
     assert "The updates of 3 steps were skipped; this was logged at step 7, 8, 9." in found.text
     assert found.text.count(PLANTED) == 2
     assert (found.count("b"), found.count("img")) == (1, 0), "only one chart's title is bold"
+
+
+def test_stages_are_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the page's charts and in the picture of the loss; and they are no restarts."""
+    run = tmp_path / "run"
+    run.mkdir()
+    append_event(run, "start", began=10.0, step=0, world_size=2)
+    append_event(run, "end", state="requeue", step=4, reason="stage 1 begins", stage=1)
+    append_event(run, "start", began=11.0, step=4, world_size=2, stage=1)
+    append_event(run, "stage", stage=1, step=4, changes=[f"train.seq_len 8 → {PLANTED}"])
+    lines = [{"step": step, "loss": 3.0, "lr": 1e-3} for step in range(1, 10)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = written(run, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert page.count('class="boundary" d="M375.0 0V100"><title>stage 1: train.seq_len 8') == 2
+    assert "requeue" not in found.text
+    assert found.count("img") == 0
+    (run / "events.jsonl").rename(run / "other")  # control
+    written(run, tmp_path / "page.html")
+    assert 'class="boundary"' not in (tmp_path / "page.html").read_text()
+    (run / "other").rename(run / "events.jsonl")
+    assert plot.main([str(run), "--out", str(tmp_path / "loss.svg")]) == 0
+    assert "stage 1" in (tmp_path / "loss.svg").read_text()
+    assert report.main([str(run)]) == 0
+    assert "1 starts, 0 checkpoints" in capsys.readouterr().out
 
 
 def test_a_long_run_is_thinned_and_loses_no_spike(tmp_path: Path) -> None:

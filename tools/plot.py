@@ -3,12 +3,15 @@
 Reads RUN/metrics.jsonl, and draws the training loss of every logged step and the held-out loss
 where it was measured. The dashed line is the loss of a unigram model, which knows only each token's
 frequency; its value is stored with the prepared data, and omitted if the data no longer exists.
+Dotted lines are boundaries between stages of data.
 """
 
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import matplotlib
@@ -17,6 +20,7 @@ from matplotlib.figure import Figure
 from data.dataset import open_data
 from errors import UserError
 from tools.command import run_command
+from tools.report.run import read_run
 from training.load_config import load_config
 
 BLUE, ORANGE, GREY = "#2563eb", "#ea580c", "#6b7280"
@@ -50,7 +54,12 @@ def unigram_baseline(run: Path) -> float | None:
         return None
 
 
-def draw(records: list[dict[str, Any]], baseline: float | None, title: str) -> Figure:
+def draw(
+    records: list[dict[str, Any]],
+    baseline: float | None,
+    title: str,
+    boundaries: Mapping[float, str] = MappingProxyType({}),
+) -> Figure:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     train = [(r["step"], r["loss"]) for r in records if "loss" in r]
@@ -72,6 +81,19 @@ def draw(records: list[dict[str, Any]], baseline: float | None, title: str) -> F
     if baseline is not None:
         label = f"a unigram model on held-out text: {baseline:.2f}"
         axes.axhline(baseline, color=GREY, linestyle="--", linewidth=1.2, label=label)
+
+    for step, text in boundaries.items():
+        axes.axvline(step, color=GREY, linestyle=":", linewidth=1.2)
+        place = {"xytext": (3, -3), "textcoords": "offset points", "va": "top"}
+        where = (step, 1.0)
+        axes.annotate(
+            text.partition(":")[0],
+            where,
+            xycoords=axes.get_xaxis_transform(),
+            color=GREY,
+            fontsize=8,
+            **place,
+        )
 
     axes.set_xlabel("step")
     axes.set_ylabel("loss, nats per token")
@@ -105,7 +127,8 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError("--out", str(options.out), why, "use .png, .svg or .pdf")
         matplotlib.rcParams["svg.hashsalt"] = "lattice"  # the same run gives the same file
         title = f"{options.run.name}: loss over {records[-1]['step']:,} steps"
-        figure = draw(records, unigram_baseline(options.run), title)
+        stages = read_run(options.run).boundaries
+        figure = draw(records, unigram_baseline(options.run), title, stages)
         options.out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(options.out, dpi=150)
     except UserError as error:

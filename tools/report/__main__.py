@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError
-from runtime.events import read_events
+from runtime.events import changes_stage, read_events
 from runtime.ledger import account
 from tools.command import run_command
 from tools.goodput.measured import measure
@@ -46,7 +46,7 @@ def ledger_lines(events: list[dict[str, Any]], rate: float) -> list[str]:
     ]
     lines.append(f"{'wall clock':<22}{total:>12,.1f} s")
     lines += effective_lines(measured, rate)
-    happened = Counter(event["event"] for event in events)
+    happened = Counter(event["event"] for event in events if not changes_stage(event))
     failed = sum(event["event"] == "checkpoint" and "failed" in event for event in events)
     lines.append(
         f"{happened['start']} starts, {happened['checkpoint'] - failed} checkpoints ({failed} "

@@ -9,8 +9,9 @@ not trusted.
 import html
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from parallel.pipeline.actions import Kind
@@ -104,6 +105,7 @@ def line_chart(
     zero: bool = False,
     tail: bool = False,
     wide: bool = False,
+    boundaries: Mapping[float, str] = MappingProxyType({}),
 ) -> str:
     """A chart as an HTML figure; empty if no series has a point.
 
@@ -111,6 +113,7 @@ def line_chart(
     zero: begin the axis at 0.
     tail: cut off values at the beginning that are far above all those after the first tenth.
     wide: give the figure a separate row.
+    boundaries: x → text of a vertical line.
     """
     series = [one for one in series if one.points]
     if not series:
@@ -144,6 +147,11 @@ def line_chart(
 
     heights = [round((top - y) / (top - bottom) * HEIGHT, 2) for y, _ in marks]
     drawn = [f'<path class="grid" d="{"".join(f"M0 {height}H{WIDTH}" for height in heights)}"/>']
+    drawn += [
+        f'<path class="boundary" d="M{x_of(x)} 0V{HEIGHT}"><title>{escape(text)}</title></path>'
+        for x, text in boundaries.items()
+        if x0 < x < x1
+    ]
     for one in series:
         drawn += _draw(one, thinned[one.name], x_of, y_of)
     labels = [

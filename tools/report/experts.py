@@ -18,12 +18,16 @@ COLUMNS = {
 def expert_charts(run: Run) -> Iterator[str]:
     """Charts of the most uneven layer and of the losses; each is empty if it has no data."""
     largest = Series("largest expert", "c4", run.points("largest_expert_share"))
-    yield line_chart("Load of experts", "times an even share", [largest], zero=True)
+    yield line_chart(
+        "Load of experts", "times an even share", [largest], zero=True, boundaries=run.boundaries
+    )
     losses = [
         Series("balance", "c1", run.points("router_balance_loss")),
         Series("z", "c2", run.points("router_z_loss")),
     ]
-    yield line_chart("Router losses", "all layers, weighted", losses, zero=True)
+    yield line_chart(
+        "Router losses", "all layers, weighted", losses, zero=True, boundaries=run.boundaries
+    )
 
 
 def expert_table(run: Run) -> str:

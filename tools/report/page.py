@@ -9,6 +9,7 @@ import base64
 import hashlib
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from tools.report.charts import BINS, Series, escape, line_chart, short, timeline_figure
@@ -109,15 +110,16 @@ def charts(run: Run) -> list[str]:
     waiting = Series("of it waiting for data", "c4", run.points("data_seconds"))
     whole = Series("step", "c3", run.points("step_seconds"))
     slowest = [Series("slowest rank", "c4", run.points("slowest_rank_factor"))]
+    by_step = partial(line_chart, boundaries=run.boundaries)
     found = [
-        line_chart("Loss", "nats per token", loss, tail=True, wide=True),
-        line_chart("Gradient norm", "before clipping", norm, log=True),
-        line_chart("Learning rate", "", rate, zero=True),
-        line_chart("Speed", "tokens per second", speed, zero=True),
-        line_chart("Step time", "seconds", [whole, waiting], zero=True),
-        line_chart("Model FLOPs utilization", "% of dense bf16 peak", mfu, zero=True),
+        by_step("Loss", "nats per token", loss, tail=True, wide=True),
+        by_step("Gradient norm", "before clipping", norm, log=True),
+        by_step("Learning rate", "", rate, zero=True),
+        by_step("Speed", "tokens per second", speed, zero=True),
+        by_step("Step time", "seconds", [whole, waiting], zero=True),
+        by_step("Model FLOPs utilization", "% of dense bf16 peak", mfu, zero=True),
         *task_charts(run),
-        line_chart("Slowest rank", "its products' time / its peers'", slowest),
+        by_step("Slowest rank", "its products' time / its peers'", slowest),
         *expert_charts(run),
         memory(run),
     ]
@@ -156,7 +158,7 @@ def task_charts(run: Run) -> Iterator[str]:
             )
             for number, key in enumerate(found)
         ]
-        yield line_chart(title, unit, series)
+        yield line_chart(title, unit, series, boundaries=run.boundaries)
 
 
 def memory(run: Run) -> str:
@@ -174,4 +176,4 @@ def memory(run: Run) -> str:
             "Peak memory by rank", unit, [Series("peak", "c1", by_rank, "bars")], x_name="rank"
         )
     peak = Series("largest rank", "c1", run.points("peak_memory_bytes", 1 / GIB))
-    return line_chart("Peak memory", "GiB", [peak], zero=True)
+    return line_chart("Peak memory", "GiB", [peak], zero=True, boundaries=run.boundaries)

@@ -41,6 +41,16 @@ class Run:
         """The newest event of that kind."""
         return next((e for e in reversed(self.events) if e["event"] == event), {})
 
+    @property
+    def boundaries(self) -> dict[float, str]:
+        """The last step before each stage of the data that has begun → what changed."""
+        return {
+            event["step"]: f"stage {event.get('stage')}: {', '.join(map(str, changes))}"
+            for event in self.events
+            if event["event"] == "stage" and is_number(event.get("step"))
+            if isinstance(changes := event.get("changes"), list)
+        }
+
     def points(self, key: str, scale: float = 1.0) -> list[tuple[float, float]]:
         """(step, value) of every record with a finite value, sorted by step."""
         found = ((record.get("step"), record.get(key)) for record in self.records)

@@ -4,6 +4,7 @@ where it is written."""
 from datetime import UTC, datetime
 from typing import Any
 
+from runtime.events import changes_stage
 from tools.report.charts import escape
 from tools.report.run import Run, is_number
 
@@ -21,7 +22,13 @@ MEANING = {
 }
 MOST_ROWS = 200  # the most events shown: the newest ones
 MOST_STEPS = 20  # the most steps listed for skipped updates: the last ones
-ELSEWHERE = ("spent", "memory", "system", "started")  # events shown in other parts of the page
+ELSEWHERE = (
+    "spent",
+    "memory",
+    "system",
+    "started",
+    "examining",
+)  # events shown in other parts of the page
 
 
 def ledger(run: Run) -> str:
@@ -85,7 +92,9 @@ def happened(run: Run) -> str:
 def tell(event: dict[str, Any]) -> str | None:
     """An event in words; None if the table does not show it."""
     kind = event["event"]
-    if kind in ELSEWHERE or (kind == "checkpoint" and "failed" not in event):
+    if kind in ELSEWHERE or changes_stage(event):  # the event `stage` tells of that
+        return None
+    if kind == "checkpoint" and "failed" not in event:
         return None
     if kind == "start":
         return f"on {event.get('world_size', '?')} ranks"
