@@ -32,9 +32,10 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from data.dataset import Mixture
+from data.earlier import Windows, samples_of
 from errors import UserError
 from runtime.checkpoint_names import complete_checkpoints, step_of
-from runtime.history import changes_the_loss, check_history, check_model, end_of
+from runtime.history import changes_the_loss, check_history, check_model, end_of, passed
 from runtime.lease import Lease
 from runtime.manifest import (
     MANIFEST,
@@ -84,7 +85,7 @@ class Start:
     # of a run with stages; `next_sample` and `skipped` count samples of this one
     stage: int = 0
     earlier: tuple[EarlierStage, ...] = ()
-    later: tuple[tuple[int, int, int], ...] = ()  # skipped ranges: (stage, begin, end)
+    left_out: tuple[Windows, ...] = ()  # by rollbacks to an earlier stage
     gone_back: tuple[int, ...] = ()  # the steps to which this process has rolled back
     since: float | None = None  # when the process left the stage before (time.monotonic)
 
@@ -165,7 +166,7 @@ def _start_from(
             why = f"the checkpoint {path} is already at step {trainer.step}"
             remedy = f"give {trainer.step} or more, or another run.dir"
             raise UserError("train.steps", config.train.steps, why, remedy)
-        start = _resume(path, trainer, config)
+        start = _resume(path, trainer, config, data)
     later = [c for c in complete_checkpoints(checkpoint_folder(config)) if step_of(c) > start.step]
     if later:
         why = (
@@ -181,7 +182,7 @@ def _start_from(
     return start
 
 
-def _resume(path: Path, trainer: TrainerState, config: Config) -> Start:
+def _resume(path: Path, trainer: TrainerState, config: Config, data: Sequence[Mixture]) -> Start:
     """Return the start from a checkpoint, at a boundary that of the next stage."""
     stage, before = config.stage_of(trainer.step), config.stage_of(max(0, trainer.step - 1))
     start = Start(
@@ -195,18 +196,18 @@ def _resume(path: Path, trainer: TrainerState, config: Config) -> Start:
         bad_in_a_row=trainer.bad_in_a_row,
         stage=stage,
         earlier=tuple(trainer.earlier),
-        later=tuple(trainer.later),
+        left_out=tuple(trainer.left_out),
     )
     if stage == before:
         return start
     anew = changes_the_loss(config.at_stage(before), config.at_stage(stage))
+    earlier, seq_len = (*start.earlier, end_of(trainer)), config.at_stage(stage).train.seq_len
     return replace(
         start,
         next_sample=0,
-        skipped=tuple((begin, end) for of, begin, end in start.later if of == stage),
+        skipped=samples_of(data[stage], seq_len, passed(earlier, data), start.left_out),
         recent_losses=() if anew else start.recent_losses,
-        earlier=(*start.earlier, end_of(trainer)),
-        later=tuple(one for one in start.later if one[0] > stage),
+        earlier=earlier,
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from data.dataset import Mixture
-from data.earlier import Earlier
+from data.earlier import Earlier, Windows
 from data.loader import check_state
 from errors import UserError
 from runtime.trainer_state import FREE_MODEL_KEYS, EarlierStage, TrainerState
@@ -60,6 +60,27 @@ def check_history(
         why += f"after {'the steps ' + str(saved) if saved else 'no step'}, not after {ends}"
         remedy = "leave stages as they were up to the checkpoint's step; later ones may change"
         raise UserError(f"stages.{first}", ends[first - 1 : first], why, remedy)
+    _check_tokens(path, trainer, config)
+
+
+def _check_tokens(path: Path, trainer: TrainerState, config: Config) -> None:
+    """Raise UserError if a stage ahead begins at a token, and the run had another batch size: its
+    first step would be counted wrongly."""
+    counted = config.tokens_after(trainer.step)
+    now = config.stage_of(trainer.step)
+    for number, later in enumerate(config.whole.stages, 1):
+        name, token = later.begins
+        if number <= now or name != "from_token" or counted == trainer.tokens:
+            continue
+        train = config.at_stage(now).train
+        left = -(-(token - trainer.tokens) // (train.global_batch_size * train.seq_len))
+        why = f"the checkpoint {path} had {trainer.tokens:,} tokens after step {trainer.step}, but "
+        why += f"with this configuration it would be {counted:,}: train.global_batch_size changed"
+        remedy = f"declare the change as a stage from step {trainer.step} on, with the earlier "
+        remedy += "value before it"
+        if number == now + 1 and left > 0:
+            remedy += f"; or give from_step={trainer.step + left}"
+        raise UserError(f"stages.{number}.{name}", token, why, remedy)
 
 
 def check_model(path: Path, trainer: TrainerState, config: Config, free: Set[str]) -> None:
@@ -80,11 +101,9 @@ def end_of(trainer: TrainerState) -> EarlierStage:
     return EarlierStage(step=trainer.step, seq_len=trainer.seq_len, data=trainer.data)
 
 
-def of_other_stages(
-    earlier: Sequence[EarlierStage], later: Sequence[tuple[int, int, int]]
-) -> dict[str, Any]:
+def of_other_stages(earlier: Sequence[EarlierStage], left_out: Sequence[Windows]) -> dict[str, Any]:
     """What a checkpoint records about the other stages of its run; empty without any."""
-    found = {"earlier": [stage.model_dump() for stage in earlier], "later": list(later)}
+    found = {"earlier": [stage.model_dump() for stage in earlier], "left_out": list(left_out)}
     return {name: value for name, value in found.items() if value}
 
 

@@ -11,10 +11,12 @@ checkpoint of an earlier stage, the run goes on in the same way, with that stage
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch.distributed as dist
 
 from data.dataset import Mixture
+from errors import RunFailed
 from parallel.mesh import Mesh, build_mesh
 from runtime.checkpoint import Start, find_before
 from runtime.events import append_event
@@ -23,6 +25,7 @@ from runtime.lease import Lease
 from runtime.listener import Listener, Run
 from runtime.messages import log
 from runtime.signals import Signals
+from runtime.status import write_status
 from training.config import Config
 from training.load_config import changed_between, settings_of
 
@@ -43,6 +46,8 @@ def next_start(run: Run, data: Sequence[Mixture], lease: Lease) -> Start | None:
     Args:
         run: the run, whose listeners have ended.
         data: the training data of each stage.
+
+    Raises RunFailed if there is no checkpoint to go on from.
     """
     if not run.changes_stage:
         return None
@@ -51,6 +56,12 @@ def next_start(run: Run, data: Sequence[Mixture], lease: Lease) -> Start | None:
     if not run.leaves:
         # Usually the checkpoint that the stage has just saved; an earlier one if that is damaged.
         start = find_before(run.step, run.config, data, run.start, lease)
+        if start.path is None:
+            why = f"stage {run.config.stage} has ended, its checkpoint is damaged, "
+            why += "and there is no good one before it"
+            if dist.get_rank() == 0:
+                write_status(Path(run.config.run.dir), "failed", run.step, why)
+            raise RunFailed(why)
     return replace(start, gone_back=run.start.gone_back, since=since)
 
 

@@ -13,7 +13,7 @@ ranks of each start agree on a prefix that no other start has:
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from datetime import timedelta
 from types import MappingProxyType
 from uuid import uuid4
@@ -23,6 +23,9 @@ import torch.distributed as dist
 from runtime import signals
 
 WAIT_SECONDS = 1.0  # timeout of one wait for another rank; waits are repeated
+# for all ranks to join: thousands may import the program from one file system; but one that hangs
+# there would keep the others forever
+JOIN_SECONDS = 1800.0
 
 
 def fresh_store(
@@ -42,13 +45,16 @@ def fresh_store(
         store.add(f"{start}/joined", 1)
         return dist.PrefixStore(start, store)
     answered: set[bytes] = set()
+    heard_of: set[int] = set()  # now or in an earlier start
     while store.add(f"{mine}/joined", 0) < world_size - 1:
-        for asking in (f"join/{other}" for other in range(1, world_size)):
+        for other in range(1, world_size):
+            asking = f"join/{other}"
             if store.check([asking]) and (name := store.get(asking)) not in answered:
                 store.set(name.decode(), mine)
                 answered.add(name)
+                heard_of.add(other)
         time.sleep(0.01)
-        patience.look()
+        patience.look(set(range(1, world_size)) - heard_of)
     return dist.PrefixStore(mine, store)
 
 
@@ -63,13 +69,17 @@ def comes(store: dist.Store, name: str) -> bool:
 
 
 class Patience:
-    """Limits the wait for other ranks once a signal was received: torchrun sends SIGTERM when a
-    rank has died."""
+    """Limits the wait for other ranks, much more once a signal was received: torchrun sends SIGTERM
+    when a rank has died."""
 
     def __init__(self, heard: Mapping[int, float]) -> None:
         self.heard, self.began = heard, time.monotonic()
 
-    def look(self) -> None:
+    def look(self, missing: Set[int] = frozenset()) -> None:
+        """Exit if the time is over. `missing`: ranks of which nothing was heard."""
+        if time.monotonic() - self.began > JOIN_SECONDS:
+            of = f"; nothing was heard of ranks {sorted(missing)[:20]}" if missing else ""
+            sys.exit(f"not all ranks joined in {JOIN_SECONDS / 60:.0f} minutes{of}")
         if not self.heard:
             return
         since = max(self.began, min(self.heard.values()))

@@ -10,7 +10,9 @@ of bad steps in an earlier start of the same stage are no longer known.) A run t
 to the same checkpoint has a problem other than bad batches, and ends.
 
 In a run with stages, each stage counts its own samples. If the bad steps began in an earlier stage,
-the run leaves this one for the checkpoint's (next_stage.py); samples of both are left out.
+the run leaves this one for the checkpoint's (next_stage.py); samples of both are left out. As that
+stage then ends further on, text that this one read may be among its own next samples, and the
+samples of this one move: so text is left out wherever it comes (data/earlier.py).
 """
 
 from collections import deque
@@ -20,11 +22,13 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from data.dataset import Mixture
+from data.earlier import samples_of, windows_of
 from data.sampler import merge_ranges, samples_back
 from errors import RunFailed
 from runtime import checkpoint
 from runtime.checkpoint import Start
 from runtime.events import append_event
+from runtime.history import passed
 from runtime.lease import Lease
 from runtime.listener import Listener, Run
 from runtime.messages import log
@@ -96,7 +100,7 @@ class Rollback(Listener):
             often = f"the run has already gone back {MOST_TO_THE_SAME} times to {start.path}"
             raise Diverged(f"{why}; {often}; {remedy}")
         left_out = self._samples_of(bad, run)
-        start = replace(_without(start, left_out, run), gone_back=gone_back)
+        start = replace(_without(start, left_out, run, self.data), gone_back=gone_back)
         run.leaves = start.stage != config.stage
         if not run.leaves:
             checkpoint.load(run.train, start)
@@ -133,19 +137,29 @@ class Rollback(Listener):
         return found
 
 
-def _without(start: Start, left_out: list[tuple[int, int, int]], run: Run) -> Start:
-    """Return `start` without the samples that the run leaves out from now on, and has left out
-    since: in the stage of `start` and in later ones."""
-    ranges = [*left_out, *start.later, *run.start.later]
-    ranges += [(start.stage, *pair) for pair in start.skipped]
-    ranges += [(run.config.stage, *pair) for pair in run.loader.skipped]
-    for stage, was in enumerate(run.start.earlier):
-        ranges += [(stage, begin, end) for begin, end in was.data.skipped]
-    by_stage = {
-        stage: merge_ranges([pair for of, *pair in ranges if of == stage])
-        for stage in sorted({stage for stage, _, _ in ranges})
-    }
-    later = [
-        (stage, *pair) for stage, pairs in by_stage.items() for pair in pairs if stage > start.stage
-    ]
-    return replace(start, skipped=by_stage.get(start.stage, ()), later=tuple(later))
+def _without(
+    start: Start, bad: list[tuple[int, int, int]], run: Run, data: Sequence[Mixture]
+) -> Start:
+    """Return `start` without the samples that the run leaves out from now on, `bad` as (stage,
+    begin, end), and has left out since."""
+    skipped = [run.start.earlier[stage].data.skipped for stage in range(run.config.stage)]
+    skipped += [[*run.loader.skipped]]
+    for stage, *pair in bad:
+        skipped[stage] = [*skipped[stage], (pair[0], pair[1])]
+    left_out = [*start.left_out, *run.start.left_out]
+    for stage in range(start.stage + 1, run.config.stage + 1):
+        seq_len = run.config.at_stage(stage).train.seq_len
+        before = passed(run.start.earlier[:stage], data)
+        left_out += windows_of(data[stage], seq_len, before, skipped[stage])
+    seq_len = run.config.at_stage(start.stage).train.seq_len
+    before = passed(start.earlier, data)
+    here = samples_of(data[start.stage], seq_len, before, left_out)
+    return replace(
+        start,
+        skipped=merge_ranges([*start.skipped, *skipped[start.stage], *here]),
+        left_out=tuple(
+            (number, *pair)
+            for number in sorted({number for number, _, _ in left_out})
+            for pair in merge_ranges([pair for of, *pair in left_out if of == number])
+        ),
+    )

@@ -50,7 +50,7 @@ class Saving(Listener):
             self._check_replicas(run)
             good = not run.train.guard.bad_in_a_row or run.is_last
             if stop.wants_save or (self.is_due and good):
-                others = of_other_stages(run.start.earlier, run.start.later)
+                others = of_other_stages(run.start.earlier, run.start.left_out)
                 self.saver.save(run.step, run.tokens, run.loader.state(), others)
                 self.is_due = False
                 self.interval.saved(run.step, time.perf_counter() - began, self.saver.last)

@@ -7,14 +7,19 @@ the others are spares, which wait until the run ends or the launcher stops them.
     node              n1     n2     n3     n4
     trains as rank    0  1   -  -   2  3   4  5     6 ranks are left: the layout for 6
 
-All ranks first meet in the launcher's store, before any GPU is used, and rank 0 decides. The ranks
-that train get new numbers, in RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, and a store of their own; what
-runs after that never learns of spares. The order is the launcher's, with excluded nodes
-(health/excluded.py) last, so the ranks of a node stay together.
+All ranks first find each other in the launcher's store, before any GPU is used, and rank 0 decides.
+The ranks that train get new numbers, in RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, and a store that the
+first of them holds: torchrun may have put its own into the process of the launcher's rank 0, which
+may be a spare, or on a node that dies. What runs after that never learns of spares. The order is
+the launcher's, with excluded nodes (health/excluded.py) last, so the ranks of a node stay together.
 
 A spare uses no GPU and hardly any CPU. It exits with status 0 when the run has ended, or when it is
 signalled. It does not exit before, because torchrun's agent would then leave the rendezvous, and
 the node could not replace another. If rank 0 is dead for LOST_SECONDS, it exits with status 1.
+
+    the run ends   the ranks that train agree on it │ rank 0 says `leave` │ spares answer, and exit
+                                                                          │ rank 0 exits, and with
+                                                                            it the store
 
 When a node returns, each node's agent sends SIGTERM to its ranks, within about a second of each
 other; all ranks save and stop together (stop.py). A rank whose agent has not sent it yet waits for
@@ -25,6 +30,7 @@ and leave.
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -53,6 +59,7 @@ BEAT_SECONDS = 5.0  # between two signs of life of rank 0, for the spares
 LOST_SECONDS = 120.0
 ANSWER_SECONDS = 60.0  # for all ranks to name their nodes, once all have joined
 AGENT_SECONDS = 10.0  # to wait for SIGTERM from this node's agent, after another's
+LEAVE_SECONDS = 10.0  # for the spares to answer at the end: one may be dead
 SPARES = "LATTICE_SPARES"  # variable: node → number of spare ranks, for the event
 
 
@@ -64,14 +71,16 @@ def choose_ranks(nodes: Sequence[str], sizes: Sequence[int], excluded: set[str])
         sizes: the number of ranks of each layout.
         excluded: nodes that are used only if no layout fits without them.
 
-    Returns: as many ranks as the largest layout that fits has; all ranks if none fits.
+    Returns: as many ranks as the largest layout that fits has, or the smallest if it needs excluded
+        nodes; all ranks if none fits.
     """
     ranks = range(len(nodes))
     good = [rank for rank in ranks if nodes[rank] not in excluded]
-    for usable in (good, [*good, *(rank for rank in ranks if nodes[rank] in excluded)]):
-        fits = [size for size in sizes if size <= len(usable)]
-        if fits:
-            return usable[: max(fits)]
+    if fits := [size for size in sizes if size <= len(good)]:
+        return good[: max(fits)]
+    usable = [*good, *(rank for rank in ranks if nodes[rank] in excluded)]
+    if fits := [size for size in sizes if size <= len(usable)]:
+        return usable[: min(fits)]  # with the fewest of them
     return list(ranks)
 
 
@@ -81,24 +90,32 @@ class TrainingRanks:
 
     store: dist.Store | None = None  # where they find each other; None: the launcher's store
     layouts: bool = False  # whether the run is elastic
+    num_spares: int = 0
+    met: dist.Store | None = None  # the launcher's store; this process may hold it, so it is kept
     _ended: threading.Event = field(default_factory=threading.Event)
 
     def leave(self, signals: Signals) -> None:
-        """Let the spares go, and wait for this node's agent to stop its ranks if another's has
-        done so. Called by every rank that trains, at the end."""
-        if not self.layouts:
+        """Wait for this node's agent to stop its ranks if another's has done so, and let the spares
+        go. Called by every rank that trains, at the end."""
+        if not self.layouts or self.store is None:
             return
         self._ended.set()
-        if self.store is not None and os.environ["RANK"] == "0":
+        is_first, stopped = os.environ["RANK"] == "0", False
+        if is_first:
             self.store.set("ended", "")
         # Rank 0 may first wait an hour for checkpoint.after_commit, longer than a collective may.
-        while self.store is not None and not comes(self.store, "ended"):
+        while not comes(self.store, "ended"):
             pass
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            stopped = torch.tensor(int(signal.SIGTERM in signals.heard))
-            dist.all_reduce(stopped, op=dist.ReduceOp.MAX)  # one number, over all ranks that train
-            until = time.monotonic() + AGENT_SECONDS
-            while stopped and signal.SIGTERM not in signals.heard and time.monotonic() < until:
+            asked = torch.tensor(int(signal.SIGTERM in signals.heard))
+            dist.all_reduce(asked, op=dist.ReduceOp.MAX)  # one number, over all ranks that train
+            stopped = bool(asked)
+        if stopped:
+            _wait_for_agent(signals)
+        if is_first:
+            self.store.set("leave", "stopped" if stopped else "ended")
+            until = time.monotonic() + LEAVE_SECONDS
+            while self.store.add("left", 0) < self.num_spares and time.monotonic() < until:
                 time.sleep(0.05)
 
     def show_life(self) -> None:
@@ -132,7 +149,9 @@ def training_ranks(
         return TrainingRanks(store, bool(sizes))
     _leave_if_signalled(signals)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = fresh_store(store or next(dist.rendezvous("env://"))[0], rank, world, signals.heard)
+    is_torchruns = store is None
+    met = store or next(dist.rendezvous("env://"))[0]
+    store = fresh_store(met, rank, world, signals.heard)
     store.set(f"node/{rank}", node_name())
     if rank == 0:
         nodes = [_read(store, f"node/{other}", signals) for other in range(world)]
@@ -143,6 +162,8 @@ def training_ranks(
         _say(world, chosen, nodes, excluded, spares)
     decided = json.loads(_read(store, "chosen", signals))
     chosen = decided["ranks"]
+    if is_torchruns:
+        store = _store_of_first(store, chosen[0], decided["nodes"], signals)
     if rank not in chosen:
         _wait_as_spare(store, signals)
     mine = [decided["nodes"][one] for one in chosen].count(decided["nodes"][rank])
@@ -150,7 +171,7 @@ def training_ranks(
     os.environ["LOCAL_WORLD_SIZE"] = str(min(mine, int(os.environ["LOCAL_WORLD_SIZE"])))
     os.environ[SPARES] = json.dumps(decided["spares"])
     signals.speaks = chosen.index(rank) == 0
-    here = TrainingRanks(store, True)
+    here = TrainingRanks(store, True, world - len(chosen), met)
     if signals.speaks and decided["spares"]:
         here.show_life()
     return here
@@ -188,10 +209,36 @@ def _read(store: dist.Store, key: str, signals: Signals) -> str:
     return store.get(key).decode()
 
 
+def _store_of_first(
+    store: dist.Store, first: int, nodes: Sequence[str], signals: Signals
+) -> dist.Store:
+    """Return the store that the launcher's rank `first` holds from now on; `store`: where all ranks
+    find each other."""
+    if int(os.environ["RANK"]) != first:
+        host, port = json.loads(_read(store, "address", signals))
+        return dist.TCPStore(host, port, wait_for_workers=False)
+    host = os.environ["MASTER_ADDR"]
+    if nodes[first] != nodes[0]:  # this is another machine: its address in the same network
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            host = probe.getsockname()[0]
+    own = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    store.set("address", json.dumps([host, own.port]))
+    return own
+
+
 def _leave_if_signalled(signals: Signals) -> None:
     """Exit if this rank was asked to stop: no step is done, so there is nothing to save."""
     if signals.heard:
         sys.exit(128 + min(signals.heard))
+
+
+def _wait_for_agent(signals: Signals) -> None:
+    """Wait for SIGTERM from this node's agent, which is about to stop its ranks."""
+    until = time.monotonic() + AGENT_SECONDS
+    while signal.SIGTERM not in signals.heard and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 def _wait_as_spare(store: dist.Store, signals: Signals) -> None:
@@ -199,13 +246,20 @@ def _wait_as_spare(store: dist.Store, signals: Signals) -> None:
     signals.hush()
     beats, since = -1, time.monotonic()
     try:
-        while not store.check(["ended"]) and not signals.heard:
+        while not store.check(["leave"]) and not signals.heard:
             # not `wait` with a limit: torch logs two lines whenever that is reached
             time.sleep(LOOK_SECONDS)
             if (seen := store.add("beats", 0)) != beats:
                 beats, since = seen, time.monotonic()
             if time.monotonic() - since > LOST_SECONDS:
                 sys.exit(f"a spare saw no sign of life of rank 0 for {LOST_SECONDS:.0f} s")
-    except RuntimeError as error:  # the node that has the store is gone
-        sys.exit(f"a spare lost the store: {str(error).partition(chr(10))[0]}")
+        stopped = store.check(["leave"]) and store.get("leave") == b"stopped"
+        store.add("left", 1)
+    except RuntimeError as error:  # rank 0, which holds the store, is dead
+        _wait_for_agent(signals)
+        if not signals.heard:
+            sys.exit(f"a spare lost rank 0: {str(error).partition(chr(10))[0]}")
+        sys.exit(0)
+    if stopped:
+        _wait_for_agent(signals)
     sys.exit(0)

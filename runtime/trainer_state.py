@@ -15,6 +15,7 @@ from runtime.schema import MAX_INT, Count, Name, Strict, first_problem, load_jso
 
 FILE = "trainer.json"
 MAX_DIMENSION = 10**8  # of a model
+MOST_LEFT_OUT = 10**7  # samples that are listed one by one, when a stage begins
 # Not stored: initialization, losses, how biases change, and kernels do not decide whether weights
 # fit a model.
 FREE_MODEL_KEYS = {
@@ -56,8 +57,9 @@ class TrainerState(Strict):
     data: DataState
     # only of a run with stages: those before the stage of `step`
     earlier: list[EarlierStage] = Field(default_factory=list, max_length=1000)
-    # ranges of samples of later stages that a rollback leaves out: (stage, begin, end)
-    later: list[tuple[Count, Count, Count]] = Field(default_factory=list)
+    # left out by rollbacks to an earlier stage: a source's number in the run, and a range of its
+    # samples (data/earlier.py)
+    left_out: list[tuple[Count, Count, Count]] = Field(default_factory=list)
 
     @property
     def model_config_saved(self) -> ModelConfig:
@@ -101,10 +103,12 @@ def parse_trainer(path: Path) -> TrainerState:
             for begin, end in [
                 *trainer.data.skipped,
                 *(pair for stage in trainer.earlier for pair in stage.data.skipped),
-                *(pair for _, *pair in trainer.later),
+                *(pair for _, *pair in trainer.left_out),
             ]
         ):
             problem = "a range of skipped samples ends before it begins"
+        elif sum(end - begin for _, begin, end in trainer.left_out) > MOST_LEFT_OUT:
+            problem = f"it leaves out more than {MOST_LEFT_OUT:,} samples"
         elif (ends := [0, *(stage.step for stage in trainer.earlier), trainer.step]) != sorted(
             set(ends)
         ) and trainer.earlier:

@@ -168,7 +168,7 @@ status=0
 answer=$(on_nodes --time=$((preflight_seconds / 60 + 3)) -- \
   "$python" -m tools.preflight --meet "$first_node:$((port - 10000))" --node-names "$nodes" \
   --device "$device" --ranks-per-node "$gpus_per_node" --spare-nodes "$spare_nodes" \
-  --seconds "$preflight_seconds" "$@") || status=$?
+  ${min_nodes:+--min-nodes "$min_nodes"} --seconds "$preflight_seconds" "$@") || status=$?
 if [ -n "$terminated" ]; then exit 143; fi
 if [ -z "$answer" ]; then
   say "the preflight failed (status $status): training does not start"
@@ -252,11 +252,21 @@ while kill -0 "$training" 2>/dev/null; do wait "$training" && status=0 || status
 if [ -n "$timer" ]; then kill "$timer" 2>/dev/null || true; fi
 while kill -0 "$follower" 2>/dev/null; do wait "$follower" || true; done
 
+# Whether the last start of a node's ranks was refused: the next one would be, too. (An earlier one may
+# have been refused for a reason that is gone.)
+refused() {
+  for log in "$logs"/*.log; do
+    if awk '/restart_count=/ { refused = 0 } /failed \(exitcode: 2\)/ { refused = 1 }
+      END { exit !refused }' "$log"; then return 0; fi
+  done
+  return 1
+}
+
 bash slurm/first_failure.sh "$logs" "/proc/$$/fd/1" || true
 state='' # of the run, as rank 0 wrote it; after a failure the file may be from an earlier start
-if [ -n "$min_nodes" ] && [ "$run_dir/status.json" -nt "$logs/nodes" ] &&
-  grep -q '"state": "finished"' "$run_dir/status.json"; then
-  status=0 # srun's status tells of nodes that died; the others have finished
+if [ -n "$min_nodes" ] && [ "$run_dir/status.json" -nt "$logs/nodes" ] && ! refused &&
+  grep -qE '"state": "(finished|requeue)"' "$run_dir/status.json"; then
+  status=0 # srun's status tells of nodes that died; the others have finished, or stopped as planned
 fi
 if [ "$status" = 0 ]; then
   state=$(sed -n 's/.*"state": "\([a-z]*\)".*/\1/p' "$run_dir/status.json")
@@ -267,11 +277,7 @@ if [ -n "$stopping" ]; then rm -f "$run_dir/STOP"; fi
 if [ -n "$terminated" ]; then
   status=143
 elif [ "$status" != 0 ]; then
-  if grep -q 'failed (exitcode: 2)' "$logs"/*.log; then # the next start would be refused too
-    status=2
-  else
-    go_on
-  fi
+  if refused; then status=2; else go_on; fi
 elif [ "$state" = requeue ]; then
   # If a user created the file STOP, the run stays stopped until it is submitted again.
   if [ -z "$stopping" ] && grep -q 'file STOP' "$run_dir/status.json"; then exit 0; fi

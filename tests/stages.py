@@ -17,7 +17,7 @@ import torch.distributed as dist
 import yaml
 
 import train
-from data.dataset import Mixture
+from data.dataset import Mixture, TokenDataset
 from data.sampler import MIXTURE_PERIOD, Permutation, mixture_pattern
 from runtime import init_distributed
 from runtime.save import Saver
@@ -152,3 +152,7 @@ def check_reads(file: Path, batches: list[list[list[int]]]) -> None:
         assert any(
             {(rank, size) for rank in range(size)} <= parts for size in {size for _, size in parts}
         )
+
+
+def mixture(*paths: Path, weights: tuple[float, ...] = (1.0,)) -> Mixture:
+    return Mixture([TokenDataset.open(path, "train") for path in paths], weights)

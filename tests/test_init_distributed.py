@@ -57,7 +57,18 @@ def test_a_start_that_was_not_complete(store: dist.TCPStore) -> None:
     assert {each.get("address") for each in stores} == {b"new"}
 
 
-def test_patience_without_a_signal_has_no_end(store: dist.TCPStore) -> None:
+def test_ranks_that_never_join_are_named(store: dist.TCPStore) -> None:
+    """One may hang in an import: after half an hour, all others end, so that the launcher tries
+    again."""
+    with patch.object(rendezvous, "JOIN_SECONDS", 1.0), ThreadPoolExecutor(2) as pool:
+        rank_0, rank_2 = [pool.submit(join_as, store, rank, WORLD) for rank in (0, 2)]
+        said = str(rank_0.exception())
+        assert isinstance(rank_2.exception(), SystemExit | type(None))  # it may have its answer
+    assert said == "not all ranks joined in 0 minutes; nothing was heard of ranks [1, 3]"
+
+
+def test_patience_without_a_signal_is_long(store: dist.TCPStore) -> None:
+    assert rendezvous.JOIN_SECONDS > 600
     with patch.object(signals, "PATIENCE_SECONDS", 0.0):
         first = threading.Thread(target=join_as, args=(store, 0, 2), daemon=True)
         first.start()

@@ -15,6 +15,7 @@ import pytest
 from runtime.health.excluded import exclude
 from tests.runs import write_config
 from tests.slurm_cluster import free_ports
+from tools.preflight import __main__ as command
 from tools.preflight.links import rounds
 from tools.preflight.node import addresses, judge_addresses, judge_gpus
 from tools.preflight.verdict import choose, odd_ones, slow_ones
@@ -184,6 +185,22 @@ def test_data_that_training_would_refuse(tmp_path: Path) -> None:
     assert (status, answer) == (2, "")
     assert report.startswith("error: data.path")
     assert other == (1, "", "")
+
+
+@pytest.mark.parametrize(("nodes", "layouts"), [("1", True), ("3", False)])
+def test_a_minimum_below_the_smallest_layout_is_refused(
+    data: Path, tmp_path: Path, nodes: str, layouts: bool,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """torchrun would go on with so few nodes, and the ranks would refuse to."""
+    parallel = {"layouts": [{"dp_shard": 4}, {"dp_shard": 8}]} if layouts else {"dp_shard": -1}
+    config = write_config(tmp_path, data, parallel=parallel)
+    monkeypatch.setenv("SLURM_NNODES", "4")
+    asked = ["--meet", "localhost:1", "--ranks-per-node", "2", "--min-nodes", nodes, config]
+    assert command.main(asked) == 2
+    assert f"MIN_NODES = {nodes}: the smallest layout needs {2 if layouts else 4} nodes" in (
+        capsys.readouterr().err
+    )
 
 
 @pytest.mark.thorough

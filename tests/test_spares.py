@@ -1,12 +1,18 @@
 """Which of the launcher's ranks train, and how the others wait and end."""
 
+import contextlib
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -14,6 +20,7 @@ from runtime import spares
 from runtime.health.excluded import exclude, excluded_nodes, node_name
 from runtime.signals import Signals
 from runtime.spares import SPARES, choose_ranks, training_ranks
+from tests.alert_helpers import ROOT, wait_until
 from tests.runs import train_run, write_config
 
 NODES = ["a", "a", "b", "b", "c", "c", "d", "d"]  # the node of each rank
@@ -28,6 +35,7 @@ NODES = ["a", "a", "b", "b", "c", "c", "d", "d"]  # the node of each rank
         ([8, 6, 4], ["a", "c"], [2, 3, 6, 7]),
         ([8], ["b"], [0, 1, 4, 5, 6, 7, 2, 3]),  # too few without b: it trains, as the last
         ([5], ["a"], [2, 3, 4, 5, 6]),
+        ([8, 6], ["a", "b"], [4, 5, 6, 7, 0, 1]),  # 6 need one of them, 8 both
         ([16], ["b"], [0, 1, 2, 3, 4, 5, 6, 7]),  # nothing fits: all go on, and are refused
     ],
 )
@@ -43,6 +51,27 @@ def test_names_of_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     assert node_name() == "gpu-017"
     exclude(tmp_path, node_name(), "slow")
     assert excluded_nodes(tmp_path)["gpu-017"]["reason"] == "slow"
+
+
+def test_a_file_that_a_person_has_edited(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "excluded.json"
+    file.write_text('{"a": {"reason": "slow"},\n "b": "computes wrongly",\n}\n')
+    assert excluded_nodes(tmp_path) == {
+        "a": {"reason": "slow"},
+        "b": {"reason": "computes wrongly"},
+    }
+    for text in ('{"a": {"reason": "slow"}', "- a\n- b\n", "a: 1\na: 2\n"):
+        file.write_text(text)
+        assert excluded_nodes(tmp_path) == {}
+        assert "warning: no node is excluded" in capsys.readouterr().err
+        assert exclude(tmp_path, "c", "slow")
+        assert list(excluded_nodes(tmp_path)) == ["c"]
+        assert (tmp_path / "excluded.json.unreadable").read_text() == text  # nothing is lost
+    file.write_text("")
+    assert excluded_nodes(tmp_path) == {}
+    assert capsys.readouterr().err == ""
 
 
 def take_part(
@@ -100,6 +129,113 @@ def test_a_spare_does_not_outlive_rank_0(ranks, tmp_path: Path) -> None:
     )
     assert found[0]["WORLD_SIZE"] == "1"
     assert "no sign of life" in str(found[1]["status"])
+
+
+class Agents:
+    """Two torchrun agents of one rank each, on this machine: n1 on an excluded node, and n0. n1
+    comes first, so its rank is the launcher's rank 0, which decides and then is the spare."""
+
+    def __init__(self, folder: Path, data: Path, *arguments: str) -> None:
+        self.run = folder / "run"
+        self.run.mkdir()
+        exclude(self.run, "n1", "slow")
+        config = write_config(folder, data, parallel={"layouts": [{"dp_shard": 1}]})
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.logs = [folder / "n0.log", folder / "n1.log"]
+        self.agents = {}
+        for node in (1, 0):
+            rendezvous = f"last_call_timeout=3,keep_alive_interval=2,is_host={int(node == 0)}"
+            command = [
+                sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2",
+                "--nproc-per-node=1", "--max-restarts=2", "--rdzv-backend=c10d",
+                f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf={rendezvous}", "--rdzv-id=x",
+                "--local-addr=127.0.0.1", "train.py", config, *arguments,
+            ]  # fmt: skip
+            more = {
+                "LATTICE_NODE": f"n{node}",
+                "OMP_NUM_THREADS": "1",
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            }
+            with open(self.logs[node], "wb") as log:
+                self.agents[node] = subprocess.Popen(
+                    command, cwd=ROOT, env={**os.environ, **more}, stdout=log, stderr=log,
+                    start_new_session=True,
+                )  # fmt: skip
+
+    def rank(self, node: int) -> int:
+        """The process of the node's rank."""
+        (rank,) = psutil.Process(self.agents[node].pid).children()
+        return rank.pid
+
+    def said(self) -> str:
+        return "".join(log.read_text(errors="replace") for log in self.logs)
+
+    def until(self, text: str) -> None:
+        wait_until(lambda: text in self.said() or all(a.poll() for a in self.agents.values()), 120)
+        assert text in self.said(), self.said()
+
+    def end(self) -> None:
+        """Wait until both agents have ended, with status 0."""
+        try:
+            wait_until(lambda: all(a.poll() is not None for a in self.agents.values()), 240)
+        finally:
+            assert [self.agents[node].poll() for node in (0, 1)] == [0, 0], self.said()
+
+    def status(self) -> dict[str, Any]:
+        return json.loads((self.run / "status.json").read_text())
+
+    def __enter__(self) -> "Agents":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for agent in self.agents.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for process in (*psutil.Process(agent.pid).children(recursive=True), agent):
+                    process.kill()
+            agent.wait()
+
+
+@pytest.mark.thorough
+def test_a_spare_that_was_the_launchers_rank_0_lets_the_run_end(data: Path, tmp_path: Path) -> None:
+    """torchrun's store is in the process of the launcher's rank 0, a spare. It lives until the run
+    has ended, and both agents end with status 0: without a restart, and without waiting for each
+    other."""
+    with Agents(tmp_path, data) as both:
+        both.end()
+        said = both.said()
+    assert "1 of 2 ranks train; spares: 1 on n1" in said
+    assert said.count("finished after 6 steps") == 1
+    assert (both.status()["state"], "Traceback" in said) == ("finished", False)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("ends", ["stopped", "killed"])
+def test_a_spare_that_was_the_launchers_rank_0_ends_before_the_run(
+    data: Path, tmp_path: Path, ends: str
+) -> None:
+    """Everyone is signalled, as by the job script, and the run stops. Or the spare's node dies, and
+    the run does not notice."""
+    steps = ["train.steps=60"] if ends == "killed" else ["train.steps=100000"]
+    with Agents(tmp_path, data, "run.log_interval=1", *steps) as both:
+        both.until("step      2/" if ends == "stopped" else "step  2/")
+        if ends == "stopped":
+            (both.run / "STOP").touch()
+            for node in (0, 1):
+                os.kill(both.rank(node), signal.SIGUSR1)
+            both.end()
+            assert both.status()["state"] == "requeue"
+        else:
+            for process in (both.rank(1), both.agents[1].pid):
+                os.kill(process, signal.SIGKILL)
+            both.until("finished after 60 steps")
+            # torchrun's agent waits for the dead one for minutes
+            wait_until(lambda: not psutil.Process(both.agents[0].pid).children(), 60)
+            assert both.status()["state"] == "finished"
+        said = both.said()
+    assert said.count("starting from initial weights") == 1
+    assert "Traceback" not in said
 
 
 def test_a_rank_that_was_signalled_does_not_join(ranks, tmp_path: Path) -> None:

@@ -2,26 +2,21 @@
 and whatever layout each stage has."""
 
 import json
-import math
-import signal
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import yaml
 
-import train
-import training.step
-from data.dataset import Mixture, TokenDataset
-from data.earlier import Earlier
+from data.dataset import Mixture
+from data.earlier import Earlier, continued, samples_of, windows_of
 from data.loader import BatchLoader
-from runtime import next_stage
+from data.sampler import mixture_pattern
 from runtime.events import read_events
 from tests.data_samples import SOURCE, prepared
-from tests.runs import copy_of, fresh, global_state, losses, train_run
-from tests.stages import Read, check_reads, expected, recorded, recorded_run, write_stages
+from tests.runs import copy_of, global_state, losses, train_run
+from tests.stages import Read, check_reads, expected, mixture, recorded_run, write_stages
 from tools.ranks import RankError, Ranks
 
 DP2, TP2, PP2 = {"dp_shard": -1}, {"tp": 2}, {"pp": 2}
@@ -31,10 +26,6 @@ DP2, TP2, PP2 = {"dp_shard": -1}, {"tp": 2}, {"pp": 2}
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A second, smaller data set."""
     return prepared(tmp_path_factory.mktemp("other") / "json", SOURCE)
-
-
-def mixture(*paths: Path, weights: tuple[float, ...] = (1.0,)) -> Mixture:
-    return Mixture([TokenDataset.open(path, "train") for path in paths], weights)
 
 
 # --- the loader -----------------------------------------------------------------------------------
@@ -89,6 +80,42 @@ def test_every_token_over_three_stages(data: Path, other: Path) -> None:
     )
     assert torch.cat([next(anew)[0]]).tolist() != [row[:-1] for row in batches[40]]
     anew.close()
+
+
+def test_text_that_is_left_out_is_found_in_every_stage(data: Path, other: Path) -> None:
+    """Samples of a stage → windows of its sources → the samples of another stage that hold them;
+    by brute force, with mixtures whose parts change."""
+    two = mixture(data, other, weights=(0.3, 0.7))
+    earlier = [Earlier(mixture(other), 32, 37), Earlier(two, 32, 53)]
+    third = mixture(other, data, weights=(0.55, 0.45))
+
+    def held(of: Mixture, before: list[Earlier], samples: range) -> list[tuple[int, int]]:
+        """(number of the source in the run, number of its sample in the run) of each sample."""
+        numbers, passed = continued(of, 32, before)
+        source_of = mixture_pattern(of.weights)[0]
+        return [
+            (numbers[s], passed[s] + source_of[:sample].tolist().count(s))
+            for sample, s in ((sample, source_of[sample]) for sample in samples)
+        ]
+
+    bad = [(3, 11), (20, 21)]
+    windows = windows_of(third, 32, earlier, bad)
+    listed = {(number, nth) for number, *pair in windows for nth in range(*pair)}
+    assert listed == {one for pair in bad for one in held(third, earlier, range(*pair))}
+    # the stage before ends 9 samples later: some are read there, the others come earlier here
+    for of, before, samples in (
+        (two, earlier[:1], range(53, 80)),
+        (third, [earlier[0], Earlier(two, 32, 62)], range(40)),
+        (third, earlier, range(40)),
+    ):
+        found = samples_of(of, 32, before, windows)
+        inside = {sample for pair in found for sample in range(*pair)}
+        expected = {s for s in samples if held(of, before, range(s, s + 1))[0] in listed}
+        assert inside & set(samples) == expected
+        assert expected
+    assert samples_of(third, 32, earlier, windows) == tuple(bad)
+    assert samples_of(third, 64, earlier, windows) == ()  # its windows are others
+    assert samples_of(third, 32, earlier, []) == ()
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -247,115 +274,3 @@ def test_a_later_stage_may_be_added(ranks: Ranks, tmp_path: Path, whole: tuple) 
     Path(config).write_text(yaml.safe_dump(raw))
     assert ranks.run(train_run, 2, [config, "train.steps=8"]) == ["", ""]
     assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5, 6, 7, 8]
-
-
-# --- rollback across a boundary -----------------------------------------------------------------
-
-
-def run_with_bad_steps(arguments: list[str], bad: list[int], file: Path) -> str:
-    """Train and record; the norm of the gradient is infinite in the steps that are `bad`, counted
-    over the whole run, with those that are made again."""
-    made: list[int] = []
-    norm = training.step.gradient_norm
-
-    def planted(*arguments: Any) -> torch.Tensor:
-        made.append(1)
-        return norm(*arguments) * (math.inf if len(made) in bad else 1)
-
-    with recorded(file), patch.object(training.step, "gradient_norm", planted):
-        return train_run(arguments)
-
-
-def test_a_rollback_across_a_boundary(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    """Steps 4, 5 and 6 are bad, and stage 1 begins after step 4: the run goes back to the
-    checkpoint of step 2, in stage 0, and leaves out the samples of step 4, and of steps 5 and 6 of
-    stage 1. A start that is told to leave them out has the same bits."""
-    config = write_stages(
-        tmp_path,
-        data,
-        [{"from_step": 4, "train": {"seq_len": 64, "global_batch_size": 4}}],
-        train={"steps": 7},
-        checkpoint={"interval": 2},
-        guard={"max_bad_steps": 3, "examine": False},  # the planted norms are counted
-    )
-    bad = [4, 5, 6]
-    assert ranks.run(run_with_bad_steps, 2, [config], bad, tmp_path / "reads") == ["", ""]
-    one = mixture(data)
-    at_first = expected([Read(one, 32, 8, 4), Read(one, 64, 4, 2)], 0)[0]
-    stages = [Read(one, 32, 8, 4, (range(24, 32),)), Read(one, 64, 4, 3, (range(8),))]
-    again = expected(stages, 0)[0]
-    rows = [json.loads(line) for line in Path(f"{tmp_path / 'reads'}-0").read_text().splitlines()]
-    assert [step for step, *_ in rows] == [0, 1, 2, 3, 4, 5, 2, 3, 4, 5, 6]
-    for (step, _, _, mine), batches in zip(rows, [at_first] * 6 + [again] * 5, strict=True):
-        assert mine == batches[step][: len(mine)], step
-    run = tmp_path / "run"
-    (event,) = [e for e in read_events(run) if e["event"] == "rollback"]
-    assert (event["from_step"], event["step"]) == (6, 2)
-    assert (event["left_out"], event["left_out_before"]) == ([0, 8], [[0, 24, 32]])
-    trainer = json.loads((run / "checkpoints" / "step-00000007" / "trainer.json").read_text())
-    assert trainer["earlier"][0]["data"]["skipped"] == [[24, 32]]
-    assert trainer["data"]["skipped"] == [[0, 8]]
-    assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5, 6, 7]
-    assert trainer["updates"] == 7
-
-
-# --- stop requests, open files --------------------------------------------------------------------
-
-
-def run_with_request(arguments: list[str], request: str, folder: Path) -> str:
-    """Train; a stop is requested in the changeover."""
-    join = next_stage.join_again
-
-    def requested(signals: Any) -> None:
-        if request == "STOP":
-            (folder / "run" / "STOP").touch()
-        else:
-            signals.heard.setdefault(signal.SIGTERM, 0.0)
-        join(signals)
-
-    with patch.object(next_stage, "join_again", requested):
-        return train_run(arguments)
-
-
-@pytest.mark.parametrize(
-    "request_by", ["SIGTERM", pytest.param("STOP", marks=pytest.mark.thorough)]
-)
-def test_a_stop_in_the_changeover(
-    ranks: Ranks, data: Path, tmp_path: Path, request_by: str
-) -> None:
-    config = write_stages(tmp_path, data, [{"from_step": 2, "train": {"seq_len": 16}}])
-    short = "train.steps=3"
-    assert ranks.run(run_with_request, 2, [config, short], request_by, tmp_path) == ["", ""]
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
-    assert (status["state"], status["step"]) == ("requeue", 2)
-    assert request_by in status["reason"]
-    assert not (tmp_path / "run" / "STOP").exists()
-    assert ranks.run(train_run, 2, [config, short]) == ["", ""]
-    stopped = losses(tmp_path)
-    fresh(tmp_path)
-    assert ranks.run(train_run, 2, [config, short]) == ["", ""]
-    assert losses(tmp_path) == stopped
-
-
-def open_files(arguments: list[str]) -> list[int]:
-    """The number of open files at the beginning of each stage."""
-    found: list[int] = []
-    build = train.build_listeners
-
-    def counted(*about: Any) -> Any:
-        found.append(len(list(Path("/proc/self/fd").iterdir())))
-        return build(*about)
-
-    with patch.object(train, "build_listeners", counted):
-        assert train_run(arguments) == ""
-    return found
-
-
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux's /proc")
-def test_boundaries_leave_no_open_files(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    stages = [{"from_step": n, "parallel": {"tp": 1 + n % 2}} for n in range(1, 5)]
-    config = write_stages(tmp_path, data, stages, train={"steps": 5})
-    for found in ranks.run(open_files, 2, [config]):
-        assert len(found) == 5
-        assert found[4] <= found[2], found
-        assert found[3] <= found[1], found

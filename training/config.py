@@ -97,6 +97,15 @@ class Config:
         """The stage that makes step `step`, 0-based; the last one for later steps."""
         return sum(step >= one.steps.start for one in self.each_stage[1:])
 
+    def tokens_after(self, step: int) -> int:
+        """How many tokens are trained on in the first `step` steps."""
+        return sum(
+            len(one.steps[: max(0, step - one.steps.start)])
+            * one.train.global_batch_size
+            * one.train.seq_len
+            for one in self.each_stage
+        )
+
     def num_microbatches(self, dp_size: int) -> int:
         """Micro-batches of each data-parallel rank in one step."""
         return self.train.global_batch_size // (dp_size * self.train.micro_batch_size)

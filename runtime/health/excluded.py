@@ -11,9 +11,12 @@ import json
 import os
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import yaml_text
+from runtime.messages import log
 from runtime.status import write_whole
 
 FILE = "excluded.json"
@@ -28,9 +31,12 @@ def node_name() -> str:
 def exclude(folder: Path, node: str, reason: str) -> bool:
     """Add `node` to those that the next start leaves out; called by only one process. Returns
     whether it was not there: the first reason stays."""
-    found = excluded_nodes(folder)
+    found, problem = _read(folder)
     if node in found:
         return False
+    if problem:  # what a person wrote is kept
+        with suppress(OSError):
+            (folder / FILE).replace(folder / f"{FILE}.unreadable")
     found[node] = {"time": time.time(), "reason": reason}
     _write(folder, found)
     return True
@@ -38,22 +44,38 @@ def exclude(folder: Path, node: str, reason: str) -> bool:
 
 def include(folder: Path, node: str) -> None:
     """Take back that `node` is left out; called by the process that excluded it."""
-    found = excluded_nodes(folder)
+    found, _ = _read(folder)
     if found.pop(node, None) is not None:
         _write(folder, found)
 
 
+def excluded_nodes(folder: Path) -> dict[str, dict[str, Any]]:
+    """The excluded nodes by name, each with its reason, and the time if a run has added it. Warns,
+    and returns none, if the file cannot be read."""
+    found, problem = _read(folder)
+    if problem:
+        log(f"warning: no node is excluded, because {folder / FILE} {problem}")
+    return found
+
+
+def _read(folder: Path) -> tuple[dict[str, dict[str, Any]], str]:
+    """The nodes, and why the file cannot be read. People edit it, so what YAML allows is allowed (a
+    comma after the last entry), and so is an entry that is only a reason."""
+    try:
+        found = yaml_text.parse((folder / FILE).read_text(encoding="utf-8")) or {}
+    except FileNotFoundError:
+        return {}, ""
+    except (OSError, UnicodeDecodeError) as error:
+        return {}, f"cannot be read: {error}"
+    except yaml_text.NotYaml as error:
+        return {}, str(error)
+    if not isinstance(found, dict):
+        return {}, "is not a list of nodes, each with a reason"
+    return {
+        str(node): about if isinstance(about, dict) else {"reason": str(about)}
+        for node, about in found.items()
+    }, ""
+
+
 def _write(folder: Path, nodes: dict[str, dict[str, Any]]) -> None:
     write_whole(folder / FILE, json.dumps(nodes, indent=1) + "\n")
-
-
-def excluded_nodes(folder: Path) -> dict[str, dict[str, Any]]:
-    """The excluded nodes by name, each with the time and the reason; empty if there are none or the
-    file cannot be read."""
-    try:
-        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(found, dict):
-        return {}
-    return {node: about for node, about in found.items() if isinstance(about, dict)}

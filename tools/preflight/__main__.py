@@ -163,7 +163,14 @@ def read_config(options: argparse.Namespace, num_nodes: int) -> Config:
         why = f"the job has {num_nodes} nodes"
         raise UserError("--spare-nodes", options.spare_nodes, why, "leave at least one to train on")
     world = needed * options.ranks_per_node
-    config = choose_layout(load_config(options.config, options.overrides), world)
+    loaded = load_config(options.config, options.overrides)
+    if options.min_nodes:
+        sizes = layout_sizes(loaded) or [world]
+        least = math.ceil(min(sizes) / options.ranks_per_node)
+        if options.min_nodes < least:
+            why = f"the smallest layout needs {least} nodes"
+            raise UserError("MIN_NODES", options.min_nodes, why, "with fewer, the job is requeued")
+    config = choose_layout(loaded, world)
     config.validate(config.parallel.num_ranks if config.parallel.layouts else world)
     return config
 
@@ -180,6 +187,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--ranks-per-node", type=int, required=True)
     parser.add_argument("--spare-nodes", type=int, default=0)
+    parser.add_argument(
+        "--min-nodes",
+        type=int,
+        default=0,
+        help="after a node has died, torchrun goes on with this many; 0: it does not",
+    )
     parser.add_argument(
         "--node-names",
         default="",
