@@ -24,13 +24,18 @@ ELASTIC = {
 
 def test_a_job_shrinks_and_grows(cluster: Cluster, data: Path, tmp_path: Path) -> None:
     """A job of two to three nodes starts on three. When one dies, the job goes on in place with
-    two; a requeue while it is back brings the third again. The losses are those of a run that
-    was never disturbed."""
+    two. A user's STOP ends it without a requeue, although srun's status is that of the dead node.
+    Submitted again, it starts on two; a requeue while the third is back brings it again. The losses
+    are those of a run that was never disturbed."""
     alone = Run(cluster, tmp_path / "alone", data, **ELASTIC)
     run = Run(cluster, tmp_path / "it", data, **ELASTIC)
     size = ["--nodes", "2-3", "--exclude", "n[4-32]", "--no-kill", "--time", "60"]
     ranks = ["--gpus-per-node", "2", "--cpus-per-task", "2"]
-    run.job = cluster.sbatch(*size, *ranks, SCRIPT, run.config, **VARIABLES, MIN_NODES="2")
+
+    def submit() -> None:
+        run.job = cluster.sbatch(*size, *ranks, SCRIPT, run.config, **VARIABLES, MIN_NODES="2")
+
+    submit()
     run.wait_for_step(7)
 
     def worlds() -> list[int]:
@@ -44,6 +49,12 @@ def test_a_job_shrinks_and_grows(cluster: Cluster, data: Path, tmp_path: Path) -
     shrunk = run.step
     run.wait_for_step(shrunk + 3)
     assert cluster.job(run.job)["Restarts"] == "0"  # in place
+    (run.folder / "run" / "STOP").touch()
+    cluster.wait_until_ended(run.job, "COMPLETED")
+    assert (run.status["state"], run.status["reason"]) == ("requeue", "the file STOP was found")
+    stopped = len(worlds())
+    submit()
+    wait_for(lambda: worlds()[stopped:] == [4], "the start of the new job on two nodes")
     cluster.start_node("n3")
     cluster.wait_until_idle("n3")
     cluster.run("scontrol", "requeue", run.job)
