@@ -121,7 +121,7 @@ def train_stage(
             all_listeners.after_step()  # counts the step, then calls the listeners
         all_listeners.end()
     loader.close()
-    return next_start(run, data.train, lease)
+    return next_start(run)
 
 
 if __name__ == "__main__":

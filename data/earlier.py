@@ -55,13 +55,22 @@ def windows_of(
     data: Mixture, seq_len: int, earlier: Sequence[Earlier], samples: Sequence[Sequence[int]]
 ) -> list[Windows]:
     """What ranges of samples of a stage hold: of each source, a range of its samples in the run."""
-    found: dict[int, list[tuple[int, int]]] = {}
+    found: list[Windows] = []
     numbers, passed = continued(data, seq_len, earlier)
     for begin, end in samples:
         held = zip(counts(data.weights, begin), counts(data.weights, end), strict=True)
         for number, before, (first, last) in zip(numbers, passed, held, strict=True):
-            found.setdefault(number, []).append((before + first, before + last))
-    return [(number, *pair) for number, pairs in found.items() for pair in merge_ranges(pairs)]
+            found.append((number, before + first, before + last))
+    return merge_windows(found)
+
+
+def merge_windows(windows: Sequence[Windows]) -> list[Windows]:
+    """The same windows, those of each source in ascending ranges that neither overlap nor touch."""
+    return [
+        (number, *pair)
+        for number in sorted({number for number, _, _ in windows})
+        for pair in merge_ranges([pair for of, *pair in windows if of == number])
+    ]
 
 
 def samples_of(

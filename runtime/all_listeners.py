@@ -77,7 +77,7 @@ def build_listeners(
         Rollback(
             data, start, lease, saver, metrics, watchdog
         ),  # before Saving: a run that rolls back does not save
-        Saving(saver, metrics, watchdog, stop, examination),
+        Saving(saver, data, metrics, watchdog, stop, examination),
         StageBegins(),
         GarbageCollection(),  # last: freezes what all the others have built
     ]

@@ -53,6 +53,7 @@ from runtime.run_folder import (
     checkpoints_of,
     put_aside,
     put_incomplete_aside,
+    refuse_to_begin_anew,
 )
 from runtime.start_parts import parts
 from runtime.tiling import Point, random_point
@@ -99,6 +100,8 @@ def find_start(config: Config, data: Sequence[Mixture], lease: Lease) -> Start:
     from_rank_0(lambda: put_incomplete_aside(lease), device)
     if resume == "auto":
         path = _newest_good(config, lease)
+        if path is None:
+            from_rank_0(lambda: refuse_to_begin_anew(config), device)
     else:
         path = _named(resume, "checkpoint.resume", device) if resume != "none" else None
         if path is not None:
@@ -156,8 +159,7 @@ def find_before(
 def _start_from(
     path: Path | None, first_weights: Path | None, config: Config, data: Sequence[Mixture]
 ) -> Start:
-    """Read and check a start on rank 0. `path` (to resume from) and `first_weights` (only initial
-    weights) are good checkpoints."""
+    """Read and check a start on rank 0, from a good checkpoint: `path`, or only its weights."""
     start = Start()
     if path is not None:
         trainer = read_trainer(path, "checkpoint.resume")

@@ -67,10 +67,12 @@ def _check_tokens(path: Path, trainer: TrainerState, config: Config) -> None:
     """Raise UserError if a stage ahead begins at a token, and the run had another batch size: its
     first step would be counted wrongly."""
     counted = config.tokens_after(trainer.step)
+    if counted == trainer.tokens:
+        return
     now = config.stage_of(trainer.step)
     for number, later in enumerate(config.whole.stages, 1):
         name, token = later.begins
-        if number <= now or name != "from_token" or counted == trainer.tokens:
+        if number <= now or name != "from_token":
             continue
         train = config.at_stage(now).train
         left = -(-(token - trainer.tokens) // (train.global_batch_size * train.seq_len))

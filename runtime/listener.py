@@ -50,6 +50,7 @@ class Run:
         self.tokens = start.tokens  # trained on so far
         self.end_reason = ""  # why the run ends before its last step; "": it does not
         self.leaves = False  # a rollback leads to an earlier stage, which `start` begins
+        self.following: Start | None = None  # at its end: the start of the next stage
         self.batch: tuple[Tensor, Tensor] | None = None  # of this step
         self.waited_seconds = 0.0  # for the batch of this step
         self.step_seconds: float | None = None  # measured after a logged step; else None

@@ -11,7 +11,6 @@ checkpoint of an earlier stage, the run goes on in the same way, with that stage
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -25,7 +24,6 @@ from runtime.lease import Lease
 from runtime.listener import Listener, Run
 from runtime.messages import log
 from runtime.signals import Signals
-from runtime.status import write_status
 from training.config import Config
 from training.load_config import changed_between, settings_of
 
@@ -40,18 +38,14 @@ def enter_stage(config: Config, start: Start, device: str, signals: Signals) -> 
     return config, build_mesh(sizes, device, config.model.has_experts)
 
 
-def next_start(run: Run, data: Sequence[Mixture], lease: Lease) -> Start | None:
-    """Where the run goes on after it has left a stage; None if it is over. Called by every rank.
+def find_next(run: Run, data: Sequence[Mixture], lease: Lease) -> Start:
+    """Where a run that changes its stage goes on, once the stage's checkpoint is committed. Called
+    by every rank.
 
-    Args:
-        run: the run, whose listeners have ended.
-        data: the training data of each stage.
+    data: the training data of each stage.
 
     Raises RunFailed if there is no checkpoint to go on from.
     """
-    if not run.changes_stage:
-        return None
-    since = time.monotonic()
     start = run.start
     if not run.leaves:
         # Usually the checkpoint that the stage has just saved; an earlier one if that is damaged.
@@ -59,10 +53,13 @@ def next_start(run: Run, data: Sequence[Mixture], lease: Lease) -> Start | None:
         if start.path is None:
             why = f"stage {run.config.stage} has ended, its checkpoint is damaged, "
             why += "and there is no good one before it"
-            if dist.get_rank() == 0:
-                write_status(Path(run.config.run.dir), "failed", run.step, why)
             raise RunFailed(why)
-    return replace(start, gone_back=run.start.gone_back, since=since)
+    return replace(start, gone_back=run.start.gone_back)
+
+
+def next_start(run: Run) -> Start | None:
+    """Where the process goes on, now that nothing of the stage is left; None if the run is over."""
+    return run.following and replace(run.following, since=time.monotonic())
 
 
 class StageBegins(Listener):

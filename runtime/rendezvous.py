@@ -13,7 +13,7 @@ ranks of each start agree on a prefix that no other start has:
 import signal
 import sys
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from datetime import timedelta
 from types import MappingProxyType
 from uuid import uuid4
@@ -26,6 +26,7 @@ WAIT_SECONDS = 1.0  # timeout of one wait for another rank; waits are repeated
 # for all ranks to join: thousands may import the program from one file system; but one that hangs
 # there would keep the others forever
 JOIN_SECONDS = 1800.0
+NOT_JOINED = "not all ranks joined in the time that is allowed for it"
 
 
 def fresh_store(
@@ -45,16 +46,19 @@ def fresh_store(
         store.add(f"{start}/joined", 1)
         return dist.PrefixStore(start, store)
     answered: set[bytes] = set()
-    heard_of: set[int] = set()  # now or in an earlier start
     while store.add(f"{mine}/joined", 0) < world_size - 1:
         for other in range(1, world_size):
             asking = f"join/{other}"
             if store.check([asking]) and (name := store.get(asking)) not in answered:
                 store.set(name.decode(), mine)
                 answered.add(name)
-                heard_of.add(other)
         time.sleep(0.01)
-        patience.look(set(range(1, world_size)) - heard_of)
+        if patience.is_over:
+            others = range(1, world_size)  # in this start or an earlier one
+            unheard = [other for other in others if not store.check([f"join/{other}"])]
+            of = f"; nothing was heard of ranks {unheard[:20]}" if unheard else ""
+            sys.exit(NOT_JOINED + of)
+        patience.look()
     return dist.PrefixStore(mine, store)
 
 
@@ -75,11 +79,14 @@ class Patience:
     def __init__(self, heard: Mapping[int, float]) -> None:
         self.heard, self.began = heard, time.monotonic()
 
-    def look(self, missing: Set[int] = frozenset()) -> None:
-        """Exit if the time is over. `missing`: ranks of which nothing was heard."""
-        if time.monotonic() - self.began > JOIN_SECONDS:
-            of = f"; nothing was heard of ranks {sorted(missing)[:20]}" if missing else ""
-            sys.exit(f"not all ranks joined in {JOIN_SECONDS / 60:.0f} minutes{of}")
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() - self.began > JOIN_SECONDS
+
+    def look(self) -> None:
+        """Exit if the time is over."""
+        if self.is_over:
+            sys.exit(NOT_JOINED)
         if not self.heard:
             return
         since = max(self.began, min(self.heard.values()))

@@ -12,7 +12,8 @@ to the same checkpoint has a problem other than bad batches, and ends.
 In a run with stages, each stage counts its own samples. If the bad steps began in an earlier stage,
 the run leaves this one for the checkpoint's (next_stage.py); samples of both are left out. As that
 stage then ends further on, text that this one read may be among its own next samples, and the
-samples of this one move: so text is left out wherever it comes (data/earlier.py).
+samples of this one move: so text is left out wherever it comes next in windows of the same length
+(data/earlier.py).
 """
 
 from collections import deque
@@ -22,7 +23,7 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from data.dataset import Mixture
-from data.earlier import samples_of, windows_of
+from data.earlier import merge_windows, samples_of, windows_of
 from data.sampler import merge_ranges, samples_back
 from errors import RunFailed
 from runtime import checkpoint
@@ -157,9 +158,5 @@ def _without(
     return replace(
         start,
         skipped=merge_ranges([*start.skipped, *skipped[start.stage], *here]),
-        left_out=tuple(
-            (number, *pair)
-            for number in sorted({number for number, _, _ in left_out})
-            for pair in merge_ranges([pair for of, *pair in left_out if of == number])
-        ),
+        left_out=tuple(merge_windows(left_out)),
     )

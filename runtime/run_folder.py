@@ -85,3 +85,13 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def refuse_to_begin_anew(config: Config) -> None:
+    """Raise UserError if the run had checkpoints, and all are damaged: a copy of one may be
+    elsewhere."""
+    folder = checkpoint_folder(config)
+    if damaged := sorted(path.name for path in folder.glob("step-*.damaged")):
+        why = f"all checkpoints in {folder} are damaged: {', '.join(damaged)}"
+        remedy = "restore one (tools.objects pull), or delete these to begin anew"
+        raise UserError("checkpoint.resume", config.checkpoint.resume, why, remedy)

@@ -1,7 +1,9 @@
 """Decides when a run saves, and checks its state first. (save.py does the saving.)"""
 
 import time
+from collections.abc import Sequence
 
+from data.dataset import Mixture
 from errors import RunFailed
 from runtime.checkpoint import Start
 from runtime.health.examine import Examination
@@ -9,6 +11,7 @@ from runtime.history import of_other_stages
 from runtime.lease import Lease
 from runtime.listener import Listener, Run
 from runtime.metrics import Metrics
+from runtime.next_stage import find_next
 from runtime.replicas import ReplicasDiffer, check_replicas
 from runtime.save import Saver
 from runtime.save_interval import SaveInterval
@@ -23,17 +26,21 @@ class Saving(Listener):
     While updates are being skipped, a save that is due waits until steps are good again, because an
     update before the bad steps may have ruined the weights. A save on request or after the last
     step does not wait.
+
+    data: the training data of each stage.
     """
 
     def __init__(
         self,
         saver: Saver,
+        data: Sequence[Mixture],
         metrics: Metrics,
         watchdog: Watchdog,
         stop: StopRequests,
         examination: Examination | None,
     ) -> None:
-        self.saver, self.metrics, self.watchdog, self.stop = saver, metrics, watchdog, stop
+        self.saver, self.data = saver, data
+        self.metrics, self.watchdog, self.stop = metrics, watchdog, stop
         self.examination = examination
         self.is_due = False  # stays set while steps are bad
         self.interval = SaveInterval(
@@ -76,6 +83,8 @@ class Saving(Listener):
                 self.saver.wait()
             else:
                 self.saver.close()
+            if run.changes_stage:
+                run.following = find_next(run, self.data, self.saver.lease)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, RunFailed):  # raised on all ranks: finish the save in progress

@@ -244,22 +244,41 @@ def _wait_for_agent(signals: Signals) -> None:
 def _wait_as_spare(store: dist.Store, signals: Signals) -> None:
     """Wait until the run has ended; never returns."""
     signals.hush()
+    view = _View(store)
+    view.start()
     beats, since = -1, time.monotonic()
-    try:
-        while not store.check(["leave"]) and not signals.heard:
-            # not `wait` with a limit: torch logs two lines whenever that is reached
-            time.sleep(LOOK_SECONDS)
-            if (seen := store.add("beats", 0)) != beats:
-                beats, since = seen, time.monotonic()
-            if time.monotonic() - since > LOST_SECONDS:
-                sys.exit(f"a spare saw no sign of life of rank 0 for {LOST_SECONDS:.0f} s")
-        stopped = store.check(["leave"]) and store.get("leave") == b"stopped"
-        store.add("left", 1)
-    except RuntimeError as error:  # rank 0, which holds the store, is dead
+    while view.is_alive() and not signals.heard:
+        view.join(0.2)
+        if view.beats != beats:
+            beats, since = view.beats, time.monotonic()
+        if time.monotonic() - since > LOST_SECONDS:
+            sys.exit(f"a spare saw no sign of life of rank 0 for {LOST_SECONDS:.0f} s")
+    view.asked.set()
+    view.join(2 * LOOK_SECONDS)
+    if view.problem or view.said == "stopped":
         _wait_for_agent(signals)
-        if not signals.heard:
-            sys.exit(f"a spare lost rank 0: {str(error).partition(chr(10))[0]}")
-        sys.exit(0)
-    if stopped:
-        _wait_for_agent(signals)
+    if view.problem and not signals.heard:
+        sys.exit(f"a spare lost rank 0: {view.problem}")
     sys.exit(0)
+
+
+class _View(threading.Thread):
+    """What a spare sees of rank 0, in its store. In a thread: calls of a store whose process hangs,
+    or whose machine is dead, return after minutes or never."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__(name="spare", daemon=True)
+        self.store, self.asked = store, threading.Event()  # asked to leave
+        self.beats, self.said, self.problem = 0, "", ""
+
+    def run(self) -> None:
+        try:
+            # not `wait` with a limit: torch logs two lines whenever that is reached
+            while not self.store.check(["leave"]) and not self.asked.is_set():
+                self.beats = self.store.add("beats", 0)
+                self.asked.wait(LOOK_SECONDS)
+            if self.store.check(["leave"]):
+                self.said = self.store.get("leave").decode()
+            self.store.add("left", 1)
+        except RuntimeError as error:  # the process is gone
+            self.problem = str(error).partition("\n")[0]

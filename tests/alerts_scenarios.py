@@ -114,8 +114,12 @@ START = "unless on (run, instance) time() - lattice_start_timestamp_seconds"
         # what keeps a rule quiet: a run that began again, another machine, another stage
         (f"{START} < 1800", "", "LatticeNoStep"),
         (f"{START} < 14400", "", "LatticeNoCheckpoint"),
-        ("> 300\n          unless on (run) lattice:trains", "> 300", "LatticeFileNotWritten"),
-        ("== 1 unless on (run) lattice:trains", "== 1", "LatticeRunFailed"),
+        (
+            "> 300\n          and on (run, instance) lattice:newest",
+            "> 300",
+            "LatticeFileNotWritten",
+        ),
+        ("== 1 and on (run, instance) lattice:newest", "== 1", "LatticeRunFailed"),
         ('lattice_events_total{event="stage"}', 'lattice_events_total{event="x"}', "LatticeSlow"),
     ],
 )

@@ -118,6 +118,17 @@ def _runs(pid: int) -> bool:
         return False
 
 
+def test_a_start_after_a_killed_one_has_an_end_of_its_own(tmp_path: Path) -> None:
+    """It first notes the end of the start before (status.py). If it is killed too, that is
+    reported."""
+    with Receiver() as server, FedCompanion(tmp_path, on_event=server.url) as companion:
+        companion.event("end", state="failed", step=3, reason="it recorded no end")
+        companion.event("start", step=0, world_size=1, began=0.0)
+        wait_until(lambda: server.kinds() == ["end", "start"])
+        companion.end()
+        assert server.kinds() == ["end", "start", "died"]
+
+
 def test_a_run_that_stalls_is_reported_and_so_is_its_recovery(tmp_path: Path) -> None:
     settings = {"hang_factor": 1e-6, "hang_seconds": 0.75}  # the limit is twice as long
     with Receiver() as server, FedCompanion(tmp_path, on_event=server.url, **settings) as companion:
@@ -295,6 +306,8 @@ def test_spikes_come_in_series() -> None:
     about = {"event": "slow_rank", "rank": 0, "node": "n9"}
     assert series.passes(about, 0.0)
     assert series.passes({**about, "ended": True}, 1.0)
+    assert series.passes(about, 2.0)  # slow again: the last word is what holds
+    assert not series.passes(about, 3.0)
     assert not SERIES_SECONDS.keys() & ALWAYS
 
 

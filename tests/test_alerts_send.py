@@ -103,8 +103,8 @@ def test_a_broken_webhook_delays_no_step_of_a_run(
 
 
 def test_training_calls_nothing_that_waits() -> None:
-    """By design: between its start and its end, the listener only asks whether the process is
-    alive."""
+    """By design: in a step the listener only asks whether the process is alive (and writes to a
+    pipe that never waits, `is_busy`)."""
     tree = ast.parse((ROOT / "runtime/alerts/listener.py").read_text())
     methods = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     assert not methods.keys() & {"before_step", "begins", "went_back", "ends"}
@@ -126,6 +126,7 @@ def test_a_command_gets_the_alarm(tmp_path: Path) -> None:
     )
     script.chmod(0o755)
     with FedCompanion(tmp_path, on_event=f"{script} 'two words'") as companion:
+        companion.event("start", step=0, world_size=1, began=0.0)
         companion.event("end", state="failed", step=3, reason="x; touch shell")
         companion.end()
     assert (tmp_path / "said").read_text() == "end 3 two words\n"

@@ -217,7 +217,7 @@ def judged(folder: Path, after: float) -> list[tuple[int, list[str]]]:
     listener.policy, listener.folder = "exclude", folder
     listener.nodes, listener.judge = ["n0", "n0", "n1", "n1"], Judge([0] * 4, 1.15)
     listener.metrics = SimpleNamespace(noted={}, for_status={})  # type: ignore[assignment]
-    listener.named, listener.excluded = {}, set()
+    listener.named, listener.excluded = {}, {}
     slow = {1: range(4, 21), 3: range(10, 13)}
     with (
         patch.object(slow_ranks, "EXCLUDE_SECONDS", after),

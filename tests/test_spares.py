@@ -62,7 +62,10 @@ def test_a_file_that_a_person_has_edited(
         "a": {"reason": "slow"},
         "b": {"reason": "computes wrongly"},
     }
-    for text in ('{"a": {"reason": "slow"}', "- a\n- b\n", "a: 1\na: 2\n"):
+    for text in ('["a", "b"]', "- a\n- b\n", '{\n\t"a": "slow",\n\t"b": 1\n}'):
+        file.write_text(text)
+        assert list(excluded_nodes(tmp_path)) == ["a", "b"]
+    for text in ('{"a": {"reason": "slow"}', "a", "a: 1\na: 2\n"):
         file.write_text(text)
         assert excluded_nodes(tmp_path) == {}
         assert "warning: no node is excluded" in capsys.readouterr().err
@@ -129,6 +132,28 @@ def test_a_spare_does_not_outlive_rank_0(ranks, tmp_path: Path) -> None:
     )
     assert found[0]["WORLD_SIZE"] == "1"
     assert "no sign of life" in str(found[1]["status"])
+
+
+class HangingStore:
+    """The store of a process that is stopped: nothing answers."""
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(600)
+        return False
+
+
+@pytest.mark.parametrize("signalled", [False, True])
+def test_a_spare_does_not_hang_with_rank_0(signalled: bool) -> None:
+    heard = Signals(speaks=False)
+    if signalled:
+        heard.heard[signal.SIGTERM] = time.monotonic()
+    with (
+        patch.object(spares, "LOST_SECONDS", 1.0),
+        patch.object(spares, "LOOK_SECONDS", 0.1),
+        pytest.raises(SystemExit) as left,
+    ):
+        spares._wait_as_spare(HangingStore(), heard)  # type: ignore[arg-type]
+    assert left.value.code == 0 if signalled else "no sign of life" in str(left.value.code)
 
 
 class Agents:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import train
 import training.step
-from runtime import next_stage
+from runtime import next_stage, saving
 from runtime.events import read_events
 from tests.runs import fresh, losses, train_run
 from tests.stages import Read, expected, mixture, recorded, write_stages
@@ -78,7 +78,7 @@ def test_a_rollback_across_a_boundary(
 
 def run_with_damage(arguments: list[str], folder: Path) -> str:
     """Train; the only checkpoint is damaged in the changeover."""
-    honest = train.next_start
+    honest = saving.find_next
 
     def damaged(*about: Any) -> Any:
         if dist.get_rank() == 0:
@@ -89,7 +89,7 @@ def run_with_damage(arguments: list[str], folder: Path) -> str:
         dist.barrier()
         return honest(*about)
 
-    with patch.object(train, "next_start", damaged):
+    with patch.object(saving, "find_next", damaged):
         return train_run(arguments)
 
 
@@ -100,6 +100,10 @@ def test_a_damaged_boundary_does_not_begin_anew(ranks: Ranks, data: Path, tmp_pa
         ranks.run(run_with_damage, 2, [config], tmp_path)
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert (status["state"], status["step"]) == ("failed", 2)
+    # nor does the next start, which a launcher or the job script begins by itself
+    (said, _) = ranks.run(train_run, 2, [config])
+    assert said.startswith("checkpoint.resume = 'auto': all checkpoints in ")
+    assert "step-00000002.damaged" in said
     assert sorted(losses(tmp_path)) == [1, 2]
 
 

@@ -19,8 +19,9 @@ from matplotlib.figure import Figure
 
 from data.dataset import open_data
 from errors import UserError
+from runtime.events import read_events
 from tools.command import run_command
-from tools.report.run import read_run
+from tools.report.run import boundaries
 from training.load_config import load_config
 
 BLUE, ORANGE, GREY = "#2563eb", "#ea580c", "#6b7280"
@@ -58,7 +59,7 @@ def draw(
     records: list[dict[str, Any]],
     baseline: float | None,
     title: str,
-    boundaries: Mapping[float, str] = MappingProxyType({}),
+    stages: Mapping[float, str] = MappingProxyType({}),
 ) -> Figure:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
@@ -82,7 +83,7 @@ def draw(
         label = f"a unigram model on held-out text: {baseline:.2f}"
         axes.axhline(baseline, color=GREY, linestyle="--", linewidth=1.2, label=label)
 
-    for step, text in boundaries.items():
+    for step, text in stages.items():
         axes.axvline(step, color=GREY, linestyle=":", linewidth=1.2)
         place = {"xytext": (3, -3), "textcoords": "offset points", "va": "top"}
         where = (step, 1.0)
@@ -127,7 +128,8 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError("--out", str(options.out), why, "use .png, .svg or .pdf")
         matplotlib.rcParams["svg.hashsalt"] = "lattice"  # the same run gives the same file
         title = f"{options.run.name}: loss over {records[-1]['step']:,} steps"
-        stages = read_run(options.run).boundaries
+        file = options.run / "events.jsonl"
+        stages = boundaries(read_events(options.run)) if file.is_file() else {}
         figure = draw(records, unigram_baseline(options.run), title, stages)
         options.out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(options.out, dpi=150)

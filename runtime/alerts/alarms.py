@@ -23,12 +23,11 @@ from runtime.events import changes_stage
 
 # Alarms that come in series: of those that are alike, at most one in so many seconds.
 SERIES_SECONDS = {"spike": 60.0, "checkpoint": 600.0, "after_commit": 3600.0, "slow_rank": 3600.0}
-ALIKE = ("node", "ended")  # what tells two series of one event apart, where the event has it
 ALWAYS = {"end", "died", "hang"}  # sent even if many others wait
 TEMPLATES = {
     "start": "started from step {step} on {world_size} ranks",
     "stage": "begins stage {stage} after step {step}: {changes}",
-    "spares": "trains without spare ranks: {ranks}",
+    "spares": "spare ranks that wait, by node: {ranks}",
     "end": "{state} at step {step}: {reason}",
     "died": "died after step {step}: {reason}",
     "hang": "hangs in the step after {step}: rank 0 is {where}",
@@ -92,17 +91,19 @@ class Series:
     """Thins out alarms that come in series."""
 
     def __init__(self) -> None:
-        self._sent: dict[tuple[Any, ...], float] = {}  # when the last one of each series was
-        self._left_out: Counter[tuple[Any, ...]] = Counter()  # since then
+        # (event, node if it has one) → when the last one was sent, and whether it was an end
+        self._sent: dict[tuple[str, Any], tuple[float, bool]] = {}
+        self._left_out: Counter[tuple[str, Any]] = Counter()  # since then
 
     def passes(self, event: dict[str, Any], now: float) -> bool:
         """Whether an event is to be sent now, `now` by the monotonic clock. One that is sent has
         the number of those before it that were not, `not_sent`."""
         if event["event"] not in SERIES_SECONDS:
             return True
-        series = event["event"], *(event.get(name) for name in ALIKE)
-        if now - self._sent.get(series, -math.inf) < SERIES_SECONDS[event["event"]]:
+        series, ended = (event["event"], event.get("node")), bool(event.get("ended"))
+        last, had_ended = self._sent.get(series, (-math.inf, ended))
+        if ended == had_ended and now - last < SERIES_SECONDS[event["event"]]:
             self._left_out[series] += 1
             return False
-        event["not_sent"], self._sent[series] = self._left_out.pop(series, 0), now
+        event["not_sent"], self._sent[series] = self._left_out.pop(series, 0), (now, ended)
         return True

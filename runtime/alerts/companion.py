@@ -2,8 +2,8 @@
 
 Standard input is a pipe: first a line with the settings, then a line whenever rank 0 begins to do
 something else than steps ("evaluation"; empty: steps again). Its end means that rank 0 has closed
-it or is gone. Nothing that may take time is done by the main thread, so it
-notices a stall or rank 0's death even if the file system does not respond.
+it or is gone. Nothing that may take time is done by the main thread, so it notices a stall or
+rank 0's death even if the file system does not respond.
 
     thread        does                                             may wait for
     main          the clock, rank 0's end                          nothing
@@ -197,7 +197,8 @@ class Companion:
             if "event" in found and found["event"] not in OWN:
                 self._note(found)
                 self._send(found)
-                self.ended |= found.get("event") == "end"
+                # not that which this start has noted of the one before (status.py)
+                self.ended |= found["event"] == "end" and self.starts == 1
         for record in self.records.read()[-1:] if self.starts < 2 else []:
             with self.lock:
                 self.state.note_record(record)

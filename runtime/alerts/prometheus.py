@@ -80,7 +80,7 @@ def samples(state: RunState, more: dict[str, float]) -> Iterator[tuple[str, str,
     counts: Samples = [({"event": kind}, state.events[kind]) for kind in kinds]
     yield "lattice_events_total", "counter", "Events of all starts (events.jsonl).", counts
     verdicts: Samples = [({"verdict": each}, state.verdicts[each]) for each in VERDICTS]
-    yield "lattice_suspicions_total", "counter", "Examined suspicions, all starts.", verdicts
+    yield "lattice_suspicions_total", "counter", "Suspicions by verdict, all starts.", verdicts
     failed: Samples = [({}, state.failed_saves)]
     yield "lattice_failed_saves_total", "counter", "Saves that failed.", failed
     if state.checkpoint:

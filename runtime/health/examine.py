@@ -153,8 +153,9 @@ def _compare_with_step(train: TrainStep, suspect: Suspect, now: Computed) -> Ver
     if not len(now.products):  # on every rank (products.py)
         agree = "with train.compile no products are left to compare"
     if suspect.loss is None:
-        verdict = TRANSIENT if len(now.products) else NOT_EXAMINED
-        return Verdict(verdict, f"computed again, {agree}")
+        if not len(now.products):
+            return Verdict(NOT_EXAMINED, agree)
+        return Verdict(TRANSIENT, f"computed again, {agree}")
     if not suspect.is_exact:
         # as bad as then; if only the loss was a spike, the norm may be anything
         same = not math.isfinite(now.loss) or not math.isfinite(now.norm)

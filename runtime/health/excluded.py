@@ -42,11 +42,15 @@ def exclude(folder: Path, node: str, reason: str) -> bool:
     return True
 
 
-def include(folder: Path, node: str) -> None:
-    """Take back that `node` is left out; called by the process that excluded it."""
+def include(folder: Path, node: str, reason: str) -> bool:
+    """Take back what `exclude` has written for `node`, with this reason; called by the process that
+    did. Returns whether it was still there."""
     found, _ = _read(folder)
-    if found.pop(node, None) is not None:
-        _write(folder, found)
+    if found.get(node, {}).get("reason") != reason:
+        return False
+    del found[node]
+    _write(folder, found)
+    return True
 
 
 def excluded_nodes(folder: Path) -> dict[str, dict[str, Any]]:
@@ -60,17 +64,23 @@ def excluded_nodes(folder: Path) -> dict[str, dict[str, Any]]:
 
 def _read(folder: Path) -> tuple[dict[str, dict[str, Any]], str]:
     """The nodes, and why the file cannot be read. People edit it, so what YAML allows is allowed (a
-    comma after the last entry), and so is an entry that is only a reason."""
+    comma after the last entry), a list of names, and an entry that is only a reason."""
     try:
-        found = yaml_text.parse((folder / FILE).read_text(encoding="utf-8")) or {}
+        text = (folder / FILE).read_text(encoding="utf-8")
+        try:
+            found = json.loads(text)
+        except ValueError:
+            found = yaml_text.parse(text) or {}
     except FileNotFoundError:
         return {}, ""
     except (OSError, UnicodeDecodeError) as error:
         return {}, f"cannot be read: {error}"
     except yaml_text.NotYaml as error:
         return {}, str(error)
+    if isinstance(found, list):
+        found = dict.fromkeys(map(str, found), "listed")
     if not isinstance(found, dict):
-        return {}, "is not a list of nodes, each with a reason"
+        return {}, "has no nodes: write node: reason"
     return {
         str(node): about if isinstance(about, dict) else {"reason": str(about)}
         for node, about in found.items()

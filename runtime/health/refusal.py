@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.events import read_events
+from runtime.health.verdicts import NOT_EXAMINED
 from runtime.messages import from_rank_0
 
 MORE_BYTES = 512 << 20  # that an examination takes beyond a step, for hashes and repeatable sums
@@ -43,7 +44,8 @@ def _did_not_end(folder: Path, step: int) -> bool:
     last = None
     try:
         for event in read_events(folder):
-            last = event if event["event"] in ("examining", "suspicion") else last
+            if event["event"] in ("examining", "suspicion"):
+                last = last if event.get("verdict") == NOT_EXAMINED else event
     except OSError:
         return False
     return last is not None and last["event"] == "examining" and last.get("step") == step

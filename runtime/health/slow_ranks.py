@@ -121,7 +121,7 @@ class SlowRanks(Listener):
         self.nodes = [node for node, _ in everyone]
         self.judge = Judge([role for _, role in everyone], config.guard.slow_factor)
         self.named: dict[int, float] = {}  # when each slow rank was named, by the monotonic clock
-        self.excluded: set[str] = set()  # nodes that this start has excluded
+        self.excluded: dict[str, str] = {}  # nodes that this start has excluded, each with why
         self.first_step = 0
         self._shape: torch.Size | None = None  # of the batches whose times are compared
         self._is_timed = False  # this step, on all ranks
@@ -194,13 +194,13 @@ class SlowRanks(Listener):
         for rank, slow in self.judge.slow.items():
             node, what = self.nodes[rank], f"{slow.factor:.2f} times its peers, or itself before"
             reason = f"slow: rank {rank} took {what}, since step {slow.since:,}"
-            if self.named[rank] <= lasting and exclude(self.folder, node, reason):
-                log(f"{node} is excluded from the next start: {reason}")
-                self.excluded.add(node)
-        for node in self.excluded - {self.nodes[rank] for rank in self.judge.slow}:
-            include(self.folder, node)
-            log(f"{node} is no longer excluded")
-            self.excluded.remove(node)
+            if self.named[rank] <= lasting and node not in self.excluded:
+                self.excluded[node] = reason
+                if exclude(self.folder, node, reason):
+                    log(f"{node} is excluded from the next start: {reason}")
+        for node in self.excluded.keys() - {self.nodes[rank] for rank in self.judge.slow}:
+            if include(self.folder, node, self.excluded.pop(node)):
+                log(f"{node} is no longer excluded")
 
     def _about(self, slow: Slow) -> dict[str, Any]:
         return {"node": self.nodes[slow.rank], **asdict(slow), "factor": round(slow.factor, 3)}

@@ -5,6 +5,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
+from runtime.events import changes_stage
 from runtime.goodput import Interruptions, best_interval, mtbf_of
 from runtime.ledger import account
 
@@ -97,12 +98,13 @@ def _restarts(events: list[dict[str, Any]]) -> list[float]:
     for event in events:
         kind = event["event"]
         if kind == "start":
-            waiting = last_time if last_time is not None and not planned else None
+            goes_on = planned or changes_stage(event)
+            waiting = None if goes_on else last_time
             if planned:  # the wait in a queue before it is no restart, even if it fails at once
                 last_time = event["began"]
             planned = False
         elif kind == "end":
-            planned = event.get("state") in ("requeue", "finished")
+            planned = event.get("state") in ("requeue", "finished") and not changes_stage(event)
         elif kind == "spent" and waiting is not None and event["seconds"].get("start"):
             steps = sum(v for cause, v in event["seconds"].items() if cause != "start")
             found.append(max(0.0, event["time"] - steps - waiting))

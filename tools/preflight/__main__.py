@@ -168,8 +168,8 @@ def read_config(options: argparse.Namespace, num_nodes: int) -> Config:
         sizes = layout_sizes(loaded) or [world]
         least = math.ceil(min(sizes) / options.ranks_per_node)
         if options.min_nodes < least:
-            why = f"the smallest layout needs {least} nodes"
-            raise UserError("MIN_NODES", options.min_nodes, why, "with fewer, the job is requeued")
+            why = f"the smallest layout needs {least} nodes, so the ranks of fewer are refused"
+            raise UserError("MIN_NODES", options.min_nodes, why, f"give MIN_NODES={least} or more")
     config = choose_layout(loaded, world)
     config.validate(config.parallel.num_ranks if config.parallel.layouts else world)
     return config

@@ -1,10 +1,10 @@
 """The report page's part about experts: how evenly tokens spread over them
 (runtime/expert_load.py defines the figures), and the losses of the routers."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from tools.report.charts import Series, escape, line_chart
+from tools.report.charts import Series, escape
 from tools.report.run import Run, is_number
 
 COLUMNS = {
@@ -15,19 +15,16 @@ COLUMNS = {
 }
 
 
-def expert_charts(run: Run) -> Iterator[str]:
-    """Charts of the most uneven layer and of the losses; each is empty if it has no data."""
+def expert_charts(run: Run, by_step: Callable[..., str]) -> Iterator[str]:
+    """Charts of the most uneven layer and of the losses; each is empty if it has no data.
+    `by_step`: line_chart, for charts over steps."""
     largest = Series("largest expert", "c4", run.points("largest_expert_share"))
-    yield line_chart(
-        "Load of experts", "times an even share", [largest], zero=True, boundaries=run.boundaries
-    )
+    yield by_step("Load of experts", "times an even share", [largest], zero=True)
     losses = [
         Series("balance", "c1", run.points("router_balance_loss")),
         Series("z", "c2", run.points("router_z_loss")),
     ]
-    yield line_chart(
-        "Router losses", "all layers, weighted", losses, zero=True, boundaries=run.boundaries
-    )
+    yield by_step("Router losses", "all layers, weighted", losses, zero=True)
 
 
 def expert_table(run: Run) -> str:

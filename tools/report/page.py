@@ -8,7 +8,7 @@ escaped where it is written.
 import base64
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -118,10 +118,10 @@ def charts(run: Run) -> list[str]:
         by_step("Speed", "tokens per second", speed, zero=True),
         by_step("Step time", "seconds", [whole, waiting], zero=True),
         by_step("Model FLOPs utilization", "% of dense bf16 peak", mfu, zero=True),
-        *task_charts(run),
+        *task_charts(run, by_step),
         by_step("Slowest rank", "its products' time / its peers'", slowest),
-        *expert_charts(run),
-        memory(run),
+        *expert_charts(run, by_step),
+        memory(run, by_step),
     ]
     if run.timelines:
         name, timeline = run.timelines[0]
@@ -140,7 +140,7 @@ def charts(run: Run) -> list[str]:
     return [figure for figure in found if figure]
 
 
-def task_charts(run: Run) -> Iterator[str]:
+def task_charts(run: Run, by_step: Callable[..., str]) -> Iterator[str]:
     """Each task's accuracy per byte, and its bits per byte, in colours that repeat."""
     keys = sorted({key for record in run.records for key in record if key.startswith("task/")})
     charts = (
@@ -158,10 +158,10 @@ def task_charts(run: Run) -> Iterator[str]:
             )
             for number, key in enumerate(found)
         ]
-        yield line_chart(title, unit, series, boundaries=run.boundaries)
+        yield by_step(title, unit, series)
 
 
-def memory(run: Run) -> str:
+def memory(run: Run, by_step: Callable[..., str]) -> str:
     """The peak memory by rank, if the last start recorded it; else that of the largest rank."""
     event = run.last("memory")
     peaks = event.get("peak_bytes")
@@ -176,4 +176,4 @@ def memory(run: Run) -> str:
             "Peak memory by rank", unit, [Series("peak", "c1", by_rank, "bars")], x_name="rank"
         )
     peak = Series("largest rank", "c1", run.points("peak_memory_bytes", 1 / GIB))
-    return line_chart("Peak memory", "GiB", [peak], zero=True, boundaries=run.boundaries)
+    return by_step("Peak memory", "GiB", [peak], zero=True)

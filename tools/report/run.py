@@ -43,13 +43,7 @@ class Run:
 
     @property
     def boundaries(self) -> dict[float, str]:
-        """The last step before each stage of the data that has begun → what changed."""
-        return {
-            event["step"]: f"stage {event.get('stage')}: {', '.join(map(str, changes))}"
-            for event in self.events
-            if event["event"] == "stage" and is_number(event.get("step"))
-            if isinstance(changes := event.get("changes"), list)
-        }
+        return boundaries(self.events)
 
     def points(self, key: str, scale: float = 1.0) -> list[tuple[float, float]]:
         """(step, value) of every record with a finite value, sorted by step."""
@@ -67,6 +61,16 @@ class Run:
         """A section of the configuration; empty if it is missing."""
         found = self.config.get(name)
         return found if isinstance(found, dict) else {}
+
+
+def boundaries(events: list[dict[str, Any]]) -> dict[float, str]:
+    """The last step before each stage of the data that has begun → what changed."""
+    return {
+        event["step"]: f"stage {event.get('stage')}: {', '.join(map(str, changes))}"
+        for event in events
+        if event["event"] == "stage" and is_number(event.get("step"))
+        if isinstance(changes := event.get("changes"), list)
+    }
 
 
 def is_number(value: Any) -> bool:
