@@ -254,8 +254,8 @@ class Commands:
     def _write(self, running: str | None) -> str:
         """Replace the record, on which only this process writes: the checkpoint for which the
         command runs, and those for which it has succeeded, as far as they are there, with the
-        newest. Returns why that failed,
-        or the empty string; it is then tried again, as long as no command runs."""
+        newest. Returns why that failed, or the empty string; it is then tried again, as long as no
+        command runs."""
         there = {path.name for path in complete_checkpoints(self.checkpoints)}
         done = read_record(self.checkpoints)["done"] | self._done
         there.add(max(done, default=""))

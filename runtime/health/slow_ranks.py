@@ -175,9 +175,8 @@ class SlowRanks(Listener):
         if slow or ended:
             self.metrics.for_status["slow"] = [self._about(each) for each in slow.values()]
         for each in began:
-            node = self.nodes[each.rank]
-            what = f"{each.factor:.2f} times its peers, or itself before, since step {each.since:,}"
-            log(f"warning: rank {each.rank} on {node} is slow: {what}")
+            where = f"rank {each.rank} on {self.nodes[each.rank]}"
+            log(f"warning: {where} is slow: {_how_slow(each)}")
             append_event(self.folder, "slow_rank", step=self._posted_at, **self._about(each))
             self.named[each.rank] = time.monotonic()
         for each in ended:
@@ -192,8 +191,7 @@ class SlowRanks(Listener):
         """On rank 0: exclude nodes that stay slow, and take that back once they no longer are."""
         lasting = time.monotonic() - EXCLUDE_SECONDS
         for rank, slow in self.judge.slow.items():
-            node, what = self.nodes[rank], f"{slow.factor:.2f} times its peers, or itself before"
-            reason = f"slow: rank {rank} took {what}, since step {slow.since:,}"
+            node, reason = self.nodes[rank], f"slow: rank {rank} took {_how_slow(slow)}"
             if self.named[rank] <= lasting and node not in self.excluded:
                 self.excluded[node] = reason
                 if exclude(self.folder, node, reason):
@@ -204,3 +202,7 @@ class SlowRanks(Listener):
 
     def _about(self, slow: Slow) -> dict[str, Any]:
         return {"node": self.nodes[slow.rank], **asdict(slow), "factor": round(slow.factor, 3)}
+
+
+def _how_slow(slow: Slow) -> str:
+    return f"{slow.factor:.2f} times its peers, or itself before, since step {slow.since:,}"

@@ -22,13 +22,8 @@ MEANING = {
 }
 MOST_ROWS = 200  # the most events shown: the newest ones
 MOST_STEPS = 20  # the most steps listed for skipped updates: the last ones
-ELSEWHERE = (
-    "spent",
-    "memory",
-    "system",
-    "started",
-    "examining",
-)  # events shown in other parts of the page
+# events shown in other parts of the page, or by what follows them
+ELSEWHERE = ("spent", "memory", "system", "started", "examining")
 
 
 def ledger(run: Run) -> str:
