@@ -30,10 +30,15 @@ LAUNCHER_SECONDS = 3.0  # within which a launcher notices a dead rank and signal
 
 
 def log(text: str, file: TextIO | None = None) -> None:
-    """Print a line to standard error, or to `file`. If that fails (the log may be on a full disk),
-    the run continues without it."""
+    """Write a line to standard error, or to `file`. If that fails (the log may be on a full disk),
+    the run continues without it.
+
+    The text and its end are one write: between two, as `print` makes, another thread's line could
+    come (a checkpoint is reported from the thread that wrote it)."""
+    file = file or sys.stderr
     with contextlib.suppress(OSError):
-        print(text, file=file or sys.stderr, flush=True)
+        file.write(f"{text}\n")
+        file.flush()
 
 
 class AgreedError(UserError):

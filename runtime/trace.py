@@ -6,6 +6,7 @@ RUN` draws it."""
 
 import json
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from parallel.pipeline.runner import record_nothing
 from parallel.pipeline.simulate import Event, Timeline
 from runtime.chrome import merge_chrome, to_chrome
 from runtime.listener import Listener, Run
+from runtime.messages import log
 from training.config import Config
 
 AFTER = 2  # first steps that are not traced, because they allocate, connect and compile
@@ -71,10 +73,8 @@ class StepTrace(Listener):
             traces.append((name, to_chrome(timeline)))
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(merge_chrome(traces)) + "\n", encoding="utf-8")
-        print(
-            f"traced step {self.step + 1 if self.step is not None else 0} to {self.path}",
-            flush=True,
-        )
+        step = self.step + 1 if self.step is not None else 0
+        log(f"traced step {step} to {self.path}", sys.stdout)
 
 
 class ActionRecorder:

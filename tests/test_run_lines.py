@@ -1,14 +1,18 @@
 """The lines that a run prints at its start and end, word for word."""
 
+import io
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from errors import UserError
 from runtime.evaluation import compare_to_unigram
+from runtime.messages import log
 from runtime.topology import describe_stages
 from training.load_config import load_config
 
@@ -120,3 +124,28 @@ def test_every_command_ends_so() -> None:
         assert file.read_text(encoding="utf-8").endswith(
             'if __name__ == "__main__":\n    run_command(main)\n'
         ), name
+
+
+class Slow(io.StringIO):
+    """A log on a slow disk: another thread runs after each write."""
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        time.sleep(0.001)
+        return written
+
+
+def test_lines_of_two_threads_do_not_mix() -> None:
+    """A checkpoint is reported from the thread that wrote it, between or beside lines of steps."""
+    file = Slow()
+    lines = ["step       3/10  loss  6.6713", "saved step-00000002: 1.1 MB"]
+    threads = [
+        threading.Thread(target=lambda line=line: [log(line, file) for _ in range(50)])
+        for line in lines
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    said = file.getvalue().split("\n")
+    assert sorted(said) == sorted(["", *lines * 50])

@@ -124,7 +124,7 @@ def _become_rank(
     except SystemExit as leaving:
         status = leaving.code if isinstance(leaving.code, int) else 1
         if isinstance(leaving.code, str):
-            print(leaving.code, file=sys.stderr)
+            log(leaving.code)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -232,7 +232,7 @@ def _wait(ranks: dict[int, int], awaited: set[signal.Signals]) -> Ending:
             and time.monotonic() - asked_at > signals.SAME_REQUEST_SECONDS
         ):
             ending.at_once = True
-            print(f"{signal.Signals(number).name} {signals.AGAIN}", file=sys.stderr, flush=True)
+            log(f"{signal.Signals(number).name} {signals.AGAIN}")
             os.killpg(group, signal.SIGKILL)
     signal.setitimer(signal.ITIMER_REAL, 0)
     return ending
@@ -279,7 +279,7 @@ def finish(ending: Ending, folder: Path) -> int:
         stands = record_failure(folder, why)
         more = f": {stands}" if stands != why else ""
         if not ending.at_once:
-            print(f"{why}{more}; the others were stopped", file=sys.stderr, flush=True)
+            log(f"{why}{more}; the others were stopped")
     elif not status and (found := read_status(folder)).get("state") == "requeue":
         # One rank received the signal, and all stopped. A nonzero status keeps a calling script
         # from continuing as after a finished run.
@@ -317,7 +317,7 @@ def main() -> None:
     except UserError as error:
         log(f"error: {error}")
         sys.exit(2)
-    print(f"{processes} processes on this machine: train.py", *arguments, flush=True)
+    log(" ".join([f"{processes} processes on this machine: train.py", *arguments]), sys.stdout)
     sys.exit(finish(start_processes(processes, run_rank, arguments), Path(config.run.dir)))
 
 

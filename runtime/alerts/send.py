@@ -28,7 +28,8 @@ def is_webhook(target: str) -> bool:
 def say(text: str) -> None:
     """Log a line; rank 0's `log` (messages.py) would import torch."""
     with contextlib.suppress(OSError):
-        print(f"alerts: {text}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"alerts: {text}\n")
+        sys.stderr.flush()
 
 
 class Sender:

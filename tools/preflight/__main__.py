@@ -39,6 +39,7 @@ import torch.distributed as dist
 from errors import UserError
 from runtime.attention import describe_attention
 from runtime.health.excluded import excluded_nodes
+from runtime.messages import log
 from runtime.preconditions import check_writable, open_stages
 from tools.preflight.links import Links
 from tools.preflight.node import look_at_node
@@ -119,27 +120,27 @@ def judge(
         needed = max(least, min(needed, meeting.num_nodes - len(failed)))
     chosen = choose(names, failed, set(excluded), set(slow), needed)
 
-    say(f"preflight of {meeting.num_nodes} nodes, {time.monotonic() - started:.0f} s")
-    say(table(reports))
-    say(f"  {attention}")
+    log(f"preflight of {meeting.num_nodes} nodes, {time.monotonic() - started:.0f} s")
+    log(table(reports))
+    log(f"  {attention}")
     for node in sorted(failed):
-        say(f"  FAILED   {names[node]}: {'; '.join(problems[node])}")
+        log(f"  FAILED   {names[node]}: {'; '.join(problems[node])}")
     for node, why in sorted(slow.items()):
-        say(f"  SLOW     {names[node]}: {why}")
+        log(f"  SLOW     {names[node]}: {why}")
     for node, why in sorted(excluded.items()):
-        say(f"  EXCLUDED {names[node]}: {why}")
+        log(f"  EXCLUDED {names[node]}: {why}")
     for warning in warnings:
-        say(f"  warning  {warning}")
+        log(f"  warning  {warning}")
     left_out = [names[node] for node in range(meeting.num_nodes) if node not in chosen]
     if not chosen:
         bad = ",".join(names[node] for node in sorted(failed))
-        say(
+        log(
             f"preflight failed: {needed} nodes are needed. Without the bad ones: "
             f"sbatch --exclude={bad} …"
         )
     else:
         without = f", without {', '.join(left_out)}" if left_out else ""
-        say(f"preflight passed: {needed} nodes{without}")
+        log(f"preflight passed: {needed} nodes{without}")
     return chosen
 
 
@@ -150,10 +151,6 @@ def attention_of(config: Config, device: str) -> str:
         return describe_attention(config, device)
     except RuntimeError as error:  # from CUDA; the node is then named for another reason
         return f"attention: unknown, because CUDA failed: {str(error).partition(chr(10))[0]}"
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def read_config(options: argparse.Namespace, num_nodes: int) -> Config:
@@ -216,7 +213,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = read_config(options, num_nodes)
     except UserError as error:
         if node == 0:
-            say(f"error: {error}")
+            log(f"error: {error}")
         return 2
 
     # Forked before this process has threads. They wait until `measure` sends them the members.
@@ -226,7 +223,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             meeting = Meeting(options.meet, node, num_nodes, deadline)
         except RuntimeError as error:
-            say(
+            log(
                 f"preflight: {name} cannot reach {options.meet}: "
                 f"{str(error).partition(chr(10))[0]}; {report['problems']}"
             )
@@ -253,7 +250,7 @@ def carry_out(
             open_stages(config)
             check_writable(config)
         except UserError as error:
-            say(f"error: {error}")
+            log(f"error: {error}")
             refused = True
     if refused:
         meeting.write("members", [])
@@ -268,7 +265,7 @@ def carry_out(
     members = meeting.read("members", meeting.deadline)
     clock = time.time()  # on all nodes at the same moment, because the same message wakes them
     if members is None:
-        say(f"preflight: {report['name']} received no answer from the first node")
+        log(f"preflight: {report['name']} received no answer from the first node")
         return 1
     meeting.write(
         f"measured/{node}",
@@ -289,7 +286,7 @@ def carry_out(
         try:
             attention = attention_of(config, options.device)
         except UserError as error:
-            say(f"error: {error}")
+            log(f"error: {error}")
             meeting.write("passed", False)
             meeting.leave()
             return 2
