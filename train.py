@@ -22,6 +22,7 @@ from data.loader import BatchLoader
 from errors import UserError
 from model.kernels.backend import check_kernels
 from runtime import checkpoint
+from runtime.alerts.rank_0 import Companion
 from runtime.all_listeners import build_listeners
 from runtime.attention import check_attention
 from runtime.checkpoint import Start
@@ -81,19 +82,20 @@ def start_run(config: Config, device: str, signals: Signals) -> None:
     # Find the user's mistakes before anything is built or written.
     data = on_all_ranks(lambda: open_stages(config), device)
     on_all_ranks(lambda: check_writable(config), device)
-    with Lease(config.run.dir, device) as lease:  # no other run writes to the folder
+    # no other run writes to the folder; a person learns of failures from here on
+    with Lease(config.run.dir, device) as lease, Companion(config, signals) as companion:
         start: Start | None = checkpoint.find_start(config, data.train, lease)
         while start:
-            start = train_stage(config, data, start, lease, signals)
+            start = train_stage(config, data, start, lease, companion, signals)
 
 
 def train_stage(
-    config: Config, data: Data, start: Start, lease: Lease, signals: Signals
+    config: Config, data: Data, start: Start, lease: Lease, companion: Companion, signals: Signals
 ) -> Start | None:
     """Train from `start` to the end of its stage (of data; without `stages`, the run is one).
     Return where the next stage starts, if any."""
     config, mesh = enter_stage(config, start, lease.device, signals)
-    train_data, heldout_data = data.train[start.stage], data.heldout[start.stage]
+    train_data = data.train[start.stage]
     loader = BatchLoader(
         train_data,
         seq_len=config.train.seq_len,
@@ -109,9 +111,7 @@ def train_stage(
     train = TrainStep(config, mesh, build_stages(config, mesh), train_data.bos_id)
     checkpoint.load(train, start)
     # called before and after every step, in order: metrics, evaluation, saving, …
-    listeners = build_listeners(
-        config, mesh, train, start, data.train, heldout_data, lease, signals
-    )
+    listeners = build_listeners(config, mesh, train, start, data, lease, companion, signals)
     run = Run(config, train, loader, start)
     with Listeners(run, listeners) as all_listeners:
         while run.goes_on:

@@ -1,10 +1,7 @@
 """The listeners of a training run, in the order in which each step calls them (listener.py)."""
 
-from collections.abc import Sequence
-
-from data.dataset import Mixture
 from parallel.mesh import Mesh
-from runtime.alerts.listener import Companion
+from runtime.alerts.rank_0 import Companion, CompanionListener
 from runtime.checkpoint import Start
 from runtime.evaluation import Evaluation
 from runtime.garbage import GarbageCollection
@@ -16,6 +13,7 @@ from runtime.listener import Listener
 from runtime.memory_report import MemoryReports
 from runtime.metrics import Metrics, RecordWriter
 from runtime.next_stage import StageBegins
+from runtime.preconditions import Data
 from runtime.profile import StepProfile
 from runtime.rollback import Rollback
 from runtime.save import Saver
@@ -36,19 +34,17 @@ def build_listeners(
     mesh: Mesh,
     train: TrainStep,
     start: Start,
-    data: Sequence[Mixture],
-    heldout_data: Mixture | None,
+    data: Data,
     lease: Lease,
+    companion: Companion,
     signals: Signals,
 ) -> list[Listener]:
-    """Build the listeners; every rank calls it, once the state of `start` has been loaded. `data`:
-    the training data of each stage."""
-    train_data = data[config.stage]
+    """Build the listeners; every rank calls it, once the state of `start` has been loaded."""
+    train_data, heldout_data = data.train[config.stage], data.heldout[config.stage]
     faults = [Faults(train)] if config.guard.inject_fault else []
     saver = Saver(train, train_data.tokenizer_path, lease)
     lease.check()  # loading may have taken hours; from here on metrics are written
     stop = StopRequests(config, signals)
-    companion = Companion(config, signals)  # before `metrics` records this start
     metrics = Metrics(config, mesh, start)
     metrics.is_busy = companion.is_busy
     watchdog = Watchdog(config)
@@ -59,7 +55,7 @@ def build_listeners(
     unigram = train_data.unigram_nats_per_token
     return [
         StartTimes(),
-        companion,  # its __exit__ is the last: it sends how the run ended
+        CompanionListener(companion),
         *faults,
         StepProfile(config, mesh, watchdog),
         StepTrace(config, mesh, start.step),
@@ -74,10 +70,9 @@ def build_listeners(
         *([examination] if examination else []),  # may compute the step again
         SparesEvent(),
         stop,  # from here on, all ranks agree on stop and save requests
-        Rollback(
-            data, start, lease, saver, metrics, watchdog
-        ),  # before Saving: a run that rolls back does not save
-        Saving(saver, data, metrics, watchdog, stop, examination),
+        # before Saving: a run that rolls back does not save
+        Rollback(data.train, start, lease, saver, metrics, watchdog),
+        Saving(saver, data.train, metrics, watchdog, stop, examination),
         StageBegins(),
         GarbageCollection(),  # last: freezes what all the others have built
     ]

@@ -21,7 +21,7 @@ added, never changed.
     examining   an examination begins     step, cause
     suspicion   … and ends                step, cause, verdict, ranks, nodes, why (examine.py)
     end         a start ends              state, step, reason; `stage` if the process goes on with
-                                          this one
+                                          this one; `noted_later` if the next start has noted it
 
 The companion of rank 0 (alerts/) writes, too:
 
@@ -29,6 +29,7 @@ The companion of rank 0 (alerts/) writes, too:
                                           does meanwhile (`busy`)
     resumed     … and then one is         step, seconds without one
     died        rank 0 recorded no end    step, reason
+    refused     a start was refused       reason
     undelivered an alarm was lost         its text, the event that it was about, why
     after_commit  the command was run     step, attempts, seconds; or, if it failed, why (`failed`)
 """

@@ -69,7 +69,7 @@ class Metrics(Listener):
         self.trackers: Trackers | None = None
         if self.writes:
             self.folder.mkdir(parents=True, exist_ok=True)
-            about = record_missing_end(self.folder)
+            about = record_missing_end(self.folder) if start.since is None else []
             about += notices(config, resumes=start.step > 0, device=mesh.device)
             stage = {} if start.since is None else {"stage": start.stage}
             self.ledger = Ledger(
@@ -268,8 +268,11 @@ class Metrics(Listener):
         # after a failure, the time belongs to the step that failed
         self._count("end" if error is None else "steps")
         self.ledger.write(self.step)
-        if not (self.folder / "status.json").exists():  # else the watchdog has written it
-            write_status(self.folder, state, self.step, reason, self.next_stage, **self.for_status)
+        if error is None and self.next_stage is not None:  # the start goes on, so it has no status
+            about = {"state": state, "step": self.step, "reason": reason}
+            append_event(self.folder, "end", **about, stage=self.next_stage)
+        elif not (self.folder / "status.json").exists():  # else the watchdog has written it
+            write_status(self.folder, state, self.step, reason, **self.for_status)
         self.trackers.close(failed=error is not None)  # last: wandb may wait for its server
 
 

@@ -6,12 +6,15 @@ If slow ranks were named (health/slow_ranks.py), `slow` lists those that were sl
 if something was examined (health/examine.py), `suspicion` is the last verdict.
 
     the run ends or fails                  rank 0 writes it (metrics.py)
+    it fails before its first step, or     rank 0 writes it (alerts/rank_0.py)
+    between two stages
     a step hangs                           rank 0's watchdog writes it
     a rank is killed                       the launcher writes it, if it is tools/launch.py
     rank 0 is killed, and the launcher     the file is missing; the next start records that in
     too, or the launcher is torchrun       events.jsonl
 
-The file is removed when a start begins to train, so it always describes the last start.
+The file is removed when a start or one of its stages begins to train, so it always describes the
+last start that was not refused.
 """
 
 import json
@@ -21,17 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from runtime import signals
-from runtime.events import append_event, read_events
+from runtime.events import append_event, changes_stage, read_events
 from runtime.messages import LOST, log
 
 
-def write_status(
-    folder: Path, state: str, step: int, reason: str, stage: int | None = None, **about: Any
-) -> None:
-    """Record how this start ended, in status.json and as an event; called by only one process.
-    `stage`: the process goes on with it."""
-    next_stage = {} if stage is None else {"stage": stage}
-    append_event(folder, "end", state=state, step=step, reason=reason, **next_stage)
+def write_status(folder: Path, state: str, step: int, reason: str, **about: Any) -> None:
+    """Record how this start ended, in status.json and as an event; called by only one process."""
+    append_event(folder, "end", state=state, step=step, reason=reason)
     status = {"state": state, "step": step, "reason": reason, **about}
     write_whole(folder / "status.json", json.dumps(status) + "\n")
 
@@ -48,16 +47,31 @@ def read_status(folder: Path) -> dict[str, Any]:
 def record_failure(folder: Path, reason: str) -> str:
     """Record the launcher's reason for a failed start, and return the reason that is recorded in
     the end. A reason that rank 0 has written is kept, unless it is only a lost connection."""
-    last = _last_start(folder)
-    launched = time.time() - (time.monotonic() - signals.STARTED)
-    if last is None or last["began"] < launched - 1:
-        return reason  # this start failed before it wrote anything
+    last = _this_start(folder)
+    if last is None:
+        return reason  # this start failed before its first step
     status = read_status(folder)
     theirs = str(status.get("reason", ""))
     if status and LOST not in theirs:
         return theirs
     write_status(folder, "failed", int(status.get("step", last["step"])), reason)
     return reason
+
+
+def record_failed_start(folder: Path, reason: str) -> None:
+    """Record that this start failed, unless that is recorded already: before its first step, or
+    between two stages."""
+    ours, last = _this_start(folder), _last_start(folder)
+    if ours is None:
+        record_missing_end(folder)  # of the start before
+    if not (ours and ours["ended"]):
+        write_status(folder, "failed", last["step"] if last else 0, reason)
+
+
+def has_ended(folder: Path) -> bool:
+    """Whether this start has begun and recorded its end."""
+    ours = _this_start(folder)
+    return ours is not None and ours["ended"]
 
 
 def record_missing_end(folder: Path) -> list[str]:
@@ -67,7 +81,7 @@ def record_missing_end(folder: Path) -> list[str]:
     if last is None or last["ended"]:
         return []
     reason = "it recorded no end, so it was killed or its machine died (noted by the next start)"
-    append_event(folder, "end", state="failed", step=last["step"], reason=reason)
+    append_event(folder, "end", state="failed", step=last["step"], reason=reason, noted_later=True)
     return [
         f"the previous start was last recorded at step {last['step']}: {reason.partition(' (')[0]}"
     ]
@@ -96,5 +110,13 @@ def _last_start(folder: Path) -> dict[str, Any] | None:
         elif last is not None and event["event"] in ("spent", "rollback"):
             last["step"] = event["step"]
         elif last is not None and event["event"] == "end":
-            last["ended"] = True
+            last["ended"] = not changes_stage(event)
     return last
+
+
+def _this_start(folder: Path) -> dict[str, Any] | None:
+    """The same of the start that this process, or the launcher's ranks, have made; None if it has
+    not begun to train."""
+    last = _last_start(folder)
+    launched = time.time() - (time.monotonic() - signals.STARTED)
+    return last if last is not None and last["began"] >= launched - 1 else None

@@ -60,6 +60,8 @@ set -euo pipefail
 cd "$SLURM_SUBMIT_DIR" # $0 is a copy in Slurm's spool folder
 if [ $# -eq 0 ]; then set -- configs/llama3_70b.yaml; fi
 
+arguments=("$@")
+
 restart=${SLURM_RESTART_COUNT:-0}
 gpus_per_node=${SLURM_GPUS_PER_NODE:-$SLURM_GPUS_ON_NODE}
 gpus_per_node=${gpus_per_node##*:} # of "h100:8"
@@ -149,6 +151,13 @@ on_nodes() {
     exec "$@"' "$@"
 }
 
+# Tell a person that the job gives up, if run.on_event says how: no rank is left that could.
+alarm() {
+  (on_nodes --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" --time=5 -- \
+    "$python" -m tools.alarm "Slurm job $SLURM_JOB_ID.$restart $1" "${arguments[@]}") ||
+    say "no alarm was sent"
+}
+
 # The rendezvous uses a port of the first node. Anyone who can reach it can run code as you: torchrun
 # listens on all interfaces, and unpickles what it reads there. Use it only if the nodes' network is
 # private. docs/ports.md has a rule for the firewall, and the preflight warns of addresses that are
@@ -172,6 +181,7 @@ answer=$(on_nodes --time=$((preflight_seconds / 60 + 3)) -- \
 if [ -n "$terminated" ]; then exit 143; fi
 if [ -z "$answer" ]; then
   say "the preflight failed (status $status): training does not start"
+  alarm "ends: the preflight failed (status $status)"
   exit $((status > 0 ? status : 1))
 fi
 read -r nodes run_dir <<<"$answer"
@@ -201,6 +211,7 @@ go_on() {
   echo "$count" >"$fruitless"
   if [ "$count" -ge "$max_fruitless" ]; then
     say "gives up: $count starts in a row made no checkpoint"
+    alarm "gives up: $count starts in a row made no checkpoint"
     status=1
     return
   fi
@@ -277,7 +288,12 @@ if [ -n "$stopping" ]; then rm -f "$run_dir/STOP"; fi
 if [ -n "$terminated" ]; then
   status=143
 elif [ "$status" != 0 ]; then
-  if refused; then status=2; else go_on; fi
+  if refused; then
+    status=2 # the next start would be refused, too
+    alarm "ends: the start was refused"
+  else
+    go_on
+  fi
 elif [ "$state" = requeue ]; then
   # If a user created the file STOP, the run stays stopped until it is submitted again.
   if [ -z "$stopping" ] && grep -q 'file STOP' "$run_dir/status.json"; then exit 0; fi

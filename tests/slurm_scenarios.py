@@ -306,9 +306,13 @@ def test_a_preflight_that_fails_on_one_node(
 
 
 def test_what_training_would_refuse(cluster: Cluster, data: Path, tmp_path: Path) -> None:
-    run = Run(cluster, tmp_path / "it", data).submit(overrides=("parallel.tp=3",))
+    alarms = tmp_path / "alarms"
+    to_file = {"on_event": f"tee -a {alarms}"}
+    run = Run(cluster, tmp_path / "it", data, run=to_file).submit(overrides=("parallel.tp=3",))
     cluster.wait_until_ended(run.job, "FAILED")
     assert cluster.job(run.job)["ExitCode"] == "2:0"
+    (alarm,) = map(json.loads, alarms.read_text().splitlines())
+    assert alarm["text"].endswith(f"Slurm job {run.job}.0 ends: the preflight failed (status 2)")
     assert run.log.count("error: parallel.tp = 3") == 1
     assert not (run.folder / "run").exists()
 
@@ -353,11 +357,12 @@ def test_two_jobs_do_not_write_to_one_run_folder(
 
 def stand_in_for_python(folder: Path, torchrun: str) -> str:
     """Write a program that passes every preflight on n3 and runs the shell command `torchrun`
-    instead of training; return its path."""
+    instead of training; return its path. Alarms go to the file `alarms`."""
     (folder / "run" / "checkpoints").mkdir(parents=True)
     program = folder / "python"
     program.write_text(
         f'#!/bin/bash\nif [ "$2" = tools.preflight ]; then echo n3 {folder}/run; exit; fi\n'
+        f'if [ "$2" = tools.alarm ]; then echo "${{@:3}}" >>{folder}/alarms; exit; fi\n'
         f"{torchrun}\n"
     )
     program.chmod(0o755)
@@ -378,3 +383,5 @@ def test_a_job_does_not_requeue_itself_for_ever(cluster: Cluster, tmp_path: Path
         cluster.start_now(job, restarts)
     cluster.wait_until_ended(job, "FAILED")
     assert "gives up: 3 starts in a row made no checkpoint" in cluster.log(job)
+    said = f"Slurm job {job}.4 gives up: 3 starts in a row made no checkpoint"
+    assert (tmp_path / "alarms").read_text() == f"{said} configs/llama3_70b.yaml\n"

@@ -14,7 +14,7 @@ from runtime.alerts import follow
 from runtime.alerts.alarms import ALWAYS, SERIES_SECONDS, TEMPLATES, Series, is_alarm
 from runtime.alerts.companion import END_EVENT_SECONDS, ENDING_SECONDS
 from runtime.alerts.follow import Follower
-from runtime.alerts.listener import Companion
+from runtime.alerts.rank_0 import Companion
 from runtime.alerts.state import BUSY_SECONDS, FIRST_LINE_SECONDS, RunState, StallClock
 from tests.alert_helpers import ROOT, FedCompanion, Receiver, wait_until
 
@@ -60,7 +60,7 @@ def test_every_alarm_is_received(tmp_path: Path) -> None:
     # Control: what is not worth a message is not sent.
     assert server.kinds() == ["rollback", *(event for event, _ in EVENTS)]
     assert {event for event, _ in EVENTS} == TEMPLATES.keys() - {
-        "stalled", "resumed", "died", "after_commit",
+        "stalled", "resumed", "died", "refused", "job", "after_commit",
     }  # fmt: skip
     # Each has a sentence of its own, not a list of its fields.
     for (event, _), sent in zip(EVENTS, received[1:], strict=True):
@@ -122,7 +122,9 @@ def test_a_start_after_a_killed_one_has_an_end_of_its_own(tmp_path: Path) -> Non
     """It first notes the end of the start before (status.py). If it is killed too, that is
     reported."""
     with Receiver() as server, FedCompanion(tmp_path, on_event=server.url) as companion:
-        companion.event("end", state="failed", step=3, reason="it recorded no end")
+        companion.event(
+            "end", state="failed", step=3, reason="it recorded no end", noted_later=True
+        )
         companion.event("start", step=0, world_size=1, began=0.0)
         wait_until(lambda: server.kinds() == ["end", "start"])
         companion.end()
@@ -202,6 +204,7 @@ def test_a_later_stage_is_no_restart() -> None:
     ):
         state.note_event(event)
         sent += [event["time"]] if is_alarm(event) else []
+        assert state.state == ("finished" if event["time"] == 5.0 else "running")
     assert sent == [1.0, 4.0, 5.0]
     assert (state.events["start"], state.start_time, state.state) == (1, 3.0, "finished")
 
@@ -255,6 +258,17 @@ def test_the_clock_of_stalls() -> None:
     assert clock.line(6072.0) == 5002.0
     clock.busy("evaluation", 6073.0)
     assert clock.stalled(6073.0 + 9999.0) is None  # it took 5,000 s before
+    # the first step of a later stage may compile, too; what was usual before is not any more
+    clock = StallClock(factor=3.0, least=1.0, now=0.0)
+    for now in (100.0, 110.0, 120.0):
+        clock.line(now)
+    clock.busy("start", 121.0)
+    assert clock.stalled(121.0 + BUSY_SECONDS) is None
+    clock.busy("", 500.0)
+    assert clock.stalled(500.0 + FIRST_LINE_SECONDS) is None
+    assert clock.line(700.0) is None
+    assert clock.line(740.0) is None
+    assert clock.stalled(740.0 + 6 * 40.0 + 1) == pytest.approx(241.0)  # control
     # control: a start that never logs a step
     assert StallClock(3.0, 1.0, 0.0).stalled(FIRST_LINE_SECONDS + 1) is not None
 

@@ -68,7 +68,7 @@ NOT_RUN["one_writer.md"] = Counter({"takes ten minutes": 1})
 NOT_RUN["elastic.md"] = Counter({"takes minutes": 1, "needs four nodes": 2, "needs Slurm": 3})
 NOT_RUN["unattended.md"] = Counter({"needs Slurm": 1})
 NOT_RUN["alarms.md"] = Counter(
-    {"trains for a minute": 1, "needs a run": 1, "needs Prometheus": 1,
+    {"trains for a minute": 1, "needs a run": 1, "needs Prometheus": 1, "needs a cluster": 1,
      "downloads Prometheus and an S3 server": 1}
 )  # fmt: skip
 NOT_RUN["health.md"] = Counter({"trains for a minute": 1})

@@ -221,6 +221,9 @@ def test_what_a_run_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         {"event": "spent", "time": 3651.0, "step": 2, "seconds": {"start": 5.0, "steps": 6.0}},
     ]
     assert measure(starts).restart == 3645.0 - 3610.0
+    # Nor if that one fails before its first step.
+    failed = {"event": "end", "time": 3620.0, "state": "failed", "step": 1}
+    assert measure([*starts[:3], failed, *starts[4:]]).restart is None
     rate = DAY / 4 / 400.0  # one failure in 400 s
     seconds, steps = found.best_interval(rate) or (0, 0)
     assert (seconds, steps) == (pytest.approx(20.0), 10)

@@ -12,7 +12,7 @@ of its own, so that no step waits for a network.
 Because it is a process, a rank 0 that hangs or was killed still leads to an alarm: only rank 0
 holds the other end of the pipe, so the companion sees its end.
 
-    listener.py      starts the companion and waits for it at the end, on rank 0
+    rank_0.py        starts the companion, tells it what rank 0 does, waits for it at the end
     check.py         refuses invalid settings before the run begins
     settings.py      what rank 0 tells the companion
     companion.py     the process: reads, keeps the clock, ends
@@ -23,6 +23,6 @@ holds the other end of the pipe, so the companion sees its end.
     prometheus.py    that state as text for Prometheus: a file or an endpoint
     after_commit.py  runs the command, and records on disk for which checkpoints it has succeeded
 
-listener.py and check.py belong to rank 0. The other files import only the standard library, and of
+rank_0.py and check.py belong to rank 0. The other files import only the standard library, and of
 this repository only what does so too: the companion starts in a twentieth of a second.
 """

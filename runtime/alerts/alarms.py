@@ -8,8 +8,10 @@
     rollback                   the run went back to a checkpoint
     checkpoint, after_commit   only if they failed
     slow_rank, suspicion       a machine is slow, or its numbers are suspicious
-    died                       rank 0 is gone and recorded no end (written by companion.py)
+    died, refused              rank 0 is gone and recorded no end; or it refused to start (both
+                               written by companion.py)
     end                        finished, requeue or failed
+    job                        the job script gives up (tools/alarm.py)
 
 What the others of events.py record is not worth a message.
 """
@@ -23,13 +25,15 @@ from runtime.events import changes_stage
 
 # Alarms that come in series: of those that are alike, at most one in so many seconds.
 SERIES_SECONDS = {"spike": 60.0, "checkpoint": 600.0, "after_commit": 3600.0, "slow_rank": 3600.0}
-ALWAYS = {"end", "died", "hang"}  # sent even if many others wait
+ALWAYS = {"end", "died", "refused", "hang"}  # sent even if many others wait
 TEMPLATES = {
     "start": "started from step {step} on {world_size} ranks",
     "stage": "begins stage {stage} after step {step}: {changes}",
     "spares": "spare ranks that wait, by node: {ranks}",
     "end": "{state} at step {step}: {reason}",
     "died": "died after step {step}: {reason}",
+    "refused": "was refused: {reason}",
+    "job": "{says}",
     "hang": "hangs in the step after {step}: rank 0 is {where}",
     "stalled": "has logged no step for {seconds:.0f} s, the last was {step} (in: {busy})",
     "resumed": "logs steps again: {step}, after {seconds:.0f} s",

@@ -1,9 +1,10 @@
-"""The companion of rank 0: `python -m runtime.alerts.companion`, started by listener.py.
+"""The companion of rank 0: `python -m runtime.alerts.companion`, started by rank_0.py.
 
 Standard input is a pipe: first a line with the settings, then a line whenever rank 0 begins to do
-something else than steps ("evaluation"; empty: steps again). Its end means that rank 0 has closed
-it or is gone. Nothing that may take time is done by the main thread, so it notices a stall or
-rank 0's death even if the file system does not respond.
+something else than steps ("evaluation"; empty: steps again), and one that says why this start was
+refused, if it was. Its end means that rank 0 has closed it or is gone. Nothing that may take time
+is done by the main thread, so it notices a stall or rank 0's death even if the file system does not
+respond.
 
     thread        does                                             may wait for
     main          the clock, rank 0's end                          nothing
@@ -36,7 +37,7 @@ from runtime.alerts.prometheus import Endpoint, exposition, write_file
 from runtime.alerts.send import Sender, say
 from runtime.alerts.settings import Settings
 from runtime.alerts.state import RunState, StallClock
-from runtime.events import append_event
+from runtime.events import append_event, changes_stage
 
 LOOK_SECONDS = 1.0  # between two looks at the run's files
 FILE_SECONDS = 10.0  # between two versions of the file for Prometheus
@@ -44,6 +45,7 @@ TAIL_BYTES = 1 << 16  # of an older metrics.jsonl: enough for its last line
 ENDING_SECONDS = 10.0
 # after rank 0's end: the launcher may still record how it ended (tools/launch.py)
 END_EVENT_SECONDS = 3.0
+REFUSED = "refused: "  # begins the line of the pipe that says why this start was refused
 
 
 class Companion:
@@ -67,8 +69,8 @@ class Companion:
             self.endpoint = Endpoint(settings, self.text)
         self.progress: tuple[int, int | None] = 0, None  # of the commands: pending; newest done
         self.gone, self.closing = threading.Event(), threading.Event()  # rank 0; this process
-        self.ended = False  # whether an `end` event was read
-        self.starts = 0  # `start` events that were read: the second is that of the next start
+        self.began = self.ended = False  # whether a `start` and an `end` event were read
+        self.past = False  # whether the next start has begun, which has a companion of its own
         self.unfinished = b""  # a line of the pipe
         self.reader = threading.Thread(target=self._read_all, name="reader", daemon=True)
 
@@ -95,9 +97,13 @@ class Companion:
     def hear(self, said: bytes, now: float) -> None:
         """Note what rank 0 does: lines of the pipe, or parts of them."""
         *lines, self.unfinished = (self.unfinished + said).split(b"\n")
-        with self.lock:
-            for line in lines:
-                self.clock.busy(line.decode(errors="replace"), now)
+        for line in (line.decode(errors="replace") for line in lines):
+            if line.startswith(REFUSED):
+                self.happened("refused", reason=line.removeprefix(REFUSED))
+                self.ended = True
+            else:
+                with self.lock:
+                    self.clock.busy(line, now)
 
     def _end(self) -> None:
         self.gone.set()
@@ -176,7 +182,7 @@ class Companion:
                     say(f"run.prometheus={self.settings.prometheus}: {problem}; trying again")
                 says_busy = says_busy and not problem
             is_due = is_last or time.monotonic() >= file_due
-            if self.is_file and is_due and self.starts < 2:
+            if self.is_file and is_due and not self.past:
                 write_file(Path(self.settings.prometheus), self.text())
                 file_due = time.monotonic() + FILE_SECONDS
             if not self.gone.is_set():
@@ -191,15 +197,19 @@ class Companion:
         for event, about in own:
             append_event(self.run, event, **about)
         for found in self.events.read():
-            self.starts += found.get("event") == "start"
-            if self.starts > 1:  # the next start has a companion of its own
+            if "event" not in found or found["event"] in OWN:
+                continue
+            is_whole = not changes_stage(found)
+            if found["event"] == "start" and is_whole:
+                self.past |= self.began or self.ended
+                self.began = True
+            if self.past:
                 break
-            if "event" in found and found["event"] not in OWN:
-                self._note(found)
-                self._send(found)
-                # not that which this start has noted of the one before (status.py)
-                self.ended |= found["event"] == "end" and self.starts == 1
-        for record in self.records.read()[-1:] if self.starts < 2 else []:
+            self._note(found)
+            self._send(found)
+            # not that which this start has noted of the one before (status.py)
+            self.ended |= found["event"] == "end" and is_whole and not found.get("noted_later")
+        for record in self.records.read()[-1:] if not self.past else []:
             with self.lock:
                 self.state.note_record(record)
                 over = self.clock.line(time.monotonic())
@@ -216,7 +226,14 @@ class Companion:
 
 
 STDIN = 0
-OWN = {"stalled", "resumed", "died", "undelivered", "after_commit"}  # noted when they happen
+OWN = {
+    "stalled",
+    "resumed",
+    "died",
+    "refused",
+    "undelivered",
+    "after_commit",
+}  # noted when they happen
 
 
 def main() -> None:

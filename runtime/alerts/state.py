@@ -11,6 +11,7 @@ from runtime.ledger import Account
 
 FIRST_LINE_SECONDS = 3600.0  # until the first step of a start is logged: it may compile
 BUSY_SECONDS = 3600.0  # for an evaluation, a save, …; or twice what the same has taken before
+START = "start"  # the cause from a start, or from a stage's end, until the steps begin
 USUAL_LINES = 64  # the last so many lines say what is usual
 
 
@@ -37,7 +38,7 @@ class RunState:
             self.account.add(event)
         if kind == "start":
             self.state, self.slow, self.start_time = "running", {}, event["time"]
-        elif kind == "end":
+        elif kind == "end" and not changes_stage(event):
             self.state = str(event.get("state"))
         elif kind == "died":
             self.state = "died"
@@ -86,7 +87,10 @@ class StallClock:
     def busy(self, cause: str, now: float) -> None:
         """Note what rank 0 does from now on, by a cause of ledger.py; "": steps again."""
         took = now - self._since
-        if self.cause:
+        if self.cause == START:  # the steps before, if any, were those of another stage
+            self._first, self._elsewhere = None, now - self._last
+            self._gaps.clear()
+        elif self.cause:
             self._elsewhere += took
             self._longest[self.cause] = max(took, self._longest.get(self.cause, 0.0))
         self.cause, self._since = cause, now

@@ -94,7 +94,7 @@ def _restarts(events: list[dict[str, Any]]) -> list[float]:
     """For each start after a failure, the seconds from the last line before until its first step
     begins. (The steps since that line are in it, as in the ledger's `down`.)"""
     found: list[float] = []
-    last_time, planned, waiting = None, True, None
+    last_time, planned, waiting, runs = None, True, None, False
     for event in events:
         kind = event["event"]
         if kind == "start":
@@ -102,9 +102,10 @@ def _restarts(events: list[dict[str, Any]]) -> list[float]:
             waiting = None if goes_on else last_time
             if planned:  # the wait in a queue before it is no restart, even if it fails at once
                 last_time = event["began"]
-            planned = False
-        elif kind == "end":
+            planned, runs = False, True
+        elif kind == "end" and runs:  # else of a start that failed before its first step
             planned = event.get("state") in ("requeue", "finished") and not changes_stage(event)
+            runs = changes_stage(event)
         elif kind == "spent" and waiting is not None and event["seconds"].get("start"):
             steps = sum(v for cause, v in event["seconds"].items() if cause != "start")
             found.append(max(0.0, event["time"] - steps - waiting))

@@ -1,4 +1,5 @@
-"""Starts the companion on rank 0, if a key asks for it, and waits for it at the end of the run."""
+"""Rank 0's side of the companion: starts it, if a key asks for it, tells it what rank 0 does, and
+waits for it at the end."""
 
 import contextlib
 import json
@@ -11,15 +12,16 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from errors import UserError
 from runtime.alerts.after_commit import progress
 from runtime.alerts.check import on_event
-from runtime.alerts.companion import END_EVENT_SECONDS, ENDING_SECONDS
+from runtime.alerts.companion import END_EVENT_SECONDS, ENDING_SECONDS, REFUSED
 from runtime.alerts.settings import Settings
 from runtime.listener import Listener, Run
-from runtime.messages import log
+from runtime.messages import describe, log
 from runtime.run_folder import checkpoint_folder
 from runtime.signals import Signals, requests
-from runtime.status import read_status, write_whole
+from runtime.status import has_ended, read_status, record_failed_start, write_whole
 from training.config import Config
 
 ROOT = Path(__file__).parents[2]  # of this repository
@@ -28,9 +30,10 @@ ROOT = Path(__file__).parents[2]  # of this repository
 BRIEF_SECONDS = 3.0
 
 
-class Companion(Listener):
-    """The companion of this rank; the first listener, so that its `__exit__` is the last. Built
-    before the start is recorded in events.jsonl.
+class Companion:
+    """The companion of this process, as a context manager that every rank enters once it holds the
+    lease, before anything is read from the run folder or written to it. So it also reports a start
+    that fails before its first step, and a failure between two stages.
 
     A step never waits for it. A run that has finished waits until its alarms are delivered, for at
     most ENDING_SECONDS, and until checkpoint.after_commit has succeeded for its last checkpoints,
@@ -40,22 +43,22 @@ class Companion(Listener):
 
     def __init__(self, config: Config, signals: Signals) -> None:
         self.config, self.signals = config, signals
+        self.folder = Path(config.run.dir)
         self.process: subprocess.Popen[bytes] | None = None
         keys = (config.run.on_event, config.run.prometheus, config.checkpoint.after_commit)
         self.is_wanted = dist.get_rank() == 0 and any(keys)
-        events = Path(config.run.dir) / "events.jsonl"
-        self.events_from = events.stat().st_size if self.is_wanted and events.exists() else 0
 
     def __enter__(self) -> "Companion":
         if not self.is_wanted:
             return self
+        events = self.folder / "events.jsonl"
         run, checkpoint, guard = self.config.run, self.config.checkpoint, self.config.guard
         prometheus = str(run.prometheus)
         settings = Settings(
             folder=str(Path(run.dir).absolute()),
             name=run.dir,
             cwd=os.getcwd(),
-            events_from=self.events_from,
+            events_from=events.stat().st_size if events.exists() else 0,
             on_event=on_event(self.config),
             prometheus=os.path.abspath(prometheus) if prometheus.endswith(".prom") else prometheus,
             after_commit=checkpoint.after_commit,
@@ -81,41 +84,55 @@ class Companion(Listener):
             log(f"warning: the companion cannot be started, so no alarms are sent: {error}")
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        self.is_busy("start")
         return self
 
     def is_busy(self, cause: str) -> None:
-        """Tell the companion what rank 0 does besides steps; "": steps again. Left out if the pipe
-        is full, because the companion hangs."""
+        """Tell the companion what rank 0 does besides steps, by a cause of ledger.py; "": steps
+        again."""
+        self._tell(cause)
+
+    def _tell(self, line: str) -> None:
+        """Write a line to the pipe. Left out if that is full, because the companion hangs."""
         if self.process is not None and self.process.stdin is not None:
             with contextlib.suppress(OSError, ValueError):
-                self.process.stdin.write(cause.encode() + b"\n")
+                self.process.stdin.write(line.encode() + b"\n")
 
-    def after_step(self, run: Run) -> None:
-        if self.process is None or not run.is_due(run.config.run.log_interval):
+    def check(self) -> None:
+        """Warn if the companion has died."""
+        if self.process is None or self.process.poll() is None:
             return
-        if self.process.poll() is not None:
-            status = self.process.returncode
-            log(
-                f"warning: the companion ended with status {status}: until the next start there "
-                "are no alarms, no numbers for Prometheus, and no commands after commits"
-            )
-            self.process = None
+        log(
+            f"warning: the companion ended with status {self.process.returncode}: until the next "
+            "start there are no alarms, no numbers for Prometheus, and no commands after commits"
+        )
+        self.process = None
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if dist.get_rank() == 0 and isinstance(error, Exception):
+            self._record(error)
         if self.process is None or self.process.stdin is None:
             return
         with contextlib.suppress(OSError):
             self.process.stdin.close()  # the companion sees the end of the pipe
-        folder = Path(self.config.run.dir)
-        finished = read_status(folder).get("state") == "finished"
+        finished = read_status(self.folder).get("state") == "finished"
         seconds = BRIEF_SECONDS
-        if finished:
+        if finished and error is None:
             seconds = ENDING_SECONDS + END_EVENT_SECONDS
             if self.config.checkpoint.after_commit:
                 seconds += self.config.checkpoint.after_commit_minutes * 60
         self._wait(seconds)
         if self.config.checkpoint.after_commit:
-            self._add_to_status(folder)
+            self._add_to_status(self.folder)
+
+    def _record(self, error: Exception) -> None:
+        """Record an error outside of a stage's listeners, which record those inside. A refused
+        start writes nothing to the run folder."""
+        if isinstance(error, UserError):
+            if not has_ended(self.folder):
+                self._tell(REFUSED + " ".join(str(error).split()))
+        else:
+            record_failed_start(self.folder, describe(error))
 
     def _wait(self, seconds: float) -> None:
         """Wait for the companion: so long, but only briefly once a signal was received."""
@@ -136,3 +153,21 @@ class Companion(Listener):
         status = read_status(folder)
         if status:
             write_whole(folder / "status.json", json.dumps(status | {"after_commit": about}) + "\n")
+
+
+class CompanionListener(Listener):
+    """Tells the companion when a stage begins its steps and has ended. The first listener, so that
+    its `__exit__` is the last."""
+
+    def __init__(self, companion: Companion) -> None:
+        self.companion = companion
+
+    def begins(self, run: Run) -> None:
+        self.companion.is_busy("")
+
+    def after_step(self, run: Run) -> None:
+        if run.is_due(run.config.run.log_interval):
+            self.companion.check()
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.companion.is_busy("start")  # of the next stage, if any

@@ -1,0 +1,131 @@
+"""A start that fails before its first step or between two stages, and one that is refused, reach a
+person, although no step's listeners are there to record them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+import train
+from runtime.alerts import send
+from runtime.events import read_events
+from tests.alert_helpers import ROOT, FedCompanion, Receiver, wait_until
+from tests.runs import losses, train_run, write_config
+from tests.stages import write_stages
+from tools import alarm
+from tools.ranks import RankError, Ranks
+
+
+def run_that_cannot_build(arguments: list[str], call: int) -> str:
+    """Train; the model of the `call`-th stage that is built cannot be built, as without memory."""
+    honest, built = train.build_stages, [0]
+
+    def build(*about: Any) -> Any:
+        built[0] += 1
+        if built[0] == call:
+            raise RuntimeError("out of memory")
+        return honest(*about)
+
+    with patch.object(train, "build_stages", build):
+        return train_run(arguments)
+
+
+@pytest.mark.parametrize(("call", "step"), [(1, 0), (2, 2)])
+def test_a_failure_outside_of_steps(
+    ranks: Ranks, data: Path, tmp_path: Path, call: int, step: int
+) -> None:
+    with Receiver() as server:
+        stages = [{"from_step": 2, "train": {"seq_len": 16}}]
+        config = write_stages(tmp_path, data, stages, run={"on_event": server.url})
+        with pytest.raises(RankError, match="out of memory"):
+            ranks.run(run_that_cannot_build, 2, [config], call)
+        wait_until(lambda: "end" in server.kinds())
+        text = server.received[-1]["text"]
+        # the next start goes on, and its end is not taken for a part of this one's
+        assert ranks.run(train_run, 2, [config, "train.steps=3"]) == ["", ""]
+        wait_until(lambda: server.kinds()[-2:] == ["stage", "end"])
+    before = [] if call == 1 else ["start"]
+    assert server.kinds() == [*before, "end", "start", "stage", "end"]
+    assert f"failed at step {step}: RuntimeError" in text
+    assert "out of memory" in text
+    assert sorted(losses(tmp_path)) == [1, 2, 3]
+    ends = [event for event in read_events(tmp_path / "run") if event["event"] == "end"]
+    whole = [(event["state"], event["step"]) for event in ends if "stage" not in event]
+    assert whole == [("failed", step), ("finished", 3)]
+
+
+def test_between_two_stages_a_start_has_no_status(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """A launcher that finds a rank killed there must not report that the run has stopped as
+    planned."""
+    config = write_stages(tmp_path, data, [{"from_step": 2, "train": {"seq_len": 16}}])
+    assert ranks.run(run_that_looks, 2, [config, "train.steps=3"], tmp_path / "run") == [True] * 2
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("finished", 3)
+
+
+def run_that_looks(arguments: list[str], folder: Path) -> bool:
+    """Train; return whether there was no status.json between the two stages."""
+    honest, missing = train.next_start, []
+
+    def look(run: Any) -> Any:
+        missing.append(not (folder / "status.json").exists())
+        return honest(run)
+
+    with patch.object(train, "next_start", look):
+        assert train_run(arguments) == ""
+    return missing[0]
+
+
+def test_a_refused_start(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """A requeued job whose checkpoints became unreadable at night, say."""
+    with Receiver() as server:
+        sections = {"checkpoint": {"interval": 2}, "run": {"on_event": server.url}}
+        config = write_config(tmp_path, data, train={"steps": 2}, **sections)
+        assert ranks.run(train_run, 2, [config]) == ["", ""]
+        status = (tmp_path / "run" / "status.json").read_bytes()
+        command = [sys.executable, "train.py", config, "train.steps=3", "model.ffn_dim=32"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: ")
+        wait_until(lambda: server.kinds()[-1] == "refused")
+    assert server.kinds() == ["start", "end", "refused"]
+    said = " ".join(done.stderr.removeprefix("error: ").split())
+    assert said in server.received[-1]["text"]
+    assert "ffn_dim" in said
+    assert (tmp_path / "run" / "status.json").read_bytes() == status
+
+
+def test_a_failed_start_is_not_the_one_after_it(tmp_path: Path) -> None:
+    """The companion of a start that failed before its first step still runs when the next one
+    begins."""
+    with Receiver() as server, FedCompanion(tmp_path, on_event=server.url) as old:
+        old.event("end", state="failed", step=3, reason="killed", noted_later=True)
+        old.event("end", state="failed", step=3, reason="out of memory")
+        wait_until(lambda: server.kinds() == ["end", "end"])
+        old.event("start", step=3, world_size=1, began=0.0)
+        old.event("spike", step=4, skipped=1, loss=0.0, grad_norm=0.0)
+        old.end()
+        assert server.kinds() == ["end", "end"]
+
+
+def test_a_job_that_gives_up(
+    monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(send, "RETRY_SECONDS", (0.0, 0.0, 0.0))
+    config = write_config(tmp_path, data)
+    assert alarm.main(["gives up", config]) == 0  # nobody is to be told
+    with Receiver() as server:
+        told = f"run.on_event={server.url}"
+        assert alarm.main(["Slurm job 7.2 gives up", config, told]) == 0
+    (received,) = server.received
+    assert received["text"] == f"{tmp_path}/run: Slurm job 7.2 gives up"
+    assert (received["event"], received["step"]) == ("job", None)
+    assert alarm.main(["gives up", config, "run.on_event=no-such-program"]) == 1
+    assert "not delivered" in capsys.readouterr().err
+    assert alarm.main(["gives up", config, "run.on_event=$NOT_SET_ANYWHERE"]) == 2
+    assert "export NOT_SET_ANYWHERE" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,55 @@
+"""Sends an alarm about a run from outside of it:
+`python -m tools.alarm TEXT CONFIG.yaml [section.key=value …]`
+
+For job scripts: slurm/train_70b.sh calls it when a job gives up, because no rank is left that
+could (runtime/alerts/). The alarm goes to run.on_event, as event "job"; without that key, nothing
+is sent. The exit status is 1 if it could not be delivered, and 2 if the configuration is refused.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from errors import UserError
+from runtime.alerts.alarms import alarm
+from runtime.alerts.check import on_event
+from runtime.alerts.send import Sender
+from tools.command import add_overrides, run_command
+from training.load_config import load_config
+
+LIMIT_SECONDS = 120.0  # longer than all attempts together (send.py)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.alarm",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("text")
+    parser.add_argument("config", metavar="CONFIG.yaml")
+    add_overrides(parser)
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        config = load_config(options.config, options.overrides)
+        target = on_event(config)
+    except UserError as error:
+        print(f"error: no alarm is sent: {error}", file=sys.stderr)
+        return 2
+    if not target:
+        return 0
+    sender = Sender(target, os.getcwd(), lambda *_: None)  # it logs why an alarm is lost
+    event = {"event": "job", "time": time.time(), "says": options.text}
+    sender.send(alarm(config.run.dir, str(Path(config.run.dir).absolute()), event))
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not (sender.delivered or sender.failed) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    sender.finish(0.0)
+    return 0 if sender.delivered else 1
+
+
+if __name__ == "__main__":
+    run_command(main)
