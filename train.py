@@ -21,20 +21,20 @@ import torch.distributed as dist
 from data.loader import BatchLoader
 from errors import UserError
 from model.kernels.backend import check_kernels
-from runtime import checkpoint
 from runtime.alerts.rank_0 import Companion
 from runtime.all_listeners import build_listeners
-from runtime.attention import check_attention
-from runtime.checkpoint import Start
-from runtime.connections import set_connections
-from runtime.history import passed
-from runtime.init_distributed import init_distributed
-from runtime.lease import Lease
+from runtime.checkpoints import checkpoint
+from runtime.checkpoints.checkpoint import Start
+from runtime.checkpoints.history import passed
+from runtime.checkpoints.lease import Lease
 from runtime.listener import Listeners, Run
 from runtime.messages import fail, on_all_ranks, refuse
 from runtime.next_stage import enter_stage, next_start
-from runtime.preconditions import Data, check_fits, check_writable, open_stages
-from runtime.spares import training_ranks
+from runtime.start.attention import check_attention
+from runtime.start.connections import set_connections
+from runtime.start.init_distributed import init_distributed
+from runtime.start.preconditions import Data, check_fits, check_writable, open_stages
+from runtime.start.spares import training_ranks
 from training.build import build_stages
 from training.config import Config
 from training.layouts import choose_layout

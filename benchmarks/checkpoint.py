@@ -25,8 +25,8 @@ import torch.distributed as dist
 from benchmarks.about import about
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
-from runtime.lease import Lease
-from runtime.save import Saver
+from runtime.checkpoints.lease import Lease
+from runtime.checkpoints.save import Saver
 from training.build import build_stages
 from training.load_config import load_config
 from training.step import TrainStep

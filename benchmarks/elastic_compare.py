@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runtime.run_folder import complete_checkpoints
+from runtime.checkpoints.run_folder import complete_checkpoints
 from tests.runs import global_state
 
 

@@ -35,8 +35,8 @@ import yaml
 
 from benchmarks.about import about
 from benchmarks.elastic_compare import compare, metrics
-from runtime.events import read_events
-from runtime.status import read_status
+from runtime.records.events import read_events
+from runtime.records.status import read_status
 
 ROOT = Path(__file__).parent.parent
 NODES = 4

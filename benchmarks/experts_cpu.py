@@ -33,7 +33,7 @@ from torch import Tensor
 from benchmarks.about import about
 from benchmarks.train_cpu import ONE_PROCESS, random_batches, start
 from parallel.mesh import build_mesh
-from runtime.init_distributed import init_distributed
+from runtime.start.init_distributed import init_distributed
 from tools.huggingface.config import CONFIG, config_json, parameters
 from training.build import build_stages
 from training.config import Config

@@ -28,7 +28,7 @@ from benchmarks.about import about
 from model.config import ModelConfig
 from model.initialise import initialise
 from model.transformer import Transformer, num_parameters
-from runtime.init_distributed import init_distributed
+from runtime.start.init_distributed import init_distributed
 from tools.generate.load_model import empty_model
 from tools.generate.loop import generate
 from tools.generate.sampling import Sampling

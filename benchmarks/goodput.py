@@ -28,9 +28,9 @@ import yaml
 from benchmarks.about import about
 from benchmarks.kill_drill import ROOT, small
 from hardware import FAILURES_PER_GPU_DAY
-from runtime.events import read_events
-from runtime.goodput import best_interval, effective_exactly, shares
-from runtime.ledger import account
+from runtime.records.events import read_events
+from runtime.records.goodput import best_interval, effective_exactly, shares
+from runtime.records.ledger import account
 from tools.goodput.measured import measure
 from tools.goodput.simulate import Job, simulate
 

@@ -9,7 +9,7 @@ The programs and models are those of gpu_programs.py. A step has four micro-batc
 optimizer takes a tenth of the time; a long step has sixteen, as a real run has at least.
 
     MFU = tokens per second · flops_per_token(S) / dense bf16 peak of the device
-    (runtime/metrics.py)
+    (runtime/records/metrics.py)
     aim: at least 62 % at the 8-billion model's width, that is, 613 of 989 TFLOP/s
 
 The exit status is 1 if training with our kernels fails, or begins with another loss or gradient
@@ -52,7 +52,7 @@ from costs.summary import flops_per_token
 from hardware import DEVICES, data_sheet_of
 from model.kernels.attention_choice import BY_REQUEST
 from model.transformer import num_parameters
-from runtime.attention import describe_attention
+from runtime.start.attention import describe_attention
 from tools.command import run_command
 from tools.plan.layout import Layout
 from tools.plan.time import StepTime

@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu_profile               part of `make bench-gpu PART=fast`
 
-The table is that of run.profile (runtime/profile_summary.py, docs/profiling.md). A second one adds
-up the kernels by what they do, as their names tell.
+The table is that of run.profile (runtime/profiling/profile_summary.py, docs/profiling.md). A second
+one adds up the kernels by what they do, as their names tell.
 """
 
 import json
@@ -28,9 +28,9 @@ from benchmarks.gpu_programs import (
 )
 from benchmarks.gpu_rows import exit_status, options, parse, run_training
 from benchmarks.gpu_timing import ON_GPU
-from runtime.profile import axes_of_groups
-from runtime.profile_summary import describe as describe_summary
-from runtime.profile_summary import events_of, read_trace, summarise
+from runtime.profiling.profile import axes_of_groups
+from runtime.profiling.profile_summary import describe as describe_summary
+from runtime.profiling.profile_summary import events_of, read_trace, summarise
 from tools.command import run_command
 from tools.rehearse.rank import rows as batch_of
 

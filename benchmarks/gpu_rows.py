@@ -36,7 +36,7 @@ from benchmarks.gpu_status import (
 )
 from benchmarks.gpu_timing import DEVICE, ON_GPU, free_memory
 from model.kernels.backend import why_not_triton
-from runtime.init_distributed import init_distributed
+from runtime.start.init_distributed import init_distributed
 
 NO_MEASUREMENT = (
     "These are not measurements: tiny sizes, which prove that the program runs and that "

@@ -37,13 +37,13 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-import runtime.save
+import runtime.checkpoints.save
 from benchmarks.about import about
-from runtime.checkpoint_names import complete_checkpoints, step_of
-from runtime.events import read_events
-from runtime.ledger import CAUSES, account
-from runtime.manifest import Damaged, verify
-from runtime.save import Saver
+from runtime.checkpoints.manifest import Damaged, verify
+from runtime.checkpoints.names import complete_checkpoints, step_of
+from runtime.checkpoints.save import Saver
+from runtime.records.events import read_events
+from runtime.records.ledger import CAUSES, account
 from training.step import TrainStep
 
 ROOT = Path(__file__).parent.parent
@@ -140,7 +140,9 @@ def _dying_in_commit(when: float) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in OPERATIONS:
             stack.enter_context(
-                patch.object(runtime.save, name, counted(getattr(runtime.save, name)))
+                patch.object(
+                    runtime.checkpoints.save, name, counted(getattr(runtime.checkpoints.save, name))
+                )
             )
         stack.enter_context(patch.object(os, "replace", counted(os.replace)))
         yield

@@ -5,9 +5,9 @@ launcher, and as a single process: about 15 minutes on two quiet cores. They alt
 rounds; ratios are computed within a round, and their medians are kept. Every process computes with
 one thread, so 8 processes on two cores should be faster than one process, which uses one core.
 
-Each rank makes its own settings (runtime/init_distributed.py), however it was started. Only the
-launcher can provide shared memory and a common session. Ours forks the ranks, so imported modules
-are in the CPU caches once for all of them, and Linux divides the cores among the processes.
+Each rank makes its own settings (runtime/start/init_distributed.py), however it was started. Only
+the launcher can provide shared memory and a common session. Ours forks the ranks, so imported
+modules are in the CPU caches once for all of them, and Linux divides the cores among the processes.
 torchrun starts each rank in a separate session, and Linux divides the cores among sessions first
 (/proc/sys/kernel/sched_autogroup_enabled). Absolute numbers are specific to this machine.
 """

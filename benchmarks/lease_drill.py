@@ -35,8 +35,8 @@ from unittest.mock import patch
 import yaml
 
 from benchmarks.about import about
-from runtime.checkpoint_names import complete_checkpoints
-from runtime.manifest import MANIFEST, Manifest, read_manifest, verify
+from runtime.checkpoints.manifest import MANIFEST, Manifest, read_manifest, verify
+from runtime.checkpoints.names import complete_checkpoints
 
 ROOT = Path(__file__).parent.parent
 PRELOAD = ["train", "torch._dynamo"]
@@ -56,10 +56,10 @@ def start(arguments: list[str], log: Path, seed: int, pauses: bool) -> None:
     LOG.STEP.json."""
     import torch
 
-    import runtime.save
+    import runtime.checkpoints.save
     import train
     import training.step
-    from runtime import lease
+    from runtime.checkpoints import lease
     from runtime.signals import Signals
 
     torch.set_num_threads(1)
@@ -67,7 +67,7 @@ def start(arguments: list[str], log: Path, seed: int, pauses: bool) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     draw = random.Random(seed)
-    rename, write_manifest = os.replace, runtime.save.write_manifest
+    rename, write_manifest = os.replace, runtime.checkpoints.save.write_manifest
     learning_rate = training.step.learning_rate
 
     def paused(source: Any, target: Any) -> None:
@@ -86,7 +86,7 @@ def start(arguments: list[str], log: Path, seed: int, pauses: bool) -> None:
     with (
         patch.multiple(lease, RENEW_SECONDS=RENEW, TRUST_SECONDS=TRUST, EXPIRE_SECONDS=EXPIRE),
         patch.object(os, "replace", paused),
-        patch.object(runtime.save, "write_manifest", noted),
+        patch.object(runtime.checkpoints.save, "write_manifest", noted),
         patch.object(training.step, "learning_rate", slow),
     ):
         train.main(arguments, Signals(speaks=True).listen())

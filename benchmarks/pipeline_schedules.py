@@ -61,7 +61,7 @@ from parallel.pipeline.schedules import build_schedule
 from parallel.pipeline.simulate import Costs, Event, Timeline, simulate
 from parallel.pipeline.transfer import Transfers
 from parallel.weight_gradient import Destination
-from runtime.trace import ActionRecorder
+from runtime.profiling.trace import ActionRecorder
 from tools.ranks import Ranks
 
 ROOT = Path(__file__).parent.parent

@@ -9,7 +9,7 @@ step 6. Measured is the time from then until step 6 is made again, in these part
     import     imports
     join       all ranks find each other
     mesh       the configuration is checked, and the mesh built
-    data, lease, verify, build, load, listeners, step: as in runtime/start_parts.py
+    data, lease, verify, build, load, listeners, step: as in runtime/start/parts.py
     repeated   the steps that were lost, after the first
 
 Three ways, which alternate for several rounds: `before` is torchrun with the program as it was at

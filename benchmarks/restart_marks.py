@@ -23,10 +23,13 @@ FIRST_LINE = time.time()
 
 # module → function or method → the marks when it is called and when it returns; None: no mark
 PLACES: dict[str, dict[str, tuple[str | None, str | None]]] = {
-    "runtime.init_distributed": {"init_distributed": ("imported", "joined")},
-    "runtime.preconditions": {"open_train_and_heldout": ("mesh", "data")},
-    "runtime.lease": {"Lease.__enter__": (None, "lease")},
-    "runtime.checkpoint": {"find_start": (None, "checked"), "load": ("built", "loaded")},
+    "runtime.start.init_distributed": {"init_distributed": ("imported", "joined")},
+    "runtime.start.preconditions": {"open_train_and_heldout": ("mesh", "data")},
+    "runtime.checkpoints.lease": {"Lease.__enter__": (None, "lease")},
+    "runtime.checkpoints.checkpoint": {
+        "find_start": (None, "checked"),
+        "load": ("built", "loaded"),
+    },
     "runtime.listener": {
         "Listeners.before_step": ("listeners", None),
         "Listeners.after_step": ("step", None),

@@ -66,7 +66,7 @@ def measure_ours(
     import torch.distributed as dist
 
     from parallel.mesh import build_mesh
-    from runtime.init_distributed import init_distributed
+    from runtime.start.init_distributed import init_distributed
     from training.build import build_stages
     from training.load_config import load_config
     from training.step import TrainStep
@@ -177,7 +177,7 @@ def inside(
     """Measures `program` in each process."""
     import torch
 
-    from runtime.init_distributed import share_cores
+    from runtime.start.init_distributed import share_cores
 
     torch.set_num_threads(1)
     if program == "ours":

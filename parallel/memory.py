@@ -1,8 +1,8 @@
 """The categories of memory use, and a way for code to state the category of a tensor.
 
 A training run registers no listener; its report counts what model, FSDP and optimizer hold
-(runtime/memory_report.py). The planner counts by these categories (costs/, tools/plan/). The
-rehearsal, which sees every storage, registers a listener (tools/rehearse/tape.py).
+(runtime/records/memory_report.py). The planner counts by these categories (costs/, tools/plan/).
+The rehearsal, which sees every storage, registers a listener (tools/rehearse/tape.py).
 """
 
 from collections.abc import Callable, Iterator

@@ -2,28 +2,28 @@
 
 from parallel.mesh import Mesh
 from runtime.alerts.rank_0 import Companion, CompanionListener
-from runtime.checkpoint import Start
+from runtime.checkpoints.checkpoint import Start
+from runtime.checkpoints.lease import Lease
+from runtime.checkpoints.rollback import Rollback
+from runtime.checkpoints.save import Saver
+from runtime.checkpoints.saving import LeaseCheck, Saving
 from runtime.evaluation import Evaluation
 from runtime.garbage import GarbageCollection
 from runtime.health.examine import Examination
 from runtime.health.faults import Faults
 from runtime.health.slow_ranks import SlowRanks
-from runtime.lease import Lease
 from runtime.listener import Listener
-from runtime.memory_report import MemoryReports
-from runtime.metrics import Metrics, RecordWriter
 from runtime.next_stage import StageBegins
-from runtime.preconditions import Data
-from runtime.profile import StepProfile
-from runtime.rollback import Rollback
-from runtime.save import Saver
-from runtime.saving import LeaseCheck, Saving
+from runtime.profiling.profile import StepProfile
+from runtime.profiling.trace import StepTrace
+from runtime.records.memory_report import MemoryReports
+from runtime.records.metrics import Metrics, RecordWriter
 from runtime.signals import Signals
-from runtime.spares import SparesEvent
-from runtime.start_times import StartTimes
+from runtime.start.preconditions import Data
+from runtime.start.spares import SparesEvent
+from runtime.start.times import StartTimes
 from runtime.stop import StopRequests
 from runtime.tasks.listener import Tasks
-from runtime.trace import StepTrace
 from runtime.watchdog import Watchdog
 from training.config import Config
 from training.step import TrainStep

@@ -9,7 +9,7 @@ from data.dataset import Mixture
 from data.loader import heldout_batches
 from runtime.listener import Listener, Run
 from runtime.messages import log
-from runtime.metrics import Metrics
+from runtime.records.metrics import Metrics
 from runtime.stop import StopRequests
 from runtime.watchdog import Watchdog
 from training.step import TrainStep

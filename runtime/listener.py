@@ -33,7 +33,7 @@ from contextlib import ExitStack
 from torch import Tensor
 
 from data.loader import BatchLoader
-from runtime.checkpoint import Start
+from runtime.checkpoints.checkpoint import Start
 from training.config import Config
 from training.step import StepResult, TrainStep
 

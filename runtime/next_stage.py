@@ -17,13 +17,13 @@ import torch.distributed as dist
 from data.dataset import Mixture
 from errors import RunFailed
 from parallel.mesh import Mesh, build_mesh
-from runtime.checkpoint import Start, find_before
-from runtime.events import append_event
-from runtime.init_distributed import join_again
-from runtime.lease import Lease
+from runtime.checkpoints.checkpoint import Start, find_before
+from runtime.checkpoints.lease import Lease
 from runtime.listener import Listener, Run
 from runtime.messages import log
+from runtime.records.events import append_event
 from runtime.signals import Signals
+from runtime.start.init_distributed import join_again
 from training.config import Config
 from training.load_config import changed_between, settings_of
 

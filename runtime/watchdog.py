@@ -33,10 +33,10 @@ import torch
 import torch.distributed as dist
 
 from runtime.device import device_thread
-from runtime.events import append_event
 from runtime.listener import Listener, Run
 from runtime.messages import log
-from runtime.status import write_status
+from runtime.records.events import append_event
+from runtime.records.status import write_status
 from training.config import Config
 
 LOOK_SECONDS = 1.0  # between two checks of the clock

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.alerts.settings import Settings
-from runtime.events import append_event
+from runtime.records.events import append_event
 
 ROOT = Path(__file__).parent.parent
 

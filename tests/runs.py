@@ -13,7 +13,7 @@ import yaml
 import train
 from errors import UserError
 from parallel.mesh import build_mesh
-from runtime import checkpoint
+from runtime.checkpoints import checkpoint
 from runtime.messages import on_all_ranks
 from runtime.signals import Signals
 from tests.data_samples import tokenizer

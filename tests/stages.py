@@ -19,8 +19,8 @@ import yaml
 import train
 from data.dataset import Mixture, TokenDataset
 from data.sampler import MIXTURE_PERIOD, Permutation, mixture_pattern
-from runtime import init_distributed
-from runtime.save import Saver
+from runtime.checkpoints.save import Saver
+from runtime.start import init_distributed
 from tests.runs import train_run, write_config
 from training.step import TrainStep
 

@@ -12,8 +12,8 @@ import pytest
 from runtime.alerts import after_commit
 from runtime.alerts.after_commit import RECORD, Commands, is_running, progress, read_record
 from runtime.alerts.settings import Settings
-from runtime.checkpoint_names import MANIFEST
-from runtime.save import Saver
+from runtime.checkpoints.names import MANIFEST
+from runtime.checkpoints.save import Saver
 from tests.alert_helpers import wait_until
 from tests.runs import fresh, losses, train_run, write_config
 from tools.ranks import Ranks

@@ -12,7 +12,7 @@ import pytest
 
 import train
 from runtime.alerts import send
-from runtime.events import read_events
+from runtime.records.events import read_events
 from tests.alert_helpers import ROOT, FedCompanion, Receiver, wait_until
 from tests.runs import losses, train_run, write_config
 from tests.stages import write_stages

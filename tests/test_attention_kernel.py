@@ -34,7 +34,7 @@ from model.kernels.attention import (
 from model.kernels.attention_choice import CPU, PLANNED, Call, Choice, Device, choose, made_ready
 from model.mask import Mask, make_mask, scores_bias
 from parallel.activation import wrap_blocks
-from runtime.attention import check_attention, describe_attention, try_out
+from runtime.start.attention import check_attention, describe_attention, try_out
 from training.load_config import load_config
 
 ROOT = Path(__file__).parent.parent
@@ -357,7 +357,7 @@ WINDOWS = ["model.attention=[sliding_window,causal]", "model.attention_window=40
 )
 def test_the_line_at_the_start(device: Device, overrides: list[str], said: str) -> None:
     config = load_config(str(ROOT / "configs" / "llama3_8b.yaml"), overrides)
-    with patch("runtime.attention.this_device", lambda _: device):
+    with patch("runtime.start.attention.this_device", lambda _: device):
         assert describe_attention(config, "cuda") == said
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
-from runtime.manifest import Manifest, fingerprint, read_manifest, write_manifest
+from runtime.checkpoints.manifest import Manifest, fingerprint, read_manifest, write_manifest
 from tests.data_samples import MANY, tokenizer
 from tests.runs import EXPERTS, train_run, write_config
 from tools import average, export, verify

@@ -23,7 +23,7 @@ from model.kernels import attention_choice
 from model.kernels.attention import CUDNN, FLASH2, FLASH3, Kernel, by_torch, load_flash3
 from model.kernels.attention_choice import BY_REQUEST, PLANNED, choose
 from model.kernels.backend import why_not_triton
-from runtime.attention import choices
+from runtime.start.attention import choices
 from tests.test_attention_kernel import Seen
 
 pytestmark = pytest.mark.skipif(
@@ -205,7 +205,7 @@ def test_another_mask_is_found(monkeypatch: pytest.MonkeyPatch, documents: bool)
 
 
 def test_the_model_s_layers_ask_for_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.attention.this_device", lambda _: WITH_3)
+    monkeypatch.setattr("runtime.start.attention.this_device", lambda _: WITH_3)
     size = gpu_programs.sizes(True)[gpu_programs.WIDE]
     for kernel in ("flash2", "flash3"):
         ((_, choice),) = choices(config_of(size, Variant(attention=kernel)), "cuda")

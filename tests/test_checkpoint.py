@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-import runtime.save
+import runtime.checkpoints.save
 from parallel.mesh import build_mesh
-from runtime import manifest
-from runtime.events import read_events
-from runtime.lease import Lease
+from runtime.checkpoints import manifest
+from runtime.checkpoints.lease import Lease
+from runtime.checkpoints.manifest import MANIFEST, Damaged, Manifest, read_manifest
+from runtime.checkpoints.save import SaveFailed, Saver
 from runtime.listener import Run
-from runtime.manifest import MANIFEST, Damaged, Manifest, read_manifest
-from runtime.save import SaveFailed, Saver
+from runtime.records.events import read_events
 from tests.runs import LAYOUT_3D, copy_of, fresh, global_state, losses, train_run, write_config
 from tools import verify
 from tools.ranks import RankError, Ranks
@@ -181,7 +181,7 @@ def heard(arguments: list[str]) -> tuple[str, str]:
 
 def train_with_a_fault(config: str, rank: int, step: int, where: str, kind: int) -> tuple[str, str]:
     """Train with a planted error: `where` fails on one rank, for the checkpoint of one step."""
-    honest = getattr(runtime.save, where)
+    honest = getattr(runtime.checkpoints.save, where)
 
     def faulty(*arguments: object, **options: object) -> object:
         about = " ".join(map(str, arguments))
@@ -189,7 +189,7 @@ def train_with_a_fault(config: str, rank: int, step: int, where: str, kind: int)
             raise OSError(kind, os.strerror(kind))
         return honest(*arguments, **options)
 
-    with patch.object(runtime.save, where, faulty):
+    with patch.object(runtime.checkpoints.save, where, faulty):
         return heard([config])
 
 

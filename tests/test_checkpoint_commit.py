@@ -6,10 +6,10 @@ import shutil
 from pathlib import Path
 from unittest.mock import patch
 
-import runtime.save
-from runtime import manifest
-from runtime.events import read_events
-from runtime.manifest import MANIFEST, Manifest
+import runtime.checkpoints.save
+from runtime.checkpoints import manifest
+from runtime.checkpoints.manifest import MANIFEST, Manifest
+from runtime.records.events import read_events
 from tests.runs import copy_of, write_config
 from tests.test_checkpoint import heard, names
 from tools.ranks import Ranks
@@ -61,14 +61,14 @@ def test_what_comes_in_the_way_meanwhile_is_put_aside(
 
 def train_with_strangers(config: str, others: Path) -> tuple[str, str]:
     # Train while folders from `others` appear under the names of checkpoints about to be committed.
-    honest = runtime.save.write_manifest
+    honest = runtime.checkpoints.save.write_manifest
 
     def after_a_copy(folder: Path, about: Manifest) -> None:
         honest(folder, about)
         if folder.name != "step-00000006":
             shutil.copytree(others / folder.name, folder.parent.parent / folder.name)
 
-    with patch.object(runtime.save, "write_manifest", after_a_copy):
+    with patch.object(runtime.checkpoints.save, "write_manifest", after_a_copy):
         return heard([config, "parallel.pp=1", "parallel.tp=1"])
 
 
@@ -85,12 +85,12 @@ def test_a_checkpoint_that_is_not_found_again_is_not_called_saved(
 
 def train_with_a_thief(config: str) -> tuple[str, str]:
     """Train while a file of step 4's checkpoint is deleted as soon as it is committed."""
-    honest = runtime.save.sync_folder
+    honest = runtime.checkpoints.save.sync_folder
 
     def steal(folder: Path) -> None:
         honest(folder)
         for file in (folder / "step-00000004").glob("trainer.json"):
             file.unlink()
 
-    with patch.object(runtime.save, "sync_folder", steal):
+    with patch.object(runtime.checkpoints.save, "sync_folder", steal):
         return heard([config])

@@ -23,9 +23,9 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from errors import UserError
-from runtime import manifest
-from runtime.manifest import MANIFEST, Damaged, fingerprint
-from runtime.trainer_state import FILE, TrainerState, parse_trainer, verify_checkpoint
+from runtime.checkpoints import manifest
+from runtime.checkpoints.manifest import MANIFEST, Damaged, fingerprint
+from runtime.checkpoints.trainer_state import FILE, TrainerState, parse_trainer, verify_checkpoint
 from tests.runs import train_run, write_config
 from tools import verify
 from tools.huggingface.checkpoint_reader import CheckpointReader

@@ -15,9 +15,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from errors import UserError
-from runtime import manifest
-from runtime.manifest import Damaged, Manifest, read_manifest, write_manifest
-from runtime.trainer_state import verify_checkpoint
+from runtime.checkpoints import manifest
+from runtime.checkpoints.manifest import Damaged, Manifest, read_manifest, write_manifest
+from runtime.checkpoints.trainer_state import verify_checkpoint
 from tests.runs import copy_of, train_run
 from tools import export, verify
 from tools.generate.load_model import load_model

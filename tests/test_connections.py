@@ -12,9 +12,9 @@ import torch
 
 import train
 from parallel.config import ParallelConfig
-from runtime.connections import VARIABLE, advised_connections, connections_notice
-from runtime.notices import notices
 from runtime.signals import Signals
+from runtime.start.connections import VARIABLE, advised_connections, connections_notice
+from runtime.start.notices import notices
 from training.load_config import load_config
 
 ROOT = Path(__file__).parent.parent

@@ -11,7 +11,7 @@ from data.heldout import FEW, MOST_DOCUMENTS, Part, Splitter, cut, held_out
 from data.prepare import prepare
 from data.sources import Document
 from errors import UserError
-from runtime.preconditions import open_train_and_heldout
+from runtime.start.preconditions import open_train_and_heldout
 from tests.data_samples import MANY, prepared, tokenizer
 from tests.runs import train_run, write_config
 from tests.test_data_prepare import split_texts

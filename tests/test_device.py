@@ -12,8 +12,8 @@ import torch
 from torch.distributed.checkpoint import filesystem
 
 from hardware import DATA_SHEETS, data_sheet_of
+from runtime.checkpoints.save import Saver
 from runtime.device import device_thread
-from runtime.save import Saver
 from tests.runs import train_run, write_config
 from tools.ranks import RankError, Ranks
 
@@ -58,8 +58,8 @@ def test_every_thread_that_may_touch_a_device_is_made_so() -> None:
         assert not re.search(r"^ *(import|from) torch", file.read_text(encoding="utf-8"), re.M)
     plain = [file for file in plain if file not in alerts]
     named = {file.relative_to(ROOT).as_posix() for file in plain}
-    on_the_host = {"data/loader.py", "data/prepare.py", "runtime/lease.py", "runtime/signals.py",
-                   "runtime/spares.py"}  # fmt: skip
+    on_the_host = {"data/loader.py", "data/prepare.py", "runtime/checkpoints/lease.py",
+                   "runtime/signals.py", "runtime/start/spares.py"}  # fmt: skip
     assert named == {*on_the_host, "runtime/device.py"}
     assert not [name for name in on_the_host if "cuda" in (ROOT / name).read_text(encoding="utf-8")]
 
@@ -78,7 +78,7 @@ def save_as_on_a_gpu(arguments: list[str], threads: int | None = None) -> str:
     refused = AssertionError("a stream is used in the thread that saves")
     with (
         patch.object(Saver, "_write_partial", on_a_gpu),
-        patch("runtime.save.HuggingFaceStorageWriter", with_threads),
+        patch("runtime.checkpoints.save.HuggingFaceStorageWriter", with_threads),
         patch.object(filesystem, "_OverlappingCpuLoader", side_effect=refused),
     ):
         return train_run(arguments)

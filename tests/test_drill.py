@@ -22,8 +22,8 @@ from benchmarks.kill_drill import (
     small,
 )
 from runtime import signals
-from runtime.events import append_event, read_events
-from runtime.ledger import CAUSES, Ledger, account
+from runtime.records.events import append_event, read_events
+from runtime.records.ledger import CAUSES, Ledger, account
 from tests.runs import train_run, write_config
 from tools.ranks import RankError, Ranks
 from tools.report import __main__ as report
@@ -173,7 +173,7 @@ def test_the_ledger_of_a_told_story() -> None:
 def test_the_ledger_counts_every_second_once(tmp_path: Path) -> None:
     clock = [1000.0]
     with (
-        patch("runtime.ledger.time.monotonic", lambda: clock[0]),
+        patch("runtime.records.ledger.time.monotonic", lambda: clock[0]),
         patch.object(signals, "STARTED", 990.0),
     ):
         ledger = Ledger(tmp_path, 3, 8)

@@ -17,16 +17,16 @@ from model.matmul import Matmul
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
 from parallel.weight_gradient import LinearProducts
-from runtime import saving
-from runtime.checkpoint import held_tensors
-from runtime.events import append_event, read_events
+from runtime.checkpoints import saving
+from runtime.checkpoints.checkpoint import held_tensors
 from runtime.health import examine, refusal
 from runtime.health.compare import Computed, _is_rounding, compute, disputes
 from runtime.health.examine import Suspect, make_copies_equal
 from runtime.health.excluded import excluded_nodes
 from runtime.health.faults import FaultyProducts
 from runtime.health.products import Wrapping, linear_layers
-from runtime.replicas import check_replicas, hash_of
+from runtime.health.replicas import check_replicas, hash_of
+from runtime.records.events import append_event, read_events
 from tests.runs import LAYOUT_3D, fresh, losses, train_run, write_config
 from tests.test_replicas import flip
 from tools.parity.cases import Case

@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from parallel.memory import MOMENTS, WEIGHTS
 from parallel.mesh import build_mesh
-from runtime import checkpoint
-from runtime.lease import Lease
-from runtime.manifest import read_manifest
-from runtime.memory_report import held_bytes
-from runtime.save import Saver
-from runtime.trainer_state import parse_trainer
+from runtime.checkpoints import checkpoint
+from runtime.checkpoints.lease import Lease
+from runtime.checkpoints.manifest import read_manifest
+from runtime.checkpoints.save import Saver
+from runtime.checkpoints.trainer_state import parse_trainer
+from runtime.records.memory_report import held_bytes
 from tests.runs import EXPERTS, copy_of, global_state, train_run, write_config
 from tests.test_train import run
 from tools import verify

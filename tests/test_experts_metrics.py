@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from model.config import ModelConfig
-from runtime import metrics
-from runtime.expert_load import ENOUGH_ROWS, LoadStatistics, figures_of
-from runtime.tracker import scalars
+from runtime.records import metrics
+from runtime.records.expert_load import ENOUGH_ROWS, LoadStatistics, figures_of
+from runtime.records.tracker import scalars
 from tests.runs import EXPERTS, train_run, write_config
 from tests.test_report import Parsed, written
 from tools.ranks import Ranks

@@ -7,8 +7,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from runtime import checkpoint
-from runtime.events import read_events
+from runtime.checkpoints import checkpoint
+from runtime.records.events import read_events
 from tests.runs import EXPERTS, copy_of, fresh, global_state, losses, train_run, write_config
 from tests.test_context_resume import evaluations
 from tests.test_guard import batches_of, run_with_bad_batches, run_with_bad_steps, run_without

@@ -19,8 +19,8 @@ from parallel.expert import ExpertParallel
 from parallel.layer import TensorParallel
 from parallel.mesh import build_mesh
 from parallel.parameter import weights_of
-from runtime.manifest import PLACES, Manifest, fingerprint, write_manifest
-from runtime.trainer_state import model_entries
+from runtime.checkpoints.manifest import PLACES, Manifest, fingerprint, write_manifest
+from runtime.checkpoints.trainer_state import model_entries
 from tests.counting import Listener
 from tests.data_samples import tokenizer
 from tests.runs import train_run, write_config

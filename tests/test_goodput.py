@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from hardware import FAILURES_PER_GPU_DAY, H100
-from runtime.events import append_event
-from runtime.goodput import (
+from runtime.records.events import append_event
+from runtime.records.goodput import (
     DAY,
     Interruptions,
     best_interval,

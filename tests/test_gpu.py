@@ -16,7 +16,7 @@ from model.kernels.attention import KERNELS, MATH, Kernel
 from model.kernels.attention_choice import Call, choose, device_of
 from model.mask import Mask, make_mask, scores_bias
 from parallel.pipeline.schedules import build_schedule
-from runtime.chrome import from_chrome
+from runtime.profiling.chrome import from_chrome
 from tests.data_samples import prepared
 from tests.runs import losses, write_config
 
@@ -156,7 +156,7 @@ from parallel.mesh import build_mesh
 from training.build import build_stages
 from training.load_config import load_config
 from training.step import TrainStep
-from runtime.init_distributed import init_distributed
+from runtime.start.init_distributed import init_distributed
 
 init_distributed()
 config = load_config(sys.argv[1], sys.argv[2:])

@@ -35,7 +35,7 @@ from benchmarks import (
 from benchmarks.gpu_estimates import ESTIMATES, FAST, OPEN, RIGHT, Estimate
 from benchmarks.gpu_tasks import Task
 from model.kernels.backend import why_not_triton
-from runtime.init_distributed import init_distributed
+from runtime.start.init_distributed import init_distributed
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.skipif(

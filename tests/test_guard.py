@@ -16,7 +16,7 @@ import torch.distributed as dist
 import train
 import training.guard
 import training.step
-from runtime.events import read_events
+from runtime.records.events import read_events
 from tests.runs import fresh, losses, train_run, write_config
 from tools.ranks import RankError, Ranks
 from training.guard import WINDOW, UpdateGuard

@@ -19,7 +19,7 @@ from parallel.axes import MeshSizes
 from parallel.layer import TensorParallel
 from parallel.mesh import build_mesh
 from parallel.parameter import weights_of
-from runtime.manifest import verify
+from runtime.checkpoints.manifest import verify
 from tests.data_samples import tokenizer
 from tests.runs import LAYOUT_3D, train_run, write_config
 from tools import export, import_hf

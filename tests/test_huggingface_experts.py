@@ -20,7 +20,7 @@ from parallel.expert import ExpertParallel
 from parallel.layer import TensorParallel
 from parallel.mesh import build_mesh
 from parallel.parameter import weights_of
-from runtime.manifest import verify
+from runtime.checkpoints.manifest import verify
 from tests.data_samples import tokenizer
 from tests.runs import train_run, write_config
 from tests.test_huggingface import VOCAB, same_bits, save, stored

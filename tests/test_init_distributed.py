@@ -12,8 +12,9 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from runtime import rendezvous, signals
-from runtime.rendezvous import fresh_store
+from runtime import signals
+from runtime.start import rendezvous
+from runtime.start.rendezvous import fresh_store
 
 WORLD = 4
 

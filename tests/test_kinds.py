@@ -16,8 +16,8 @@ from model.transformer import Transformer, kinds_of_blocks, num_parameters
 from parallel.axes import MeshSizes
 from parallel.layer import TensorParallel
 from parallel.parameter import weights_of
-from runtime.checkpoint import _start_from
-from runtime.trainer_state import verify_checkpoint
+from runtime.checkpoints.checkpoint import _start_from
+from runtime.checkpoints.trainer_state import verify_checkpoint
 from tests.runs import losses, train_run, write_config
 from tools.parity.cases import Case
 from tools.parity.reference import ATTENTION, FEED_FORWARD

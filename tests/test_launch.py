@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from benchmarks.stop_matrix import PHASES, SIGNALS, TARGETS, stop
-from runtime.events import read_events
+from runtime.records.events import read_events
 from tests.runs import LAYOUT_3D, write_config
 from tools import launch
 
@@ -236,7 +236,7 @@ def test_a_rank_that_waits_for_a_dead_one_is_silent_and_leaves() -> None:
     script = """
 import os, signal
 import tools.launch as launch
-from runtime.init_distributed import init_distributed
+from runtime.start.init_distributed import init_distributed
 
 def rank(store, heard):
     if os.environ["RANK"] == "1":
@@ -325,7 +325,7 @@ def test_ranks_share_the_cores(tmp_path: Path, program: str) -> None:
     script = tmp_path / "say.py"
     script.write_text(
         "import os, sys, torch\n"
-        "from runtime.init_distributed import init_distributed\n"
+        "from runtime.start.init_distributed import init_distributed\n"
         "def say(store=None, *_):\n"
         "    init_distributed(store=store)\n"
         # a rank that leaves before the other has connected would break the connections
@@ -363,7 +363,7 @@ def test_memory_is_kept_by_the_allocator() -> None:
     and allocated again, less than half of the page faults remain."""
     program = (
         "import resource, sys, torch\n"
-        "from runtime.init_distributed import share_cores\n"
+        "from runtime.start.init_distributed import share_cores\n"
         "if sys.argv[1] == 'kept':\n"
         "    share_cores(1)\n"
         "def step():\n"

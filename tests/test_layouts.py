@@ -8,7 +8,7 @@ import pytest
 
 from errors import UserError
 from parallel.config import ParallelConfig
-from runtime.connections import VARIABLE, set_connections
+from runtime.start.connections import VARIABLE, set_connections
 from tests.runs import write_config
 from training.layouts import checked_layouts, choose_layout, layout_sizes
 from training.load_config import dump_config, load_config

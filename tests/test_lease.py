@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from benchmarks.lease_drill import one_round, tiny
 from errors import UserError
-from runtime import lease
-from runtime.lease import Lease
-from runtime.lease_holder import Holder, newest_lease
+from runtime.checkpoints import lease
+from runtime.checkpoints.lease import Lease
+from runtime.checkpoints.lease_holder import Holder, newest_lease
 from tests.data_samples import tokenizer
 from tests.runs import copy_of, losses, train_run, write_config
 from tools.ranks import RankError, Ranks

@@ -14,8 +14,8 @@ import torch
 import tools.plan.__main__
 import train
 from parallel.pipeline.runner import PipelineRunner
-from runtime import memory_report
-from runtime.memory_report import MemoryReports, table
+from runtime.records import memory_report
+from runtime.records.memory_report import MemoryReports, table
 from tests.runs import train_run, write_config
 from tools.plan import memory as planner
 from tools.plan.layout import Layout

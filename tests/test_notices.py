@@ -3,7 +3,7 @@
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from runtime.notices import changed_settings, notices
+from runtime.start.notices import changed_settings, notices
 from tests.runs import train_run, write_config
 from tools.ranks import Ranks
 from training.load_config import dump_config, load_config

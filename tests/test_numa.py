@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from runtime import init_distributed, numa
-from runtime.numa import Share, bind_to_gpu, cpus_near
+from runtime.start import init_distributed, numa
+from runtime.start.numa import Share, bind_to_gpu, cpus_near
 
 GPUS = [f"0000:{bus:02x}:00.0" for bus in (0x1B, 0x3C, 0x9A, 0xBB)]
 NODES = {"0": "0-15,32-47\n", "1": "16-31,48-63\n", "2": "\n"}  # node 2 has only memory

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from runtime.checkpoint_names import MANIFEST
-from runtime.manifest import Damaged, fingerprint, verify
+from runtime.checkpoints.manifest import Damaged, fingerprint, verify
+from runtime.checkpoints.names import MANIFEST
 from tools.objects import PARTIAL, Store, fetch, main, push
 
 NAME = "step-00000006"
@@ -121,7 +121,7 @@ def test_another_checkpoint_of_the_same_step_is_replaced(
 
 def rewrite(path: Path) -> None:
     """Change a checkpoint's trainer.json without its length, and its manifest accordingly."""
-    from runtime.manifest import read_manifest, write_manifest
+    from runtime.checkpoints.manifest import read_manifest, write_manifest
 
     manifest = read_manifest(path)
     text = (path / "trainer.json").read_text()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.trainer_state import parse_trainer, verify_checkpoint
+from runtime.checkpoints.trainer_state import parse_trainer, verify_checkpoint
 from tests.runs import LAYOUT_3D, global_state, write_config
 
 FIXTURE = Path(__file__).parent / "fixtures" / "step-00000002"

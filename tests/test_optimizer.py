@@ -15,7 +15,7 @@ from model.kernels.backend import INTERPRETED
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
 from parallel.placement import local_region
-from runtime.checkpoint import held_tensors
+from runtime.checkpoints.checkpoint import held_tensors
 from tests.counting import Listener
 from tools.parity.cases import Case
 from tools.parity.reference_training import warmup_cosine

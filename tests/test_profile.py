@@ -15,8 +15,16 @@ from torch.distributed.distributed_c10d import Work
 from errors import UserError
 from parallel.axes import AXES, MeshSizes
 from parallel.mesh import build_mesh
-from runtime.profile import StepProfile
-from runtime.profile_summary import Event, describe, length, self_times, subtract, summarise, union
+from runtime.profiling.profile import StepProfile
+from runtime.profiling.profile_summary import (
+    Event,
+    describe,
+    length,
+    self_times,
+    subtract,
+    summarise,
+    union,
+)
 from runtime.watchdog import Watchdog
 from tests.runs import LAYOUT_3D, train_run, write_config
 from tools import profile as tool

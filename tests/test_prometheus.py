@@ -14,7 +14,7 @@ from runtime.alerts.check import check_alerts
 from runtime.alerts.prometheus import CONTENT_TYPE, Endpoint, address, exposition
 from runtime.alerts.settings import Settings
 from runtime.alerts.state import RunState
-from runtime.ledger import CAUSES, account
+from runtime.records.ledger import CAUSES, account
 from tests.alert_helpers import FedCompanion, wait_until
 from tests.runs import write_config
 from training.load_config import load_config

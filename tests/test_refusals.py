@@ -195,7 +195,7 @@ def _blind_rank_1(config: str) -> str:
     import torch.distributed as dist
 
     from data import dataset
-    from runtime import preconditions
+    from runtime.start import preconditions
 
     if dist.get_rank() == 0:
         return train_run([config])

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
-from runtime import saving
-from runtime.checkpoint import held_tensors
-from runtime.replicas import ReplicasDiffer, check_replicas, hash_of
-from runtime.save import Saver
+from runtime.checkpoints import saving
+from runtime.checkpoints.checkpoint import held_tensors
+from runtime.checkpoints.save import Saver
+from runtime.health.replicas import ReplicasDiffer, check_replicas, hash_of
 from tests.runs import train_run, write_config
 from tools.parity.cases import Case
 from tools.parity.run import global_batch

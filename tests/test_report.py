@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.events import append_event
+from runtime.records.events import append_event
 from tests.runs import train_run, write_config
 from tools import plot
 from tools.ranks import Ranks

@@ -13,7 +13,7 @@ import pytest
 from errors import UserError
 from runtime.evaluation import compare_to_unigram
 from runtime.messages import log
-from runtime.topology import describe_stages
+from runtime.start.topology import describe_stages
 from training.load_config import load_config
 
 LAPTOP = "2 stages of 2 blocks each: the slowest rank computes 24% more than the mean"

@@ -17,12 +17,14 @@ from unittest.mock import patch
 import pytest
 
 from errors import UserError
-from runtime import save_interval, signals, start_parts, start_times
-from runtime.events import append_event, read_events
-from runtime.goodput import mtbf_of
-from runtime.ledger import account
-from runtime.save_interval import MOST_SECONDS, SaveInterval, measured_saves
-from runtime.start_times import StartTimes
+from runtime import signals
+from runtime.checkpoints import save_interval
+from runtime.checkpoints.save_interval import MOST_SECONDS, SaveInterval, measured_saves
+from runtime.records.events import append_event, read_events
+from runtime.records.goodput import mtbf_of
+from runtime.records.ledger import account
+from runtime.start import parts, times
+from runtime.start.times import StartTimes
 from tests.runs import losses, train_run, write_config
 from tools.ranks import Ranks
 from training.load_config import load_config
@@ -151,12 +153,12 @@ def test_a_run_that_decides(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     assert len(saved["auto"]) > 2
     assert saved["rare"] == [3, 6]
     assert losses(tmp_path / "never") == losses(tmp_path / "auto") == losses(tmp_path / "rare")
-    (parts,) = (
+    (took,) = (
         event["seconds"]
         for event in read_events(tmp_path / "auto" / "run")
         if event["event"] == "started"
     )
-    assert {"verify", "lease", "build", "load", "listeners", "step"} <= parts.keys()
+    assert {"verify", "lease", "build", "load", "listeners", "step"} <= took.keys()
 
 
 # --- the parts of a start -------------------------------------------------------------------------
@@ -165,22 +167,22 @@ def test_a_run_that_decides(ranks: Ranks, data: Path, tmp_path: Path) -> None:
 def test_the_parts_of_a_start_add_up() -> None:
     clock = SimpleNamespace(now=100.0)
     with (
-        patch.object(start_parts.time, "monotonic", lambda: clock.now),
+        patch.object(parts.time, "monotonic", lambda: clock.now),
         patch.object(signals, "STARTED", 90.0),
-        patch.object(start_parts, "_ended", {}),
+        patch.object(parts, "_ended", {}),
     ):
 
-        @start_parts.parts(before="import", inside="join")
+        @parts.parts(before="import", inside="join")
         def join() -> str:
             clock.now += 5.0
             return "joined"
 
         assert join() == "joined"
         join()  # later calls, as after a rollback, do not count
-        assert start_parts.seconds_by_part() == {"import": 10.0, "join": 5.0}
-        assert start_parts.seconds_by_part() == {}
+        assert parts.seconds_by_part() == {"import": 10.0, "join": 5.0}
+        assert parts.seconds_by_part() == {}
         with pytest.raises(AssertionError):
-            start_parts.part_ends("unknown")
+            parts.part_ends("unknown")
 
 
 def test_a_later_stage_begins_where_the_one_before_ended(tmp_path: Path) -> None:
@@ -193,27 +195,27 @@ def test_a_later_stage_begins_where_the_one_before_ended(tmp_path: Path) -> None
         run: Any = SimpleNamespace(
             config=config, first_step=4, start=SimpleNamespace(since=since), step=4
         )
-        times = StartTimes()
+        listener = StartTimes()
         clock.now += 1.0
         load()
         clock.now += 1.0
-        times.begins(run)
+        listener.begins(run)
         for _ in range(2):
             run.step = 5
             clock.now += 1.0
-            times.after_step(run)
+            listener.after_step(run)
             clock.now += 3600.0
             load()
             run.start = SimpleNamespace(since=None)
-            times.went_back(run, run.start)
+            listener.went_back(run, run.start)
 
     with (
-        patch.object(start_parts.time, "monotonic", lambda: clock.now),
+        patch.object(parts.time, "monotonic", lambda: clock.now),
         patch.object(signals, "STARTED", 0.0),
-        patch.object(start_parts, "_ended", {}),
-        patch.object(start_times.dist, "get_rank", lambda: 0),
+        patch.object(parts, "_ended", {}),
+        patch.object(times.dist, "get_rank", lambda: 0),
     ):
-        load = start_parts.parts(before="build", inside="load")(lambda: None)
+        load = parts.parts(before="build", inside="load")(lambda: None)
         listen(None)
         listen(clock.now)
     expected = {"build": 1.0, "load": 0.0, "listeners": 1.0, "step": 1.0}

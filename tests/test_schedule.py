@@ -385,6 +385,6 @@ def test_pure_modules_need_no_torch():
         f"parallel.pipeline.{m}"
         for m in ("actions", "schedules", "simulate", "lower", "check", "balance")
     ]
-    modules.append("runtime.chrome")
+    modules.append("runtime.profiling.chrome")
     code = f"import sys; sys.modules['torch'] = None\nfor m in {modules}: __import__(m)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)

@@ -16,7 +16,7 @@ import pytest
 from docs.website.hooks import DOCUMENTED, documented, file_of, page_of, source_of
 from docs.website.timelines import MICRO_BATCHES, RANKS, timelines
 from parallel.pipeline.schedules import SCHEDULES, build_schedule
-from runtime.chrome import NAMES
+from runtime.profiling.chrome import NAMES
 from tests.test_house import ROOMS
 from tests.transcripts import ROOT
 from tools.timeline.panels import stages_needed

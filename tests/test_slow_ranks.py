@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from data.loader import BatchLoader
 from model.matmul import Matmul
-from runtime.events import read_events
 from runtime.health import slow_ranks
 from runtime.health.excluded import exclude, excluded_nodes
 from runtime.health.judge import Judge, median_of_others
+from runtime.records.events import read_events
 from tests.runs import LAYOUT_3D, train_run, write_config
 from tools.ranks import Ranks
 

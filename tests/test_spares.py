@@ -16,10 +16,10 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from runtime import spares
 from runtime.health.excluded import exclude, excluded_nodes, node_name
 from runtime.signals import Signals
-from runtime.spares import SPARES, choose_ranks, training_ranks
+from runtime.start import spares
+from runtime.start.spares import SPARES, choose_ranks, training_ranks
 from tests.alert_helpers import ROOT, wait_until
 from tests.runs import train_run, write_config
 

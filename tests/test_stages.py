@@ -13,7 +13,7 @@ from data.dataset import Mixture
 from data.earlier import Earlier, continued, samples_of, windows_of
 from data.loader import BatchLoader
 from data.sampler import mixture_pattern
-from runtime.events import read_events
+from runtime.records.events import read_events
 from tests.data_samples import SOURCE, prepared
 from tests.runs import copy_of, global_state, losses, train_run
 from tests.stages import Read, check_reads, expected, mixture, recorded_run, write_stages

@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 import train
 import training.step
-from runtime import next_stage, saving
-from runtime.events import read_events
+from runtime import next_stage
+from runtime.checkpoints import saving
+from runtime.records.events import read_events
 from tests.runs import fresh, losses, train_run
 from tests.stages import Read, expected, mixture, recorded, write_stages
 from tools.ranks import RankError, Ranks

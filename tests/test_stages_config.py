@@ -7,7 +7,7 @@ import pytest
 from data.earlier import counts
 from data.sampler import mixture_pattern, samples_back
 from errors import UserError
-from runtime.ledger import account
+from runtime.records.ledger import account
 from tools.plan.stages import one_stage
 from training.config import Config
 from training.learning_rate import learning_rate

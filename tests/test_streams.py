@@ -123,7 +123,7 @@ def nothing(*_: Any) -> None: ...
             SYNC,
             "without non_blocking",
         ),
-        (patch("runtime.save.device_thread", plain_thread), THREAD, "the thread save"),
+        (patch("runtime.checkpoints.save.device_thread", plain_thread), THREAD, "the thread save"),
         (patch.object(SaverWithoutFiles, "_write", write_without_waiting), RACE, "the thread save"),
     ],
     ids=[

@@ -18,10 +18,10 @@ from model.kernels.linear_cross_entropy import PIECE_BYTES
 from model.transformer import Head
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
+from runtime.records.trackers import of_tasks as of_tasks_of
 from runtime.tasks.files import Example, Task, read_tasks
 from runtime.tasks.rows import Row, TaskRows, Text, log_likelihoods, measures, tokenize, windows
 from runtime.tasks.scoring import PipelineScorer, lengths
-from runtime.trackers import of_tasks as of_tasks_of
 from tests.data_samples import tokenizer
 from tests.runs import train_run, write_config
 from tools.parity.cases import BOS, SEED, SEQ_LEN, Case

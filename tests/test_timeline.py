@@ -17,7 +17,7 @@ from parallel.pipeline.actions import (
 )
 from parallel.pipeline.schedules import SCHEDULES, build_schedule
 from parallel.pipeline.simulate import Costs, Event, Timeline, simulate
-from runtime.chrome import from_chrome, measured_costs, to_chrome
+from runtime.profiling.chrome import from_chrome, measured_costs, to_chrome
 from tools.timeline.__main__ import main
 from tools.timeline.draw import draw, save, shade
 from tools.timeline.panels import simulated_panels

@@ -20,7 +20,7 @@ from data.prepare import prepare
 from data.sources import documents
 from data.tokenizer import JSON, MODEL, Tokenizer
 from errors import UserError
-from runtime.manifest import read_manifest
+from runtime.checkpoints.manifest import read_manifest
 from tests.data_samples import MANY, SOURCE, tokenizer
 from tests.runs import train_run, write_config
 from tests.test_data_tokenizer import HOSTILE

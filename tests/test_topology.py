@@ -5,7 +5,12 @@ import pytest
 
 from hardware import H100
 from parallel.axes import MeshSizes
-from runtime.topology import describe_nodes, tp_between_nodes, tp_bytes_per_step, tp_spans_nodes
+from runtime.start.topology import (
+    describe_nodes,
+    tp_between_nodes,
+    tp_bytes_per_step,
+    tp_spans_nodes,
+)
 from tests.test_collectives import B, S, one_block
 from tools.parity.cases import Case
 

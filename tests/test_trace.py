@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 from parallel.pipeline.actions import Action, stage_ranks
 from parallel.pipeline.schedules import build_schedule
-from runtime.chrome import from_chrome
-from runtime.trace import clock_offset
+from runtime.profiling.chrome import from_chrome
+from runtime.profiling.trace import clock_offset
 from tests.data_samples import prepared
 from tests.runs import train_run, write_config
 

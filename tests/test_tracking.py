@@ -17,10 +17,10 @@ from typing import Any
 import psutil
 import pytest
 
-from runtime.events import read_events
 from runtime.progress import byte_bar
-from runtime.tracker import Tracker
-from runtime.trackers import JsonLines, Trackers
+from runtime.records.events import read_events
+from runtime.records.tracker import Tracker
+from runtime.records.trackers import JsonLines, Trackers
 from tests.runs import losses, train_run, write_config
 from tools import verify
 from tools.ranks import Ranks

@@ -13,8 +13,8 @@ import torch
 import yaml
 from safetensors import safe_open
 
-from runtime import manifest
-from runtime.manifest import read_manifest
+from runtime.checkpoints import manifest
+from runtime.checkpoints.manifest import read_manifest
 from tests.runs import copy_of, fresh, global_state, losses, train_run, write_config
 from tools.ranks import RankError, Ranks
 

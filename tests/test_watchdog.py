@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import runtime.watchdog
-from runtime.events import read_events
+from runtime.records.events import read_events
 from runtime.watchdog import Watchdog, innermost_line, where_it_waits
 from tests.runs import train_run, write_config
 from tools.ranks import RankError, Ranks

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from data.tokenizer import tokenizer_files
 from errors import UserError
-from runtime.manifest import (
+from runtime.checkpoints.manifest import (
     MANIFEST,
     Damaged,
     Manifest,
@@ -41,8 +41,8 @@ from runtime.manifest import (
     write_durably,
     write_manifest,
 )
-from runtime.run_folder import checkpoints_of
-from runtime.trainer_state import verify_checkpoint
+from runtime.checkpoints.run_folder import checkpoints_of
+from runtime.checkpoints.trainer_state import verify_checkpoint
 from tools.command import run_command
 from tools.huggingface.checkpoint_reader import WEIGHTS, CheckpointReader
 from tools.huggingface.new_folder import new_folder, refuse_existing

@@ -21,12 +21,12 @@ from typing import Any
 import torch.distributed as dist
 
 from errors import UserError
-from runtime.init_distributed import init_distributed
+from runtime.checkpoints.trainer_state import read_trainer
 from runtime.messages import from_rank_0, on_all_ranks, refuse
+from runtime.start.init_distributed import init_distributed
 from runtime.tasks.files import read_tasks
 from runtime.tasks.rows import TaskRows, log_likelihoods, measures, tokenize
 from runtime.tasks.scoring import score_whole
-from runtime.trainer_state import read_trainer
 from tools.generate.load_model import load_model
 from tools.huggingface.checkpoint_reader import newest
 from tools.huggingface.config import CONFIG, HuggingFaceConfig

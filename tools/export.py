@@ -21,8 +21,8 @@ import torch
 
 from data.tokenizer import JSON, Tokenizer
 from errors import UserError
-from runtime.manifest import Damaged
-from runtime.trainer_state import verify_checkpoint
+from runtime.checkpoints.manifest import Damaged
+from runtime.checkpoints.trainer_state import verify_checkpoint
 from tools.huggingface.checkpoint_reader import CheckpointReader, newest
 from tools.huggingface.config import CONFIG, Parameter, config_json, parameters
 from tools.huggingface.new_folder import new_folder, refuse_existing

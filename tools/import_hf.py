@@ -29,8 +29,14 @@ from data.tokenizer import Tokenizer
 from errors import UserError
 from model.config import ModelConfig
 from model.transformer import num_parameters
-from runtime.manifest import MANIFEST, Manifest, fingerprint, write_durably, write_manifest
-from runtime.trainer_state import FREE_MODEL_KEYS, model_entries
+from runtime.checkpoints.manifest import (
+    MANIFEST,
+    Manifest,
+    fingerprint,
+    write_durably,
+    write_manifest,
+)
+from runtime.checkpoints.trainer_state import FREE_MODEL_KEYS, model_entries
 from tools.huggingface.checkpoint_reader import WEIGHTS
 from tools.huggingface.config import CONFIG, HuggingFaceConfig, Parameter, parameters
 from tools.huggingface.foreign import refuse_foreign

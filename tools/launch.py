@@ -48,8 +48,8 @@ import torch.distributed as dist
 import train
 from errors import UserError
 from runtime.messages import log
+from runtime.records.status import read_status, record_failure
 from runtime.signals import Signals
-from runtime.status import read_status, record_failure
 from training.layouts import choose_layout
 from training.load_config import load_config
 

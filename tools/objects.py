@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError
-from runtime.checkpoint_names import MANIFEST, NAME
-from runtime.manifest import Damaged, check_sizes, fingerprint, read_manifest, verify
+from runtime.checkpoints.manifest import Damaged, check_sizes, fingerprint, read_manifest, verify
+from runtime.checkpoints.names import MANIFEST, NAME
 from tools.command import run_command
 
 PARTIAL = f"{MANIFEST}.partial"

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from data.dataset import open_data
 from errors import UserError
-from runtime.events import read_events
+from runtime.records.events import read_events
 from tools.command import run_command
 from tools.report.run import boundaries
 from training.load_config import load_config

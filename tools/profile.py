@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from errors import UserError
-from runtime.profile_summary import REMEDY, describe, read_trace, summarise
+from runtime.profiling.profile_summary import REMEDY, describe, read_trace, summarise
 from tools.command import run_command
 
 

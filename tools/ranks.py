@@ -155,7 +155,7 @@ def _serve(rank: int, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from runtime import init_distributed
+    from runtime.start import init_distributed
     from tools.strict import group as strict  # registers the backend
 
     os.environ["GLOO_SOCKET_IFNAME"] = next(

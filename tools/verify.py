@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 from errors import UserError
-from runtime.manifest import Damaged
-from runtime.run_folder import checkpoints_of
-from runtime.trainer_state import verify_checkpoint
+from runtime.checkpoints.manifest import Damaged
+from runtime.checkpoints.run_folder import checkpoints_of
+from runtime.checkpoints.trainer_state import verify_checkpoint
 from tools.command import run_command
 
 

@@ -6,10 +6,10 @@ is not far above recent losses.
                                        stay as they are
 
 Loss and norm are the same on every rank, so the decision is too. (The loss is equal to the last
-bit, unless a library sums in another order on another tp rank; runtime/replicas.py detects this.)
-All of it stays on the device: the host reads the number of consecutive bad steps only when it logs,
-and then reacts as described in runtime/rollback.py. While steps are bad, checkpoints are saved only
-on request and at the end, because an update before the bad steps may have ruined the weights.
+bit, unless a library sums in another order on another tp rank; runtime/health/replicas.py detects
+this.) All of it stays on the device: the host reads the number of consecutive bad steps only when
+it logs, and then runtime/checkpoints/rollback.py may go back. While steps are bad, checkpoints are
+saved only on request and at the end: an update before the bad steps may have ruined the weights.
 
 A spike is a loss more than `guard.spike_sigmas` standard deviations above the mean of the last 128
 losses, of which 64 must be known (as in OLMo-core's SkipStepOptimizer,

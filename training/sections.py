@@ -87,7 +87,8 @@ class CheckpointConfig:
     """What a run starts from and how often it saves."""
 
     # save after every this many steps and after the last; 0: never; auto: as often as costs the
-    # least time, from what saves take and how often the job fails (runtime/save_interval.py)
+    # least time, from what saves take and how often the job fails
+    # (runtime/checkpoints/save_interval.py)
     interval: Whole | Literal["auto"] = 0
     # interval: auto only: how often a GPU (on CPUs: a process) fails and ends the job. The default
     # is Llama 3's rate, one failure in 2,112 days of a GPU (hardware.py)
@@ -163,12 +164,12 @@ class RunConfig:
     # write to trace.json when each rank ran each action of one step, the third after this start
     trace: bool = False
     # start:stop: profile these steps, without `stop`, numbered as in metrics.jsonl
-    # (runtime/profile.py)
+    # (runtime/profiling/profile.py)
     profile: Text = ""
     # the ranks that profile, and that write a memory report when a file SNAPSHOT appears
     profile_ranks: list[Whole] = field(default_factory=lambda: [0])
     # on GPUs: memory snapshots also have the last allocations, each with its source line; costs
-    # time (runtime/memory_report.py)
+    # time (runtime/records/memory_report.py)
     memory_history: bool = False
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     wandb_project: PathText = "lattice"

@@ -19,7 +19,7 @@ from parallel.pipeline.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, 
 from parallel.pipeline.lower import Exchange, Message, Program, need_of, result_of
 from parallel.pipeline.transfer import Transfers
 
-# its context is entered around an action, to time it (runtime/trace.py)
+# its context is entered around an action, to time it (runtime/profiling/trace.py)
 Recorder = Callable[[Action], AbstractContextManager[object]]
 
 

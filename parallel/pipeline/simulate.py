@@ -68,7 +68,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each rank ran each action: simulated, or measured (runtime/trace.py)."""
+    """When each rank ran each action: simulated, or measured (runtime/profiling/trace.py)."""
 
     ranks: list[list[Event]]
 

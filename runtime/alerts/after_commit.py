@@ -39,7 +39,7 @@ from typing import Any
 
 from runtime.alerts.send import end_group
 from runtime.alerts.settings import Settings
-from runtime.checkpoint_names import MANIFEST, complete_checkpoints, step_of
+from runtime.checkpoints.names import MANIFEST, complete_checkpoints, step_of
 
 RECORD = "after_commit.json"
 LOOK_SECONDS = 1.0  # between two looks for new checkpoints

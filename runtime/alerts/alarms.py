@@ -21,7 +21,7 @@ import socket
 from collections import Counter
 from typing import Any
 
-from runtime.events import changes_stage
+from runtime.records.events import changes_stage
 
 # Alarms that come in series: of those that are alike, at most one in so many seconds.
 SERIES_SECONDS = {"spike": 60.0, "checkpoint": 600.0, "after_commit": 3600.0, "slow_rank": 3600.0}

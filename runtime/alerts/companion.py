@@ -37,7 +37,7 @@ from runtime.alerts.prometheus import Endpoint, exposition, write_file
 from runtime.alerts.send import Sender, say
 from runtime.alerts.settings import Settings
 from runtime.alerts.state import RunState, StallClock
-from runtime.events import append_event, changes_stage
+from runtime.records.events import append_event, changes_stage
 
 LOOK_SECONDS = 1.0  # between two looks at the run's files
 FILE_SECONDS = 10.0  # between two versions of the file for Prometheus

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from runtime.tracker import json_object
+from runtime.records.tracker import json_object
 
 READ_BYTES = 1 << 24  # at a time, and the longest line: events.jsonl of months is larger
 

@@ -17,11 +17,11 @@ from runtime.alerts.after_commit import progress
 from runtime.alerts.check import on_event
 from runtime.alerts.companion import END_EVENT_SECONDS, ENDING_SECONDS, REFUSED
 from runtime.alerts.settings import Settings
+from runtime.checkpoints.run_folder import checkpoint_folder
 from runtime.listener import Listener, Run
 from runtime.messages import describe, log
-from runtime.run_folder import checkpoint_folder
+from runtime.records.status import has_ended, read_status, record_failed_start, write_whole
 from runtime.signals import Signals, requests
-from runtime.status import has_ended, read_status, record_failed_start, write_whole
 from training.config import Config
 
 ROOT = Path(__file__).parents[2]  # of this repository

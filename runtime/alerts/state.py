@@ -6,8 +6,8 @@ import time
 from collections import Counter, deque
 from typing import Any
 
-from runtime.events import changes_stage
-from runtime.ledger import Account
+from runtime.records.events import changes_stage
+from runtime.records.ledger import Account
 
 FIRST_LINE_SECONDS = 3600.0  # until the first step of a start is logged: it may compile
 BUSY_SECONDS = 3600.0  # for an evaluation, a save, …; or twice what the same has taken before

@@ -7,6 +7,7 @@ examine.py     on a suspicion, computes the step again: is a machine, or the mod
 refusal.py     when it is not examined
 verdicts.py    what an examination finds
 compare.py     compares the products of two computations
+replicas.py    compares copies that must be equal
 faults.py      flips a bit in a product, for tests and drills
 excluded.py    excluded.json: the nodes that the next start leaves out
 """

@@ -18,7 +18,7 @@ from torch import Tensor
 from model.matmul import Matmul
 from parallel.weight_gradient import LinearProducts
 from runtime.health.products import Compute, Wrapped, linear_layers, wrapped
-from runtime.replicas import hash_of
+from runtime.health.replicas import hash_of
 from training.step import TrainStep
 
 FIRST = 2  # disputed products that each pair of ranks settles

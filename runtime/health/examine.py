@@ -55,16 +55,16 @@ from torch import Tensor
 from errors import RunFailed
 from parallel.mesh import Mesh
 from parallel.placement import replicated_over
-from runtime.checkpoint import Start, held_tensors
-from runtime.events import append_event
+from runtime.checkpoints.checkpoint import Start, held_tensors
 from runtime.health.compare import Computed, compute, disputes, returned, settle, shifted
 from runtime.health.excluded import exclude, node_name
 from runtime.health.refusal import refusal
+from runtime.health.replicas import ReplicasDiffer
 from runtime.health.verdicts import NOT_EXAMINED, PERSISTENT, REPRODUCIBLE, TRANSIENT, Verdict
 from runtime.listener import Listener, Run
 from runtime.messages import log
-from runtime.metrics import Metrics
-from runtime.replicas import ReplicasDiffer
+from runtime.records.events import append_event
+from runtime.records.metrics import Metrics
 from runtime.watchdog import Watchdog
 from training.config import Config
 from training.step import StepResult, TrainStep

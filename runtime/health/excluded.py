@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml_text
 from runtime.messages import log
-from runtime.status import write_whole
+from runtime.records.status import write_whole
 
 FILE = "excluded.json"
 

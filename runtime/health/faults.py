@@ -15,9 +15,9 @@ from torch import Tensor
 from errors import UserError
 from parallel.weight_gradient import LinearProducts
 from runtime.health.products import Compute, Wrapped, Wrapping, linear_layers
+from runtime.health.replicas import BITS
 from runtime.listener import Listener, Run
 from runtime.messages import log, on_all_ranks
-from runtime.replicas import BITS
 from training.precision import Precision
 from training.step import TrainStep
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from runtime.events import read_events
 from runtime.health.verdicts import NOT_EXAMINED
 from runtime.messages import from_rank_0
+from runtime.records.events import read_events
 
 MORE_BYTES = 512 << 20  # that an examination takes beyond a step, for hashes and repeatable sums
 

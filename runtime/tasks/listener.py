@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from runtime.listener import Listener, Run
-from runtime.metrics import Metrics
+from runtime.records.metrics import Metrics
 from runtime.stop import StopRequests
 from runtime.tasks.rows import log_likelihoods, measures, open_tasks
 from runtime.tasks.scoring import PipelineScorer

@@ -22,8 +22,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from errors import UserError
-from runtime.init_distributed import init_distributed
 from runtime.messages import from_rank_0, on_all_ranks, refuse
+from runtime.start.init_distributed import init_distributed
 from tools.generate.load_model import load_model
 from tools.generate.loop import continue_texts
 from tools.generate.sampling import Sampling

@@ -32,9 +32,9 @@ from parallel.layer import TensorParallel
 from parallel.mesh import build_mesh
 from parallel.parameter import weights_of
 from parallel.placement import local_region
-from runtime.checkpoint import require_good
+from runtime.checkpoints.checkpoint import require_good
+from runtime.checkpoints.trainer_state import read_trainer
 from runtime.messages import from_rank_0, on_all_ranks
-from runtime.trainer_state import read_trainer
 from tools.huggingface.checkpoint_reader import newest
 from tools.huggingface.config import CONFIG, HuggingFaceConfig, parameters, read_json
 from tools.huggingface.foreign import refuse_foreign

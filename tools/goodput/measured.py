@@ -5,9 +5,9 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.events import changes_stage
-from runtime.goodput import Interruptions, best_interval, mtbf_of
-from runtime.ledger import account
+from runtime.records.events import changes_stage
+from runtime.records.goodput import Interruptions, best_interval, mtbf_of
+from runtime.records.ledger import account
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,17 @@ from torch import Tensor
 
 from errors import UserError
 from model.config import ModelConfig
-from runtime.manifest import TENSORS, Damaged, Manifest, check_whole, read_manifest, read_pieces
-from runtime.run_folder import checkpoints_of
-from runtime.tiling import random_point, value_at
-from runtime.trainer_state import TrainerState, read_trainer
+from runtime.checkpoints.manifest import (
+    TENSORS,
+    Damaged,
+    Manifest,
+    check_whole,
+    read_manifest,
+    read_pieces,
+)
+from runtime.checkpoints.run_folder import checkpoints_of
+from runtime.checkpoints.tiling import random_point, value_at
+from runtime.checkpoints.trainer_state import TrainerState, read_trainer
 from tools.huggingface.tensor_files import DTYPES, file_opener
 
 WEIGHTS = "model."  # the prefix of weights; optimizer state has the prefix "optimizer."
@@ -34,8 +41,8 @@ class CheckpointReader:
     """The weights of one checkpoint.
 
     Opening reads only the manifest and the headers of the files, and does not verify checksums
-    (runtime/manifest.py does). Raises UserError with the key --checkpoint if the folder is not a
-    checkpoint, or if its files do not contain every tensor element exactly once.
+    (runtime/checkpoints/manifest.py does). Raises UserError with the key --checkpoint if the folder
+    is not a checkpoint, or if its files do not contain every tensor element exactly once.
     """
 
     def __init__(self, folder: Path) -> None:

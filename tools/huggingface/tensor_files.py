@@ -18,7 +18,7 @@ from torch import Tensor
 
 from errors import UserError
 from model.config import ModelConfig
-from runtime.manifest import PLACES
+from runtime.checkpoints.manifest import PLACES
 from runtime.progress import byte_bar
 from tools.huggingface.config import CONFIG, COPY_AGAIN, parameters, read_json
 

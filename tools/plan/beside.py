@@ -1,11 +1,11 @@
-"""Prints a rank's memory report (runtime/memory_report.py) next to the plan of that rank."""
+"""Prints a rank's memory report (runtime/records/memory_report.py) next to that rank's plan."""
 
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from errors import UserError
-from runtime.memory_report import table
+from runtime.records.memory_report import table
 from runtime.schema import Count, Strict, first_problem, load_json
 from tools.plan.check import check_can_be_planned
 from tools.plan.layout import Layout

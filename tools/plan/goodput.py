@@ -5,7 +5,14 @@ from typing import Any
 
 from hardware import NODE_LOST_SHARE, Device
 from model.transformer import num_parameters
-from runtime.goodput import DAY, Interruptions, best_interval, mtbf_of, shares, spares_needed
+from runtime.records.goodput import (
+    DAY,
+    Interruptions,
+    best_interval,
+    mtbf_of,
+    shares,
+    spares_needed,
+)
 from training.config import Config
 from training.optimizers import state_bytes
 

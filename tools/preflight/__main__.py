@@ -37,10 +37,10 @@ from typing import Any
 import torch.distributed as dist
 
 from errors import UserError
-from runtime.attention import describe_attention
 from runtime.health.excluded import excluded_nodes
 from runtime.messages import log
-from runtime.preconditions import check_writable, open_stages
+from runtime.start.attention import describe_attention
+from runtime.start.preconditions import check_writable, open_stages
 from tools.preflight.links import Links
 from tools.preflight.node import look_at_node
 from tools.preflight.verdict import SKEW_SECONDS, Report, choose, odd_ones, slow_ones, table

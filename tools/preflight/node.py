@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from model.transformer import num_parameters
-from runtime.init_distributed import open_files_needed
+from runtime.start.init_distributed import open_files_needed
 from training.config import Config
 from training.optimizers import state_bytes
 

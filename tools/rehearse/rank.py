@@ -23,8 +23,8 @@ from parallel.collectives import Pending, ranks_in, start_all_to_all
 from parallel.mesh import Mesh
 from parallel.parameter import Constant, weights_of
 from parallel.pipeline.simulate import Event
-from runtime.memory_report import held_tensors
-from runtime.trace import ActionRecorder
+from runtime.profiling.trace import ActionRecorder
+from runtime.records.memory_report import held_tensors
 from tools.plan.check import check_can_be_planned
 from tools.plan.traffic import by_axis
 from tools.rehearse.fake_gpu import DEVICE, fake_gpu, one_rank

@@ -1,7 +1,8 @@
 """Shows where a run's time went: `python -m tools.report RUN [--out FILE.html]`
 
 Prints the seconds by cause over all starts of the run, from events.jsonl in the run folder. The
-causes are defined in runtime/ledger.py; one of them is the steps that led to the run's last state.
+causes are defined in runtime/records/ledger.py; one of them is the steps that led to the run's last
+state.
 
 --out also writes the whole run as one HTML page: loss, gradient norm, speed, memory by rank, the
 ledger, the events, and the pipeline's timeline if the run was traced (run.trace=true). The page
@@ -15,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError
-from runtime.events import changes_stage, read_events
-from runtime.ledger import account
+from runtime.records.events import changes_stage, read_events
+from runtime.records.ledger import account
 from tools.command import run_command
 from tools.goodput.measured import measure
 from tools.report.goodput import effective_lines, stated_rate

@@ -16,7 +16,7 @@ from typing import Any
 
 from parallel.pipeline.actions import Kind
 from parallel.pipeline.simulate import Timeline
-from runtime.chrome import NAMES
+from runtime.profiling.chrome import NAMES
 from tools.timeline.draw import chunk_of_stage, shade
 
 WIDTH, HEIGHT = 1000, 100  # units of a chart's box

@@ -1,5 +1,5 @@
 """The report page's part about experts: how evenly tokens spread over them
-(runtime/expert_load.py defines the figures), and the losses of the routers."""
+(runtime/records/expert_load.py defines the figures), and the losses of the routers."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -4,7 +4,7 @@ starts went."""
 from typing import Any
 
 from hardware import FAILURES_PER_GPU_DAY
-from runtime.start_parts import PARTS
+from runtime.start.parts import PARTS
 from tools.goodput.measured import Measured
 from tools.report.charts import escape
 from tools.report.run import Run, is_number
@@ -44,7 +44,7 @@ def goodput(run: Run) -> str:
 
 
 def starts(run: Run) -> str:
-    """A table of the newest starts: seconds by part (runtime/start_parts.py)."""
+    """A table of the newest starts: seconds by part (runtime/start/parts.py)."""
     rows = []
     for event in run.events:
         seconds = event.get("seconds")

@@ -14,9 +14,9 @@ import yaml
 
 from errors import UserError
 from parallel.pipeline.simulate import Timeline
-from runtime.chrome import from_chrome
-from runtime.events import read_events
-from runtime.ledger import account
+from runtime.profiling.chrome import from_chrome
+from runtime.records.events import read_events
+from runtime.records.ledger import account
 from tools.goodput.measured import Measured, measure
 
 FILES = ("config.yaml", "metrics.jsonl", "events.jsonl")  # a run folder has at least one of them
@@ -32,7 +32,7 @@ class Run:
     status: dict[str, Any] = field(default_factory=dict)  # status.json
     records: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl
     events: list[dict[str, Any]] = field(default_factory=list)  # events.jsonl
-    seconds: dict[str, float] = field(default_factory=dict)  # by cause (runtime/ledger.py)
+    seconds: dict[str, float] = field(default_factory=dict)  # by cause (runtime/records/ledger.py)
     measured: Measured | None = None  # what its saves, restarts and steps took
     # a traced step: (name, timeline) of each pipeline
     timelines: list[tuple[str, Timeline]] = field(default_factory=list)

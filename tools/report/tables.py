@@ -4,7 +4,7 @@ where it is written."""
 from datetime import UTC, datetime
 from typing import Any
 
-from runtime.events import changes_stage
+from runtime.records.events import changes_stage
 from tools.report.charts import escape
 from tools.report.run import Run, is_number
 

@@ -16,7 +16,7 @@ from costs.as_on_gpu import AsOnGpu
 from costs.storages import watch_resizes
 from hardware import Device as Hardware
 from parallel.mesh import Mesh, to_device
-from runtime.save import Saver
+from runtime.checkpoints.save import Saver
 from tools.plan.layout import Layout
 from tools.plan.time import StepTime
 from tools.rehearse.fake_gpu import DEVICE, fake_gpu

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from errors import UserError
 from parallel.pipeline.schedules import SCHEDULES
-from runtime.chrome import to_chrome
+from runtime.profiling.chrome import to_chrome
 from tools.command import run_command
 from tools.timeline.draw import Panel, draw, save
 from tools.timeline.panels import simulated_panels, traced_panels

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.messages import log
-from runtime.tracker import Record, Tracker, json_object, scalars
+from runtime.records.tracker import Record, Tracker, json_object, scalars
 from training.config import Config
 from training.load_config import settings_of
 

@@ -19,17 +19,17 @@ from costs.units import CannotRecord
 from hardware import data_sheet_of
 from model.transformer import num_parameters
 from parallel.mesh import Mesh
-from runtime.attention import describe_attention
-from runtime.checkpoint import Start
-from runtime.events import append_event
-from runtime.expert_load import LoadStatistics
-from runtime.ledger import Ledger
+from runtime.checkpoints.checkpoint import Start
 from runtime.listener import Listener, Run
 from runtime.messages import describe, log
-from runtime.notices import notices
-from runtime.status import record_missing_end, write_status, write_whole
-from runtime.topology import describe_nodes, describe_places, describe_stages
-from runtime.trackers import Trackers
+from runtime.records.events import append_event
+from runtime.records.expert_load import LoadStatistics
+from runtime.records.ledger import Ledger
+from runtime.records.status import record_missing_end, write_status, write_whole
+from runtime.records.trackers import Trackers
+from runtime.start.attention import describe_attention
+from runtime.start.notices import notices
+from runtime.start.topology import describe_nodes, describe_places, describe_stages
 from training.config import Config
 from training.load_config import dump_config
 from training.step import StepResult

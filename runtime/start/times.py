@@ -2,14 +2,14 @@
 
 import torch.distributed as dist
 
-from runtime.checkpoint import Start
-from runtime.events import append_event
+from runtime.checkpoints.checkpoint import Start
 from runtime.listener import Listener, Run
-from runtime.start_parts import forget_parts, part_ends, seconds_by_part
+from runtime.records.events import append_event
+from runtime.start.parts import forget_parts, part_ends, seconds_by_part
 
 
 class StartTimes(Listener):
-    """Writes the seconds of each part of a start (start_parts.py) on rank 0, after the first step.
+    """Writes the seconds of each part of a start (parts.py) on rank 0, after the first step.
     First in the list of listeners."""
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, record_function
 from parallel.mesh import Mesh
 from runtime.listener import Listener, Run
 from runtime.messages import log
-from runtime.profile_summary import describe, mark_name, read_trace, summarise
+from runtime.profiling.profile_summary import describe, mark_name, read_trace, summarise
 from runtime.watchdog import Watchdog
 from training.config import Config
 

@@ -44,12 +44,12 @@ import torch
 import torch.distributed as dist
 
 from errors import UserError
-from runtime.events import append_event
 from runtime.health.excluded import excluded_nodes, node_name
 from runtime.listener import Listener, Run
 from runtime.messages import log
-from runtime.rendezvous import comes, fresh_store
+from runtime.records.events import append_event
 from runtime.signals import Signals
+from runtime.start.rendezvous import comes, fresh_store
 from training.layouts import layout_sizes
 from training.load_config import load_config
 

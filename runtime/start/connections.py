@@ -57,5 +57,5 @@ def connections_notice(parallel: ParallelConfig) -> list[str]:
     return [
         f"{VARIABLE} is {value}, as it was set; with parallel.tp={parallel.tp} and "
         f"parallel.zero_stage={parallel.zero_stage}, {advised} is usually faster "
-        "(runtime/connections.py)"
+        "(runtime/start/connections.py)"
     ]

@@ -24,7 +24,7 @@ from errors import RunFailed
 from parallel.axes import EXPERT_AXES, WEIGHT_AXES
 from parallel.mesh import Mesh
 from parallel.placement import replicated_over
-from runtime.checkpoint import held_tensors
+from runtime.checkpoints.checkpoint import held_tensors
 from training.step import TrainStep
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from runtime.messages import log
-from runtime.numa import bind_to_gpu
-from runtime.rendezvous import fresh_store
 from runtime.signals import Signals
-from runtime.start_parts import parts
+from runtime.start.numa import bind_to_gpu
+from runtime.start.parts import parts
+from runtime.start.rendezvous import fresh_store
 
 OTHER_FILES = 512  # libraries, data, logs, devices, NCCL's own sockets
 _CACHED = type(functools.cache(lambda: None))  # functools has no public name for it

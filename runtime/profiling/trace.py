@@ -20,9 +20,9 @@ from parallel.mesh import Mesh
 from parallel.pipeline.actions import Action
 from parallel.pipeline.runner import record_nothing
 from parallel.pipeline.simulate import Event, Timeline
-from runtime.chrome import merge_chrome, to_chrome
 from runtime.listener import Listener, Run
 from runtime.messages import log
+from runtime.profiling.chrome import merge_chrome, to_chrome
 from training.config import Config
 
 AFTER = 2  # first steps that are not traced, because they allocate, connect and compile

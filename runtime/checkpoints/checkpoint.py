@@ -34,10 +34,9 @@ from tqdm import tqdm
 from data.dataset import Mixture
 from data.earlier import Windows, samples_of
 from errors import UserError
-from runtime.checkpoint_names import complete_checkpoints, step_of
-from runtime.history import changes_the_loss, check_history, check_model, end_of, passed
-from runtime.lease import Lease
-from runtime.manifest import (
+from runtime.checkpoints.history import changes_the_loss, check_history, check_model, end_of, passed
+from runtime.checkpoints.lease import Lease
+from runtime.checkpoints.manifest import (
     MANIFEST,
     Damaged,
     Manifest,
@@ -46,24 +45,25 @@ from runtime.manifest import (
     check_whole,
     read_manifest,
 )
-from runtime.messages import from_rank_0, log, on_all_ranks
-from runtime.progress import byte_bar
-from runtime.run_folder import (
+from runtime.checkpoints.names import complete_checkpoints, step_of
+from runtime.checkpoints.run_folder import (
     checkpoint_folder,
     checkpoints_of,
     put_aside,
     put_incomplete_aside,
     refuse_to_begin_anew,
 )
-from runtime.start_parts import parts
-from runtime.tiling import Point, random_point
-from runtime.trainer_state import (
+from runtime.checkpoints.tiling import Point, random_point
+from runtime.checkpoints.trainer_state import (
     FREE_MODEL_KEYS,
     EarlierStage,
     TrainerState,
     parse_trainer,
     read_trainer,
 )
+from runtime.messages import from_rank_0, log, on_all_ranks
+from runtime.progress import byte_bar
+from runtime.start.parts import parts
 from training.config import Config
 from training.stages import ROTATION_KEYS
 from training.step import TrainStep

@@ -17,9 +17,9 @@ import os
 from pathlib import Path
 
 from errors import UserError
-from runtime.checkpoint_names import LATEST, MANIFEST, NAME, complete_checkpoints
-from runtime.lease import Lease
-from runtime.manifest import write_durably
+from runtime.checkpoints.lease import Lease
+from runtime.checkpoints.manifest import write_durably
+from runtime.checkpoints.names import LATEST, MANIFEST, NAME, complete_checkpoints
 from runtime.messages import log
 from training.config import Config
 

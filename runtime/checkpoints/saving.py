@@ -5,16 +5,16 @@ from collections.abc import Sequence
 
 from data.dataset import Mixture
 from errors import RunFailed
-from runtime.checkpoint import Start
+from runtime.checkpoints.checkpoint import Start
+from runtime.checkpoints.history import of_other_stages
+from runtime.checkpoints.lease import Lease
+from runtime.checkpoints.save import Saver
+from runtime.checkpoints.save_interval import SaveInterval
 from runtime.health.examine import Examination
-from runtime.history import of_other_stages
-from runtime.lease import Lease
+from runtime.health.replicas import ReplicasDiffer, check_replicas
 from runtime.listener import Listener, Run
-from runtime.metrics import Metrics
 from runtime.next_stage import find_next
-from runtime.replicas import ReplicasDiffer, check_replicas
-from runtime.save import Saver
-from runtime.save_interval import SaveInterval
+from runtime.records.metrics import Metrics
 from runtime.stop import StopRequests
 from runtime.watchdog import Watchdog
 

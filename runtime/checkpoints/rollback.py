@@ -26,15 +26,15 @@ from data.dataset import Mixture
 from data.earlier import merge_windows, samples_of, windows_of
 from data.sampler import merge_ranges, samples_back
 from errors import RunFailed
-from runtime import checkpoint
-from runtime.checkpoint import Start
-from runtime.events import append_event
-from runtime.history import passed
-from runtime.lease import Lease
+from runtime.checkpoints import checkpoint
+from runtime.checkpoints.checkpoint import Start
+from runtime.checkpoints.history import passed
+from runtime.checkpoints.lease import Lease
+from runtime.checkpoints.save import Saver
 from runtime.listener import Listener, Run
 from runtime.messages import log
-from runtime.metrics import Metrics
-from runtime.save import Saver
+from runtime.records.events import append_event
+from runtime.records.metrics import Metrics
 from runtime.watchdog import Watchdog
 from training.guard import check_not_in_vain
 

@@ -25,10 +25,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
-from runtime.checkpoint_names import MANIFEST
+from runtime.checkpoints.names import MANIFEST
+from runtime.checkpoints.tiling import FIELD, MAX_DIMS, MAX_NUMBERS, Point, random_point, value_at
 from runtime.progress import byte_bar
 from runtime.schema import MAX_JSON_BYTES, Count, Name, Strict, first_problem, load_json
-from runtime.tiling import FIELD, MAX_DIMS, MAX_NUMBERS, Point, random_point, value_at
 
 FORMAT, VERSION = "lattice-checkpoint", 2
 TENSORS = ".safetensors"

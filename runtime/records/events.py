@@ -4,7 +4,7 @@ added, never changed.
     event       written when              content besides `event` and `time` (seconds since 1970)
     start       a start begins            step it starts from, world size, when rank 0 was started;
                                           `stage` if the process goes on from the stage before
-    started     the first step is done    step, seconds by part (start_parts.py)
+    started     the first step is done    step, seconds by part (start/parts.py)
     system      a start begins            versions, device, layout
     spares      a start begins            step, number of spare ranks by node (spares.py)
     memory      a rank's peak has grown   step, the peaks of all ranks in bytes (metrics.py)

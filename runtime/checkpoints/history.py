@@ -16,7 +16,7 @@ from data.dataset import Mixture
 from data.earlier import Earlier, Windows
 from data.loader import check_state
 from errors import UserError
-from runtime.trainer_state import FREE_MODEL_KEYS, EarlierStage, TrainerState
+from runtime.checkpoints.trainer_state import FREE_MODEL_KEYS, EarlierStage, TrainerState
 from training.config import Config
 from training.stages import ROTATION_KEYS, in_stage
 

@@ -45,9 +45,9 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from errors import UserError
-from runtime.lease_holder import RELEASED, Found, Holder, newest_lease
+from runtime.checkpoints.lease_holder import RELEASED, Found, Holder, newest_lease
 from runtime.messages import from_rank_0, log, refuse
-from runtime.start_parts import parts
+from runtime.start.parts import parts
 
 RENEW_SECONDS = 5.0
 EXPIRE_SECONDS = 60.0

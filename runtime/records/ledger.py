@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime import signals
-from runtime.events import append_event
+from runtime.records.events import append_event
 
 CAUSES = (
     *("steps", "lost", "data", "evaluation", "saving", "examination", "rollback", "start", "end"),

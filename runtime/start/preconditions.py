@@ -13,7 +13,7 @@ from data.loader import heldout_batches
 from errors import UserError
 from model.transformer import num_parameters
 from runtime.alerts.check import check_alerts
-from runtime.start_parts import parts
+from runtime.start.parts import parts
 from runtime.tasks.rows import open_tasks
 from training.config import Config
 from training.optimizers import state_bytes

@@ -9,8 +9,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from errors import UserError
 from model.config import ModelConfig
-from runtime.checkpoint_names import NAME, step_of
-from runtime.manifest import Damaged, Manifest, check_sizes, read_manifest, verify
+from runtime.checkpoints.manifest import Damaged, Manifest, check_sizes, read_manifest, verify
+from runtime.checkpoints.names import NAME, step_of
 from runtime.schema import MAX_INT, Count, Name, Strict, first_problem, load_json
 
 FILE = "trainer.json"

@@ -38,13 +38,10 @@ from data.tokenizer import tokenizer_files
 from errors import RunFailed
 from parallel.placement import as_dtensor_like
 from runtime.alerts.after_commit import is_running
-from runtime.checkpoint import held_tensors
-from runtime.checkpoint_names import complete_checkpoints, step_of
-from runtime.device import DeviceClock, device_thread
-from runtime.events import append_event
-from runtime.host_copies import host_copies
-from runtime.lease import Lease
-from runtime.manifest import (
+from runtime.checkpoints.checkpoint import held_tensors
+from runtime.checkpoints.host_copies import host_copies
+from runtime.checkpoints.lease import Lease
+from runtime.checkpoints.manifest import (
     MANIFEST,
     TENSORS,
     Damaged,
@@ -57,15 +54,18 @@ from runtime.manifest import (
     write_durably,
     write_manifest,
 )
-from runtime.messages import log
-from runtime.run_folder import (
+from runtime.checkpoints.names import complete_checkpoints, step_of
+from runtime.checkpoints.run_folder import (
     checkpoint_folder,
     name_latest,
     put_aside,
     sync_folder,
 )
-from runtime.tiling import random_point
-from runtime.trainer_state import FILE, model_entries
+from runtime.checkpoints.tiling import random_point
+from runtime.checkpoints.trainer_state import FILE, model_entries
+from runtime.device import DeviceClock, device_thread
+from runtime.messages import log
+from runtime.records.events import append_event
 from training.step import TrainStep
 
 # the names that safetensors uses

@@ -20,10 +20,10 @@ from typing import Any
 import torch.distributed as dist
 
 from hardware import H100
-from runtime.events import append_event, read_events
-from runtime.goodput import best_interval, mtbf_of
 from runtime.listener import Run
 from runtime.messages import from_rank_0, log
+from runtime.records.events import append_event, read_events
+from runtime.records.goodput import best_interval, mtbf_of
 from training.config import Config
 
 # Published failure rates know nothing of a quota that runs out, or of a job that someone else ends.

@@ -4,7 +4,7 @@ an oversight."""
 from pathlib import Path
 
 from errors import UserError
-from runtime.connections import connections_notice
+from runtime.start.connections import connections_notice
 from training.config import Config
 from training.load_config import changed_between, load_config, settings_of
 

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from runtime import signals
-from runtime.events import append_event, changes_stage, read_events
 from runtime.messages import LOST, log
+from runtime.records.events import append_event, changes_stage, read_events
 
 
 def write_status(folder: Path, state: str, step: int, reason: str, **about: Any) -> None:

@@ -1,4 +1,4 @@
-"""The parts of a start, and when they end. (start_times.py writes them down.)
+"""The parts of a start, and when they end. (times.py writes them down.)
 
     part       ends when
     import     Python has imported the program

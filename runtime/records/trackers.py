@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from runtime.messages import log
-from runtime.tracker import Record, Tracker, json_object, scalars
-from runtime.wandb_tracker import WandB
+from runtime.records.tracker import Record, Tracker, json_object, scalars
+from runtime.records.wandb_tracker import WandB
 from training.config import Config
 from training.load_config import dump_config
 

@@ -1,0 +1,12 @@
+"""What a run writes about itself.
+
+metrics.py         the measurements of each logged step, and how a run ended
+trackers.py        writes them to metrics.jsonl, console, wandb, TensorBoard
+tracker.py         the interface of one such place; wandb_tracker.py: that of wandb
+expert_load.py     how evenly tokens spread over experts
+events.py          events.jsonl: what happened, and when
+status.py          status.json: how the last start ended
+ledger.py          where a run's time went
+goodput.py         how much time saves and failures cost: closed forms
+memory_report.py   what a rank holds in memory
+"""
