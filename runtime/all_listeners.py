@@ -46,7 +46,7 @@ def build_listeners(
     lease.check()  # loading may have taken hours; from here on metrics are written
     stop = StopRequests(config, signals)
     metrics = Metrics(config, mesh, start)
-    metrics.is_busy = companion.is_busy
+    companion.follow(metrics)
     watchdog = Watchdog(config)
     # torch.compile leaves no product to time
     looks = config.guard.slow_ranks != "none" and not config.train.compile

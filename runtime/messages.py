@@ -45,6 +45,11 @@ class AgreedError(UserError):
     """A UserError that every rank raises, so that all ranks call `refuse` together."""
 
 
+def this_rank() -> int:
+    """The rank of this process, also where the process group is gone: between two stages."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+
+
 T = TypeVar("T")
 
 
@@ -82,9 +87,9 @@ def refuse(error: UserError) -> NoReturn:
     exits before that. Any other error is this rank's own: it exits immediately, so that the
     launcher ends the other ranks instead of letting them wait."""
     if not isinstance(error, AgreedError):
-        log(f"error on rank {dist.get_rank()}: {error}")
+        log(f"error on rank {this_rank()}: {error}")
         os._exit(2)  # not sys.exit: its clean-up would wait for the other ranks
-    if dist.get_rank() == 0:
+    if this_rank() == 0:
         log(f"error: {error}")
     dist.barrier()  # if a rank exits first, torchrun may end rank 0 before it has reported
     sys.exit(2)
@@ -111,7 +116,7 @@ def describe(error: BaseException) -> str:
             f"{LOST} {when}; for the cause see the log of the rank that failed first "
             f"({said.partition('. ')[0]})"
         )
-    if isinstance(error, RunFailed | UserError):
+    if isinstance(error, RunFailed | UserError | SystemExit):
         return str(error)
     return f"{type(error).__name__} {when}: {said}"
 
@@ -123,7 +128,7 @@ def fail(error: Exception, signals: Signals) -> NoReturn:
     connection to another gives the launcher time to end it, and then reports nothing. Any other
     error is this rank's own and is reported with its traceback.
     """
-    rank = dist.get_rank()
+    rank = this_rank()
     said = describe(error)
     asked = bool(signals.heard)
     signals.hush()
@@ -138,7 +143,7 @@ def fail(error: Exception, signals: Signals) -> NoReturn:
     elif isinstance(error, RunFailed):
         if rank == 0:
             _last_words(f"error: {said}")
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, ValueError):
             dist.barrier()  # if a rank exits first, torchrun may end rank 0 before it has reported
     else:
         traceback.print_exception(error)

@@ -148,6 +148,34 @@ def test_a_run_that_stalls_is_reported_and_so_is_its_recovery(tmp_path: Path) ->
     assert "(in: steps)" in server.received[1]["text"]
 
 
+def test_a_replaced_file_is_no_step(tmp_path: Path) -> None:
+    """A start that resumes, a stage and a rollback replace metrics.jsonl, whose last line is then
+    an old one. The first step may still take as long as a compilation."""
+    settings = {"hang_factor": 1e-6, "hang_seconds": 0.5}  # the limit is twice as long
+    (tmp_path / "run").mkdir()
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.write_text('{"step": 4, "loss": 2.5}\n{"step": 5, "loss": 2.5}\n')
+    with Receiver() as server, FedCompanion(tmp_path, on_event=server.url, **settings) as companion:
+        companion.event("start", step=4, world_size=1, began=0.0)
+        wait_until(lambda: server.kinds() == ["start"])
+        new = tmp_path / "new"
+        new.write_text('{"step": 4, "loss": 2.5}\n')
+        os.replace(new, metrics)
+        time.sleep(3.5)
+        assert server.kinds() == ["start"]
+        companion.step(5)
+        wait_until(lambda: server.kinds() == ["start", "stalled"])  # control
+        companion.event("rollback", from_step=5, step=4)
+        new.write_text('{"step": 4, "loss": 2.5}\n')
+        os.replace(new, metrics)
+        time.sleep(2.5)
+        assert server.kinds() == ["start", "stalled", "rollback"]
+        companion.step(5)
+        wait_until(lambda: server.kinds() == ["start", "stalled", "rollback", "resumed"])
+        companion.event("end", state="finished", step=5, reason="")
+        companion.end()
+
+
 def test_an_ending_companion_leaves_the_next_start_to_the_next_one(tmp_path: Path) -> None:
     """Its own start ends, and the next begins before it has ended."""
     file = tmp_path / "x.prom"
@@ -205,6 +233,8 @@ def test_a_later_stage_is_no_restart() -> None:
         state.note_event(event)
         sent += [event["time"]] if is_alarm(event) else []
         assert state.state == ("finished" if event["time"] == 5.0 else "running")
+        # the changeover is not a time without steps, for the rule LatticeNoStep
+        assert event["time"] != 2.0 or state.start_time == 2.0
     assert sent == [1.0, 4.0, 5.0]
     assert (state.events["start"], state.start_time, state.state) == (1, 3.0, "finished")
 

@@ -11,23 +11,28 @@ from unittest.mock import patch
 import pytest
 
 import train
+from errors import UserError
 from runtime.alerts import send
+from runtime.messages import LOST
 from runtime.records.events import read_events
+from runtime.records.status import record_failed_start, record_failure
 from tests.alert_helpers import ROOT, FedCompanion, Receiver, wait_until
 from tests.runs import losses, train_run, write_config
 from tests.stages import write_stages
 from tools import alarm
 from tools.ranks import RankError, Ranks
 
+REFUSAL = UserError("checkpoint.resume", "auto", "cannot be read", "mount the file system")
 
-def run_that_cannot_build(arguments: list[str], call: int) -> str:
+
+def run_that_cannot_build(arguments: list[str], call: int, refuses: bool = False) -> str:
     """Train; the model of the `call`-th stage that is built cannot be built, as without memory."""
     honest, built = train.build_stages, [0]
 
     def build(*about: Any) -> Any:
         built[0] += 1
         if built[0] == call:
-            raise RuntimeError("out of memory")
+            raise REFUSAL if refuses else RuntimeError("out of memory")
         return honest(*about)
 
     with patch.object(train, "build_stages", build):
@@ -50,12 +55,57 @@ def test_a_failure_outside_of_steps(
         wait_until(lambda: server.kinds()[-2:] == ["stage", "end"])
     before = [] if call == 1 else ["start"]
     assert server.kinds() == [*before, "end", "start", "stage", "end"]
-    assert f"failed at step {step}: RuntimeError" in text
+    when = "while the run started" if call == 1 else "after step 2, outside of a step"
+    assert f"failed at step {step}: RuntimeError {when}" in text
     assert "out of memory" in text
     assert sorted(losses(tmp_path)) == [1, 2, 3]
     ends = [event for event in read_events(tmp_path / "run") if event["event"] == "end"]
     whole = [(event["state"], event["step"]) for event in ends if "stage" not in event]
     assert whole == [("failed", step), ("finished", 3)]
+
+
+def test_a_stage_that_is_refused_is_a_failure(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """The start was not refused: it has made steps, and its end is recorded."""
+    with Receiver() as server:
+        stages = [{"from_step": 2, "train": {"seq_len": 16}}]
+        config = write_stages(tmp_path, data, stages, run={"on_event": server.url})
+        assert ranks.run(run_that_cannot_build, 2, [config], 2, True) == [str(REFUSAL)] * 2
+        wait_until(lambda: server.kinds() == ["start", "end"])
+    assert "failed at step 2: checkpoint.resume" in server.received[-1]["text"]
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("failed", 2)
+
+
+WITHOUT_THE_OTHERS = """
+import sys
+import torch.distributed as dist
+import train
+from runtime import next_stage
+from runtime.signals import Signals
+
+def alone(signals):
+    dist.destroy_process_group()
+    sys.exit("not all ranks joined")
+
+next_stage.join_again = alone
+train.main(sys.argv[1:], Signals(speaks=True).listen())
+"""
+
+
+def test_ranks_that_do_not_join_again(data: Path, tmp_path: Path) -> None:
+    """Between two stages there is no process group. The code after a failure must not need it."""
+    with Receiver() as server:
+        stages = [{"from_step": 2, "train": {"seq_len": 16}}]
+        config = write_stages(tmp_path, data, stages, run={"on_event": server.url})
+        command = [sys.executable, "-c", WITHOUT_THE_OTHERS, config]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        wait_until(lambda: server.kinds() == ["start", "end"])
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "not all ranks joined"
+    assert "Traceback" not in done.stderr
+    assert "failed at step 2: not all ranks joined" in server.received[-1]["text"]
+    (lease,) = (tmp_path / "run" / "lease").glob("*.json")
+    assert lease.stat().st_mtime == 0  # released: the next start need not wait
 
 
 def test_between_two_stages_a_start_has_no_status(ranks: Ranks, data: Path, tmp_path: Path) -> None:
@@ -86,9 +136,15 @@ def test_a_refused_start(ranks: Ranks, data: Path, tmp_path: Path) -> None:
         sections = {"checkpoint": {"interval": 2}, "run": {"on_event": server.url}}
         config = write_config(tmp_path, data, train={"steps": 2}, **sections)
         assert ranks.run(train_run, 2, [config]) == ["", ""]
-        status = (tmp_path / "run" / "status.json").read_bytes()
-        command = [sys.executable, "train.py", config, "train.steps=3", "model.ffn_dim=32"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        before = contents(tmp_path / "run")
+        # no command for its checkpoint either, which may be why this start is refused
+        settings = ["train.steps=3", "model.ffn_dim=32", "checkpoint.after_commit=touch"]
+        done = subprocess.run(
+            [sys.executable, "train.py", config, *settings],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 2
         assert done.stderr.startswith("error: ")
         wait_until(lambda: server.kinds()[-1] == "refused")
@@ -96,7 +152,16 @@ def test_a_refused_start(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     said = " ".join(done.stderr.removeprefix("error: ").split())
     assert said in server.received[-1]["text"]
     assert "ffn_dim" in said
-    assert (tmp_path / "run" / "status.json").read_bytes() == status
+    after = contents(tmp_path / "run")
+    added = after.pop("events.jsonl").removeprefix(before.pop("events.jsonl"))
+    assert json.loads(added)["event"] == "refused"
+    assert after == before
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    """The content of every file, without the lease, which each start takes."""
+    files = [path for path in run.rglob("*") if path.is_file() and path.parent.name != "lease"]
+    return {str(path.relative_to(run)): path.read_bytes() for path in files}
 
 
 def test_a_failed_start_is_not_the_one_after_it(tmp_path: Path) -> None:
@@ -129,3 +194,18 @@ def test_a_job_that_gives_up(
     assert alarm.main(["gives up", config, "run.on_event=$NOT_SET_ANYWHERE"]) == 2
     assert "export NOT_SET_ANYWHERE" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_the_launcher_names_the_rank_that_was_killed(tmp_path: Path) -> None:
+    """Rank 0 knows only that it has lost a connection, also before the first step."""
+    lost = f"{LOST} while the run started"
+    record_failed_start(tmp_path, lost)
+    assert record_failure(tmp_path, "rank 1 was killed") == "rank 1 was killed"
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["state"], status["reason"]) == ("failed", "rank 1 was killed")
+    # control: what an earlier start has left stays
+    (tmp_path / "earlier").mkdir()
+    line = {"event": "end", "time": 1.0, "state": "failed", "step": 0, "reason": lost}
+    (tmp_path / "earlier" / "events.jsonl").write_text(json.dumps(line) + "\n")
+    assert record_failure(tmp_path / "earlier", "rank 1 was killed") == "rank 1 was killed"
+    assert not (tmp_path / "earlier" / "status.json").exists()

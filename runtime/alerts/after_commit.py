@@ -5,8 +5,8 @@
 It runs without a shell, one at a time, for the newest checkpoint first; its output goes to
 RUN/after_commit.log. If it fails or takes too long, it is tried again, after longer and longer
 pauses. If it is interrupted because rank 0 ends, the next start runs it again: it must be able to
-find its own unfinished work. The companion of the start before (or of the stage before) may still
-be ending: a lock on this machine (`_alone`) keeps the next one waiting until it has.
+find its own unfinished work. The companion of the start before may still be ending: a lock on this
+machine (`_alone`) keeps the next one waiting until it has.
 
     RUN/checkpoints/after_commit.json
         running   the checkpoint for which it runs now
@@ -131,7 +131,8 @@ class Commands:
         self._thread = threading.Thread(target=self._run, name="after_commit", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        if not self._ending.is_set():
+            self._thread.start()
 
     def finish(self, seconds: float) -> None:
         """Run the command for what is pending, for at most so many seconds; then end it."""
@@ -139,7 +140,8 @@ class Commands:
         self.attempts.clear()
         self._due.clear()
         self._ending.set()
-        self._thread.join(seconds + PATIENCE_SECONDS + 1.0)
+        if self._thread.ident is not None:  # it was started
+            self._thread.join(seconds + PATIENCE_SECONDS + 1.0)
 
     def _run(self) -> None:
         with _lock(self.checkpoints) as lock:

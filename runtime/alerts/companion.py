@@ -71,6 +71,7 @@ class Companion:
         self.gone, self.closing = threading.Event(), threading.Event()  # rank 0; this process
         self.began = self.ended = False  # whether a `start` and an `end` event were read
         self.past = False  # whether the next start has begun, which has a companion of its own
+        self.logged = -1  # the last step whose record was read, or from which the run goes on
         self.unfinished = b""  # a line of the pipe
         self.reader = threading.Thread(target=self._read_all, name="reader", daemon=True)
 
@@ -79,8 +80,6 @@ class Companion:
     def follow(self) -> None:
         """Work until rank 0 ends, and for a bounded time after that."""
         self.reader.start()
-        if self.commands is not None:
-            self.commands.start()
         while True:
             if select.select([STDIN], [], [], LOOK_SECONDS)[0]:
                 said = os.read(STDIN, 4096)
@@ -114,6 +113,7 @@ class Companion:
             reason = "rank 0 is gone and recorded no end: it was killed, or the run folder is not "
             reason += "readable"
             self.happened("died", step=self.state.record.get("step", 0), reason=reason)
+            self.ended = True
         if self.commands is not None:
             finished = self.state.state == "finished"
             seconds = self.settings.after_commit_seconds if finished else ENDING_SECONDS
@@ -169,9 +169,8 @@ class Companion:
         while earlier := self.events.read(until=self.settings.events_from):
             for event in earlier:
                 self._note(event)
-        for record in self.records.read()[-1:]:
-            with self.lock:  # of an earlier start
-                self.state.note_record(record, found=self.records.modified)
+        self.state.state = "starting"
+        self._read_records()  # of an earlier start
         says_busy, file_due, is_last = True, 0.0, False
         while not is_last:
             is_last = self.closing.is_set()
@@ -195,29 +194,44 @@ class Companion:
         with self.lock:
             own, self.own_events = self.own_events, []
         for event, about in own:
-            append_event(self.run, event, **about)
+            if event != "refused" or self.events.path.exists():  # a new run folder stays empty
+                append_event(self.run, event, **about)
         for found in self.events.read():
             if "event" not in found or found["event"] in OWN:
                 continue
             is_whole = not changes_stage(found)
             if found["event"] == "start" and is_whole:
                 self.past |= self.began or self.ended
+                if self.commands is not None and not self.past:
+                    self.commands.start()  # not before: the newest checkpoint may be damaged
                 self.began = True
             if self.past:
                 break
+            if found["event"] in ("start", "rollback") and isinstance(found.get("step"), int):
+                self.logged = found["step"]
             self._note(found)
             self._send(found)
             # not that which this start has noted of the one before (status.py)
             self.ended |= found["event"] == "end" and is_whole and not found.get("noted_later")
-        for record in self.records.read()[-1:] if not self.past else []:
-            with self.lock:
-                self.state.note_record(record)
-                over = self.clock.line(time.monotonic())
-            if over is not None:
-                self.happened("resumed", step=record.get("step", 0), seconds=over)
+        if not self.past:
+            self._read_records()
         if self.commands is not None:
             waiting, done = progress(self.run / "checkpoints")
             self.progress = len(waiting), done
+
+    def _read_records(self) -> None:
+        """Note the last record. It is no news if the file was replaced, as at a start and after a
+        rollback, and its last line was there before."""
+        for record in self.records.read()[-1:]:
+            step = record.get("step")
+            is_new = self.began and isinstance(step, int) and step > self.logged
+            with self.lock:
+                self.state.note_record(record, None if is_new else self.records.modified)
+                over = self.clock.line(time.monotonic()) if is_new else None
+            if is_new:
+                self.logged = int(record["step"])
+            if over is not None:
+                self.happened("resumed", step=step, seconds=over)
 
     def _note(self, event: dict[str, Any]) -> None:
         if "event" in event and "time" in event:

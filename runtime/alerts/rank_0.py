@@ -20,7 +20,13 @@ from runtime.alerts.settings import Settings
 from runtime.checkpoints.run_folder import checkpoint_folder
 from runtime.listener import Listener, Run
 from runtime.messages import describe, log
-from runtime.records.status import has_ended, read_status, record_failed_start, write_whole
+from runtime.records.metrics import Metrics
+from runtime.records.status import (
+    read_status,
+    record_failed_start,
+    write_status,
+    write_whole,
+)
 from runtime.signals import Signals, requests
 from training.config import Config
 
@@ -46,7 +52,9 @@ class Companion:
         self.folder = Path(config.run.dir)
         self.process: subprocess.Popen[bytes] | None = None
         keys = (config.run.on_event, config.run.prometheus, config.checkpoint.after_commit)
-        self.is_wanted = dist.get_rank() == 0 and any(keys)
+        self.is_rank_0 = dist.get_rank() == 0  # between two stages there is no process group
+        self.is_wanted = self.is_rank_0 and any(keys)
+        self.metrics: Metrics | None = None  # of the stage that was built last: it records the end
 
     def __enter__(self) -> "Companion":
         if not self.is_wanted:
@@ -87,6 +95,11 @@ class Companion:
         self.is_busy("start")
         return self
 
+    def follow(self, metrics: Metrics) -> None:
+        """Let `metrics`, which has recorded the start of a stage, tell what rank 0 does."""
+        self.metrics = metrics
+        metrics.is_busy = self.is_busy
+
     def is_busy(self, cause: str) -> None:
         """Tell the companion what rank 0 does besides steps, by a cause of ledger.py; "": steps
         again."""
@@ -109,30 +122,40 @@ class Companion:
         self.process = None
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if dist.get_rank() == 0 and isinstance(error, Exception):
-            self._record(error)
-        if self.process is None or self.process.stdin is None:
+        if not self.is_rank_0:
             return
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()  # the companion sees the end of the pipe
-        finished = read_status(self.folder).get("state") == "finished"
+        try:
+            if error is not None:
+                self._record(error)
+        finally:
+            if self.process is not None and self.process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    self.process.stdin.close()  # the companion sees the end of the pipe
+        if self.process is None:
+            return
+        finished = error is None and read_status(self.folder).get("state") == "finished"
         seconds = BRIEF_SECONDS
-        if finished and error is None:
+        if finished:
             seconds = ENDING_SECONDS + END_EVENT_SECONDS
             if self.config.checkpoint.after_commit:
                 seconds += self.config.checkpoint.after_commit_minutes * 60
         self._wait(seconds)
-        if self.config.checkpoint.after_commit:
+        if self.config.checkpoint.after_commit and self.metrics is not None:
             self._add_to_status(self.folder)
 
-    def _record(self, error: Exception) -> None:
-        """Record an error outside of a stage's listeners, which record those inside. A refused
-        start writes nothing to the run folder."""
-        if isinstance(error, UserError):
-            if not has_ended(self.folder):
-                self._tell(REFUSED + " ".join(str(error).split()))
-        else:
+    def _record(self, error: BaseException) -> None:
+        """Record an error outside of a stage's listeners, which record those inside. If this start
+        was refused, only an alarm says so."""
+        left = isinstance(error, SystemExit) and isinstance(error.code, str)  # with a last line
+        if not (left or isinstance(error, Exception)):
+            return
+        if self.metrics is None and isinstance(error, UserError):
+            self._tell(REFUSED + " ".join(str(error).split()))
+        elif self.metrics is None:
             record_failed_start(self.folder, describe(error))
+        elif not self.metrics.has_ended:
+            error.add_note(f"after step {self.metrics.step}, outside of a step")
+            write_status(self.folder, "failed", self.metrics.step, describe(error))
 
     def _wait(self, seconds: float) -> None:
         """Wait for the companion: so long, but only briefly once a signal was received."""

@@ -38,7 +38,9 @@ class RunState:
             self.account.add(event)
         if kind == "start":
             self.state, self.slow, self.start_time = "running", {}, event["time"]
-        elif kind == "end" and not changes_stage(event):
+        elif kind == "end" and changes_stage(event):
+            self.start_time = event["time"]
+        elif kind == "end":
             self.state = str(event.get("state"))
         elif kind == "died":
             self.state = "died"
@@ -87,12 +89,12 @@ class StallClock:
     def busy(self, cause: str, now: float) -> None:
         """Note what rank 0 does from now on, by a cause of ledger.py; "": steps again."""
         took = now - self._since
+        if self.cause:
+            self._elsewhere += took
+            self._longest[self.cause] = max(took, self._longest.get(self.cause, 0.0))
         if self.cause == START:  # the steps before, if any, were those of another stage
             self._first, self._elsewhere = None, now - self._last
             self._gaps.clear()
-        elif self.cause:
-            self._elsewhere += took
-            self._longest[self.cause] = max(took, self._longest.get(self.cause, 0.0))
         self.cause, self._since = cause, now
 
     def line(self, now: float) -> float | None:

@@ -42,8 +42,6 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-import torch.distributed as dist
-
 from errors import UserError
 from runtime.checkpoints.lease_holder import RELEASED, Found, Holder, newest_lease
 from runtime.messages import from_rank_0, log, refuse
@@ -113,7 +111,7 @@ class Lease:
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        if dist.get_rank() == 0:
+        if self._token:  # rank 0; the process group may be gone
             self._release()
 
     def _release(self) -> None:

@@ -61,6 +61,7 @@ class Metrics(Listener):
         # told what this process does besides steps, by a cause of ledger.py; "": steps again
         self.is_busy: Callable[[str], None] = lambda cause: None
         self.stop_reason = ""
+        self.has_ended = False  # whether the end of this start is recorded
         self.next_stage: int | None = None  # with which this process goes on
         self.skipped_updates = start.step - start.updates
         self.load = LoadStatistics.of(config.model, mesh.device)
@@ -273,6 +274,7 @@ class Metrics(Listener):
             append_event(self.folder, "end", **about, stage=self.next_stage)
         elif not (self.folder / "status.json").exists():  # else the watchdog has written it
             write_status(self.folder, state, self.step, reason, **self.for_status)
+        self.has_ended = error is not None or self.next_stage is None
         self.trackers.close(failed=error is not None)  # last: wandb may wait for its server
 
 

@@ -13,11 +13,12 @@ if something was examined (health/examine.py), `suspicion` is the last verdict.
     rank 0 is killed, and the launcher     the file is missing; the next start records that in
     too, or the launcher is torchrun       events.jsonl
 
-The file is removed when a start or one of its stages begins to train, so it always describes the
-last start that was not refused.
+The file is removed when a start or one of its stages begins to train. So it describes the last
+start, unless that was refused, or rank 0 was killed before its first step.
 """
 
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -47,9 +48,10 @@ def read_status(folder: Path) -> dict[str, Any]:
 def record_failure(folder: Path, reason: str) -> str:
     """Record the launcher's reason for a failed start, and return the reason that is recorded in
     the end. A reason that rank 0 has written is kept, unless it is only a lost connection."""
-    last = _this_start(folder)
-    if last is None:
-        return reason  # this start failed before its first step
+    last = _last_start(folder)
+    launched = time.time() - (time.monotonic() - signals.STARTED)
+    if last is None or max(last["began"], last["ended_at"]) < launched - 1:
+        return reason  # this start failed before it wrote anything
     status = read_status(folder)
     theirs = str(status.get("reason", ""))
     if status and LOST not in theirs:
@@ -59,19 +61,10 @@ def record_failure(folder: Path, reason: str) -> str:
 
 
 def record_failed_start(folder: Path, reason: str) -> None:
-    """Record that this start failed, unless that is recorded already: before its first step, or
-    between two stages."""
-    ours, last = _this_start(folder), _last_start(folder)
-    if ours is None:
-        record_missing_end(folder)  # of the start before
-    if not (ours and ours["ended"]):
-        write_status(folder, "failed", last["step"] if last else 0, reason)
-
-
-def has_ended(folder: Path) -> bool:
-    """Whether this start has begun and recorded its end."""
-    ours = _this_start(folder)
-    return ours is not None and ours["ended"]
+    """Record that this start failed before its first step."""
+    record_missing_end(folder)  # of the start before
+    last = _last_start(folder)
+    write_status(folder, "failed", last["step"] if last else 0, reason)
 
 
 def record_missing_end(folder: Path) -> list[str]:
@@ -97,26 +90,21 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _last_start(folder: Path) -> dict[str, Any] | None:
-    """Return from events.jsonl when the last start began, its last recorded step and whether it
-    recorded its end; None if there is no start."""
+    """Return from events.jsonl when the last start began, its last recorded step, whether it
+    recorded its end, and when a start did so last; None if there is neither a start nor an end."""
     try:
         events = read_events(folder)
     except OSError:
         return None
     last: dict[str, Any] | None = None
+    ended_at = -math.inf
     for event in events:
         if event["event"] == "start":
             last = {"began": event["began"], "step": event["step"], "ended": False}
+        elif event["event"] == "end":  # also of a start that failed before its first step
+            last = last or {"began": -math.inf, "step": event["step"]}
+            last["ended"] = not changes_stage(event)
+            ended_at = ended_at if event.get("noted_later") else event["time"]
         elif last is not None and event["event"] in ("spent", "rollback"):
             last["step"] = event["step"]
-        elif last is not None and event["event"] == "end":
-            last["ended"] = not changes_stage(event)
-    return last
-
-
-def _this_start(folder: Path) -> dict[str, Any] | None:
-    """The same of the start that this process, or the launcher's ranks, have made; None if it has
-    not begun to train."""
-    last = _last_start(folder)
-    launched = time.time() - (time.monotonic() - signals.STARTED)
-    return last if last is not None and last["began"] >= launched - 1 else None
+    return last and last | {"ended_at": ended_at}
