@@ -28,8 +28,8 @@ import yaml
 from benchmarks.about import about
 from benchmarks.kill_drill import ROOT, small
 from hardware import FAILURES_PER_GPU_DAY
+from runtime.checkpoints.goodput import best_interval, effective_exactly, shares
 from runtime.records.events import read_events
-from runtime.records.goodput import best_interval, effective_exactly, shares
 from runtime.records.ledger import account
 from tools.goodput.measured import measure
 from tools.goodput.simulate import Job, simulate

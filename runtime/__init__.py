@@ -22,8 +22,7 @@
     device.py          threads and clocks of a device
     garbage.py         collects Python's garbage in the same step on all ranks
     schema.py          validation of JSON from outside
-    progress.py        progress bars on a terminal
 
 May import `training/`, `costs/`, `model/`, `parallel/` and `data/`; imported only by train.py, the
-tools, the benchmarks and the tests.
+tools, the benchmarks, the tests and docs/.
 """

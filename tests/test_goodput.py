@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from hardware import FAILURES_PER_GPU_DAY, H100
-from runtime.records.events import append_event
-from runtime.records.goodput import (
+from runtime.checkpoints.goodput import (
     DAY,
     Interruptions,
     best_interval,
@@ -21,6 +20,7 @@ from runtime.records.goodput import (
     shares,
     spares_needed,
 )
+from runtime.records.events import append_event
 from tools.goodput import __main__ as command
 from tools.goodput.measured import measure
 from tools.goodput.simulate import Job, simulate

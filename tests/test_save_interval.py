@@ -19,9 +19,9 @@ import pytest
 from errors import UserError
 from runtime import signals
 from runtime.checkpoints import save_interval
+from runtime.checkpoints.goodput import mtbf_of
 from runtime.checkpoints.save_interval import MOST_SECONDS, SaveInterval, measured_saves
 from runtime.records.events import append_event, read_events
-from runtime.records.goodput import mtbf_of
 from runtime.records.ledger import account
 from runtime.start import parts, times
 from runtime.start.times import StartTimes

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from runtime.progress import byte_bar
+from runtime.checkpoints.progress import byte_bar
 from runtime.records.events import read_events
 from runtime.records.tracker import Tracker
 from runtime.records.trackers import JsonLines, Trackers

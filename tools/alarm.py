@@ -20,7 +20,7 @@ from runtime.alerts.send import Sender
 from tools.command import add_overrides, run_command
 from training.load_config import load_config
 
-LIMIT_SECONDS = 120.0  # longer than all attempts together (send.py)
+LIMIT_SECONDS = 120.0  # longer than all attempts together (runtime/alerts/send.py)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

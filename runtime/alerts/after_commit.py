@@ -114,7 +114,7 @@ class Commands:
     """Runs the command, in a thread.
 
     Args:
-        event: called with the content of an `after_commit` event (events.py).
+        event: called with the content of an `after_commit` event (records/events.py).
     """
 
     def __init__(self, settings: Settings, event: Callable[..., None]) -> None:

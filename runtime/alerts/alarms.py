@@ -13,7 +13,7 @@
     end                        finished, requeue or failed
     job                        the job script gives up (tools/alarm.py)
 
-What the others of events.py record is not worth a message.
+The other events of records/events.py are not worth a message.
 """
 
 import math

@@ -211,7 +211,7 @@ class Companion:
                 self.logged = found["step"]
             self._note(found)
             self._send(found)
-            # not that which this start has noted of the one before (status.py)
+            # not that which this start has noted of the one before (records/status.py)
             self.ended |= found["event"] == "end" and is_whole and not found.get("noted_later")
         if not self.past:
             self._read_records()

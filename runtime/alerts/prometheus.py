@@ -26,7 +26,7 @@ from runtime.health.verdicts import VERDICTS
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LOOPBACK = "127.0.0.1"
 STATES = ("starting", "running", "finished", "requeue", "failed", "died")
-# entries of a record (metrics.py) → metric and help; others are lattice_record{name="…"}
+# entries of a record (records/metrics.py) → metric and help; others: lattice_record{name="…"}
 RECORD = {
     "step": ("lattice_step", "Last logged step."),
     "loss": ("lattice_loss", "Mean loss over all target tokens of that step."),

@@ -101,8 +101,8 @@ class Companion:
         metrics.is_busy = self.is_busy
 
     def is_busy(self, cause: str) -> None:
-        """Tell the companion what rank 0 does besides steps, by a cause of ledger.py; "": steps
-        again."""
+        """Tell the companion what rank 0 does besides steps, by a cause of records/ledger.py;
+        "": steps again."""
         self._tell(cause)
 
     def _tell(self, line: str) -> None:
@@ -179,8 +179,8 @@ class Companion:
 
 
 class CompanionListener(Listener):
-    """Tells the companion when a stage begins its steps and has ended. The first listener, so that
-    its `__exit__` is the last."""
+    """Tells the companion when a stage begins its steps and has ended. Before every listener that
+    has an `__exit__`, so that its own is the last."""
 
     def __init__(self, companion: Companion) -> None:
         self.companion = companion

@@ -87,7 +87,7 @@ class StallClock:
         self._longest: dict[str, float] = {}  # cause → seconds
 
     def busy(self, cause: str, now: float) -> None:
-        """Note what rank 0 does from now on, by a cause of ledger.py; "": steps again."""
+        """Note what rank 0 does from now on, by a cause of records/ledger.py; "": steps again."""
         took = now - self._since
         if self.cause:
             self._elsewhere += took

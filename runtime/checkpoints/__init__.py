@@ -1,6 +1,8 @@
 """Checkpoints: saved while training continues, whole or not there, and loaded on any layout.
 
-saving.py          when to save; save_interval.py: how often, if the run decides
+saving.py          when to save
+save_interval.py   how often to save, if the run decides
+goodput.py         how much time saves and failures cost: closed forms
 save.py            saves while training continues
 host_copies.py     where a save copies a rank's tensors
 manifest.py        lists and verifies the contents of a checkpoint
@@ -10,6 +12,7 @@ trainer_state.py   trainer.json: how far the run was
 checkpoint.py      finds the checkpoint that a run starts from, and loads it
 history.py         checks that a checkpoint's run had the stages of the configuration
 rollback.py        goes back to a checkpoint and skips the bad batches
+progress.py        progress bars on a terminal, for what takes minutes
 
 names.py           the names in a folder of checkpoints
 run_folder.py      lists the checkpoints of a run, and writes `latest`

@@ -46,6 +46,7 @@ from runtime.checkpoints.manifest import (
     read_manifest,
 )
 from runtime.checkpoints.names import complete_checkpoints, step_of
+from runtime.checkpoints.progress import byte_bar
 from runtime.checkpoints.run_folder import (
     checkpoint_folder,
     checkpoints_of,
@@ -62,7 +63,6 @@ from runtime.checkpoints.trainer_state import (
     read_trainer,
 )
 from runtime.messages import from_rank_0, log, on_all_ranks
-from runtime.progress import byte_bar
 from runtime.start.parts import parts
 from training.config import Config
 from training.stages import ROTATION_KEYS

@@ -26,8 +26,8 @@ from pydantic import Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from runtime.checkpoints.names import MANIFEST
+from runtime.checkpoints.progress import byte_bar
 from runtime.checkpoints.tiling import FIELD, MAX_DIMS, MAX_NUMBERS, Point, random_point, value_at
-from runtime.progress import byte_bar
 from runtime.schema import MAX_JSON_BYTES, Count, Name, Strict, first_problem, load_json
 
 FORMAT, VERSION = "lattice-checkpoint", 2

@@ -1,8 +1,8 @@
 """checkpoint.interval=auto: save as often as costs the least time in all.
 
 Saving more often costs more waits for saves; saving less often, more repeated steps after a
-failure. The least sum is at √(2sM) seconds of training (goodput.py): s is what a save costs this
-run, measured, and M the time between failures of a job of this size, from
+failure. The least sum is at √(2sM) seconds of training (goodput.py): s is what a save costs
+this run, measured, and M the time between failures of a job of this size, from
 checkpoint.failures_per_gpu_day.
 
 Rank 0 measures and decides, and the decision is broadcast after a save, where the ranks communicate
@@ -20,10 +20,10 @@ from typing import Any
 import torch.distributed as dist
 
 from hardware import H100
+from runtime.checkpoints.goodput import best_interval, mtbf_of
 from runtime.listener import Run
 from runtime.messages import from_rank_0, log
 from runtime.records.events import append_event, read_events
-from runtime.records.goodput import best_interval, mtbf_of
 from training.config import Config
 
 # Published failure rates know nothing of a quota that runs out, or of a job that someone else ends.

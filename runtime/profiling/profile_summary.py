@@ -18,7 +18,7 @@ the trace and needs no torch.
 The axis of a collective: on a GPU, the kernel names its process group, and the trace file has the
 axis of each group under `lattice`. Batched sends and receives name no group
 (https://github.com/pytorch/pytorch/issues/194693), but only the pipeline uses them. On a CPU,
-runtime/profiling/profile.py marks each collective with its axis.
+profile.py marks each collective with its axis.
 """
 
 import gzip

@@ -7,6 +7,5 @@ expert_load.py     how evenly tokens spread over experts
 events.py          events.jsonl: what happened, and when
 status.py          status.json: how the last start ended
 ledger.py          where a run's time went
-goodput.py         how much time saves and failures cost: closed forms
 memory_report.py   what a rank holds in memory
 """

@@ -6,11 +6,12 @@ added, never changed.
                                           `stage` if the process goes on from the stage before
     started     the first step is done    step, seconds by part (start/parts.py)
     system      a start begins            versions, device, layout
-    spares      a start begins            step, number of spare ranks by node (spares.py)
+    spares      a start begins            step, number of spare ranks by node (start/spares.py)
     memory      a rank's peak has grown   step, the peaks of all ranks in bytes (metrics.py)
     spent       a step is logged          step, seconds since the line before, by cause (ledger.py)
     checkpoint  a save ends               step, bytes, seconds; or, if it failed, why (`failed`)
-    interval    checkpoint.interval=auto changes   steps, save_seconds, mtbf (save_interval.py)
+    interval    checkpoint.interval=auto  steps, save_seconds, mtbf (checkpoints/save_interval.py)
+                changes
     rollback    the run goes back         from_step, step, the samples that it leaves out; of
                                           earlier stages: left_out_before (stage, begin, end)
     stage       a stage begins            its number, step, what changes (next_stage.py)
@@ -19,7 +20,8 @@ added, never changed.
     slow_rank   a rank is slow, or no     step, rank, node, factor, since (a step); `ended` if it no
                 longer is                 longer is (health/slow_ranks.py)
     examining   an examination begins     step, cause
-    suspicion   … and ends                step, cause, verdict, ranks, nodes, why (examine.py)
+    suspicion   … and ends                step, cause, verdict, ranks, nodes, why
+                                          (health/examine.py)
     end         a start ends              state, step, reason; `stage` if the process goes on with
                                           this one; `noted_later` if the next start has noted it
 

@@ -14,7 +14,8 @@ if something was examined (health/examine.py), `suspicion` is the last verdict.
     too, or the launcher is torchrun       events.jsonl
 
 The file is removed when a start or one of its stages begins to train. So it describes the last
-start, unless that was refused, or rank 0 was killed before its first step.
+start, unless that was refused, failed before it held the lease, or lost its rank 0 before it
+began to train.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Join the world that a launcher describes: the first thing a rank does."""
+"""Join the world that a launcher describes, and make the settings of a rank's CPUs and GPU."""
 
 import ctypes
 import functools
@@ -58,8 +58,9 @@ def open_files_needed(world_size: int) -> int:
     """An upper bound of the files and sockets that one process of a run has open.
 
     gloo connects every rank of a group with every other, and listens at one more socket. Three
-    groups have all ranks: the default one, and those of saving (save.py) and stopping (stop.py).
-    The groups of the mesh, one for each of its views (mesh.py), need at most three more of them.
+    groups have all ranks: the default one, and those of saving (checkpoints/save.py) and stopping
+    (stop.py). The groups of the mesh, one for each of its views (parallel/mesh.py), need at most
+    three more of them.
 
     TORCH_GLOO_LAZY_INIT=1 would open only the sockets that are used. It is left unset: in torch
     2.11 to 2.13, a rank whose peer dies before their first connection may wait for it forever,

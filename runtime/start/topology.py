@@ -1,7 +1,7 @@
 """Which mesh axes lie inside a node, and what tensor parallelism across nodes costs.
 
 torchrun gives each node consecutive ranks, so a node of N ranks holds N consecutive positions in
-the order of the mesh (axes.py). For example, tp 8, pp 4, dp_shard 8 with 8 ranks per node:
+the order of the mesh (parallel/axes.py). For example, tp 8, pp 4, dp_shard 8 with 8 ranks per node:
 
     inside a node of 8 ranks: tp 8; between nodes: pp 4, dp_shard 8
 """

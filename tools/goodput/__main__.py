@@ -4,10 +4,10 @@
     python -m tools.goodput --gpus 1024 --run runs/mine     what saves and restarts took in a run
 
 For several intervals between saves, around the best one by Young's √(2sM), it prints the effective
-training time (ETTR) in a simulation of --days and by the closed form (runtime/records/goodput.py),
-and how many nodes must be spare. docs/goodput.md explains the numbers. --save is how long training
-waits for a save, --commit how long after its beginning a save counts, --restart how long it takes
-from a failure until the steps go on.
+training time (ETTR) in a simulation of --days and by the closed form
+(runtime/checkpoints/goodput.py), and how many nodes must be spare. docs/goodput.md explains the
+numbers. --save is how long training waits for a save, --commit how long after its beginning a save
+counts, --restart how long it takes from a failure until the steps go on.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from typing import Any
 
 from errors import UserError
 from hardware import FAILURES_PER_GPU_DAY, H100, NODE_LOST_SHARE
+from runtime.checkpoints.goodput import DAY, best_interval, shares, spares_needed
 from runtime.records.events import read_events
-from runtime.records.goodput import DAY, best_interval, shares, spares_needed
 from tools.command import run_command
 from tools.goodput.measured import Measured, measure
 from tools.goodput.simulate import Job, simulate

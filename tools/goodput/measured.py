@@ -5,8 +5,8 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
+from runtime.checkpoints.goodput import Interruptions, best_interval, mtbf_of
 from runtime.records.events import changes_stage
-from runtime.records.goodput import Interruptions, best_interval, mtbf_of
 from runtime.records.ledger import account
 
 

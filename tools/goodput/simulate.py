@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 
-from runtime.records.goodput import DAY, Interruptions
+from runtime.checkpoints.goodput import DAY, Interruptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from errors import UserError
 from model.config import ModelConfig
 from runtime.checkpoints.manifest import PLACES
-from runtime.progress import byte_bar
+from runtime.checkpoints.progress import byte_bar
 from tools.huggingface.config import CONFIG, COPY_AGAIN, parameters, read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -5,7 +5,7 @@ from typing import Any
 
 from hardware import NODE_LOST_SHARE, Device
 from model.transformer import num_parameters
-from runtime.records.goodput import (
+from runtime.checkpoints.goodput import (
     DAY,
     Interruptions,
     best_interval,

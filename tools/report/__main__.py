@@ -1,8 +1,7 @@
 """Shows where a run's time went: `python -m tools.report RUN [--out FILE.html]`
 
-Prints the seconds by cause over all starts of the run, from events.jsonl in the run folder. The
-causes are defined in runtime/records/ledger.py; one of them is the steps that led to the run's last
-state.
+Prints the seconds by cause over all starts of the run, from events.jsonl in the run folder.
+runtime/records/ledger.py defines the causes, one of which is the steps that led to the last state.
 
 --out also writes the whole run as one HTML page: loss, gradient norm, speed, memory by rank, the
 ledger, the events, and the pipeline's timeline if the run was traced (run.trace=true). The page
