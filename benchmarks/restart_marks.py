@@ -21,15 +21,14 @@ from typing import Any
 
 FIRST_LINE = time.time()
 
-# module → function or method → the marks when it is called and when it returns; None: no mark
+# module, without a folder of runtime/, as older versions have none → function or method → the marks
+# when it is called and when it returns; None: no mark
+FOLDERS = ("start", "checkpoints")
 PLACES: dict[str, dict[str, tuple[str | None, str | None]]] = {
-    "runtime.start.init_distributed": {"init_distributed": ("imported", "joined")},
-    "runtime.start.preconditions": {"open_train_and_heldout": ("mesh", "data")},
-    "runtime.checkpoints.lease": {"Lease.__enter__": (None, "lease")},
-    "runtime.checkpoints.checkpoint": {
-        "find_start": (None, "checked"),
-        "load": ("built", "loaded"),
-    },
+    "runtime.init_distributed": {"init_distributed": ("imported", "joined")},
+    "runtime.preconditions": {"open_train_and_heldout": ("mesh", "data")},
+    "runtime.lease": {"Lease.__enter__": (None, "lease")},
+    "runtime.checkpoint": {"find_start": (None, "checked"), "load": ("built", "loaded")},
     "runtime.listener": {
         "Listeners.before_step": ("listeners", None),
         "Listeners.after_step": ("step", None),
@@ -59,13 +58,21 @@ def process_began() -> float:
     return time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")
 
 
+def _places(module: str) -> dict[str, tuple[str | None, str | None]]:
+    """What is marked in a module."""
+    room, _, last = module.rpartition(".")
+    if room in {f"runtime.{folder}" for folder in FOLDERS}:
+        return PLACES.get(f"runtime.{last}", {})
+    return PLACES.get(module, {})
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds modules as usual, and wraps the functions of PLACES once a module has run."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name not in PLACES:
+        if not _places(name):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is None or spec.loader is None:
@@ -81,7 +88,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _wrap_all(module: ModuleType) -> None:
-    for place, marks in PLACES[module.__name__].items():
+    for place, marks in _places(module.__name__).items():
         _wrap(module, place, *marks)
 
 
@@ -118,7 +125,7 @@ def main(program: str, arguments: list[str]) -> None:
     mark("process", at=process_began())
     mark("first line", at=FIRST_LINE)
     sys.meta_path.insert(0, _Finder())
-    for name in PLACES.keys() & sys.modules.keys():  # in a process forked from one that has them
+    for name in list(filter(_places, sys.modules)):  # in a process forked from one that has them
         _wrap_all(sys.modules[name])
     sys.path[0] = os.getcwd()
     sys.argv = [program, *arguments]
