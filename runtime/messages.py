@@ -144,7 +144,7 @@ def fail(error: Exception, signals: Signals) -> NoReturn:
     elif isinstance(error, RunFailed):
         if rank == 0:
             _last_words(f"error: {said}")
-        with contextlib.suppress(RuntimeError, ValueError):
+        with contextlib.suppress(RuntimeError):
             dist.barrier()  # if a rank exits first, torchrun may end rank 0 before it has reported
     else:
         traceback.print_exception(error)

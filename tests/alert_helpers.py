@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from runtime.alerts.companion import start_companion
 from runtime.alerts.settings import Settings
 from runtime.records.events import append_event
 
@@ -75,17 +74,7 @@ class FedCompanion:
         )
         self.log = folder / "companion.log"
         with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "runtime.alerts.companion"],
-                cwd=ROOT,
-                stdin=subprocess.PIPE,
-                bufsize=0,
-                stderr=log,
-                start_new_session=True,
-            )
-        assert self.process.stdin is not None
-        line = dataclasses.replace(told, **settings).dumps() + "\n"
-        self.process.stdin.write(line.encode())
+            self.process = start_companion(dataclasses.replace(told, **settings), log)
 
     def event(self, event: str, **about: Any) -> None:
         append_event(self.run, event, **about)

@@ -208,16 +208,16 @@ def test_rank_0_tells_its_companion_what_it_does(tmp_path: Path) -> None:
         wait_until(lambda: server.kinds() == ["start"])
         told = Companion.__new__(Companion)
         told.process = fed.process
-        told.is_busy("evaluation")
+        told.tell("evaluation")
         fed.step(1)
         time.sleep(2.5)
         assert server.kinds() == ["start"]
-        told.is_busy("")  # control: now it stalls
+        told.tell("")  # control: now it stalls
         wait_until(lambda: server.kinds() == ["start", "stalled"])
         os.kill(fed.process.pid, signal.SIGSTOP)
         os.set_blocking(fed.process.stdin.fileno(), False)  # type: ignore[union-attr]
         for _ in range(100_000):  # more than a pipe holds
-            told.is_busy("evaluation")
+            told.tell("evaluation")
         os.kill(fed.process.pid, signal.SIGCONT)
 
 

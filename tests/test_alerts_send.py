@@ -105,7 +105,7 @@ def test_a_broken_webhook_delays_no_step_of_a_run(
 
 def test_training_calls_nothing_that_waits() -> None:
     """By design: in a step the listener only asks whether the process is alive (and writes to a
-    pipe that never waits, `is_busy`)."""
+    pipe that never waits, `tell`)."""
     tree = ast.parse((ROOT / "runtime/alerts/rank_0.py").read_text())
     methods = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     assert not methods.keys() & {"before_step", "went_back", "ends"}
@@ -115,7 +115,7 @@ def test_training_calls_nothing_that_waits() -> None:
         for node in ast.walk(methods[name])
         if isinstance(node, ast.Call)
     }
-    assert called == {"is_due", "check", "is_busy", "poll", "log"}
+    assert called == {"is_due", "check", "tell", "poll", "log"}
 
 
 # --- commands, variables, refusals ----------------------------------------------------------------

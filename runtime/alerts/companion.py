@@ -24,11 +24,12 @@ It ends at most so long after rank 0, whatever hangs:
 import os
 import select
 import signal
+import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from runtime.alerts.after_commit import Commands, progress
 from runtime.alerts.alarms import Series, alarm, is_alarm
@@ -240,14 +241,25 @@ class Companion:
 
 
 STDIN = 0
-OWN = {
-    "stalled",
-    "resumed",
-    "died",
-    "refused",
-    "undelivered",
-    "after_commit",
-}  # noted when they happen
+# events that are noted when they happen
+OWN = {"stalled", "resumed", "died", "refused", "undelivered", "after_commit"}
+
+
+def start_companion(
+    settings: Settings, stderr: IO[bytes] | None = None
+) -> "subprocess.Popen[bytes]":
+    """Start the process, and tell it its settings. The pipe to it is not buffered."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "runtime.alerts.companion"],
+        cwd=Path(__file__).parents[2],  # this repository
+        stdin=subprocess.PIPE,
+        bufsize=0,
+        stderr=stderr,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    process.stdin.write(settings.dumps().encode() + b"\n")
+    return process
 
 
 def main() -> None:

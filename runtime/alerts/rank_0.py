@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +14,12 @@ import torch.distributed as dist
 from errors import UserError
 from runtime.alerts.after_commit import progress
 from runtime.alerts.check import on_event
-from runtime.alerts.companion import END_EVENT_SECONDS, ENDING_SECONDS, REFUSED
+from runtime.alerts.companion import (
+    END_EVENT_SECONDS,
+    ENDING_SECONDS,
+    REFUSED,
+    start_companion,
+)
 from runtime.alerts.settings import Settings
 from runtime.checkpoints.run_folder import checkpoint_folder
 from runtime.listener import Listener, Run
@@ -30,7 +34,6 @@ from runtime.records.status import (
 from runtime.signals import Signals, requests
 from training.config import Config
 
-ROOT = Path(__file__).parents[2]  # of this repository
 # Once a stop was requested or the run has failed: the job's next start is more urgent, and the
 # companion ends by itself.
 BRIEF_SECONDS = 3.0
@@ -74,39 +77,28 @@ class Companion:
             hang_factor=guard.hang_factor,
             hang_seconds=guard.hang_seconds,
         )
-        # Until its handlers are set, a signal that stops the run must not end the companion. The
-        # pipe is not buffered, and no write to it waits.
+        # Until its handlers are set, a signal that stops the run must not end the companion.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, requests())
         try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "runtime.alerts.companion"],
-                cwd=ROOT,
-                stdin=subprocess.PIPE,
-                bufsize=0,
-                start_new_session=True,
-            )
+            self.process = start_companion(settings)
             assert self.process.stdin is not None
-            os.set_blocking(self.process.stdin.fileno(), False)
-            self.process.stdin.write(settings.dumps().encode() + b"\n")
+            os.set_blocking(self.process.stdin.fileno(), False)  # no write waits
         except OSError as error:
             log(f"warning: the companion cannot be started, so no alarms are sent: {error}")
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        self.is_busy("start")
+        self.tell("start")
         return self
 
     def follow(self, metrics: Metrics) -> None:
         """Let `metrics`, which has recorded the start of a stage, tell what rank 0 does."""
         self.metrics = metrics
-        metrics.is_busy = self.is_busy
+        metrics.is_busy = self.tell
 
-    def is_busy(self, cause: str) -> None:
-        """Tell the companion what rank 0 does besides steps, by a cause of records/ledger.py;
-        "": steps again."""
-        self._tell(cause)
-
-    def _tell(self, line: str) -> None:
-        """Write a line to the pipe. Left out if that is full, because the companion hangs."""
+    def tell(self, line: str) -> None:
+        """Write a line to the pipe: what rank 0 does besides steps, by a cause of records/ledger.py
+        ("": steps again), or why it was refused. Left out if the pipe is full, because the
+        companion hangs."""
         if self.process is not None and self.process.stdin is not None:
             with contextlib.suppress(OSError, ValueError):
                 self.process.stdin.write(line.encode() + b"\n")
@@ -150,7 +142,7 @@ class Companion:
         if not (left or isinstance(error, Exception)):
             return
         if self.metrics is None and isinstance(error, UserError):
-            self._tell(REFUSED + " ".join(str(error).split()))
+            self.tell(REFUSED + " ".join(str(error).split()))
         elif self.metrics is None:
             record_failed_start(self.folder, describe(error))
         elif not self.metrics.has_ended:
@@ -186,11 +178,11 @@ class CompanionListener(Listener):
         self.companion = companion
 
     def begins(self, run: Run) -> None:
-        self.companion.is_busy("")
+        self.companion.tell("")
 
     def after_step(self, run: Run) -> None:
         if run.is_due(run.config.run.log_interval):
             self.companion.check()
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self.companion.is_busy("start")  # of the next stage, if any
+        self.companion.tell("start")  # of the next stage, if any

@@ -272,9 +272,10 @@ class Metrics(Listener):
         if error is None and self.next_stage is not None:  # the start goes on, so it has no status
             about = {"state": state, "step": self.step, "reason": reason}
             append_event(self.folder, "end", **about, stage=self.next_stage)
-        elif not (self.folder / "status.json").exists():  # else the watchdog has written it
-            write_status(self.folder, state, self.step, reason, **self.for_status)
-        self.has_ended = error is not None or self.next_stage is None
+        else:
+            if not (self.folder / "status.json").exists():  # else the watchdog has written it
+                write_status(self.folder, state, self.step, reason, **self.for_status)
+            self.has_ended = True
         self.trackers.close(failed=error is not None)  # last: wandb may wait for its server
 
 

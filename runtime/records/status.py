@@ -63,15 +63,18 @@ def record_failure(folder: Path, reason: str) -> str:
 
 def record_failed_start(folder: Path, reason: str) -> None:
     """Record that this start failed before its first step."""
-    record_missing_end(folder)  # of the start before
     last = _last_start(folder)
+    _note_missing_end(folder, last)
     write_status(folder, "failed", last["step"] if last else 0, reason)
 
 
 def record_missing_end(folder: Path) -> list[str]:
     """If the previous start recorded no end, record that as an event; called at the next start.
     Returns at most one line for the log."""
-    last = _last_start(folder)
+    return _note_missing_end(folder, _last_start(folder))
+
+
+def _note_missing_end(folder: Path, last: dict[str, Any] | None) -> list[str]:
     if last is None or last["ended"]:
         return []
     reason = "it recorded no end, so it was killed or its machine died (noted by the next start)"
