@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,18 +18,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 import runtime.checkpoints.save
 from parallel.mesh import build_mesh
 from runtime.checkpoints import manifest
 from runtime.checkpoints.lease import Lease
 from runtime.checkpoints.manifest import MANIFEST, Damaged, Manifest, read_manifest
-from runtime.checkpoints.save import SaveFailed, Saver
+from runtime.checkpoints.save import Saver
+from runtime.checkpoints.save_errors import SaveFailed
 from runtime.listener import Run
 from runtime.records.events import read_events
 from tests.runs import LAYOUT_3D, copy_of, fresh, global_state, losses, train_run, write_config
 from tools import verify
-from tools.ranks import RankError, Ranks
+from tools.ranks import Ranks
 from training.build import build_stages
 from training.load_config import load_config
 from training.step import TrainStep
@@ -171,17 +174,21 @@ def test_keeping(ranks: Ranks, data: Path, tmp_path: Path) -> None:
 
 
 def heard(arguments: list[str]) -> tuple[str, str]:
-    """Train; return the message of a refused run (else the empty string) and this rank's standard
-    error."""
+    """Train; return why the run was refused or its last save failed (else the empty string), and
+    this rank's standard error."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
-        refusal = train_run(arguments)
-    return refusal, said.getvalue()
+        try:
+            why = train_run(arguments)
+        except SaveFailed as failed:
+            why = str(failed)
+    return why, said.getvalue()
 
 
 def train_with_a_fault(config: str, rank: int, step: int, where: str, kind: int) -> tuple[str, str]:
     """Train with a planted error: `where` fails on one rank, for the checkpoint of one step."""
-    honest = getattr(runtime.checkpoints.save, where)
+    place = runtime.checkpoints.save if where != "create_stream" else FileSystem  # DCP's
+    honest = getattr(place, where)
 
     def faulty(*arguments: object, **options: object) -> object:
         about = " ".join(map(str, arguments))
@@ -189,14 +196,15 @@ def train_with_a_fault(config: str, rank: int, step: int, where: str, kind: int)
             raise OSError(kind, os.strerror(kind))
         return honest(*arguments, **options)
 
-    with patch.object(runtime.checkpoints.save, where, faulty):
+    with patch.object(place, where, faulty):
         return heard([config])
 
 
 @pytest.mark.parametrize(
     ("where", "kind", "rank"),
     [
-        ("fingerprint", errno.ENOSPC, 1),
+        ("create_stream", errno.ENOSPC, 1),
+        pytest.param("fingerprint", errno.EDQUOT, 1, marks=pytest.mark.thorough),
         pytest.param("cover", errno.EIO, 3, marks=pytest.mark.thorough),
         pytest.param("write_durably", errno.ENOSPC, 0, marks=pytest.mark.thorough),
         ("write_manifest", errno.EROFS, 0),
@@ -215,15 +223,16 @@ def test_a_save_that_one_rank_cannot_finish(
     assert names(tmp_path / "run" / "checkpoints") == ["latest", "step-00000002", "step-00000006"]
     said = "".join(said for _, said in results)
     assert said.count("warning: the checkpoint of step 4 was not saved") == 1
-    assert os.strerror(kind) in said
-    assert f"rank {rank}" in said
+    assert f"on rank {rank}: {os.strerror(kind)}: {tmp_path / 'run' / 'checkpoints'}" in said
+    assert ("; a checkpoint needs 1.2 MB, and " in said) == (kind in (errno.ENOSPC, errno.EDQUOT))
     assert "the newest is step-00000002" in said
+    assert "Traceback" not in said
 
 
 def test_a_last_save_that_fails_is_no_success(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, data, checkpoint={"interval": 3})
-    with pytest.raises(RankError, match="step 6 was not saved"):
-        ranks.run(train_with_a_fault, 2, config, 1, 6, "fingerprint", errno.ENOSPC)
+    results = ranks.run(train_with_a_fault, 2, config, 1, 6, "fingerprint", errno.ENOSPC)
+    assert all("step 6 was not saved" in why for why, _ in results)
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert (status["state"], "step 6 was not saved" in status["reason"]) == ("failed", True)
 
@@ -245,8 +254,13 @@ def test_a_full_disk(ranks: Ranks, data: Path, tmp_path: Path) -> None:
             checkpoint={"interval": 2, "keep_last": 3},
             run={"dir": str(small / "run")},
         )
-        with pytest.raises(RankError, match="was not saved"):  # the last save fails too
-            ranks.run(train_run, 2, [config])
+        results = ranks.run(heard, 2, [config])  # the last save fails too
+        assert "Traceback" not in "".join(said for _, said in results)
+        failed = [one["failed"] for one in read_events(small / "run") if "failed" in one]
+        status = json.loads((small / "run" / "status.json").read_text())
+        for said in (*failed, status["reason"], results[0][1]):
+            assert f"No space left on device: {small / 'run' / 'checkpoints'}" in said
+            assert re.search("; a checkpoint needs 1.1 MB, and 0.[89] MB are free", said)
         good = [path for path in (small / "run" / "checkpoints").iterdir() if path.is_dir()]
         assert [path.name for path in good] == ["step-00000002"]
         manifest.verify(good[0])
@@ -394,22 +408,3 @@ def test_verify_says_what_is_wrong(
     command = [sys.executable, "-m", "tools.verify", str(checkpoints / "step-00000006")]
     root = Path(__file__).parent.parent
     assert subprocess.run(command, cwd=root, capture_output=True, check=False).returncode == 0
-
-
-def test_the_error_of_a_save_is_everyones(ranks: Ranks) -> None:
-    assert ranks.run(_disagree, 3) == ["on rank 2 OSError: mine"] * 3
-
-
-def _disagree() -> str:
-    saver = Saver.__new__(Saver)
-    saver.group = dist.new_group(backend="gloo")
-
-    def mine() -> None:
-        if dist.get_rank() == 2:
-            raise OSError("mine")
-
-    try:
-        saver._agree(mine)
-    except SaveFailed as failed:
-        return str(failed)
-    return ""

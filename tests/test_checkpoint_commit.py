@@ -1,14 +1,19 @@
 """A checkpoint that a run reports as saved exists and is good, even if another folder had its name
 or its files disappeared."""
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 from unittest.mock import patch
 
+import torch.distributed as dist
+
 import runtime.checkpoints.save
 from runtime.checkpoints import manifest
 from runtime.checkpoints.manifest import MANIFEST, Manifest
+from runtime.checkpoints.save_errors import SaveFailed, agree
 from runtime.records.events import read_events
 from tests.runs import copy_of, write_config
 from tests.test_checkpoint import heard, names
@@ -94,3 +99,21 @@ def train_with_a_thief(config: str) -> tuple[str, str]:
 
     with patch.object(runtime.checkpoints.save, "sync_folder", steal):
         return heard([config])
+
+
+def test_the_error_of_a_save_is_everyones(ranks: Ranks) -> None:
+    """The lowest rank's, and how many more have one."""
+    expected = "on rank 1 (and on 1 more): No space left on device: /of/1"
+    assert ranks.run(_disagree, 3) == [expected] * 3
+
+
+def _disagree() -> str:
+    def mine() -> None:
+        if rank := dist.get_rank():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"/of/{rank}")
+
+    try:
+        agree(mine, dist.new_group(backend="gloo"), Path("/"))
+    except SaveFailed as failed:
+        return str(failed)
+    return ""

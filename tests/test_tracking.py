@@ -17,8 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
+from errors import UserError
 from runtime.checkpoints.progress import byte_bar
-from runtime.records.events import read_events
+from runtime.records.events import append_event, read_events
 from runtime.records.tracker import Tracker
 from runtime.records.trackers import JsonLines, Trackers
 from tests.runs import losses, train_run, write_config
@@ -259,6 +260,15 @@ def test_lines_wait_while_the_disk_is_full(
     lines.path.parent.mkdir()
     lines.log({"step": 3})
     assert lines.path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+    lines.close(failed=False)
+    assert not capsys.readouterr().err
+    shutil.rmtree(lines.path.parent)
+    lines.log({"step": 4})
+    lines.close(failed=False)
+    assert "the last 1 lines of" in capsys.readouterr().err
+    append_event(lines.path.parent, "checkpoint", failed="no space")
+    said = capsys.readouterr().err
+    assert said.startswith("warning: the event checkpoint was not recorded: [Errno 2]")
 
 
 def test_a_line_that_the_disk_has_no_room_for_is_not_begun(tmp_path: Path) -> None:
@@ -271,6 +281,9 @@ def test_a_line_that_the_disk_has_no_room_for_is_not_begun(tmp_path: Path) -> No
     try:
         lines.log({"step": 2, "loss": 2.0})
         assert lines.path.read_text() == '{"step": 1, "loss": 1.0}\n'
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5, before[1]))
+        with pytest.raises(UserError, match=r"run\.dir = .*cannot be written: .*File too large"):
+            Trackers(load_config("configs/laptop.yaml", [f"run.dir={tmp_path / 'run'}"]), 1, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     lines.log({"step": 3, "loss": 3.0})

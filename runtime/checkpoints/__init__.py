@@ -4,6 +4,7 @@ saving.py          when to save
 save_interval.py   how often to save, if the run decides
 goodput.py         how much time saves and failures cost: closed forms
 save.py            saves while training continues
+save_errors.py     why a save failed, on all ranks and in the system's words
 host_copies.py     where a save copies a rank's tensors
 manifest.py        lists and verifies the contents of a checkpoint
 tiling.py          whether pieces make up a whole tensor

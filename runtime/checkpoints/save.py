@@ -12,8 +12,9 @@ final name with the manifest that all ranks agreed on.
 
 The threads have their own process group: ranks that issue the collectives of one group in different
 orders wait for each other forever. If anything fails on one rank (a full disk, a folder that became
-read-only), all ranks know before anything is committed. Training then continues, existing
-checkpoints stay, and the next save tries again. A save first waits for the previous one to end.
+read-only), all ranks know before anything is committed, and what is reported is that rank's first
+error. Training then continues, existing checkpoints stay, and the next save tries again. A save
+first waits for the previous one to end.
 """
 
 import json
@@ -35,7 +36,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from data.tokenizer import tokenizer_files
-from errors import RunFailed
+from model.transformer import num_parameters
 from parallel.placement import as_dtensor_like
 from runtime.alerts.after_commit import is_running
 from runtime.checkpoints.checkpoint import held_tensors
@@ -43,7 +44,6 @@ from runtime.checkpoints.host_copies import host_copies
 from runtime.checkpoints.lease import Lease
 from runtime.checkpoints.manifest import (
     MANIFEST,
-    TENSORS,
     Damaged,
     Manifest,
     check_sizes,
@@ -61,19 +61,17 @@ from runtime.checkpoints.run_folder import (
     put_aside,
     sync_folder,
 )
+from runtime.checkpoints.save_errors import SaveFailed, agree, room
 from runtime.checkpoints.tiling import random_point
 from runtime.checkpoints.trainer_state import FILE, model_entries
 from runtime.device import DeviceClock, device_thread
 from runtime.messages import log
 from runtime.records.events import append_event
+from training.optimizers import state_bytes
 from training.step import TrainStep
 
 # the names that safetensors uses
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float64: "F64"}
-
-
-class SaveFailed(RunFailed):
-    """A save that some rank could not finish; raised on every rank."""
 
 
 class Saver:
@@ -188,8 +186,12 @@ class Saver:
             )
             self.failed, self.last = None, record
         except Exception as error:  # training continues after any failure
-            self.failed = f"the checkpoint of step {step} was not saved: {error}"
-            record["failed"] = str(error)
+            if self._is_first and partial is not None:
+                shutil.rmtree(partial, ignore_errors=True)
+            config = self.train.config
+            needed = self.last.get("bytes") or num_parameters(config.model) * state_bytes(config)
+            record["failed"] = f"{error}{room(error, self.folder, needed)}"
+            self.failed = f"the checkpoint of step {step} was not saved: {record['failed']}"
             there = complete_checkpoints(self.folder) if self.folder.is_dir() else []
             left = [path.name for path in there]
             said = (
@@ -197,8 +199,6 @@ class Saver:
                 "and the next save will try again"
             )
         if self._is_first:
-            if self.failed and partial is not None:
-                shutil.rmtree(partial, ignore_errors=True)
             self.lease.check()
             log(said, sys.stderr if self.failed else sys.stdout)
             append_event(self.folder.parent, "checkpoint", **record)
@@ -216,9 +216,11 @@ class Saver:
         tensors = {
             name: as_dtensor_like(copy, self.tensors[name]) for name, copy in self.copies.items()
         }
-        # With one thread DCP loads tensors through a stream of the device, which it synchronises;
-        # these are on the host already. (There is one file per rank, so one thread writes.)
-        writer = HuggingFaceStorageWriter(str(partial), save_distributed=True, thread_count=2)
+        # This thread writes the rank's file: DCP loses the errors of further ones.
+        writer = HuggingFaceStorageWriter(str(partial), save_distributed=True, thread_count=1)
+        # Else it would load the tensors, which are on the host already, through a stream of the
+        # device, and synchronize that.
+        writer.per_thread_copy_ahead = 0
         self._agree(lambda: dcp.save(tensors, storage_writer=writer, process_group=self.group))
         mine = {name: (DTYPES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
 
@@ -226,7 +228,9 @@ class Saver:
 
         def describe() -> tuple[dict[str, tuple[int, str]], Counter[str]]:
             """Return the fingerprints of the files that this rank wrote, and what they cover."""
-            paths = list(partial.glob(f"shard-{dist.get_rank() + 1:05d}-*{TENSORS}"))
+            begin = f"shard-{dist.get_rank() + 1:05d}-"
+            # unlike glob, this raises if the folder is gone
+            paths = [path for path in partial.iterdir() if path.name.startswith(begin)]
             covered: Counter[str] = Counter()
             for path in paths:
                 covered += cover(path, Manifest({}, mine), point)
@@ -310,32 +314,9 @@ class Saver:
         else:
             shutil.rmtree(going)
 
+    def _agree(self, action: Callable[[], Any]) -> list[Any]:
+        return agree(action, self.group, self.folder)
+
     @property
     def _is_first(self) -> bool:
         return dist.get_rank() == 0
-
-    def _agree(self, action: Callable[[], Any]) -> list[Any]:
-        """Run `action` and return the results of all ranks. If it raises on any rank, SaveFailed is
-        raised on all."""
-        result, problem = None, None
-        try:
-            result = action()
-        # raised by DCP on all ranks, with the failures of each; not a subclass of Exception
-        except dcp.CheckpointException as error:
-            problem = "; ".join(
-                f"on rank {rank} {_said(failure[0])}" for rank, failure in error.failures.items()
-            )
-        except Exception as error:
-            problem = _said(error)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (result, problem), group=self.group)
-        for rank, (_, theirs) in enumerate(everyone):
-            if theirs is not None:
-                raise SaveFailed(
-                    theirs if theirs.startswith("on rank") else f"on rank {rank} {theirs}"
-                )
-        return [theirs for theirs, _ in everyone]
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".rstrip(": ")

@@ -71,8 +71,11 @@ class StepTrace(Listener):
                 [[Event(a, s - start, e - start) for a, s, e in lane] for lane in lanes]
             )
             traces.append((name, to_chrome(timeline)))
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(merge_chrome(traces)) + "\n", encoding="utf-8")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(json.dumps(merge_chrome(traces)) + "\n", encoding="utf-8")
+        except OSError as error:  # a full disk does not end the run
+            return log(f"warning: {self.path} cannot be written: {error}")
         step = self.step + 1 if self.step is not None else 0
         log(f"traced step {step} to {self.path}", sys.stdout)
 

@@ -36,7 +36,9 @@ The companion of rank 0 (alerts/) writes, too:
     after_commit  the command was run     step, attempts, seconds; or, if it failed, why (`failed`)
 """
 
+import contextlib
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -44,7 +46,7 @@ from typing import Any
 
 def append_event(folder: str | Path, event: str, **about: Any) -> None:
     """Add a line; called by only one rank, and by its companion. If it cannot be written (a full
-    disk), the run continues."""
+    disk), the run continues, after a warning: no alarm is sent of this event."""
     line = json.dumps({"event": event, "time": time.time(), **about}) + "\n"
     try:
         with open(Path(folder) / "events.jsonl", "ab+") as file:
@@ -53,8 +55,10 @@ def append_event(folder: str | Path, event: str, **about: Any) -> None:
                 if file.read(1) != b"\n":  # a process was killed in the middle of a line
                     line = "\n" + line
             file.write(line.encode())
-    except OSError:
-        pass
+    except OSError as error:
+        if event != "spent":  # one a logged step
+            with contextlib.suppress(OSError):  # not `log` (messages.py), which imports torch
+                sys.stderr.write(f"warning: the event {event} was not recorded: {error}\n")
 
 
 def changes_stage(event: dict[str, Any]) -> bool:

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from errors import UserError
 from runtime.messages import log
 from runtime.records.tracker import Record, Tracker, json_object, scalars
 from runtime.records.wandb_tracker import WandB
@@ -36,7 +37,11 @@ class Trackers:
 
     def __init__(self, config: Config, step: int, system: dict[str, Any]) -> None:
         folder = Path(config.run.dir)
-        lines = JsonLines(folder, step)
+        try:
+            lines = JsonLines(folder, step)
+        except OSError as error:
+            why, remedy = f"cannot be written: {error}", "free some space, or make it writable"
+            raise UserError("run.dir", config.run.dir, why, remedy) from None
         self.trackers: list[Tracker] = [lines, Console(config.train.steps)]
         if config.run.wandb != "disabled":
             anew, reached = lines.begins_anew, lines.reached
@@ -101,6 +106,12 @@ class JsonLines(Tracker):
     def went_back(self, step: int, reached: int) -> None:
         self.unwritten = [line for line in self.unwritten if json.loads(line)["step"] <= step]
         self._try(lambda: self._drop_after(step))
+
+    def close(self, failed: bool) -> None:
+        if self.unwritten:
+            self._try(self._append)
+        if self.unwritten:
+            log(f"warning: the last {len(self.unwritten)} lines of {self.path} are lost")
 
     def _append(self) -> None:
         lines = "".join(self.unwritten).encode()

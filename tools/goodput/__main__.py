@@ -202,6 +202,9 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"error: --json = {options.json}: cannot be written: {error}", file=sys.stderr)
+        return 2
     return 0
 
 
