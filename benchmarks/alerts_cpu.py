@@ -102,7 +102,11 @@ def step_of_make_train() -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", "tools.launch", "configs/laptop.yaml"]
-            command += [f"train.steps={steps}", "train.eval_interval=0", "checkpoint.interval=0"]
+            command += [
+                f"train.steps={steps}",
+                "train.eval_interval=0",
+                "checkpoint.interval=never",
+            ]
             command += [f"run.dir={folder}/run"]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)

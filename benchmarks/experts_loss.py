@@ -60,7 +60,7 @@ def heldout_loss(name: str, seed: int, folder: Path) -> float:
     run = folder / f"{name}_{seed}"
     steps = read(name).train.steps
     command = [sys.executable, "train.py", CONFIGS[name], *ALONE, f"train.seed={seed}"]
-    command += [f"train.eval_interval={steps}", "checkpoint.interval=0", f"run.dir={run}"]
+    command += [f"train.eval_interval={steps}", "checkpoint.interval=never", f"run.dir={run}"]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True
     )

@@ -83,7 +83,7 @@ def tokens_per_second(way: str, size: str) -> float:
             f"train.steps={warmup + timed}",
             "run.log_interval=1",
         ]
-        overrides += ["checkpoint.interval=0", "train.eval_interval=0"]
+        overrides += ["checkpoint.interval=never", "train.eval_interval=0"]
         done = subprocess.run(
             [sys.executable, *program, "configs/laptop.yaml", *overrides],
             cwd=ROOT,

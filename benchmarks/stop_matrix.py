@@ -35,7 +35,7 @@ PATIENCE_SECONDS = 600
 OUR_LINES = re.compile(
     r"saved step-|stopped after step|SIG\w+ was received|step +\d+/|processes on this machine|"
     r"[\d,]+ parameters on|all 2 ranks|attention: |starting |"
-    r"warning: checkpoint.interval is 0|changed since"
+    r"warning: checkpoint.interval is never|changed since"
 )
 
 
@@ -63,7 +63,7 @@ def stop(number: str, target: str, phase: str, config: str, folder: Path) -> Sto
         f"run.dir={run}",
         "run.log_interval=1",
         "train.steps=1000000",
-        "checkpoint.interval=0",
+        "checkpoint.interval=never",
         "train.eval_interval=0",
     ]
     overrides += {

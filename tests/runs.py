@@ -41,7 +41,7 @@ def write_config(folder: Path, data: Path, **sections: dict[str, Any]) -> str:
                   "dtype": "float32"},
         "optimizer": {"lr": 3e-3, "warmup_steps": 2},
         "data": {"path": str(data)},
-        "checkpoint": {},
+        "checkpoint": {"interval": "never"},
         "run": {"dir": str(folder / "run")},
     }  # fmt: skip
     for section, values in sections.items():

@@ -280,5 +280,11 @@ def test_the_plan() -> None:
     )
     assert goodput(rare, 16_384, H100, 10.0)["interval_steps"] == 500
     assert goodput(rare, 16_384, H100, 10.0)["best_interval_steps"] > large["interval_steps"]
+    # the control: without saves, a failure after 3 hours costs all steps
+    for value in ("0", "never"):
+        none = load_config("configs/llama3_70b.yaml", [f"checkpoint.interval={value}"])
+        figures = goodput(none, 16_384, H100, 10.0)
+        assert (figures["interval_steps"], figures["effective_training_time"]) == (None, 0.0)
+        assert "nothing is saved before the last step (best: " in describe_goodput(figures)[0]
     never = load_config("configs/llama3_70b.yaml", ["checkpoint.failures_per_gpu_day=0"])
     assert describe_goodput(goodput(never, 256, H100, 10.0)) == []

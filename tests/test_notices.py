@@ -23,9 +23,9 @@ def test_what_changed_is_named(tmp_path: Path) -> None:
 
 def test_a_run_that_does_not_save_says_so() -> None:
     assert notices(load_config(CONFIG, []), resumes=False, device="cpu") == []
-    config = load_config(CONFIG, ["checkpoint.interval=0"])
+    config = load_config(CONFIG, ["checkpoint.interval=never"])
     (line,) = notices(config, resumes=False, device="cpu")
-    assert line.startswith("warning: checkpoint.interval is 0")
+    assert line.startswith("warning: checkpoint.interval is never")
 
 
 def test_experts_that_nothing_balances_are_named() -> None:

@@ -1,6 +1,7 @@
 """checkpoint.interval=auto, the marks of a start, and the ranks that tools.torchrun forks."""
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -19,15 +20,19 @@ import pytest
 from errors import UserError
 from runtime import signals
 from runtime.checkpoints import save_interval
+from runtime.checkpoints.checkpoint import Start
 from runtime.checkpoints.goodput import mtbf_of
 from runtime.checkpoints.save_interval import MOST_SECONDS, SaveInterval, measured_saves
+from runtime.listener import Run
 from runtime.records.events import append_event, read_events
 from runtime.records.ledger import account
 from runtime.start import parts, times
 from runtime.start.times import StartTimes
 from tests.runs import losses, train_run, write_config
+from tools import export
 from tools.ranks import Ranks
 from training.load_config import load_config
+from training.sections import CheckpointConfig
 
 ROOT = Path(__file__).parent.parent
 
@@ -122,6 +127,45 @@ def test_nothing_fails_and_nothing_costs(tmp_path: Path) -> None:
     assert "Infinity" not in text
 
 
+def test_a_number_and_never(tmp_path: Path) -> None:
+    """0 saves after the last step only; `never` not even then. The default is `auto`."""
+    assert CheckpointConfig().interval == "auto"
+    for value, expected in (("never", []), ("0", [10]), ("4", [4, 8, 10])):
+        config = load_config(
+            "configs/laptop.yaml", [f"checkpoint.interval={value}", "train.steps=10"]
+        )
+        run, interval = Run(config, *[None] * 2, Start()), SaveInterval(config, 0, 0, "cpu")  # type: ignore[arg-type]
+        found = []
+        for run.step in range(1, 11):
+            found += [run.step] * interval.is_due(run)
+        assert found == expected
+
+
+def test_the_end_says_what_was_not_saved(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """A run without a word about checkpoints can be exported; `never` says that it cannot.
+    (A stop saves all the same: the runs of test_stop.py have `never`.)"""
+    said = {}
+    for name in ("auto", "never"):
+        (tmp_path / name).mkdir()
+        config = Path(write_config(tmp_path / name, data, train={"steps": 2}))
+        if name == "auto":  # the default
+            text = config.read_text()
+            config.write_text(text.replace("checkpoint:\n  interval: never\n", "checkpoint: {}\n"))
+        ((_, said[name]),) = ranks.run(spoken, 1, [str(config)])
+    assert "finished after 2 steps; run folder" in said["auto"]
+    arguments = ["--checkpoint", str(tmp_path / "auto" / "run"), "--out", str(tmp_path / "out")]
+    assert export.main(arguments) == 0
+    assert (
+        "finished after 2 steps; nothing was saved (checkpoint.interval=never); run folder"
+        in said["never"]
+    )
+
+
+def spoken(arguments: list[str]) -> tuple[str, str]:
+    with redirect_stdout(io.StringIO()) as said:
+        return train_run(arguments), said.getvalue()
+
+
 def test_values_that_are_refused() -> None:
     for value in ("often", "-1", "true", "1.5"):
         with pytest.raises(UserError, match=r"checkpoint\.interval"):
@@ -135,7 +179,7 @@ def test_a_run_that_decides(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     """On 4 ranks: all save the same steps, and the losses are those of a run that does not save;
     keep_every's are saved too. Where no failure is expected, only these are."""
     ways = {
-        "never": {"interval": 0},
+        "never": {"interval": "never"},
         "auto": {"interval": "auto", "failures_per_gpu_day": 1e5, "keep_last": 20},
         "rare": {"interval": "auto", "failures_per_gpu_day": 0.0, "keep_every": 3},
     }

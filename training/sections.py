@@ -86,10 +86,11 @@ class OptimizerConfig:
 class CheckpointConfig:
     """What a run starts from and how often it saves."""
 
-    # save after every this many steps and after the last; 0: never; auto: as often as costs the
-    # least time, from what saves take and how often the job fails
-    # (runtime/checkpoints/save_interval.py)
-    interval: Whole | Literal["auto"] = 0
+    # save after every this many steps and after the last; 0: only after the last; auto: as often as
+    # costs the least time, from what saves take and how often the job fails
+    # (runtime/checkpoints/save_interval.py); never: only at a stop, for a file SAVE, and where a
+    # stage ends
+    interval: Whole | Literal["auto", "never"] = "auto"
     # interval: auto only: how often a GPU (on CPUs: a process) fails and ends the job. The default
     # is Llama 3's rate, one failure in 2,112 days of a GPU (hardware.py)
     failures_per_gpu_day: Annotated[float, between(0, 1e6)] = FAILURES_PER_GPU_DAY

@@ -92,7 +92,7 @@ class Rollback(Listener):
         # A checkpoint saved on request while steps were bad is no better than the current state.
         start = checkpoint.find_before(step - bad, config, self.data, self.start, self.lease)
         if start.path is None or start.weights_only:
-            remedy = "set checkpoint.interval, or change optimizer.lr"
+            remedy = "save more often (checkpoint.interval), or change optimizer.lr"
             raise Diverged(f"{why}, and there is no checkpoint to go back to; {remedy}")
         gone_back = (*run.start.gone_back, start.step)
         if gone_back.count(start.step) > MOST_TO_THE_SAME:

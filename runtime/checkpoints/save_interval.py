@@ -47,8 +47,7 @@ class SaveInterval:
         self.config, self.device = config.checkpoint, device
         self.folder = Path(config.run.dir)
         self.saved_at = step
-        # in steps; 0: none. With `auto`, None until it has been decided
-        self.steps: int | None = None if self.is_auto else int(self.config.interval)
+        self.steps: int | None = None  # decided with `auto`
         self.estimated = local_bytes / H100.host_bytes_per_second
         self.waits: list[float] = []  # seconds, for each save of this start after the first
         self.writes: list[float] = []
@@ -62,8 +61,11 @@ class SaveInterval:
 
     def is_due(self, run: Run) -> bool:
         """Whether to save after this step. With `auto`, checkpoint.keep_every's are saved too."""
-        if not self.is_auto:
-            return run.is_due(self.steps or 0)
+        interval = self.config.interval
+        if interval == "never":
+            return False
+        if interval != "auto":
+            return run.is_last or run.is_due(interval)
         if run.step_seconds is not None:  # measured, after a step that is logged: on all ranks
             self.step_seconds = [*self.step_seconds, run.step_seconds][-REMEMBERED:]
             self._logged += 1

@@ -20,8 +20,8 @@ from runtime.watchdog import Watchdog
 
 
 class Saving(Listener):
-    """Saves every checkpoint.interval steps, after the last step, at the end of a stage, and on
-    request.
+    """Saves every checkpoint.interval steps and after the last step, unless that is `never`; and at
+    the end of a stage and on request.
 
     While updates are being skipped, a save that is due waits until steps are good again, because an
     update before the bad steps may have ruined the weights. A save on request or after the last

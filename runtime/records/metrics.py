@@ -20,6 +20,7 @@ from hardware import data_sheet_of
 from model.transformer import num_parameters
 from parallel.mesh import Mesh
 from runtime.checkpoints.checkpoint import Start
+from runtime.checkpoints.names import complete_checkpoints, step_of
 from runtime.listener import Listener, Run
 from runtime.messages import describe, log
 from runtime.records.events import append_event
@@ -265,7 +266,8 @@ class Metrics(Listener):
             )
         else:
             state, reason = "finished", "all steps done"
-            log(f"finished after {self.step} steps; run folder {self.folder}", sys.stdout)
+            said = f"finished after {self.step} steps{self._unsaved()}; run folder {self.folder}"
+            log(said, sys.stdout)
         # after a failure, the time belongs to the step that failed
         self._count("end" if error is None else "steps")
         self.ledger.write(self.step)
@@ -277,6 +279,15 @@ class Metrics(Listener):
                 write_status(self.folder, state, self.step, reason, **self.for_status)
             self.has_ended = True
         self.trackers.close(failed=error is not None)  # last: wandb may wait for its server
+
+    def _unsaved(self) -> str:
+        """A warning if no checkpoint of the run folder has the state after the last step."""
+        saved = complete_checkpoints(self.folder / "checkpoints")
+        if saved and step_of(saved[-1]) == self.step:
+            return ""
+        said = "; nothing was saved" + (f" after {saved[-1].name}" if saved else "")
+        never = self.config.checkpoint.interval == "never"
+        return said + (" (checkpoint.interval=never)" if never else "")
 
 
 class RecordWriter(Listener):

@@ -24,10 +24,10 @@ def notices(config: Config, resumes: bool, device: str) -> list[str]:
     changes = changed_settings(Path(config.run.dir) / "config.yaml", config) if resumes else []
     if changes:
         lines.append(f"changed since the previous start: {', '.join(changes)}")
-    if config.checkpoint.interval == 0:
+    if config.checkpoint.interval == "never":
         lines.append(
-            "warning: checkpoint.interval is 0: the run saves only when it is stopped or finds a "
-            "file SAVE in its folder"
+            "warning: checkpoint.interval is never: the run saves only when it is stopped, when it "
+            "finds a file SAVE in its folder, and where a stage ends"
         )
     model = config.model
     if model.has_experts and not (model.router_aux_weight or model.router_bias_rate):

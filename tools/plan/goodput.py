@@ -22,7 +22,8 @@ def goodput(config: Config, world: int, device: Device, step_seconds: float) -> 
 
     Each rank copies its part of the weights and states to its host, while training waits, and all
     nodes write them once. A restart reads them twice: for the checksums, and to load them. The
-    interval is checkpoint.interval, or √(2sM) if that is `auto` or 0.
+    interval is checkpoint.interval, or √(2sM) if that is `auto`. With 0 and `never` it is None, and
+    a failure costs all steps.
     """
     checkpoint = num_parameters(config.model) * state_bytes(config)
     nodes = math.ceil(world / device.gpus_per_node)
@@ -34,26 +35,23 @@ def goodput(config: Config, world: int, device: Device, step_seconds: float) -> 
         restart=device.restart_seconds + 2 * written,
         mtbf=mtbf_of(config.checkpoint.failures_per_gpu_day, world),
     )
-    best, interval = best_interval(save, costs.mtbf), config.checkpoint.interval
-    steps = interval if isinstance(interval, int) and interval else None
-    if steps is None and math.isfinite(best):
-        steps = max(1, math.ceil(best / step_seconds))
+    seconds, interval = best_interval(save, costs.mtbf), config.checkpoint.interval
+    best = max(1, math.ceil(seconds / step_seconds)) if math.isfinite(seconds) else None
+    steps = best if interval == "auto" else interval if isinstance(interval, int) else 0
     figures: dict[str, Any] = {
         "checkpoint_bytes": checkpoint,
         "save_seconds": save,
         "commit_seconds": costs.commit,
         "restart_seconds": costs.restart,
         "mtbf_seconds": costs.mtbf if math.isfinite(costs.mtbf) else None,
-        "interval_steps": steps,
-        "best_interval_steps": max(1, math.ceil(best / step_seconds))
-        if math.isfinite(best)
-        else None,
+        "interval_steps": steps or None,
+        "best_interval_steps": best,
         "effective_training_time": 1.0,
         "repair_days": device.repair_days,
         "spare_nodes": 0,
     }
     if steps is not None:
-        found = shares(costs, steps * step_seconds)
+        found = shares(costs, (steps or max(1, config.train.steps)) * step_seconds)
         figures |= {
             "effective_training_time": found.effective,
             "share_saving": found.saving,
@@ -70,11 +68,13 @@ def describe_goodput(figures: dict[str, Any]) -> list[str]:
     """The lines of tools.plan."""
     if figures["mtbf_seconds"] is None:
         return []
+    saves = "nothing is saved before the last step"
+    if every := figures["interval_steps"]:
+        saves = f"saves every {every:,} steps cost {figures['save_seconds']:.2g} s each"
     return [
         f"effective training time {figures['effective_training_time']:.1%}: a failure after "
         f"{figures['mtbf_seconds'] / 3600:,.1f} h costs {figures['restart_seconds'] / 60:,.1f} min "
-        f"to restart; saves every {figures['interval_steps']:,} steps cost "
-        f"{figures['save_seconds']:.2g} s each (best: {figures['best_interval_steps']:,} steps)",
+        f"to restart; {saves} (best: {figures['best_interval_steps']:,} steps)",
         f"spare nodes {figures['spare_nodes']:,}: enough 99% of the time, if a lost node is "
         f"repaired in {figures['repair_days'] * 24:g} h",
     ]

@@ -185,11 +185,12 @@ def _look_at_disk(config: Config, report: dict[str, Any]) -> int:
     one = num_parameters(config.model) * state_bytes(config)
     kept = len(list((folder / "checkpoints").glob("step-????????")))
     missing = max(config.checkpoint.keep_last + 1 - kept, 1) * one
-    if config.checkpoint.interval and free < one:
+    saves = config.checkpoint.interval != "never"
+    if saves and free < one:
         report["problems"].append(
             f"{existing} has {free / 1e9:,.0f} GB free, but a checkpoint needs {one / 1e9:,.0f}"
         )
-    elif config.checkpoint.interval and free < missing:
+    elif saves and free < missing:
         report["warnings"].append(
             f"{existing} has {free / 1e9:,.0f} GB free, but checkpoints will need "
             f"{missing / 1e9:,.0f} more"
