@@ -102,12 +102,8 @@ def step_of_make_train() -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", "tools.launch", "configs/laptop.yaml"]
-            command += [
-                f"train.steps={steps}",
-                "train.eval_interval=0",
-                "checkpoint.interval=never",
-            ]
-            command += [f"run.dir={folder}/run"]
+            command += [f"train.steps={steps}", "train.eval_interval=0"]
+            command += ["checkpoint.interval=never", f"run.dir={folder}/run"]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

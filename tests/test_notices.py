@@ -1,5 +1,6 @@
 """What a start says about its configuration."""
 
+import re
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -18,21 +19,26 @@ def test_what_changed_is_named(tmp_path: Path) -> None:
     other = load_config(CONFIG, ["train.steps=200", "parallel.tp=1", "run.log_interval=3"])
     assert changed_settings(file, load_config(CONFIG, [])) == []
     assert changed_settings(file, other) == ["parallel.tp 2 → 1", "train.steps 160 → 200"]
-    assert changed_settings(tmp_path / "none.yaml", other) == []
+    for path, why in (
+        (tmp_path / "run" / "checkpoints" / "step-00000001", "'/.*/run/config.yaml': No such file"),
+        (tmp_path / "step-00000001", "no config.yaml belongs to it"),
+    ):
+        (line,) = notices(other, path, "cpu")
+        assert re.match(rf"what changed since .*{tmp_path}/.* is not known: .*{why}", line)
 
 
 def test_a_run_that_does_not_save_says_so() -> None:
-    assert notices(load_config(CONFIG, []), resumes=False, device="cpu") == []
+    assert notices(load_config(CONFIG, []), None, "cpu") == []
     config = load_config(CONFIG, ["checkpoint.interval=never"])
-    (line,) = notices(config, resumes=False, device="cpu")
+    (line,) = notices(config, None, "cpu")
     assert line.startswith("warning: checkpoint.interval is never")
 
 
 def test_experts_that_nothing_balances_are_named() -> None:
     moe = "configs/laptop_moe.yaml"
-    assert notices(load_config(moe, []), resumes=False, device="cpu") == []
+    assert notices(load_config(moe, []), None, "cpu") == []
     off = ["model.router_aux_weight=0", "model.router_bias_rate=0"]
-    (line,) = notices(load_config(moe, off), resumes=False, device="cpu")
+    (line,) = notices(load_config(moe, off), None, "cpu")
     assert line.startswith("warning: nothing keeps the load of experts even")
 
 
@@ -50,3 +56,17 @@ def test_a_resumed_run_names_what_changed(ranks: Ranks, data: Path, tmp_path: Pa
     ranks.run(lines_of, 1, [config, "train.steps=3", "optimizer.lr=0.002"], str(out))
     said = "changed since the previous start: train.steps 2 → 3, optimizer.lr 0.003 → 0.002"
     assert said in out.read_text()
+    # another run's checkpoint, and only its weights: compared with that run's configuration
+    for number, key in enumerate(("resume", "load_weights_only")):
+        changes = ["train.steps=4", "optimizer.weight_decay=0.2", "train.global_batch_size=4"]
+        other = [f"run.dir={tmp_path / str(number)}", f"checkpoint.{key}={tmp_path / 'run'}"]
+        ranks.run(lines_of, 1, [config, *changes, *other], str(out))
+        (line,) = (one for one in out.read_text().splitlines() if one.startswith("changed since"))
+        since, _, named = line.partition(": ")
+        assert since == f"changed since the last start of {tmp_path / 'run'}"
+        assert named.split(", ") == [
+            "train.steps 3 → 4",
+            "train.global_batch_size 8 → 4",
+            "optimizer.lr 0.002 → 0.003",
+            "optimizer.weight_decay 0.1 → 0.2",
+        ]

@@ -72,7 +72,7 @@ class Metrics(Listener):
         if self.writes:
             self.folder.mkdir(parents=True, exist_ok=True)
             about = record_missing_end(self.folder) if start.since is None else []
-            about += notices(config, resumes=start.step > 0, device=mesh.device)
+            about += notices(config, start.path, mesh.device)
             stage = {} if start.since is None else {"stage": start.stage}
             self.ledger = Ledger(
                 self.folder, start.step, dist.get_world_size(), start.since, **stage

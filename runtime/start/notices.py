@@ -1,5 +1,5 @@
-"""What a start says about its configuration: what changed since the previous start, and what may be
-an oversight."""
+"""What a start says about its configuration: what changed since the run of its checkpoint, and what
+may be an oversight."""
 
 from pathlib import Path
 
@@ -12,18 +12,16 @@ from training.load_config import changed_between, load_config, settings_of
 ABOUT_THE_RUN = ("run", "checkpoint")
 
 
-def notices(config: Config, resumes: bool, device: str) -> list[str]:
+def notices(config: Config, path: Path | None, device: str) -> list[str]:
     """The lines for the log, before the run's own config.yaml is replaced.
 
     Args:
         config: of this start.
-        resumes: whether it continues from a checkpoint.
+        path: the checkpoint that it continues from, or whose weights it begins with, if any.
         device: "cuda" or "cpu".
     """
     lines = connections_notice(config.parallel) if device == "cuda" else []
-    changes = changed_settings(Path(config.run.dir) / "config.yaml", config) if resumes else []
-    if changes:
-        lines.append(f"changed since the previous start: {', '.join(changes)}")
+    lines += what_changed(path.resolve(), config) if path is not None else []
     if config.checkpoint.interval == "never":
         lines.append(
             "warning: checkpoint.interval is never: the run saves only when it is stopped, when it "
@@ -38,13 +36,25 @@ def notices(config: Config, resumes: bool, device: str) -> list[str]:
     return lines
 
 
-def changed_settings(file: Path, config: Config) -> list[str]:
-    """Each setting that differs from those in `file`: `train.steps 400 → 110`. Empty if the file
-    cannot be read: it may be an older version's."""
+def what_changed(path: Path, config: Config) -> list[str]:
+    """At most one line: the settings that differ from those of the last start of the run folder
+    that holds the checkpoint `path`, this run's or another's."""
+    folder = path.parent.parent
+    if path.parent.name != "checkpoints":  # a copy, or made by a tool
+        return [f"what changed since {path} was saved is not known: no config.yaml belongs to it"]
+    is_own = folder == Path(config.run.dir).resolve()
+    since = "the previous start" if is_own else f"the last start of {folder}"
     try:
-        before = load_config(str(file), [])
-    except UserError:
-        return []
+        changes = changed_settings(folder / "config.yaml", config)
+    except UserError as error:  # it is missing, or an older version's
+        return [f"what changed since {since} is not known: {str(error).partition(chr(10))[0]}"]
+    return [f"changed since {since}: {', '.join(changes)}"] if changes else []
+
+
+def changed_settings(file: Path, config: Config) -> list[str]:
+    """Each setting that differs from those in `file`: `train.steps 400 → 110`. Raises UserError if
+    the file cannot be read."""
+    before = load_config(str(file), [])
     old, new = (settings_of(one.whole) for one in (before, config))
     training = {section: values for section, values in new.items() if section not in ABOUT_THE_RUN}
     stages = ["stages"] if before.stages != config.stages else []
