@@ -241,7 +241,7 @@ def test_bad_batches_are_left_out(
 
 def test_a_run_without_checkpoint_cannot_go_back(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, data, guard={"max_bad_steps": 2})
-    with pytest.raises(RankError, match=r"no checkpoint to go back to; set checkpoint\.interval"):
+    with pytest.raises(RankError, match=r"no checkpoint to go back to; save more often"):
         ranks.run(run_with_bad_steps, 2, [config], 1, {2, 3})
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
 
@@ -307,7 +307,7 @@ def test_what_is_not_finite_is_not_saved(ranks: Ranks, data: Path, tmp_path: Pat
         tmp_path, data, parallel={"dp_shard": 2}, train={"steps": 3}, checkpoint={"interval": 2}
     )
     with pytest.raises(
-        RankError, match=r"on rank 1 FloatingPointError: optimizer\.\S+ is not finite"
+        RankError, match=r"on rank 1: FloatingPointError: optimizer\.\S+ is not finite"
     ):
         ranks.run(run_with_bad_weights, 2, [config], 1)
     found = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
