@@ -19,6 +19,7 @@ import pytest
 
 from errors import UserError
 from runtime.checkpoints.progress import byte_bar
+from runtime.records import wandb_tracker
 from runtime.records.events import append_event, read_events
 from runtime.records.tracker import Tracker
 from runtime.records.trackers import JsonLines, Trackers
@@ -126,18 +127,39 @@ def test_no_secret_is_written(thrice: Path) -> None:
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
 
 
+@pytest.mark.parametrize("key", [SECRET, ""])
 def test_without_a_server_wandb_writes_to_the_folder(
-    ranks: Ranks, data: Path, tmp_path: Path
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    key: str,
 ) -> None:
-    config = write_config(tmp_path, data, train={"steps": 1}, run={"wandb": "online"})
-    nobody = {
+    """With a key, wandb finds out only from the server; without one, before."""
+    import wandb
+
+    for name, value in {
         "WANDB_BASE_URL": "http://127.0.0.1:9",
-        "WANDB_API_KEY": "",
+        "WANDB_API_KEY": key,
         "NETRC": str(tmp_path / "none"),
-    }
-    assert ranks.run(tracked, 1, [config], nobody) == [""]
-    assert list(losses(tmp_path)) == [1]
-    assert len(list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))) == 1
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(wandb_tracker, "START_SECONDS", 0.5)
+    config = load_config(write_config(tmp_path, data, run={"wandb": "online"}), [])
+    (tmp_path / "run").mkdir()
+    try:
+        trackers = Trackers(config, 0, {})
+        for step in (1, 2):
+            trackers.log({"step": step, "eval_loss": 1.0})
+        trackers.close(failed=False)
+    finally:
+        wandb.teardown()
+    said = capsys.readouterr().err
+    assert said.count("warning") == 1, said
+    command = f"wandb sync {tmp_path}/run/wandb/offline-run-*"
+    assert f"warning: wandb cannot go online; to upload later: {command} (" in said
+    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    assert [item["item"]["step"] for item in wandb_records(file)["history"]] == [1, 2]
 
 
 def test_wandb_goes_on_when_its_process_is_stopped(

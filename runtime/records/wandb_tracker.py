@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import secrets
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,14 +82,14 @@ class WandB(Tracker):
 
         try:
             return start(config.run.wandb)
-        except self.wandb.Error as error:  # no key, no network
+        except self.wandb.Error as error:  # no key, a wrong one, no network
             if config.run.wandb == "offline":
                 raise
-            log(
-                f"warning: wandb cannot go online; it writes to {self.folder / 'wandb'} for "
-                f"`wandb sync` later: {error}"
-            )
-            return start("offline")
+            self.wandb.teardown()  # else its process holds this id, and refuses it a second time
+            run = start("offline")
+            folders = shlex.quote(str(self.folder / "wandb")) + "/offline-run-*"
+            log(f"warning: wandb cannot go online; to upload later: wandb sync {folders} ({error})")
+            return run
 
     def log(self, record: Record) -> None:
         known = scalars(record)
