@@ -9,10 +9,12 @@ configuration → mesh → data → model → optimizer → loop. Every rank run
 import os
 import sys
 
+from output import guard_output
 from runtime.signals import Signals
 
 # First: the imports below take seconds, during which a signal must not kill the process.
 if __name__ == "__main__":
+    guard_output()
     listening = Signals(speaks=os.environ.get("RANK", "0") == "0").listen()
 
 import torch

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from benchmarks.about import about
 from tests.alert_helpers import FedCompanion, wait_until
+from tools.command import run_command
 
 RESULTS = Path(__file__).parent / "results" / "alerts_cpu.json"
 STEPS, PER_SECOND = 300, 10
@@ -131,4 +132,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

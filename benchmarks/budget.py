@@ -16,7 +16,6 @@ memory bandwidth in an H100's data sheet.
 
 import argparse
 import json
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from benchmarks.budget_kinds import (
 )  # fmt: skip
 from benchmarks.budget_places import PASSES
 from hardware import H100
+from tools.command import run_command
 
 RESULTS = Path(__file__).parent / "results" / "budget.json"
 REWRITE = ".venv/bin/python -m benchmarks.budget"
@@ -224,4 +224,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

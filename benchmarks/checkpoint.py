@@ -27,6 +27,7 @@ from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
 from runtime.checkpoints.lease import Lease
 from runtime.checkpoints.save import Saver
+from tools.command import run_command
 from training.build import build_stages
 from training.load_config import load_config
 from training.step import TrainStep
@@ -120,4 +121,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

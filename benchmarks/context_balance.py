@@ -25,6 +25,7 @@ from torch import Tensor
 
 from parallel.context import ContextParallel
 from parallel.placement import chunk_range
+from tools.command import run_command
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results/context_balance.json"
@@ -120,4 +121,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

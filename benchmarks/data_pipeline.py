@@ -36,6 +36,7 @@ from data.prepare import prepare
 from data.sampler import SampleOrder, count_windows
 from data.sources import STDLIB, documents
 from data.tokenizer import Tokenizer
+from tools.command import run_command
 
 RESULTS = Path(__file__).parent / "results" / "data_pipeline.json"
 SEED = 1
@@ -238,4 +239,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

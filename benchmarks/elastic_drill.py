@@ -37,6 +37,7 @@ from benchmarks.about import about
 from benchmarks.elastic_compare import compare, metrics
 from runtime.records.events import read_events
 from runtime.records.status import read_status
+from tools.command import run_command
 
 ROOT = Path(__file__).parent.parent
 NODES = 4
@@ -305,4 +306,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -34,6 +34,7 @@ from benchmarks.about import about
 from benchmarks.train_cpu import ONE_PROCESS, random_batches, start
 from parallel.mesh import build_mesh
 from runtime.start.init_distributed import init_distributed
+from tools.command import run_command
 from tools.huggingface.config import CONFIG, config_json, parameters
 from training.build import build_stages
 from training.config import Config
@@ -177,4 +178,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -22,6 +22,7 @@ from typing import Any
 
 from benchmarks.about import about
 from model.transformer import num_active_parameters, num_parameters
+from tools.command import run_command
 from training.config import Config
 from training.load_config import load_config
 
@@ -110,4 +111,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -29,6 +29,7 @@ from model.config import ModelConfig
 from model.initialise import initialise
 from model.transformer import Transformer, num_parameters
 from runtime.start.init_distributed import init_distributed
+from tools.command import run_command
 from tools.generate.load_model import empty_model
 from tools.generate.loop import generate
 from tools.generate.sampling import Sampling
@@ -167,4 +168,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -31,6 +31,7 @@ from hardware import FAILURES_PER_GPU_DAY
 from runtime.checkpoints.goodput import best_interval, effective_exactly, shares
 from runtime.records.events import read_events
 from runtime.records.ledger import account
+from tools.command import run_command
 from tools.goodput.measured import measure
 from tools.goodput.simulate import Job, simulate
 
@@ -213,4 +214,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

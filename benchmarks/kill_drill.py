@@ -44,6 +44,7 @@ from runtime.checkpoints.names import complete_checkpoints, step_of
 from runtime.checkpoints.save import Saver
 from runtime.records.events import read_events
 from runtime.records.ledger import CAUSES, account
+from tools.command import run_command
 from training.step import TrainStep
 
 ROOT = Path(__file__).parent.parent
@@ -328,4 +329,4 @@ if __name__ == "__main__":
     if "DRILL_PLAN" in os.environ:
         rank_main(Path(os.environ["DRILL_PLAN"]), sys.argv[1:])
     else:
-        main()
+        run_command(main)

@@ -22,6 +22,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.about import about
+from tools.command import run_command
 
 ROOT = Path(__file__).parent.parent
 MANY, ONE = (
@@ -139,4 +140,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

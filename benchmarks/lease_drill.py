@@ -37,6 +37,7 @@ import yaml
 from benchmarks.about import about
 from runtime.checkpoints.manifest import MANIFEST, Manifest, read_manifest, verify
 from runtime.checkpoints.names import complete_checkpoints
+from tools.command import run_command
 
 ROOT = Path(__file__).parent.parent
 PRELOAD = ["train", "torch._dynamo"]
@@ -273,4 +274,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -28,6 +28,7 @@ from runtime.health.examine import Examination
 from runtime.health.judge import Judge
 from runtime.health.slow_ranks import SlowRanks, TimedProducts
 from tests.runs import train_run
+from tools.command import run_command
 from tools.ranks import Ranks
 
 ROOT = Path(__file__).parent.parent
@@ -159,4 +160,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -62,6 +62,7 @@ from parallel.pipeline.simulate import Costs, Event, Timeline, simulate
 from parallel.pipeline.transfer import Transfers
 from parallel.weight_gradient import Destination
 from runtime.profiling.trace import ActionRecorder
+from tools.command import run_command
 from tools.ranks import Ranks
 
 ROOT = Path(__file__).parent.parent
@@ -382,4 +383,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

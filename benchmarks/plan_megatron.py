@@ -12,11 +12,11 @@ attention as the whole square, and so does the column compared.
 
 import itertools
 import json
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from errors import UserError
+from tools.command import run_command
 from tools.plan.hardware import find_device
 from tools.plan.layout import Layout
 from tools.plan.search import Found
@@ -149,4 +149,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

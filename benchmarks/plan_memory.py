@@ -8,10 +8,10 @@ and kind.
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tools.command import run_command
 from tools.rehearse.__main__ import beside_the_plan
 from tools.rehearse.rank import alone, rehearse
 from training.load_config import load_config
@@ -246,4 +246,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -17,7 +17,6 @@ tokens per second are converted to MFU in this way; published MFU is used unchan
 """
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from typing import Any
 from benchmarks import plan_megatron, published_experts, published_rows
 from benchmarks.published_rows import MEGATRON, NEMO, SC21, Model, Row
 from costs.summary import flops_per_token
+from tools.command import run_command
 from tools.plan.hardware import find_device
 from tools.plan.search import Found
 from training.config import Config
@@ -211,4 +211,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.about import about
 from errors import UserError
+from tools.command import run_command
 from tools.plan.hardware import find_device
 from tools.plan.search import search
 from training.load_config import load_config
@@ -120,4 +121,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.about import about
+from tools.command import run_command
 
 ROOT = Path(__file__).parent.parent
 MARKS = ROOT / "benchmarks" / "restart_marks.py"
@@ -185,4 +186,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

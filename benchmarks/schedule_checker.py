@@ -17,6 +17,7 @@ from parallel.pipeline.actions import splits_backward
 from parallel.pipeline.check import check
 from parallel.pipeline.schedules import SCHEDULES, build_schedule
 from parallel.pipeline.simulate import Costs, simulate
+from tools.command import run_command
 
 ROOT = Path(__file__).parent.parent
 RANKS, ACTIONS = 4, 10_000
@@ -64,4 +65,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

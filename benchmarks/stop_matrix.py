@@ -25,6 +25,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.about import about
+from tools.command import run_command
 
 ROOT = Path(__file__).parent.parent
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
@@ -225,4 +226,4 @@ def _small(config: Path, folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.about import about
+from tools.command import run_command
 
 ROOT = Path(__file__).parent.parent
 SIZES = {
@@ -248,4 +249,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -15,30 +15,19 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, TextIO, TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from errors import RunFailed, UserError
+from output import log
 from runtime.signals import Signals
 
 # the source file and line that gloo puts before its messages
 GLOO = re.compile(r"\[[^\]]*gloo/transport/[^\]]*\] ")
 LOST = "lost connection to another rank"
 LAUNCHER_SECONDS = 3.0  # within which a launcher notices a dead rank and signals the others
-
-
-def log(text: str, file: TextIO | None = None) -> None:
-    """Write a line to standard error, or to `file`. If that fails (the log may be on a full disk),
-    the run continues without it.
-
-    The text and its end are one write: between two, as `print` makes, another thread's line could
-    come (a checkpoint is reported from the thread that wrote it)."""
-    file = file or sys.stderr
-    with contextlib.suppress(OSError):
-        file.write(f"{text}\n")
-        file.flush()
 
 
 class AgreedError(UserError):

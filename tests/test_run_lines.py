@@ -1,6 +1,9 @@
-"""The lines that a run prints at its start and end, word for word."""
+"""The lines that a run prints at its start and end, word for word; and what becomes of a program
+whose output is lost."""
 
 import io
+import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,10 +14,13 @@ from pathlib import Path
 import pytest
 
 from errors import UserError
+from output import log
 from runtime.evaluation import compare_to_unigram
-from runtime.messages import log
 from runtime.start.topology import describe_stages
+from tests.runs import losses, write_config
 from training.load_config import load_config
+
+ROOT = Path(__file__).parent.parent
 
 LAPTOP = "2 stages of 2 blocks each: the slowest rank computes 24% more than the mean"
 
@@ -95,35 +101,78 @@ def test_ctrl_c_leaves_no_traceback_and_what_must_be_done_is() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "cleaned up\n", "")
 
 
-def test_only_the_pipe_of_standard_output_may_break_quietly() -> None:
-    reader_gone = "read, write = os.pipe(); os.close(read); os.dup2(write, 1)\n"
-    done = leave(reader_gone + "run_command(lambda: print('x' * 100_000) or 0)")
-    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+WORK = """
+def main():
+    for line in range(20_000): print('8 × 4', line)
+    print('4 × 2', file=sys.stderr)
+    open('done', 'w').close()
+    return 0
+"""
+OUTPUTS = [  # how a shell starts it, its status, the first line that is shown
+    ("COMMAND | head -1; exit ${PIPESTATUS[0]}", 0, "8 × 4 0"),
+    ("PYTHONUNBUFFERED=1 COMMAND | head -1; exit ${PIPESTATUS[0]}", 0, "8 × 4 0"),
+    ("COMMAND 2>&1 >&- | head -1; exit ${PIPESTATUS[0]}", 0, "4 × 2"),
+    ("COMMAND <&- >&- 2>&-", 0, ""),
+    ("PYTHONIOENCODING=ascii COMMAND", 0, r"8 \xd7 4 0"),
+    ("LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 COMMAND", 0, r"8 \xd7 4 0"),
+    ("COMMAND 2>/dev/full", 0, "8 × 4 0"),
+    # its output is its result, so a script must learn that it is not there
+    ("COMMAND 2>&1 >/dev/full", 1, "4 × 2"),
+]
+
+
+@pytest.mark.parametrize(("shell", "status", "first"), OUTPUTS)
+def test_whatever_becomes_of_output_the_work_is_done(
+    tmp_path: Path, shell: str, status: int, first: str
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(LEFT + WORK + "run_command(main)", encoding="utf-8")
+    done = subprocess.run(
+        ["bash", "-c", shell.replace("COMMAND", f"{sys.executable} {program}")],
+        cwd=tmp_path,
+        capture_output=True,
+        encoding="utf-8",
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"},
+    )
+    assert (done.returncode, done.stdout.partition("\n")[0]) == (status, first), done.stderr
+    assert (tmp_path / "done").exists()
+    assert "Traceback" not in done.stderr + done.stdout
+
+
+def test_another_broken_pipe_is_an_error() -> None:
     done = leave("def main(): raise BrokenPipeError('of another process')\nrun_command(main)")
     assert done.returncode == 1
     assert "of another process" in done.stderr
 
 
+@pytest.mark.thorough
+def test_a_run_goes_on_without_a_reader_a_log_or_an_encoding(data: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, data)
+    command = f"{sys.executable} train.py {config} run.log_interval=1 2>/dev/full | head -1"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        env=environment,
+    )
+    assert done.returncode == 0
+    assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
+
+
 def test_every_command_ends_so() -> None:
-    for name in (
-        "verify",
-        "tokenizer",
-        "plot",
-        "profile",
-        "report",
-        "timeline",
-        "rehearse",
-        "parity",
-        "plan",
-    ):
-        file = next(
-            file
-            for file in (Path(f"tools/{name}.py"), Path(f"tools/{name}/__main__.py"))
-            if file.exists()
-        )
-        assert file.read_text(encoding="utf-8").endswith(
-            'if __name__ == "__main__":\n    run_command(main)\n'
-        ), name
+    files = [file for room in ("tools", "benchmarks") for file in Path(room).rglob("*.py")]
+    texts = {str(file): file.read_text(encoding="utf-8") for file in [*files, Path("train.py")]}
+    programs = {file: text for file, text in texts.items() if "\nif __name__ ==" in text}
+    bare = {file for file, text in programs.items() if not text.endswith("run_command(main)\n")}
+    # their output is a log, so it is no failure if it was lost
+    logs = {"train.py", "tools/launch.py", "tools/torchrun/__main__.py"}
+    assert all('if __name__ == "__main__":' in texts[file] for file in logs)
+    assert all("    guard_output()\n" in texts[file] for file in logs)
+    # these two stand for train.py
+    assert bare - logs == {"benchmarks/elastic_rank.py", "benchmarks/restart_marks.py"}
+    assert len(programs) > 40
 
 
 class Slow(io.StringIO):

@@ -1,31 +1,32 @@
-"""What commands share: ending without a traceback on Ctrl-C, or when their output is cut off
-(`| head`), and the argument for settings."""
+"""What commands share: they end without a traceback on Ctrl-C, whatever becomes of their output
+(output.py), and have an argument for settings."""
 
 import argparse
 import os
-import select
 import signal
 import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from output import guard_output, log
 
-def run_command(main: Callable[[], int]) -> NoReturn:
-    """Runs `main` and exits with its status. After a closed output pipe or Ctrl-C, and main's own
-    cleanup, exits as other programs do on SIGPIPE or SIGINT."""
+
+def run_command(main: Callable[[], int | None]) -> NoReturn:
+    """Runs `main` and exits with its status; with 1 if that is 0 but some of standard output could
+    not be written. After Ctrl-C, and main's own cleanup, exits as other programs do on SIGINT."""
+    out = guard_output()
     try:
-        status = main()
-        sys.stdout.flush()
+        status: object = main()
+    except SystemExit as leaving:  # also after --help
+        status = leaving.code
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)  # so that a calling script stops too
-    except BrokenPipeError:
-        if not _reader_is_gone():  # the broken pipe was not standard output
-            raise
-        # the interpreter flushes standard output once more at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
-    sys.exit(status)
+    sys.stdout.flush()
+    if out.problem and not status:
+        log(f"error: standard output could not be written: {out.problem}")
+        status = 1
+    sys.exit(status)  # type: ignore[arg-type]
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
@@ -37,10 +38,3 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
         metavar="section.key=value",
         help="settings to override, as for train.py",
     )
-
-
-def _reader_is_gone() -> bool:
-    """Whether standard output is a pipe without a reader."""
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)  # error events are always reported
-    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

@@ -27,6 +27,7 @@ from runtime.start.init_distributed import init_distributed
 from runtime.tasks.files import read_tasks
 from runtime.tasks.rows import TaskRows, log_likelihoods, measures, tokenize
 from runtime.tasks.scoring import score_whole
+from tools.command import run_command
 from tools.generate.load_model import load_model
 from tools.huggingface.checkpoint_reader import newest
 from tools.huggingface.config import CONFIG, HuggingFaceConfig
@@ -154,4 +155,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

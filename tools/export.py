@@ -23,6 +23,7 @@ from data.tokenizer import JSON, Tokenizer
 from errors import UserError
 from runtime.checkpoints.manifest import Damaged
 from runtime.checkpoints.trainer_state import verify_checkpoint
+from tools.command import run_command
 from tools.huggingface.checkpoint_reader import CheckpointReader, newest
 from tools.huggingface.config import CONFIG, Parameter, config_json, parameters
 from tools.huggingface.new_folder import new_folder, refuse_existing
@@ -160,4 +161,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

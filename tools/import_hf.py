@@ -37,6 +37,7 @@ from runtime.checkpoints.manifest import (
     write_manifest,
 )
 from runtime.checkpoints.trainer_state import FREE_MODEL_KEYS, model_entries
+from tools.command import run_command
 from tools.huggingface.checkpoint_reader import WEIGHTS
 from tools.huggingface.config import CONFIG, HuggingFaceConfig, Parameter, parameters
 from tools.huggingface.foreign import refuse_foreign
@@ -189,4 +190,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -21,9 +21,11 @@ exit status is 0; or that of the first failure; or 2 if the configuration is ref
 signal's number if a signal ended the run.
 """
 
+from output import guard_output, log
 from runtime import signals
 
 if __name__ == "__main__":  # before the other imports, which take seconds
+    guard_output()
     signals.leave_on_request()
 
 import argparse
@@ -47,7 +49,6 @@ import torch.distributed as dist
 
 import train
 from errors import UserError
-from runtime.messages import log
 from runtime.records.status import read_status, record_failure
 from runtime.signals import Signals
 from training.layouts import choose_layout

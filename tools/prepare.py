@@ -17,6 +17,7 @@ from data.prepare import prepare
 from data.sources import one_source
 from data.tokenizer import Tokenizer
 from errors import UserError
+from tools.command import run_command
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -112,4 +113,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -19,6 +19,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from parallel.layouts import OF_TRAIN
+from tools.command import run_command
 from training.config import SECTIONS, Config
 from training.stages import BEGINS, CHANGEABLE
 
@@ -114,4 +115,4 @@ def text() -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -8,11 +8,11 @@ import queue
 import shlex
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
+from output import log
 from runtime.alerts.alarms import ALWAYS
 
 LIMIT_SECONDS = 10.0  # for one attempt
@@ -26,10 +26,7 @@ def is_webhook(target: str) -> bool:
 
 
 def say(text: str) -> None:
-    """Log a line; rank 0's `log` (messages.py) would import torch."""
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"alerts: {text}\n")
-        sys.stderr.flush()
+    log(f"alerts: {text}")
 
 
 class Sender:

@@ -119,7 +119,7 @@ def _process_began(pid: int) -> str | None:
     except (PermissionError, OverflowError):  # another user's process
         pass
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         return None if fields[0] in "ZX" else fields[19]
     except OSError:
         if sys.platform == "linux":

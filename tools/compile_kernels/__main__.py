@@ -34,6 +34,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from errors import UserError
+from tools.command import run_command
 from tools.compile_kernels.targets import TARGETS
 
 
@@ -117,4 +118,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

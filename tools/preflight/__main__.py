@@ -28,7 +28,6 @@ import argparse
 import json
 import math
 import os
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -41,6 +40,7 @@ from runtime.health.excluded import excluded_nodes
 from runtime.messages import log
 from runtime.start.attention import describe_attention
 from runtime.start.preconditions import check_writable, open_stages
+from tools.command import run_command
 from tools.preflight.links import Links
 from tools.preflight.node import look_at_node
 from tools.preflight.verdict import SKEW_SECONDS, Report, choose, odd_ones, slow_ones, table
@@ -300,4 +300,4 @@ def carry_out(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -22,6 +22,8 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.run import parse_args, run
 
+from output import guard_output
+
 
 @record
 def main() -> None:
@@ -39,4 +41,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    guard_output()
     main()
