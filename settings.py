@@ -15,14 +15,15 @@ this module may be imported anywhere.
 import dataclasses
 import difflib
 import inspect
+import os
 import types
 import typing
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
 import pydantic.dataclasses
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from errors import UserError, short
 
@@ -41,12 +42,22 @@ def _whole(value: Any) -> Any:
     return value
 
 
+def _at_home(path: str) -> str:
+    """Expand a leading ~ or ~user. ($NAME is left to the shell: a file's name may contain it.)"""
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        raise PydanticCustomError("no_home", "no such user")
+    return expanded
+
+
 Count = Annotated[int, between(1, LARGEST)]
 Whole = Annotated[int, between(0, LARGEST)]
 Share = Annotated[float, Field(gt=0, le=1e30)]
 # Text for the file system, logs and shell tools: one line, without control characters.
 Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$")]
-PathText = Annotated[Text, Field(min_length=1)]
+NonEmpty = Annotated[Text, Field(min_length=1)]
+PathText = Annotated[NonEmpty, AfterValidator(_at_home)]
+PathOrNone = Annotated[Text, AfterValidator(_at_home)]  # "": none
 OneOf = BeforeValidator(_whole)  # for a Literal of whole numbers: refuses true
 
 T = TypeVar("T")
@@ -144,6 +155,9 @@ def _words(error: ErrorDetails, hint: Any, several: bool) -> tuple[str, str]:
                 return "contains a line break or another control character", "remove it"
             case "string_unicode":
                 return "is not text: it cannot be written in UTF-8", "use other characters"
+            case "no_home":
+                why = "begins with the home of a user that this machine does not know"
+                return why, "write the whole path, or ./~NAME for a folder of that name"
             case "literal_error" | "value_error":
                 return "is not an allowed value", f"choose one of {list(typing.get_args(hint))}"
     if error["input"] is None:
@@ -154,9 +168,15 @@ def _words(error: ErrorDetails, hint: Any, several: bool) -> tuple[str, str]:
     )
 
 
+def alternatives(hint: Any) -> tuple[Any, ...]:
+    """The types that a value may have."""
+    union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    return typing.get_args(hint) if union else (hint,)
+
+
 def _describe(hint: Any) -> str:
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return " | ".join(map(_describe, typing.get_args(hint)))
+    if len(of := alternatives(hint)) > 1:
+        return " | ".join(map(_describe, of))
     if hint is type(None):
         return "null"
     is_plain = isinstance(hint, type) and not typing.get_args(hint)

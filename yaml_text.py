@@ -1,9 +1,9 @@
 """Read and write the YAML of configurations: PyYAML's safe subset, without its pitfalls.
 
-A repeated key is an error (in YAML the last one wins); 1e-5 is a number (as in YAML 1.2); 10:13 and
-2026-01-31 are text (not a base-60 number, not a date). An alias may repeat a single value, but not
-a list or mapping, because nine lines of such aliases can expand to a billion items. `parse` reads
-back exactly what `dump` has written.
+A repeated key is an error (in YAML the last one wins); 1e-5 is a number and 010 is ten (as in YAML
+1.2; in 1.1, 010 is eight); 10:13 and 2026-01-31 are text (not a base-60 number, not a date). An
+alias may repeat a single value, but not a list or mapping, because nine lines of such aliases can
+expand to a billion items. `parse` reads back exactly what `dump` has written.
 """
 
 import re
@@ -18,10 +18,12 @@ class NotYaml(ValueError):
     """The text cannot be read; the message says where and why."""
 
 
-def parse(text: str) -> Any:
-    """Parse `text`. Raises NotYaml."""
+def parse(text: str, comments: bool = True) -> Any:
+    """Parse `text`. Raises NotYaml, without `comments` also where something follows the value."""
     try:
-        return yaml.load(text, _Loader)
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        value = loader.construct_document(node) if node else None
     except RecursionError:
         raise NotYaml("is nested too deeply") from None
     except yaml.YAMLError as error:
@@ -29,6 +31,10 @@ def parse(text: str) -> Any:
         raise NotYaml(f"is not YAML: {' '.join(said.split())}") from None
     except (ValueError, OverflowError) as error:  # for example, a number of thousands of digits
         raise NotYaml(f"holds a value that cannot be read: {str(error)[:100]}") from None
+    rest = text[node.end_mark.index if node else 0 :].strip()
+    if rest and not comments:
+        raise NotYaml(f"is followed by {rest[:100]!r}")
+    return value
 
 
 def dump(value: Any) -> str:
@@ -59,6 +65,13 @@ class _Loader(yaml.SafeLoader):
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
+    def construct_int(self, node: Any) -> int:
+        digits = self.construct_scalar(node).replace("_", "")
+        return int(digits, 0 if digits.lstrip("-+")[1:2] in tuple("box") else 10)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_int)
+
 
 class _Dumper(yaml.SafeDumper):
     """Quotes text that _Loader would read as something else."""
@@ -82,7 +95,7 @@ def _resolvers() -> dict[Any, Any]:
 
 
 _NUMBERS = (
-    ("tag:yaml.org,2002:int", r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0o?[0-7_]+|0|[1-9][0-9_]*)"),
+    ("tag:yaml.org,2002:int", r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0o[0-7_]+|[0-9][0-9_]*)"),
     (
         "tag:yaml.org,2002:float",
         r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",

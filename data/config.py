@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from settings import PathText, Share, Text, between, section
+from settings import PathOrNone, PathText, Share, between, section
 
 
 @section("data")
@@ -20,6 +20,6 @@ class DataConfig:
     """
 
     path: PathText | dict[PathText, Share]
-    tokenizer: Text = ""
+    tokenizer: PathOrNone = ""
     document_mask: bool = False
     prefetch: Annotated[int, between(1, 1000)] = 2

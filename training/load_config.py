@@ -3,15 +3,17 @@ are errors; nothing is guessed."""
 
 import dataclasses
 import difflib
+import typing
 from typing import Any
 
 from errors import UserError
-from settings import no_such_key
+from settings import alternatives, no_such_key
 from training.config import SECTIONS, Config
 from training.stages import read_stages
 from yaml_text import MAX_CHARACTERS, NotYaml, dump, parse
 
 KEYS = {name: [field.name for field in dataclasses.fields(cls)] for name, cls in SECTIONS.items()}
+HINTS = {name: typing.get_type_hints(cls) for name, cls in SECTIONS.items()}
 
 
 def load_config(path: str, overrides: list[str]) -> Config:
@@ -35,16 +37,12 @@ def load_config(path: str, overrides: list[str]) -> Config:
                 "is not section.key=value",
                 "write for example train.steps=100",
             )
-        try:
-            value = parse(text)
-            if whole:
-                raw["stages"] = value
-            elif section == "stages":
-                _set_in_stage(raw, name, value)
-            else:
-                raw.setdefault(section, {})[key] = value
-        except NotYaml as error:
-            raise UserError(name, text, f"is not a YAML value: {error}", "quote it") from None
+        if whole:
+            raw["stages"] = _value(name, text)
+        elif section == "stages":
+            _set_in_stage(raw, name, text)
+        else:
+            raw.setdefault(section, {})[key] = _value(name, text, section, key)
     return _build(raw)
 
 
@@ -75,19 +73,39 @@ def changed_between(
     ]
 
 
-def _set_in_stage(raw: dict[str, Any], name: str, value: Any) -> None:
+def _value(name: str, text: str, section: str = "", key: str = "") -> Any:
+    """The value of `text`, typed for the setting `name`. It is read as in a file, except for a key
+    that takes text: its value is exactly `text`, unless that is in quotes, or is a number or a
+    {mapping} or [list] that the key takes as well."""
+    types = {typing.get_origin(one) or one for one in alternatives(HINTS.get(section, {}).get(key))}
+    bracket = text.startswith(tuple("{" * (dict in types) + "[" * (tuple in types)))
+    verbatim = str in types and not bracket
+    try:
+        value = parse(text, comments=False)
+    except NotYaml as error:
+        if verbatim:
+            return text
+        remedy = "correct it, or quote what is text"
+        raise UserError(name, text, f"is not a YAML value: {error}", remedy) from None
+    quoted = isinstance(value, str) and text.startswith(("'", '"'))
+    return text if verbatim and not quoted and type(value) not in types - {str, dict} else value
+
+
+def _set_in_stage(raw: dict[str, Any], name: str, text: str) -> None:
     """Apply an override of a stage: stages.1.train.seq_len, or stages.1.from_step."""
     stages = raw.get("stages") or []
     number, _, rest = name.removeprefix("stages.").partition(".")
     section, _, key = rest.partition(".")
-    if not (isinstance(stages, list) and number.isdecimal() and 1 <= int(number) <= len(stages)):
+    if not isinstance(stages, list) or number not in map(str, range(1, len(stages) + 1)):
         why = f"the file has {len(stages) if isinstance(stages, list) else 0} stages"
-        raise UserError(name, value, why, "write for example stages.1.train.seq_len=1024")
-    stage = stages[int(number) - 1]
-    if isinstance(stage, dict) and key and isinstance(stage.setdefault(section, {}), dict):
-        stage[section][key] = value
-    elif isinstance(stage, dict) and section:
-        stage[section] = value
+        raise UserError(name, text, why, "write for example stages.1.train.seq_len=1024")
+    at, value = int(number) - 1, _value(name, text, section, key)
+    if not section:
+        stages[at] = value
+    elif isinstance(stages[at], dict):
+        keys = stages[at].get(section)
+        of_section = keys if isinstance(keys, dict) else {}
+        stages[at][section] = {**of_section, key: value} if key else value
 
 
 def _read(path: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pydantic import Field
 from errors import UserError
 from hardware import FAILURES_PER_GPU_DAY
 from kinds import kinds_in
-from settings import Count, PathText, Text, Whole, between, section
+from settings import Count, NonEmpty, PathOrNone, PathText, Text, Whole, between, section
 
 # The most tokens in a micro-batch. A rank may have four times as many in a step: 2 GB of token ids.
 MAX_TOKENS = 2**26
@@ -102,7 +102,7 @@ class CheckpointConfig:
     # path
     resume: PathText = "auto"
     # start a new run from the weights of this checkpoint, with a new optimizer state and new data
-    load_weights_only: Text = ""
+    load_weights_only: PathOrNone = ""
     # A command that is run for each committed checkpoint until it succeeds, without a shell, and
     # never waited for by a step: COMMAND … CHECKPOINT CHECKPOINT/manifest.json
     # (runtime/alerts/after_commit.py); "": none
@@ -173,14 +173,14 @@ class RunConfig:
     # time (runtime/records/memory_report.py)
     memory_history: bool = False
     wandb: Literal["disabled", "offline", "online"] = "disabled"
-    wandb_project: PathText = "lattice"
+    wandb_project: NonEmpty = "lattice"
     tensorboard: bool = False  # also write event files to the run folder's tensorboard/
     # where alarms are sent (runtime/alerts/alarms.py): the URL of a webhook, or a command, which
     # gets the alarm as JSON on standard input; $NAME: that variable's value; "": nowhere
     on_event: Text = ""
     # numbers for Prometheus: a file ….prom for node_exporter, or PORT or HOST:PORT of an endpoint,
     # on loopback without a HOST; "": none
-    prometheus: Annotated[int, between(1, 65535)] | Text = ""
+    prometheus: Annotated[int, between(1, 65535)] | PathOrNone = ""
 
     def __post_init__(self) -> None:
         if not self.profile:

@@ -48,7 +48,7 @@ def world_of(path: str, config: Config, gpus: int | None) -> int:
         return gpus
     if parallel.dp_shard != -1:
         return math.prod(getattr(parallel, axis) for axis in AXES)
-    first_line = re.match(r"# world: (\d+)\n", Path(path).read_text(encoding="utf-8"))
+    first_line = re.match(r"# world: (\d+)\n", Path(path).read_text(encoding="utf-8-sig"))
     if first_line is None:
         why = "parallel.dp_shard=-1 needs the number of GPUs, which is not known"
         raise UserError("--gpus", None, why, "give --gpus N")
