@@ -26,6 +26,9 @@ class UserError(Exception):
         super().__init__(f"{shown} = {short(value)}: {why}\n  remedy: {remedy}")
         self.key, self.value, self.why, self.remedy = key, value, why, remedy
 
+    def __reduce__(self) -> tuple[Any, ...]:  # workers of data preparation send it to their parent
+        return type(self), (self.key, self.value, self.why, self.remedy)
+
 
 class RunFailed(Exception):
     """The run cannot continue. Every rank raises this; rank 0 reports it, and the exit status is

@@ -36,6 +36,7 @@ from data.files import Report
 from data.heldout import Part, Splitter
 from data.shards import FORMAT, VERSION, ShardWriter
 from data.sources import Document, documents
+from data.text_kept import CHECK_ALL, CHECK_EVERY, Kept, kept
 from data.tokenizer import Tokenizer
 from errors import UserError
 
@@ -52,6 +53,7 @@ class Encoded(NamedTuple):
     lengths: np.ndarray
     characters: int
     utf8_bytes: int
+    kept: Kept
 
 
 def prepare(
@@ -84,10 +86,9 @@ def prepare(
     try:
         partial.mkdir(parents=True)
         writers = {
-            name: _SplitWriter(partial, name, dtype, tokenizer.vocab_size, shard_tokens)
-            for name in SPLITS
+            name: _SplitWriter(partial, name, dtype, tokenizer, shard_tokens) for name in SPLITS
         }
-        counts = {"documents": 0, "empty_documents": 0}
+        counts, text_kept = {"documents": 0, "empty_documents": 0}, Kept()
         splitter = Splitter(
             _not_empty(documents(source, text_field, split, report), counts), heldout_fraction
         )
@@ -98,6 +99,7 @@ def prepare(
             for encoded in _encode(_chunks(splitter), tokenizer, dtype, workers):
                 for writer, part in zip(writers.values(), encoded, strict=True):
                     writer.append(part)
+                    text_kept += part.kept
                     bar.update(len(part.tokens))
         if writers["train"].tokens == 0:
             why = (
@@ -119,6 +121,9 @@ def prepare(
             # without this key, whole documents are held out (heldout.py)
             **({"heldout": "the end of each document"} if splitter.cuts else {}),
             "empty_documents": counts["empty_documents"],  # these were left out
+            "unknown_tokens": sum(writer.unknown() for writer in writers.values()),
+            # of the documents that were decoded to check it, those that were not as they were read
+            "text_kept": text_kept._asdict(),
             "unigram_nats_per_token": unigram_nats_per_token(
                 writers["train"].histogram, writers["heldout"].histogram
             ),
@@ -218,8 +223,9 @@ def _encode(
         workers, context, _start_worker, (tokenizer.files, dtype.name)
     ) as pool:
         in_flight = deque()
-        for chunk in chunks:
-            in_flight.append(pool.submit(_encode_chunk, chunk))
+        for number, chunk in enumerate(chunks):
+            check = number < CHECK_ALL or number % CHECK_EVERY == 0
+            in_flight.append(pool.submit(_encode_chunk, chunk, check))
             if len(in_flight) > 2 * workers + 1:
                 yield in_flight.popleft().result()
         while in_flight:
@@ -238,7 +244,7 @@ def _start_worker(files: dict[str, bytes], dtype: str) -> None:
     _worker_tokenizer, _worker_dtype = Tokenizer(files), np.dtype(dtype)
 
 
-def _encode_chunk(chunk: list[Part]) -> list[Encoded]:
+def _encode_chunk(chunk: list[Part], check: bool) -> list[Encoded]:
     tokenizer, dtype = _worker_tokenizer, _worker_dtype
     result = []
     for side in (False, True):  # SPLITS
@@ -250,7 +256,8 @@ def _encode_chunk(chunk: list[Part]) -> list[Encoded]:
         tokens = np.concatenate([np.empty(0, dtype), *parts])
         lengths = np.array([len(bos) + len(array) + 1 for array in arrays], dtype=np.int64)
         num_bytes = sum(len(text.encode("utf-8", "replace")) for text in texts)
-        result.append(Encoded(tokens, lengths, sum(map(len, texts)), num_bytes))
+        same = kept(texts, arrays, tokenizer) if check else Kept()
+        result.append(Encoded(tokens, lengths, sum(map(len, texts)), num_bytes, same))
     return result
 
 
@@ -258,13 +265,14 @@ class _SplitWriter:
     """Writes one split, shard after shard, and counts its tokens, documents and characters."""
 
     def __init__(
-        self, folder: Path, split: str, dtype: np.dtype, vocab_size: int, shard_tokens: int
+        self, folder: Path, split: str, dtype: np.dtype, tokenizer: Tokenizer, shard_tokens: int
     ) -> None:
+        self._tokenizer = tokenizer
         self._folder, self._split = folder, split
         self._dtype, self._shard_tokens = dtype, shard_tokens
         self._shards: list[dict] = []
         self._open: ShardWriter | None = None
-        self.histogram = np.zeros(vocab_size, dtype=np.int64)
+        self.histogram = np.zeros(tokenizer.vocab_size, dtype=np.int64)
         self.tokens = self.documents = self.characters = self.utf8_bytes = 0
 
     def append(self, part: Encoded) -> None:
@@ -273,6 +281,7 @@ class _SplitWriter:
         self.documents += len(part.lengths)
         self.characters += part.characters
         self.utf8_bytes += part.utf8_bytes
+        self._check_control_tokens()
         ends = np.cumsum(part.lengths)
         document, token = 0, 0  # written so far
         while document < len(ends):
@@ -286,6 +295,20 @@ class _SplitWriter:
             document, token = last + 1, int(ends[last])
             if self._open.tokens >= self._shard_tokens:
                 self._close_shard()
+
+    def _check_control_tokens(self) -> None:
+        """Raises UserError unless each document has one bos and one eos and no other control token:
+        whatever the tokenizer does, a text cannot end its document."""
+        of_document = [self._tokenizer.bos_id, self._tokenizer.eos_id]
+        for token in self._tokenizer.control_ids:
+            if self.histogram[token] != of_document.count(token) * self.documents:
+                why = f"it read its control token {token} in a document's text"
+                remedy = "give another file of this tokenizer: tokenizer.model or tokenizer.json"
+                raise UserError("--tokenizer", self._tokenizer.sha256[:12], why, remedy)
+
+    def unknown(self) -> int:
+        """How many tokens are the unknown one."""
+        return int(self.histogram[self._tokenizer.unk_id]) if self._tokenizer.unk_id >= 0 else 0
 
     def _close_shard(self) -> None:
         self._shards.append(self._open.close())

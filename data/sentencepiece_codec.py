@@ -8,8 +8,8 @@ would still lose U+2581: it represents the space by that character, and decodes 
 space. `SentencePieceCodec` therefore encodes U+2581 as bytes. Then decode(encode(x)) == x for every
 str x that UTF-8 can encode, that is, one without lone surrogates (which become U+FFFD).
 
-A foreign model with a dummy prefix (Llama 2's) loses U+2581 and whatever its own normalisation
-loses, but nothing else.
+A foreign model with a dummy prefix (Llama 2's) loses U+2581, whatever its own normalisation loses
+and, without byte tokens, what it cannot spell: data preparation counts it (text_kept.py).
 """
 
 import hashlib
@@ -21,6 +21,7 @@ import numpy as np
 import sentencepiece
 
 from data.foreign_tokenizers import not_a_tokenizer
+from data.token_roles import roles_of
 from errors import UserError
 
 SPACE_MARK = "\u2581"  # SentencePiece represents a space by this character
@@ -30,13 +31,15 @@ class SentencePieceCodec:
     """One SentencePiece model. Ids are in range(vocab_size); bos opens a document, eos closes it.
 
     Args:
-        model: the serialized model, the content of a `.model` file.
+        files: name → content, first the serialized model, then the files that accompany it.
         name: its name in error messages (its path).
 
-    Raises UserError if this is not a SentencePiece model, or one without bos or eos.
+    Raises UserError if this is not a SentencePiece model, if it has no bos or eos, or if a file
+    beside it names others.
     """
 
-    def __init__(self, model: bytes, name: str) -> None:
+    def __init__(self, files: dict[str, bytes], name: str) -> None:
+        model = next(iter(files.values()))
         remedy = (
             "give a SentencePiece model with bos and eos, such as `python -m tools.tokenizer` "
             "writes, or a tokenizer.json"
@@ -52,6 +55,16 @@ class SentencePieceCodec:
         self.eos_id: int = self._processor.eos_id()
         if self.bos_id < 0 or self.eos_id < 0:
             raise UserError("tokenizer", name, "the model has no bos or no eos token", remedy)
+        self.unk_id: int = self._processor.unk_id()
+        self.control_ids = [*filter(self._processor.is_control, range(self.vocab_size))]
+        said = roles_of(files, name)
+        for role, token in (("bos_token", self.bos_id), ("eos_token", self.eos_id)):
+            piece = self._processor.id_to_piece(token)
+            if said.get(role) not in (None, piece):
+                why = f"the model's {role} is {piece!r}, and a file beside it names {said[role]!r}"
+                remedy = "for the latter, give the tokenizer.json of the same folder; for the "
+                remedy += "former, give a copy of tokenizer.model under another name"
+                raise UserError("tokenizer", name, why, remedy)
         # Impossible with two kinds of foreign models: one with a dummy prefix would put a space
         # before each part, and one without byte tokens cannot spell the mark.
         pieces = [f"<0x{byte:02X}>" for byte in SPACE_MARK.encode()]

@@ -8,7 +8,6 @@ Prepared data and checkpoints contain a copy of the files that determine the ids
 Hugging Face's tools expect in the same folder.
 """
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +16,7 @@ import numpy as np
 
 from data.foreign_tokenizers import no_tokenizer_in
 from data.sentencepiece_codec import SentencePieceCodec, train_sentencepiece
+from data.token_roles import CONFIG, content_of
 from data.tokenizers_codec import TokenizersCodec
 from errors import UserError
 
@@ -34,6 +34,8 @@ class Codec(Protocol):
     vocab_size: int
     bos_id: int  # negative: none
     eos_id: int
+    unk_id: int  # encodes what the vocabulary cannot spell; negative: none
+    control_ids: list[int]  # no text has these: bos, eos, and other tokens of structure
     adds_bos: bool  # whether a prompt begins with bos, according to this file
 
     def encode(self, texts: list[str]) -> list[np.ndarray]: ...
@@ -48,28 +50,31 @@ class Tokenizer:
     adds_bos: whether bos opens a prompt too: `add_bos_token` in tokenizer_config.json decides, else
     the tokenizer file itself.
 
-    Text that spells a special token (`<|end_of_text|>`, `</s>`) is encoded as ordinary text, so
-    that a document's text cannot close the document.
+    Text that spells a control token (`<|end_of_text|>`, `</s>`) is encoded as ordinary text, so
+    that a document's text cannot close the document. (Tokens that were added for texts, such as
+    `<think>`, are found in them.)
 
     Args:
         files: name → content, first tokenizer.model or tokenizer.json, then the files that
             accompany it.
         name: its name in error messages (its path).
 
-    Raises UserError if the first file does not have the format of its name, or has no token that
-    closes a document.
+    Raises UserError if the first file does not have the format of its name or has no token that
+    closes a document, or if two files name different ones.
     """
 
     def __init__(self, files: dict[str, bytes], name: str = "tokenizer") -> None:
         self.files = files
         is_json = next(iter(files)) == JSON
         self._codec: Codec = (
-            TokenizersCodec(files, name) if is_json else SentencePieceCodec(self.model, name)
+            TokenizersCodec(files, name) if is_json else SentencePieceCodec(files, name)
         )
         self.sha256, self.vocab_size = self._codec.sha256, self._codec.vocab_size
         self.bos_id, self.eos_id = self._codec.bos_id, self._codec.eos_id
-        said = _add_bos_token(files)
-        self.adds_bos = self.bos_id >= 0 and (self._codec.adds_bos if said is None else said)
+        self.unk_id, self.control_ids = self._codec.unk_id, self._codec.control_ids
+        said = content_of(files, CONFIG, name).get("add_bos_token")
+        said = said if isinstance(said, bool) else self._codec.adds_bos
+        self.adds_bos = self.bos_id >= 0 and said
 
     @classmethod
     def load(cls, path: str | Path, key: str = "tokenizer") -> "Tokenizer":
@@ -101,13 +106,14 @@ class Tokenizer:
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of each text, without bos and eos, as int32 arrays. Runs on one thread, because
-        data preparation has one process per core."""
+        data preparation has one process per core. Raises UserError if a text has no ids."""
         return self._codec.encode([clean(text) for text in texts])
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`. bos and eos give no text, nor do ids >= vocab_size, which a model with
         a padded vocabulary may sample. Invalid UTF-8 becomes U+FFFD."""
-        return self._codec.decode([int(token) for token in ids if token < self.vocab_size])
+        array = ids if isinstance(ids, np.ndarray) else np.array([*ids], dtype=np.int64)
+        return self._codec.decode(array[array < self.vocab_size].tolist())
 
 
 def tokenizer_files(path: Path) -> dict[str, Path]:
@@ -134,16 +140,6 @@ def tokenizer_files(path: Path) -> dict[str, Path]:
     return {name: path} | {
         other: path.with_name(other) for other in beside if path.with_name(other).is_file()
     }
-
-
-def _add_bos_token(files: dict[str, bytes]) -> bool | None:
-    """The value of add_bos_token in tokenizer_config.json; None if it is not set."""
-    try:
-        content = json.loads(files.get("tokenizer_config.json", b"{}"))
-    except ValueError:
-        return None
-    said = content.get("add_bos_token") if isinstance(content, dict) else None
-    return said if isinstance(said, bool) else None
 
 
 def clean(text: str) -> str:

@@ -4,18 +4,25 @@
 The file defines how text becomes ids and which tokens are special, but not which of them open and
 close a document: that is in `tokenizer_config.json` or `special_tokens_map.json` in the same
 folder. If neither exists, the tokens are found by well-known names.
+
+A text cannot contain a control token. The library has an option for that
+(`encode_special_tokens`), but it covers only the search for added tokens: a model whose vocabulary
+contains the control tokens, as a Unigram's does, finds `</s>` in a text by itself. SentencePiece
+keeps these pieces, and those of bytes (`<0x0A>`), out of what it matches. So texts are encoded with
+a copy of the tokenizer in which these tokens have random names, which no text contains.
 """
 
 import hashlib
 import json
+import secrets
 from typing import Any
 
 import numpy as np
 
-from data.foreign_tokenizers import not_a_tokenizer
+from data.foreign_tokenizers import GIVE_JSON, not_a_tokenizer
+from data.token_roles import roles_of
 from errors import UserError
 
-SAYS_ROLES = ("tokenizer_config.json", "special_tokens_map.json")
 # Names used by Llama 3; Llama 2 and Mistral; Gemma; GPT-2 and Qwen. The first one that the file
 # marks as special is taken.
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>")
@@ -32,8 +39,8 @@ class TokenizersCodec:
         files: name → content, tokenizer.json first.
         name: its name in error messages (its path).
 
-    Raises UserError if this is not a tokenizer.json, or if no file names the token that closes a
-    document.
+    Raises UserError if this is not a tokenizer.json, if no file names the token that closes a
+    document, or if two files name different ones.
     """
 
     def __init__(self, files: dict[str, bytes], name: str) -> None:
@@ -48,16 +55,20 @@ class TokenizersCodec:
             ) from error
         self._tokenizer.no_truncation()  # some files contain settings left over from training
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # special tokens in a text are ordinary text
+        self._name = name
         # Includes added tokens; the largest id counts, because ids may have gaps.
         self.vocab_size: int = (
             max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         )
-        added = self._tokenizer.get_added_tokens_decoder().items()
-        special = {token.content: token_id for token_id, token in added if token.special}
-        roles = _roles(files, name)
-        self.bos_id = self._find("bos_token", roles, BOS_NAMES, special, name)
-        self.eos_id = self._find("eos_token", roles, EOS_NAMES, special, name)
+        added = self._tokenizer.get_added_tokens_decoder()
+        special = {token.content: token.special for token in added.values()}
+        roles = roles_of(files, name)
+        if "eos_token" not in roles:
+            known = {"bos_token": BOS_NAMES, "eos_token": EOS_NAMES}
+            for role, names in known.items():
+                roles[role] = next((each for each in names if special.get(each)), None)
+        self.bos_id = self._find("bos_token", roles, special, name)
+        self.eos_id = self._find("eos_token", roles, special, name)
         if self.eos_id < 0:
             remedy = 'put its tokenizer_config.json, with "eos_token", in the same folder'
             raise UserError(
@@ -65,53 +76,110 @@ class TokenizersCodec:
             )
         probe = self._tokenizer.encode("a").ids  # including tokens added by its post-processor
         self.adds_bos = bool(probe) and probe[0] == self.bos_id
+        parsed = json.loads(content)
+        self.unk_id = _unknown(parsed["model"], self._tokenizer)
+        ends = (self.bos_id, self.eos_id)
+        control = {t.content: i for i, t in added.items() if t.special or i in ends}
+        # the token for what has no other is not structure, unless it also opens or closes documents
+        self.control_ids = sorted({*control.values()} - ({self.unk_id} - {*ends}))
+        kept_out = set(control)
+        if self.unk_id >= 0:
+            kept_out.add(self._tokenizer.id_to_token(self.unk_id))
+        try:
+            self._encoder, self._byte_ids = _for_texts(self._tokenizer, parsed, kept_out)
+        except Exception as error:
+            why = f"its control tokens cannot be kept apart from text: {error}"
+            raise UserError("tokenizer", name, why, GIVE_JSON) from error
         self.sha256 = hashlib.sha256(
             content + f"\n{self.bos_id} {self.eos_id}".encode()
         ).hexdigest()
 
     def _find(
-        self,
-        role: str,
-        roles: dict[str, Any],
-        names: tuple[str, ...],
-        special: dict[str, int],
-        file: str,
+        self, role: str, roles: dict[str, str | None], special: dict[str, bool], file: str
     ) -> int:
-        """The id of the token with this role; −1 if there is none."""
-        if not roles:
-            return next((special[name] for name in names if name in special), -1)
+        """The id of the token with this role; −1 if there is none. special: of the added tokens,
+        whether they are special."""
         token = roles.get(role)
-        content = token.get("content") if isinstance(token, dict) else token
-        if content is None:
+        if token is None:
             return -1
-        found = self._tokenizer.token_to_id(content) if isinstance(content, str) else None
+        found = self._tokenizer.token_to_id(token) if isinstance(token, str) else None
         if found is None:
-            why = f"it has no token {content!r}, which the file beside it names as {role}"
+            why = f"it has no token {token!r}, which the file beside it names as {role}"
             raise UserError("tokenizer", file, why, "use two files of the same tokenizer")
+        if token not in special:
+            why = f"its {role} {token!r} is a piece of ordinary text, so a text may contain it"
+            remedy = f"name another token as {role}, or list this one in added_tokens"
+            raise UserError("tokenizer", file, why, remedy)
         return found
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """The ids of each text, as int32 arrays, without bos and eos; runs on one thread."""
-        return [
-            np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
-            for text in texts
-        ]
+        """The ids of each text, as int32 arrays, without bos and eos; runs on one thread. Raises
+        UserError if the tokenizer has no token for a text."""
+        try:
+            return [self._encode(text) for text in texts]
+        except Exception as error:  # the library raises nothing narrower
+            why = f"it cannot encode a text: {error}"
+            raise UserError("tokenizer", self._name, why, GIVE_JSON) from error
+
+    def _encode(self, text: str) -> np.ndarray:
+        encoding = self._encoder.encode(text, add_special_tokens=False)
+        ids = np.array(encoding.ids, dtype=np.int32)
+        if self._byte_ids is None or not (unknown := np.flatnonzero(ids == self.unk_id)).size:
+            return ids
+        tokens, parts, end = encoding.tokens, [], 0
+        for at in unknown:  # the token of an unknown piece is the piece itself
+            parts += [ids[end:at], self._byte_ids[np.frombuffer(tokens[at].encode(), np.uint8)]]
+            end = at + 1
+        return np.concatenate([*parts, ids[end:]])
 
     def decode(self, ids: list[int]) -> str:
         """The text of `ids`; special tokens give no text, and invalid UTF-8 becomes U+FFFD."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def _roles(files: dict[str, bytes], name: str) -> dict[str, Any]:
-    """The content of the first file in SAYS_ROLES that has "eos_token"; else {}. The values of
-    bos_token and eos_token are str, dict or None."""
-    for file in SAYS_ROLES:
-        if file in files:
-            try:
-                content = json.loads(files[file])
-            except ValueError as error:
-                why = f"{file} beside it is not JSON: {error}"
-                raise UserError("tokenizer", name, why, f"repair {file}, or remove it") from error
-            if isinstance(content, dict) and "eos_token" in content:
-                return content
-    return {}
+def _unknown(model: dict[str, Any], tokenizer: Any) -> int:
+    """The id of the token for what the vocabulary cannot spell; −1 if there is none."""
+    token = model.get("unk_token", model.get("unk_id"))  # Unigram has the id
+    found = tokenizer.token_to_id(token) if isinstance(token, str) else token
+    return -1 if found is None else found
+
+
+def _for_texts(
+    tokenizer: Any, parsed: dict[str, Any], control: set[str]
+) -> tuple[Any, np.ndarray | None]:
+    """The tokenizer with which texts are encoded: the same ids, but no text has a token of
+    `control`, by name. Also returns the ids of all bytes, [256], if they are to spell unknown
+    pieces afterwards, else None. Changes `parsed`, the content of tokenizer.json."""
+    import tokenizers
+
+    model = parsed["model"]
+    in_model = {name for name in control if tokenizer.model.token_to_id(name) is not None}
+    not_special = {t["content"] for t in parsed["added_tokens"] if not t["special"]}
+    names = in_model | not_special.intersection(control)
+    byte_ids = None
+    if isinstance(model["vocab"], list) and model.get("byte_fallback"):  # Unigram
+        of_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
+        found = [tokenizer.model.token_to_id(name) for name in of_bytes]
+        if None not in found:
+            names |= {*of_bytes}
+            model["byte_fallback"], byte_ids = False, np.array(found, dtype=np.int32)
+    if names:
+        new = {name: secrets.token_hex(16) for name in names}
+        for token in parsed["added_tokens"]:
+            if token["content"] in new:
+                token |= {"content": new[token["content"]], "normalized": False, "special": True}
+        vocab = model["vocab"]
+        if isinstance(vocab, dict):
+            model["vocab"] = {new.get(piece, piece): token for piece, token in vocab.items()}
+        else:
+            model["vocab"] = [[new.get(piece, piece), score] for piece, score in vocab]
+        if model.get("unk_token") is not None:
+            model["unk_token"] = new.get(model["unk_token"], model["unk_token"])
+        if "merges" in model:
+            pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+            model["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & names]
+        tokenizer = tokenizers.Tokenizer.from_str(json.dumps(parsed))
+    tokenizer.no_truncation()  # some files contain settings left over from training
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer, byte_ids

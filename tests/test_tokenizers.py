@@ -179,6 +179,9 @@ def test_the_file_chooses_and_the_digest_covers_what_decides(folder: Path, tmp_p
     write(folder, CONFIG | {"eos_token": "<|eot_id|>"})
     assert Tokenizer.load(folder).sha256 != one.sha256, "the token that ends documents does"
     (folder / MODEL).write_bytes(tokenizer().model)
+    with pytest.raises(UserError, match=r"bos_token is '<s>', and .* names '<\|begin_of_text\|>'"):
+        Tokenizer.load(folder)
+    write(folder, {"bos_token": "<s>", "eos_token": {"content": "</s>"}})
     both = Tokenizer.load(folder)
     assert both.sha256 == tokenizer().sha256 == hashlib.sha256(tokenizer().model).hexdigest()
     assert list(both.files) == [MODEL, "tokenizer_config.json", "chat_template.jinja", JSON], (

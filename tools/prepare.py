@@ -93,6 +93,14 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n".join(report.lines()))
     if index["empty_documents"]:
         print(f"{index['empty_documents']:,} empty documents were left out")
+    if index["unknown_tokens"]:
+        print(f"{index['unknown_tokens']:,} tokens are unknown: the tokenizer cannot spell them")
+    if index["text_kept"]["changed"]:
+        checked, changed, (before, after) = index["text_kept"].values()
+        print(
+            f"{changed:,} of {checked:,} documents checked do not decode to the text that was "
+            f"read: the tokenizer changes it, for example {before!r} to {after!r}"
+        )
     if "heldout" in index:
         share = f"the last {100 * index['heldout_fraction']:.3g}% of each document's text"
         print(
