@@ -83,9 +83,7 @@ def mixtral(config: Config, train: TrainStep, implementation: str) -> Any:
     for each in parameters(config.model):
         weight = weights[each.ours]
         tensors[each.theirs] = (weight if each.expert is None else weight[each.expert]).clone()
-    content = config_json(
-        config.model, dtype="float32", max_length=config.train.seq_len, bos_id=None, eos_id=0
-    )
+    content = config_json(config.model, dtype="float32", max_length=config.train.seq_len)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / CONFIG).write_text(json.dumps(content))
         save_file(tensors, Path(folder) / "model.safetensors", {"format": "pt"})

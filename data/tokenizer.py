@@ -5,7 +5,8 @@
 
 If a folder has both (Llama 2, Mistral), tokenizer.model is used: the model was trained with it.
 Prepared data and checkpoints contain a copy of the files that determine the ids, and of those that
-Hugging Face's tools expect in the same folder.
+Hugging Face's tools expect in the same folder, among them generation_config.json, which says where
+generation stops.
 """
 
 from collections.abc import Iterable
@@ -16,13 +17,14 @@ import numpy as np
 
 from data.foreign_tokenizers import no_tokenizer_in
 from data.sentencepiece_codec import SentencePieceCodec, train_sentencepiece
-from data.token_roles import CONFIG, content_of
+from data.token_roles import CONFIG, SAYS_ROLES, content_of
 from data.tokenizers_codec import TokenizersCodec
 from errors import UserError
 
 MODEL, JSON = "tokenizer.model", "tokenizer.json"
+GENERATION = "generation_config.json"
 # files that accompany either of them
-BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+BESIDE = (*SAYS_ROLES, "added_tokens.json", "chat_template.jinja", GENERATION)
 
 
 class Codec(Protocol):

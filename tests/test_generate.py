@@ -4,6 +4,7 @@ of ranks, and refuses bad input with a message."""
 import contextlib
 import functools
 import io
+import json
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from tools.generate.load_model import load_model
 from tools.generate.loop import generate
 from tools.generate.sampling import Sampling
 from tools.huggingface.checkpoint_reader import newest
+from tools.import_hf import import_hf
 
 ROOT = Path(__file__).parent.parent
 
@@ -94,6 +96,22 @@ def test_a_hugging_face_folder_writes_what_transformers_writes(ranks, foreign, t
         == [by_transformers(foreign, "import", 100)] * tp
     )
     assert len(list(foreign.glob("*.safetensors"))) > 1
+
+
+def test_an_imported_folder_stops_where_transformers_stops(ranks, foreign, tmp_path):
+    """At a token of its list that is not the tokenizer's eos."""
+    folder = tmp_path / "hf"
+    shutil.copytree(foreign, folder)
+    end = by_transformers(foreign, "import", 100)[1][30]
+    for file in ("config.json", "generation_config.json"):
+        content = json.loads((folder / file).read_text())
+        content["eos_token_id"] = [tokenizer().eos_id, end]
+        (folder / file).write_text(json.dumps(content))
+    expected = by_transformers(folder, "import", 100)
+    assert len(expected[1]) <= 30
+    import_hf(folder, tmp_path / "imported")
+    arguments = ["--checkpoint", str(tmp_path / "imported"), "--max-new-tokens", "100"]
+    assert ranks.run(tokens_after, 1, arguments, "import") == [expected]
 
 
 def test_transformers_writes_from_our_export_what_the_checkpoint_writes(ranks, saved, tmp_path):

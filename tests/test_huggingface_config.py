@@ -80,9 +80,7 @@ def test_published_configurations(tmp_path: Path, name: str) -> None:
     read = HuggingFaceConfig(tmp_path)
     assert num_parameters(read.model) == count
     assert sum(torch.Size(p.shape).numel() for p in parameters(read.model)) == count
-    written = config_json(
-        read.model, dtype="bfloat16", max_length=read.max_length, bos_id=1, eos_id=2
-    )
+    written = config_json(read.model, dtype="bfloat16", max_length=read.max_length)
     (tmp_path / "config.json").write_text(json.dumps(written))
     again = HuggingFaceConfig(tmp_path)
     assert (again.model, again.max_length) == (read.model, read.max_length)
@@ -115,6 +113,14 @@ def test_versions_of_transformers_say_rope_alike(tmp_path: Path) -> None:
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("another model", {"architectures": ["Qwen2ForCausalLM"]},
      "architectures = ['Qwen2ForCausalLM']"),
+    ("Qwen 2", {"architectures": ["Qwen2ForCausalLM"]}, "queries, keys and values have biases"),
+    ("Gemma 2", {"architectures": ["Gemma2ForCausalLM"]}, "soft caps of scores and logits"),
+    ("OLMo 2", {"architectures": ["Olmo2ForCausalLM"]}, "its norms follow attention"),
+    ("a new family", {"architectures": ["NewForCausalLM"], "alibi": True, "logit_scale": 2.0},
+     "are supported, and they have no alibi, logit_scale"),
+    ("many new fields", {"architectures": ["New"]} | {f"field_{i}": 1 for i in range(20)},
+     "field_15, 12 other fields"),
+    ("no name", {"architectures": [["Llama"]]}, "architectures = [['Llama']]"),
     ("none", {"architectures": None}, "architectures = None"),
     ("bias", {"attention_bias": True}, "attention_bias = True"),
     ("bias of the feed-forward", {"mlp_bias": True}, "mlp_bias = True"),
@@ -163,3 +169,16 @@ def test_a_window_that_hides_nothing_is_none(tmp_path: Path) -> None:
     content = SMALL | {"architectures": ["MistralForCausalLM"], "sliding_window": 128}
     (tmp_path / "config.json").write_text(json.dumps(content))
     assert HuggingFaceConfig(tmp_path).max_length == 128
+
+
+def test_known_families_and_fields_are_those_of_transformers() -> None:
+    """A family's name is the class of transformers, and the configurations of the families that are
+    supported have no field that would be called unknown."""
+    import transformers
+
+    from tools.huggingface.config import MODEL_TYPES
+    from tools.huggingface.families import LACKS, fields_of_others
+
+    assert [name for name in LACKS if not hasattr(transformers, name)] == []
+    for kind in MODEL_TYPES.values():
+        assert fields_of_others(transformers.AutoConfig.for_model(kind).to_diff_dict()) == []

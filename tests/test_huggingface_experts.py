@@ -205,7 +205,7 @@ def read(folder: Path, content: dict[str, Any]) -> HuggingFaceConfig:
 
 
 def written(model: ModelConfig) -> dict[str, Any]:
-    return config_json(model, dtype="float32", max_length=128, bos_id=1, eos_id=2)
+    return config_json(model, dtype="float32", max_length=128)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 
-from data.tokenizer import JSON, Tokenizer
+from data.tokenizer import GENERATION, JSON, Tokenizer
 from errors import UserError
 from runtime.checkpoints.manifest import Damaged
 from runtime.checkpoints.trainer_state import verify_checkpoint
 from tools.command import run_command
+from tools.huggingface.agreement import IDS, generation_config
 from tools.huggingface.checkpoint_reader import CheckpointReader, newest
 from tools.huggingface.config import CONFIG, Parameter, config_json, parameters
 from tools.huggingface.new_folder import new_folder, refuse_existing
@@ -67,10 +68,9 @@ def export(
         why = "its tensors do not match the model in its trainer.json"
         raise UserError("--checkpoint", str(checkpoint), why, "give another step-… folder")
     max_length = max_length or reader.trainer.seq_len
-    bos_id = tokenizer.bos_id if tokenizer.bos_id >= 0 else None
-    config = config_json(
-        reader.model, dtype=dtype, max_length=max_length, bos_id=bos_id, eos_id=tokenizer.eos_id
-    )
+    generation = generation_config(checkpoint, tokenizer, reader.model.vocab_size)
+    config = config_json(reader.model, dtype=dtype, max_length=max_length)
+    config |= {key: generation.get(key) for key in IDS}
 
     size = DTYPES[dtype].itemsize
     pieces = [
@@ -83,11 +83,10 @@ def export(
         )
         if set(file_of.values()) != {SINGLE}:
             write_index(folder, file_of, sum(piece.num_bytes for piece in pieces))
-        _write(folder / CONFIG, config)
-        ids = {"bos_token_id": bos_id, "eos_token_id": tokenizer.eos_id}
-        _write(folder / "generation_config.json", ids)
         for name, content in huggingface_files(tokenizer, max_length).items():
             (folder / name).write_bytes(content)
+        _write(folder / CONFIG, config)
+        _write(folder / GENERATION, generation)
     return config
 
 

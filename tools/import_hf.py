@@ -25,7 +25,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from data.tokenizer import Tokenizer
+from data.tokenizer import GENERATION, Tokenizer
 from errors import UserError
 from model.config import ModelConfig
 from model.transformer import num_parameters
@@ -38,6 +38,7 @@ from runtime.checkpoints.manifest import (
 )
 from runtime.checkpoints.trainer_state import FREE_MODEL_KEYS, model_entries
 from tools.command import run_command
+from tools.huggingface.agreement import check_tokens, generation_config
 from tools.huggingface.checkpoint_reader import WEIGHTS
 from tools.huggingface.config import CONFIG, HuggingFaceConfig, Parameter, parameters
 from tools.huggingface.foreign import refuse_foreign
@@ -74,6 +75,9 @@ def import_hf(
         why = f"the tokenizer has {tokenizer.vocab_size} tokens"
         remedy = "use config.json and tokenizer of the same model"
         raise UserError(f"{hf / CONFIG}: vocab_size", config.model.vocab_size, why, remedy)
+    check_tokens(tokenizer, tokenizer_path or hf)
+    generation = generation_config(hf, tokenizer, config.model.vocab_size)
+    files = tokenizer.files | {GENERATION: json.dumps(generation, indent=2).encode()}
 
     held, pieces = {}, []
     for ours, parts in groupby(parameters(config.model), lambda p: p.ours):
@@ -84,12 +88,12 @@ def import_hf(
         pieces.append(Piece(WEIGHTS + ours, size, partial(_load, tensors, [first, *others])))
     with new_folder(out) as folder:
         write_files(folder, pieces, file_bytes, whole_places, f"importing {out.name}")
-        for name, content in tokenizer.files.items():
+        for name, content in files.items():
             (folder / name).write_bytes(content)
         write_durably(folder / "trainer.json", json.dumps(trainer(config), indent=1))
         write_durably(folder / "model.yaml", model_yaml(config.model, out))
-        files = {path.name: fingerprint(path) for path in folder.iterdir()}
-        write_manifest(folder, Manifest(files, held))
+        fingerprints = {path.name: fingerprint(path) for path in folder.iterdir()}
+        write_manifest(folder, Manifest(fingerprints, held))
     return config.model
 
 
@@ -104,8 +108,9 @@ def load_tokenizer(hf: Path, named: Path | None) -> Tokenizer:
     try:
         return Tokenizer.load(named or hf)
     except UserError as error:
-        why = error.why if named else f"{hf} has no readable tokenizer: {error.why}"
-        remedy = "give the model's tokenizer, its file or folder: --tokenizer PATH"
+        why = error.why if named else f"{hf}: {error.why}"
+        remedy = f"{error.remedy}; or give the model's tokenizer, its file or folder: "
+        remedy += "--tokenizer PATH"
         remedy = error.remedy if named else remedy
         raise UserError("--tokenizer", named and str(named), why, remedy) from error
 

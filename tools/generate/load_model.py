@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,8 +35,9 @@ from parallel.placement import local_region
 from runtime.checkpoints.checkpoint import require_good
 from runtime.checkpoints.trainer_state import read_trainer
 from runtime.messages import from_rank_0, on_all_ranks
+from tools.huggingface.agreement import ends, generation_config
 from tools.huggingface.checkpoint_reader import newest
-from tools.huggingface.config import CONFIG, HuggingFaceConfig, parameters, read_json
+from tools.huggingface.config import CONFIG, HuggingFaceConfig, parameters
 from tools.huggingface.foreign import refuse_foreign
 from tools.huggingface.tensor_files import FolderTensors, check_tensors
 
@@ -77,7 +78,6 @@ class Source(NamedTuple):
     folder: Path
     is_checkpoint: bool  # else a folder in Hugging Face format
     config: ModelConfig
-    stop: frozenset[int]  # tokens that end a text, in addition to the tokenizer's eos
 
 
 def load_model(folder: Path, dtype: torch.dtype, device: str) -> Loaded:
@@ -87,6 +87,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: str) -> Loaded:
     if source.is_checkpoint:
         require_good(source.folder, "--checkpoint", device)
     tokenizer = on_all_ranks(lambda: Tokenizer.load(source.folder), device)
+    generation = on_all_ranks(lambda: generation_of(source, tokenizer), device)
     model = empty_model(source.config, dtype, device)
     held = weights_of(model)
     weights = {weight.name: weight.sharded for weight in held if not weight.is_copy}
@@ -99,7 +100,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: str) -> Loaded:
     on_all_ranks(lambda: read(source, weights, biases), device)
     for copy in filter(lambda weight: weight.is_copy, held):  # the head of tied embeddings
         copy.sharded.to_local().copy_(weights[copy.global_name].to_local())
-    return Loaded(model, tokenizer, source.stop | {tokenizer.eos_id})
+    return Loaded(model, tokenizer, frozenset(ends(generation)))
 
 
 def find(folder: Path, tp: int) -> Source:
@@ -107,13 +108,11 @@ def find(folder: Path, tp: int) -> Source:
     over `tp` ranks."""
     if (folder / CONFIG).is_file():
         with option_named():
-            source = Source(folder, False, HuggingFaceConfig(folder).model, end_tokens(folder))
+            source = Source(folder, False, HuggingFaceConfig(folder).model)
     else:
         refuse_foreign(folder, "--checkpoint")
         path = newest(folder)
-        source = Source(
-            path, True, read_trainer(path, "--checkpoint").model_config_saved, frozenset()
-        )
+        source = Source(path, True, read_trainer(path, "--checkpoint").model_config_saved)
     config = replace(
         source.config, kernels="auto"
     )  # the machine may differ from the one that trained it
@@ -137,14 +136,9 @@ def option_named() -> Iterator[None]:
         raise UserError(key, error.value, error.why, error.remedy) from None
 
 
-def end_tokens(folder: Path) -> frozenset[int]:
-    """The tokens at which transformers ends a text; some of them may end a turn of a chat."""
-    found: set[int] = set()
-    for file in (folder / "generation_config.json", folder / CONFIG):
-        said = read_json(file).get("eos_token_id") if file.is_file() else None
-        listed = said if isinstance(said, list) else [said]
-        found |= {token for token in listed if isinstance(token, int)}
-    return frozenset(found)
+def generation_of(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
+    with option_named():
+        return generation_config(source.folder, tokenizer, source.config.vocab_size)
 
 
 def fits(config: ModelConfig, tp: int) -> bool:

@@ -19,7 +19,6 @@ from model.transformer import Transformer
 from parallel.layer import TensorParallel
 from parallel.parameter import weights_of
 from tools.huggingface.experts import (
-    LACKS,
     MIXTRAL,
     NAMES,
     QWEN3_MOE,
@@ -27,6 +26,7 @@ from tools.huggingface.experts import (
     expert_fields,
     read_experts,
 )
+from tools.huggingface.families import LACKS, fields_of_others
 
 CONFIG = "config.json"
 # ours → theirs, where only the name differs
@@ -73,6 +73,8 @@ MUST_BE: dict[str, tuple[Any, str]] = {
     "quantization_config": (None, "quantized weights are not supported"),
     "auto_map": (None, "the folder has custom code, which may compute anything"),
 }
+# keys of one fact, from two versions of transformers
+TWICE = (("torch_dtype", "dtype"), ("num_experts", "num_local_experts"))
 OTHER_MODEL = "import another model: Llama 2 to 3.2, Mistral or Mixtral without a sliding window, "
 OTHER_MODEL += "Qwen3, Qwen3-MoE"
 COPY_AGAIN = (
@@ -169,11 +171,14 @@ class HuggingFaceConfig:
         self.path = folder / CONFIG
         content = read_json(self.path)
         named = content.get("architectures")
-        architecture = named[0] if isinstance(named, list) and len(named) == 1 else None
+        architecture = str(named[0]) if isinstance(named, list) and len(named) == 1 else ""
         if architecture not in ARCHITECTURES:
             why = f"only {', '.join(ARCHITECTURES)} are supported"
-            raise self._refusal("architectures", named, LACKS.get(str(architecture), why))
+            if unknown := fields_of_others(content):
+                why += f", and they have no {', '.join(unknown)}"
+            raise self._refusal("architectures", named, LACKS.get(architecture, why))
         self._content = DEFAULTS | ARCHITECTURES[architecture] | content
+        self._refuse_contradictions(content, architecture)
         for key, (only, why) in MUST_BE.items():
             if content.get(key) not in (None, only):
                 raise self._refusal(key, content[key], why)
@@ -194,9 +199,7 @@ class HuggingFaceConfig:
         """The values of ModelConfig's fields that begin with rope."""
         key = "rope_scaling" if self._content.get("rope_scaling") else "rope_parameters"
         rope = self._content.get(key) or {}
-        kind = (
-            rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
-        )
+        kind = _rope_type(rope)
         if kind not in ("default", "llama3") or any(
             isinstance(value, dict) for value in rope.values()
         ):
@@ -219,6 +222,33 @@ class HuggingFaceConfig:
                 for ours, theirs in ROPE.items()
             }
         return found
+
+    def _refuse_contradictions(self, content: dict[str, Any], architecture: str) -> None:
+        """Raises UserError if `content` states a fact twice, and differently."""
+        scaling, parameters = (
+            content.get(key) or {} for key in ("rope_scaling", "rope_parameters")
+        )
+        facts: list[tuple[tuple[str, Any], tuple[str, Any]]] = [
+            (
+                ("model_type", content.get("model_type")),
+                ("architectures", MODEL_TYPES[architecture]),
+            ),
+            *(((key, content.get(key)), (other, content.get(other))) for key, other in TWICE),
+        ]
+        if isinstance(parameters, dict) and isinstance(scaling, dict):
+            theta = parameters.get("rope_theta", scaling.get("rope_theta"))
+            facts.append((("rope_theta", content.get("rope_theta")), ("rope_parameters", theta)))
+            if scaling and parameters:
+                both = [
+                    {k: v for k, v in each.items() if k not in ("type", "rope_type", "rope_theta")}
+                    | {"rope_type": _rope_type(each)}
+                    for each in (scaling, parameters)
+                ]
+                facts.append((("rope_scaling", both[0]), ("rope_parameters", both[1])))
+        for (key, value), (other, stated) in facts:
+            if None not in (value, stated) and value != stated:
+                why = f"{other} says {stated!r}, and both are the same fact"
+                raise self._refusal(key, value, why, "correct the one that is wrong")
 
     def _refuse_windows(self, architecture: str) -> None:
         """Raises UserError for a window shorter than the longest sequence: ours attends to all."""
@@ -260,11 +290,13 @@ class HuggingFaceConfig:
         return UserError(f"{self.path}: {key}", value, why, remedy)
 
 
-def config_json(
-    model: ModelConfig, *, dtype: str, max_length: int, bos_id: int | None, eos_id: int
-) -> dict[str, Any]:
-    """The config.json of an exported model. dtype: that of its tensors, `float32` or `bfloat16`;
-    bos_id: None if there is no bos."""
+def _rope_type(rope: Any) -> Any:
+    return rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
+
+
+def config_json(model: ModelConfig, *, dtype: str, max_length: int) -> dict[str, Any]:
+    """The config.json of an exported model, without bos and eos. dtype: that of its tensors,
+    `float32` or `bfloat16`."""
     architecture = architecture_of(model)
     kind = MODEL_TYPES[architecture]
     content: dict[str, Any] = {"architectures": [architecture], "model_type": kind}
@@ -281,7 +313,7 @@ def config_json(
     content |= {"hidden_act": "silu", "attention_bias": False}
     content |= {"mlp_bias": False} if kind == "llama" else {"sliding_window": None}
     content |= expert_fields(architecture, model)
-    return content | {"torch_dtype": dtype, "bos_token_id": bos_id, "eos_token_id": eos_id}
+    return content | {"torch_dtype": dtype}
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -31,14 +31,6 @@ NAMES = {
         "feed_forward.experts.down": "mlp.experts.{}.down_proj",
     },
 }
-# what Lattice lacks for other mixtures of experts
-LACKS = {
-    "OlmoeForCausalLM": "its norms of queries and keys are over all heads together, here over each",
-    "DeepseekV2ForCausalLM": "its attention is latent (MLA), here it has keys and values",
-    "DeepseekV3ForCausalLM": "its attention is latent (MLA), here it has keys and values",
-    "GptOssForCausalLM": "its router, its experts and its attention have biases",
-    "Qwen2MoeForCausalLM": "it has biases in attention, and a gate on the shared expert",
-}
 # ours → the only value with which our code computes the same as theirs, and why
 MUST_BE: dict[str, tuple[Any, str]] = {
     "num_shared_experts": (0, "their experts are all chosen, none is shared"),

@@ -1,0 +1,169 @@
+"""What several files of a Hugging Face folder state must agree; stop tokens and the rest of
+generation_config.json survive import and export."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from data.prepare import prepare
+from data.tokenizer import JSON, MODEL, Tokenizer
+from errors import UserError
+from tests.data_samples import MANY, tokenizer
+from tools.export import export
+from tools.generate.load_model import load_model
+from tools.huggingface.agreement import GENERATION, ends, generation_config
+from tools.huggingface.config import HuggingFaceConfig, parameters
+from tools.huggingface.tokenizer import huggingface_files
+from tools.import_hf import import_hf
+from tools.ranks import Ranks
+
+END = tokenizer().vocab_size  # <|im_end|>, a token that was added beside tokenizer.model
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
+    "vocab_size": END + 1, "max_position_embeddings": 32, "rope_theta": 10_000.0,
+    "bos_token_id": 1, "eos_token_id": END,
+}  # fmt: skip
+STATED = {"eos_token_id": [END, 2], "bos_token_id": 1, "pad_token_id": 0, "temperature": 0.6,
+          "do_sample": True}  # fmt: skip
+
+
+def change(folder: Path, file: str, **fields: Any) -> None:
+    path = folder / file
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(content | fields))
+
+
+@pytest.fixture
+def chat(tmp_path: Path) -> Path:
+    """A model for chats, as many are published: it ends a turn by a token that it added."""
+    folder = tmp_path / "chat"
+    folder.mkdir()
+    change(folder, "config.json", **CONFIG)
+    change(folder, GENERATION, **STATED)
+    change(folder, "added_tokens.json", **{"<|im_end|>": END})
+    change(folder, "tokenizer_config.json", chat_template="{{ messages }}", bos_token="<s>")
+    (folder / MODEL).write_bytes(tokenizer().model)
+    wanted = parameters(HuggingFaceConfig(folder).model)
+    save_file({p.theirs: torch.zeros(p.shape) for p in wanted}, folder / "model.safetensors")
+    return folder
+
+
+def stops(folder: str) -> set[int]:
+    return set(load_model(Path(folder), torch.float32, "cpu").stop)
+
+
+def test_generation_stops_where_the_folder_says_after_import_and_export(
+    chat: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    """Also of a model that was trained further, whose tokenizer comes with its data."""
+    from transformers import GenerationConfig
+
+    imported, out = tmp_path / "imported", tmp_path / "out"
+    import_hf(chat, imported)
+    export(imported, out)
+    assert json.loads((out / GENERATION).read_text()) == STATED
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == [END, 2]
+    for file in ("added_tokens.json", "tokenizer_config.json", MODEL):
+        assert (out / file).read_bytes() == (chat / file).read_bytes()
+    theirs = [GenerationConfig.from_pretrained(folder) for folder in (chat, out)]
+    assert theirs[0].to_dict() == theirs[1].to_dict()
+    for folder in (chat, imported, out):
+        assert ranks.run(stops, 1, str(folder)) == [{END, 2}], folder
+    prepare(MANY, Tokenizer.load(imported), tmp_path / "data")
+    of_data = Tokenizer.load(tmp_path / "data")
+    assert ends(generation_config(tmp_path / "data", of_data, END + 1)) == [END, 2]
+
+
+def test_config_json_says_what_generation_config_does_not(chat: Path, tmp_path: Path) -> None:
+    (chat / GENERATION).unlink()
+    change(chat, "config.json", eos_token_id=[2, END], pad_token_id=0)
+    import_hf(chat, tmp_path / "imported")
+    expected = {"bos_token_id": 1, "eos_token_id": [2, END], "pad_token_id": 0}
+    assert json.loads((tmp_path / "imported" / GENERATION).read_text()) == expected
+
+
+def other_tokenizer_json(folder: Path) -> None:
+    made = json.loads(huggingface_files(tokenizer(), 32)[JSON])
+    vocab = made["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (folder / JSON).write_text(json.dumps(made))
+
+
+SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+# what disagrees → the change, and what the message says
+DISAGREE: dict[str, tuple[Any, list[str]]] = {
+    "eos of the two": (lambda f: change(f, "config.json", eos_token_id=5),
+                       ["config.json: eos_token_id = 5", f"{GENERATION} in", f"[{END}, 2]"]),
+    "eos of the tokenizer": (lambda f: change(f, GENERATION, eos_token_id=END),
+                             [f"eos_token_id = {END}: its tokenizer says 2"]),
+    "bos of the two": (lambda f: change(f, GENERATION, bos_token_id=5),
+                       ["config.json: bos_token_id = 1", "says 5"]),
+    "bos of the tokenizer": (lambda f: [change(f, file, bos_token_id=5)
+                                        for file in (GENERATION, "config.json")],
+                             ["bos_token_id = 5: its tokenizer says 1"]),
+    "eos without a row": (lambda f: change(f, GENERATION, eos_token_id=[END, 2, END + 1]),
+                          [f"vocabulary has {END + 1} tokens"]),
+    "eos that is a text": (lambda f: change(f, GENERATION, eos_token_id="</s>"),
+                           ["eos_token_id = '</s>': it must be the id"]),
+    "eos by name": (lambda f: change(f, "tokenizer_config.json", eos_token="<|im_end|>"),
+                    ["eos_token is '</s>', and a file beside it names '<|im_end|>'",
+                     "--tokenizer PATH"]),
+    "bos in two files": (lambda f: change(f, "special_tokens_map.json", bos_token="<bos>"),
+                         ["tokenizer_config.json beside it names '<s>' as bos_token",
+                          "special_tokens_map.json names '<bos>'"]),
+    "an added token": (lambda f: change(f, "added_tokens.json", **{"<|im_end|>": 2}),
+                       ["added_tokens.json: token 2 = '<|im_end|>'",
+                        "tokenizer.model says '</s>'"]),
+    "two added tokens": (
+        lambda f: change(f, "tokenizer_config.json",
+                         added_tokens_decoder={str(END + 1): {"content": "<|im_end|>"}}),
+        [f"token {END + 1} = '<|im_end|>': added_tokens.json says {END}"]),
+    "tokenizer.json": (other_tokenizer_json, [f"{JSON}: token ", f"{MODEL} says "]),
+    "theta": (lambda f: change(f, "config.json", rope_parameters={"rope_theta": 5e5}),
+              ["rope_theta = 10000.0: rope_parameters says 500000.0"]),
+    "scaling": (
+        lambda f: change(f, "config.json", rope_scaling=SCALED,
+                         rope_parameters=SCALED | {"factor": 4.0, "rope_theta": 1e4}),
+        ["rope_scaling = ", "'factor': 8.0", "rope_parameters says", "'factor': 4.0"]),
+    "model_type": (lambda f: change(f, "config.json", model_type="qwen3"),
+                   ["model_type = 'qwen3': architectures says 'llama'"]),
+    "dtype": (lambda f: change(f, "config.json", torch_dtype="float32", dtype="bfloat16"),
+              ["torch_dtype = 'float32': dtype says 'bfloat16'"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DISAGREE)
+def test_files_that_disagree_are_refused(chat: Path, tmp_path: Path, name: str) -> None:
+    disagree, said = DISAGREE[name]
+    disagree(chat)
+    with pytest.raises(UserError) as refused:
+        import_hf(chat, tmp_path / "out")
+    for each in said:
+        assert each in str(refused.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_refused_tokenizer_may_be_given_by_itself(chat: Path, tmp_path: Path) -> None:
+    """Both remedies for two names of eos work."""
+    change(chat, "tokenizer_config.json", eos_token="<|im_end|>")
+    shutil.copy(chat / MODEL, tmp_path / "base.model")
+    import_hf(chat, tmp_path / "by model", tokenizer_path=tmp_path / "base.model")
+    assert Tokenizer.load(tmp_path / "by model").eos_id == 2
+    made = json.loads(huggingface_files(tokenizer(), 32)[JSON])
+    added = made["added_tokens"][-1] | {"id": END, "content": "<|im_end|>"}
+    made["added_tokens"].append(added)
+    (chat / JSON).write_text(json.dumps(made))
+    import_hf(chat, tmp_path / "by json", tokenizer_path=chat / JSON)
+    loaded = Tokenizer.load(tmp_path / "by json")
+    assert (loaded.eos_id, loaded.vocab_size) == (END, END + 1)
+    assert loaded.encode("x<|im_end|></s>") == tokenizer().encode("x<|im_end|></s>")
+    for name in ("by model", "by json"):
+        export(tmp_path / name, tmp_path / f"{name}, exported")
+        stated = json.loads((tmp_path / f"{name}, exported" / GENERATION).read_text())
+        assert stated == STATED

@@ -1,0 +1,112 @@
+"""What a folder in Hugging Face format states in more than one file. Statements that disagree are
+refused: whichever were chosen, the model might be trained, stopped or exported by the wrong one.
+
+    generation_config.json  kept, and exported again. eos_token_id, one or several, ends a text that
+                            is generated
+    config.json             its eos_token_id are among those, and bos_token_id is the same
+    the tokenizer           its eos, which closes documents, is among those; its bos is the same
+    tokenizer.model, tokenizer.json, added_tokens.json, tokenizer_config.json
+                            a token has the same id in all of them, and an id the same token
+
+A checkpoint keeps generation_config.json with the tokenizer's files; it has no config.json.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+
+from data.token_roles import CONFIG as TOKENIZER_CONFIG
+from data.token_roles import content_of
+from data.tokenizer import GENERATION, JSON, MODEL, Tokenizer
+from errors import UserError
+from tools.huggingface.config import CONFIG, read_json
+
+EDIT = "correct the file that is wrong"
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def generation_config(folder: Path, tokenizer: Tokenizer, num_rows: int) -> dict[str, Any]:
+    """What generation needs to know of the model in `folder`, a Hugging Face folder or a
+    checkpoint: its generation_config.json, with the tokens that only config.json or the tokenizer
+    states. num_rows: the model's vocabulary.
+
+    Raises UserError if the files of a Hugging Face folder disagree.
+    """
+    files = [file for file in (GENERATION, CONFIG) if (folder / file).is_file()]
+    contents = {file: read_json(folder / file) for file in files}
+    own = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    found = {key: token for key, token in own.items() if token >= 0}
+    for key in IDS:
+        # (file, ids) of each that states them; the first one counts
+        said = [(file, ids) for file in files if (ids := _ids(folder / file, contents[file], key))]
+        if not said:
+            continue
+        file, among = said[0]
+        found[key] = contents[file][key]
+        if key == "pad_token_id":  # used by nothing here
+            continue
+        token = own[key]
+        if CONFIG not in files:  # a checkpoint, whose documents ended with its tokenizer's eos
+            if key == "eos_token_id" and token not in among:
+                found[key] = [*among, token]
+            continue
+        refuse = partial(UserError, f"{folder / said[-1][0]}: {key}", contents[said[-1][0]][key])
+        if not all(0 <= each < num_rows for _, ids in said for each in ids):
+            raise refuse(f"the model's vocabulary has {num_rows} tokens", EDIT)
+        if not {*said[-1][1]} <= {*among}:
+            raise refuse(f"{file} in the same folder says {contents[file][key]}", EDIT)
+        if 0 <= token not in among:
+            remedy = f"{EDIT}, or give the tokenizer of this model: --tokenizer PATH"
+            raise refuse(f"its tokenizer says {token}", remedy)
+    return contents.get(GENERATION, {}) | found
+
+
+def ends(generation: dict[str, Any]) -> list[int]:
+    """The tokens at which generation stops."""
+    stated = generation["eos_token_id"]
+    return stated if isinstance(stated, list) else [stated]
+
+
+def _ids(path: Path, content: dict[str, Any], key: str) -> list[int]:
+    value = content.get(key)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(type(token) is not int for token in ids):
+        why = "it must be the id of a token, or a list of ids"
+        raise UserError(f"{path}: {key}", value, why, "correct it, or copy the file again")
+    return ids
+
+
+def check_tokens(tokenizer: Tokenizer, folder: Path) -> None:
+    """Raises UserError if two files of the tokenizer give a token different ids, or an id different
+    tokens."""
+    files = tokenizer.files
+    vocabularies = {name: _vocabulary(name, files[name]) for name in (MODEL, JSON) if name in files}
+    added = content_of(files, "added_tokens.json", str(folder))
+    decoder = content_of(files, TOKENIZER_CONFIG, str(folder)).get("added_tokens_decoder", {})
+    vocabularies["added_tokens.json"] = {t: i for t, i in added.items() if type(i) is int}
+    vocabularies[TOKENIZER_CONFIG] = {
+        token["content"]: int(i) for i, token in decoder.items() if i.isdecimal()
+    }
+    by_token: dict[str, tuple[int, str]] = {}
+    by_id: dict[int, tuple[str, str]] = {}
+    for file, vocabulary in vocabularies.items():
+        for token, i in vocabulary.items():
+            other, of_token = by_token.setdefault(token, (i, file))
+            same, of_id = by_id.setdefault(i, (token, file))
+            if other != i or same != token:
+                why = f"{of_token} says {other}" if other != i else f"{of_id} says {same!r}"
+                remedy = "copy the folder again; or give the right file, under another name: "
+                remedy += "--tokenizer PATH"
+                raise UserError(f"{folder / file}: token {i}", token, why, remedy)
+
+
+def _vocabulary(name: str, content: bytes) -> dict[str, int]:
+    """Token → id, by a tokenizer's file."""
+    if name == JSON:
+        import tokenizers
+
+        return tokenizers.Tokenizer.from_str(content.decode()).get_vocab(with_added_tokens=True)
+    processor = sentencepiece.SentencePieceProcessor(model_proto=content)
+    return {processor.id_to_piece(i): i for i in range(processor.get_piece_size())}
