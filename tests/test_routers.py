@@ -1,6 +1,7 @@
 """The kinds of routers, beside their published formulas, one token and one sequence at a time."""
 
 from dataclasses import replace
+from decimal import Decimal
 
 import pytest
 import torch
@@ -102,6 +103,88 @@ def test_the_losses_are_those_of_each_sequence(kind):
         minus[e, d] -= step
         difference = sum(losses(plus)[:2]) - sum(losses(minus)[:2])
         assert router.weight.grad[e, d] == pytest.approx(difference / (2 * step), rel=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "logits",
+    [[-90] * X, [-200, -201, -198, -202, -203], [1e4] * X, [-1e4] * X, [1e4, -1e4, 0, 9999, -9999],
+     [-1e4, -9999, -9998, -9997, -9996], [0.5, -0.25, 2, -3, 1], [30, -40, 50, -60, 31]],
+    ids=str,
+)  # fmt: skip
+def test_weights_losses_and_gradients_are_right_for_all_finite_logits(kind, logits, dtype):
+    """Of one token, beside the formulas in decimal arithmetic, whose exponents have no limit. (The
+    sigmoid of -90 is 0 in float32, that of -1e4 in float64.)"""
+    router = router_of(replace(CONFIG, router=kind), dtype)
+    with torch.no_grad():
+        router.weight.zero_()[:, 0] = torch.tensor(logits)
+    x = torch.zeros(1, 1, D, dtype=dtype)
+    x[..., 0] = 1
+    router.account = Account(torch.zeros(X, dtype=torch.int64), torch.zeros(2, dtype=dtype), 1)
+    weights, routes = router(x, TokenDispatch(ExpertParallel()))
+    (weights * torch.tensor([[1.0, 3.0]], dtype=dtype)).sum().backward()
+
+    each = [Decimal(logit) for logit in logits]
+    p = [z.exp() for z in each]
+    z_loss, slopes = sum(p).ln() ** 2 / 4, [1] * X
+    gradient = [sum(p).ln() * e / sum(p) / 2 for e in p]
+    if kind == "sigmoid_bias":
+        p, slopes = ([1 / (1 + (sign * z).exp()) for z in each] for sign in (-1, 1))
+    chosen = routes.chosen[0].tolist()
+
+    def add(experts: list[int], factors: list[Decimal]) -> list[Decimal]:
+        """Add Σ factor · share to what is differentiated; return the shares."""
+        total = sum(p[e] for e in experts)
+        shares = [p[e] / total for e in experts]
+        mean = sum(f * share for f, share in zip(factors, shares, strict=True))
+        for e, f, share in zip(experts, factors, shares, strict=True):
+            gradient[e] += slopes[e] * share * (f - mean)
+        return shares
+
+    factors = [Decimal(chosen.count(e) * X) / K / 2 for e in range(X)]  # of the balance loss
+    of_all = add([*range(X)], factors)
+    balance = sum(f * share for f, share in zip(factors, of_all, strict=True))
+    if kind == "softmax":
+        of_chosen = [of_all[e] for e in chosen]
+        add([*range(X)], [Decimal(e in chosen) * (1 + 2 * (e == chosen[1])) for e in range(X)])
+    else:
+        of_chosen = add(chosen, [Decimal(1), Decimal(3)])
+
+    def check(found: Tensor, right: list[Decimal], error: float) -> None:
+        error *= torch.finfo(dtype).eps
+        expected = torch.tensor([float(value) for value in right], dtype=dtype)
+        torch.testing.assert_close(found, expected, rtol=error, atol=error)
+
+    check(torch.cat([weights[0], router.account.losses]), [*of_chosen, balance, z_loss], 40)
+    # that of logsumexp is exp(logit - logsumexp), rounded like a logit
+    check(router.weight.grad[:, 0], gradient, 40 + max(map(abs, logits)))
+
+
+def test_sigmoid_bias_is_the_router_of_deepseek_v3_in_transformers():
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+        DeepseekV3Config,
+        DeepseekV3TopkRouter,
+    )
+
+    config = DeepseekV3Config(
+        hidden_size=D, n_routed_experts=X, num_experts_per_tok=K, n_group=1, topk_group=1,
+        routed_scaling_factor=2.5,
+    )  # fmt: skip
+    other, x = DeepseekV3TopkRouter(config), 5 * tokens(torch.float32)
+    router = router_of(replace(CONFIG, router="sigmoid_bias", router_scale=2.5), torch.float32)
+    router.bias = torch.tensor([0.5, -0.5, 0.0, 0.3, -9.0])
+    other.weight, other.e_score_correction_bias = router.weight, router.bias
+
+    def spread(weights: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, X]: the weights at their experts; and the gradient of a sum with fixed factors."""
+        spread = torch.zeros(S * B, X).scatter(1, chosen, weights)
+        return spread, torch.autograd.grad((spread * torch.arange(X)).sum(), router.weight)[0]
+
+    weights, routes = router(x, TokenDispatch(ExpertParallel()))
+    _, their_weights, their_chosen = other(x.flatten(0, 1))
+    ours, theirs = spread(weights, routes.chosen), spread(their_weights, their_chosen)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
