@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
+from runtime.alerts import companion as process
 from runtime.alerts import follow
 from runtime.alerts.alarms import ALWAYS, SERIES_SECONDS, TEMPLATES, Series, is_alarm
 from runtime.alerts.companion import END_EVENT_SECONDS, ENDING_SECONDS
 from runtime.alerts.follow import Follower
 from runtime.alerts.rank_0 import Companion
+from runtime.alerts.settings import Settings
 from runtime.alerts.state import BUSY_SECONDS, FIRST_LINE_SECONDS, RunState, StallClock
+from runtime.records.events import append_event
 from tests.alert_helpers import ROOT, FedCompanion, Receiver, wait_until
 
 # One example of each event that events.py lists as an alarm and that a run itself writes.
@@ -46,7 +49,7 @@ QUIET = [
     ("system", {}),
     ("memory", {"step": 1, "peak_bytes": [1]}),
     ("spent", {"step": 1, "seconds": {"steps": 1.0}}),
-    ("checkpoint", {"step": 5, "bytes": 10, "write_seconds": 0.1}),
+    ("checkpoint", {"step": 5, "bytes": 10, "stall_seconds": 0.1, "write_seconds": 0.1}),
 ]
 
 
@@ -54,6 +57,8 @@ def test_every_alarm_is_received(tmp_path: Path) -> None:
     with Receiver() as server, FedCompanion(tmp_path, on_event=server.url) as companion:
         companion.event("rollback", from_step=3, step=2)
         for event, about in [*QUIET, *EVENTS]:
+            with open(companion.run / "events.jsonl", "a") as file:  # which no run has written
+                file.write('{"event": "start", "time": 1, "step": 0}\n[1]\n')
             companion.event(event, **about)
         took = companion.end()
         received = server.received
@@ -73,6 +78,8 @@ def test_every_alarm_is_received(tmp_path: Path) -> None:
     assert received[-1]["text"] == "runs/x: finished at step 20: all steps done"
     assert took < ENDING_SECONDS
     assert companion.process.returncode == 0
+    said = companion.log.read_text()
+    assert said.count("\n") == said.count("lines that no run has written") == 1, said
 
 
 def test_events_of_earlier_starts_are_not_sent_again(tmp_path: Path) -> None:
@@ -310,11 +317,30 @@ def test_a_long_file_is_read_piece_by_piece(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(follow, "READ_BYTES", 100)
-    path, follower = tmp_path / "x.jsonl", follow.Follower(tmp_path / "x.jsonl")
+    path, follower = tmp_path / "x.jsonl", follow.Follower(tmp_path / "x.jsonl", bool)
     path.write_text("".join(f'{{"n": {n}}}\n' for n in range(30)) + "x" * 250 + '\n{"n": 30}\n')
     found = [follower.read() for _ in range(8)]
     assert max(map(len, found)) < 15
     assert [each["n"] for some in found for each in some] == list(range(31))
+
+
+def test_what_fails_for_one_event_is_said_and_the_next_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    companion, noted = process.Companion(Settings(str(tmp_path), "r", "c", 0)), []
+
+    def note(event: dict[str, Any]) -> None:
+        if event["step"] < 2:
+            raise KeyError("rank")
+        noted.append(event["step"])
+
+    monkeypatch.setattr(companion.state, "note_event", note)
+    for step in (0, 1, 2):
+        append_event(tmp_path, "hang", step=step, where="here")
+    companion._read()
+    assert noted == [2]
+    said = capsys.readouterr().err
+    assert said.count("alerts: warning: ") == said.count("KeyError: 'rank'") == 2, said
 
 
 def test_the_companion_imports_nothing_heavy() -> None:
@@ -356,7 +382,7 @@ def test_spikes_come_in_series() -> None:
 
 
 def test_a_file_is_followed_through_torn_lines_and_replacement(tmp_path: Path) -> None:
-    path, follower = tmp_path / "lines", Follower(tmp_path / "lines")
+    path, follower = tmp_path / "lines", Follower(tmp_path / "lines", bool)
     assert follower.read() == []
     path.write_text('{"a": 1}\n{"a": 2')
     assert follower.read() == [{"a": 1}]
@@ -366,4 +392,4 @@ def test_a_file_is_followed_through_torn_lines_and_replacement(tmp_path: Path) -
     (tmp_path / "new").write_text('{"a": 9}\n')
     (tmp_path / "new").rename(path)  # as a rollback does with metrics.jsonl
     assert follower.read() == [{"a": 9}]
-    assert Follower(path, tail=4).read() == []  # begins inside a line
+    assert Follower(path, bool, tail=4).read() == []  # begins inside a line

@@ -194,15 +194,15 @@ def test_the_ledger_counts_every_second_once(tmp_path: Path) -> None:
 
 
 def test_a_line_that_was_cut_off_harms_no_other(tmp_path: Path) -> None:
-    append_event(tmp_path, "start", step=1)
+    append_event(tmp_path, "hang", step=1)
     with open(tmp_path / "events.jsonl", "a") as file:
         file.write('{"event": "spent", "ti')
-    append_event(tmp_path, "start", step=2)
+    append_event(tmp_path, "hang", step=2)
     assert [event["step"] for event in read_events(tmp_path)] == [1, 2]
 
 
 def test_the_report_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    append_event(tmp_path, "start", began=10.0, step=0)
+    append_event(tmp_path, "start", began=10.0, step=0, world_size=1)
     append_event(tmp_path, "spent", step=4, seconds={"steps": 3.0, "start": 1.0})
     assert report.main([str(tmp_path)]) == 0
     said = capsys.readouterr().out

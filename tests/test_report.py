@@ -11,9 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from runtime.records.events import append_event
+from runtime.alerts.alarms import Series, alarm
+from runtime.alerts.prometheus import exposition
+from runtime.alerts.state import RunState
+from runtime.checkpoints.save_interval import measured_saves
+from runtime.records.events import FIELDS, append_event, is_whole_event, read_events
+from runtime.records.ledger import account
+from runtime.records.status import read_status, record_failed_start, record_failure
 from tests.runs import train_run, write_config
 from tools import plot
+from tools.goodput.measured import measure
 from tools.ranks import Ranks
 from tools.report import __main__ as report
 from tools.report.charts import BINS, thin, ticks
@@ -158,10 +165,84 @@ def test_a_run_that_has_hardly_begun(tmp_path: Path, capsys: pytest.CaptureFixtu
     (run / "trace.json").write_text('{"traceEvents": [{"name": "process_name"}]}')
     append_event(run, "start", began=10.0, step=0, world_size=8)
     assert "run: [" in written(run, tmp_path / "page.html").text
-    append_event(run, "spent", step="?")
-    report.write_page(run, tmp_path / "page.html")
-    assert report.main([str(run)]) == 2
-    assert "lines that were not written by a run" in capsys.readouterr().err
+
+
+ODD = (
+    None,
+    True,
+    -1,
+    10**400,
+    1.5,
+    float("nan"),
+    float("inf"),
+    "x",
+    "\ud800",
+    [],
+    [1],
+    {},
+    {"x": 1},
+)
+
+
+def test_lines_that_no_run_has_written_harm_no_reader(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every reader takes the events that are whole, whatever else is in the file, and says so."""
+    run, draw = tmp_path / "run", random.Random(0)
+    run.mkdir()
+    append_event(run, "start", began=10.0, step=0, world_size=4)
+    append_event(run, "spent", step=4, seconds={"start": 1.0, "steps": 3.0})
+    for step in (2, 4):
+        about = {"bytes": 1, "stall_seconds": 0.5, "write_seconds": 1.0}
+        append_event(run, "checkpoint", step=step, **about)
+    append_event(run, "slow_rank", step=4, rank=1, node="n1", factor=1.5, since=2)
+    append_event(run, "rollback", from_step=4, step=2, left_out=[8, 16])
+    append_event(run, "stage", step=2, stage=1, changes=["x 1 → 2"])
+    whole = read_events(run)
+    expected = account(whole), measure(whole), measured_saves(whole)
+    lines = [
+        '{"event": "start", "time": 1, "step": 0}',
+        "[1]",
+        "[" * 100_000,
+        "x",
+        "\0",
+        "1" * 5000,
+    ]
+    for event in whole * 30:
+        # an event that readers rely on, with an entry that is wrong or missing
+        fields = [*FIELDS.get(event["event"], {}), "event", "time"]
+        name = draw.choice(fields)
+        wrong = [value for value in ODD if not is_whole_event(event | {name: value})]
+        rest = {key: value for key, value in event.items() if key != name}
+        lines.append(json.dumps(draw.choice([rest, *(rest | {name: each} for each in wrong)])))
+    for name in ("events.jsonl", "metrics.jsonl"):
+        with open(run / name, "a") as file:
+            file.write("\n".join(lines) + '\n{"step": 3, "loss": 2.5}\n{"event": "spent", "ti')
+    assert read_events(run) == whole
+    assert (account(whole), measure(whole), measured_saves(read_events(run))) == expected
+    assert capsys.readouterr().err.count("lines that no run has written") == 1
+    # entries that no reader relies on may be anything
+    for event in whole * 30:
+        name = draw.choice([*event.keys() - {"event", "time"}])
+        odd = event | {name: draw.choice(ODD)}
+        if is_whole_event(odd):
+            with open(run / "events.jsonl", "a") as file:
+                file.write("\n" + json.dumps(odd))
+    state = RunState()
+    for event in read_events(run):
+        state.note_event(event)
+        json.dumps(alarm("r", "f", event), allow_nan=False)
+        Series().passes(event, 0.0)
+    exposition("r", state, {}).encode(errors="replace")
+    assert len(read_events(run)) > len(whole) + 30
+    assert len(written(run, tmp_path / "page.html").charts()["training"]["series"][0][2]) == 1
+    assert plot.main([str(run), "--out", str(tmp_path / "loss.svg")]) == 0
+    # a status that is none, and a failure that is recorded beside all that
+    for status in ("[]", '{"state": "failed", "step": null, "reason": []}', "[" * 100_000):
+        (run / "status.json").write_text(status)
+        assert record_failure(run, "rank 1 was killed") == "rank 1 was killed"
+        record_failed_start(run, "no data")
+        assert read_status(run)["reason"] == "no data"
 
 
 def test_what_went_wrong_is_told(tmp_path: Path) -> None:

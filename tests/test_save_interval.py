@@ -97,11 +97,12 @@ def test_the_interval_has_bounds(tmp_path: Path) -> None:
 
 def test_earlier_starts_count(tmp_path: Path) -> None:
     """The first decision of a start uses the saves of earlier ones, without the first of each."""
+    saved = {"bytes": 1, "stall_seconds": 9.0, "write_seconds": 1.0}
     for wait in (9.0, 0.5, 0.5):
-        append_event(tmp_path, "checkpoint", step=1, stall_seconds=wait, write_seconds=1.0)
+        append_event(tmp_path, "checkpoint", step=1, **saved | {"stall_seconds": wait})
     append_event(tmp_path, "checkpoint", step=2, failed="no space")
-    append_event(tmp_path, "start", step=2, began=0.0)
-    append_event(tmp_path, "checkpoint", step=3, stall_seconds=9.0, write_seconds=1.0)
+    append_event(tmp_path, "start", step=2, began=0.0, world_size=1)
+    append_event(tmp_path, "checkpoint", step=3, **saved)
     assert measured_saves(read_events(tmp_path)) == ([0.5, 0.5], [1.0, 1.0])
     found = saves(tmp_path, 50, wait=0.5, rate=mtbf_of(1.0, 1) / 400.0)
     assert found[:2] == [20, 40]

@@ -7,7 +7,6 @@ Dotted lines are boundaries between stages of data.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from matplotlib.figure import Figure
 from data.dataset import open_data
 from errors import UserError
 from runtime.records.events import read_events
+from runtime.records.tracker import is_number, is_record, whole_lines
 from tools.command import run_command
 from tools.report.run import boundaries
 from training.load_config import load_config
@@ -31,15 +31,11 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     """The logged steps of `run`, in order."""
     path = run / "metrics.jsonl"
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        records = [json.loads(line) for line in lines if line.strip()]
+        records = whole_lines(path, path.read_bytes().splitlines(), is_record)
     except OSError as error:
         why = f"metrics.jsonl cannot be read ({error.strerror})"
         raise UserError("RUN", str(run), why, "give a run folder: run.dir") from None
-    except ValueError as error:
-        why = f"it is damaged: {error}"
-        raise UserError("RUN", str(path), why, "remove the broken line") from None
-    if not any("loss" in record for record in records):
+    if not any(is_number(record.get("loss"), finite=False) for record in records):
         raise UserError("RUN", str(path), "it has no logged step yet", "wait for the first one")
     return records
 
@@ -63,8 +59,8 @@ def draw(
 ) -> Figure:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    train = [(r["step"], r["loss"]) for r in records if "loss" in r]
-    heldout = [(r["step"], r["eval_loss"]) for r in records if "eval_loss" in r]
+    train = [(r["step"], r["loss"]) for r in records if is_number(r.get("loss"), finite=False)]
+    heldout = [(r["step"], r["eval_loss"]) for r in records if is_number(r.get("eval_loss"))]
 
     axes.plot(*zip(*train, strict=True), color=BLUE, linewidth=1.4, label="training")
     if heldout:

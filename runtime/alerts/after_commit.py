@@ -39,7 +39,8 @@ from typing import Any
 
 from runtime.alerts.send import end_group
 from runtime.alerts.settings import Settings
-from runtime.checkpoints.names import MANIFEST, complete_checkpoints, step_of
+from runtime.checkpoints.names import MANIFEST, NAME, complete_checkpoints, step_of
+from runtime.records.tracker import json_object
 
 RECORD = "after_commit.json"
 LOOK_SECONDS = 1.0  # between two looks for new checkpoints
@@ -51,11 +52,17 @@ REASON_BYTES = 300  # of the end of a failed command's output, for its event
 
 
 def read_record(checkpoints: Path) -> dict[str, Any]:
-    """Return {"running": a checkpoint's name or None, "done": {…}}; empty if there is none."""
-    record: dict[str, Any] = {"running": None, "done": {}}
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        record |= json.loads((checkpoints / RECORD).read_text(encoding="utf-8"))
-    return record
+    """Return {"running": a checkpoint's name or None, "done": {…}}; empty if there is none, and
+    without entries that are no checkpoint's."""
+    found: dict[str, Any] = {}
+    with contextlib.suppress(OSError):
+        found = json_object((checkpoints / RECORD).read_bytes())
+    done = found.get("done")
+    known = done.items() if isinstance(done, dict) else ()
+    return {
+        "running": found.get("running"),
+        "done": {name: sha for name, sha in known if NAME.fullmatch(name)},
+    }
 
 
 def is_running(checkpoints: Path, name: str) -> bool:

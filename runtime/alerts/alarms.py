@@ -96,15 +96,15 @@ class Series:
 
     def __init__(self) -> None:
         # (event, node if it has one) → when the last one was sent, and whether it was an end
-        self._sent: dict[tuple[str, Any], tuple[float, bool]] = {}
-        self._left_out: Counter[tuple[str, Any]] = Counter()  # since then
+        self._sent: dict[tuple[str, str], tuple[float, bool]] = {}
+        self._left_out: Counter[tuple[str, str]] = Counter()  # since then
 
     def passes(self, event: dict[str, Any], now: float) -> bool:
         """Whether an event is to be sent now, `now` by the monotonic clock. One that is sent has
         the number of those before it that were not, `not_sent`."""
         if event["event"] not in SERIES_SECONDS:
             return True
-        series, ended = (event["event"], event.get("node")), bool(event.get("ended"))
+        series, ended = (event["event"], str(event.get("node"))), bool(event.get("ended"))
         last, had_ended = self._sent.get(series, (-math.inf, ended))
         if ended == had_ended and now - last < SERIES_SECONDS[event["event"]]:
             self._left_out[series] += 1

@@ -28,9 +28,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from errors import short
+from output import guard_output
 from runtime.alerts.after_commit import Commands, progress
 from runtime.alerts.alarms import Series, alarm, is_alarm
 from runtime.alerts.follow import Follower
@@ -38,7 +42,8 @@ from runtime.alerts.prometheus import Endpoint, exposition, write_file
 from runtime.alerts.send import Sender, say
 from runtime.alerts.settings import Settings
 from runtime.alerts.state import RunState, StallClock
-from runtime.records.events import append_event, changes_stage
+from runtime.records.events import append_event, changes_stage, is_whole_event
+from runtime.records.tracker import is_record
 
 LOOK_SECONDS = 1.0  # between two looks at the run's files
 FILE_SECONDS = 10.0  # between two versions of the file for Prometheus
@@ -58,8 +63,8 @@ class Companion:
         self.clock = StallClock(settings.hang_factor, settings.hang_seconds, time.monotonic())
         self.series = Series()
         self.own_events: list[tuple[str, dict[str, Any]]] = []  # to be written by the reader
-        self.events = Follower(self.run / "events.jsonl")
-        self.records = Follower(self.run / "metrics.jsonl", tail=TAIL_BYTES)
+        self.events = Follower(self.run / "events.jsonl", is_whole_event)
+        self.records = Follower(self.run / "metrics.jsonl", is_record, tail=TAIL_BYTES)
         self.sender, self.commands, self.endpoint = None, None, None
         if settings.on_event:
             self.sender = Sender(settings.on_event, settings.cwd, self._lost)
@@ -73,6 +78,8 @@ class Companion:
         self.began = self.ended = False  # whether a `start` and an `end` event were read
         self.past = False  # whether the next start has begun, which has a companion of its own
         self.logged = -1  # the last step whose record was read, or from which the run goes on
+        self.file_due = 0.0  # when the file for Prometheus is written again, by the monotonic clock
+        self.said: set[str] = set()  # what is said only once
         self.unfinished = b""  # a line of the pipe
         self.reader = threading.Thread(target=self._read_all, name="reader", daemon=True)
 
@@ -169,26 +176,45 @@ class Companion:
     def _read_all(self) -> None:
         while earlier := self.events.read(until=self.settings.events_from):
             for event in earlier:
-                self._note(event)
+                self._survive(self._note, event)
         self.state.state = "starting"
-        self._read_records()  # of an earlier start
-        says_busy, file_due, is_last = True, 0.0, False
+        self._survive(self._read_records)  # of an earlier start
+        is_last = False
         while not is_last:
             is_last = self.closing.is_set()
-            self._read()
-            if self.endpoint is not None and self.endpoint.server is None:
-                problem = self.endpoint.open()
-                if problem and says_busy:
-                    say(f"run.prometheus={self.settings.prometheus}: {problem}; trying again")
-                says_busy = says_busy and not problem
-            is_due = is_last or time.monotonic() >= file_due
-            if self.is_file and is_due and not self.past:
-                write_file(Path(self.settings.prometheus), self.text())
-                file_due = time.monotonic() + FILE_SECONDS
+            for work in (self._read, self._serve, partial(self._write_file, is_last)):
+                self._survive(work)
             if not self.gone.is_set():
                 self.gone.wait(LOOK_SECONDS)
             else:  # soon again: the `end` event, if it is not there yet, is about to be written
                 self.closing.wait(LOOK_SECONDS if self.ended else 0.05)
+
+    def _survive(self, work: Callable[..., None], *about: Any) -> None:
+        """Do a piece of work; if it fails, say so and go on with the next."""
+        try:
+            work(*about)
+        except Exception as error:
+            what = " ".join(map(short, about)) or "the run's files"
+            self._say_once(f"warning: {what}: {type(error).__name__}: {error}")
+
+    def _say_once(self, text: str) -> None:
+        if text not in self.said:
+            self.said.add(text)
+            say(text)
+
+    def _serve(self) -> None:
+        if self.endpoint is not None and self.endpoint.server is None:
+            problem = self.endpoint.open()
+            if problem:
+                self._say_once(
+                    f"run.prometheus={self.settings.prometheus}: {problem}; trying again"
+                )
+
+    def _write_file(self, is_last: bool) -> None:
+        is_due = is_last or time.monotonic() >= self.file_due
+        if self.is_file and is_due and not self.past:
+            self.file_due = time.monotonic() + FILE_SECONDS
+            write_file(Path(self.settings.prometheus), self.text())
 
     def _read(self) -> None:
         """Read what was added to the run's files, and write the companion's own events."""
@@ -198,46 +224,48 @@ class Companion:
             if event != "refused" or self.events.path.exists():  # a new run folder stays empty
                 append_event(self.run, event, **about)
         for found in self.events.read():
-            if "event" not in found or found["event"] in OWN:
-                continue
-            is_whole = not changes_stage(found)
-            if found["event"] == "start" and is_whole:
-                self.past |= self.began or self.ended
-                if self.commands is not None and not self.past:
-                    self.commands.start()  # not before: the newest checkpoint may be damaged
-                self.began = True
-            if self.past:
-                break
-            if found["event"] in ("start", "rollback") and isinstance(found.get("step"), int):
-                self.logged = found["step"]
-            self._note(found)
-            self._send(found)
-            # not that which this start has noted of the one before (records/status.py)
-            self.ended |= found["event"] == "end" and is_whole and not found.get("noted_later")
+            self._survive(self._hear, found)
         if not self.past:
             self._read_records()
         if self.commands is not None:
             waiting, done = progress(self.run / "checkpoints")
             self.progress = len(waiting), done
 
+    def _hear(self, found: dict[str, Any]) -> None:
+        """Note an event that rank 0 has written, and send it if it is an alarm."""
+        is_whole = not changes_stage(found)
+        if found["event"] == "start" and is_whole:
+            self.past |= self.began or self.ended
+            if self.commands is not None and not self.past:
+                self.commands.start()  # not before: the newest checkpoint may be damaged
+            self.began = True
+        if self.past or found["event"] in OWN:
+            return
+        if found["event"] in ("start", "rollback"):
+            self.logged = found["step"]
+        try:
+            self._note(found)
+            self._send(found)
+        finally:  # not that which this start has noted of the one before (records/status.py)
+            self.ended |= found["event"] == "end" and is_whole and not found.get("noted_later")
+
     def _read_records(self) -> None:
         """Note the last record. It is no news if the file was replaced, as at a start and after a
         rollback, and its last line was there before."""
         for record in self.records.read()[-1:]:
-            step = record.get("step")
-            is_new = self.began and isinstance(step, int) and step > self.logged
+            step = record["step"]
+            is_new = self.began and step > self.logged
             with self.lock:
                 self.state.note_record(record, None if is_new else self.records.modified)
                 over = self.clock.line(time.monotonic()) if is_new else None
             if is_new:
-                self.logged = int(record["step"])
+                self.logged = step
             if over is not None:
                 self.happened("resumed", step=step, seconds=over)
 
     def _note(self, event: dict[str, Any]) -> None:
-        if "event" in event and "time" in event:
-            with self.lock:
-                self.state.note_event(event)
+        with self.lock:
+            self.state.note_event(event)
 
 
 STDIN = 0
@@ -277,4 +305,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    guard_output()
     main()

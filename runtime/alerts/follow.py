@@ -1,10 +1,11 @@
 """Read the lines that are added to a JSON-lines file, also after the file was replaced."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from runtime.records.tracker import json_object
+from runtime.records.tracker import whole_lines
 
 READ_BYTES = 1 << 24  # at a time, and the longest line: events.jsonl of months is larger
 
@@ -14,11 +15,14 @@ class Follower:
 
     Args:
         path: the file; it need not exist yet.
+        is_whole: whether an object is a line of this file; others are left out.
         tail: of a file that is new or was replaced, read only so many bytes at its end; None: all.
     """
 
-    def __init__(self, path: Path, tail: int | None = None) -> None:
-        self.path, self.tail = path, tail
+    def __init__(
+        self, path: Path, is_whole: Callable[[dict[str, Any]], bool], tail: int | None = None
+    ) -> None:
+        self.path, self.is_whole, self.tail = path, is_whole, tail
         self._inode, self._offset = -1, 0  # bytes of complete lines that were read
         self.modified = 0.0  # when the file was, as last read, in seconds since 1970
 
@@ -33,8 +37,10 @@ class Follower:
                 found = os.fstat(file.fileno())
                 if found.st_ino != self._inode or found.st_size < self._offset:
                     self._inode, self._offset = found.st_ino, 0
-                    if self.tail is not None:
-                        self._offset = max(0, found.st_size - self.tail)
+                    if self.tail is not None and found.st_size > self.tail:
+                        file.seek(-self.tail, os.SEEK_END)
+                        file.readline()  # it may begin inside a line
+                        self._offset = file.tell()
                 if found.st_size == self._offset:
                     return []
                 self.modified = found.st_mtime
@@ -47,5 +53,4 @@ class Follower:
         if not complete and len(data) == READ_BYTES:
             complete = READ_BYTES  # no line of ours
         self._offset += complete
-        objects = (json_object(line) for line in data[:complete].splitlines())
-        return [found_object for found_object in objects if found_object]
+        return whole_lines(self.path, data[:complete].splitlines(), self.is_whole)

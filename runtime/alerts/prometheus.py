@@ -22,6 +22,7 @@ from runtime.alerts.alarms import TEMPLATES
 from runtime.alerts.settings import Settings
 from runtime.alerts.state import RunState
 from runtime.health.verdicts import VERDICTS
+from runtime.records.tracker import is_number
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LOOPBACK = "127.0.0.1"
@@ -67,10 +68,10 @@ def samples(state: RunState, more: dict[str, float]) -> Iterator[tuple[str, str,
         yield "lattice_last_step_timestamp_seconds", "gauge", about, [({}, state.record_time)]
     others: Samples = []
     for key, value in state.record.items():
-        if key in RECORD and _is_number(value):
+        if key in RECORD and is_number(value, finite=False):
             name, about = RECORD[key]
             yield name, "gauge", about, [({}, value)]
-        elif _is_number(value):
+        elif is_number(value, finite=False):
             others.append(({"name": key}, value))
     yield "lattice_record", "gauge", "Every other number of the last logged step.", others
     seconds: Samples = [({"cause": cause}, value) for cause, value in state.account.seconds.items()]
@@ -88,7 +89,7 @@ def samples(state: RunState, more: dict[str, float]) -> Iterator[tuple[str, str,
         yield "lattice_checkpoint_step", "gauge", "Step of the last one.", [({}, written["step"])]
         when: Samples = [({}, written["time"])]
         yield "lattice_checkpoint_timestamp_seconds", "gauge", "When it was committed.", when
-        size: Samples = [({}, written.get("bytes", 0))]
+        size: Samples = [({}, written["bytes"])]
         yield "lattice_checkpoint_bytes", "gauge", "Its size.", size
     slow: Samples = [
         ({"rank": rank, "node": node}, factor) for (rank, node), factor in state.slow.items()
@@ -123,10 +124,6 @@ def exposition(run: str, state: RunState, more: dict[str, float]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _escape(text: str) -> str:
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
@@ -141,7 +138,7 @@ def write_file(path: Path, text: str) -> None:
     """Replace the file atomically. Its collector reads only names that end in .prom."""
     partial = path.with_suffix(f".{os.getpid()}.tmp")
     with contextlib.suppress(OSError):  # try again the next time
-        partial.write_text(text, encoding="utf-8")
+        partial.write_bytes(text.encode(errors="replace"))
         os.replace(partial, path)
 
 
@@ -173,7 +170,7 @@ class Endpoint:
 
             def do_GET(self) -> None:
                 known = self.path.partition("?")[0] in ("/", "/metrics")
-                body = text().encode() if known else b""
+                body = text().encode(errors="replace") if known else b""
                 self.send_response(200 if known else 404)
                 self.send_header("Content-Type", CONTENT_TYPE)
                 self.send_header("Content-Length", str(len(body)))

@@ -8,6 +8,7 @@ from typing import Any
 
 from runtime.records.events import changes_stage
 from runtime.records.ledger import Account
+from runtime.records.tracker import is_number
 
 FIRST_LINE_SECONDS = 3600.0  # until the first step of a start is logged: it may compile
 BUSY_SECONDS = 3600.0  # for an evaluation, a save, …; or twice what the same has taken before
@@ -50,9 +51,10 @@ class RunState:
         elif kind == "after_commit":
             self.failed_commands += "failed" in event
         elif kind == "slow_rank":
-            key, factor = (str(event.get("rank")), str(event.get("node"))), event.get("factor")
+            key = str(event.get("rank")), str(event.get("node"))
+            factor: Any = event.get("factor")
             self.slow.pop(key, None)
-            if isinstance(factor, int | float) and not event.get("ended"):
+            if is_number(factor) and not event.get("ended"):
                 self.slow[key] = float(factor)
         elif kind == "suspicion":
             self.verdicts[str(event.get("verdict"))] += 1

@@ -140,7 +140,7 @@ def measured_saves(events: list[dict[str, Any]]) -> tuple[list[float], list[floa
             first = True
         elif event["event"] == "checkpoint" and "failed" not in event:
             if not first:
-                waits.append(float(event.get("stall_seconds", 0.0)))
-                writes.append(float(event.get("write_seconds", 0.0)))
+                waits.append(event["stall_seconds"])
+                writes.append(event["write_seconds"])
             first = False
     return waits[-REMEMBERED:], writes[-REMEMBERED:]

@@ -69,7 +69,7 @@ def _read(folder: Path) -> tuple[dict[str, dict[str, Any]], str]:
         text = (folder / FILE).read_text(encoding="utf-8")
         try:
             found = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             found = yaml_text.parse(text) or {}
     except FileNotFoundError:
         return {}, ""

@@ -34,20 +34,60 @@ The companion of rank 0 (alerts/) writes, too:
     refused     a start was refused       reason
     undelivered an alarm was lost         its text, the event that it was about, why
     after_commit  the command was run     step, attempts, seconds; or, if it failed, why (`failed`)
+
+Readers get only whole events: those with every entry of FIELDS. They may rely on no other.
 """
 
 import contextlib
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from runtime.records.tracker import is_count, is_number, whole_lines
+
+# what the ledger tells apart (ledger.py)
+CAUSES = (
+    *("steps", "lost", "data", "evaluation", "saving", "examination", "rollback", "start", "end"),
+    "down",
+)
+
+
+def _is_seconds(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(is_number, value.values())) and {*value} <= {*CAUSES}
+
+
+# Event → entry → what it must be. Others, and events of other kinds, may be anything.
+FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {
+    "start": {"step": is_count, "began": is_number, "world_size": is_count},
+    "spent": {"step": is_count, "seconds": _is_seconds},
+    "checkpoint": {
+        "step": is_count,
+        **dict.fromkeys(("bytes", "stall_seconds", "write_seconds"), is_number),
+    },
+    "checkpoint, failed": {"step": is_count},
+    "rollback": {"step": is_count},
+    "end": {"step": is_count},
+}
+
+
+def is_whole_event(found: dict[str, Any]) -> bool:
+    kind = found.get("event")
+    if not isinstance(kind, str) or not is_number(found.get("time")):
+        return False
+    fields = FIELDS.get(f"{kind}, failed" if "failed" in found else kind, {})
+    return all(name in found and is_right(found[name]) for name, is_right in fields.items())
 
 
 def append_event(folder: str | Path, event: str, **about: Any) -> None:
     """Add a line; called by only one rank, and by its companion. If it cannot be written (a full
     disk), the run continues, after a warning: no alarm is sent of this event."""
-    line = json.dumps({"event": event, "time": time.time(), **about}) + "\n"
+    whole = {"event": event, "time": time.time(), **about}
+    assert is_whole_event(whole), whole
+    line = json.dumps(whole) + "
+"
     try:
         with open(Path(folder) / "events.jsonl", "ab+") as file:
             if file.tell():
@@ -67,17 +107,6 @@ def changes_stage(event: dict[str, Any]) -> bool:
 
 
 def read_events(folder: str | Path) -> list[dict[str, Any]]:
-    """Read all events in order, without lines that a killed process left unfinished."""
-    events = []
-    for line in (
-        (Path(folder) / "events.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
-    ):
-        try:
-            events.append(json.loads(line))
-        except ValueError:
-            continue
-    return [
-        event
-        for event in events
-        if isinstance(event, dict) and "event" in event and "time" in event
-    ]
+    """Read all whole events in order."""
+    path = Path(folder) / "events.jsonl"
+    return whole_lines(path, path.read_bytes().splitlines(), is_whole_event)

@@ -24,12 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime import signals
-from runtime.records.events import append_event
-
-CAUSES = (
-    *("steps", "lost", "data", "evaluation", "saving", "examination", "rollback", "start", "end"),
-    "down",
-)
+from runtime.records.events import CAUSES, append_event
 
 
 class Ledger:

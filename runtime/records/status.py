@@ -28,6 +28,7 @@ from typing import Any
 from runtime import signals
 from runtime.messages import LOST, log
 from runtime.records.events import append_event, changes_stage, read_events
+from runtime.records.tracker import is_count, json_object
 
 
 def write_status(folder: Path, state: str, step: int, reason: str, **about: Any) -> None:
@@ -38,12 +39,14 @@ def write_status(folder: Path, state: str, step: int, reason: str, **about: Any)
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """Return the content of status.json; empty if it is missing or unreadable."""
+    """Return the content of status.json; empty if it is missing, unreadable or not whole."""
     try:
-        status = json.loads((folder / "status.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        status = json_object((folder / "status.json").read_bytes())
+    except OSError:
         return {}
-    return status if isinstance(status, dict) else {}
+    texts = (status.get("state"), status.get("reason"))
+    is_whole = is_count(status.get("step")) and all(isinstance(text, str) for text in texts)
+    return status if is_whole else {}
 
 
 def record_failure(folder: Path, reason: str) -> str:
@@ -54,10 +57,10 @@ def record_failure(folder: Path, reason: str) -> str:
     if last is None or max(last["began"], last["ended_at"]) < launched - 1:
         return reason  # this start failed before it wrote anything
     status = read_status(folder)
-    theirs = str(status.get("reason", ""))
+    theirs = status.get("reason", "")
     if status and LOST not in theirs:
         return theirs
-    write_status(folder, "failed", int(status.get("step", last["step"])), reason)
+    write_status(folder, "failed", status.get("step", last["step"]), reason)
     return reason
 
 

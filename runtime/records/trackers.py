@@ -21,7 +21,7 @@ from typing import Any
 
 from errors import UserError
 from runtime.messages import log
-from runtime.records.tracker import Record, Tracker, json_object, scalars
+from runtime.records.tracker import Record, Tracker, is_record, scalars, whole_lines
 from runtime.records.wandb_tracker import WandB
 from training.config import Config
 from training.load_config import dump_config
@@ -100,7 +100,7 @@ class JsonLines(Tracker):
             self.reached = self._drop_after(step)
 
     def log(self, record: Record) -> None:
-        self.unwritten.append(json.dumps(record, allow_nan=True) + "\n")
+        self.unwritten.append(json.dumps(record) + "\n")
         self._try(self._append)
 
     def went_back(self, step: int, reached: int) -> None:
@@ -127,14 +127,13 @@ class JsonLines(Tracker):
 
     def _drop_after(self, step: int) -> int:
         """Drop incomplete lines and those after `step`; return the last step before dropping."""
-        lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        steps = [_step_of(line) for line in lines]
-        kept = [
-            line for line, at in zip(lines, steps, strict=True) if at is not None and at <= step
-        ]
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        complete = (line for line in lines if line.endswith(b"\n"))
+        records = whole_lines(self.path, complete, is_record)
+        kept = [json.dumps(record) + "\n" for record in records if record["step"] <= step]
         self.path.with_suffix(".partial").write_text("".join(kept), encoding="utf-8")
         os.replace(self.path.with_suffix(".partial"), self.path)
-        return max([step, *(at for at in steps if at is not None)])
+        return max([step, *(record["step"] for record in records)])
 
     def _try(self, action: Callable[[], Any]) -> None:
         """Run `action`; if it cannot write (a full disk), warn once and keep lines in memory."""
@@ -215,9 +214,3 @@ class TensorBoard(Tracker):
 
     def close(self, failed: bool) -> None:
         self.writer.close()
-
-
-def _step_of(line: str) -> int | None:
-    """The step of a line; None if the line is incomplete because a process died."""
-    step = json_object(line).get("step") if line.endswith("\n") else None
-    return step if isinstance(step, int) else None

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from runtime.messages import log
-from runtime.records.tracker import Record, Tracker, json_object, scalars
+from runtime.records.events import is_whole_event
+from runtime.records.tracker import (
+    Record,
+    Tracker,
+    is_count,
+    json_object,
+    scalars,
+    whole_lines,
+)
 from training.config import Config
 from training.load_config import settings_of
 
@@ -50,7 +58,8 @@ class WandB(Tracker):
         self.wandb, self.folder = wandb, Path(config.run.dir).absolute()
         known = {} if anew else _read_object(self.folder / "wandb-run.json")
         self.id = str(known.get("id") or secrets.token_hex(4))
-        self.repeated = int(known.get("repeated", 0))
+        repeated = known.get("repeated")
+        self.repeated = repeated if is_count(repeated) else 0
         self.went_back(step, reached)
         events = self.folder / "events.jsonl"
         self.events_read = events.stat().st_size if events.exists() else 0  # bytes
@@ -132,12 +141,10 @@ class WandB(Tracker):
         with open(events, "rb") as file:
             file.seek(self.events_read)
             lines = file.read().splitlines(keepends=True)
-        for line in lines:
-            if not line.endswith(b"\n"):  # still being written
-                break
-            self.events_read += len(line)
-            event = json_object(line)
-            if event.get("event") != "checkpoint" or "failed" in event:
+        complete = [line for line in lines if line.endswith(b"\n")]  # the last may be in writing
+        self.events_read += sum(map(len, complete))
+        for event in whole_lines(events, complete, is_whole_event):
+            if event["event"] != "checkpoint" or "failed" in event:
                 continue
             path = self.folder / "checkpoints" / f"step-{event['step']:08d}"
             if path.is_dir():

@@ -43,7 +43,6 @@ class Measured:
 
 
 def measure(events: list[dict[str, Any]]) -> Measured:
-    """Raises KeyError or TypeError if lines are not a run's."""
     seconds = account(events)
     saves = [e for e in events if e["event"] == "checkpoint" and "failed" not in e]
     total = sum(seconds.values())
@@ -54,7 +53,7 @@ def measure(events: list[dict[str, Any]]) -> Measured:
     downs = _restarts(events)
     starts = [event for event in events if event["event"] == "start"]
     return Measured(
-        world_size=int(starts[-1].get("world_size", 1)) if starts else 1,
+        world_size=starts[-1]["world_size"] if starts else 1,
         failures=len(downs),
         seconds=total,
         effective=seconds["steps"] / total if total else 1.0,

@@ -34,11 +34,7 @@ def read(run: Path) -> list[dict[str, Any]]:
 def ledger_lines(events: list[dict[str, Any]], rate: float) -> list[str]:
     """The ledger as a table, the best interval between saves for this failure rate, and the number
     of events by kind."""
-    try:
-        seconds, measured = account(events), measure(events)
-    except (KeyError, TypeError, AttributeError, ValueError):
-        why = "it has lines that were not written by a run"
-        raise UserError("RUN", "events.jsonl", why, "remove those lines") from None
+    seconds, measured = account(events), measure(events)
     total = sum(seconds.values())
     lines = [
         f"{MEANING[cause]:<22}{value:>12,.1f} s{value / max(total, 1e-9):>8.1%}"
@@ -62,7 +58,7 @@ def write_page(run: Path, out: Path) -> None:
     text = page(read_run(run))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text, encoding="utf-8")
+        out.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
         why = f"it cannot be written ({error.strerror})"
         raise UserError("--out", str(out), why, "give another file") from None

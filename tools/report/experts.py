@@ -4,8 +4,9 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from runtime.records.tracker import is_number
 from tools.report.charts import Series, escape
-from tools.report.run import Run, is_number
+from tools.report.run import Run
 
 COLUMNS = {
     "layer": ("layer", "{:.0f}"),

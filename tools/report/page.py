@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from runtime.records.tracker import is_number
 from tools.report.charts import BINS, Series, escape, line_chart, short, timeline_figure
 from tools.report.experts import expert_charts, expert_table
 from tools.report.goodput import goodput
-from tools.report.run import Run, is_number
+from tools.report.run import Run
 from tools.report.tables import clock, configuration, happened, ledger
 
 ASSETS = Path(__file__).parent / "assets"

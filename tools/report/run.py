@@ -4,8 +4,6 @@ The run may be in progress, may have been killed in the middle of writing a line
 reached its first step. Anything missing or unreadable is treated as empty.
 """
 
-import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,8 @@ from parallel.pipeline.simulate import Timeline
 from runtime.profiling.chrome import from_chrome
 from runtime.records.events import read_events
 from runtime.records.ledger import account
+from runtime.records.status import read_status
+from runtime.records.tracker import is_number, is_record, json_object, whole_lines
 from tools.goodput.measured import Measured, measure
 
 FILES = ("config.yaml", "metrics.jsonl", "events.jsonl")  # a run folder has at least one of them
@@ -73,10 +73,6 @@ def boundaries(events: list[dict[str, Any]]) -> dict[float, str]:
     }
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def read_run(folder: Path) -> Run:
     """Reads a run folder. Raises UserError if `folder` is not one."""
     if not any((folder / name).is_file() for name in FILES):
@@ -88,33 +84,24 @@ def read_run(folder: Path) -> Run:
         config = yaml.safe_load(config_text)
     except yaml.YAMLError:
         config = None
-    measured = None
-    try:
-        seconds = account(events) if events else {}
-        measured = measure(events) if events else None
-    # lines that were not written by a run
-    except (KeyError, TypeError, AttributeError, ValueError):
-        seconds = {}
+    metrics = folder / "metrics.jsonl"
+    lines = metrics.read_bytes().splitlines() if metrics.is_file() else []
     return Run(
         folder.resolve().name,
         config_text,
         config if isinstance(config, dict) else {},
-        _object(_text(folder / "status.json")),
-        [
-            record
-            for line in _text(folder / "metrics.jsonl").splitlines()
-            if (record := _object(line))
-        ],
+        read_status(folder),
+        whole_lines(metrics, lines, is_record),
         events,
-        seconds,
-        measured,
+        account(events) if events else {},
+        measure(events) if events else None,
         _timelines(folder / "trace.json"),
     )
 
 
 def _timelines(path: Path) -> list[tuple[str, Timeline]]:
     """(name, timeline) of every pipeline of the step traced by run.trace=true."""
-    trace = _object(_text(path))
+    trace = json_object(_text(path))
     names = [
         event
         for event in trace.get("traceEvents") or []
@@ -134,12 +121,3 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-
-
-def _object(text: str) -> dict[str, Any]:
-    """Parses `text` as a JSON object; empty if it is not one."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

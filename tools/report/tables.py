@@ -5,8 +5,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from runtime.records.events import changes_stage
+from runtime.records.tracker import is_number
 from tools.report.charts import escape
-from tools.report.run import Run, is_number
+from tools.report.run import Run
 
 MEANING = {
     "steps": "steps",
