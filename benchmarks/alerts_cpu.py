@@ -9,7 +9,6 @@ cores cannot time anything else:
                  that is scraped every second
 """
 
-import argparse
 import json
 import os
 import resource
@@ -23,7 +22,7 @@ from pathlib import Path
 
 from benchmarks.about import about
 from tests.alert_helpers import FedCompanion, wait_until
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 
 RESULTS = Path(__file__).parent / "results" / "alerts_cpu.json"
 STEPS, PER_SECOND = 300, 10
@@ -113,7 +112,7 @@ def step_of_make_train() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = CommandParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--port", type=int, default=9477)
     options = parser.parse_args()

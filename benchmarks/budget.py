@@ -14,7 +14,6 @@ docs/budget.md explains the tables. Nothing is timed: the milliseconds are bytes
 memory bandwidth in an H100's data sheet.
 """
 
-import argparse
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -36,7 +35,7 @@ from benchmarks.budget_kinds import (
 )  # fmt: skip
 from benchmarks.budget_places import PASSES
 from hardware import H100
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 
 RESULTS = Path(__file__).parent / "results" / "budget.json"
 REWRITE = ".venv/bin/python -m benchmarks.budget"
@@ -194,11 +193,7 @@ def _place(row: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.budget",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser(prog="python -m benchmarks.budget", description=__doc__)
     parser.add_argument("--case", metavar="TEXT", help="only cases with TEXT in their names")
     parser.add_argument("--check", action="store_true", help="compare with the results")
     options = parser.parse_args(arguments)

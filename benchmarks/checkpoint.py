@@ -7,7 +7,6 @@ background save, as a multiple of the plain copy; and how fast a save writes, as
 speed. The first save of a run also allocates the memory for the copy; it is reported separately.
 """
 
-import argparse
 import contextlib
 import io
 import json
@@ -27,7 +26,7 @@ from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
 from runtime.checkpoints.lease import Lease
 from runtime.checkpoints.save import Saver
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 from training.build import build_stages
 from training.load_config import load_config
 from training.step import TrainStep
@@ -102,9 +101,7 @@ def measure_saves(rounds: int, folder: Path, lease: Lease) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/checkpoint.json")

@@ -13,7 +13,6 @@ to end, and the stream is cut into sequences; the figure is the mean over sequen
 timed: this counts keys, and a kernel's own overhead is left out.
 """
 
-import argparse
 import json
 import math
 import random
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from parallel.context import ContextParallel
 from parallel.placement import chunk_range
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results/context_balance.json"
@@ -103,9 +102,7 @@ def measure(sequences: int = SEQUENCES) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--json", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     rows = measure()

@@ -17,7 +17,6 @@ Runs alternate and medians are compared, so that other work on the machine affec
 Preparation workers import this module again (spawn), so torch is imported only where it is needed.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -36,7 +35,7 @@ from data.prepare import prepare
 from data.sampler import SampleOrder, count_windows
 from data.sources import STDLIB, documents
 from data.tokenizer import Tokenizer
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 
 RESULTS = Path(__file__).parent / "results" / "data_pipeline.json"
 SEED = 1
@@ -198,9 +197,7 @@ def batch_speed(folder: Path, seq_len: int, batch: int, runs: int, batches: int)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.data_pipeline", description=__doc__.split("\n\n")[0]
-    )
+    parser = CommandParser(prog="python -m benchmarks.data_pipeline", description=__doc__)
     parser.add_argument(
         "--large-megabytes", type=float, default=300, help="size of the large source of (b)"
     )

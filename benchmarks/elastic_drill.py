@@ -14,7 +14,6 @@ as a requeued Slurm job would. The same run is also made undisturbed on the larg
 - nothing but a death of the first node may end the job.
 """
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -37,7 +36,7 @@ from benchmarks.about import about
 from benchmarks.elastic_compare import compare, metrics
 from runtime.records.events import read_events
 from runtime.records.status import read_status
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 
 ROOT = Path(__file__).parent.parent
 NODES = 4
@@ -275,9 +274,7 @@ def make_run(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--changes", type=int, default=26)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--ranks", type=int, choices=sorted(LAYOUTS), default=1, help="of a node")

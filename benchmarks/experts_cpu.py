@@ -16,7 +16,6 @@ The first two are also compared as `make train` runs them, in eight processes, i
 steps: the CPU time is the sum over processes, without start-up.
 """
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -34,7 +33,7 @@ from benchmarks.about import about
 from benchmarks.train_cpu import ONE_PROCESS, random_batches, start
 from parallel.mesh import build_mesh
 from runtime.start.init_distributed import init_distributed
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 from tools.huggingface.config import CONFIG, config_json, parameters
 from training.build import build_stages
 from training.config import Config
@@ -158,9 +157,7 @@ def measure_3d(turns: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--turns-3d", type=int, default=5)
     parser.add_argument("--json", type=Path, default=RESULTS)

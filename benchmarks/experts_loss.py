@@ -9,7 +9,6 @@ layout rounds otherwise; with experts that changes a few choices, after which th
 the loss of a seed can differ by some hundredths, much more than a dense model's.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -22,7 +21,7 @@ from typing import Any
 
 from benchmarks.about import about
 from model.transformer import num_active_parameters, num_parameters
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 from training.config import Config
 from training.load_config import load_config
 
@@ -94,9 +93,7 @@ def measure(seeds: tuple[int, ...]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--json", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     found = measure(SEEDS)

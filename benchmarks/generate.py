@@ -12,7 +12,6 @@ weights once per token, so the larger the model, the closer the ratios are to on
 of the work other than matrix products.
 """
 
-import argparse
 import json
 import statistics
 import time
@@ -29,7 +28,7 @@ from model.config import ModelConfig
 from model.initialise import initialise
 from model.transformer import Transformer, num_parameters
 from runtime.start.init_distributed import init_distributed
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 from tools.generate.load_model import empty_model
 from tools.generate.loop import generate
 from tools.generate.sampling import Sampling
@@ -149,9 +148,7 @@ def measure(config: ModelConfig, count: int, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/generate.json")

@@ -10,7 +10,6 @@ took R on average is thereby given; how many steps are made twice, which depends
 committed when, is not.
 """
 
-import argparse
 import json
 import os
 import random
@@ -31,7 +30,7 @@ from hardware import FAILURES_PER_GPU_DAY
 from runtime.checkpoints.goodput import best_interval, effective_exactly, shares
 from runtime.records.events import read_events
 from runtime.records.ledger import account
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 from tools.goodput.measured import measure
 from tools.goodput.simulate import Job, simulate
 
@@ -190,9 +189,7 @@ def compare(events: list[dict[str, Any]], killed: list[float]) -> dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=25)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/goodput.json")

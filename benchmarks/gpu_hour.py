@@ -17,7 +17,6 @@ $OUT says. What does not fit into the time is listed as not measured. The exit s
 something was wrong or failed, and 2 if a package without which nothing runs is not installed.
 """
 
-import argparse
 import json
 import os
 import signal
@@ -33,7 +32,7 @@ from benchmarks.gpu_machine import Meter, about
 from benchmarks.gpu_page import as_json, findings, page, wrong_rows
 from benchmarks.gpu_process import ROOT
 from benchmarks.gpu_tasks import Lane, Task
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 
 PART_SECONDS = 460.0  # of eight minutes; the rest is for starting and for writing the page
 LOOK_SECONDS = 0.2
@@ -175,9 +174,7 @@ class Part:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--tiny", action="store_true", help="tiny sizes; always without a GPU")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder for the results")

@@ -8,7 +8,6 @@ stages of ZeRO and the compiler change none. So the CPU trains once for each mat
 plainest mechanism.
 """
 
-import argparse
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from model.config import ModelConfig
 from parallel.config import ParallelConfig
 from parallel.mesh import build_mesh
 from parallel.pipeline.schedules import SCHEDULES
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 from tools.plan.candidates import FIXED
 from training.build import build_stages
 from training.config import Config
@@ -203,7 +202,7 @@ def write(folder: Path, mechanism: Mechanism, kind: str, tiny: bool) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("only", nargs="?", default="", help="only mechanisms named so")
     parser.add_argument("--tiny", action="store_true")

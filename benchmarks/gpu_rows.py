@@ -37,6 +37,7 @@ from benchmarks.gpu_status import (
 from benchmarks.gpu_timing import DEVICE, ON_GPU, free_memory
 from model.kernels.backend import why_not_triton
 from runtime.start.init_distributed import init_distributed
+from tools.command import CommandParser
 
 NO_MEASUREMENT = (
     "These are not measurements: tiny sizes, which prove that the program runs and that "
@@ -136,11 +137,9 @@ class Measurement:
     ours: bool = True  # whether its failure is a failure of the program
 
 
-def options(description: str | None, budget_seconds: float) -> argparse.ArgumentParser:
+def options(description: str | None, budget_seconds: float) -> CommandParser:
     """The options that the programs share."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=description)
     parser.add_argument(
         "--tiny",
         action="store_true",

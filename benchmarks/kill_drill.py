@@ -13,7 +13,6 @@ without kills, and
 - the ledger must add up to the wall clock.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -44,7 +43,7 @@ from runtime.checkpoints.names import complete_checkpoints, step_of
 from runtime.checkpoints.save import Saver
 from runtime.records.events import read_events
 from runtime.records.ledger import CAUSES, account
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 from training.step import TrainStep
 
 ROOT = Path(__file__).parent.parent
@@ -294,9 +293,7 @@ def drill(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--world", type=int, choices=sorted(LAYOUTS), default=4)
     parser.add_argument("--steps", type=int, default=300)

@@ -12,7 +12,6 @@ torchrun starts each rank in a separate session, and Linux divides the cores amo
 (/proc/sys/kernel/sched_autogroup_enabled). Absolute numbers are specific to this machine.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -22,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.about import about
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 
 ROOT = Path(__file__).parent.parent
 MANY, ONE = (
@@ -109,9 +108,7 @@ def sessions() -> bool | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/launchers.json")
     options = parser.parse_args()

@@ -14,7 +14,6 @@ and the displaced one later continues where it was. In the end a last start fini
 - no start may have ended with a traceback, and nothing uncommitted may be left.
 """
 
-import argparse
 import contextlib
 import json
 import multiprocessing
@@ -37,7 +36,7 @@ import yaml
 from benchmarks.about import about
 from runtime.checkpoints.manifest import MANIFEST, Manifest, read_manifest, verify
 from runtime.checkpoints.names import complete_checkpoints
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 
 ROOT = Path(__file__).parent.parent
 PRELOAD = ["train", "torch._dynamo"]
@@ -240,9 +239,7 @@ def tiny(path: Path, data: Path, vocab_size: int) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--events", type=int, default=12, help="number of random events per round")
     parser.add_argument("--seed", type=int, default=0)

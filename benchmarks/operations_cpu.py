@@ -11,7 +11,6 @@ the processes. `--noise FILE` instead logs every step, and keeps what each rank 
 products, for tests/test_slow_ranks.py.
 """
 
-import argparse
 import json
 import tempfile
 import time
@@ -28,7 +27,7 @@ from runtime.health.examine import Examination
 from runtime.health.judge import Judge
 from runtime.health.slow_ranks import SlowRanks, TimedProducts
 from tests.runs import train_run
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 from tools.ranks import Ranks
 
 ROOT = Path(__file__).parent.parent
@@ -130,7 +129,7 @@ def noise(arguments: list[str]) -> dict[str, Any] | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser = CommandParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--steps", type=int, default=62)
     parser.add_argument("--noise", type=Path, help="write the noise of each interval to this file")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/operations_cpu.json")

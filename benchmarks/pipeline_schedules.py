@@ -23,7 +23,6 @@ everything it sent has left. A busy core wakes a waiting rank late, so this benc
 machine.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -62,7 +61,7 @@ from parallel.pipeline.simulate import Costs, Event, Timeline, simulate
 from parallel.pipeline.transfer import Transfers
 from parallel.weight_gradient import Destination
 from runtime.profiling.trace import ActionRecorder
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 from tools.ranks import Ranks
 
 ROOT = Path(__file__).parent.parent
@@ -348,9 +347,7 @@ def row(name: str, result: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--json", type=Path, default=ROOT / "benchmarks/results/pipeline_schedules.json"

@@ -5,7 +5,6 @@ Each row is measured in a separate process, one after the other. Seconds are tho
 Aim: at most two minutes of CPU for every row.
 """
 
-import argparse
 import json
 import resource
 import sys
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.about import about
 from errors import UserError
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 from tools.plan.hardware import find_device
 from tools.plan.search import search
 from training.load_config import load_config
@@ -87,9 +86,7 @@ def measure(row: Row) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/plan_search.json")
     arguments = parser.parse_args()
     table = []

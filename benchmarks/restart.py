@@ -21,7 +21,6 @@ because the machine may be busy with other work. A part ends when the last rank 
 takes one process.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -32,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.about import about
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 
 ROOT = Path(__file__).parent.parent
 MARKS = ROOT / "benchmarks" / "restart_marks.py"
@@ -155,9 +154,7 @@ def summarise(rounds: list[dict[str, dict[str, float]]], base: str) -> dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--base", default=BASE, metavar="COMMIT_OR_FOLDER")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/restart.json")

@@ -6,7 +6,6 @@ a network without buffers. No module here imports torch. Results are the best of
 wall-clock seconds for all four ranks together; aim: each below one second.
 """
 
-import argparse
 import json
 import time
 from itertools import pairwise
@@ -17,7 +16,7 @@ from parallel.pipeline.actions import splits_backward
 from parallel.pipeline.check import check
 from parallel.pipeline.schedules import SCHEDULES, build_schedule
 from parallel.pipeline.simulate import Costs, simulate
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 
 ROOT = Path(__file__).parent.parent
 RANKS, ACTIONS = 4, 10_000
@@ -45,9 +44,7 @@ def seconds(name: str) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     parser.add_argument(
         "--json", type=Path, default=ROOT / "benchmarks/results/schedule_checker.json"
     )

@@ -8,7 +8,6 @@ many of them are not Lattice's), and the exit status. Seconds are specific to th
 include a step, a save and Python's shutdown.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -25,7 +24,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.about import about
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 
 ROOT = Path(__file__).parent.parent
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
@@ -187,9 +186,7 @@ PHASES_BEGIN: dict[str, Callable[[Path, str, int], bool]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/stop_matrix.json")
     options = parser.parse_args()
     config = ROOT / "configs/laptop.yaml"

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.about import about
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 
 ROOT = Path(__file__).parent.parent
 SIZES = {
@@ -205,9 +205,7 @@ def summed_pss(pid: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--inside", choices=["ours", "hugging_face"], help=argparse.SUPPRESS)
     parser.add_argument("--processes", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=5)

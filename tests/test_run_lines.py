@@ -18,6 +18,8 @@ from output import log
 from runtime.evaluation import compare_to_unigram
 from runtime.start.topology import describe_stages
 from tests.runs import losses, write_config
+from tools import objects
+from tools.command import CommandParser
 from training.load_config import load_config
 
 ROOT = Path(__file__).parent.parent
@@ -173,6 +175,52 @@ def test_every_command_ends_so() -> None:
     # these two stand for train.py
     assert bare - logs == {"benchmarks/elastic_rank.py", "benchmarks/restart_marks.py"}
     assert len(programs) > 40
+
+
+# --- options ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--tokeniser x", "there is no option --tokeniser; did you mean --tokenizer?"),
+        ("--tok=x", "there is no option --tok; did you mean --tokenizer?"),  # no abbreviations
+        ("-tokenizer x", "there is no option -tokenizer; did you mean --tokenizer?"),
+        ("--zzz", "there is no option --zzz"),
+        ("--tokenizer x --skip damage", "; did you mean damaged?"),
+        ("a", "the following arguments are required: --tokenizer"),
+    ],
+)
+def test_an_unknown_option_or_choice_names_the_nearest(words: str, said: str, capsys) -> None:
+    parser = CommandParser(prog="python -m tools.x", description="What it does.")
+    parser.add_argument("--tokenizer", required=True)
+    parser.add_argument("--offset", type=int)
+    parser.add_argument("--skip", nargs="+", choices=["missing", "damaged"])
+    for parse in (parser.parse_args, parser.parse_intermixed_args):
+        with pytest.raises(SystemExit) as ended:
+            parse(words.split())
+        error = capsys.readouterr().err
+        assert ended.value.code == 2
+        assert error.startswith("error: ")
+        assert error.endswith(f"{said} (help: python -m tools.x --help)\n")
+        assert error.count("\n") == 1
+    fine = ["--tokenizer", "-- a value", "--offset", "-3"]
+    assert parser.parse_args(fine).tokenizer == "-- a value"
+
+
+def test_a_subcommand_checks_its_own_options(capsys) -> None:
+    with pytest.raises(SystemExit):
+        objects.main(["push", "s3://a", "b", "--hepl"])
+    assert "no option --hepl; did you mean --help?" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        objects.main(["psuh", "s3://a"])
+    assert "did you mean push?" in capsys.readouterr().err
+
+
+def test_every_command_has_this_parser() -> None:
+    for file in [*Path("tools").rglob("*.py"), *Path("benchmarks").rglob("*.py")]:
+        if file != Path("tools/command.py"):
+            assert "argparse.ArgumentParser(" not in file.read_text(encoding="utf-8"), file
 
 
 class Slow(io.StringIO):

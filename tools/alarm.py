@@ -6,7 +6,6 @@ could (runtime/alerts/). The alarm goes to run.on_event, as event "job"; without
 is sent. The exit status is 1 if it could not be delivered, and 2 if the configuration is refused.
 """
 
-import argparse
 import os
 import sys
 import time
@@ -17,18 +16,14 @@ from errors import UserError
 from runtime.alerts.alarms import alarm
 from runtime.alerts.check import on_event
 from runtime.alerts.send import Sender
-from tools.command import add_overrides, run_command
+from tools.command import CommandParser, add_overrides, run_command
 from training.load_config import load_config
 
 LIMIT_SECONDS = 120.0  # longer than all attempts together (runtime/alerts/send.py)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.alarm",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser(prog="python -m tools.alarm", description=__doc__)
     parser.add_argument("text")
     parser.add_argument("config", metavar="CONFIG.yaml")
     add_overrides(parser)

@@ -43,7 +43,7 @@ from runtime.checkpoints.manifest import (
 )
 from runtime.checkpoints.run_folder import checkpoints_of
 from runtime.checkpoints.trainer_state import verify_checkpoint
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 from tools.huggingface.checkpoint_reader import WEIGHTS, CheckpointReader
 from tools.huggingface.new_folder import new_folder, refuse_existing
 from tools.huggingface.tensor_files import DTYPES, Piece, whole_places, write_files
@@ -165,11 +165,7 @@ def write(
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.average",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser(prog="python -m tools.average", description=__doc__)
     parser.add_argument(
         "checkpoints",
         nargs="+",

@@ -1,12 +1,15 @@
 """What commands share: they end without a traceback on Ctrl-C, whatever becomes of their output
-(output.py), and have an argument for settings."""
+(output.py); their options; and the argument for settings."""
 
 import argparse
+import difflib
+import itertools
 import os
+import re
 import signal
 import sys
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
 
 from output import guard_output, log
 
@@ -38,3 +41,42 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
         metavar="section.key=value",
         help="settings to override, as for train.py",
     )
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The options of a command, which are given in full: a prefix that happens to fit one option
+    may be meant for another. An error is one line, and names the nearest option or choice."""
+
+    def __init__(self, **settings: Any) -> None:
+        raw = argparse.RawDescriptionHelpFormatter
+        super().__init__(allow_abbrev=False, formatter_class=raw, **settings)
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """Checks the options' names first; argparse would name a missing option instead."""
+        args = sys.argv[1:] if args is None else [*args]
+        mine = itertools.takewhile("--".__ne__, args)
+        if self._subparsers:  # what follows the first argument belongs to one of them
+            mine = itertools.takewhile(lambda word: word.startswith("-"), mine)
+        for word in mine:
+            option, known = word.split("=", 1)[0], self._option_string_actions
+            # as for argparse, a negative number and what has a space in it is a value
+            if (
+                re.match(r"-(?![\d.]).", word)
+                and " " not in word
+                and not known.keys() & {option, option[:2]}
+            ):
+                near = _nearest(f"--{option.lstrip('-')}", known)
+                self.error(f"there is no option {option}{near}")
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        if found := re.search(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", message):
+            message += _nearest(found[1], [choice.strip(" '") for choice in found[2].split(",")])
+        self.exit(2, f"error: {message} (help: {self.prog} --help)\n")
+
+
+def _nearest(word: str, words: Iterable[str]) -> str:
+    """The end of a message about `word`, which is not one of `words`."""
+    near = [each for each in words if each.startswith(word)]
+    near = near or difflib.get_close_matches(word, [*words], n=1)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -27,7 +27,7 @@ from runtime.start.init_distributed import init_distributed
 from runtime.tasks.files import read_tasks
 from runtime.tasks.rows import TaskRows, log_likelihoods, measures, tokenize
 from runtime.tasks.scoring import score_whole
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 from tools.generate.load_model import load_model
 from tools.huggingface.checkpoint_reader import newest
 from tools.huggingface.config import CONFIG, HuggingFaceConfig
@@ -98,11 +98,7 @@ def write_json(path: Path, tasks: list[TaskRows], found: Any) -> None:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.evaluate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser(prog="python -m tools.evaluate", description=__doc__)
     parser.add_argument(
         "--checkpoint",
         type=Path,

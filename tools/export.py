@@ -9,7 +9,6 @@ Qwen3-MoE (huggingface/experts.py). The checkpoint's checksums are verified firs
 tensors are in memory at a time. The exit status is 2 if the export is refused.
 """
 
-import argparse
 import json
 import math
 import sys
@@ -23,7 +22,7 @@ from data.tokenizer import GENERATION, JSON, Tokenizer
 from errors import UserError
 from runtime.checkpoints.manifest import Damaged
 from runtime.checkpoints.trainer_state import verify_checkpoint
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 from tools.huggingface.agreement import IDS, generation_config
 from tools.huggingface.checkpoint_reader import CheckpointReader, newest
 from tools.huggingface.config import CONFIG, Parameter, config_json, parameters
@@ -99,11 +98,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.export",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser(prog="python -m tools.export", description=__doc__)
     parser.add_argument(
         "--checkpoint",
         required=True,

@@ -11,7 +11,6 @@ tools.export. Its model.yaml is the `model` section for a configuration. The exi
 import is refused.
 """
 
-import argparse
 import dataclasses
 import json
 import math
@@ -37,7 +36,7 @@ from runtime.checkpoints.manifest import (
     write_manifest,
 )
 from runtime.checkpoints.trainer_state import FREE_MODEL_KEYS, model_entries
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 from tools.huggingface.agreement import check_tokens, generation_config
 from tools.huggingface.checkpoint_reader import WEIGHTS
 from tools.huggingface.config import CONFIG, HuggingFaceConfig, Parameter, parameters
@@ -149,11 +148,7 @@ def model_yaml(model: ModelConfig, out: Path) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.import_hf",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser(prog="python -m tools.import_hf", description=__doc__)
     parser.add_argument(
         "--hf", required=True, type=Path, metavar="DIR", help="the folder in Hugging Face format"
     )

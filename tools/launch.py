@@ -28,7 +28,6 @@ if __name__ == "__main__":  # before the other imports, which take seconds
     guard_output()
     signals.leave_on_request()
 
-import argparse
 import contextlib
 import ctypes
 import gc
@@ -51,6 +50,7 @@ import train
 from errors import UserError
 from runtime.records.status import read_status, record_failure
 from runtime.signals import Signals
+from tools.command import CommandParser
 from training.layouts import choose_layout
 from training.load_config import load_config
 
@@ -290,11 +290,7 @@ def finish(ending: Ending, folder: Path) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.launch",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser(prog="python -m tools.launch", description=__doc__)
     parser.add_argument(
         "--nproc-per-node",
         type=int,

@@ -16,7 +16,6 @@ fetch reads into a folder whose name counts as no checkpoint, compares every fil
 the manifest, and renames the folder at the end; it continues an interrupted fetch, too.
 """
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any
 from errors import UserError
 from runtime.checkpoints.manifest import Damaged, check_sizes, fingerprint, read_manifest, verify
 from runtime.checkpoints.names import MANIFEST, NAME
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 
 PARTIAL = f"{MANIFEST}.partial"
 FETCHING = ".fetching"  # suffix of a folder that is being fetched
@@ -153,11 +152,7 @@ def fetch(store: Store, name: str, folder: Path) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.objects",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser(prog="python -m tools.objects", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, argument in (("push", "CHECKPOINT"), ("fetch", "FOLDER"), ("list", "")):
         command = commands.add_parser(name)

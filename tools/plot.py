@@ -6,7 +6,6 @@ frequency; its value is stored with the prepared data, and omitted if the data n
 Dotted lines are boundaries between stages of data.
 """
 
-import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ from data.dataset import open_data
 from errors import UserError
 from runtime.records.events import read_events
 from runtime.records.tracker import is_number, is_record, whole_lines
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 from tools.report.run import boundaries
 from training.load_config import load_config
 
@@ -103,11 +102,7 @@ def draw(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.plot",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser(prog="python -m tools.plot", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="the run folder (run.dir)")
     parser.add_argument(
         "--out",

@@ -6,13 +6,12 @@ how much of it is exposed, idle time, and the operators or kernels that took the
 only the trace.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 from errors import UserError
 from runtime.profiling.profile_summary import REMEDY, describe, read_trace, summarise
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 
 
 def traces_of(run: Path) -> list[Path]:
@@ -26,11 +25,7 @@ def traces_of(run: Path) -> list[Path]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.profile",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser(prog="python -m tools.profile", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, or a trace file")
     options = parser.parse_args(arguments)
     try:

@@ -7,7 +7,6 @@ The line `# yaml-language-server: $schema=schema.json` in a configuration file p
 come from the docstrings of the classes and from the comments of the fields.
 """
 
-import argparse
 import dataclasses
 import inspect
 import json
@@ -19,7 +18,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from parallel.layouts import OF_TRAIN
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 from training.config import SECTIONS, Config
 from training.stages import BEGINS, CHANGEABLE
 
@@ -104,7 +103,7 @@ def comments(cls: Any) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the JSON schema of configuration files.")
+    parser = CommandParser(description="Write the JSON schema of configuration files.")
     parser.add_argument("--out", type=Path, required=True, help="file to write")
     parser.parse_args().out.write_text(text(), encoding="utf-8")
 

@@ -6,7 +6,6 @@ folder, or a run folder, all of whose checkpoints are verified. Nothing is unpic
 are loaded. The exit status is 1 if any checkpoint is damaged.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -14,15 +13,11 @@ from errors import UserError
 from runtime.checkpoints.manifest import Damaged
 from runtime.checkpoints.run_folder import checkpoints_of
 from runtime.checkpoints.trainer_state import verify_checkpoint
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.verify",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser(prog="python -m tools.verify", description=__doc__)
     parser.add_argument(
         "checkpoint",
         type=Path,

@@ -86,8 +86,7 @@ def append_event(folder: str | Path, event: str, **about: Any) -> None:
     disk), the run continues, after a warning: no alarm is sent of this event."""
     whole = {"event": event, "time": time.time(), **about}
     assert is_whole_event(whole), whole
-    line = json.dumps(whole) + "
-"
+    line = json.dumps(whole) + "\n"
     try:
         with open(Path(folder) / "events.jsonl", "ab+") as file:
             if file.tell():

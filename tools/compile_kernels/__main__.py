@@ -26,7 +26,6 @@ bytes that Little's law requires there: bandwidth · latency / multiprocessors. 
 not a fault. docs/occupancy.md explains how to read it.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -34,7 +33,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from errors import UserError
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 from tools.compile_kernels.targets import TARGETS
 
 
@@ -51,11 +50,7 @@ def check_triton() -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.compile_kernels",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser(prog="python -m tools.compile_kernels", description=__doc__)
     parser.add_argument(
         "--target", nargs="+", choices=TARGETS, default=[*TARGETS], help="GPUs (default: all)"
     )

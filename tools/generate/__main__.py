@@ -24,7 +24,7 @@ import torch.distributed as dist
 from errors import UserError
 from runtime.messages import from_rank_0, on_all_ranks, refuse
 from runtime.start.init_distributed import init_distributed
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 from tools.generate.load_model import load_model
 from tools.generate.loop import continue_texts
 from tools.generate.sampling import Sampling
@@ -86,11 +86,7 @@ def run(options: argparse.Namespace, device: str) -> None:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.generate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser(prog="python -m tools.generate", description=__doc__)
     parser.add_argument(
         "--checkpoint",
         type=Path,

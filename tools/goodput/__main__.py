@@ -22,7 +22,7 @@ from errors import UserError
 from hardware import FAILURES_PER_GPU_DAY, H100, NODE_LOST_SHARE
 from runtime.checkpoints.goodput import DAY, best_interval, shares, spares_needed
 from runtime.records.events import read_events
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 from tools.goodput.measured import Measured, measure
 from tools.goodput.simulate import Job, simulate
 
@@ -143,11 +143,7 @@ def positive(text: str) -> float:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.goodput",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser(prog="python -m tools.goodput", description=__doc__)
     add = parser.add_argument
     add("--run", type=Path, metavar="RUN", help="take what is not given from this run folder")
     add("--gpus", type=int, metavar="N", help="of the job (default: those of --run)")

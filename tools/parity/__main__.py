@@ -12,7 +12,6 @@ per case with the largest relative errors, and exits with status 1 if any is out
 On two cores, over gloo, all cases together take minutes.
 """
 
-import argparse
 import json
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from model.kernels.backend import why_not_triton
 from parallel.axes import MeshSizes
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 from tools.parity.cases import QUICK_LAYOUTS, STEPS, Case, Pair, covering_cases, option_values
 from tools.parity.chosen import context_cases, kernel_cases, schedule_cases
 from tools.parity.expert_cases import LAYOUTS as EXPERT_LAYOUTS
@@ -72,11 +71,7 @@ def run(ranks: Ranks, cases: list[tuple[Case, int]]) -> Iterator[tuple[Row, int]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.parity",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser(prog="python -m tools.parity", description=__doc__)
     parser.add_argument(
         "--world", type=int, metavar="N", help="only layouts of N ranks (default: 1, 2, 4 and 8)"
     )

@@ -22,7 +22,7 @@ from typing import Any
 from errors import UserError
 from parallel.axes import MeshSizes
 from parallel.memory import ACTIVATIONS
-from tools.command import add_overrides, run_command
+from tools.command import CommandParser, add_overrides, run_command
 from tools.plan.beside import beside, read_report
 from tools.plan.check import check_can_be_planned
 from tools.plan.draw import draw_frontier, draw_memory
@@ -137,11 +137,7 @@ def found_as_dict(one: Found) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.plan",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser(prog="python -m tools.plan", description=__doc__)
     parser.add_argument("config", metavar="CONFIG", help="a configuration file")
     add_overrides(parser)
     parser.add_argument(

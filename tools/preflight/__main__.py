@@ -40,7 +40,7 @@ from runtime.health.excluded import excluded_nodes
 from runtime.messages import log
 from runtime.start.attention import describe_attention
 from runtime.start.preconditions import check_writable, open_stages
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 from tools.preflight.links import Links
 from tools.preflight.node import look_at_node
 from tools.preflight.verdict import SKEW_SECONDS, Report, choose, odd_ones, slow_ones, table
@@ -173,11 +173,7 @@ def read_config(options: argparse.Namespace, num_nodes: int) -> Config:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.preflight",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser(prog="python -m tools.preflight", description=__doc__)
     parser.add_argument(
         "--meet", required=True, metavar="HOST:PORT", help="a free port of the first node"
     )

@@ -13,7 +13,6 @@ compared with the plan that tools/plan makes for the rank. The number of ranks i
 the configuration's axes, or of its first line (`# world: N`).
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 
 from costs.routing import check_imbalance
 from errors import UserError
-from tools.command import add_overrides, run_command
+from tools.command import CommandParser, add_overrides, run_command
 from tools.plan.hardware import GB, find_device
 from tools.plan.layout import Layout, world_of
 from tools.plan.memory import Memory
@@ -85,11 +84,7 @@ def describe(report: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.rehearse",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser(prog="python -m tools.rehearse", description=__doc__)
     parser.add_argument("config", metavar="CONFIG", help="a configuration file")
     add_overrides(parser)
     which = parser.add_mutually_exclusive_group()

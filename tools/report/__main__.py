@@ -8,7 +8,6 @@ ledger, the events, and the pipeline's timeline if the run was traced (run.trace
 needs no network and no other file. The run may still be in progress.
 """
 
-import argparse
 import sys
 from collections import Counter
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 from errors import UserError
 from runtime.records.events import changes_stage, read_events
 from runtime.records.ledger import account
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 from tools.goodput.measured import measure
 from tools.report.goodput import effective_lines, stated_rate
 from tools.report.page import page
@@ -65,11 +64,7 @@ def write_page(run: Path, out: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser(prog="python -m tools.report", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="the run folder (run.dir)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the page to write: .html")
     options = parser.parse_args(arguments)

@@ -12,12 +12,11 @@ threads on a wrong device. The exit status is 1 if there is any of these, or if 
 in the table (layouts.py). The times are those of a device's data sheet; nothing is measured.
 """
 
-import argparse
 import sys
 from typing import Any
 
 from errors import UserError
-from tools.command import add_overrides, run_command
+from tools.command import CommandParser, add_overrides, run_command
 from tools.plan.hardware import find_device
 from tools.plan.layout import world_of
 from tools.rehearse.__main__ import ranks_asked_for
@@ -74,11 +73,7 @@ def check_layouts(write: bool) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.streams",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser(prog="python -m tools.streams", description=__doc__)
     parser.add_argument(
         "config", metavar="CONFIG", nargs="?", help="a configuration file (default: all layouts)"
     )

@@ -24,7 +24,7 @@ from pathlib import Path
 from errors import UserError
 from parallel.pipeline.schedules import SCHEDULES
 from runtime.profiling.chrome import to_chrome
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 from tools.timeline.draw import Panel, draw, save
 from tools.timeline.panels import simulated_panels, traced_panels
 from tools.timeline.text import print_panels
@@ -106,11 +106,7 @@ def panels_of(options: argparse.Namespace) -> list[Panel]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.timeline",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser(prog="python -m tools.timeline", description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--schedule", nargs="+", metavar="NAME", help=f"one or more of {', '.join(SCHEDULES)}"
