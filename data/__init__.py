@@ -3,7 +3,9 @@ sample i.
 
     sources.py    python-stdlib | files | Hugging Face data set -> documents (id, text), streamed
     files.py      selects the files of a folder or a glob, and reports why others are left out
+    contents.py   recognizes by its first bytes what a file is
     readers.py    one file, compressed or not -> its text, or its rows
+    columns.py    the rows of a table -> texts; counts the rows that have none
     heldout.py    selects the documents, or the ends of documents, held out for evaluation
     tokenizer.py  document -> token ids, and back; the library depends on the file:
                   sentencepiece_codec.py (also trains Lattice's own, which is lossless),
@@ -17,6 +19,6 @@ sample i.
     config.py     the `data` section of a run's YAML
 
 The only modules of Lattice imported here are `errors`, `settings` and `tokens`. Only loader.py
-imports torch; sources.py imports `datasets` only to read from the hub, and readers.py imports
-pyarrow only to read parquet or zstd, so that a preparation worker starts in a fraction of a second.
+imports torch; sources.py imports `datasets` only to read from the hub, and pyarrow is imported only
+to read parquet or zstd, so that a preparation worker starts in a fraction of a second.
 """

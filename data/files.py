@@ -9,14 +9,20 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import yaml
 
-from data.readers import ARCHIVES, TABLES, TEXTS, kind
+from data.contents import ARCHIVES, kind
 from errors import UserError
 
+TABLES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"}
+_ENDINGS = (
+    ".txt .text .md .markdown .rst .tex .html .py .pyi .c .h .cc .cpp .hpp .cu "
+    ".go .java .js .ts .rs .rb .sh .sql .scala .kt .swift .lua .jl .r"
+)
+TEXTS = set(_ENDINGS.split())
 # Words in a table's path that name its split, as on the Hugging Face hub.
 SPLIT_WORDS = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -25,23 +31,71 @@ SPLIT_WORDS = {
 }
 SPLIT_WORD = re.compile(rf"(?<![a-z])({'|'.join(SPLIT_WORDS)})(?![a-z])")
 NAMED = 5  # the most file names that a report lists for each reason
+SHOWN = 20  # the most rows and files that an error lists
+
+
+# what a report counts, and the word of --skip that allows it; "": it is always allowed
+COUNTED = {
+    "empty_documents": "",
+    "null_texts": "",
+    "missing_texts": "missing",
+    "damaged_rows": "damaged",
+    "damaged_files": "damaged",
+}
+
+
+class UnknownColumn(UserError):
+    """It is not known which column of a table holds the text."""
 
 
 class Report:
     """What was read of a source, and what was left out; filled in while its documents are read.
 
+    skip: what is only counted, not refused: `missing` (rows without the column of the text) or
+        `damaged` (rows, and files from the damage on).
     files: number of files that gave documents.
     columns: columns other than `text` that texts came from, each with one example file.
     left_out: reason → names of the files.
+    counts: see COUNTED.
+    refused: number of the faults that are not to be skipped; once there is one, nothing is
+        prepared, and the rest is only read to list all faults.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, skip: Collection[str] = ()) -> None:
+        self.skip = frozenset(skip)
+        self.counts = dict.fromkeys(COUNTED, 0)
+        self.refused = 0
+        self._shown: list[UserError] = []
         self.files = 0
         self.columns: dict[str, str] = {}
         self.left_out: dict[str, list[str]] = {}
 
     def leave_out(self, name: str, reason: str) -> None:
         self.left_out.setdefault(reason, []).append(name)
+
+    def fault(self, what: str, error: UserError) -> None:
+        """Counts a row or a file that cannot be used. what: a key of COUNTED; any other: it is
+        refused whatever --skip says."""
+        if what in COUNTED:
+            self.counts[what] += 1
+            if COUNTED[what] in self.skip:
+                return
+        self.refused += 1
+        if len(self._shown) < SHOWN:
+            self._shown.append(error)
+
+    def check(self, key: str, value: str) -> None:
+        """Raises one UserError for all faults that are not to be skipped: the only one itself, or
+        one of `value` that lists them."""
+        if self.refused == 1:
+            raise self._shown[0]
+        if self.refused:
+            listed = [f"{error.value}: {error.why}" for error in self._shown]
+            if more := self.refused - len(listed):
+                listed.append(f"and {more:,} more")
+            remedies = [*dict.fromkeys(error.remedy for error in self._shown)]
+            why = "\n    ".join([f"{self.refused:,} rows or files cannot be read:", *listed])
+            raise UserError(key, value, why, "\n    ".join(remedies[:NAMED]))
 
     def lines(self) -> list[str]:
         """The report as lines of text to print."""
@@ -57,6 +111,11 @@ class Report:
         for reason, names in self.left_out.items():
             more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
             found.append(f"  {reason}: {', '.join(names[:NAMED])}{more}")
+        found += [
+            f"{count:,} {what.replace('_', ' ')} left out"
+            for what, count in self.counts.items()
+            if count
+        ]
         columns = self.columns.items()
         return found + [
             f"the text is in the column {column!r} of {name}" for column, name in columns

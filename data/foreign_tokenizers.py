@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from data.contents import known
 from errors import UserError
 
 GIVE_JSON = "give the tokenizer.json of the same model, from its folder in Hugging Face format"
@@ -40,7 +41,7 @@ def no_tokenizer_in(folder: Path) -> UserError:
         why = "it has vocab.json and merges.txt, an older format, which is not supported"
         remedy = (
             "with transformers installed, convert it to a tokenizer.json: "
-            f"`{CONVERT.format(str(folder), str(folder))}`"
+            f"`{CONVERT.format(str(folder), f'{folder}-tokenizer')}`, and give that folder"
         )
     else:
         why = "it contains neither tokenizer.model nor tokenizer.json"
@@ -53,8 +54,8 @@ def no_tokenizer_in(folder: Path) -> UserError:
 
 def _known(content: bytes) -> tuple[str, str] | None:
     """What this content is, and what to give instead; None if the format is not recognized."""
-    if content.startswith(b"version https://git-lfs"):
-        return "this is a Git LFS pointer, not the file", "run `git lfs pull` in its folder"
+    if found := known(content):
+        return f"this is {found[0]}", found[1]
     if content.startswith(b"GGUF"):
         return "this is a GGUF model, which is not supported", GIVE_JSON
     if re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n[A-Za-z0-9+/]+=* \d+\r?\n", content):

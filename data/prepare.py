@@ -20,11 +20,12 @@ OUT is never incomplete.
 import json
 import multiprocessing
 import os
+import shlex
 import shutil
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -35,7 +36,7 @@ from tqdm import tqdm
 from data.files import Report
 from data.heldout import Part, Splitter
 from data.shards import FORMAT, VERSION, ShardWriter
-from data.sources import Document, documents
+from data.sources import documents
 from data.text_kept import CHECK_ALL, CHECK_EVERY, Kept, kept
 from data.tokenizer import Tokenizer
 from errors import UserError
@@ -57,7 +58,7 @@ class Encoded(NamedTuple):
 
 
 def prepare(
-    source: str,
+    source: str | Sequence[str],
     tokenizer: Tokenizer,
     out: Path,
     *,
@@ -69,18 +70,20 @@ def prepare(
     overwrite: bool = False,
     report: Report | None = None,
 ) -> dict:
-    """Tokenizes `source` into the folder `out` and returns its index.
+    """Tokenizes `source`, or several, into the folder `out` and returns its index.
 
     heldout_fraction: the fraction of documents held out, chosen by the hash of their ids; if there
         are only a few documents, the fraction of each one (heldout.py).
     shard_tokens: a shard ends with the document that brings it to this many tokens.
     workers: processes that tokenize; this process does the reading and writing.
-    report: records which files were read and which were left out.
+    report: records what was read and left out, and says what may be left out.
 
     Raises UserError for what the user can fix, and then leaves nothing new at `out`.
     """
     _check(tokenizer, out, heldout_fraction, shard_tokens, workers)
-    _check_replaceable(source, out, overwrite)
+    sources = [source] if isinstance(source, str) else source
+    _check_replaceable(sources, out, overwrite)
+    report = report or Report()
     dtype = np.dtype("uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32")
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
@@ -88,10 +91,8 @@ def prepare(
         writers = {
             name: _SplitWriter(partial, name, dtype, tokenizer, shard_tokens) for name in SPLITS
         }
-        counts, text_kept = {"documents": 0, "empty_documents": 0}, Kept()
-        splitter = Splitter(
-            _not_empty(documents(source, text_field, split, report), counts), heldout_fraction
-        )
+        text_kept = Kept()
+        splitter = Splitter(documents(sources, text_field, split, report), heldout_fraction)
         # disable=None: shown only on a terminal
         with tqdm(
             desc=f"preparing {out.name}", unit=" tokens", unit_scale=True, disable=None
@@ -102,16 +103,13 @@ def prepare(
                     text_kept += part.kept
                     bar.update(len(part.tokens))
         if writers["train"].tokens == 0:
-            why = (
-                f"there are no training tokens: each of its {counts['documents']} documents is "
-                "empty or held out"
-            )
+            why = "there are no training tokens: each of its documents is held out"
             remedy = "give more text, or a smaller --heldout-fraction"
-            raise UserError("--source", source, why, remedy)
+            raise UserError("--source", shlex.join(sources), why, remedy)
         index = {
             "format": FORMAT,
             "version": VERSION,
-            "source": source,
+            "source": shlex.join(sources),
             "dtype": dtype.name,
             "vocab_size": tokenizer.vocab_size,
             "tokenizer_sha256": tokenizer.sha256,
@@ -120,7 +118,8 @@ def prepare(
             "heldout_fraction": heldout_fraction,
             # without this key, whole documents are held out (heldout.py)
             **({"heldout": "the end of each document"} if splitter.cuts else {}),
-            "empty_documents": counts["empty_documents"],  # these were left out
+            # of what was left out (files.py); only the first is always there
+            **{name: n for name, n in report.counts.items() if n or name == "empty_documents"},
             "unknown_tokens": sum(writer.unknown() for writer in writers.values()),
             # of the documents that were decoded to check it, those that were not as they were read
             "text_kept": text_kept._asdict(),
@@ -172,7 +171,7 @@ def _check(
         raise UserError("--tokenizer", tokenizer.vocab_size, why, "use one of at most 2**32 ids")
 
 
-def _check_replaceable(source: str, out: Path, overwrite: bool) -> None:
+def _check_replaceable(sources: Sequence[str], out: Path, overwrite: bool) -> None:
     """Raises UserError unless `out` may be replaced: only the output of an earlier `prepare` is
     ever deleted, and never the source."""
     if out.exists() and not out.is_dir():
@@ -185,19 +184,10 @@ def _check_replaceable(source: str, out: Path, overwrite: bool) -> None:
     if not overwrite:
         why = "the folder is not empty"
         raise UserError("--out", str(out), why, "give another folder, or add --overwrite")
-    if out.resolve() in (Path(source).resolve(), *Path(source).resolve().parents):
-        why = f"it would be deleted, and it contains the source {source}"
-        raise UserError("--out", str(out), why, "give another folder")
-
-
-def _not_empty(stream: Iterator[Document], counts: dict[str, int]) -> Iterator[Document]:
-    """Yields the documents that have text, and counts all and the empty ones in `counts`."""
-    for document in stream:
-        counts["documents"] += 1
-        if document.text:
-            yield document
-        else:
-            counts["empty_documents"] += 1
+    for source in sources:
+        if out.resolve() in (Path(source).resolve(), *Path(source).resolve().parents):
+            why = f"it would be deleted, and it contains the source {source}"
+            raise UserError("--out", str(out), why, "give another folder")
 
 
 def _chunks(parts: Iterable[Part]) -> Iterator[list[Part]]:

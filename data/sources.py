@@ -1,11 +1,12 @@
 """Reads documents one at a time, in the same order on every machine, from sources of any size.
 
-A source is named by a string:
+A source is named by a string; several are read in the order given:
 
     python-stdlib     the source code of the running Python's standard library, without its tests:
                       about 11 MB of real text that every machine has; a file is a document
     a file or a glob  of text (a file is a document) or of tables (a row is a document), compressed
-                      or not: readers.py lists the extensions; all others are read as text
+                      or not: readers.py lists the extensions; all others are read as text.
+                      A file that is something else by its first bytes is refused (contents.py)
     a folder          containing such files, mixed or not, at any depth. Hidden files are left out,
                       and so are tables whose names show another split than --split
                       (`test.jsonl`); what is left out is reported (files.py)
@@ -19,24 +20,16 @@ any size is read in constant memory.
 
 import glob
 import itertools
+import shlex
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from data.files import Report, files_of_folder, files_of_glob
-from data.readers import (
-    ARCHIVES,
-    COMPRESSED,
-    MAX_TEXT_CHARS,
-    TABLES,
-    TEXTS,
-    kind,
-    reading,
-    row_texts,
-    rows,
-    text_parts,
-)
+from data.columns import row_texts
+from data.contents import ARCHIVES, COMPRESSED, Unreadable, form, kind
+from data.files import TABLES, TEXTS, Report, UnknownColumn, files_of_folder, files_of_glob
+from data.readers import MAX_TEXT_CHARS, reading, rows, text_parts
 from errors import UserError
 
 __all__ = ["MAX_TEXT_CHARS", "STDLIB", "Document", "documents"]
@@ -54,44 +47,65 @@ class Document(NamedTuple):
     text: str
 
 
-def one_source(given: list[str]) -> str:
-    """The value of --source. Raises UserError if the shell expanded a pattern to several values."""
-    if len(given) > 1:
-        why = (
-            "it takes one source, and several were given; the shell may have expanded a pattern "
-            "to the files it matches"
-        )
-        remedy = "put the pattern in quotes: 'corpus/*.jsonl'; or give the folder"
-        raise UserError("--source", " ".join(given)[:200], why, remedy)
-    return given[0]
-
-
 def documents(
-    source: str, text_field: str | None = None, split: str = "train", report: Report | None = None
+    source: str | Sequence[str],
+    text_field: str | None = None,
+    split: str = "train",
+    report: Report | None = None,
 ) -> Iterator[Document]:
-    """Yields the documents of `source`, in order.
+    """Yields the documents of `source`, or of several sources, in order. A file that several of
+    them name is read once. None is empty.
 
     text_field: the column of a table that holds the text; None: `text`, else the only text column.
     split: the split to read of a folder of tables or of a hub data set; ignored for other sources.
-    report: records which files were read and which were left out.
+    report: records what was read and what was left out, and says what may be left out.
 
-    Raises UserError, on the first `next`, for a source that does not exist, and later for a file
-    that cannot be read completely.
+    Raises UserError for a source that does not exist, and for all files and rows that cannot be
+    read: it reads to the end to list them, but yields no document after the first.
     """
-    path, report = Path(source), report or Report()
-    with reading(path):
-        files, folder = _files(source, path, split, report)
-    if files is None:
-        yield from _of_hub(source, text_field, split, report)
-        return
-    yield from _of_files(files, folder, text_field, report)
-    if not report.files:
-        what = (
-            "the file is empty"
-            if len(files) == 1 and files[0].stat().st_size == 0
-            else "it contains no text"
-        )
-        raise UserError("--source", source, what, "give another source")
+    report = report or Report()
+    sources = [source] if isinstance(source, str) else source
+    some = False
+    for document in _of_sources(sources, text_field, split, report):
+        some = True
+        if not report.refused:
+            yield document
+    report.check("--source", shlex.join(sources))
+    if not some:
+        why = "it contains no text"
+        raise UserError("--source", shlex.join(sources), why, "give another source")
+
+
+def _of_sources(
+    sources: Sequence[str], text_field: str | None, split: str, report: Report
+) -> Iterator[Document]:
+    streams: list[Iterator[Document]] = []
+    seen: set[str | Path] = set()
+    for source in sources:  # all are found before one is read
+        try:
+            with reading(Path(source)):
+                files, folder = _files(source, Path(source), split, report)
+        except UserError as error:
+            report.fault("not found", error)
+            continue
+        new = []
+        for thing in [source] if files is None else files:
+            # within a folder, files_of_folder has seen to it
+            once = thing if folder and len(sources) == 1 else Path(thing).resolve()
+            if once in seen:
+                report.leave_out(str(thing), "given twice: read once")
+            else:
+                seen.add(once)
+                new.append(thing)
+        if files is not None:
+            streams.append(_of_files(new, folder, text_field, report))
+        elif new:
+            streams.append(_of_hub(source, text_field, split, report))
+    for stream in [] if report.refused else streams:
+        try:
+            yield from stream
+        except UserError as error:
+            report.fault("source", error)
 
 
 def _files(
@@ -136,31 +150,39 @@ def _of_files(
 ) -> Iterator[Document]:
     for file in files:
         name = file.name if folder is None else file.relative_to(folder).as_posix()
-        if kind(file) in TABLES:
-            find = folder is None or kind(file) != ".json"  # in a folder, many .json are not tables
-            found = _of_table(file, name, text_field, report, find)
-        else:
-            parts = enumerate(text_parts(file))
-            found = (Document(f"{name}#{i}" if i else name, text) for i, text in parts)
+        in_folder = folder is not None and kind(file) == ".json"  # many of those are not tables
+        some = False
         try:
-            first = next(found, None)
-        except UserError:
-            if folder is None or kind(file) != ".json":
-                raise
-            report.leave_out(name, f"JSON, but has no rows with column {text_field or 'text'!r}")
-            continue
-        if first is None:
-            report.leave_out(name, "empty")
-            continue
-        report.files += 1
-        yield first
-        yield from found
+            for document in _of_file(file, name, text_field, report, not in_folder):
+                report.files += not some
+                some = True
+                yield document
+            if not some:
+                report.leave_out(name, "empty")
+        except UnknownColumn as error:
+            if not in_folder or some:
+                report.fault("column", error)
+            else:
+                column = text_field or "text"
+                report.leave_out(name, f"JSON, but has no rows with column {column!r}")
+        except Unreadable as error:
+            report.fault("unreadable", error)
+        except UserError as error:  # what was read before the damage has been used
+            report.fault("damaged_files", error)
+            report.leave_out(name, "damaged")
 
 
-def _of_table(
+def _of_file(
     file: Path, name: str, text_field: str | None, report: Report, find: bool
 ) -> Iterator[Document]:
-    for text, column in row_texts(rows(file, text_field), str(file), text_field, find):
+    with reading(file):
+        its_form = form(file)
+    if its_form not in TABLES:
+        for i, text in enumerate(text_parts(file)):
+            yield Document(f"{name}#{i}" if i else name, text)
+        return
+    table = rows(file, its_form, text_field)
+    for text, column in row_texts(table, str(file), text_field, report, find):
         if column != "text" and text_field is None:
             report.columns.setdefault(column, name)
         yield Document(text, text)
@@ -178,7 +200,7 @@ def _of_hub(source: str, text_field: str | None, split: str, report: Report) -> 
     try:
         table = datasets.load_dataset(name, configuration or None, streaming=True, split=split)
         for text, column in row_texts(
-            ((f"row {next(number)}", row) for row in table), source, text_field
+            ((f"row {next(number)}", row) for row in table), source, text_field, report
         ):
             if column != "text" and text_field is None:
                 report.columns.setdefault(column, source)

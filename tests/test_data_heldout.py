@@ -2,6 +2,7 @@
 single file can be prepared and trained on, and evaluation can be switched off."""
 
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -92,7 +93,9 @@ def test_one_file_is_prepared_and_trains(
     assert trained + held == LINES
     assert (trained, held) == (LINES[: cut(LINES, 0.05)], LINES[cut(LINES, 0.05) :])
     assert json.loads((out / "index.json").read_text())["heldout"] == "the end of each document"
-    assert list(tokenizer_texts(str(source), None, "train", 0.05, 10**9)) == [trained]
+    options = Namespace(source=[str(source)], text_field=None, split="train", skip=[])
+    options.heldout_fraction, options.max_characters = 0.05, 10**9
+    assert list(tokenizer_texts(options)) == [trained]
     config = write_config(tmp_path, out, train={"steps": 1, "eval_interval": 1, "eval_samples": 4})
     assert ranks.run(train_run, 1, [config]) == [""]
     assert "eval_loss" in (tmp_path / "run" / "metrics.jsonl").read_text()

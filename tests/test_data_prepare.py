@@ -9,17 +9,20 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 import safetensors.numpy
 
+from data.files import Report
 from data.heldout import held_out
 from data.prepare import prepare
 from data.sources import MAX_TEXT_CHARS, STDLIB, documents
 from errors import UserError
 from tests.data_samples import MANY, SOURCE, prepared, tokenizer
+from tools import prepare as prepare_command
 from tools import tokenizer as tokenizer_command
 
 ROOT = Path(__file__).parent.parent
@@ -201,12 +204,13 @@ def test_same_bytes_for_any_number_of_workers(tmp_path) -> None:
 
 
 def test_empty_documents_are_counted_and_left_out(tmp_path) -> None:
-    rows = [{"text": ""}, {"text": "some text"}, {"text": None}]
+    rows = [{"text": ""}, {"text": "some text"}, {"text": None}, {"text": ""}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     index = prepare(
         str(tmp_path / "rows.jsonl"), tokenizer(), tmp_path / "out", heldout_fraction=0.0
     )
-    assert (index["empty_documents"], index["splits"]["train"]["documents"]) == (2, 1)
+    assert (index["empty_documents"], index["null_texts"]) == (2, 1)
+    assert index["splits"]["train"]["documents"] == 1
     assert index["splits"]["heldout"] == {
         "tokens": 0,
         "documents": 0,
@@ -215,6 +219,77 @@ def test_empty_documents_are_counted_and_left_out(tmp_path) -> None:
         "shards": [],
     }
     assert index["unigram_nats_per_token"] is None
+
+
+TYPO = [{"text": f"document {i}"} if i % 2 else {"txet": f"document {i}"} for i in range(1, 60)]
+
+
+def test_rows_without_the_column_are_refused_or_counted(tmp_path) -> None:
+    file, table = tmp_path / "rows.jsonl", tmp_path / "rows.parquet"
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*TYPO, {"text": None}]))
+    with pytest.raises(UserError) as raised:
+        texts_of(str(file))
+    lines = raised.value.why.splitlines()
+    assert (len(lines), lines[0]) == (22, "29 rows or files cannot be read:")
+    assert lines[1] == f"    text: line 2 of {file} has no such column"
+    assert lines[-1] == "    and 9 more"
+    assert "--skip missing" in raised.value.remedy
+    report = Report(["missing"])
+    assert texts_of(str(file), report=report) == [row["text"] for row in TYPO if "text" in row]
+    # The independent reader has null for what is missing and for what is null.
+    read = datasets.Dataset.from_json(str(file), cache_dir=str(tmp_path / "cache"))
+    assert (report.counts["missing_texts"], report.counts["null_texts"]) == (29, 1)
+    assert read["text"].count(None) == 30
+    # A table of parquet has the column in all rows or in none.
+    pyarrow.parquet.write_table(read.data.table, table)
+    assert len(texts_of(str(table), report=(report := Report()))) == 30
+    assert report.counts["null_texts"] == 30
+    for source in (file, table):  # a name that is in no row is refused as such
+        with pytest.raises(UserError, match="set --text-field to one of: text") as raised:
+            texts_of(str(source), text_field="texts")
+        assert raised.value.key == "--text-field"
+
+
+def test_all_damage_is_listed_at_once_or_skipped_and_counted(tmp_path, capsys) -> None:
+    source, out, model = tmp_path / "corpus", tmp_path / "out", tmp_path / "t.model"
+    model.write_bytes(tokenizer().model)
+    source.mkdir()
+    fine = [json.dumps({"text": f"document {i}"}).encode() for i in range(30)]
+    bad = b'{"text": 5}\n{"text": ["a"]}\n{"text": {"a": "b"}}\n{"text": "\xff"}\n{'
+    (source / "a.jsonl").write_bytes(b"\n".join([*fine[:10], bad, *fine[10:20]]))
+    (source / "b.jsonl.gz").write_bytes(gzip.compress(b"\n".join(fine[20:]))[:-6])
+    (source / "c.txt").write_bytes(b"na\xefve")
+    (source / "d.csv").write_bytes(b"n,text\n1,\xff\n2\n3,csv\n")
+    strings = pyarrow.array([b"\xff", b"parquet"]).cast(pyarrow.binary())
+    strings = pyarrow.StringArray.from_buffers(2, *strings.buffers()[1:])  # not checked
+    pyarrow.parquet.write_table(pyarrow.table({"text": strings}), source / "e.parquet")
+    arguments = ["--source", str(source), "--tokenizer", str(model), "--out", str(out)]
+    arguments += ["--heldout-fraction", "0", "--workers", "1"]
+    assert prepare_command.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert "10 rows or files cannot be read:" in said
+    expected = [
+        f"text: line 11 of {source}/a.jsonl holds int, not text",
+        f"text: line 12 of {source}/a.jsonl holds list, not text",
+        f"text: line 13 of {source}/a.jsonl holds dict, not text",
+        f"{source}/a.jsonl: line 14: it is not UTF-8 (byte 0xff)",
+        f"{source}/a.jsonl: line 15: it is not JSON: ",
+        f"{source}/b.jsonl.gz: it is damaged or cut short: ",
+        f"{source}/c.txt: line 1: it is not UTF-8 (byte 0xef)",
+        f"{source}/d.csv: line 2: it is not UTF-8 (byte 0xff)",
+        f"{source}/d.csv: line 3: it has 1 fields, and the first line names 2 columns",
+        f"{source}/e.parquet: row 0: it is not UTF-8 (byte 0xff)",
+    ]
+    for line, starts in zip(said.splitlines()[1:], expected, strict=False):
+        assert line.strip().startswith(starts)
+    assert not out.exists()
+    assert prepare_command.main([*arguments, "--skip", "damaged"]) == 0
+    said = capsys.readouterr().out
+    assert "8 damaged rows left out\n2 damaged files left out\n" in said
+    assert "damaged: b.jsonl.gz, c.txt" in said
+    index = json.loads((out / "index.json").read_text())
+    assert (index["damaged_rows"], index["damaged_files"]) == (8, 2)
+    assert split_texts(out, "train") == [*(f"document {i}" for i in range(20)), "csv", "parquet"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import lzma
 import os
 import shlex
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pyarrow
@@ -17,7 +17,7 @@ import pyarrow.parquet
 import pytest
 
 from data.files import Report, split_of
-from data.sources import documents, one_source
+from data.sources import documents
 from errors import UserError
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
@@ -36,9 +36,9 @@ def write(folder: Path, files: dict[str, str | bytes]) -> Path:
     return folder
 
 
-def read(source: Path | str, **options) -> tuple[list[str], dict[str, list[str]]]:
+def read(source: Path | str, skip: Sequence[str] = (), **options) -> tuple[list[str], dict]:
     """The texts, and the files left out by reason."""
-    report = Report()
+    report = Report(skip)
     return [
         document.text for document in documents(str(source), report=report, **options)
     ], report.left_out
@@ -126,9 +126,9 @@ def test_a_folder_without_text_is_refused_for_its_own_reason(
         assert read(pattern)[0] == ["text"] * 2
 
 
-def test_an_empty_file_is_called_empty_and_an_archive_an_archive(tmp_path: Path) -> None:
+def test_an_empty_file_contains_no_text_and_an_archive_an_archive(tmp_path: Path) -> None:
     write(tmp_path, {"a.txt": "", "b.tar.gz": b"", "c.jsonl": "\n \n"})
-    assert refusal(tmp_path / "a.txt").why == "the file is empty"
+    assert refusal(tmp_path / "a.txt").why == "it contains no text"
     assert refusal(tmp_path / "b.tar.gz").why == "it is an archive (.tar)"
     assert refusal(tmp_path / "c.jsonl").why == "it contains no text"
 
@@ -175,10 +175,22 @@ def test_a_data_set_s_card_is_not_text(tmp_path: Path) -> None:
     assert read(tmp_path)[0] == ["# Notes\n", "a"]
 
 
-def test_several_sources_say_that_the_shell_expanded_a_pattern() -> None:
-    assert one_source(["a"]) == "a"
-    with pytest.raises(UserError, match="quotes"):
-        one_source(["a.txt", "b.txt"])
+def test_several_sources_are_read_in_order_and_each_file_once(tmp_path: Path) -> None:
+    write(tmp_path, {"a.txt": "a", "b/c.txt": "c", "b/d.jsonl": row("d"), "b/e.csv": "text\ne\n"})
+    os.symlink("a.txt", tmp_path / "link.txt")
+    write(tmp_path, {"f/c.txt": "another c"})
+    names = ["b/d.jsonl", "a.txt", "*.txt", "b", "f", "b/*.csv", "a.txt"]
+    report = Report()
+    found = list(documents([f"{tmp_path}/{name}" for name in names], report=report))
+    assert [document.text for document in found] == ["d", "a", "c", "e", "another c"]
+    assert [document.id for document in found] == ["d", "a.txt", "c.txt", "e", "c.txt"]
+    twice = ["a.txt", "link.txt", "b/d.jsonl", "b/e.csv", "a.txt"]
+    assert report.left_out == {"given twice: read once": [f"{tmp_path}/{name}" for name in twice]}
+    with pytest.raises(UserError) as raised:  # all that are not there, before one is read
+        list(documents([f"{tmp_path}/x.txt", f"{tmp_path}/a.txt", f"{tmp_path}/y*.txt"]))
+    assert raised.value.why.splitlines()[1:] == [
+        f"    {tmp_path}/{name}: there is no such file or folder" for name in ("x.txt", "y*.txt")
+    ]
 
 
 # --- content of files -----------------------------------------------------------------------------
@@ -197,11 +209,14 @@ def test_compressed_files_are_read_and_damaged_ones_refused(
     file = write(tmp_path, {name + ending: COMPRESS[ending](content.encode())}) / (name + ending)
     write(tmp_path, {name: content})
     assert read(file)[0] == read(tmp_path / name)[0]
-    for damaged in (file.read_bytes()[:-9], b"junk" * 99):
+    file.write_bytes(file.read_bytes() * 2)  # members, frames and streams may follow one another
+    if name != "a.csv":
+        assert "".join(read(file)[0]) == "".join(read(tmp_path / name)[0]) * 2
+    for damaged in (file.read_bytes()[:-9], b"junk\xff" * 99):
         file.write_bytes(damaged)
         error = refusal(file)
         assert error.value == str(file)
-        assert error.why.startswith("it is damaged or cut short")
+        assert error.why.startswith("it is damaged")
 
 
 def test_a_python_without_a_compression_says_so(
@@ -213,6 +228,60 @@ def test_a_python_without_a_compression_says_so(
     file = write(tmp_path, {"a.txt.xz": lzma.compress(b"x")}) / "a.txt.xz"
     monkeypatch.setattr(importlib, "import_module", missing)
     assert refusal(file).why == "this Python was built without xz support"
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+PULL = "run `git lfs pull` in its folder"
+UNPACK = "unpack it and give the folder, or leave that file out (--skip damaged)"
+# a skippable frame, and a frame of one raw block, "text", that asks for a window of 2**31 bytes
+SKIPPABLE = b"\x50\x2a\x4d\x18\4\0\0\0skip"
+LONG_WINDOW = b"\x28\xb5\x2f\xfd\x00\xa8" + (4 << 3 | 1).to_bytes(3, "little") + b"text"
+TAR = b"a.txt".ljust(257, b"\0") + b"ustar"
+NOT_TEXT = {
+    **{f"pointer{ending}": (POINTER, "it is a Git LFS pointer", PULL)
+       for ending in (".txt", ".csv", ".jsonl", ".json", ".parquet", ".txt.gz")},
+    "packed pointer.txt": (gzip.compress(POINTER.encode()), "decompressed, it is a Git", PULL),
+    "annex.txt": ("/annex/objects/SHA256E-s9--1.txt\n", "it is a git-annex pointer",
+                  "run `git annex get` in its folder"),
+    "zip.txt": (b"PK\3\4rest", "it is a zip archive", UNPACK),
+    "tar.jsonl.gz": (gzip.compress(TAR), "decompressed, it is a tar archive", UNPACK),
+    "twice.txt.gz": (gzip.compress(lzma.compress(b"x")), "decompressed, it is compressed again, "
+                     "by xz", "decompress it, or leave"),
+    "parquet.gz": (gzip.compress(b"PAR1"), "decompressed, it is a parquet", "decompress it, or"),
+    "a.parquet": ("text", "it is not a parquet table: it begins with b'text'", "copy it again"),
+    "empty.parquet": ("", "it is not a parquet table: it begins with b''", "copy it again"),
+    "arrow.jsonl": (b"ARROW1\0\0", "it is an Arrow or Feather table", "convert it to parquet"),
+    "paper.md": (b"%PDF-1.7\n", "it is a PDF", "extract its text"),
+    "base.txt": (b"SQLite format 3\0", "it is an SQLite database", "export its text"),
+    "zeros.txt": ("text " * 999 + "\0", "it is damaged or cut short: it has bytes of value 0",
+                  "copy it again"),
+    "weights.txt": (b"\x08\0\0\0\0\0\0\0{}", "it is not UTF-8 text: it has bytes of value 0",
+                    "copy it again"),
+    "16.jsonl": (row("x").encode("utf-16"), "it is UTF-16, not UTF-8", "convert a copy: `iconv"),
+    "32.csv": ("text\nx\n".encode("utf-32"), "it is UTF-32, not UTF-8", "convert a copy: `iconv"),
+    "long.txt.zst": (SKIPPABLE + LONG_WINDOW, "it was compressed with a window above 128 MiB",
+                     "decompress a copy, in up to 2 GiB of memory: `zstd -d --long=31 "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_TEXT)
+def test_a_file_is_what_its_first_bytes_say(tmp_path: Path, name: str) -> None:
+    content, why, remedy = NOT_TEXT[name]
+    file = write(tmp_path, {name: content}) / name
+    error = refusal(file)
+    assert (error.value, error.why[: len(why)]) == (str(file), why)
+    assert error.remedy.startswith(remedy)
+
+
+def test_compressed_files_and_parquet_are_read_under_any_name(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"text": "a"}]), tmp_path / "e.csv")
+    usual = LONG_WINDOW.replace(b"\xa8", b"\x50")  # a window of 2**20 bytes
+    write(
+        tmp_path,
+        {"a.jsonl": gzip.compress(row("a").encode()), "b.jsonl.gz": row("a"),
+         "c.jsonl.bz2": lzma.compress(row("a").encode()), "d.xz": "a", "f": SKIPPABLE + usual},
+    )  # fmt: skip
+    assert [read(file)[0] for file in sorted(tmp_path.iterdir())] == [["a"]] * 5 + [["text"]]
 
 
 BAD_LINES = {
@@ -234,11 +303,12 @@ def test_a_bad_line_of_json_is_named(tmp_path: Path, case: str, name: str) -> No
     error = refusal(tmp_path)
     assert error.value == str(tmp_path / name)
     assert error.why.startswith(why)
+    assert read(tmp_path, skip=["damaged"]) == (["fine"] * 2, {})
 
 
 def test_json_in_its_forms(tmp_path: Path) -> None:
-    rows = [{"text": "a"}, {"text": None}, {"other": 1}, {"text": "nul \0 and \u2028 and 🐍"}]
-    expected = ["a", "", "", rows[3]["text"]]
+    rows = [{"text": "a"}, {"text": None}, {"text": "nul \0 and \u2028 and 🐍"}]
+    expected = ["a", rows[2]["text"]]
     lines = "\r\n".join(json.dumps(row) for row in rows)
     write(
         tmp_path, {"a.jsonl": b"\xef\xbb\xbf" + lines.encode(), "b.json": lines, "c.ndjson": lines}
@@ -265,7 +335,7 @@ def test_csv_is_read_exactly(tmp_path: Path, separator: str) -> None:
     ]
     content = "\r\n\r\n".join(line.replace(",", separator, 1) for line in lines)
     write(tmp_path, {"a.csv": b"\xef\xbb\xbf" + content.encode()})
-    assert read(tmp_path / "a.csv")[0] == [text for _, text in rows]
+    assert read(tmp_path / "a.csv")[0] == [text for _, text in rows if text]
 
 
 @pytest.mark.parametrize(
@@ -305,7 +375,7 @@ def test_the_column_of_the_text_is_found_or_asked_for(tmp_path: Path) -> None:
 def test_parquet_without_text_or_damaged_is_refused(tmp_path: Path) -> None:
     table = pyarrow.Table.from_pylist([{"n": 1, "title": "a", "body": "b"}])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    assert "title, body" in refusal(tmp_path / "a.parquet").remedy
+    assert "n, title, body" in refusal(tmp_path / "a.parquet").remedy
     assert read(tmp_path / "a.parquet", text_field="body")[0] == ["b"]
     assert "holds int, not text" in refusal(tmp_path / "a.parquet", text_field="n").why
     assert "no such column" in refusal(tmp_path / "a.parquet", text_field="text").why
@@ -324,17 +394,27 @@ def test_a_file_that_vanishes_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("encoding", "line"), [("latin-1", "line 2: it is not UTF-8"), ("utf-16", "it is UTF-16")]
+    ("encoding", "line"),
+    [
+        ("latin-1", "line 2: it is not UTF-8 (byte 0xef)"),
+        ("utf-16", "it is UTF-16"),
+        ("utf-32", "it is UTF-32"),
+    ],
 )
+@pytest.mark.parametrize("name", ["a text.txt", "a text.txt.gz"])
 def test_text_in_another_encoding_is_refused_and_the_remedy_works(
-    tmp_path: Path, encoding: str, line: str
+    tmp_path: Path, encoding: str, line: str, name: str
 ) -> None:
     text = "ein Satz\nnaïve\n"
-    file = write(tmp_path, {"a text.txt": text.encode(encoding)}) / "a text.txt"
+    content = text.encode(encoding)
+    content = gzip.compress(content) if name.endswith("gz") else content
+    file = write(tmp_path, {name: content, "a text.utf8.txt": "mine"}) / name
     error = refusal(tmp_path)
     assert error.value == str(file)
-    assert error.why.startswith(line)
+    assert error.why.removeprefix("decompressed, ").startswith(line)
     subprocess.run(error.remedy.split("`")[1], shell=True, check=True)
-    assert read(tmp_path)[0] == [text]
+    # in a copy: no remedy overwrites a file
+    assert read(tmp_path / "a text.utf8-2.txt")[0] == [text]
+    assert (file.read_bytes(), read(tmp_path / "a text.utf8.txt")[0]) == (content, ["mine"])
     file.write_bytes(b"\xef\xbb\xbf" + text.encode())
     assert read(file)[0] == [text]  # without the byte order mark

@@ -2,11 +2,10 @@
 
 --source: `python-stdlib`, a file, a 'glob' or a folder of text (.txt, .md, .py, …) and tables
 (.jsonl, .csv, .parquet, …), also compressed (.gz, .bz2, .xz, .zst), or a data set of the Hugging
-Face hub; see data/sources.py. Files that are left out are reported. Training reads the token shards
-in DIR as `data.path`. data/prepare.py describes the folder's contents.
+Face hub; or several of these. See data/sources.py. What is left out is reported. Training reads the
+token shards in DIR as `data.path`. data/prepare.py describes the folder's contents.
 """
 
-import argparse
 import os
 import sys
 import time
@@ -14,28 +13,15 @@ from pathlib import Path
 
 from data.files import Report
 from data.prepare import prepare
-from data.sources import one_source
 from data.tokenizer import Tokenizer
 from errors import UserError
-from tools.command import run_command
+from tools.command import CommandParser, run_command
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.prepare",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--source", required=True, nargs="+", help="where the text comes from")
+def add_source_options(parser: CommandParser) -> None:
+    """The options of a command that reads documents."""
     parser.add_argument(
-        "--tokenizer",
-        required=True,
-        metavar="FILE",
-        help="a SentencePiece model (tools.tokenizer trains one), a tokenizer.json, "
-        "or a folder with either (a checkpoint)",
-    )
-    parser.add_argument(
-        "--out", required=True, type=Path, metavar="DIR", help="the folder to write"
+        "--source", required=True, nargs="+", help="where the text comes from: one or several"
     )
     parser.add_argument(
         "--text-field",
@@ -46,6 +32,29 @@ def main(arguments: list[str] | None = None) -> int:
         "--split",
         default="train",
         help="the split of a folder of tables or a Hugging Face data set (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--skip",
+        nargs="+",
+        choices=["missing", "damaged"],
+        default=[],
+        help="count and leave out, instead of refusing: rows without the column of the text "
+        "(missing); damaged rows, and files from the damage on (damaged)",
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = CommandParser(prog="python -m tools.prepare", description=__doc__)
+    add_source_options(parser)
+    parser.add_argument(
+        "--tokenizer",
+        required=True,
+        metavar="FILE",
+        help="a SentencePiece model (tools.tokenizer trains one), a tokenizer.json, "
+        "or a folder with either (a checkpoint)",
+    )
+    parser.add_argument(
+        "--out", required=True, type=Path, metavar="DIR", help="the folder to write"
     )
     parser.add_argument(
         "--heldout-fraction",
@@ -65,10 +74,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the folder if it exists")
     options = parser.parse_args(arguments)
-    started, report = time.monotonic(), Report()
+    started, report = time.monotonic(), Report(options.skip)
     try:
         index = prepare(
-            one_source(options.source),
+            options.source,
             Tokenizer.load(options.tokenizer, "--tokenizer"),
             options.out,
             text_field=options.text_field,
@@ -91,8 +100,6 @@ def main(arguments: list[str] | None = None) -> int:
         )
     if report.lines():
         print("\n".join(report.lines()))
-    if index["empty_documents"]:
-        print(f"{index['empty_documents']:,} empty documents were left out")
     if index["unknown_tokens"]:
         print(f"{index['unknown_tokens']:,} tokens are unknown: the tokenizer cannot spell them")
     if index["text_kept"]["changed"]:

@@ -14,25 +14,25 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from data.files import Report
 from data.heldout import Splitter
-from data.sources import documents, one_source
+from data.sources import documents
 from data.tokenizer import Tokenizer
 from errors import UserError
-from tools.command import run_command
+from tools.command import CommandParser, run_command
+from tools.prepare import add_source_options
 
 
-def texts(
-    source: str, text_field: str | None, split: str, heldout_fraction: float, max_characters: int
-) -> Iterator[str]:
-    """Yields the training text of `source`, until `max_characters` characters are reached."""
-    characters = 0
-    not_empty = (document for document in documents(source, text_field, split) if document.text)
-    for part in Splitter(not_empty, heldout_fraction):
+def texts(options: argparse.Namespace) -> Iterator[str]:
+    """Yields the training text of the source, until --max-characters are reached."""
+    characters, report = 0, Report(options.skip)
+    source = documents(options.source, options.text_field, options.split, report)
+    for part in Splitter(source, options.heldout_fraction):
         if part.held_out:
             continue
         yield part.text
         characters += len(part.text)
-        if characters >= max_characters:
+        if characters >= options.max_characters:
             return
 
 
@@ -59,29 +59,13 @@ def check(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.tokenizer",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--source", required=True, nargs="+", help="where the text comes from, as in tools.prepare"
-    )
+    parser = CommandParser(prog="python -m tools.tokenizer", description=__doc__)
+    add_source_options(parser)
     parser.add_argument(
         "--vocab-size", required=True, type=int, help="the number of tokens, bytes included"
     )
     parser.add_argument(
         "--out", required=True, type=Path, metavar="FILE", help="the model to write"
-    )
-    parser.add_argument(
-        "--text-field",
-        metavar="NAME",
-        help="the column that holds the text (default: text, or the only text column)",
-    )
-    parser.add_argument(
-        "--split",
-        default="train",
-        help="the split of a folder of tables or a Hugging Face data set (default: %(default)s)",
     )
     parser.add_argument(
         "--heldout-fraction",
@@ -99,14 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
     partial = options.out.parent / f"{options.out.name}.partial"
     try:
         check(options)
-        read = texts(
-            one_source(options.source),
-            options.text_field,
-            options.split,
-            options.heldout_fraction,
-            options.max_characters,
-        )
-        tokenizer = Tokenizer.train(read, options.vocab_size)
+        tokenizer = Tokenizer.train(texts(options), options.vocab_size)
         options.out.parent.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(tokenizer.model)
         partial.replace(options.out)

@@ -25,6 +25,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
+from data.contents import first_bytes, known
 from runtime.checkpoints.names import MANIFEST
 from runtime.checkpoints.progress import byte_bar
 from runtime.checkpoints.tiling import FIELD, MAX_DIMS, MAX_NUMBERS, Point, random_point, value_at
@@ -142,13 +143,14 @@ def read_manifest(folder: Path) -> Manifest:
 def check_sizes(folder: Path, manifest: Manifest) -> None:
     """Raise Damaged if a file is missing or has another length. Cheap: reads no file."""
     for name, (size, _) in manifest.files.items():
-        file = folder / name
+        file, what = folder / name, None
         try:
             good = file.is_file() and file.stat().st_size == size
+            what = None if good else known(first_bytes(file))
         except OSError:  # for example, the name is too long or the disk cannot be read
             good = False
         if not good:
-            raise Damaged(f"its file {name!r} is missing or truncated")
+            raise Damaged(f"its file {name!r} is {': '.join(what or ['missing or truncated'])}")
 
 
 def check_file(

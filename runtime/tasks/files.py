@@ -15,6 +15,8 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
+from data.contents import compression, first_bytes, known
+from data.files import Report
 from errors import UserError
 from runtime.schema import Count, Strict, first_problem, load_json
 
@@ -88,15 +90,21 @@ def _path(name: str, key: str) -> Path:
 def read_task(path: Path, key: str) -> Task:
     """Read one file. Raises UserError."""
     try:
+        head = first_bytes(path)
+        if found := known(head) or (compression(head) and ("compressed", "decompress a copy")):
+            raise UserError(key, str(path), f"it is {found[0]}", found[1])
         # not splitlines: JSON strings may contain other characters at which it would split
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(key, str(path), f"it cannot be read: {error}", REMEDY) from None
-    examples = [
-        _example(line, f"{path}, line {number}", key)
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
+    examples, report = [], Report()
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                examples.append(_example(line, f"{path}, line {number}", key))
+            except UserError as error:
+                report.fault("line", error)
+    report.check(key, str(path))
     if not examples:
         raise UserError(key, str(path), "it has no examples", REMEDY)
     for example in examples:

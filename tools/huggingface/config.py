@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
+from data.contents import first_bytes, known
 from errors import UserError
 from model.config import ModelConfig
 from model.transformer import Transformer
@@ -324,7 +325,8 @@ def read_json(path: Path) -> dict[str, Any]:
         why = f"it cannot be read ({error.strerror})"
         raise UserError("--hf", str(path), why, COPY_AGAIN) from None
     except (ValueError, RecursionError) as error:
-        raise UserError("--hf", str(path), f"it is not JSON: {error}", COPY_AGAIN) from None
+        what, remedy = known(first_bytes(path)) or (f"not JSON: {error}", COPY_AGAIN)
+        raise UserError("--hf", str(path), f"it is {what}", remedy) from None
     if not isinstance(content, dict):
         raise UserError("--hf", str(path), "it is not a JSON object", COPY_AGAIN)
     return content

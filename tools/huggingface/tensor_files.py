@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from data.contents import first_bytes, known
 from errors import UserError
 from model.config import ModelConfig
 from runtime.checkpoints.manifest import PLACES
@@ -57,12 +58,11 @@ class FolderTensors:
                     self.shapes[name] = tuple(piece.get_shape())
                     self.dtypes[name] = piece.get_dtype()
             except (SafetensorError, OSError) as error:
-                if path.is_file() and path.open("rb").read(23) == b"version https://git-lfs":
-                    why = "it is a Git LFS pointer, not the file"
-                    remedy = f"run `git lfs pull` in {folder}"
-                    raise UserError("--hf", str(path), why, remedy) from None
-                why = f"it is not a readable safetensors file: {error}"
-                raise UserError("--hf", str(path), why, COPY_AGAIN) from None
+                what, remedy = (path.is_file() and known(first_bytes(path))) or (
+                    f"not a readable safetensors file: {error}",
+                    COPY_AGAIN,
+                )
+                raise UserError("--hf", str(path), f"it is {what}", remedy) from None
         for name, path in (index or {}).items():
             if self._file_of.get(name) != path:
                 why = f"it has no tensor {name}, although {INDEX} lists it there"
