@@ -288,7 +288,7 @@ def test_lines_wait_while_the_disk_is_full(
     lines.log({"step": 4})
     lines.close(failed=False)
     assert "the last 1 lines of" in capsys.readouterr().err
-    append_event(lines.path.parent, "checkpoint", failed="no space")
+    append_event(lines.path.parent, "checkpoint", step=4, failed="no space")
     said = capsys.readouterr().err
     assert said.startswith("warning: the event checkpoint was not recorded: [Errno 2]")
 
