@@ -97,6 +97,11 @@ class Report:
             why = "\n    ".join([f"{self.refused:,} rows or files cannot be read:", *listed])
             raise UserError(key, value, why, "\n    ".join(remedies[:NAMED]))
 
+    def counted(self) -> list[str]:
+        """The counts that are not 0, as text."""
+        counts = ((what.replace("_", " "), count) for what, count in self.counts.items())
+        return [f"{count:,} {what} left out" for what, count in counts if count]
+
     def lines(self) -> list[str]:
         """The report as lines of text to print."""
         number = sum(map(len, self.left_out.values()))
@@ -111,11 +116,7 @@ class Report:
         for reason, names in self.left_out.items():
             more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
             found.append(f"  {reason}: {', '.join(names[:NAMED])}{more}")
-        found += [
-            f"{count:,} {what.replace('_', ' ')} left out"
-            for what, count in self.counts.items()
-            if count
-        ]
+        found += self.counted()
         columns = self.columns.items()
         return found + [
             f"the text is in the column {column!r} of {name}" for column, name in columns

@@ -72,7 +72,7 @@ def documents(
             yield document
     report.check("--source", shlex.join(sources))
     if not some:
-        why = "it contains no text"
+        why = ": ".join(["it contains no text", *filter(None, [", ".join(report.counted())])])
         raise UserError("--source", shlex.join(sources), why, "give another source")
 
 

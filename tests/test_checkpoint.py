@@ -404,6 +404,10 @@ def test_verify_says_what_is_wrong(
     lines = capsys.readouterr().out.splitlines()
     assert [": good" in line for line in lines] == [True, False, True]
     assert "'trainer.json' is missing or truncated" in lines[1]
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    (checkpoints / "step-00000004" / "trainer.json").write_text(pointer)
+    assert verify.main([str(tmp_path / "run")]) == 1
+    assert "'trainer.json' is a Git LFS pointer, not the file: run `git" in capsys.readouterr().out
     assert verify.main([str(tmp_path / "nothing")]) == 2
     command = [sys.executable, "-m", "tools.verify", str(checkpoints / "step-00000006")]
     root = Path(__file__).parent.parent

@@ -1,5 +1,6 @@
 """Evaluation on tasks: the same log-likelihoods on every layout, and what is scored."""
 
+import gzip
 import json
 import math
 from pathlib import Path
@@ -261,6 +262,23 @@ REFUSED = {
     "number in quotes": (GOOD.replace("1}", '"1"}'), "answer: Input should be"),
     "two forms": ('{"text": "a"}', "differs from the first line's"),
 }
+
+
+def test_all_lines_with_errors_are_listed_and_a_pointer_is_called_so(tmp_path: Path) -> None:
+    file = tmp_path / "t.jsonl"
+    file.write_text("\n".join([GOOD, "{", GOOD, "[]", "1"]))
+    with pytest.raises(UserError) as raised:
+        read_tasks([str(file)], "train.tasks")
+    assert [line.split(": ")[0].strip() for line in raised.value.why.splitlines()[1:]] == [
+        f"{file}, line {number}" for number in (2, 4, 5)
+    ]
+    for content, why in (
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "it is a Git LFS"),
+        (gzip.compress(GOOD.encode()), "it is compressed"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=why):
+            read_tasks([str(file)], "train.tasks")
 
 
 @pytest.mark.parametrize("name", REFUSED)

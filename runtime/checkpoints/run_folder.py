@@ -93,5 +93,5 @@ def refuse_to_begin_anew(config: Config) -> None:
     folder = checkpoint_folder(config)
     if damaged := sorted(path.name for path in folder.glob("step-*.damaged")):
         why = f"all checkpoints in {folder} are damaged: {', '.join(damaged)}"
-        remedy = "restore one (tools.objects pull), or delete these to begin anew"
+        remedy = "restore one (tools.objects fetch), or move these elsewhere to begin anew"
         raise UserError("checkpoint.resume", config.checkpoint.resume, why, remedy)
