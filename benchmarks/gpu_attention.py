@@ -22,7 +22,7 @@ from benchmarks.gpu_timing import DEVICE, Clock, Work, peak_flops
 from costs.events import BACKWARD_OF_FORWARD
 from model.documents import find_documents
 from model.kernels.attention import by_torch
-from model.kernels.attention_choice import Call, choose, device_of
+from model.kernels.attention_choice import Call, choose_for_steps, device_of
 from model.mask import Mask, make_mask
 from tools.command import run_command
 
@@ -50,7 +50,7 @@ def mask_of(kernel: str, documents: bool, tiny: bool, device: str = DEVICE) -> t
     of_queries = found[0] if documents else None
     mask = make_mask(positions, of_queries, None, torch.bfloat16, width, kernel)
     call = Call(torch.bfloat16, width, width, length, documents, deterministic=False)
-    return mask, str(choose(device_of(positions), call, kernel))
+    return mask, str(choose_for_steps(device_of(positions), call, kernel))
 
 
 def measure(kernel: str, documents: bool, tiny: bool) -> dict[str, Any]:

@@ -72,8 +72,10 @@ def batch_of(setting: Setting) -> Batch:
         return Batch(tokens, tokens, tokens[:, :1], loss_scale)
     # one document per sequence; the number of documents makes no difference
     bounds = torch.empty(shape[1] + 1, dtype=torch.int32, device=DEVICE)
-    one = Documents(bounds, bounds, (0,) * shape[1])
-    documents = [one] * len(context(setting).chunks(setting.seq_len))
+    documents = [
+        Documents(bounds, bounds, (0,) * shape[1], (len(part), part.stop))
+        for part in context(setting).chunks(setting.seq_len)
+    ]
     return Batch(tokens, tokens, tokens, loss_scale, documents)
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from model.kernels.backend import next_power_of_2
 from parallel.mesh import to_device
 
 
@@ -33,6 +34,8 @@ class Documents(NamedTuple):
     queries: Tensor  # [N + 1] int32: where each of the N documents begins in the part, and the end
     keys: Tensor  # [N + 1] int32: where it begins in the keys, and the end
     first_keys: tuple[int, ...]  # of each sequence: the position of the first key
+    # no document has more queries, and keys; rounded up, so that few values occur
+    longest: tuple[int, int]
 
 
 def find_documents(
@@ -41,7 +44,8 @@ def find_documents(
     """Find the documents in tokens [B, S] on the host. Returns, on `device`, positions [S, B] int64
     and the documents of each of `parts`, ranges of positions.
 
-    N is part of a shape: if it were counted on a GPU, the host would have to wait for it.
+    N is part of a shape, and kernels take the longest document as a number: if they were found on a
+    GPU, the host would have to wait for it.
     """
     assert tokens.device.type == "cpu", "find documents before tokens are copied to the device"
     begins = tokens == bos_id
@@ -60,8 +64,14 @@ def find_documents(
         # document includes its own; the other documents come after them.
         before = functional.pad((part.start - first_keys).cumsum(0), (1, 0))
         keys = ends + before[ends // len(part) + (ends % len(part) > 0)]
-        documents.append((ends, keys, tuple(first_keys.tolist())))
-    return to_device(positions, device), [
-        Documents(to_device(q.to(torch.int32), device), to_device(k.to(torch.int32), device), first)
-        for q, k, first in documents
-    ]
+        of_q, of_k = (to_device(each.to(torch.int32), device) for each in (ends, keys))
+        longest = _at_most(ends, len(part)), _at_most(keys, part.stop)
+        documents.append(Documents(of_q, of_k, tuple(first_keys.tolist()), longest))
+    return to_device(positions, device), documents
+
+
+def _at_most(bounds: Tensor, length: int) -> int:
+    """An upper bound of the differences of `bounds`: a power of two, at least a kernel's tile, or
+    the length of the sequence. Flash attention launches blocks for this length for each document,
+    and those beyond a document's end have nothing to do."""
+    return min(max(128, next_power_of_2(int(bounds.diff().max()))), length)

@@ -52,22 +52,21 @@ class Mask:
         return self.dense(q, k, v, self.bias).permute(2, 0, 1, 3)
 
     def _packed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        (length, batch), longest = q.shape[:2], k.shape[0]
+        (length, batch), longest = q.shape[:2], (q.shape[0], k.shape[0])
         if self.documents is None:
             of_q, of_k = (
                 torch.arange(0, (batch + 1) * each, each, dtype=torch.int32, device=q.device)
-                for each in (length, longest)
+                for each in longest
             )
             first = (0,) * batch
         else:
-            of_q, of_k, first = self.documents
+            of_q, of_k, first, longest = self.documents
         # [T, heads, E], sequence after sequence; views if B is 1
         q = q.transpose(0, 1).flatten(0, 1)
         k, v = (_pack(t, first) for t in (k, v))
         sees = (-1 if self.window is None else self.window - 1, 0)  # keys behind, keys ahead
-        # The length of the longest document is needed on the host. S is an upper bound, and is the
-        # same in every micro-batch. A document's last query is at its last key.
-        y = varlen_attn(q, k, v, of_q, of_k, length, longest, window_size=sees, **_SHARED_HEADS)
+        # A document's last query is at its last key.
+        y = varlen_attn(q, k, v, of_q, of_k, *longest, window_size=sees, **_SHARED_HEADS)
         assert isinstance(y, Tensor)  # no auxiliary output was requested
         return y.unflatten(0, (batch, length)).transpose(0, 1)
 
@@ -88,6 +87,7 @@ def make_mask(
     head_dim: int,
     kernel: str = "auto",
     part: range | None = None,
+    deterministic: bool = False,
 ) -> Mask:
     """Create the mask of one micro-batch, and choose the kernel that computes it.
 
@@ -99,13 +99,13 @@ def make_mask(
         dtype, head_dim: those of queries, keys and values.
         kernel: `model.attention_kernel`.
         part: the positions of the queries in the sequence; None: they are the sequence.
+        deterministic: backward must give the same bits every time.
     """
     part = range(positions.shape[0]) if part is None else part
     length = part.stop
     if window is not None and window >= length:
         window = None
     packed = documents is not None or window is not None or part.start > 0
-    deterministic = torch.are_deterministic_algorithms_enabled()
     call = Call(dtype, head_dim, head_dim, length, packed, deterministic)
     chosen = made_ready(choose(device_of(positions), call, kernel))
     if not packed:

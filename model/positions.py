@@ -79,6 +79,7 @@ class BatchPositions:
         documents: those of each of this rank's chunks (documents.py); None: each sequence is one.
         dtype: that of activations.
         cp: the axis that splits the sequence.
+        deterministic: the backward of attention must give the same bits every time.
     """
 
     def __init__(
@@ -87,25 +88,28 @@ class BatchPositions:
         documents: Sequence[Documents] | None,
         dtype: torch.dtype,
         cp: ContextParallel,
+        deterministic: bool = False,
     ) -> None:
         self.positions, self.dtype, self.cp = positions, dtype, cp
+        self.deterministic = deterministic
         self.chunks = cp.chunks(positions.shape[0] * cp.size)
         self.documents = [None] * len(self.chunks) if documents is None else documents
         self._angles: dict[Rotary, Angles] = {}
-        self._masks: dict[tuple[int | None, int, str], Attend] = {}
+        self._masks: dict[tuple[int | None, int, str], SplitAttention] = {}
 
     def angles(self, rotary: Rotary) -> Angles:
         if rotary not in self._angles:
             self._angles[rotary] = rotary_angles(self.positions, rotary, self.dtype)
         return self._angles[rotary]
 
-    def mask(self, window: int | None, head_dim: int, kernel: str) -> Attend:
+    def mask(self, window: int | None, head_dim: int, kernel: str) -> SplitAttention:
         key = window, head_dim, kernel
         if key not in self._masks:
             positions = self.positions.split([len(part) for part in self.chunks])
             parts = zip(positions, self.documents, self.chunks, strict=True)
+            about = window, self.dtype, head_dim, kernel
             masks = [
-                make_mask(where, documents, window, self.dtype, head_dim, kernel, part)
+                make_mask(where, documents, *about, part, self.deterministic)
                 for where, documents, part in parts
             ]
             self._masks[key] = SplitAttention(self.cp, self.chunks, masks)

@@ -44,6 +44,7 @@ class Batch:
     loss_scale: Tensor | None = None
     # packed documents in each of this rank's chunks (documents.py); None: each sequence is one
     documents: Sequence[Documents] | None = None
+    deterministic: bool = False  # backward must give the same bits every time
 
 
 class Block(nn.Module):
@@ -152,7 +153,9 @@ class Transformer(nn.Module):
         if self.embedding is not None:
             hidden = self.embedding(batch.tokens)
         assert hidden is not None
-        positions = BatchPositions(batch.positions, batch.documents, hidden.dtype, self.cp)
+        positions = BatchPositions(
+            batch.positions, batch.documents, hidden.dtype, self.cp, batch.deterministic
+        )
         for block in self.blocks.values():
             assert isinstance(block, Block)
             hidden = block(hidden, *block.attention.inputs(positions))

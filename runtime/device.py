@@ -1,10 +1,18 @@
-"""What the host must take care of when it works with a device: in threads, and to measure time."""
+"""What the host must take care of when it works with a device: in threads, to measure time, and to
+get results that repeat bit for bit."""
 
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from errors import UserError
+
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+CUBLAS_REPEATS = (":4096:8", ":16:8")  # the values with which torch allows deterministic cuBLAS
 
 
 def device_thread(target: Callable[..., None], name: str, *args: Any) -> threading.Thread:
@@ -22,6 +30,33 @@ def device_thread(target: Callable[..., None], name: str, *args: Any) -> threadi
         target(*args)
 
     return threading.Thread(target=run, name=name, daemon=True)
+
+
+def prepare_determinism(device: str, deterministic: bool) -> None:
+    """Call it before the first matrix product, at which cuBLAS reads the variable.
+    `deterministic`: train.deterministic."""
+    if device == "cuda":
+        value = os.environ.setdefault(CUBLAS, CUBLAS_REPEATS[0])  # an examination needs it too
+        if deterministic and value not in CUBLAS_REPEATS:
+            why = "with this value cuBLAS is not deterministic, and train.deterministic is true"
+            raise UserError(CUBLAS, value, why, f"unset it, or set it to {CUBLAS_REPEATS[0]}")
+    torch.use_deterministic_algorithms(deterministic)
+
+
+@contextmanager
+def deterministic(device: str) -> Iterator[None]:
+    """On a GPU, run torch's operations as with train.deterministic. To do so and only warn of those
+    that cannot would not be enough: flash attention's backward then does not repeat
+    (attention_backward.cu in torch)."""
+    before = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    if device == "cuda" and not before:
+        wrong = os.environ.get(CUBLAS) not in CUBLAS_REPEATS  # the user's value: products raise
+        torch.use_deterministic_algorithms(True, warn_only=wrong)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=only_warns)
 
 
 class DeviceClock:

@@ -1,6 +1,6 @@
 """The choice of the kernel that computes attention: every rule on pretended devices, that the
-chosen operator is the one that is called, kept by checkpointing and compiled, and what a start
-says. test_gpu.py runs the kernels on a GPU."""
+chosen operator is the one that is called, kept by checkpointing and compiled.
+test_attention_start.py has what a start does, and test_gpu.py runs the kernels on a GPU."""
 
 import subprocess
 import sys
@@ -31,11 +31,19 @@ from model.kernels.attention import (
     by_math,
     by_torch,
 )
-from model.kernels.attention_choice import CPU, PLANNED, Call, Choice, Device, choose, made_ready
+from model.kernels.attention_choice import (
+    BY_REQUEST,
+    CPU,
+    PLANNED,
+    Call,
+    Choice,
+    Device,
+    choose,
+    choose_for_steps,
+    made_ready,
+)
 from model.mask import Mask, make_mask, scores_bias
 from parallel.activation import wrap_blocks
-from runtime.start.attention import check_attention, describe_attention, try_out
-from training.load_config import load_config
 
 ROOT = Path(__file__).parent.parent
 HOPPER = PLANNED
@@ -103,8 +111,9 @@ def test_what_speaks_against_a_kernel(
     wanted = {CUDNN: "cudnn", FLASH2: "flash2", FLASH3: "flash3"}.get(usual)
     if wanted is not None and "not known to be faster" not in reason:
         with pytest.raises(UserError, match=reason) as refused:
-            choose(device, call, wanted)
+            choose_for_steps(device, call, wanted)
         assert "set model.attention_kernel=auto" in str(refused.value)
+        assert choose(device, call, wanted).kernel is chosen  # of a call that no step makes
 
 
 @pytest.mark.parametrize(
@@ -123,9 +132,38 @@ def test_a_wanted_kernel() -> None:
     assert choose(HOPPER, CAUSAL, "flash2") == Choice(FLASH2, "", ())
     assert choose(WITH_3, CAUSAL, "flash3") == Choice(FLASH3, "", ())
     assert choose(ADA, CAUSAL, "cudnn").kernel is CUDNN  # right there, if not known to be faster
-    for wanted in ("cudnn", "flash2", "flash3"):
+    for wanted in BY_REQUEST:
+        assert choose(CPU, CAUSAL, wanted).kernel is ON_CPU
         with pytest.raises(UserError, match="there is no GPU"):
-            choose(CPU, CAUSAL, wanted)
+            choose_for_steps(CPU, CAUSAL, wanted)
+
+
+@pytest.mark.parametrize("wanted", BY_REQUEST)
+@pytest.mark.parametrize("flag", [False, True])
+def test_no_length_and_no_examination_is_refused_in_a_run(wanted: str, flag: bool) -> None:
+    """Evaluation pads rows to 32, 64, …, and an examination computes a step again with results that
+    repeat: what the wanted kernel cannot compute, another one does. torch's flag says nothing."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(flag)
+    found = {}
+    try:
+        for length, repeats in [(8192, False), (8192, True), (32, False), (4160, False)]:
+            positions = torch.empty((length, 1), dtype=torch.int64, device="meta")
+            about = None, None, torch.bfloat16, 128, wanted, None, repeats
+            with (
+                AsOnGpu(),
+                patch.object(attention_choice, "PLANNED", WITH_3),
+                patch.object(attention_choice, "load_flash3") as load,
+            ):
+                mask = make_mask(positions, *about)
+            name = {CUDNN.run: "cudnn", FLASH2.run: "flash"}[mask.dense]
+            found[length, repeats] = "flash3" if load.called else name.replace("flash", "flash2")
+    finally:
+        torch.use_deterministic_algorithms(before)
+    others = {"cudnn": "flash3", "flash2": "flash2", "flash3": "flash3"}[wanted]
+    assert found == {
+        (8192, False): wanted, (8192, True): "flash2", (32, False): others, (4160, False): others,
+    }  # fmt: skip
 
 
 # --- the operators --------------------------------------------------------------------------------
@@ -184,7 +222,7 @@ def test_the_operator_that_runs_is_the_chosen_one(
     documents = None
     if call.packed:
         boundaries = torch.empty(3, dtype=torch.int32, device="meta")
-        documents = Documents(boundaries, boundaries, (0, 0))
+        documents = Documents(boundaries, boundaries, (0, 0), (call.length, call.length))
     q, k, v = inputs(call)
     with AsOnGpu(), Seen() as seen:
         mask = make_mask(positions, documents, None, call.dtype, call.head_dim)
@@ -325,56 +363,3 @@ def test_torch_registers_flash_3(package: str) -> None:
         assert done.stdout == "FA3\n", done.stderr
     else:  # control; `made_ready` turns it into a message
         assert "RuntimeError" in done.stderr
-
-
-# --- what a start says ----------------------------------------------------------------------------
-
-WINDOWS = ["model.attention=[sliding_window,causal]", "model.attention_window=4096"]
-
-
-@pytest.mark.parametrize(
-    ("device", "overrides", "said"),
-    [
-        (HOPPER, [], "attention: cuDNN 9.20.0"),
-        (WITH_3, ["data.document_mask=true"], "attention: flash 3"),
-        (HOPPER, ["data.document_mask=true"], "attention: flash 2 (not flash 3: not installed)"),
-        (
-            HOPPER,
-            ["train.deterministic=true"],
-            "attention: flash 2 (not cuDNN: its backward is not deterministic; "
-            "not flash 3: not installed)",
-        ),
-        (
-            HOPPER,
-            WINDOWS,
-            "attention: flash 2 (not flash 3: not installed) in 16 layers, "
-            "cuDNN 9.20.0 in 16 layers",
-        ),
-        (HOPPER, [*WINDOWS, "train.seq_len=4096"], "attention: cuDNN 9.20.0"),
-        (WITH_3, ["model.attention_kernel=flash3"], "attention: flash 3"),
-        (CPU, [], "attention: flash (CPU)"),
-    ],
-)
-def test_the_line_at_the_start(device: Device, overrides: list[str], said: str) -> None:
-    config = load_config(str(ROOT / "configs" / "llama3_8b.yaml"), overrides)
-    with patch("runtime.start.attention.this_device", lambda _: device):
-        assert describe_attention(config, "cuda") == said
-
-
-def test_a_wish_that_cannot_be_fulfilled_is_refused_at_the_start() -> None:
-    config = load_config(str(ROOT / "configs" / "laptop.yaml"), ["model.attention_kernel=cudnn"])
-    with pytest.raises(UserError, match="there is no GPU"):
-        check_attention(config, "cpu")
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_kernel_that_fails_is_refused_at_the_start(packed: bool) -> None:
-    call = CAUSAL._replace(packed=packed)
-
-    def fails(*_: object) -> torch.Tensor:
-        raise RuntimeError("cuDNN Frontend error: No execution plans support the graph.\nmore")
-
-    try_out(call, choose(CPU, call), "cpu")
-    with pytest.raises(UserError, match=r"No execution plans support the graph\.\n") as refused:
-        try_out(call, Choice(Kernel("cuDNN", fails, ()), "", ()), "cpu")
-    assert "model.attention_kernel, for example flash2" in str(refused.value)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import training.step
-from model.documents import Documents, find_documents
+from model.documents import find_documents
 from model.mask import Mask, make_mask, scores_bias
 from parallel.axes import MeshSizes
 from parallel.context import ContextParallel, Piece
@@ -245,7 +245,7 @@ def boundaries_of_one_document():
     """Plant: all documents of a chunk are one."""
 
     def change(d, part):
-        return Documents(d.queries[[0, -1]], d.keys[[0, -1]], d.first_keys)
+        return d._replace(queries=d.queries[[0, -1]], keys=d.keys[[0, -1]])
 
     return documents_changed(change)
 

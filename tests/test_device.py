@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import filesystem
 
 from hardware import DATA_SHEETS, data_sheet_of
 from runtime.checkpoints.save import Saver
-from runtime.device import device_thread
+from runtime.device import CUBLAS, deterministic, device_thread
 from tests.runs import train_run, write_config
 from tools.ranks import RankError, Ranks
 
@@ -111,3 +111,29 @@ def test_a_card_has_its_own_peak(device: str, sheet: str) -> None:
     """MFU divides by the peak: a PCIe card's is three quarters of the SXM card's."""
     assert data_sheet_of(device) is DATA_SHEETS[sheet]
     assert data_sheet_of("NVIDIA GeForce RTX 4090") is None
+
+
+@pytest.mark.parametrize("before", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("variable", "warns"), [(":4096:8", False), (":0:0", True)])
+def test_an_examination_is_deterministic_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, before: tuple[bool, bool], variable: str, warns: bool
+) -> None:
+    """And not only where it costs nothing: with "warn only", flash attention's backward does not
+    repeat. But products raise unless the user's variable allows it."""
+
+    def flags() -> tuple[bool, bool]:
+        return (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+
+    monkeypatch.setenv(CUBLAS, variable)
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    try:
+        with deterministic("cuda"):
+            assert flags() == ((True, warns) if not before[0] else before)
+        assert flags() == before
+        with deterministic("cpu"):
+            assert flags() == before
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -22,7 +22,7 @@ import training.step
 from data.config import DataConfig
 from data.dataset import open_data
 from errors import UserError
-from model.documents import Documents, find_documents
+from model.documents import find_documents
 from model.initialise import initialise
 from model.kernels.attention import OPERATORS
 from model.mask import Mask, make_mask, scores_bias
@@ -302,17 +302,41 @@ def test_model_by_boundaries_is_the_model_by_mask(ranks, checkpointing, forwards
         assert (by_boundary[1][parameter] - gradient).abs().max() < 1e-12, parameter
 
 
+@pytest.mark.parametrize(
+    ("begins", "part", "longest"),
+    [
+        ([0, 1000, 1100, 2000], range(4096), (4096, 4096)),  # 2,096 tokens: the sequence
+        ([*range(0, 4096, 900)], range(4096), (1024, 1024)),
+        ([*range(0, 4096, 7)], range(4096), (128, 128)),
+        ([0, 1700, 3000], range(2048, 4096), (2048, 2048)),  # 952 of 1,300, and 1,096
+        ([*range(0, 4096, 300)], range(2048, 4096), (512, 512)),
+        ([0, 2200, 2300, *range(2400, 4096, 100)], range(2048, 4096), (256, 4096)),
+    ],
+)
+def test_the_longest_document_is_rounded_up(begins, part, longest):
+    """A document that began before the part has few queries in it, and all its keys."""
+    tokens = torch.zeros(1, 4096, dtype=torch.int64)
+    tokens[:, begins] = BOS
+    _, (documents,) = find_documents(tokens, BOS, "cpu", [part])
+    assert documents.longest == longest
+    for bounds, at_most in zip(documents[:2], longest, strict=True):
+        assert bounds.diff().max() <= at_most
+
+
 def test_another_number_of_documents_compiles_no_more_than_once_again():
-    def run(q, k, v, boundaries):
-        return Mask(True, Documents(boundaries, boundaries, (0,)))(q, k, v)
+    """Nor does another length of the longest."""
+
+    def run(q, k, v, documents):
+        return Mask(True, documents)(q, k, v)
 
     compiler = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(run, fullgraph=True, backend=compiler)
     q, k, v = (torch.randn(S, 1, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     with flash_attention_stands_in():
-        for name in ("consecutive", "bos last", "no bos", "nothing but bos"):
+        for more, name in enumerate(("consecutive", "bos last", "no bos", "nothing but bos")):
             positions, (documents,) = find_documents(window(name), BOS, "cpu", [range(S)])
-            y = compiled(q, k, v, documents.queries)
+            longest = S + more, S + more
+            y = compiled(q, k, v, documents._replace(longest=longest))
             y.sum().backward()
             masked = Mask(bias=scores_bias(positions, q.dtype))(q, k, v)
             assert torch.allclose(y, masked, atol=1e-5)

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 from errors import UserError
+from model.kernels.attention import ON_CPU, Kernel
+from model.kernels.attention_choice import Choice
 from model.matmul import Matmul
 from parallel.axes import MeshSizes
 from parallel.mesh import build_mesh
@@ -28,6 +30,7 @@ from runtime.health.products import Wrapping, linear_layers
 from runtime.health.replicas import check_replicas, hash_of
 from runtime.records.events import append_event, read_events
 from tests.runs import LAYOUT_3D, fresh, losses, train_run, write_config
+from tests.test_attention_kernel import WITH_3
 from tests.test_replicas import flip
 from tools.parity.cases import Case
 from tools.parity.run import global_batch
@@ -107,12 +110,12 @@ def run_with_a_bad_batch(arguments: list[str], bad: int) -> str:
     is recognized by the sum of its tokens."""
     forward_backward, seen = TrainStep.forward_backward, []
 
-    def broken(self: TrainStep, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
+    def broken(self: TrainStep, tokens: torch.Tensor, *others: Any, **options: Any) -> Any:
         total = tokens.sum()
         dist.all_reduce(total)
         if total not in seen:
             seen.append(int(total))
-        loss, norm = forward_backward(self, tokens, targets)
+        loss, norm = forward_backward(self, tokens, *others, **options)
         return (loss * math.nan if seen.index(total) == bad - 1 else loss), norm
 
     with patch.object(TrainStep, "forward_backward", broken):
@@ -296,6 +299,37 @@ def test_only_the_same_inputs_with_another_output_are_a_dispute() -> None:
     other = torch.tensor([[1, 10], [2, 21], [9, 31], [4, 40]])
     assert disputes(mine, other) == [1]
     assert disputes(mine, mine) == []
+
+
+def kernels_as_on_a_gpu(wanted: str) -> list[str]:
+    """The kernels of attention that a Hopper GPU would have in a step, in an examination, and in
+    another step."""
+    names: list[str] = []
+
+    def noted(choice: Choice) -> Kernel:
+        names.append(choice.kernel.name)
+        return ON_CPU
+
+    arguments = [f"model.attention_kernel={wanted}", "train.dtype=bfloat16", "train.seq_len=128"]
+    arguments += ["model.num_layers=2", "train.global_batch_size=1", "train.micro_batch_size=1"]
+    arguments += ["parallel.tp=1", "parallel.pp=1", "parallel.dp_shard=1"]
+    config = load_config("configs/laptop.yaml", arguments)
+    mesh = build_mesh(MeshSizes(), "cpu")
+    step = TrainStep(config, mesh, build_stages(config, mesh))
+    rows = torch.ones(1, 128, dtype=torch.int64), torch.ones(1, 128, dtype=torch.int64)
+    with patch("model.mask.device_of", lambda _: WITH_3), patch("model.mask.made_ready", noted):
+        step(0, *rows)
+        compute(step, *rows)
+        step(1, *rows)
+    return names
+
+
+@pytest.mark.parametrize("wanted", ["cudnn", "flash3"])
+def test_an_examination_has_kernels_whose_results_repeat(ranks: Ranks, wanted: str) -> None:
+    """Whichever kernel the run has; it is not refused, and the run has its own again."""
+    (names,) = ranks.run(kernels_as_on_a_gpu, 1, wanted)
+    usual = {"cudnn": "cuDNN", "flash3": "flash 3"}[wanted]
+    assert names == [usual, "flash 2", usual]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -110,19 +110,19 @@ def poisoned(is_bad: Callable[[int, torch.Tensor], bool], rank: int) -> Iterator
     the call, tokens of this rank)` holds."""
     forward_backward, calls = TrainStep.forward_backward, []
 
-    def planted(self: TrainStep, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
+    def planted(self: TrainStep, tokens: torch.Tensor, *others: Any, **options: Any) -> Any:
         calls.append(None)
         bad = is_bad(len(calls), tokens)
         honest = training.step.gradient_norm
 
-        def norm_of(gradients: list[Any], *others: Any) -> torch.Tensor:
+        def norm_of(gradients: list[Any], *about: Any) -> torch.Tensor:
             if bad and dist.get_rank() == rank:
                 held = next(g.to_local() for g in gradients if g.to_local().numel())
                 held.view(-1)[-1] = math.nan
-            return honest(gradients, *others)
+            return honest(gradients, *about)
 
         with patch.object(training.step, "gradient_norm", norm_of):
-            return forward_backward(self, tokens, targets)
+            return forward_backward(self, tokens, *others, **options)
 
     with patch.object(TrainStep, "forward_backward", planted):
         yield
@@ -259,8 +259,8 @@ def run_with_a_spike(arguments: list[str]) -> str:
     """Train with a last step whose loss is far above the others'."""
     forward_backward, calls = TrainStep.forward_backward, []
 
-    def spiking(self: TrainStep, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
-        loss, norm = forward_backward(self, tokens, targets)
+    def spiking(self: TrainStep, tokens: torch.Tensor, *others: Any, **options: Any) -> Any:
+        loss, norm = forward_backward(self, tokens, *others, **options)
         calls.append(None)
         return (loss * 1.5 if len(calls) == 6 else loss), norm
 

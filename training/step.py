@@ -92,14 +92,16 @@ class TrainStep:
         updates, bad = self.optimizer.updates, self.guard.bad_in_a_row
         return StepResult(lr, loss, norm, updates, bad, loads)
 
-    def forward_backward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def forward_backward(
+        self, tokens: Tensor, targets: Tensor, deterministic: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Compute the reduced gradients of the mean loss over the global batch's target tokens, in
-        the parameters; returns this loss and the gradient norm."""
+        the parameters; returns this loss and the gradient norm. `deterministic`: as with
+        train.deterministic, whatever that is."""
         # This is the only division of gradients: every later reduction is a plain sum. (A mean per
         # rank, then a mean over ranks, would be wrong as soon as token counts differ.)
-        microbatches = self.microbatches(
-            tokens, targets, loss_scale=1 / self.count_targets(targets)
-        )
+        scale = 1 / self.count_targets(targets)
+        microbatches = self.microbatches(tokens, targets, scale, deterministic)
         if self.balance is not None:
             self.balance.begin()
         loss = self.runner.step(self.program, microbatches, self.record)
@@ -135,10 +137,13 @@ class TrainStep:
         dist.all_reduce(num_targets, group=self.mesh.batch.get_group())  # of whole rows
         return num_targets.to(self.precision.exact)
 
-    def microbatches(self, tokens: Tensor, targets: Tensor, loss_scale: Tensor) -> list[Batch]:
+    def microbatches(
+        self, tokens: Tensor, targets: Tensor, loss_scale: Tensor, deterministic: bool = False
+    ) -> list[Batch]:
         """Split [rows, S] into micro-batches of this cp rank's [S/cp, micro_batch_size], on the
         device."""
         size, length = self.config.train.micro_batch_size, self.config.train.seq_len
+        deterministic |= self.config.train.deterministic
         # [S, 1]
         positions = torch.arange(length, device=self.mesh.device).unsqueeze(1)
         places: list[tuple[Tensor, Sequence[Documents] | None]]
@@ -154,7 +159,14 @@ class TrainStep:
         )
         cut = zip(tokens.split(size), targets.split(size), places, strict=True)
         return [
-            Batch(t.T.contiguous(), y.T.contiguous(), self.cp.cut(p, 0), loss_scale, documents)
+            Batch(
+                t.T.contiguous(),
+                y.T.contiguous(),
+                self.cp.cut(p, 0),
+                loss_scale,
+                documents,
+                deterministic,
+            )
             for t, y, (p, documents) in cut
         ]
 

@@ -90,7 +90,7 @@ class Call(NamedTuple):
     value_dim: int
     length: int  # S
     packed: bool  # with documents or a window
-    deterministic: bool
+    deterministic: bool  # its backward must give the same bits every time
 
 
 @dataclass(frozen=True)
@@ -106,25 +106,32 @@ class Choice:
 
 @lru_cache(maxsize=256)
 def choose(device: Device, call: Call, wanted: str = "auto") -> Choice:
-    """The kernel for this call on this device. `wanted` is `model.attention_kernel`.
-
-    Raises UserError if the wanted kernel cannot run.
-    """
-    if wanted != "auto":
-        kernel = BY_REQUEST[wanted]
-        for reason in _impossible(kernel, device, call):
-            raise UserError(KEY, wanted, reason, f"set {KEY}=auto")
-        return Choice(kernel, _version(kernel, device), ())
+    """The kernel for this call on this device: the wanted one (`model.attention_kernel`) or, if it
+    cannot compute this call, the best that can. A run also makes calls that are not those of its
+    steps: evaluation has shorter rows, and an examination needs results that repeat."""
+    first = [BY_REQUEST[wanted]] if wanted != "auto" else []
+    others = [FLASH3, FLASH2, EFFICIENT] if call.packed else [CUDNN, FLASH3, FLASH2, EFFICIENT]
     if device.capability is None:
-        return Choice(ON_CPU, "", ())
-    passed_over: list[tuple[str, str]] = []
-    order = (FLASH3, FLASH2, EFFICIENT) if call.packed else (CUDNN, FLASH3, FLASH2, EFFICIENT)
-    for kernel in order:
-        reasons = [*_unwise(kernel, device), *_impossible(kernel, device, call)]
+        others = []
+    passed_over: dict[str, str] = {}
+    for kernel in (*first, *others):
+        reasons = [*_impossible(kernel, device, call)]
+        if kernel not in first:
+            reasons = [*_unwise(kernel, device), *reasons]
         if not reasons:
-            return Choice(kernel, _version(kernel, device), tuple(passed_over))
-        passed_over.append((kernel.name, reasons[0]))
-    return Choice(MATH, "", tuple(passed_over))
+            return Choice(kernel, _version(kernel, device), tuple(passed_over.items()))
+        passed_over.setdefault(kernel.name, reasons[0])
+    last = ON_CPU if device.capability is None else MATH
+    return Choice(last, "", tuple(passed_over.items()))
+
+
+def choose_for_steps(device: Device, call: Call, wanted: str) -> Choice:
+    """`choose`, for a call that every step makes. Raises UserError if the wanted kernel cannot
+    compute it."""
+    choice = choose(device, call, wanted)
+    if wanted != "auto" and choice.kernel is not BY_REQUEST[wanted]:
+        raise UserError(KEY, wanted, choice.passed_over[0][1], f"set {KEY}=auto")
+    return choice
 
 
 def _version(kernel: Kernel, device: Device) -> str:

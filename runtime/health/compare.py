@@ -17,6 +17,7 @@ from torch import Tensor
 
 from model.matmul import Matmul
 from parallel.weight_gradient import LinearProducts
+from runtime.device import deterministic
 from runtime.health.products import Compute, Wrapped, linear_layers, wrapped
 from runtime.health.replicas import hash_of
 from training.step import TrainStep
@@ -131,7 +132,8 @@ def _passed(tensor: Tensor, train: TrainStep, by: int) -> Tensor:
 
 
 def _forward_backward(train: TrainStep, tokens: Tensor, targets: Tensor) -> tuple[float, float]:
-    loss, norm = train.forward_backward(tokens, targets)
+    with deterministic(train.mesh.device):
+        loss, norm = train.forward_backward(tokens, targets, deterministic=True)
     for each in train.weights:
         each.parameter.grad = None
     return loss.item(), norm.item()

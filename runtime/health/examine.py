@@ -42,8 +42,6 @@ roughly; on GPUs without train.deterministic, nearly.
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +51,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from errors import RunFailed
-from parallel.mesh import Mesh
 from parallel.placement import replicated_over
 from runtime.checkpoints.checkpoint import Start, held_tensors
 from runtime.health.compare import Computed, compute, disputes, returned, settle, shifted
@@ -94,9 +91,8 @@ class Suspect:
 def examine(train: TrainStep, suspect: Suspect) -> Verdict:
     """Compute the step again; every rank calls it between steps, when it has no gradients."""
     mesh, batch = train.mesh, suspect.batch
-    with _deterministic(mesh):
-        first, again = compute(train, *batch), compute(train, *batch)
-        exchanged = compute(train, *(shifted(part, train) for part in batch))
+    first, again = compute(train, *batch), compute(train, *batch)
+    exchanged = compute(train, *(shifted(part, train) for part in batch))
     other = returned(exchanged.products, train)  # of this rank's rows
     ranks = dist.get_process_group_ranks(mesh.batch.get_group())
     partner = ranks[(mesh.dp_rank + 1) % len(ranks)]
@@ -174,19 +170,6 @@ def _compare_with_step(train: TrainStep, suspect: Suspect, now: Computed) -> Ver
 
 def _is_same(a: float, b: float, tolerance: float) -> bool:
     return a == b or (math.isnan(a) and math.isnan(b)) or math.isclose(a, b, rel_tol=tolerance)
-
-
-@contextmanager
-def _deterministic(mesh: Mesh) -> Iterator[None]:
-    """On a GPU, choose operations with repeatable results where they exist."""
-    before = torch.are_deterministic_algorithms_enabled()
-    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    if mesh.device == "cuda" and not before:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=only_warns)
 
 
 @torch.no_grad()
