@@ -17,7 +17,6 @@ if __name__ == "__main__":
     guard_output()
     listening = Signals(speaks=os.environ.get("RANK", "0") == "0").listen()
 
-import torch
 import torch.distributed as dist
 
 from data.loader import BatchLoader
@@ -29,12 +28,13 @@ from runtime.checkpoints import checkpoint
 from runtime.checkpoints.checkpoint import Start
 from runtime.checkpoints.history import passed
 from runtime.checkpoints.lease import Lease
+from runtime.device import prepare_determinism
 from runtime.listener import Listeners, Run
 from runtime.messages import fail, on_all_ranks, refuse
 from runtime.next_stage import enter_stage, next_start
 from runtime.start.attention import check_attention
 from runtime.start.connections import set_connections
-from runtime.start.init_distributed import init_distributed
+from runtime.start.init_distributed import init_distributed, limit_waits
 from runtime.start.preconditions import Data, check_fits, check_writable, open_stages
 from runtime.start.spares import training_ranks
 from training.build import build_stages
@@ -70,6 +70,7 @@ def read_config(arguments: list[str], device: str) -> Config:
     config.validate(dist.get_world_size())
     check_kernels(config.model.kernels, device)
     check_optimizer(config)
+    prepare_determinism(device, config.train.deterministic)
     for stage in config.each_stage:
         check_attention(stage, device)
         check_fits(stage, device)
@@ -77,10 +78,6 @@ def read_config(arguments: list[str], device: str) -> Config:
 
 
 def start_run(config: Config, device: str, signals: Signals) -> None:
-    if config.train.deterministic:
-        # deterministic cuBLAS requires it, and reads it at its first use
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
     # Find the user's mistakes before anything is built or written.
     data = on_all_ranks(lambda: open_stages(config), device)
     on_all_ranks(lambda: check_writable(config), device)
@@ -111,6 +108,7 @@ def train_stage(
         prefetch=config.data.prefetch,
     )
     train = TrainStep(config, mesh, build_stages(config, mesh), train_data.bos_id)
+    limit_waits()
     checkpoint.load(train, start)
     # called before and after every step, in order: metrics, evaluation, saving, …
     listeners = build_listeners(config, mesh, train, start, data, lease, companion, signals)

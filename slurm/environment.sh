@@ -32,20 +32,11 @@ export NCCL_IB_RETRY_CNT=7
 # were chosen.
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 
-# --- memory ---------------------------------------------------------------------------------------
-
-# PyTorch's allocator extends its segments instead of reserving new ones for tensors that do not fit
-# between others: less fragmentation, so more of the memory can be used.
-# PYTORCH_ALLOC_CONF is the variable's new name. If you have set that one, it holds alone: torch would
-# take some options from one variable and some from the other.
-if [ -z "${PYTORCH_ALLOC_CONF:-}" ]; then
-  export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
-fi
-
 # Not here, because each rank sets it, however it was started: the number of queues to the GPU
 # (CUDA_DEVICE_MAX_CONNECTIONS, by the layout), the priority of NCCL's streams
-# (TORCH_NCCL_HIGH_PRIORITY), the CPUs next to its GPU, and the limit of open files. A value that you
-# export here for one of the two variables stays. See docs/running.md.
+# (TORCH_NCCL_HIGH_PRIORITY), the allocator's segments (PYTORCH_CUDA_ALLOC_CONF), the CPUs next to its
+# GPU, and the limit of open files. A value that you export here for one of the variables stays. See
+# docs/running.md.
 
 # --- hangs and crashes ----------------------------------------------------------------------------
 

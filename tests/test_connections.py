@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import train
+from errors import UserError
 from parallel.config import ParallelConfig
+from runtime.device import CUBLAS
 from runtime.signals import Signals
 from runtime.start.connections import VARIABLE, advised_connections, connections_notice
 from runtime.start.notices import notices
@@ -19,6 +21,7 @@ from training.load_config import load_config
 
 ROOT = Path(__file__).parent.parent
 CONFIG = str(ROOT / "configs/llama3_70b.yaml")  # tp 4, zero_stage 1
+ALONE = ["parallel.tp=1", "parallel.pp=1", "parallel.dp_shard=1"]
 
 
 @pytest.mark.parametrize(
@@ -71,6 +74,39 @@ def test_it_is_set_before_cuda_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     del os.environ[VARIABLE]
     with patch.object(train, "set_connections"):  # control
         assert value_at_first_use([CONFIG]) is None
+
+
+@pytest.mark.parametrize("given", [None, ":4096:2:16:8"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_cublas_is_prepared_before_attention_is_tried(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, deterministic: bool
+) -> None:
+    """cuBLAS reads its variable at its first product, and flash attention's backward is
+    deterministic only under torch's flag. A value with which neither holds is refused."""
+    flag = torch.are_deterministic_algorithms_enabled()
+    monkeypatch.setenv(CUBLAS, given or "")
+    if given is None:
+        del os.environ[CUBLAS]
+    found = []
+
+    def tried(*_: object) -> None:
+        found.append((os.environ[CUBLAS], torch.are_deterministic_algorithms_enabled()))
+        raise KeyboardInterrupt
+
+    overrides = [f"train.deterministic={str(deterministic).lower()}", *ALONE]
+    monkeypatch.setattr(train, "check_kernels", lambda *_: None)
+    monkeypatch.setattr(train, "check_attention", tried)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    refused = bool(given) and deterministic
+    try:
+        with pytest.raises(UserError if refused else KeyboardInterrupt) as raised:
+            train.read_config([str(ROOT / "configs/laptop.yaml"), *overrides], "cuda")
+    finally:
+        torch.use_deterministic_algorithms(flag)
+    if refused:
+        assert (raised.value.key, raised.value.value) == (CUBLAS, given)
+    else:
+        assert found == [(given or ":4096:8", deterministic)]
 
 
 def test_no_import_uses_cuda() -> None:

@@ -10,10 +10,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from runtime import signals
-from runtime.start import rendezvous
+from runtime.start import init_distributed, rendezvous
 from runtime.start.rendezvous import fresh_store
 
 WORLD = 4
@@ -98,3 +99,38 @@ def test_who_is_late_is_waited_for_in_a_file_too(tmp_path: Path) -> None:
     assert len(found) == 2
     found[0].set("key", "value")
     assert found[1].get("key") == b"value"
+
+
+def test_both_parts_of_a_gpu_s_groups_have_a_timeout_of_ten_minutes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of a mesh too, for which torch takes its default again; the groups of gloo only, for
+    saving, keep its 30 minutes. gloo does here what NCCL does for tensors on GPUs."""
+    given: list[timedelta] = []
+
+    def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Backend:
+        given.append(timeout)
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    dist.Backend.register_backend("as_nccl", create, devices=["cuda"])
+    backend = "cpu:gloo,cuda:as_nccl"
+    monkeypatch.setitem(init_distributed.BACKENDS, "cuda", backend)
+    monkeypatch.setattr(init_distributed, "TIMEOUTS", {backend: timedelta(minutes=10)})
+    monkeypatch.setattr(init_distributed, "use_gpu", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert init_distributed.TIMEOUTS.get("gloo") is None
+    init_distributed.init_distributed(store=dist.HashStore())
+    try:
+        of_mesh, saving = dist.new_group([0]), dist.new_group([0], backend="gloo")
+        assert given == [timedelta(minutes=10), timedelta(minutes=30)]
+
+        def timeouts(group: dist.ProcessGroup) -> set[timedelta]:
+            devices = torch.device("cpu"), torch.device("cuda")
+            return {group._get_backend(device).options._timeout for device in devices}
+
+        assert timeouts(of_mesh) == {timedelta(minutes=30)}  # what torch does
+        init_distributed.limit_waits()
+        assert timeouts(dist.group.WORLD) == timeouts(of_mesh) == {timedelta(minutes=10)}
+        assert timeouts(saving) == {timedelta(minutes=30)}
+    finally:
+        dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
@@ -143,6 +144,7 @@ def test_the_ranks_of_a_node_divide_its_cpus(
         init_distributed, "bind_to_gpu", lambda gpu, ranks: bind_to_gpu(gpu, ranks, system)
     )
     monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", "1")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for gpu in range(min(ranks, len(GPUS))):
         bound[:] = [ALL]  # each rank is a process of its own
@@ -150,15 +152,23 @@ def test_the_ranks_of_a_node_divide_its_cpus(
     assert found == threads
 
 
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+@pytest.mark.parametrize("allocator", [None, *ALLOCATOR])
 @pytest.mark.parametrize(("given", "threads"), [(None, ["3 threads"]), ("5", [])])
 def test_a_rank_is_bound_before_its_device_is_set(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     given: str | None,
     threads: list[str],
+    allocator: str | None,
 ) -> None:
     """The device's context has threads and memory of its own. The ranks share the CPUs, unless the
-    user has said how. If nothing was bound, the rank says why."""
+    user has said how. If nothing was bound, the rank says why.
+
+    Before the device is set, its allocator has its setting, unless the user has set one by either
+    name; and whatever the environment says, products of float32 are not TF32."""
     calls: list[str] = []
 
     def bind(gpu: int, ranks: int) -> Share:
@@ -169,15 +179,25 @@ def test_a_rank_is_bound_before_its_device_is_set(
     monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: calls.append(f"device {gpu}"))
     monkeypatch.setattr(torch, "set_num_threads", lambda count: calls.append(f"{count} threads"))
     monkeypatch.setattr(init_distributed, "bind_to_gpu", bind)
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
-    for name in ("OMP_NUM_THREADS", "TORCH_NCCL_HIGH_PRIORITY"):
+    groups: list[dict[str, object]] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **given: groups.append(given))
+    for name in ("OMP_NUM_THREADS", "TORCH_NCCL_HIGH_PRIORITY", *ALLOCATOR):
         monkeypatch.setenv(name, "")  # so that it is restored
         del os.environ[name]
     if given:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
     for name, value in {"RANK": "0", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "10"}.items():
         monkeypatch.setenv(name, value)
+    if allocator:
+        monkeypatch.setenv(allocator, "max_split_size_mb:64")
+    torch.set_float32_matmul_precision("high")  # as with TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1
     assert init_distributed.init_distributed(store=dist.HashStore()) == "cuda"
+    assert torch.get_float32_matmul_precision() == "highest"
     assert calls == ["bind 3", *threads, "device 3"]
+    expected = {allocator or ALLOCATOR[0]: "max_split_size_mb:64"}
+    if not allocator:
+        expected = {ALLOCATOR[0]: "expandable_segments:True"}
+    assert {name: os.environ[name] for name in ALLOCATOR if name in os.environ} == expected
+    assert groups[0]["timeout"] == timedelta(minutes=10)
     assert os.environ["TORCH_NCCL_HIGH_PRIORITY"] == "1"
     assert "rank 0 is not bound to the CPUs next to its GPU: a reason" in capsys.readouterr().err

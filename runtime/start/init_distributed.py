@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 import sys
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,11 @@ from runtime.start.numa import bind_to_gpu
 from runtime.start.parts import parts
 from runtime.start.rendezvous import fresh_store
 
+# gloo is for tensors and objects on the host: CPU offload, checkpoint planning
+BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
+# How long a collective waits for the other ranks. By default torch gives NCCL 10 minutes and gloo
+# 30, but NCCL beside gloo, as here, 30 too.
+TIMEOUTS = {BACKENDS["cuda"]: timedelta(minutes=10)}
 OTHER_FILES = 512  # libraries, data, logs, devices, NCCL's own sockets
 _CACHED = type(functools.cache(lambda: None))  # functools has no public name for it
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
@@ -33,13 +39,10 @@ def init_distributed(signals: Signals | None = None, store: dist.Store | None = 
             no launcher.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    backend = "gloo"
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if device == "cuda":
         use_gpu(int(os.environ.get("LOCAL_RANK", 0)), rank, processes)
-        # gloo for tensors and objects on the host: CPU offload, checkpoint planning
-        backend = "cpu:gloo,cuda:nccl"
     else:
         share_cores(processes)
     if os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
@@ -48,10 +51,24 @@ def init_distributed(signals: Signals | None = None, store: dist.Store | None = 
     if store is None:
         store = next(dist.rendezvous("env://"))[0] if "RANK" in os.environ else dist.HashStore()
     heard = signals.heard if signals is not None else {}
-    dist.init_process_group(
-        backend, store=fresh_store(store, rank, world_size, heard), rank=rank, world_size=world_size
-    )
+    _join(BACKENDS[device], fresh_store(store, rank, world_size, heard), rank, world_size)
     return device
+
+
+def _join(backend: str, store: dist.Store, rank: int, world_size: int) -> None:
+    timeout = TIMEOUTS.get(backend)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def limit_waits() -> None:
+    """Give all groups that have the backend of the world its timeout; call it when they exist.
+    torch gives each new group, also those of a DeviceMesh, its default again. The groups of gloo
+    only, for saving and stopping, keep theirs."""
+    backend = dist.get_backend()
+    if backend in TIMEOUTS:
+        for group, (its_backend, _) in dist.distributed_c10d._world.pg_map.items():
+            if its_backend == backend:
+                dist.distributed_c10d._set_pg_timeout(TIMEOUTS[backend], group)
 
 
 def open_files_needed(world_size: int) -> int:
@@ -90,6 +107,14 @@ def stay_on_this_machine() -> None:
 
 def use_gpu(gpu: int, rank: int, processes: int) -> None:
     """Apply settings for one of `processes` ranks of this machine that compute on its GPUs."""
+    # PyTorch's allocator extends its segments instead of reserving new ones for tensors that do not
+    # fit between others; experts, whose rows vary, fragment most. It reads these variables when it
+    # first allocates. torch takes some options from one name and some from the other, so a value
+    # that the user has given one of them stays the only one.
+    if not os.environ.get("PYTORCH_ALLOC_CONF"):
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    # NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which makes float32 products TF32.
+    torch.set_float32_matmul_precision("highest")
     share = bind_to_gpu(gpu, processes)
     if share.why_not:
         log(f"rank {rank} is not bound to the CPUs next to its GPU: {share.why_not}")
@@ -132,7 +157,7 @@ def join_again(signals: Signals) -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     again = fresh_store(store, rank, world_size, signals.heard)
-    dist.init_process_group(backend, store=again, rank=rank, world_size=world_size)
+    _join(backend, again, rank, world_size)
 
 
 def forget_meshes() -> None:
