@@ -21,9 +21,11 @@ import psutil
 import pytest
 
 from benchmarks.stop_matrix import PHASES, SIGNALS, TARGETS, stop
+from errors import UserError
 from runtime.records.events import read_events
 from tests.runs import LAYOUT_3D, write_config
 from tools import launch
+from training.load_config import load_config
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {
@@ -310,6 +312,37 @@ def test_nothing_is_started_of_what_is_refused(
         launch.main()
     assert left.value.code == 2
     assert said in capsys.readouterr().err
+
+
+# --- the layout for GPUs --------------------------------------------------------------------------
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("path", [*map(str, Path("configs").glob("*[!s].yaml"))])  # no stages
+def test_every_configuration_fits_any_number_of_gpus(path: str) -> None:
+    for gpus, used in ((1, 1), (2, 2), (7, 4), (16, 8)):
+        processes, overrides = launch.layout(gpus, path, [])
+        assert processes == used
+        load_config(path, overrides).validate(processes)
+
+
+def test_what_the_configuration_asks_for_is_kept() -> None:
+    def axes(name: str, gpus: int, *given: str) -> dict[str, int]:
+        processes, overrides = launch.layout(gpus, str(ROOT / "configs" / name), list(given))
+        config = load_config(str(ROOT / "configs" / name), [*overrides, *given])
+        sizes = config.parallel.mesh_sizes(processes).by_axis()
+        return {axis: size for axis, size in sizes.items() if size > 1}
+
+    assert axes("laptop.yaml", 8) == {"tp": 2, "pp": 2, "dp_shard": 2}
+    assert axes("llama3_8b_131072.yaml", 8) == {"cp": 4, "tp": 2}
+    assert axes("llama3_8b_131072.yaml", 2) == {"cp": 2}
+    assert axes("laptop.yaml", 4, "parallel.dp_replicate=2") == {"dp_replicate": 2, "tp": 2}
+    assert axes("laptop.yaml", 8, "parallel.zero_stage=0") == {"dp_replicate": 2, "tp": 2, "pp": 2}
+    assert axes("laptop.yaml", 4, "model.ffn_dim=341") == {"pp": 2, "dp_shard": 2}  # tp 2 cuts it
+    with pytest.raises(UserError, match="cp=2 · tp=1 does not make the world of 1 processes"):
+        axes("laptop.yaml", 1, "parallel.cp=2")
+    with pytest.raises(UserError, match=r"stages\.1\.parallel\.tp"):  # its layout is for 64
+        axes("llama3_8b_stages.yaml", 8)
 
 
 # --- speed ----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 loopback unless told otherwise. (tests/alerts_scenarios.py has a real Prometheus.)"""
 
 import socket
+import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from errors import UserError
+from runtime.alerts import prometheus
 from runtime.alerts.check import check_alerts
 from runtime.alerts.prometheus import CONTENT_TYPE, Endpoint, address, exposition
 from runtime.alerts.settings import Settings
@@ -116,7 +118,10 @@ def test_an_address() -> None:
     assert address("9400") == ("127.0.0.1", 9400)  # loopback unless a host is given
     assert address("0.0.0.0:9400") == ("0.0.0.0", 9400)
     assert address("[::1]:9400") == ("::1", 9400)
-    for wrong in ("0", "65536", ":1", "x", "host:", "-1", "١"):
+    assert address("bücher.example:9400") == ("bücher.example", 9400)
+    long, surrogate = "ü" * 70 + ":9000", "\ud800:9000"
+    for wrong in ("0", "65536", ":1", "x", "host:", "-1", "١", long, surrogate, "a" * 64 + ":1",
+                  "a..b:1", "a b:1", "a/b:1"):  # fmt: skip
         with pytest.raises(ValueError, match=r".*"):
             address(wrong)
 
@@ -162,6 +167,32 @@ def test_a_port_in_use_is_tried_again() -> None:
     assert second.server is not None
     second.server.shutdown()
     second.server.server_close()
+
+
+def test_slow_clients_keep_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that send nothing, or half a request, or read nothing of a long answer: the oldest
+    give way to a new one, and none stays longer than its time."""
+    monkeypatch.setattr(prometheus, "MOST_CLIENTS", 3)
+    settings = Settings("f", "n", "c", 0, prometheus=f"127.0.0.1:{free_port()}")
+    before, endpoint = threading.active_count(), Endpoint(settings, lambda: "a 1\n" * 4_000_000)
+    assert endpoint.open() == ""
+    slow = []
+    for sent in (b"GET / HTTP/1.1\r\n\r\n", b"", b"GET / HTTP/1.1\r\nx: ") * 2:
+        slow.append(socket.create_connection(endpoint.address))
+        slow[-1].sendall(sent)
+    with urllib.request.urlopen(f"http://{settings.prometheus}/metrics", timeout=60) as answer:
+        assert answer.read(3) == b"a 1"
+        wait_until(lambda: threading.active_count() <= before + 1 + 3)
+    monkeypatch.setattr(prometheus, "CLIENT_SECONDS", 0.0)
+    slow.append(socket.create_connection(endpoint.address))
+    assert slow[-1].recv(1) == b"", "its time is over"
+    monkeypatch.setattr(prometheus, "MOST_CLIENTS", 0)
+    wait_until(lambda: threading.active_count() == before + 1)
+    assert endpoint.server is not None
+    endpoint.server.shutdown()
+    endpoint.server.server_close()
+    for client in slow:
+        client.close()
 
 
 def test_the_file_is_replaced_as_a_whole(tmp_path: Path) -> None:

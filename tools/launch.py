@@ -31,6 +31,7 @@ if __name__ == "__main__":  # before the other imports, which take seconds
 import contextlib
 import ctypes
 import gc
+import itertools
 import os
 import shutil
 import signal
@@ -63,19 +64,39 @@ KILL_SECONDS = 15.0  # from then until the remaining ranks are killed
 PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 
 
-def layout(num_gpus: int) -> tuple[int, list[str]]:
+def layout(num_gpus: int, path: str, overrides: list[str]) -> tuple[int, list[str]]:
     """The number of processes to start, and the overrides that fit the configuration to it.
 
     The number of GPUs used is a power of two, which divides the batch and the heads. Its factors
-    of two go first to tp, then to pp, then to dp_shard. Experts, if there are any, fit on one GPU.
+    of two go first to cp, as far as the configuration has it (a long sequence needs it), then to
+    tp, to pp, and the rest to data parallelism: to dp_shard, or with zero_stage 0 to dp_replicate.
+    Of these layouts, it is the first that the configuration allows. Experts, if there are any, fit
+    on one GPU. A configuration with `parallel.layouts` keeps them.
+
+    Raises:
+        UserError: the configuration allows none; why it does not allow the first.
     """
     if num_gpus == 0:
         return MAX_PROCESSES, []
-    processes = 1 << (min(num_gpus, MAX_PROCESSES).bit_length() - 1)
-    tp = min(processes, 2)
-    pp = min(processes // tp, 2)
-    axes = [f"parallel.tp={tp}", f"parallel.pp={pp}", "parallel.dp_shard=-1", "parallel.ep=1"]
-    return processes, [*axes, "train.dtype=bfloat16"]
+    processes, dtype = 1 << (min(num_gpus, MAX_PROCESSES).bit_length() - 1), "train.dtype=bfloat16"
+    given, refused = load_config(path, overrides).parallel, None
+    if given.layouts:
+        return processes, [dtype]
+    cp_sizes = [given.cp >> n for n in range(given.cp.bit_length())]
+    for cp, tp, pp in itertools.product(cp_sizes, (2, 1), (2, 1)):
+        if processes % (cp * tp * pp):
+            continue
+        rest = processes // (cp * tp * pp)
+        dp_shard, dp_replicate = (-1, 1) if given.zero_stage else (1, rest)
+        sizes = {"tp": tp, "pp": pp, "cp": cp, "dp_shard": dp_shard, "dp_replicate": dp_replicate}
+        axes = [f"parallel.{axis}={size}" for axis, size in {**sizes, "ep": 1}.items()]
+        try:
+            load_config(path, [*axes, dtype, *overrides]).validate(processes)
+            return processes, [*axes, dtype]
+        except UserError as error:
+            refused = refused or error
+    assert refused is not None  # all sizes 1 always divide
+    raise refused
 
 
 def count_gpus() -> int:
@@ -301,11 +322,11 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     options = parser.parse_intermixed_args()
     gpus = count_gpus()
-    processes, overrides = (
-        layout(gpus) if options.nproc_per_node is None else (options.nproc_per_node, [])
-    )
-    arguments = [options.config, *overrides, *options.overrides]
+    processes, overrides = options.nproc_per_node, []
     try:
+        if processes is None:
+            processes, overrides = layout(gpus, options.config, options.overrides)
+        arguments = [options.config, *overrides, *options.overrides]
         check_processes(processes, gpus)
         config = choose_layout(load_config(options.config, arguments[1:]), processes)
         if config.parallel.layouts:

@@ -11,6 +11,8 @@ https://prometheus.io/docs/instrumenting/exposition_formats/
 import contextlib
 import math
 import os
+import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +28,9 @@ from runtime.records.tracker import is_number
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LOOPBACK = "127.0.0.1"
+CLIENT_SECONDS = 5.0  # for a client's request and its answer: a scrape takes milliseconds
+MOST_CLIENTS = 16  # at a time, each with a thread; for one more, the oldest is disconnected
+HOST = re.compile(rb"[A-Za-z0-9._:%-]*")
 STATES = ("starting", "running", "finished", "requeue", "failed", "died")
 # entries of a record (records/metrics.py) → metric and help; others: lattice_record{name="…"}
 RECORD = {
@@ -148,9 +153,12 @@ def address(setting: str) -> tuple[str, int]:
     Raises ValueError if it is none of these.
     """
     host, _, port = setting.rpartition(":")
+    host = host.strip("[]")
+    if not HOST.fullmatch(host.encode("idna")):  # a UnicodeError is a ValueError
+        raise ValueError(setting)
     if not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536 or setting[0] == ":":
         raise ValueError(setting)
-    return host.strip("[]") or LOOPBACK, int(port)
+    return host or LOOPBACK, int(port)
 
 
 class Endpoint:
@@ -166,8 +174,6 @@ class Endpoint:
         text = self.text
 
         class Handler(BaseHTTPRequestHandler):
-            timeout = 5.0  # seconds, for a client that sends nothing
-
             def do_GET(self) -> None:
                 known = self.path.partition("?")[0] in ("/", "/metrics")
                 body = text().encode(errors="replace") if known else b""
@@ -181,17 +187,37 @@ class Endpoint:
                 """Nothing: a scrape is not worth a line of the run's log."""
 
         class Server(ThreadingHTTPServer):
-            import socket
-
             address_family = socket.AF_INET6 if ":" in self.address[0] else socket.AF_INET
+            clients: dict[Any, float]  # connection → when it is ended, oldest first
+
+            def process_request(self, request: Any, client_address: Any) -> None:
+                self._end_clients(MOST_CLIENTS - 1)
+                self.clients[request] = time.monotonic() + CLIENT_SECONDS
+                super().process_request(request, client_address)
+
+            def service_actions(self) -> None:  # called twice a second
+                self._end_clients(MOST_CLIENTS)
+
+            def _end_clients(self, most: int) -> None:
+                """End the clients whose time is over, and the oldest of more than `most`."""
+                clients = [*self.clients.items()]
+                for number, (request, until) in enumerate(clients):
+                    if len(clients) - number > most or time.monotonic() > until:
+                        with contextlib.suppress(OSError):
+                            request.shutdown(socket.SHUT_RDWR)  # its thread sees the end
+
+            def shutdown_request(self, request: Any) -> None:
+                self.clients.pop(request, None)
+                super().shutdown_request(request)
 
             def handle_error(self, *_: Any) -> None:
                 """Nothing: the client went away."""
 
         try:
-            self.server = Server(self.address, Handler)
+            server = Server(self.address, Handler)
         except OSError as error:
             return str(error.strerror or error)
+        server.clients, self.server = {}, server
         serve = threading.Thread(target=self.server.serve_forever, name="prometheus", daemon=True)
         serve.start()
         return ""
