@@ -108,7 +108,8 @@ def form(file: Path) -> str:
     elif packed and head.startswith(PARQUET):
         found = "a parquet table", _DECOMPRESS
     elif encoding := _first(_ENCODINGS, head):
-        found = f"{encoding}, not UTF-8", f"convert a copy: {utf8_copy(file, encoding)}"
+        copy = f"convert a copy and give that: {utf8_copy(file, encoding)}"
+        found = f"{encoding}, not UTF-8", copy
     if found:
         why = f"{'decompressed, ' if packed else ''}it is {found[0]}"
         if found in _POINTERS.values():

@@ -10,8 +10,8 @@ workers. At most `2 * workers + 2` chunks are in flight, so memory does not depe
 the source. The folder is written under a temporary name and renamed when it is complete, so that
 OUT is never incomplete.
 
-    OUT/index.json                   format, tokenizer's sha256, dtype; per split: shards, counts,
-                                     checksums
+    OUT/index.json                   format, tokenizer's sha256, dtype; counts of what was left out;
+                                     per split: shards, counts, checksums
     OUT/train-00000.safetensors …    see shards.py
     OUT/heldout-00000.safetensors …
     OUT/tokenizer.model              or tokenizer.json, and the files that belong to it

@@ -17,6 +17,7 @@ import csv
 import io
 import itertools
 import json
+import re
 import shlex
 import sys
 import zlib
@@ -179,6 +180,8 @@ def _csv_rows(file: Path, form: str) -> Iterator[tuple[str, Row]]:
         open_binary(file), encoding="utf-8-sig", errors="surrogateescape", newline=""
     ) as stream:
         head = stream.readline()
+        if re.match(r"(?i)\s*<(!doctype|html|\?xml)", head):  # a server's page about an error
+            raise _damaged(file, "it is HTML or XML, not a table")
         separator = next((mark for mark in ",\t;" if mark in head), ",") if form == ".csv" else "\t"
         reader = csv.reader(itertools.chain([head], stream), delimiter=separator, strict=True)
         line = 1

@@ -241,12 +241,10 @@ NOT_TEXT = {
     **{f"pointer{ending}": (POINTER, "it is a Git LFS pointer", PULL)
        for ending in (".txt", ".csv", ".jsonl", ".json", ".parquet", ".txt.gz")},
     "packed pointer.txt": (gzip.compress(POINTER.encode()), "decompressed, it is a Git", PULL),
-    "annex.txt": ("/annex/objects/SHA256E-s9--1.txt\n", "it is a git-annex pointer",
-                  "run `git annex get` in its folder"),
+    "annex.txt": ("/annex/objects/SHA256E-s9--1.txt\n", "it is a git-annex", "run `git annex get`"),
     "zip.txt": (b"PK\3\4rest", "it is a zip archive", UNPACK),
     "tar.jsonl.gz": (gzip.compress(TAR), "decompressed, it is a tar archive", UNPACK),
-    "twice.txt.gz": (gzip.compress(lzma.compress(b"x")), "decompressed, it is compressed again, "
-                     "by xz", "decompress it, or leave"),
+    "xz.gz": (gzip.compress(lzma.compress(b"")), "decompressed, it is compressed again, by xz", ""),
     "parquet.gz": (gzip.compress(b"PAR1"), "decompressed, it is a parquet", "decompress it, or"),
     "a.parquet": ("text", "it is not a parquet table: it begins with b'text'", "copy it again"),
     "empty.parquet": ("", "it is not a parquet table: it begins with b''", "copy it again"),
@@ -255,10 +253,11 @@ NOT_TEXT = {
     "base.txt": (b"SQLite format 3\0", "it is an SQLite database", "export its text"),
     "zeros.txt": ("text " * 999 + "\0", "it is damaged or cut short: it has bytes of value 0",
                   "copy it again"),
+    "page.csv": ("<!DOCTYPE html>\nx\n", "it is damaged or cut short: it is HTML", "copy it again"),
     "weights.txt": (b"\x08\0\0\0\0\0\0\0{}", "it is not UTF-8 text: it has bytes of value 0",
                     "copy it again"),
-    "16.jsonl": (row("x").encode("utf-16"), "it is UTF-16, not UTF-8", "convert a copy: `iconv"),
-    "32.csv": ("text\nx\n".encode("utf-32"), "it is UTF-32, not UTF-8", "convert a copy: `iconv"),
+    "16.jsonl": (row("x").encode("utf-16"), "it is UTF-16, not UTF-8", "convert a copy and"),
+    "32.csv": ("text\nx\n".encode("utf-32"), "it is UTF-32, not UTF-8", "convert a copy and"),
     "long.txt.zst": (SKIPPABLE + LONG_WINDOW, "it was compressed with a window above 128 MiB",
                      "decompress a copy, in up to 2 GiB of memory: `zstd -d --long=31 "),
 }  # fmt: skip
