@@ -34,6 +34,7 @@ from runtime.messages import fail, on_all_ranks, refuse
 from runtime.next_stage import enter_stage, next_start
 from runtime.start.attention import check_attention
 from runtime.start.connections import set_connections
+from runtime.start.environment import check_environment
 from runtime.start.init_distributed import init_distributed, limit_waits
 from runtime.start.preconditions import Data, check_fits, check_writable, open_stages
 from runtime.start.spares import training_ranks
@@ -48,9 +49,13 @@ from training.step import TrainStep
 def main(arguments: list[str], signals: Signals, store: dist.Store | None = None) -> None:
     """Run one rank from start to end. `store`: where the ranks find each other; None: the store
     that torchrun's environment variables describe."""
-    ranks = training_ranks(arguments, signals, store)  # spares wait in it, and exit
-    set_connections(arguments)  # before CUDA is used
-    device = init_distributed(signals, ranks.store)
+    try:
+        check_environment(store=store)
+        ranks = training_ranks(arguments, signals, store)  # spares wait in it, and exit
+        set_connections(arguments)  # before CUDA is used
+        device = init_distributed(signals, ranks.store)
+    except UserError as error:
+        refuse(error)
     try:
         config = on_all_ranks(lambda: read_config(arguments, device), device)
         start_run(config, device, signals)

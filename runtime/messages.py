@@ -36,7 +36,10 @@ class AgreedError(UserError):
 
 def this_rank() -> int:
     """The rank of this process, also where the process group is gone: between two stages."""
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+    if dist.is_initialized():
+        return dist.get_rank()
+    rank = os.environ.get("RANK", "")  # perhaps what is refused
+    return int(rank) if rank.isdecimal() else 0
 
 
 T = TypeVar("T")

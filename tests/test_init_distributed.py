@@ -1,6 +1,10 @@
-"""The ranks of one start find each other, whatever keys earlier starts left in the store."""
+"""The ranks of one start find each other, whatever keys earlier starts left in the store; and what
+the environment says of them is checked."""
 
+import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -13,8 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from errors import UserError
 from runtime import signals
+from runtime.checkpoints.lease_holder import Holder
+from runtime.messages import this_rank
 from runtime.start import init_distributed, rendezvous
+from runtime.start.environment import OF_JOB, OF_RANK, TEXTS, check_environment
 from runtime.start.rendezvous import fresh_store
 
 WORLD = 4
@@ -134,3 +142,75 @@ def test_both_parts_of_a_gpu_s_groups_have_a_timeout_of_ten_minutes(
         assert timeouts(saving) == {timedelta(minutes=30)}
     finally:
         dist.destroy_process_group()
+
+
+# --- the environment ------------------------------------------------------------------------------
+
+TWO = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in (*OF_RANK, *OF_JOB, *TEXTS):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("variables", "key"),
+    [
+        ({**TWO, "RANK": "x"}, "RANK"),
+        ({**TWO, "RANK": "2"}, "RANK"),
+        ({**TWO, "RANK": "-1"}, "RANK"),
+        ({**TWO, "WORLD_SIZE": "0"}, "WORLD_SIZE"),
+        ({**TWO, "WORLD_SIZE": "٢"}, "WORLD_SIZE"),
+        ({**TWO, "WORLD_SIZE": "9" * 5000}, "WORLD_SIZE"),
+        ({**TWO, "LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE"),
+        ({**TWO, "LOCAL_RANK": "1.5"}, "LOCAL_RANK"),
+        ({**TWO, "MASTER_PORT": "70000"}, "MASTER_PORT"),
+        ({**TWO, "MASTER_ADDR": ""}, "RANK"),  # there is no address to meet at
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE"),  # each would wait for the other forever
+        ({"SLURM_RESTART_COUNT": "1x"}, "SLURM_RESTART_COUNT"),
+        ({"SLURM_JOB_ID": "7 8"}, "SLURM_JOB_ID"),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "33"}, "CUDA_DEVICE_MAX_CONNECTIONS"),
+    ],
+)
+def test_a_wrong_variable_is_refused(
+    environment: pytest.MonkeyPatch, variables: dict[str, str], key: str
+) -> None:
+    for name, value in variables.items():
+        environment.setenv(name, value)
+    with pytest.raises(UserError) as refused:
+        check_environment()
+    assert refused.value.key == key
+    assert this_rank() in (0, 2), "which reports it"
+
+
+def test_an_empty_variable_is_none(environment: pytest.MonkeyPatch) -> None:
+    for name in (*OF_RANK, *OF_JOB, *TEXTS):
+        environment.setenv(name, " ")
+    check_environment()
+    assert not os.environ.keys() & {*OF_RANK, *OF_JOB, *TEXTS}
+    assert Holder.this_process("").restart == 0
+    for name, value in {**TWO, "SLURM_RESTART_COUNT": "3", "SLURM_JOB_ID": "7"}.items():  # control
+        environment.setenv(name, value)
+    check_environment()
+    assert (this_rank(), Holder.this_process("").restart) == (0, 3)
+    # what is the same for all ranks is reported by one; a launcher is no rank
+    environment.setenv("SLURM_RESTART_COUNT", "x")
+    environment.setenv("RANK", "1")
+    check_environment()
+    environment.setenv("RANK", "x")
+    with pytest.raises(UserError, match="SLURM_RESTART_COUNT"):
+        check_environment(is_rank=False)
+
+
+@pytest.mark.thorough
+def test_a_refused_environment_ends_a_start_before_it_writes(tmp_path: Path) -> None:
+    command = [sys.executable, "train.py", "configs/laptop.yaml", f"run.dir={tmp_path}/run"]
+    environment = os.environ | {"WORLD_SIZE": "2"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error on rank 0: WORLD_SIZE = 2: RANK is not set")
+    assert done.stderr.count("\n") == 2
+    assert not (tmp_path / "run").exists()

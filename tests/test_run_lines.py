@@ -151,7 +151,8 @@ def test_another_broken_pipe_is_an_error() -> None:
 def test_a_run_goes_on_without_a_reader_a_log_or_an_encoding(data: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, data)
     command = f"{sys.executable} train.py {config} run.log_interval=1 2>/dev/full | head -1"
-    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    empty = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_RESTART_COUNT", "OMP_NUM_THREADS")
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"} | dict.fromkeys(empty, "")
     done = subprocess.run(
         ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"],
         cwd=ROOT,

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
+from errors import UserError
 from output import guard_output, log
 
 
@@ -20,6 +21,9 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
     out = guard_output()
     try:
         status: object = main()
+    except UserError as error:
+        log(f"error: {error}")
+        status = 2
     except SystemExit as leaving:  # also after --help
         status = leaving.code
     except KeyboardInterrupt:

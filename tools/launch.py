@@ -51,6 +51,7 @@ import train
 from errors import UserError
 from runtime.records.status import read_status, record_failure
 from runtime.signals import Signals
+from runtime.start.environment import check_environment
 from tools.command import CommandParser
 from training.layouts import choose_layout
 from training.load_config import load_config
@@ -324,6 +325,7 @@ def main() -> None:
     gpus = count_gpus()
     processes, overrides = options.nproc_per_node, []
     try:
+        check_environment(is_rank=False)
         if processes is None:
             processes, overrides = layout(gpus, options.config, options.overrides)
         arguments = [options.config, *overrides, *options.overrides]

@@ -37,10 +37,11 @@ def on_event(config: Config) -> str:
     found = VARIABLE.fullmatch(setting)
     if found is None:
         return setting
-    if not os.environ.get(found[1]):
+    value = os.environ.get(found[1], "").strip()
+    if not value:
         why = "this variable is not set, or empty, in the environment of rank 0"
         raise UserError("run.on_event", setting, why, f"export {found[1]}, or give a URL")
-    return os.environ[found[1]].strip()
+    return value
 
 
 def _check_url(setting: str, url: str) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from runtime.messages import log
 from runtime.signals import Signals
+from runtime.start.environment import check_environment, check_number
 from runtime.start.numa import bind_to_gpu
 from runtime.start.parts import parts
 from runtime.start.rendezvous import fresh_store
@@ -38,11 +39,14 @@ def init_distributed(signals: Signals | None = None, store: dist.Store | None = 
         store: where the ranks find each other; None: torchrun's store, or a local one if there is
             no launcher.
     """
+    check_environment(store=store)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if device == "cuda":
-        use_gpu(int(os.environ.get("LOCAL_RANK", 0)), rank, processes)
+        gpus = torch.cuda.device_count()
+        why = f"this process sees {gpus} GPUs, numbered from 0"
+        use_gpu(check_number("LOCAL_RANK", 0, gpus - 1, why) or 0, rank, processes)
     else:
         share_cores(processes)
     if os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):

@@ -48,6 +48,7 @@ from runtime.health.excluded import excluded_nodes, node_name
 from runtime.listener import Listener, Run
 from runtime.messages import log
 from runtime.records.events import append_event
+from runtime.records.tracker import json_object
 from runtime.signals import Signals
 from runtime.start.rendezvous import comes, fresh_store
 from training.layouts import layout_sizes
@@ -181,7 +182,7 @@ class SparesEvent(Listener):
     """Records in events.jsonl which nodes have spare ranks in this start."""
 
     def begins(self, run: Run) -> None:
-        spares = json.loads(os.environ.get(SPARES, "{}"))
+        spares = json_object(os.environ.get(SPARES, ""))
         if spares and dist.get_rank() == 0:
             append_event(run.config.run.dir, "spares", step=run.step, ranks=spares)
 

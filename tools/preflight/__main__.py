@@ -39,6 +39,7 @@ from errors import UserError
 from runtime.health.excluded import excluded_nodes
 from runtime.messages import log
 from runtime.start.attention import describe_attention
+from runtime.start.environment import check_environment
 from runtime.start.preconditions import check_writable, open_stages
 from tools.command import CommandParser, run_command
 from tools.preflight.links import Links
@@ -203,6 +204,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     started = time.monotonic()
     deadline = started + options.seconds
+    check_environment(is_rank=False)
     node, num_nodes = int(os.environ.get("SLURM_NODEID", 0)), int(os.environ.get("SLURM_NNODES", 1))
     name = os.environ.get("SLURMD_NODENAME", os.uname().nodename)
     try:

@@ -35,7 +35,7 @@ def main() -> None:
     options.run_path, options.training_script = True, str(script)
     options.start_method = "forkserver"
     # torchrun sets this for its ranks, but it is read when torch is imported, which is before
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"
     multiprocessing.set_forkserver_preload(["tools.torchrun.program"])
     run(options)
 
