@@ -2,7 +2,8 @@
 
 metrics.py         the measurements of each logged step, and how a run ended
 trackers.py        writes them to metrics.jsonl, console, wandb, TensorBoard
-tracker.py         the interface of one such place; wandb_tracker.py: that of wandb
+tracker.py         the interface of one such place, and which lines readers take
+wandb_tracker.py   Weights & Biases
 expert_load.py     how evenly tokens spread over experts
 events.py          events.jsonl: what happened, and when
 status.py          status.json: how the last start ended

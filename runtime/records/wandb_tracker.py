@@ -58,8 +58,8 @@ class WandB(Tracker):
         self.wandb, self.folder = wandb, Path(config.run.dir).absolute()
         known = {} if anew else _read_object(self.folder / "wandb-run.json")
         self.id = str(known.get("id") or secrets.token_hex(4))
-        repeated = known.get("repeated")
-        self.repeated = repeated if is_count(repeated) else 0
+        repeated: Any = known.get("repeated")
+        self.repeated: int = repeated if is_count(repeated) else 0
         self.went_back(step, reached)
         events = self.folder / "events.jsonl"
         self.events_read = events.stat().st_size if events.exists() else 0  # bytes

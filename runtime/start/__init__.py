@@ -1,5 +1,6 @@
 """What happens before the first step. In the order of a start:
 
+environment.py       refuses wrong variables of launchers and people
 spares.py            which of the launcher's ranks train; the others wait
 connections.py       how many queues the host has to a GPU, by the layout
 init_distributed.py  joins the launcher's world of processes
