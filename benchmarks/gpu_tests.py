@@ -22,7 +22,7 @@ from tools.command import run_command
 PROCESSES = 6
 # Row → tests, and the expected seconds.
 FILES = {
-    "tests of kernels": (["tests/test_kernels.py"], 60),
+    "tests of kernels": (["tests/test_kernels.py", "tests/test_bit_hash.py"], 60),
     "tests of the optimizer's kernels": (["tests/test_kernel_adamw.py"], 40),
     "tests of the head's weight gradient": (
         ["tests/test_linear_cross_entropy.py::test_the_weight_gradient_is_summed_in_float32"],

@@ -14,6 +14,7 @@ PyTorch implementation.
     multi_tensor.py           one launch over many tensors, used by the next two files
     gradient_norm.py          the norm of all gradients
     adamw.py                  clipping and the optimizer update
+    bit_hash.py               a hash of all bits, to compare the numbers of ranks
 
 The PyTorch implementation is the specification, and runs where there is no GPU
 (`model.kernels=auto`). Kernels compute in float32 and round once, when they store. Given float64

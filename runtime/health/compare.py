@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from model.kernels.bit_hash import hash_of
 from model.matmul import Matmul
 from parallel.weight_gradient import LinearProducts
 from runtime.device import deterministic
 from runtime.health.products import Compute, Wrapped, linear_layers, wrapped
-from runtime.health.replicas import hash_of
 from training.step import TrainStep
 
 FIRST = 2  # disputed products that each pair of ranks settles
@@ -39,11 +39,12 @@ class HashedProducts(Wrapped):
     """Products that append the hashes of their inputs and output."""
 
     hashes: list[Tensor]
+    kernels: str  # model.kernels
 
     def around(self, kind: str, compute: Compute, *inputs: Tensor | None) -> Tensor:
-        before = hash_of(each for each in inputs if each is not None)
+        before = hash_of((each for each in inputs if each is not None), self.kernels)
         result = compute()
-        self.hashes += [before, hash_of([result])]
+        self.hashes += [before, hash_of([result], self.kernels)]
         return result
 
 
@@ -70,7 +71,7 @@ def compute(train: TrainStep, tokens: Tensor, targets: Tensor) -> Computed:
 
     def hashed(inner: LinearProducts, name: str) -> Wrapped:
         products = HashedProducts(inner, name)
-        products.hashes = hashes
+        products.hashes, products.kernels = hashes, train.config.model.kernels
         return products
 
     with wrapped(linear_layers(train), hashed):

@@ -15,13 +15,13 @@ from torch import Tensor
 from errors import UserError
 from parallel.weight_gradient import LinearProducts
 from runtime.health.products import Compute, Wrapped, Wrapping, linear_layers
-from runtime.health.replicas import BITS
 from runtime.listener import Listener, Run
 from runtime.messages import log, on_all_ranks
 from training.precision import Precision
 from training.step import TrainStep
 
 KEY = "guard.inject_fault"
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class FaultyProducts(Wrapped):

@@ -13,24 +13,17 @@ that differ from the most common hash are named; if all hashes differ, as with t
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from errors import RunFailed
+from model.kernels.bit_hash import hash_of
 from parallel.axes import EXPERT_AXES, WEIGHT_AXES
-from parallel.mesh import Mesh
 from parallel.placement import replicated_over
 from runtime.checkpoints.checkpoint import held_tensors
 from training.step import TrainStep
-
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-HASHED_AT_ONCE = 1 << 20  # numbers, of 32 bytes with what is computed: little on a full GPU
-# 2⁶⁴ / golden ratio, as int64 (Knuth, The Art of Computer Programming, section 6.4)
-ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 class ReplicasDiffer(RunFailed):
@@ -47,7 +40,7 @@ def check_replicas(train: TrainStep) -> None:
         for axis in replicated_over(held.tensor):
             copied_over[axis].append(held.tensor)
     axes = WEIGHT_AXES if mesh.experts is None else dict.fromkeys(WEIGHT_AXES + EXPERT_AXES)
-    odd = [line for axis in axes for line in _odd_ones(axis, copied_over[axis], mesh)]
+    odd = [line for axis in axes for line in _odd_ones(axis, copied_over[axis], train)]
     everyone: list[list[str] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, odd)
     found = sorted({line for lines in everyone if lines for line in lines})
@@ -56,12 +49,14 @@ def check_replicas(train: TrainStep) -> None:
         raise ReplicasDiffer("; ".join(found) + f". {remedy}")
 
 
-def _odd_ones(axis: str, tensors: list[DTensor], mesh: Mesh) -> list[str]:
+def _odd_ones(axis: str, tensors: list[DTensor], train: TrainStep) -> list[str]:
     """Describe the ranks of this rank's group on `axis` that differ from the others."""
+    mesh, config = train.mesh, train.config
+    kernels = "torch" if config.parallel.cpu_offload else config.model.kernels
     group = mesh.axis(axis).get_group()
     if group.size() == 1 or not tensors:
         return []
-    mine = hash_of(tensor.to_local() for tensor in tensors).to(mesh.device)
+    mine = hash_of((tensor.to_local() for tensor in tensors), kernels).to(mesh.device)
     hashes = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(hashes, mine, group=group)  # int64 scalars
     values = [int(value) for value in torch.stack(hashes).tolist()]
@@ -76,23 +71,6 @@ def _odd_ones(axis: str, tensors: list[DTensor], mesh: Mesh) -> list[str]:
             for rank in others
         ]
     return [f"ranks {_listed(ranks)}, copies over {axis}, hold different numbers"]
-
-
-def hash_of(tensors: Iterable[Tensor]) -> Tensor:
-    """Return an int64 scalar that depends on every bit of the tensors and on its position: the sum
-    of (bits · an odd number derived from the position), mod 2⁶⁴.
-
-    A change of a single number always changes the result, since odd factors are invertible.
-    """
-    total = torch.zeros((), dtype=torch.int64)
-    for number, tensor in enumerate(tensors):
-        bits = tensor.detach().contiguous().view(BITS[tensor.element_size()]).flatten()
-        total = total.to(bits.device)
-        for start in range(0, bits.numel(), HASHED_AT_ONCE):
-            piece = bits[start : start + HASHED_AT_ONCE].long()
-            places = torch.arange(start, start + piece.numel(), device=bits.device)
-            total = total + (piece * ((places * ODD + number * 2654435761) | 1)).sum()
-    return total
 
 
 def _listed(ranks: list[int]) -> str:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from model.kernels.adamw import Location, Rates, adamw
+from model.kernels.bit_hash import hash_of
 from model.kernels.cross_entropy import gradient_over_logits_, merge, statistics
 from model.kernels.gradient_norm import square_sum
 from model.kernels.rms_norm import add_rms_norm, rms_norm
@@ -103,6 +104,10 @@ def _gradients(dtype: torch.dtype, shift: int = 0) -> None:
     square_sum(gradients, [1, 8], "triton")
 
 
+def _hash(dtype: torch.dtype, shift: int = 0) -> None:
+    hash_of([torch.empty(4096 * 17 + shift, dtype=dtype)[shift:]], "triton")
+
+
 def _update(dtype: torch.dtype) -> None:
     p, g, m, v = (
         [torch.empty(4096, 17, dtype=dtype), torch.empty(4096, dtype=dtype)] for _ in range(4)
@@ -131,6 +136,7 @@ ANGLES = ("COS + angles", "SIN + angles")  # 64 numbers per token, read by more 
 ONE_OF_K = (*ANGLES, "_turn_heads(k, k_out")
 TAIL = ("mask=offsets < left", "left, False, SCALARS")  # a tensor's last block may end anywhere
 SQUARES = (*TAIL, "PARTIAL + start")  # and the partial sums, 8 bytes per block
+HASH = ("mask=offsets <", "TOTAL")  # the last block; one atomic addition per block
 
 SPECIMENS = [
     # four rows at once: more threads than weights
@@ -167,6 +173,11 @@ SPECIMENS = [
     Specimen("square_sum float32", lambda: _gradients(FP32), narrow=SQUARES),
     Specimen("square_sum bfloat16", lambda: _gradients(BF16), narrow=SQUARES),
     Specimen("square_sum unaligned", lambda: _gradients(FP32, shift=1), wide=False),
+    *(
+        Specimen(f"hash, numbers of {dtype.itemsize} bytes", partial(_hash, dtype), narrow=HASH)
+        for dtype in (torch.float8_e4m3fn, BF16, FP32)
+    ),
+    Specimen("hash unaligned", lambda: _hash(FP32, shift=1), wide=False),
     Specimen("adamw float32", lambda: _update(FP32), narrow=TAIL),
     Specimen("adamw bfloat16", lambda: _update(BF16), narrow=TAIL),
 ]
