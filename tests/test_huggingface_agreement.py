@@ -14,7 +14,7 @@ from data.prepare import prepare
 from data.tokenizer import JSON, MODEL, Tokenizer
 from errors import UserError
 from tests.data_samples import MANY, tokenizer
-from tools.export import export
+from tools import export
 from tools.generate.load_model import load_model
 from tools.huggingface.agreement import GENERATION, ends, generation_config
 from tools.huggingface.config import HuggingFaceConfig, parameters
@@ -25,8 +25,9 @@ from tools.ranks import Ranks
 END = tokenizer().vocab_size  # <|im_end|>, a token that was added beside tokenizer.model
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
-    "vocab_size": END + 1, "max_position_embeddings": 32, "rope_theta": 10_000.0,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "intermediate_size": 16, "vocab_size": END + 1, "max_position_embeddings": 32,
+    "rope_theta": 10_000.0,
     "bos_token_id": 1, "eos_token_id": END,
 }  # fmt: skip
 STATED = {"eos_token_id": [END, 2], "bos_token_id": 1, "pad_token_id": 0, "temperature": 0.6,
@@ -39,12 +40,10 @@ def change(folder: Path, file: str, **fields: Any) -> None:
     path.write_text(json.dumps(content | fields))
 
 
-@pytest.fixture
-def chat(tmp_path: Path) -> Path:
+def build(folder: Path, **config: Any) -> Path:
     """A model for chats, as many are published: it ends a turn by a token that it added."""
-    folder = tmp_path / "chat"
     folder.mkdir()
-    change(folder, "config.json", **CONFIG)
+    change(folder, "config.json", **CONFIG | config)
     change(folder, GENERATION, **STATED)
     change(folder, "added_tokens.json", **{"<|im_end|>": END})
     change(folder, "tokenizer_config.json", chat_template="{{ messages }}", bos_token="<s>")
@@ -52,6 +51,11 @@ def chat(tmp_path: Path) -> Path:
     wanted = parameters(HuggingFaceConfig(folder).model)
     save_file({p.theirs: torch.zeros(p.shape) for p in wanted}, folder / "model.safetensors")
     return folder
+
+
+@pytest.fixture
+def chat(tmp_path: Path) -> Path:
+    return build(tmp_path / "chat")
 
 
 def stops(folder: str) -> set[int]:
@@ -66,11 +70,13 @@ def test_generation_stops_where_the_folder_says_after_import_and_export(
 
     imported, out = tmp_path / "imported", tmp_path / "out"
     import_hf(chat, imported)
-    export(imported, out)
+    export.export(imported, out)
     assert json.loads((out / GENERATION).read_text()) == STATED
     assert json.loads((out / "config.json").read_text())["eos_token_id"] == [END, 2]
-    for file in ("added_tokens.json", "tokenizer_config.json", MODEL):
+    for file in ("added_tokens.json", MODEL):
         assert (out / file).read_bytes() == (chat / file).read_bytes()
+    told = [json.loads((folder / "tokenizer_config.json").read_text()) for folder in (chat, out)]
+    assert told[0].items() <= told[1].items()
     theirs = [GenerationConfig.from_pretrained(folder) for folder in (chat, out)]
     assert theirs[0].to_dict() == theirs[1].to_dict()
     for folder in (chat, imported, out):
@@ -86,6 +92,18 @@ def test_config_json_says_what_generation_config_does_not(chat: Path, tmp_path: 
     import_hf(chat, tmp_path / "imported")
     expected = {"bos_token_id": 1, "eos_token_id": [2, END], "pad_token_id": 0}
     assert json.loads((tmp_path / "imported" / GENERATION).read_text()) == expected
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_what_llama_cpp_does_not_read_is_said(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture
+) -> None:
+    architecture = f"{kind.capitalize()}ForCausalLM"
+    hf = build(tmp_path / "hf", architectures=[architecture], model_type=kind, head_dim=8)
+    import_hf(hf, tmp_path / "imported")
+    command = ["--checkpoint", str(tmp_path / "imported"), "--out", str(tmp_path / "out")]
+    assert export.main(command) == 0
+    assert ("--override-kv" in capsys.readouterr().out) == (kind == "qwen3")
 
 
 def other_tokenizer_json(folder: Path) -> None:
@@ -164,6 +182,6 @@ def test_a_refused_tokenizer_may_be_given_by_itself(chat: Path, tmp_path: Path) 
     assert (loaded.eos_id, loaded.vocab_size) == (END, END + 1)
     assert loaded.encode("x<|im_end|></s>") == tokenizer().encode("x<|im_end|></s>")
     for name in ("by model", "by json"):
-        export(tmp_path / name, tmp_path / f"{name}, exported")
+        export.export(tmp_path / name, tmp_path / f"{name}, exported")
         stated = json.loads((tmp_path / f"{name}, exported" / GENERATION).read_text())
         assert stated == STATED

@@ -1,6 +1,7 @@
 """One interface for two tokenizer libraries (`tokenizer.json` and SentencePiece), chosen by the
 file. Prepared data and checkpoints keep all of a tokenizer's files."""
 
+import base64
 import hashlib
 import io
 import json
@@ -315,6 +316,48 @@ def test_our_sentencepiece_as_tokenizer_json(tmp_path: Path) -> None:
         [1, *expected[index]] for index in plain
     ]
     assert [theirs.decode(expected[index]) for index in plain] == [texts[index] for index in plain]
+
+
+RECORDED = json.loads((Path(__file__).parent / "fixtures" / "llama_cpp.json").read_text())
+
+
+@pytest.mark.parametrize("name", RECORDED["models"])
+def test_other_programs_read_the_tokens_that_were_trained(name: str, tmp_path: Path) -> None:
+    """transformers and llama.cpp read from an export the ids with which the model was trained: the
+    fixture has those of llama.cpp, and the commands that made them."""
+    from transformers import AutoTokenizer
+
+    recorded = RECORDED["models"][name]
+    ours = Tokenizer({MODEL: base64.b64decode(recorded["model"])})
+    expected = [[ours.bos_id, *ids] for ids in ours.encode_batch(RECORDED["texts"])]
+    assert recorded["tokens"] == expected
+    for file, content in huggingface_files(ours, 100_000).items():
+        (tmp_path / file).write_bytes(content)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for text, ids in zip(RECORDED["texts"], expected, strict=True):
+        if "</s>" not in text:  # transformers reads control tokens in texts
+            assert theirs.encode(text) == ids, text
+    said = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    begins_with_space = "dummy prefix" in name
+    assert said.get("add_prefix_space", True) == begins_with_space
+    # control: without that key, llama.cpp reads others
+    assert (recorded["tokens_without_add_prefix_space"] == expected) == begins_with_space
+
+
+def test_what_a_tokenizer_config_lacks_is_written(tmp_path: Path) -> None:
+    """Also beside a tokenizer_config.json that is there, which keeps what it says."""
+    from transformers import AutoTokenizer
+
+    given = {"chat_template": "{{ messages }}", "add_bos_token": False, "model_max_length": 7}
+    told = {"tokenizer_config.json": json.dumps(given).encode()}
+    for file, content in huggingface_files(
+        Tokenizer({MODEL: tokenizer().model, **told}), 9
+    ).items():
+        (tmp_path / file).write_bytes(content)
+    assert given.items() <= json.loads((tmp_path / "tokenizer_config.json").read_text()).items()
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.encode("def f") == tokenizer().encode("def f")
+    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.unk_token_id) == (1, 2, 0)
 
 
 def test_a_model_that_no_tokenizer_json_can_be_is_left_as_it_is() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from data.tokenizer import GENERATION, JSON, Tokenizer
+from data.tokenizer import GENERATION, JSON, MODEL, Tokenizer
 from errors import UserError
 from runtime.checkpoints.manifest import Damaged
 from runtime.checkpoints.trainer_state import verify_checkpoint
@@ -28,7 +28,7 @@ from tools.huggingface.checkpoint_reader import CheckpointReader, newest
 from tools.huggingface.config import CONFIG, Parameter, config_json, parameters
 from tools.huggingface.new_folder import new_folder, refuse_existing
 from tools.huggingface.tensor_files import FILE_BYTES, SINGLE, Piece, write_files, write_index
-from tools.huggingface.tokenizer import huggingface_files
+from tools.huggingface.tokenizer import huggingface_files, starts_with_space
 from training.precision import DTYPES
 
 
@@ -150,6 +150,16 @@ def main(arguments: list[str] | None = None) -> int:
     if not (options.out / JSON).exists():
         print(
             "no tokenizer.json was written: it could not reproduce this SentencePiece model exactly"
+        )
+    model = options.out / MODEL
+    if (
+        config["model_type"] == "qwen3"
+        and model.exists()
+        and not starts_with_space(model.read_bytes())
+    ):
+        print(
+            "llama.cpp's converter would put a space before every text of a Qwen3 with this "
+            "tokenizer: run llama.cpp with --override-kv tokenizer.ggml.add_space_prefix=bool:false"
         )
     return 0
 

@@ -1,12 +1,21 @@
 """What a folder in Hugging Face format states in more than one file. Statements that disagree are
 refused: whichever were chosen, the model might be trained, stopped or exported by the wrong one.
 
-    generation_config.json  kept, and exported again. eos_token_id, one or several, ends a text that
-                            is generated
-    config.json             its eos_token_id are among those, and bos_token_id is the same
-    the tokenizer           its eos, which closes documents, is among those; its bos is the same
-    tokenizer.model, tokenizer.json, added_tokens.json, tokenizer_config.json
-                            a token has the same id in all of them, and an id the same token
+    config.json             the model; bos and eos, if generation_config.json does not say them,
+                            else its eos are among that file's, and its bos is the same. Within it,
+                            rope_theta, rope_scaling and rope_parameters agree, model_type and
+                            architectures, torch_dtype and dtype (config.py)
+    generation_config.json  kept and exported, also after training. Each eos_token_id ends a text
+                            that is generated; the tokenizer's eos, which closes documents, is one
+                            of them. Sampling parameters and pad_token_id are not used here
+    *.safetensors           the weights; their dtypes count, not config.json's
+    tokenizer.model, or else tokenizer.json
+                            text and ids
+    tokenizer_config.json, special_tokens_map.json
+                            bos and eos, those of tokenizer.model; add_bos_token. The rest is kept
+    added_tokens.json, chat_template.jinja
+                            kept. A token has the same id in all files, and an id the same token
+    others                  left out
 
 A checkpoint keeps generation_config.json with the tokenizer's files; it has no config.json.
 """

@@ -11,9 +11,9 @@ import json
 import sentencepiece
 
 from data.sentencepiece_codec import SPACE_MARK
+from data.token_roles import CONFIG, content_of
 from data.tokenizer import JSON, MODEL, Tokenizer
 
-CONFIG = "tokenizer_config.json"
 # Texts that reveal a different normalisation; the pieces themselves are tested too.
 PROBES = [
     "  two  spaces ",
@@ -28,32 +28,46 @@ PROBES = [
 
 
 def huggingface_files(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:
-    """Name → content: the tokenizer's own files, plus tokenizer.json and tokenizer_config.json if
-    they are missing.
+    """Name → content: the tokenizer's own files, plus tokenizer.json and tokenizer_config.json, or
+    what they lack.
 
     There is no tokenizer.json if the one made here could not reproduce the SentencePiece model.
     """
-    files = dict(tokenizer.files)
-    if JSON not in files and (made := tokenizer_json(files[MODEL])) is not None:
-        files[JSON] = made
-    if CONFIG not in files and JSON in files:
-        import tokenizers
+    import tokenizers
 
+    files, made = dict(tokenizer.files), None
+    content = given = content_of(files, CONFIG, CONFIG)
+    is_model = next(iter(files)) == MODEL
+    if JSON not in files and (made := tokenizer_json(files[MODEL], tokenizer.adds_bos)) is not None:
+        files[JSON] = made
+    if made is not None or (JSON in files and not given):
         names = tokenizers.Tokenizer.from_str(files[JSON].decode())
+        roles = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "unk": tokenizer.unk_id}
         content = {
             "tokenizer_class": "PreTrainedTokenizerFast",  # uses tokenizer.json unchanged
-            "bos_token": names.id_to_token(tokenizer.bos_id) if tokenizer.bos_id >= 0 else None,
-            "eos_token": names.id_to_token(tokenizer.eos_id),
+            **{f"{r}_token": names.id_to_token(i) if i >= 0 else None for r, i in roles.items()},
+            "add_bos_token": tokenizer.adds_bos,
+            "add_eos_token": False,
             "clean_up_tokenization_spaces": False,
             "model_max_length": max_length,
-        }
+        } | given
+    if is_model and not starts_with_space(files[MODEL]):
+        # else llama.cpp puts a space before every text, whatever the model does
+        content = {"add_prefix_space": False} | content
+    if content != given:
         files[CONFIG] = (json.dumps(content, indent=2) + "\n").encode()
     return files
 
 
-def tokenizer_json(model: bytes) -> bytes | None:
+def starts_with_space(model: bytes) -> bool:
+    """Whether a SentencePiece model puts a space before every text (add_dummy_prefix)."""
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    return processor.encode("a", out_type=str)[0].startswith(SPACE_MARK)
+
+
+def tokenizer_json(model: bytes, adds_bos: bool = True) -> bytes | None:
     """Converts a SentencePiece BPE model to tokenizer.json; None if any piece or probe would get
-    other ids."""
+    other ids. adds_bos: whether a prompt begins with bos."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -74,7 +88,7 @@ def tokenizer_json(model: bytes) -> bytes | None:
     made = Tokenizer(
         models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
-    prefixed = processor.encode("a", out_type=str)[0].startswith(SPACE_MARK)
+    prefixed = starts_with_space(model)
     prefix = [normalizers.Prepend(SPACE_MARK)] if prefixed else []
     made.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE_MARK)])
     strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
@@ -84,7 +98,7 @@ def tokenizer_json(model: bytes) -> bytes | None:
     made.add_special_tokens(
         [AddedToken(pieces[token], normalized=False, special=True) for token in special]
     )
-    if (bos := processor.bos_id()) >= 0:
+    if adds_bos and (bos := processor.bos_id()) >= 0:
         opens = pieces[bos]
         made.post_processor = processors.TemplateProcessing(
             f"{opens} $A", f"{opens} $A {opens} $B", [(opens, bos)]
