@@ -149,6 +149,8 @@ def _words(error: ErrorDetails, hint: Any, several: bool) -> tuple[str, str]:
                 return "is not a finite number", "give a number"
             case "string_too_short":
                 return "is empty", "give a name"
+            case "too_long":
+                return f"has more than {limits['max_length']} entries", "give fewer"
             case "string_too_long":
                 return f"is longer than {limits['max_length']} characters", "give a shorter one"
             case "string_pattern_mismatch":

@@ -40,7 +40,7 @@ from runtime.start.preconditions import Data, check_fits, check_writable, open_s
 from runtime.start.spares import training_ranks
 from training.build import build_stages
 from training.config import Config
-from training.layouts import choose_layout
+from training.layouts import valid_layout
 from training.load_config import load_config
 from training.optimizers import check_optimizer
 from training.step import TrainStep
@@ -71,8 +71,7 @@ def read_config(arguments: list[str], device: str) -> Config:
     if not arguments:
         remedy = "torchrun … train.py configs/laptop.yaml"
         raise UserError("command line", "", "no configuration file is given", remedy)
-    config = choose_layout(load_config(arguments[0], arguments[1:]), dist.get_world_size())
-    config.validate(dist.get_world_size())
+    config, _ = valid_layout(load_config(arguments[0], arguments[1:]), dist.get_world_size())
     check_kernels(config.model.kernels, device)
     check_optimizer(config)
     prepare_determinism(device, config.train.deterministic)

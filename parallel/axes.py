@@ -22,6 +22,8 @@ from dataclasses import dataclass, field, fields
 from itertools import product
 from typing import Self
 
+MAX_RANKS = 2**20  # the largest known runs have a few hundred thousand
+
 
 @dataclass(frozen=True, order=True)
 class MeshSizes:

@@ -6,9 +6,11 @@ from dataclasses import field
 from itertools import accumulate
 from typing import Annotated, Any, Literal
 
+from pydantic import Field
+
 from errors import UserError
-from parallel.axes import AXES, MeshSizes
-from parallel.layouts import check_keys
+from parallel.axes import AXES, MAX_RANKS, MeshSizes
+from parallel.layouts import MAX_LAYOUTS, check_keys
 from parallel.pipeline.actions import stage_ranks
 from parallel.pipeline.balance import LayerCosts, balanced_split, even_split
 from parallel.pipeline.schedules import build_schedule
@@ -54,7 +56,9 @@ class ParallelConfig:
     # remaining ranks are spares (layouts.py). Each gives the keys of this section in which it
     # differs, and may give train.micro_batch_size and train.activation_checkpointing. Empty: the
     # world must fit this section.
-    layouts: list[dict[str, Any]] = field(default_factory=list)
+    layouts: Annotated[list[dict[str, Any]], Field(max_length=MAX_LAYOUTS)] = field(
+        default_factory=list
+    )
 
     def __post_init__(self) -> None:
         if self.dp_shard == 0:
@@ -80,10 +84,14 @@ class ParallelConfig:
         """The mesh of `world_size` processes, with dp_shard = -1 filled in.
 
         Raises:
-            UserError: the product of the axes is not the world size, or zero_stage is 0 although
-                data parallelism is sharded.
+            UserError: the product of the axes is not the world size, or more than any machine has,
+                or zero_stage is 0 although data parallelism is sharded.
         """
         given = {axis: getattr(self, axis) for axis in AXES}
+        if world_size > MAX_RANKS:
+            value, axis = max((size, axis) for axis, size in given.items())
+            why = f"makes {world_size:,} ranks: too many"
+            raise UserError(f"parallel.{axis}", value, why, "use a smaller number")
         others = math.prod(size for axis, size in given.items() if axis != "dp_shard")
         dp_shard = self.dp_shard if self.dp_shard != -1 else world_size // others
         if others * dp_shard != world_size or dp_shard == 0:

@@ -19,6 +19,7 @@ from settings import no_such_key
 # Keys of `train` that a layout may give; tools.plan --search chooses them with the axes.
 OF_TRAIN = ("micro_batch_size", "activation_checkpointing")
 Layout = dict[str, Any]
+MAX_LAYOUTS = 100
 
 
 def check_keys(layouts: list[Layout], parallel: type) -> None:

@@ -245,6 +245,11 @@ def test_what_a_run_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--gpus", "8", "--save", "2", "--failures-per-gpu-day", "0"], "--interval"),
         (["--gpus", "8", "--save", "0", "--interval", "0"], "--interval"),
         (["--gpus", "8", "--save", "2", "--gpus-per-node", "0"], "--gpus-per-node"),
+        (["--gpus", "2147483647", "--save", "2"], "--gpus"),
+        (["--gpus", "8", "--save", "2", "--days", "1e12"], "--days"),
+        (["--gpus", "8", "--save", "2", "--lemons", "1", "--lemon-factor", "1e12"], "--days"),
+        (["--gpus", "8", "--save", "2", "--stops-per-day", "1e12"], "--days"),
+        (["--gpus", "8", "--save", "2", "--repair-days", "1e12"], "--repair-days"),
     ],
 )
 def test_what_the_command_refuses(

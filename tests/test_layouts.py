@@ -1,5 +1,6 @@
 """`parallel.layouts`: which layout a world gets, and what is refused."""
 
+import argparse
 import json
 import os
 from pathlib import Path
@@ -10,6 +11,11 @@ from errors import UserError
 from parallel.config import ParallelConfig
 from runtime.start.connections import VARIABLE, set_connections
 from tests.runs import write_config
+from tools import launch
+from tools.plan import __main__ as plan
+from tools.preflight import __main__ as preflight
+from tools.rehearse import __main__ as rehearse
+from tools.streams import __main__ as streams
 from training.layouts import checked_layouts, choose_layout, layout_sizes
 from training.load_config import dump_config, load_config
 
@@ -93,6 +99,11 @@ def test_too_small_a_world(path: str) -> None:
         ("[{tp: 2}]", "parallel.layouts[0]", "-1 would fit many worlds"),
         ("[{pp: 8, dp_shard: 1}]", "parallel.layouts[0]", "8 stages"),
         ("[{dp_shard: two}]", "parallel.layouts[0]", "has the type str"),
+        ("[{dp_shard: 2, tp: -1}]", "parallel.layouts[0]", "must be at least 1"),
+        ("[{dp_shard: 2, micro_batch_size: 0}]", "parallel.layouts[0]", "must be at least 1"),
+        *[(f"[{{ep: 7, dp_shard: {2**31 - 1}, {axis}: 2}}]", "parallel.layouts[0]", "too many")
+          for axis in ("tp", "cp", "dp_replicate", "pp")],
+        (f"[{', '.join(['{dp_shard: 2}'] * 101)}]", "parallel.layouts", "more than 100 entries"),
         ("[{}]", "parallel.layouts[0]", "has no keys"),
         ("[{dp: 2}]", "parallel.layouts[0].dp", "no such key"),
         ("[{layouts: []}]", "parallel.layouts[0].layouts", "no such key"),
@@ -100,12 +111,41 @@ def test_too_small_a_world(path: str) -> None:
         ("[2]", "parallel.layouts", "has the type int"),
         ("{dp_shard: 2}", "parallel.layouts", "has the type dict"),
     ],
-)
-def test_refusals(path: str, layouts: str, key: str, why: str) -> None:
-    """The error names the layout, although another would have been chosen."""
+)  # fmt: skip
+def test_refusals(
+    path: str, layouts: str, key: str, why: str,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The error names the layout, although another would have been chosen; every command gives the
+    same one."""
     error = wrong(path, layouts)
     assert error.key == key
     assert why in error.why
+    arguments = [path, f"parallel.layouts={layouts}"]
+    for command in (plan.main, rehearse.main, streams.main):
+        assert command([*arguments, "--gpus", "8"]) == 2
+        assert f"error: {error}" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["launch", *arguments])
+    monkeypatch.setattr(launch, "count_gpus", lambda: 0)
+    with pytest.raises(SystemExit, match="2"):
+        launch.main()
+    assert f"error: {error}" in capsys.readouterr().err
+    options = argparse.Namespace(config=path, overrides=arguments[1:], ranks_per_node=8,
+                                 spare_nodes=0, min_nodes=0)  # fmt: skip
+    with pytest.raises(UserError) as caught:
+        preflight.read_config(options, 1)
+    assert str(caught.value) == str(error)
+
+
+def test_what_every_command_takes(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The planner and the rehearsal show the layout that training would use."""
+    for world, mesh in (("8", {"pp": 2, "tp": 2}), ("5", {"pp": 1, "tp": 1})):
+        report = Path(path).with_name("plan.json")
+        assert plan.main([path, "--gpus", world, "--json", str(report)]) == 0
+        assert {axis: json.loads(report.read_text())["mesh"][axis] for axis in mesh} == mesh
+        assert rehearse.main([path, "--gpus", world, "--json", str(report)]) == 0
+        assert json.loads(report.read_text())["world"] == (8 if world == "8" else 4)
+        assert "the same collectives" in capsys.readouterr().out
 
 
 def test_the_batch_is_not_a_layouts_business(path: str) -> None:

@@ -267,6 +267,9 @@ def test_the_command_reads_what_it_writes(tmp_path, capsys):
          "--out = 'two.json': a trace holds one timeline"),
         (["--schedule", "1f1b", *SCHEDULE, "--out", "/dev/null/a.svg"],
          "--out = '/dev/null/a.svg': cannot be written"),
+        *[(["--schedule", "zb_v", *SCHEDULE, option, size], f"{option} = {size}: there would be up")
+          for option in ("--stages", "--micro-batches", "--stages-per-rank")
+          for size in (str(2**31 - 1), str(10**30))],
         (["--trace", "/nowhere"],
          "--trace = '/nowhere': cannot be read (No such file or directory)"),
     ],

@@ -53,7 +53,7 @@ from runtime.records.status import read_status, record_failure
 from runtime.signals import Signals
 from runtime.start.environment import check_environment
 from tools.command import CommandParser
-from training.layouts import choose_layout
+from training.layouts import valid_layout
 from training.load_config import load_config
 
 # the smallest world in which tensor, pipeline and data parallelism all have two ranks
@@ -330,10 +330,8 @@ def main() -> None:
             processes, overrides = layout(gpus, options.config, options.overrides)
         arguments = [options.config, *overrides, *options.overrides]
         check_processes(processes, gpus)
-        config = choose_layout(load_config(options.config, arguments[1:]), processes)
-        if config.parallel.layouts:
-            processes = config.parallel.num_ranks  # no spares: nodes do not come and go here
-        config.validate(processes)  # before any process is started
+        # Before any process is started. There are no spares: nodes do not come and go here.
+        config, processes = valid_layout(load_config(options.config, arguments[1:]), processes)
     except UserError as error:
         log(f"error: {error}")
         sys.exit(2)

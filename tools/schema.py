@@ -53,6 +53,7 @@ def layout() -> dict[str, Any]:
     """The schema of an item of parallel.layouts (parallel/layouts.py)."""
     properties = some_of("parallel") | some_of("train", OF_TRAIN)
     del properties["layouts"]
+    properties["dp_shard"]["minimum"] = 1  # not -1, which would fit many worlds
     return {
         "type": "object",
         "additionalProperties": False,

@@ -6,7 +6,7 @@ Validation raises errors and never changes a value.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from costs.setting import Setting
@@ -20,7 +20,7 @@ from parallel.config import ParallelConfig
 from parallel.pipeline.actions import Action, splits_backward
 from parallel.pipeline.balance import LayerCosts
 from parallel.pipeline.check import Fault, check
-from parallel.pipeline.schedules import build_schedule
+from parallel.pipeline.schedules import MAX_FORWARDS, SCHEDULES, build_schedule
 from training.check_experts import check_experts
 from training.precision import Precision
 from training.sections import (
@@ -32,8 +32,6 @@ from training.sections import (
     TrainConfig,
 )
 from training.stages import NEW_PHASE, LaterStage, in_stage
-
-MAX_FORWARDS = 2**16  # in a step, over all stages; the largest known runs have a few thousand
 
 
 @dataclass(frozen=True)
@@ -188,7 +186,8 @@ def check_lengths(config: Config, sizes: MeshSizes) -> None:
     length: a schedule has an action for each stage and micro-batch."""
     parallel, train, batch = config.parallel, config.train, config.train.global_batch_size
     stages, step = parallel.num_stages, sizes.dp * train.micro_batch_size
-    if stages * max(2 * parallel.pp, 128) > MAX_FORWARDS:
+    # some schedules are first built for 2 pp micro-batches
+    if stages * max(2 * parallel.pp, 128) > 2 * MAX_FORWARDS:
         value, key = max((parallel.stages_per_rank, "stages_per_rank"), (parallel.pp, "pp"))
         why = f"makes {stages:,} stages in all: too many"
         raise UserError(f"parallel.{key}", value, why, "use a smaller number")
@@ -310,12 +309,22 @@ def check_decay_steps(config: Config, sizes: MeshSizes) -> None:
 
 def check_schedule(config: Config, sizes: MeshSizes) -> None:
     config.split_layers()
-    name, schedule = config.parallel.schedule, config.schedule(sizes.dp)
-    try:
-        check(schedule)
-    except Fault as fault:  # in a schedule that the user added; without this check it could hang
+    p, name = config.parallel, config.parallel.schedule
+    microbatches = config.num_microbatches(sizes.dp)
+    if fault := _fault(name, SCHEDULES.get(name), p.pp, p.stages_per_rank, microbatches):
+        # in a schedule that the user added; without this check it could hang
         remedy = "correct the schedule; parallel/pipeline/check.py has the rules"
-        raise UserError("parallel.schedule", name, str(fault), remedy) from fault
+        raise UserError("parallel.schedule", name, fault, remedy)
+
+
+@lru_cache(maxsize=256)  # stages and layouts are checked several times, and often have the same
+def _fault(name: str, _function: object, *sizes: int) -> str:
+    """What is wrong with a schedule; empty if it is right."""
+    try:
+        check(build_schedule(name, *sizes))
+    except Fault as fault:
+        return str(fault)
+    return ""
 
 
 def check_compile(config: Config, sizes: MeshSizes) -> None:

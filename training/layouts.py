@@ -57,6 +57,19 @@ def choose_layout(config: Config, world: int) -> Config:
     return max(fits, key=lambda one: one[0])[1]
 
 
+def valid_layout(config: Config, world: int) -> tuple[Config, int]:
+    """What `world` processes train: the configuration with its layout, and how many of them train.
+    Every command decides by this whether a configuration is right.
+
+    Raises:
+        UserError: the configuration, or a layout of its list, cannot be trained by them.
+    """
+    config = choose_layout(config, world)
+    ranks = config.parallel.num_ranks if config.parallel.layouts else world
+    config.validate(ranks)
+    return config, ranks
+
+
 def _value(config: Config, key: str) -> Any:
     return getattr(config.train if key in OF_TRAIN else config.parallel, key)
 

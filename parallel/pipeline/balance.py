@@ -11,6 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
+# The costs of stages that one search adds up at most, which takes about a second; 512 layers that
+# differ, in 128 stages, need 2**22.
+MAX_SUMMED = 2**23
+
 
 class LayerCosts(NamedTuple):
     """The relative costs of the parts of a model (forward and backward together)."""
@@ -53,8 +57,9 @@ def balanced_split(costs: LayerCosts, ranks_of_stages: Sequence[int]) -> list[in
 
     If layers differ in cost, the search starts from two splits: the deal, and a split in which
     about as much work precedes each stage's end as in the deal. From each it moves one layer at a
-    time away from the slowest rank until no move helps, and returns the better of the two results.
-    It is near the optimum, but not always optimal.
+    time away from the slowest rank until no move helps (or, with hundreds of stages, MAX_SUMMED is
+    reached), and returns the better of the two results. It is near the optimum, but not always
+    optimal.
     """
     mean = sum(costs.blocks) / len(costs.blocks)
     dealt = _dealt(len(costs.blocks), mean, costs, ranks_of_stages)
@@ -72,9 +77,14 @@ def balanced_split(costs: LayerCosts, ranks_of_stages: Sequence[int]) -> list[in
         return sorted(ranks(split), reverse=True)
 
     def improved(split: list[int]) -> list[int]:
+        summed = 0
         while True:
             now = ranks(split)
-            givers = [s for s, rank in enumerate(ranks_of_stages) if now[rank] == max(now)]
+            slowest = max(now)
+            givers = [s for s, rank in enumerate(ranks_of_stages) if now[rank] == slowest]
+            summed += len(givers) * len(split) ** 2
+            if summed > MAX_SUMMED:
+                return split
             better = min(_moves(split, givers), key=slowness, default=split)
             if slowness(better) >= slowness(split):
                 return split

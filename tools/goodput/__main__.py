@@ -20,6 +20,7 @@ from typing import Any
 
 from errors import UserError
 from hardware import FAILURES_PER_GPU_DAY, H100, NODE_LOST_SHARE
+from parallel.axes import MAX_RANKS
 from runtime.checkpoints.goodput import DAY, best_interval, shares, spares_needed
 from runtime.records.events import read_events
 from tools.command import CommandParser, run_command
@@ -27,6 +28,7 @@ from tools.goodput.measured import Measured, measure
 from tools.goodput.simulate import Job, simulate
 
 AROUND = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the best interval
+MOST_EVENTS = 500_000  # failures and planned stops in a simulation, which takes a second
 PARTS = ("saving", "repeated", "restarting", "waiting", "slower")
 
 
@@ -45,6 +47,8 @@ def job_of(options: argparse.Namespace) -> Job:
     gpus = options.gpus or (found.world_size if found else 0)
     if gpus < 1:
         raise UserError("--gpus", gpus, "the size of the job is not known", "give --gpus or --run")
+    if gpus > MAX_RANKS:
+        raise UserError("--gpus", gpus, f"must be at most {MAX_RANKS:,}", "give fewer")
     if options.gpus_per_node < 1:
         why = "a node has at least one GPU"
         raise UserError("--gpus-per-node", options.gpus_per_node, why, "give 1 or more")
@@ -64,7 +68,7 @@ def job_of(options: argparse.Namespace) -> Job:
             raise UserError(f"--{name}", getattr(options, name), "is negative", "give 0 or more")
     if options.lemons > gpus // per_node:
         raise UserError("--lemons", options.lemons, "there are fewer nodes", "give fewer")
-    return Job(
+    job = Job(
         nodes=gpus // per_node,
         failures_per_node_day=options.failures_per_gpu_day * per_node,
         save=save,
@@ -78,6 +82,14 @@ def job_of(options: argparse.Namespace) -> Job:
         lemons=options.lemons,
         lemon_factor=options.lemon_factor,
     )
+    events = options.days * (DAY / job.mtbf + job.stops_per_day)
+    if events > MOST_EVENTS:
+        why = f"{events:,.0f} failures and stops would be simulated: too many"
+        raise UserError("--days", options.days, why, "give fewer days")
+    if lost_nodes(job) > job.nodes:
+        why = f"on average, {lost_nodes(job):,.0f} of {job.nodes:,} nodes would be under repair"
+        raise UserError("--repair-days", options.repair_days, why, "give fewer days")
+    return job
 
 
 def lost_nodes(job: Job) -> float:
@@ -137,8 +149,8 @@ def _time(seconds: float) -> str:
 
 def positive(text: str) -> float:
     number = float(text)
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of 0 or more")
+    if not 0 <= number <= 1e12:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of 0 to 1e12")
     return number
 
 

@@ -29,7 +29,7 @@ from tools.plan.draw import draw_frontier, draw_memory
 from tools.plan.goodput import describe_goodput
 from tools.plan.guide import zero_table
 from tools.plan.hardware import DEVICES, GB, find_device
-from tools.plan.layout import Layout, world_of
+from tools.plan.layout import Layout, check_gpus, world_of
 from tools.plan.node_counts import describe_layouts
 from tools.plan.search import ALIKE, Found, Result, rows, search, why_not
 from tools.plan.search import describe as describe_row
@@ -38,6 +38,7 @@ from tools.plan.summary import summarise
 from tools.plan.time import StepTime
 from tools.timeline.draw import Panel, draw, save
 from tools.timeline.panels import figures
+from training.layouts import valid_layout
 from training.load_config import load_config
 
 
@@ -193,15 +194,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def print_plan(options: argparse.Namespace) -> None:
     config = load_config(options.config, options.overrides)
-    for key, value in (("--gpus", options.gpus), ("--guide", options.guide)):
-        if value is not None and value < 1:
-            raise UserError(key, value, "must be at least 1", "give a number of GPUs")
     for key, number in (("--tokens", options.tokens), ("--price", options.price)):
         if not 0 <= number < float("inf"):
             why = "must be a number, 0 or more"
             raise UserError(key, number, why, "omit the option if the number is unknown")
     device = find_device(options.device)
     if options.guide is not None:
+        check_gpus("--guide", options.guide)
         print(zero_table(config, options.guide))
         return
     if options.beside is not None:
@@ -211,6 +210,8 @@ def print_plan(options: argparse.Namespace) -> None:
     if options.layouts is not None:
         print(describe_layouts(config, options.layouts, world, device))
         return
+    if not options.search:
+        config, world = valid_layout(config, world)
     config, which = one_stage(config, world, options.data_stage)
     if which:
         print(which)
@@ -227,7 +228,7 @@ def print_plan(options: argparse.Namespace) -> None:
             "frontier": [found_as_dict(one) for one in searched.frontier],
         }
         config, frontier = searched.best[0].config, searched.frontier
-    config.validate(world)
+        config.validate(world)
     check_can_be_planned(config)
     plan = summarise(config, world, device, options.tokens, options.price)
     print(describe(plan))

@@ -16,7 +16,7 @@ from costs.setting import Setting
 from costs.summary import blocks
 from costs.units import EMBEDDING, HEAD, LocalWeight, Sums, Unit, kinds_of_layers, unit
 from errors import UserError
-from parallel.axes import AXES, MeshSizes
+from parallel.axes import AXES, MAX_RANKS, MeshSizes
 from parallel.fsdp_units import sharded_dimension
 from parallel.pipeline.actions import (
     BACKWARD,
@@ -40,11 +40,19 @@ PHASES = {FORWARD: "forward", BACKWARD: "backward", BACKWARD_INPUT: "input",
           BACKWARD_WEIGHT: "weight"}  # fmt: skip
 
 
+def check_gpus(key: str, number: int) -> None:
+    """Raises UserError."""
+    if not 1 <= number <= MAX_RANKS:
+        why = f"must be at least 1 and at most {MAX_RANKS:,}"
+        raise UserError(key, number, why, "give a number of GPUs")
+
+
 def world_of(path: str, config: Config, gpus: int | None) -> int:
     """The number of ranks: `gpus`, or the product of the axes, or the number in the file's first
-    line (`# world: 256`)."""
+    line (`# world: 256`). Raises UserError."""
     parallel = config.parallel
     if gpus is not None:
+        check_gpus("--gpus", gpus)
         return gpus
     if parallel.dp_shard != -1:
         return math.prod(getattr(parallel, axis) for axis in AXES)

@@ -5,7 +5,7 @@ from typing import Any
 
 from errors import UserError
 from parallel.axes import AXES
-from parallel.layouts import OF_TRAIN
+from parallel.layouts import MAX_LAYOUTS, OF_TRAIN
 from tools.plan.hardware import Device
 from tools.plan.search import SEARCHED, Found, as_text, search
 from training.config import Config
@@ -23,9 +23,13 @@ def layouts(
         raise UserError("--layouts", least, "is not between 1 and --gpus", f"give at most {most}")
     single = replace(config, parallel=replace(config.parallel, layouts=[]))
     step = min(GPUS_PER_NODE, most)
+    worlds = range(-(-least // step) * step, most + 1, step)
+    if len(worlds) > MAX_LAYOUTS:
+        why = f"{len(worlds):,} numbers of nodes, and a list has at most {MAX_LAYOUTS} layouts"
+        raise UserError("--layouts", least, why, f"give {worlds[-MAX_LAYOUTS]} or more")
     found: list[Found] = []
     refused = {}
-    for world in range(-(-least // step) * step, most + 1, step):
+    for world in worlds:
         try:
             best = search(single, world, device, wanted=1).best[0]
         except UserError as error:

@@ -46,7 +46,7 @@ from tools.preflight.links import Links
 from tools.preflight.node import look_at_node
 from tools.preflight.verdict import SKEW_SECONDS, Report, choose, odd_ones, slow_ones, table
 from training.config import Config
-from training.layouts import choose_layout, layout_sizes
+from training.layouts import layout_sizes, valid_layout
 from training.load_config import load_config
 
 
@@ -168,9 +168,7 @@ def read_config(options: argparse.Namespace, num_nodes: int) -> Config:
         if options.min_nodes < least:
             why = f"the smallest layout needs {least} nodes, so the ranks of fewer are refused"
             raise UserError("MIN_NODES", options.min_nodes, why, f"give MIN_NODES={least} or more")
-    config = choose_layout(loaded, world)
-    config.validate(config.parallel.num_ranks if config.parallel.layouts else world)
-    return config
+    return valid_layout(loaded, world)[0]
 
 
 def main(arguments: list[str] | None = None) -> int:

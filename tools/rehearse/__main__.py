@@ -29,6 +29,7 @@ from tools.plan.traffic import by_axis, over_groups
 from tools.rehearse.prediction import predicted_step
 from tools.rehearse.rank import alone, check_can_be_rehearsed, rehearse, rehearse_for_real
 from training.config import Config
+from training.layouts import valid_layout
 from training.load_config import load_config
 
 
@@ -118,8 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     try:
         config = load_config(options.config, options.overrides)
-        world = world_of(options.config, config, options.gpus)
-        config.validate(world)
+        config, world = valid_layout(config, world_of(options.config, config, options.gpus))
         config, which_stage = one_stage(config, world, options.data_stage)
         if which_stage:
             print(which_stage)

@@ -31,6 +31,7 @@ from tools.streams.layouts import (
     write_table,
 )
 from tools.streams.step import check
+from training.layouts import valid_layout
 from training.load_config import load_config
 
 
@@ -92,8 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
             why = "the table has its own layouts"
             raise UserError("--write", options.config, why, "give no configuration with it")
         config = load_config(options.config, options.overrides)
-        world = world_of(options.config, config, options.gpus)
-        config.validate(world)
+        config, world = valid_layout(config, world_of(options.config, config, options.gpus))
         (rank,) = ranks_asked_for(config, world, options.rank)
         check_can_be_rehearsed(config)
         device = find_device(options.device)

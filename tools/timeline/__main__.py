@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from errors import UserError
-from parallel.pipeline.schedules import SCHEDULES
+from parallel.pipeline.schedules import MAX_FORWARDS, SCHEDULES
 from runtime.profiling.chrome import to_chrome
 from tools.command import CommandParser, run_command
 from tools.timeline.draw import Panel, draw, save
@@ -84,7 +84,8 @@ def panels_of(options: argparse.Namespace) -> list[Panel]:
             raise UserError("--schedule", name, why, f"choose from {', '.join(SCHEDULES)}")
     per_rank = options.stages_per_rank or []
     sizes = [("--stages", options.stages), ("--micro-batches", options.micro_batches)]
-    for key, size in sizes + [("--stages-per-rank", v) for v in per_rank]:
+    sizes += [("--stages-per-rank", v) for v in per_rank]
+    for key, size in sizes:
         if size is None or size < 1:
             why = "a schedule needs a positive number"
             raise UserError(key, size, why, f"give for example {key} 4")
@@ -94,6 +95,13 @@ def panels_of(options: argparse.Namespace) -> list[Panel]:
         raise UserError("--stages-per-rank", per_rank, why, remedy)
     if len(per_rank) == 1:
         per_rank = per_rank * len(options.schedule)
+    ranks, microbatches = options.stages, options.micro_batches
+    # some schedules are first built for 2 micro-batches a rank
+    forwards = ranks * max(per_rank, default=1) * max(2 * ranks, microbatches)
+    if forwards > MAX_FORWARDS:
+        key, size = max(sizes, key=lambda one: one[1])
+        why = f"there would be up to {forwards:,} forwards: too many"
+        raise UserError(key, size, why, "use smaller numbers")
     costs = parse_costs(options.costs)
     return simulated_panels(
         options.schedule,
