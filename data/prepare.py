@@ -120,14 +120,14 @@ def prepare(
             **({"heldout": "the end of each document"} if splitter.cuts else {}),
             # of what was left out (files.py); only the first is always there
             **{name: n for name, n in report.counts.items() if n or name == "empty_documents"},
-            "unknown_tokens": sum(writer.unknown() for writer in writers.values()),
-            # of the documents that were decoded to check it, those that were not as they were read
-            "text_kept": text_kept._asdict(),
             "unigram_nats_per_token": unigram_nats_per_token(
                 writers["train"].histogram, writers["heldout"].histogram
             ),
             "splits": {name: writer.close() for name, writer in writers.items()},
         }
+        unknown = sum(writer.unknown() for writer in writers.values())
+        if unknown or text_kept.changed:  # of the documents that were checked
+            index["text_not_kept"] = {"unknown_tokens": unknown} | text_kept._asdict()
         for name, content in tokenizer.files.items():
             (partial / name).write_bytes(content)
         (partial / "index.json").write_text(json.dumps(index, indent=1) + "\n")

@@ -58,8 +58,8 @@ def chat(tmp_path: Path) -> Path:
     return build(tmp_path / "chat")
 
 
-def stops(folder: str) -> set[int]:
-    return set(load_model(Path(folder), torch.float32, "cpu").stop)
+def stops(folders: list[Path]) -> list[set[int]]:
+    return [set(load_model(folder, torch.float32, "cpu").stop) for folder in folders]
 
 
 def test_generation_stops_where_the_folder_says_after_import_and_export(
@@ -79,8 +79,7 @@ def test_generation_stops_where_the_folder_says_after_import_and_export(
     assert told[0].items() <= told[1].items()
     theirs = [GenerationConfig.from_pretrained(folder) for folder in (chat, out)]
     assert theirs[0].to_dict() == theirs[1].to_dict()
-    for folder in (chat, imported, out):
-        assert ranks.run(stops, 1, str(folder)) == [{END, 2}], folder
+    assert ranks.run(stops, 1, [chat, imported, out]) == [[{END, 2}] * 3]
     prepare(MANY, Tokenizer.load(imported), tmp_path / "data")
     of_data = Tokenizer.load(tmp_path / "data")
     assert ends(generation_config(tmp_path / "data", of_data, END + 1)) == [END, 2]

@@ -100,13 +100,12 @@ def main(arguments: list[str] | None = None) -> int:
         )
     if report.lines():
         print("\n".join(report.lines()))
-    if index["unknown_tokens"]:
-        print(f"{index['unknown_tokens']:,} tokens are unknown: the tokenizer cannot spell them")
-    if index["text_kept"]["changed"]:
-        checked, changed, (before, after) = index["text_kept"].values()
+    if lost := index.get("text_not_kept"):
+        before, after = lost["example"] or (None, None)
         print(
-            f"{changed:,} of {checked:,} documents checked do not decode to the text that was "
-            f"read: the tokenizer changes it, for example {before!r} to {after!r}"
+            f"the tokenizer does not keep all text: {lost['unknown_tokens']:,} unknown tokens; "
+            f"{lost['changed']:,} of {lost['checked']:,} documents checked do not decode to what "
+            "was read" + (f", for example {before!r} became {after!r}" if before else "")
         )
     if "heldout" in index:
         share = f"the last {100 * index['heldout_fraction']:.3g}% of each document's text"
