@@ -2,7 +2,7 @@
 
 A tokenizer may normalise text (NFKC, lower case, fewer spaces), and have no token for a character:
 it then writes its unknown token, or nothing. Unknown tokens are counted exactly, since they are
-counted like all tokens (prepare.py). The rest shows only in the decoded text, which takes an eighth
+counted like all tokens (prepare.py). The rest shows only in the decoded text, which takes a sixth
 of the time of encoding. So all documents of the first CHECK_ALL chunks are decoded, and then those
 of every CHECK_EVERY-th.
 """
@@ -13,7 +13,7 @@ import numpy as np
 
 from data.tokenizer import Tokenizer
 
-CHECK_ALL, CHECK_EVERY = 64, 8
+CHECK_ALL, CHECK_EVERY = 16, 8
 SHOWN = 20  # characters of an example
 
 
