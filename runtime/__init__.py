@@ -19,6 +19,7 @@
     signals.py         receives signals, from the first line of train.py
     watchdog.py        ends a step that hangs
     messages.py        reports an error once, from one rank
+    torchrun.py        ends torchrun when a start is refused: it would only restart
     device.py          threads and clocks of a device
     garbage.py         collects Python's garbage in the same step on all ranks
     schema.py          validation of JSON from outside

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from errors import RunFailed, UserError
 from output import log
+from runtime import torchrun
 from runtime.signals import Signals
 
 # the source file and line that gloo puts before its messages
@@ -77,13 +78,16 @@ def from_rank_0(action: Callable[[], T], device: str) -> T:
 def refuse(error: UserError) -> NoReturn:
     """Report the error and exit with status 2. An AgreedError is reported by rank 0, and no rank
     exits before that. Any other error is this rank's own: it exits immediately, so that the
-    launcher ends the other ranks instead of letting them wait."""
+    launcher ends the other ranks instead of letting them wait. torchrun is stopped, too, because
+    the next start would also be refused."""
     if not isinstance(error, AgreedError):
         log(f"error on rank {this_rank()}: {error}")
+        torchrun.end_torchrun(own=True)
         os._exit(2)  # not sys.exit: its clean-up would wait for the other ranks
     if this_rank() == 0:
         log(f"error: {error}")
     dist.barrier()  # if a rank exits first, torchrun may end rank 0 before it has reported
+    torchrun.end_torchrun(own=False)
     sys.exit(2)
 
 
@@ -118,14 +122,18 @@ def fail(error: Exception, signals: Signals) -> NoReturn:
     """End this process with status 1 after an error in the run.
 
     An error that all ranks raise (RunFailed) is reported by rank 0. A rank that only lost its
-    connection to another gives the launcher time to end it, and then reports nothing. Any other
-    error is this rank's own and is reported with its traceback.
+    connection to another gives the launcher time to end it, and then reports nothing. (If the other
+    has refused the start, so does this rank.) Any other error is this rank's own and is reported
+    with its traceback.
     """
     rank = this_rank()
     said = describe(error)
     asked = bool(signals.heard)
     signals.hush()
     if lost_connection(error):
+        if torchrun.another_refused():
+            torchrun.end_torchrun(own=False)
+            os._exit(2)
         patience = time.monotonic() + LAUNCHER_SECONDS
         while not (signals.heard or signals.abandoned) and time.monotonic() < patience:
             time.sleep(0.05)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,7 +20,8 @@ import torch.distributed as dist
 from runtime.health.excluded import exclude, excluded_nodes, node_name
 from runtime.signals import Signals
 from runtime.start import spares
-from runtime.start.spares import SPARES, choose_ranks, training_ranks
+from runtime.start.spares import choose_ranks, training_ranks
+from runtime.torchrun import SPARES
 from tests.alert_helpers import ROOT, wait_until
 from tests.runs import train_run, write_config
 
@@ -201,12 +203,12 @@ class Agents:
         wait_until(lambda: text in self.said() or all(a.poll() for a in self.agents.values()), 120)
         assert text in self.said(), self.said()
 
-    def end(self) -> None:
-        """Wait until both agents have ended, with status 0."""
+    def end(self, status: int = 0) -> None:
+        """Wait until both agents have ended, with this status."""
         try:
             wait_until(lambda: all(a.poll() is not None for a in self.agents.values()), 240)
         finally:
-            assert [self.agents[node].poll() for node in (0, 1)] == [0, 0], self.said()
+            assert [self.agents[node].poll() for node in (0, 1)] == [status] * 2, self.said()
 
     def status(self) -> dict[str, Any]:
         return json.loads((self.run / "status.json").read_text())
@@ -261,6 +263,30 @@ def test_a_spare_that_was_the_launchers_rank_0_ends_before_the_run(
         said = both.said()
     assert said.count("starting from initial weights") == 1
     assert "Traceback" not in said
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("who", ["everyone", "one rank"])
+def test_a_refusal_ends_torchrun_on_every_node(data: Path, tmp_path: Path, who: str) -> None:
+    """Although both agents have restarts left: by all ranks that train, while a spare waits on the
+    other node; and by one rank that reads a shard with a broken header, in the middle of the run
+    (or by both, if the other one finds it first)."""
+    copy = tmp_path / "data"
+    shutil.copytree(data, copy)
+    for shard in sorted(copy.glob("train-*.safetensors"))[1:]:
+        shard.write_bytes(b"\xff" * shard.stat().st_size)
+    layout = ["parallel.layouts=[{dp_shard: 2}]", "train.micro_batch_size=1", "train.seq_len=8"]
+    layout += ["train.steps=500"]
+    wrong = {"everyone": ["data.path=/nowhere"], "one rank": [f"data.path={copy}", *layout]}
+    with Agents(tmp_path, data, *wrong[who]) as both:
+        both.end(status=1)
+        said = both.said()
+    assert said.count("got signal: 15") == 2, "in torchrun's words"
+    if who == "everyone":
+        assert "1 of 2 ranks train; spares: 1 on n1" in said
+        assert said.count("error: data.path = ") == 1
+    else:
+        assert 1 <= said.count("error on rank") <= 2
 
 
 def test_a_rank_that_was_signalled_does_not_join(ranks, tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ may be a spare, or on a node that dies. What runs after that never learns of spa
 the launcher's, with excluded nodes (health/excluded.py) last, so the ranks of a node stay together.
 
 A spare uses no GPU and hardly any CPU. It exits with status 0 when the run has ended, or when it is
-signalled. It does not exit before, because torchrun's agent would then leave the rendezvous, and
-the node could not replace another. If rank 0 is dead for LOST_SECONDS, it exits with status 1.
+signalled; with 2 when the start was refused. It does not exit before, because torchrun's agent
+would then leave the rendezvous, and the node could not replace another. If rank 0 is dead for
+LOST_SECONDS, it exits with status 1.
 
     the run ends   the ranks that train agree on it │ rank 0 says `leave` │ spares answer, and exit
                                                                           │ rank 0 exits, and with
@@ -51,6 +52,7 @@ from runtime.records.events import append_event
 from runtime.records.tracker import json_object
 from runtime.signals import Signals
 from runtime.start.rendezvous import comes, fresh_store
+from runtime.torchrun import REFUSED, SPARES, stop_agent
 from training.layouts import layout_sizes
 from training.load_config import load_config
 
@@ -61,7 +63,6 @@ LOST_SECONDS = 120.0
 ANSWER_SECONDS = 60.0  # for all ranks to name their nodes, once all have joined
 AGENT_SECONDS = 10.0  # to wait for SIGTERM from this node's agent, after another's
 LEAVE_SECONDS = 10.0  # for the spares to answer at the end: one may be dead
-SPARES = "LATTICE_SPARES"  # variable: node → number of spare ranks, for the event
 
 
 def choose_ranks(nodes: Sequence[str], sizes: Sequence[int], excluded: set[str]) -> list[int]:
@@ -256,6 +257,9 @@ def _wait_as_spare(store: dist.Store, signals: Signals) -> None:
             sys.exit(f"a spare saw no sign of life of rank 0 for {LOST_SECONDS:.0f} s")
     view.asked.set()
     view.join(2 * LOOK_SECONDS)
+    if view.said == REFUSED:
+        stop_agent()
+        sys.exit(2)
     if view.problem or view.said == "stopped":
         _wait_for_agent(signals)
     if view.problem and not signals.heard:
