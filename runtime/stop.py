@@ -6,6 +6,7 @@ restarted run continues.
     SIGINT, SIGHUP         any rank                   save, exit
     train.max_minutes      rank 0's clock             save, exit
     file STOP in run.dir   rank 0, once per second    save, exit; the file is removed
+    $LATTICE_STOP_FILE     rank 0, once per second    save, exit: from a job script to this start
     file SAVE in run.dir   rank 0, once per second    save, continue; the file is removed
 
 If a rank stopped without the others, they would wait for it, so all ranks agree first. At each
@@ -34,6 +35,7 @@ with status 1 and saves nothing (`fail` in messages.py): when a rank has died, t
 SIGTERM to the others.
 """
 
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -54,8 +56,9 @@ from training.config import Config
 REASONS = {
     "": "",
     "time": "train.max_minutes was reached",
-    "STOP": "the file STOP was found",
+    "job": "the job script requested a stop",
     "SIGUSR1": "SIGUSR1 was received",
+    "STOP": "the file STOP was found",  # the job script does not requeue the job then
     "SIGHUP": "SIGHUP was received",
     "SIGINT": "SIGINT was received",
     "SIGTERM": "SIGTERM was received",
@@ -149,6 +152,7 @@ class StopRequests(Listener):
             if now >= self._looks_next:
                 self._looks_next = now + LOOK_SECONDS
                 asked += ["STOP"] if (self.folder / "STOP").exists() else []
+                asked += ["job"] if os.path.exists(os.environ.get("LATTICE_STOP_FILE", "")) else []
                 save = not self.save_agreed and (self.folder / "SAVE").exists()
         self._posted = torch.tensor(
             [max(map(list(REASONS).index, asked), default=0), save, *self.carry()],

@@ -63,12 +63,17 @@ if [ $# -eq 0 ]; then set -- configs/llama3_70b.yaml; fi
 arguments=("$@")
 
 restart=${SLURM_RESTART_COUNT:-0}
+# Not SLURM_JOB_ID, which is also the whole array's id in its last job: Slurm would requeue all of it.
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+job=${job:-$SLURM_JOB_ID}
 gpus_per_node=${SLURM_GPUS_PER_NODE:-$SLURM_GPUS_ON_NODE}
 gpus_per_node=${gpus_per_node##*:} # of "h100:8"
-threads=$((SLURM_CPUS_PER_TASK / gpus_per_node))
+cpus_per_task=${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}
+threads=$((cpus_per_task / gpus_per_node))
 export OMP_NUM_THREADS=$((threads > 1 ? threads : 1))
 
-say() { echo "[$(date '+%F %T') job $SLURM_JOB_ID.$restart] $*"; }
+# If the disk is full, the job goes on without its log.
+say() { echo "[$(date '+%F %T') job $SLURM_JOB_ID.$restart] $*" || true; }
 
 # --- signals --------------------------------------------------------------------------------------
 #
@@ -83,29 +88,28 @@ say() { echo "[$(date '+%F %T') job $SLURM_JOB_ID.$restart] $*"; }
 
 stopping=''   # by USR1
 terminated='' # by TERM
-run_dir=''
+logs=''       # of this start, once the preflight has passed
 timer=''
 trap 'stop_in_time' USR1
 trap 'terminated=yes' TERM
 
+# No command here may end the script by failing (set -e): the controller may be busy, the disk full.
 # shellcheck disable=SC2317 # the trap calls it
 stop_in_time() {
   if [ -n "$stopping" ]; then return; fi # a second signal would end the ranks at once
   stopping=yes
   say "USR1: all ranks save, then the job requeues itself"
-  if [ -z "$run_dir" ]; then return; fi # training has not begun
-  # The signal is lost if the ranks are being restarted at this moment, so also create the file STOP;
-  # the ranks remove it.
-  touch "$run_dir/STOP"
-  # Signal each job step by its id: for a job of an array, scancel with the job's id sends the signal
-  # twice, and a second signal would end the ranks.
-  for step in $(squeue --noheader --steps --jobs "$SLURM_JOB_ID" --format %i | grep '\.[0-9]*$'); do
-    scancel --signal=USR1 "$step"
-  done
-  local end
-  end=$(date --date "$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %e)" +%s)
-  last_resort $((end - 30)) &
+  if [ -z "$logs" ]; then return; fi # training has not begun
+  # The signal is lost if the ranks are being restarted at this moment, so also create a file for this
+  # start (runtime/stop.py). No other start looks at it, and it is not the user's file STOP.
+  touch "$logs/STOP" || say "only by a signal"
+  last_resort &
   timer=$!
+  # Signal each job step by its id: scancel with the job's id may send the signal twice, and a second
+  # signal would end the ranks.
+  for step in $(squeue --noheader --steps --jobs "$job" --format %i | grep '\.[0-9]*$'); do
+    scancel --signal=USR1 "$step" || say "step $step was not signalled"
+  done
 }
 
 # If the ranks have not saved half a minute before the end, requeue the job anyway: it resumes from the
@@ -113,9 +117,26 @@ stop_in_time() {
 # shellcheck disable=SC2317 # stop_in_time calls it
 last_resort() {
   trap 'exit' TERM
-  while [ "$(date +%s)" -lt "$1" ]; do sleep 1; done
+  local now end
+  now=$(date +%s)
+  end=$(end_of_job "$now")
+  local before=$((end - now < 60 ? (end - now) / 2 : 30))
+  while [ "$(date +%s)" -lt $((end - before)) ]; do sleep 1; done
   say "the ranks have not saved in time"
   go_on
+}
+
+# When Slurm ends the job, after $1 (both in seconds since 1970): as the controller says; if that says
+# nothing, as a newer Slurm says when the job begins; or else the time of --signal above.
+# shellcheck disable=SC2317 # last_resort calls it
+end_of_job() {
+  local end said
+  said=$(timeout 60 squeue --noheader --jobs "$job" --format %e) || said=''
+  if [ -n "$said" ]; then said=$(date --date "$said" +%s) || said=''; fi # it may say N/A
+  for end in "$said" "${SLURM_JOB_END_TIME:-}" $(($1 + 300)); do
+    if [[ $end =~ ^[0-9]+$ && $end -gt $1 ]]; then break; fi
+  done
+  echo "$end"
 }
 
 # --- on each node ---------------------------------------------------------------------------------
@@ -123,7 +144,7 @@ last_resort() {
 inside=() # the container command
 if [ -z "$container_image" ]; then
   python=${python:-.venv/bin/python}
-elif srun --help | grep -q -- --container-image; then
+elif [[ $(srun --help) == *--container-image* ]]; then
   inside=(--container-image="$container_image" --container-mounts="$container_mounts"
     --container-workdir="$PWD")
 else
@@ -141,7 +162,7 @@ on_nodes() {
   local options=()
   while [ "$1" != -- ]; do options+=("$1") && shift; done
   # shellcheck disable=SC2016 # the node expands it
-  exec srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" "${options[@]}" \
+  exec srun --ntasks-per-node=1 --cpus-per-task="$cpus_per_task" "${options[@]}" \
     "${inside[@]}" bash -c '
     trap "" USR1
     if [ -n "${NODE_LOGS:-}" ]; then
@@ -188,16 +209,12 @@ read -r nodes run_dir <<<"$answer"
 first_node=${nodes%%,*}
 num_nodes=$(tr ',' '\n' <<<"$nodes" | wc --lines)
 
-logs=$run_dir/logs/$SLURM_JOB_ID.$restart
-mkdir -p "$logs"
-echo "$nodes" >"$logs/nodes"
-
 # --- requeueing -----------------------------------------------------------------------------------
 
 newest_checkpoint() { cat "$run_dir/checkpoints/latest" 2>/dev/null || true; }
 newest_at_start=$(newest_checkpoint)
 fruitless=$run_dir/logs/$SLURM_JOB_ID.fruitless
-if [ "$restart" = 0 ]; then echo 0 >"$fruitless"; fi
+if [ "$restart" = 0 ]; then rm -f "$fruitless"; fi
 
 # Requeue the job, because the run has steps left. In an array, only the last job requeues itself; the
 # others leave the steps to the next one.
@@ -207,20 +224,36 @@ go_on() {
     return
   fi
   local count=0
-  if [ "$(newest_checkpoint)" = "$newest_at_start" ]; then count=$(($(cat "$fruitless") + 1)); fi
-  echo "$count" >"$fruitless"
+  if [ "$(newest_checkpoint)" = "$newest_at_start" ]; then
+    count=$(cat "$fruitless" 2>/dev/null) || true
+    if ! [[ $count =~ ^[0-9]+$ ]]; then count=0; fi
+    count=$((10#$count + 1))
+  fi
+  echo "$count" >"$fruitless" || say "cannot count starts without a checkpoint"
   if [ "$count" -ge "$max_fruitless" ]; then
-    say "gives up: $count starts in a row made no checkpoint"
-    alarm "gives up: $count starts in a row made no checkpoint"
-    status=1
+    give_up "$count starts in a row made no checkpoint"
     return
   fi
   say "requeues itself"
-  scontrol requeue "$SLURM_JOB_ID" || say "not requeued, unless Slurm has done so already"
+  for pause in 5 20 60 120 0; do # the controller may be restarting
+    if scontrol requeue "$job"; then return; fi
+    sleep "$pause"
+  done
+  give_up "Slurm does not requeue it"
+}
+
+give_up() {
+  say "gives up: $1"
+  alarm "gives up: $1"
+  status=1
 }
 
 # --- training -------------------------------------------------------------------------------------
 
+logs=$run_dir/logs/$SLURM_JOB_ID.$restart # from here on, the ranks are told of USR1
+export LATTICE_STOP_FILE=$logs/STOP
+mkdir -p "$logs"
+echo "$nodes" >"$logs/nodes"
 if [ -n "$stopping" ]; then go_on && exit "$status"; fi # USR1 came during the preflight
 
 # shellcheck source=slurm/environment.sh
@@ -258,14 +291,19 @@ training=$!
 } &
 follower=$!
 
-# A trap interrupts `wait`, so wait again until srun itself has ended.
-while kill -0 "$training" 2>/dev/null; do wait "$training" && status=0 || status=$?; done
+# A trap interrupts `wait`, so wait again until srun itself has ended, and then for its status: it may
+# have ended while the trap ran.
+while kill -0 "$training" 2>/dev/null; do wait "$training" || true; done
+wait "$training" || status=$?
 if [ -n "$timer" ]; then kill "$timer" 2>/dev/null || true; fi
 while kill -0 "$follower" 2>/dev/null; do wait "$follower" || true; done
 
-# Whether the last start of a node's ranks was refused: the next one would be, too. (An earlier one may
-# have been refused for a reason that is gone.)
+# Whether the last start of a node's ranks was refused: the next one would be, too. They have stopped
+# torchrun (runtime/torchrun.py), or it had no restart left.
 refused() {
+  for file in "$logs"/*/*/attempt_*/refused; do
+    if [ -e "$file" ]; then return 0; fi
+  done
   for log in "$logs"/*.log; do
     if awk '/restart_count=/ { refused = 0 } /failed \(exitcode: 2\)/ { refused = 1 }
       END { exit !refused }' "$log"; then return 0; fi
@@ -280,10 +318,10 @@ if [ -n "$min_nodes" ] && [ "$run_dir/status.json" -nt "$logs/nodes" ] && ! refu
   status=0 # srun's status tells of nodes that died; the others have finished, or stopped as planned
 fi
 if [ "$status" = 0 ]; then
-  state=$(sed -n 's/.*"state": "\([a-z]*\)".*/\1/p' "$run_dir/status.json")
+  state=$(sed -n 's/.*"state": "\([a-z]*\)".*/\1/p' "$run_dir/status.json") || true
+  state=${state:-at an unknown point}
 fi
 say "torchrun ended with status $status${state:+, and the run is $state}"
-if [ -n "$stopping" ]; then rm -f "$run_dir/STOP"; fi
 
 if [ -n "$terminated" ]; then
   status=143
@@ -294,11 +332,11 @@ elif [ "$status" != 0 ]; then
   else
     go_on
   fi
-elif [ "$state" = requeue ]; then
-  # If a user created the file STOP, the run stays stopped until it is submitted again.
-  if [ -z "$stopping" ] && grep -q 'file STOP' "$run_dir/status.json"; then exit 0; fi
+elif [ "$state" = requeue ] && grep -q 'file STOP' "$run_dir/status.json"; then
+  say "a user created the file STOP: the run stays stopped until it is submitted again"
+elif [ "$state" != finished ]; then
   go_on
-elif [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
-  scancel --state=PENDING "$SLURM_ARRAY_JOB_ID" # finished: cancel the remaining jobs of the array
+elif [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then # cancel the remaining jobs of the array
+  scancel --state=PENDING "$SLURM_ARRAY_JOB_ID" || say "the array's other jobs were not cancelled"
 fi
 exit "$status"

@@ -94,6 +94,14 @@ class Run:
             self.job, lambda job: job["JobState"] == "RUNNING" and self.step >= step, f"step {step}"
         )
 
+    def shorten(self) -> None:
+        """Leave the job more than a minute, but less than the 120 s before its end at which Slurm
+        sends USR1."""
+        used = self.cluster.run("squeue", "-h", "-j", self.job, "-o", "%M").strip()
+        hours, minutes, _ = (["0", "0", *used.split(":")])[-3:]
+        limit = int(hours) * 60 + int(minutes) + 2
+        self.cluster.run("scontrol", "update", f"jobid={self.job}", f"timelimit={limit}")
+
     def wait_for_log(self, text: str) -> None:
         self.cluster.wait_for_job(self.job, lambda _: text in self.log, f"'{text}' in its log")
 
@@ -161,16 +169,7 @@ def test_the_time_limit(cluster: Cluster, disturbed: Run) -> None:
     resumes in the same folder without losing a step."""
     disturbed.wait_for_step(7)
     with cluster.held("n2"):
-        # Leave more than a minute, but less than the 120 s before the end at which Slurm sends
-        # USR1.
-        used = cluster.run("squeue", "-h", "-j", disturbed.job, "-o", "%M").strip()
-        hours, minutes, _ = (["0", "0", *used.split(":")])[-3:]
-        cluster.run(
-            "scontrol",
-            "update",
-            f"jobid={disturbed.job}",
-            f"timelimit={int(hours) * 60 + int(minutes) + 2}",
-        )
+        disturbed.shorten()
         disturbed.wait_for_log("USR1: all ranks save")
     cluster.start_now(disturbed.job, restarts=1)
     assert disturbed.status["state"] == "requeue"
@@ -180,6 +179,22 @@ def test_the_time_limit(cluster: Cluster, disturbed: Run) -> None:
     cluster.run("scontrol", "update", f"jobid={disturbed.job}", "timelimit=60")
     disturbed.wait_for_step(saved + 1)
     assert f"at step {saved};" in disturbed.log  # no step was lost
+
+
+def test_a_save_that_is_late(cluster: Cluster, data: Path, tmp_path: Path) -> None:
+    """A rank hangs, so half a minute before its end the job requeues itself without a save. The
+    next start makes steps: what asked the first one to stop is not for it."""
+    run = Run(cluster, tmp_path / "it", data).submit("--signal=B:USR1@120", nodes="n5", ranks=2)
+    run.wait_for_step(7)
+    with cluster.held("n5"):
+        run.shorten()
+        run.wait_for_log("the ranks have not saved in time")
+        cluster.start_now(run.job, restarts=1)
+    cluster.run("scontrol", "update", f"jobid={run.job}", "timelimit=60")
+    assert (run.folder / "run" / "logs" / f"{run.job}.0" / "STOP").exists()
+    cluster.wait_until_ended(run.job, "COMPLETED")
+    assert run.status["state"] == "finished"
+    assert cluster.job(run.job)["Restarts"] == "1"
 
 
 def test_a_rank_is_killed(cluster: Cluster, disturbed: Run) -> None:
@@ -367,6 +382,24 @@ def stand_in_for_python(folder: Path, torchrun: str) -> str:
     )
     program.chmod(0o755)
     return str(program)
+
+
+def test_the_controller_does_not_answer(cluster: Cluster, tmp_path: Path) -> None:
+    """squeue fails when the time is nearly up. The job requeues itself after the save."""
+    (tmp_path / "squeue").write_text("#!/bin/bash\nexit 1\n")
+    (tmp_path / "squeue").chmod(0o755)
+    save = "until [ -e $LATTICE_STOP_FILE ]; do sleep 0.1; done; sleep 3; "
+    save += f"""echo '{{"state": "requeue"}}' >{tmp_path}/run/status.json"""
+    variables = VARIABLES | {"PYTHON": stand_in_for_python(tmp_path, save)}
+    variables["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    size = ["--nodes", "1", "--nodelist", "n3", "--gpus-per-node", "1", "--cpus-per-task", "1"]
+    job = cluster.sbatch(*size, SCRIPT, **variables)
+    wait_for((tmp_path / "run" / "logs" / f"{job}.0" / "n3.log").exists, "the start of training")
+    os.kill(cluster.batch_shell("n3"), signal.SIGUSR1)
+    cluster.start_now(job, restarts=1)
+    assert "status 0, and the run is requeue" in cluster.log(job)
+    assert "have not saved in time" not in cluster.log(job)
+    cluster.run("scancel", job)
 
 
 def test_a_job_does_not_requeue_itself_for_ever(cluster: Cluster, tmp_path: Path) -> None:

@@ -94,6 +94,8 @@ def ask(how: str) -> None:
         hear(signal.Signals[how])
     elif how == "time":
         signals.STARTED = float("-inf")
+    elif how == "job":
+        Path(os.environ["LATTICE_STOP_FILE"]).touch()
     else:
         (Known.last.folder / how).touch()
 
@@ -132,6 +134,7 @@ def train_and_ask(
         signal.pthread_sigmask(signal.SIG_BLOCK, []),
     )
     with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, LATTICE_STOP_FILE=f"{arguments[0]}.stop"))
         stack.enter_context(patch.object(all_listeners, "StopRequests", Known))
         stack.enter_context(patch.object(stop, "LOOK_SECONDS", 0.0))
         stack.enter_context(patch.object(signals, "STARTED", signals.STARTED))
@@ -159,12 +162,13 @@ ASKED = [  # world size, rank that gets the request, kind of request, reason in 
     (4, 2, "SIGINT", "SIGINT was received"),
     (4, 1, "SIGHUP", "SIGHUP was received"),
     (4, 0, "STOP", "the file STOP was found"),
+    (4, 0, "job", "the job script requested a stop"),
     (4, 0, "time", "train.max_minutes was reached"),
     (8, 5, "SIGTERM", "SIGTERM was received"),
 ]
-# (rank, kind) to leave out of `make test`, which tests SIGTERM on 8 ranks and SIGUSR1 during a
-# save; SIGHUP is handled like SIGINT.
-THOROUGH = [(2, "SIGTERM"), (1, "SIGUSR1"), (3, "SIGTERM twice"), (1, "SIGHUP")]
+# (rank, kind) to leave out of `make test`, which tests SIGTERM on 8 ranks, SIGUSR1 during a save and
+# STOP before the first step; SIGHUP is handled like SIGINT.
+THOROUGH = [(2, "SIGTERM"), (1, "SIGUSR1"), (3, "SIGTERM twice"), (1, "SIGHUP"), (0, "STOP")]
 
 
 @pytest.mark.parametrize(
