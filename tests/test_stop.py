@@ -166,8 +166,8 @@ ASKED = [  # world size, rank that gets the request, kind of request, reason in 
     (4, 0, "time", "train.max_minutes was reached"),
     (8, 5, "SIGTERM", "SIGTERM was received"),
 ]
-# (rank, kind) to leave out of `make test`, which tests SIGTERM on 8 ranks, SIGUSR1 during a save and
-# STOP before the first step; SIGHUP is handled like SIGINT.
+# (rank, kind) to leave out of `make test`, which tests SIGTERM on 8 ranks, SIGUSR1 during a
+# save, STOP before the first step; SIGHUP is handled like SIGINT.
 THOROUGH = [(2, "SIGTERM"), (1, "SIGUSR1"), (3, "SIGTERM twice"), (1, "SIGHUP"), (0, "STOP")]
 
 
